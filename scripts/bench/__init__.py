@@ -1,0 +1,1 @@
+"""The benchmark of shardstore against raw I/O and its peers, run by `scripts/benchmark`."""

@@ -1,0 +1,135 @@
+"""Command line of `scripts/benchmark`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from bench import clients, machine, report
+from bench.cases import DISK
+from bench.context import Context
+from bench.results import Results
+from bench.targets import verdicts
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MEGATRON_PYTHON = REPOSITORY / ".envs" / "megatron" / "bin" / "python"
+NEEDED_BYTES = 8 * 2**30
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a subcommand; 0 if every target that was measured is met, else 1."""
+    options = _parser().parse_args(arguments)
+    status: int = options.run(options)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="benchmark", description="Measure shardstore beside raw I/O and its peers."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    disk = commands.add_parser(
+        "disk",
+        help="saves and loads on a local disk",
+        description="All clients in turn in one run: same state, same disk, same durability.",
+    )
+    disk.set_defaults(run=_disk)
+    disk.add_argument("--json", type=Path, metavar="FILE", help="every sample, as JSON")
+    disk.add_argument("--markdown", type=Path, metavar="FILE", help="the tables, as Markdown")
+    disk.add_argument("--repeats", type=int, default=5, help="rounds that count (default 5)")
+    disk.add_argument(
+        "--ranks", type=_numbers, default=(1, 4), help="worlds for save-load and memory (1,4)"
+    )
+    disk.add_argument(
+        "--only",
+        type=_names(tuple(DISK)),
+        default=tuple(DISK),
+        metavar="CASE,...",
+        help=f"cases to run: {', '.join(DISK)}",
+    )
+    disk.add_argument(
+        "--clients",
+        type=_names(clients.NAMES),
+        default=clients.NAMES,
+        metavar="NAME,...",
+        help=f"clients to run: {', '.join(clients.NAMES)}",
+    )
+    disk.add_argument("--scale", type=float, default=1.0, help="factor on the sizes (default 1)")
+    disk.add_argument(
+        "--dir",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="folder on the disk to measure (default: the temporary folder)",
+    )
+    disk.add_argument(
+        "--megatron-python",
+        metavar="PYTHON",
+        default=str(MEGATRON_PYTHON) if MEGATRON_PYTHON.exists() else None,
+        help="interpreter with megatron-core 0.15.3 (default: that of scripts/megatron_env)",
+    )
+    return parser
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _names(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
+    def parse(text: str) -> tuple[str, ...]:
+        asked = tuple(text.split(","))
+        unknown = [name for name in asked if name not in known]
+        if unknown:
+            raise argparse.ArgumentTypeError(
+                f"unknown: {', '.join(unknown)}; known: {', '.join(known)}"
+            )
+        return tuple(name for name in known if name in asked)
+
+    return parse
+
+
+def _disk(options: argparse.Namespace) -> int:
+    results = Results()
+    with tempfile.TemporaryDirectory(prefix="shardstore-bench-", dir=options.dir) as folder:
+        root = Path(folder)
+        free = shutil.disk_usage(root).free
+        if free < NEEDED_BYTES * options.scale:
+            print(f"too little space: {free / 2**30:.1f} GiB free", file=sys.stderr)
+            return 2
+        results.notes.update(
+            machine=machine.describe(root),
+            cases=list(options.only),
+            ranks=list(options.ranks),
+            repeats=options.repeats,
+            scale=options.scale,
+        )
+        context = Context(
+            root=root,
+            repeats=options.repeats,
+            scale=options.scale,
+            ranks=options.ranks,
+            megatron_python=options.megatron_python,
+            clients=options.clients,
+            results=results,
+        )
+        for name in options.only:
+            context.say(f"{name}:")
+            DISK[name](context)
+    judged = verdicts(results)
+    print(report.text(results, judged))
+    if options.json:
+        whole = results.as_dict()
+        whole["targets"] = [vars(verdict) for verdict in judged]
+        options.json.write_text(json.dumps(whole, indent=1) + "\n")
+    if options.markdown:
+        options.markdown.write_text(report.markdown(results, judged))
+    return 1 if any(verdict.ok is False for verdict in judged) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

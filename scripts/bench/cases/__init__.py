@@ -1,0 +1,17 @@
+"""The cases of `benchmark disk` by name, in the order in which they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bench.cases import flattened, memory, planning, reshard, save_load, small
+from bench.context import Context
+
+DISK: dict[str, Callable[[Context], None]] = {
+    save_load.CASE: save_load.run,
+    flattened.CASE: flattened.run,
+    memory.CASE: memory.run,
+    small.CASE: small.run,
+    reshard.CASE: reshard.run,
+    planning.CASE: planning.run,
+}

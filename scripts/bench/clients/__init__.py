@@ -1,0 +1,30 @@
+"""The clients of the benchmark by name; each is imported only in the process that runs it."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from bench.clients.base import Client
+
+# name -> (module, class, constructor arguments)
+_CLIENTS: dict[str, tuple[str, str, tuple[int, ...]]] = {
+    "raw-1": ("raw", "Raw", (1,)),
+    "raw-2": ("raw", "Raw", (2,)),
+    "shardstore": ("ours", "Ours", ()),
+    "dcp-best": ("dcp", "Dcp", (2,)),
+    "dcp-default": ("dcp", "Dcp", (1,)),
+    "megatron-zarr": ("megatron", "Megatron", ()),
+    "safetensors": ("safetensors_file", "SafetensorsFile", ()),
+}
+
+NAMES = tuple(_CLIENTS)
+RAW = ("raw-1", "raw-2")
+MEGATRON = "megatron-zarr"
+OURS = "shardstore"
+
+
+def create(name: str) -> Client:
+    """The client of that name; ImportError where what it needs is not installed."""
+    module, kind, arguments = _CLIENTS[name]
+    made: Client = getattr(import_module(f"bench.clients.{module}"), kind)(*arguments)
+    return made

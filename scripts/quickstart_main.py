@@ -1,0 +1,189 @@
+"""The main job: train and save on 4 ranks, resume on 4, 2 and 1, read with plain zarr.
+
+Starts the ranks (torchrun on this machine's loopback; a world of one runs without a process group),
+compares the losses of the resumed runs with the unbroken one and says PASS or FAIL. It imports
+neither torch nor shardstore itself. Run it through ``scripts/quickstart``, which installs first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+TRAINING = (2, 2)
+RESUMED = [(2, 2), (1, 2), (1, 1)]
+# Under another layout sums run in another order. The first resumed step starts from the very same
+# bits, so only its own rounding shows; after that Adam and the bf16 weights carry it on.
+FIRST_TOLERANCE = 1e-5
+TOLERANCE = 1e-3
+PHASE_LIMIT_S = 600
+# Sizes for a run of seconds: enough to cut every tensor and range, too small to time anything.
+SMALL = {"width": 64, "layers": 2, "heads": 4, "context": 32, "batch": 4, "learning_rate": 3e-3}
+
+
+class FailedError(Exception):
+    """A phase of the job went wrong; the text is for the reader."""
+
+
+def run(command: list[str], what: str) -> None:
+    """Run a phase to its end, its output going straight through; nothing it started outlives it."""
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        "PYTHONUNBUFFERED": "1",
+    }
+    with subprocess.Popen(command, env=environment, start_new_session=True) as process:
+        try:
+            code: int | str = process.wait(PHASE_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            code = f"no end after {PHASE_LIMIT_S} s"
+        finally:
+            # Asked to end, torchrun ends its ranks, which are in sessions of their own.
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+    if code != 0:
+        raise FailedError(f"{what} failed ({code})")
+
+
+def ranks(job: str, tp: int, dp: int, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """One run of the training program on ``tp * dp`` ranks; returns what it found."""
+    world = tp * dp
+    result = folder / ("train.json" if job == "train" else f"resume-tp{tp}-dp{dp}.json")
+    command = [sys.executable]
+    if world > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+        command += ["--nproc-per-node", str(world)]
+    command += [str(HERE / "quickstart_train.py"), job, "--folder", str(folder)]
+    command += ["--tp", str(tp), "--dp", str(dp), "--steps", str(options.steps)]
+    command += ["--config", json.dumps(SMALL if options.small else {}), "--result", str(result)]
+    run(command, f"{job} on {world} rank{'s' * (world > 1)}")
+    found: dict[str, Any] = json.loads(result.read_text())
+    return found
+
+
+def compare(unbroken: dict[str, Any], resumed: dict[str, Any], same_layout: bool) -> str:
+    """How the resumed run stands to the unbroken one, in words; raises if it should not."""
+    wanted, got = unbroken["losses"], resumed["losses"]
+    middle = len(wanted) // 2
+    if len(got) != len(wanted) or got[:middle] != wanted[:middle]:
+        raise FailedError("the losses up to the save were not restored")
+    apart = [abs(a - b) for a, b in zip(wanted[middle:], got[middle:], strict=True)]
+    if same_layout:
+        if any(apart):
+            raise FailedError(f"same layout, but losses are up to {max(apart):.3g} apart")
+        if resumed["final"] != unbroken["final"]:
+            raise FailedError("same layout and losses, but another end state")
+        return f"{len(apart)} losses and every bit of the end state equal the unbroken run's"
+    # Said the positive way, so that a NaN fails.
+    if not (apart[0] <= FIRST_TOLERANCE and all(a <= TOLERANCE for a in apart)):
+        raise FailedError(
+            f"losses are {apart[0]:.3g} apart at the first step (at most {FIRST_TOLERANCE}), "
+            f"then up to {max(apart):.3g} (at most {TOLERANCE})"
+        )
+    return (
+        f"loss apart by {apart[0]:.1e} at the first step (at most {FIRST_TOLERANCE:.0e}), "
+        f"by {max(apart):.1e} later (at most {TOLERANCE:.0e})"
+    )
+
+
+def tree_size(folder: Path) -> tuple[int, int]:
+    files = [p for p in folder.rglob("*") if p.is_file()]
+    return len(files), sum(p.stat().st_size for p in files)
+
+
+def row(what: str, moved: dict[str, float] | None, verdict: str) -> str:
+    rate = f"{moved['mib'] / moved['seconds']:,.0f} MiB/s" if moved else ""
+    return f"{what:<60}{rate:>12}  {verdict}"
+
+
+def layout_name(tp: int, dp: int) -> str:
+    return f"{tp * dp} rank{'s' * (tp * dp > 1)}, tensor-parallel {tp} x data-parallel {dp}"
+
+
+def job(folder: Path, options: argparse.Namespace) -> list[str]:
+    """All phases; returns the lines of the closing table."""
+    lines, checkpoint = [], folder / "checkpoint"
+    print(f"\n[1] train {options.steps} steps, save mid-way: {layout_name(*TRAINING)}")
+    unbroken = ranks("train", *TRAINING, folder, options)
+    losses = unbroken["losses"]
+    count, size = tree_size(checkpoint)
+    print(f"  {checkpoint}: {count} files, {size / (1 << 20):.1f} MiB")
+    fallen = f"loss fell from {losses[0]:.3f} to {losses[-1]:.3f}"
+    if not losses[-1] < losses[0] - min(0.5, 0.01 * len(losses)):
+        raise FailedError(f"the model does not learn: {fallen}")
+    save = unbroken["save"]
+    lines.append(row(f"train and save: {layout_name(*TRAINING)}", save, fallen))
+    for number, (tp, dp) in enumerate(RESUMED, 2):
+        print(f"\n[{number}] resume: {layout_name(tp, dp)}")
+        resumed = ranks("resume", tp, dp, folder, options)
+        verdict = compare(unbroken, resumed, (tp, dp) == TRAINING)
+        print(f"  {verdict}")
+        lines.append(row(f"resume: {layout_name(tp, dp)}", resumed["load"], verdict))
+    print(f"\n[{len(RESUMED) + 2}] plain zarr, in a process of its own")
+    viewer = [sys.executable, str(HERE / "quickstart_view.py")]
+    run([*viewer, str(checkpoint), str(folder / "train.json")], "reading with plain zarr")
+    lines.append(row("plain zarr", None, "every array has the hash recorded at the save"))
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="scripts/quickstart", description=__doc__)
+    parser.add_argument("--dir", type=Path, help="new or empty folder to work in (temporary)")
+    parser.add_argument("--steps", type=int, default=40, help="training steps, saved at half (40)")
+    parser.add_argument("--keep", action="store_true", help="leave checkpoint and records behind")
+    parser.add_argument("--small", action="store_true", help="a tiny model, for a run of seconds")
+    options = parser.parse_args()
+    if options.steps < 4:
+        parser.error("--steps has to be at least 4")
+    try:
+        if options.dir is None:
+            folder = Path(tempfile.mkdtemp(prefix="shardstore-quickstart-"))
+        else:
+            folder = options.dir.resolve()
+            folder.mkdir(parents=True, exist_ok=True)
+            if any(folder.iterdir()):
+                parser.error(f"--dir {folder} is not empty; give a new or empty folder")
+    except OSError as error:
+        parser.error(f"cannot work in {options.dir}: {error}")
+
+    # In a pipe too, what this process says has to stay in order with what the ranks say.
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    # A terminal's or supervisor's TERM has to end the ranks as an interrupt does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    began = time.perf_counter()
+    try:
+        lines = job(folder, options)
+    except (FailedError, OSError) as error:
+        print(f"\nFAIL: {error}\nleft for a look: {folder}", flush=True)
+        return 1
+    except KeyboardInterrupt:
+        print(f"\nFAIL: interrupted\nleft for a look: {folder}", flush=True)
+        return 130
+    print("\n" + "\n".join(lines))
+    if options.keep:
+        print(f"\nkept: {folder}")
+    elif options.dir is None:
+        shutil.rmtree(folder)
+    else:
+        for path in folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    print(f"\nPASS in {time.perf_counter() - began:.0f} s", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""The small document that says which backend wrote a checkpoint.
+
+Answers for `metadata.json`: writing it, reading it, and telling from it whether a directory is a
+checkpoint at all. Knows nothing of tensors; importing it does not import torch.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from shardstore.errors import CheckpointingException, DamagedCheckpointError, NotACheckpointError
+
+__all__ = [
+    "CONFIG_FNAME",
+    "CheckpointingConfig",
+    "CheckpointingException",
+    "check_is_distributed_checkpoint",
+    "maybe_load_config",
+    "save_config",
+]
+
+CONFIG_FNAME = "metadata.json"
+
+
+@dataclass
+class CheckpointingConfig:
+    """Which strategies can read a checkpoint.
+
+    Attributes:
+        sharded_backend: name of the backend that wrote the sharded tensors, such as ``"zarr"``.
+        sharded_backend_version: version of that backend's format.
+        common_backend: name of the backend that wrote the non-sharded part.
+        common_backend_version: version of that backend's format.
+    """
+
+    sharded_backend: str
+    sharded_backend_version: int = 1
+    common_backend: str = "torch"
+    common_backend_version: int = 1
+
+
+def check_is_distributed_checkpoint(checkpoint_dir: str | Path) -> bool:
+    """Whether a directory holds a checkpoint, judged by its `metadata.json` alone.
+
+    Any rank may call it; it waits for no other.
+
+    Raises:
+        DamagedCheckpointError: there is such a document but it is not JSON.
+    """
+    try:
+        return maybe_load_config(checkpoint_dir) is not None
+    except NotACheckpointError:
+        return False
+
+
+def maybe_load_config(checkpoint_dir: str | Path) -> CheckpointingConfig | None:
+    """Reads which backend wrote a checkpoint.
+
+    Any rank may call it; it waits for no other.
+
+    Args:
+        checkpoint_dir: directory of the checkpoint.
+
+    Returns:
+        The backend names and versions; ``None`` where there is no `metadata.json`.
+
+    Raises:
+        DamagedCheckpointError: the document is not JSON.
+        NotACheckpointError: the document is JSON but not one that :func:`save_config` writes.
+    """
+    url = _config_url(checkpoint_dir)
+    text = _read_text(url)
+    if text is None:
+        return None
+    try:
+        document = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DamagedCheckpointError(
+            f"{url} is not valid JSON ({error}); restore it from a copy, or use another checkpoint",
+            url=url,
+        ) from error
+    known = {field.name for field in fields(CheckpointingConfig)}
+    if not isinstance(document, dict) or "sharded_backend" not in document:
+        raise NotACheckpointError(
+            f"{url} does not name a sharded_backend, so {checkpoint_dir} is not a distributed "
+            "checkpoint; give the directory that save() wrote",
+            url=url,
+        )
+    if unknown := sorted(set(document) - known):
+        raise NotACheckpointError(
+            f"{url} has the unknown entries {unknown}: written by something else, or by a newer "
+            f"version that needs a newer reader; known are {sorted(known)}",
+            url=url,
+        )
+    for name, value in document.items():
+        expected = str if name in ("sharded_backend", "common_backend") else int
+        if not isinstance(value, expected) or isinstance(value, bool):
+            raise NotACheckpointError(
+                f"{url} has {name}={value!r} where a value of type {expected.__name__} belongs; "
+                "restore the document from a copy, or use another checkpoint",
+                url=url,
+            )
+    return CheckpointingConfig(**document)
+
+
+def save_config(config: CheckpointingConfig, checkpoint_dir: str | Path) -> None:
+    """Writes which backend wrote a checkpoint, replacing what was there.
+
+    One rank calls it.
+
+    Args:
+        config: backend names and versions.
+        checkpoint_dir: existing directory of the checkpoint.
+
+    Raises:
+        FileNotFoundError: there is no such directory.
+    """
+    _write_text(_config_url(checkpoint_dir), json.dumps(asdict(config)))
+
+
+def _config_url(checkpoint_dir: str | Path) -> str:
+    return f"{str(checkpoint_dir).rstrip('/')}/{CONFIG_FNAME}"
+
+
+def _read_text(url: str) -> str | None:
+    """The document's text, or ``None`` where there is no such document."""
+    try:
+        return Path(url).read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except UnicodeDecodeError as error:
+        raise DamagedCheckpointError(
+            f"{url} is not text ({error}); restore it from a copy, or use another checkpoint",
+            url=url,
+        ) from error
+
+
+def _write_text(url: str, text: str) -> None:
+    Path(url).write_text(text, encoding="utf-8")

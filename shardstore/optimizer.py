@@ -1,0 +1,160 @@
+"""Optimizer state cut the way the model's parameters are.
+
+Answers for turning the state dict of a PyTorch optimizer, which numbers parameters, into a sharded
+state dict whose tensors take key, shape and offset from the parameters. Knows nothing of files, and
+of no optimizer in particular.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from shardstore.dict_utils import StructureError, nested_values
+from shardstore.errors import CheckpointingException, ShapeMismatchError
+from shardstore.mapping import (
+    LocalNonpersistentObject,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+    StateDict,
+)
+from shardstore.utils import extract_sharded_tensors_and_factories
+
+logger = logging.getLogger(__name__)
+
+KEEP_VARS_HINT = (
+    " The model's state dict must hold the very torch.nn.Parameter objects that the optimizer has,"
+    " not plain tensors: get it with `.state_dict(keep_vars=True)`."
+)
+
+
+def get_optim_param_to_id_map(optim_params_iter: Iterable[torch.nn.Parameter]) -> dict[int, int]:
+    """Numbers parameters as the optimizer's state dict does.
+
+    Args:
+        optim_params_iter: every parameter of the optimizer, group by group.
+
+    Returns:
+        ``id()`` of a parameter -> its number. A parameter that appears again keeps its first.
+    """
+    numbers: dict[int, int] = {}
+    for number, param in enumerate(optim_params_iter):
+        numbers.setdefault(id(param), number)
+    return numbers
+
+
+def get_param_id_to_sharded_param_map(
+    model_sharded_state_dict: ShardedStateDict,
+    optim_params_iter: Iterable[torch.nn.Parameter],
+) -> dict[int, ShardedTensor | ShardedTensorFactory]:
+    """Finds the model's shard for each parameter of the optimizer.
+
+    Args:
+        model_sharded_state_dict: sharded tensors and factories whose ``data`` are the optimizer's
+            own parameter objects.
+        optim_params_iter: every parameter of the optimizer, group by group.
+
+    Returns:
+        Number of the parameter in the optimizer's state dict -> its shard or factory. Shards that
+        the optimizer does not know are left out; if nothing is found a warning is logged.
+    """
+    numbers = get_optim_param_to_id_map(optim_params_iter)
+    found: dict[int, ShardedTensor | ShardedTensorFactory] = {}
+    shards, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
+    for shard in nested_values(shards):
+        number = numbers.get(id(shard.data))
+        if number is None:
+            logger.debug("%s is none of the optimizer's parameters", shard.key)
+        else:
+            found[number] = shard
+    if not found:
+        logger.warning(
+            "None of the model's shards is a parameter of the optimizer.%s", KEEP_VARS_HINT
+        )
+    return found
+
+
+def make_sharded_optimizer_tensor(
+    model_param: ShardedTensor | ShardedTensorFactory, optim_param: torch.Tensor, prefix: str
+) -> ShardedTensor | ShardedTensorFactory:
+    """Describes a tensor of optimizer state by the parameter that it belongs to.
+
+    Args:
+        model_param: the parameter's shard or factory.
+        optim_param: state of the parameter's local shape; its data type may be another.
+        prefix: the key becomes ``<prefix>.<key of the parameter>``.
+
+    Raises:
+        ShapeMismatchError: the state does not have the parameter's local shape (or, for a
+            flattened parameter, its length).
+    """
+    key = f"{prefix}.{model_param.key}"
+    if not isinstance(optim_param, torch.Tensor):
+        raise CheckpointingException(
+            f"{key}: optimizer state of type {type(optim_param).__name__} is not a tensor and "
+            "cannot be sharded like its parameter; name it in exclude_keys and keep it elsewhere",
+            key=key,
+        )
+    if isinstance(model_param, ShardedTensorFactory):
+        return replace(model_param, key=key, data=optim_param)
+    shape = tuple(optim_param.shape)
+    if model_param.flattened_range is None:
+        expected = model_param.local_shape
+    else:
+        start, stop = model_param._flat_bounds()
+        expected = (stop - start,)
+    if shape != expected:
+        raise ShapeMismatchError(
+            f"{key}: optimizer state has shape {shape}, its parameter has {expected}; "
+            "state that is not shaped like its parameter (such as a step count) must be named in "
+            "exclude_keys and kept elsewhere",
+            key=key,
+        )
+    return replace(model_param, key=key, data=optim_param, dtype=optim_param.dtype)
+
+
+def optim_state_to_sharding_state(
+    optim_state_dict: StateDict,
+    id_to_sharded_param_map: dict[int, Any],
+    exclude_keys: tuple[str, ...] = (),
+) -> None:
+    """Turns an optimizer's state dict into a sharded one, in place.
+
+    Each tensor of state gets the key ``optimizer.state.<name>.<key of the parameter>``. The lists
+    of parameter numbers in the groups become non-persistent, as they depend on the layout.
+
+    Args:
+        optim_state_dict: what ``optimizer.state_dict()`` returned.
+        id_to_sharded_param_map: from :func:`get_param_id_to_sharded_param_map`.
+        exclude_keys: names of state that is dropped, such as ``"step"``.
+
+    Raises:
+        ValueError: there is state for a parameter that the map does not have, or it is not shaped
+            like its parameter. Then nothing has been changed.
+    """
+    excluded = {exclude_keys} if isinstance(exclude_keys, str) else set(exclude_keys)
+    state: dict[int, dict[str, ShardedTensor | ShardedTensorFactory]] = {}
+    for number, param_state in optim_state_dict["state"].items():
+        state[number] = {}
+        for name, value in param_state.items():
+            if name in excluded:
+                continue
+            if number not in id_to_sharded_param_map:
+                raise StructureError(
+                    f"the optimizer has state for its parameter {number}, which no shard of the "
+                    f"model's state dict stands for.{KEEP_VARS_HINT}"
+                )
+            state[number][name] = make_sharded_optimizer_tensor(
+                id_to_sharded_param_map[number], value, prefix=f"optimizer.state.{name}"
+            )
+    groups = deepcopy(optim_state_dict["param_groups"])
+    for group in groups:
+        group["params"] = LocalNonpersistentObject(group["params"])
+    optim_state_dict["param_groups"] = groups
+    optim_state_dict["state"] = state

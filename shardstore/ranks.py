@@ -1,0 +1,343 @@
+"""What the ranks do together: reports to one coordinator and its verdict to all, and pieces of chunks.
+
+The shape is a star, not a ring or a tree: every rank reports to rank 0, rank 0 answers every rank.
+A rank that died is met by the coordinator alone, at once and by name, and everybody else still gets an
+answer; in a ring the neighbours of the dead rank would fail and the others wait for a timeout. Only
+large answers go down a broadcast tree, once all ranks are known to be there.
+
+All traffic is on CPU tensors over a gloo group of our own, so that the trainer's NCCL streams are never
+touched and its own collectives can not be confused with ours. Without a process group there is one rank.
+
+It knows nothing of tensors, arrays or checkpoints.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from shardstore.errors import CheckpointingException, RanksError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["DEADLINE_VARIABLE", "Ranks"]
+
+logger = logging.getLogger(__name__)
+
+DEADLINE_VARIABLE = "SHARDSTORE_DEADLINE_S"
+"""Environment variable: seconds a rank waits for another one before it gives up."""
+
+DEFAULT_DEADLINE_S = 1800.0
+TREE_FROM_BYTES = 64 * 1024
+_HEADER = 3  # status, bytes that follow, whether they come down the tree
+_OK, _ERROR = 0, 1
+
+
+def deadline_from_environment() -> float:
+    """Seconds to wait for other ranks: ``SHARDSTORE_DEADLINE_S``, else 1800."""
+    text = os.environ.get(DEADLINE_VARIABLE)
+    if not text:
+        return DEFAULT_DEADLINE_S
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if seconds <= 0:
+        raise CheckpointingException(
+            f"{DEADLINE_VARIABLE}={text!r} is not a positive number of seconds; unset it or give one"
+        )
+    return seconds
+
+
+@dataclass
+class _Control:
+    """The gloo group of ours that belongs to one default process group."""
+
+    world: object
+    group: Any
+    broken: bool = False
+
+
+_control: _Control | None = None
+
+
+def _control_group(deadline_s: float) -> _Control:
+    global _control
+    world = dist.group.WORLD
+    if _control is None or _control.world is not world or _control.broken:
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
+        _control = _Control(world=world, group=group)
+    return _control
+
+
+@dataclass
+class Ranks:
+    """The ranks that save or load one checkpoint, seen from one of them.
+
+    Attributes:
+        rank: this process's global rank, 0 without a process group.
+        world_size: number of ranks, 1 without a process group.
+        deadline_s: seconds to wait for any other rank.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    deadline_s: float = DEFAULT_DEADLINE_S
+    _group: _Control | None = field(default=None, repr=False)
+
+    @classmethod
+    def current(cls) -> Ranks:
+        """The ranks of the default process group, or a world of one.
+
+        Called by every rank; the first call of a process group creates a gloo group of ours, which
+        all ranks wait for.
+        """
+        deadline_s = deadline_from_environment()
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+            return cls(deadline_s=deadline_s)
+        group = _control_group(deadline_s)
+        return cls(dist.get_rank(), dist.get_world_size(), deadline_s, group)
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this rank collects the reports and decides."""
+        return self.rank == 0
+
+    def together(
+        self,
+        report: bytes = b"",
+        *,
+        what: str,
+        error: BaseException | None = None,
+        decide: Callable[[list[bytes]], bytes] | None = None,
+    ) -> bytes:
+        """Every rank reports, the coordinator decides, everyone gets the same answer.
+
+        Called by every rank, which waits until all have called it and the coordinator has decided.
+
+        Args:
+            report: this rank's report, handed to ``decide`` on the coordinator.
+            what: what the ranks are doing, for the error text ("committing s3://...").
+            error: what went wrong on this rank, if anything. It is raised again here, and reaches the
+                others as a :class:`RanksError` that names this rank.
+            decide: called on the coordinator alone, with the reports by rank, if no rank had an error;
+                what it raises is raised on every rank.
+
+        Returns:
+            What ``decide`` returned.
+
+        Raises:
+            RanksError: another rank failed, died, or did not answer within the deadline.
+        """
+        if self.world_size == 1:
+            if error is not None:
+                raise error
+            return decide([report]) if decide is not None else b""
+        if self.is_coordinator:
+            answer = self._coordinate(report, what, error, decide)
+        else:
+            answer = self._report(report, what, error)
+        status, body = answer
+        if error is not None:
+            raise error
+        if status == _ERROR:
+            _raise_reported(body)
+        return body
+
+    # -- the two sides of the star -------------------------------------------------------------
+
+    def _coordinate(
+        self,
+        report: bytes,
+        what: str,
+        error: BaseException | None,
+        decide: Callable[[list[bytes]], bytes] | None,
+    ) -> tuple[int, bytes]:
+        reports: list[bytes] = [report]
+        failures: dict[int, str] = {}
+        lost: list[int] = []
+        causes: list[BaseException] = []
+        if error is not None:
+            failures[0] = _describe(error)
+            causes.append(error)
+        for rank in range(1, self.world_size):
+            try:
+                status, body = self._receive(rank)
+            except RuntimeError as problem:
+                # After a timeout gloo closes every pair: only the first silence is evidence.
+                if not lost or "timed out" not in failures[lost[0]].lower():
+                    failures[rank] = f"no answer ({_first_line(problem)})"
+                    lost.append(rank)
+                body = b""
+            else:
+                if status == _ERROR:
+                    text, cause = pickle.loads(body)
+                    failures[rank] = text
+                    if cause is not None:
+                        causes.append(cause)
+            reports.append(body)
+        status, body = _OK, b""
+        if failures:
+            status, body = _ERROR, pickle.dumps(_failure(what, failures, causes))
+        elif decide is not None:
+            try:
+                body = decide(reports)
+            except Exception as problem:
+                status, body = _ERROR, pickle.dumps(_portable(problem))
+        tree = status == _OK and len(body) >= TREE_FROM_BYTES
+        for rank in range(1, self.world_size):
+            try:
+                self._send(rank, status, body, tree=tree)
+            except RuntimeError as problem:
+                logger.warning("rank %d could not be told the outcome of %s: %s", rank, what, problem)
+        if tree:
+            self._broadcast(bytearray(body))
+        if lost:
+            self._break()
+        return status, body
+
+    def _report(self, report: bytes, what: str, error: BaseException | None) -> tuple[int, bytes]:
+        try:
+            if error is None:
+                self._send(0, _OK, report)
+            else:
+                self._send(0, _ERROR, pickle.dumps((_describe(error), _portable_or_none(error))))
+            return self._receive(0)
+        except RuntimeError as problem:
+            self._break()
+            failure = RanksError(
+                f"{what}: rank {self.rank} has no answer from the coordinator, rank 0, which died or "
+                f"waited longer than {self.deadline_s:g} s for another rank ({_first_line(problem)}). "
+                f"Its log says more; {DEADLINE_VARIABLE} sets the wait",
+                failures={0: "no answer"},
+            )
+            if error is None:
+                raise failure from problem
+            raise error from failure
+
+    # -- messages ------------------------------------------------------------------------------
+
+    @property
+    def _pg(self) -> Any:
+        assert self._group is not None
+        return self._group.group
+
+    def _break(self) -> None:
+        """Forget the group: after a timeout or a death gloo's connections are of no more use."""
+        if self._group is not None:
+            self._group.broken = True
+
+    def _send(self, rank: int, status: int, body: bytes, *, tree: bool = False) -> None:
+        header = torch.tensor([status, len(body), int(tree)], dtype=torch.int64)
+        dist.send(header, dst=rank, group=self._pg)
+        if body and not tree:
+            dist.send(torch.frombuffer(bytearray(body), dtype=torch.uint8), dst=rank, group=self._pg)
+
+    def _receive(self, rank: int) -> tuple[int, bytes]:
+        header = torch.zeros(_HEADER, dtype=torch.int64)
+        dist.recv(header, src=rank, group=self._pg)
+        status, size, tree = (int(n) for n in header)
+        if size == 0:
+            return status, b""
+        body = bytearray(size)
+        if tree:
+            self._broadcast(body)
+        else:
+            dist.recv(torch.frombuffer(body, dtype=torch.uint8), src=rank, group=self._pg)
+        return status, bytes(body)
+
+    def _broadcast(self, body: bytearray) -> None:
+        dist.broadcast(torch.frombuffer(body, dtype=torch.uint8), src=0, group=self._pg)
+
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, NDArray[np.uint8]]],
+        receives: Sequence[tuple[int, NDArray[np.uint8]]],
+    ) -> None:
+        """Send and receive byte pieces between ranks.
+
+        Called by every rank that has something to send or receive; waits for those alone. Between two
+        ranks the order of ``sends`` on one is the order of ``receives`` on the other.
+
+        Args:
+            sends: ``(rank, bytes)``, one-dimensional contiguous uint8.
+            receives: ``(rank, buffer)``, one-dimensional contiguous uint8, written in place.
+        """
+        works = [
+            (rank, dist.irecv(torch.from_numpy(buffer), src=rank, group=self._pg))
+            for rank, buffer in receives
+        ]
+        works += [
+            (rank, dist.isend(_as_tensor(piece), dst=rank, group=self._pg)) for rank, piece in sends
+        ]
+        for rank, work in works:
+            try:
+                if work is not None:
+                    work.wait()
+            except RuntimeError as problem:
+                self._break()
+                raise RanksError(
+                    f"rank {self.rank} lost rank {rank} while pieces of chunks were exchanged "
+                    f"({_first_line(problem)})",
+                    failures={rank: "no answer"},
+                ) from problem
+
+
+def _as_tensor(piece: NDArray[np.uint8]) -> torch.Tensor:
+    if not piece.flags.writeable:
+        piece = piece.copy()
+    return torch.from_numpy(piece)
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines() or [type(error).__name__]
+    return text[0][:200]
+
+
+def _describe(error: BaseException) -> str:
+    text = str(error) or type(error).__name__
+    return text if isinstance(error, CheckpointingException) else f"{type(error).__name__}: {text}"
+
+
+def _portable(error: BaseException) -> CheckpointingException:
+    """The error itself where other ranks can rebuild it, else our own with its text."""
+    portable = _portable_or_none(error)
+    if portable is not None:
+        return portable
+    return CheckpointingException(_describe(error))
+
+
+def _portable_or_none(error: BaseException) -> CheckpointingException | None:
+    if not isinstance(error, CheckpointingException):
+        return None
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return None
+    return error
+
+
+def _failure(
+    what: str, failures: dict[int, str], causes: Sequence[BaseException]
+) -> CheckpointingException:
+    """One error for all: the ranks' own where all failed alike, else one that lists them."""
+    texts = set(failures.values())
+    if len(texts) == 1 and len(causes) == len(failures) and len(failures) > 1:
+        return _portable(causes[0])
+    lines = [f"rank {rank}: {text}" for rank, text in sorted(failures.items())]
+    shown = "; ".join(lines[:8]) + (f"; and {len(lines) - 8} more" if len(lines) > 8 else "")
+    return RanksError(f"{what} failed on {len(failures)} rank(s): {shown}", failures=failures)
+
+
+def _raise_reported(body: bytes) -> NoReturn:
+    raise pickle.loads(body)

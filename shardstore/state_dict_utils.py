@@ -1,0 +1,116 @@
+"""What happens to a sharded state dict before it is saved or loaded.
+
+Answers for the split into the sharded, the common and the non-persistent part, and for factories
+being built on the way. Knows nothing of files and formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from shardstore.dict_utils import (
+    dict_list_map_inplace,
+    dict_list_map_outplace,
+    extract_matching_values,
+)
+from shardstore.mapping import (
+    CommonStateDict,
+    LocalNonpersistentObject,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+    StateDict,
+    apply_factories,
+)
+from shardstore.utils import extract_nonpersistent, extract_sharded_base
+
+
+def save_preprocess(
+    sharded_state_dict: ShardedStateDict,
+    validate_access_integrity: bool = True,
+    preprocess_common_before_consistancy_check: Callable[[CommonStateDict], StateDict]
+    | None = None,
+) -> tuple[ShardedStateDict, CommonStateDict]:
+    """Builds the factories, drops what is not to be saved, and splits the rest.
+
+    Every rank calls it. With ``validate_access_integrity`` the ranks exchange descriptions of their
+    shards, so each waits for all others; without it none waits.
+
+    Args:
+        sharded_state_dict: factories in it are replaced in place by what they build.
+        validate_access_integrity: check over all ranks that each tensor is covered once, and that
+            common parts agree.
+        preprocess_common_before_consistancy_check: given a copy of the common part, returns what of
+            it is to be compared between the ranks. What is saved stays as it was.
+
+    Returns:
+        The sharded part (without empty flattened tensors) and the common part.
+
+    Raises:
+        CheckpointingException: the shards overlap, leave a gap, or contradict each other.
+    """
+    apply_factories(sharded_state_dict)
+    _, persistent = extract_nonpersistent(sharded_state_dict)
+    sharded, common = extract_sharded_base(persistent)
+    sharded = filter_out_empty_flatten_tensor(sharded)
+    if validate_access_integrity:
+        # The process group and all that comes with it are needed by this check alone.
+        from shardstore.validation import determine_global_metadata, validate_sharding_integrity
+
+        compared: StateDict = dict_list_map_outplace(lambda value: value, common)
+        if preprocess_common_before_consistancy_check is not None:
+            compared = preprocess_common_before_consistancy_check(compared)
+        _, global_metadata = determine_global_metadata(sharded)
+        validate_sharding_integrity(global_metadata, common_state_dict=compared)
+    return sharded, common
+
+
+def load_preprocess(
+    sharded_state_dict: ShardedStateDict,
+) -> tuple[ShardedStateDict, StateDict, StateDict]:
+    """Builds the factories and splits off what the checkpoint does not hold.
+
+    No rank waits for another.
+
+    Args:
+        sharded_state_dict: not changed; the tensors in it are shared with the results.
+
+    Returns:
+        What is to be loaded; the local objects that take their places again after loading; and the
+        factories, without data, for :func:`shardstore.mapping.apply_factory_merges` (lists as dicts
+        from index to value).
+    """
+    wanted = filter_out_empty_flatten_tensor(sharded_state_dict)
+    factories, _ = extract_matching_values(
+        wanted, lambda value: isinstance(value, ShardedTensorFactory), return_lists_as_dicts=True
+    )
+    # The tensor that a factory stands for need not be kept alive until the merge.
+    dict_list_map_inplace(lambda factory: factory.without_data(), factories)
+    apply_factories(wanted)
+
+    nonpersistent, wanted = extract_nonpersistent(wanted)
+
+    def unwrapped(value: LocalNonpersistentObject) -> Any:
+        return value.unwrap()
+
+    dict_list_map_inplace(unwrapped, nonpersistent)
+    return wanted, nonpersistent, factories
+
+
+def filter_out_empty_flatten_tensor(
+    sharded_state_dict: dict[Any, Any] | list[Any],
+) -> Any:
+    """A copy without the sharded tensors whose flattened range is empty.
+
+    Dicts and lists that hold nothing else disappear too. Empty tensors that are not flattened stay.
+    """
+
+    def is_kept(value: Any) -> bool:
+        if not isinstance(value, ShardedTensor) or value.flattened_range is None:
+            return True
+        start, stop = value._flat_bounds()
+        return start < stop
+
+    kept, _ = extract_matching_values(sharded_state_dict, is_kept)
+    return kept

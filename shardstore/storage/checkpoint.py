@@ -1,0 +1,144 @@
+"""A committed checkpoint, read only: its arrays by key, its manifest when it is needed, its chunks through a mover."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+
+from shardstore.errors import NotACheckpointError
+from shardstore.storage import documents
+from shardstore.storage.chunks import Mover, RegionRead
+from shardstore.storage.documents import ArrayMeta, RootDocument
+from shardstore.storage.files import FileMover
+from shardstore.storage.location import Location
+from shardstore.storage.manifest import MANIFEST_NAME, Manifest
+from shardstore.storage.tensorstore_mover import TensorStoreMover
+
+__all__ = ["StoredCheckpoint"]
+
+ReadDocument = Callable[[Location, str], bytes]
+
+
+def _read(location: Location, name: str) -> bytes:
+    return location.read(name)
+
+
+class StoredCheckpoint:
+    """What is stored at a location.
+
+    Args:
+        location: root of the checkpoint.
+        read_document: how to read a small document; the default reads the store.
+        threads: threads for reading.
+        mover: as :attr:`SaveOptions.mover`.
+    """
+
+    def __init__(
+        self,
+        location: Location,
+        *,
+        read_document: ReadDocument = _read,
+        threads: int | None = None,
+        mover: str = "auto",
+    ) -> None:
+        self.location = location
+        self._read_document = read_document
+        self._threads = threads
+        self._mover = mover
+
+    @cached_property
+    def root(self) -> RootDocument | None:
+        """The root document; ``None`` for the Zarr v2 layout, which has none."""
+        try:
+            text = self._read_document(self.location, "zarr.json")
+        except FileNotFoundError:
+            return None
+        return documents.parse_root(text, f"{self.location.url}/zarr.json")
+
+    @cached_property
+    def arrays(self) -> Mapping[str, ArrayMeta]:
+        """All arrays by key.
+
+        Raises:
+            NotACheckpointError: nothing of ours is there.
+            FormatVersionError, DTypeMismatchError: written by what this version can not read.
+        """
+        if self.root is not None:
+            return self.root.arrays()
+        found = {}
+        for node in self.location.listing():
+            try:
+                text = self.location.read(f"{node}/.zarray")
+            except FileNotFoundError:
+                continue
+            meta = documents.parse_v2_array(node, text, f"{self.location.url}/{node}/.zarray")
+            found[meta.key] = meta
+        return found
+
+    @cached_property
+    def manifest(self) -> Manifest | None:
+        """What each chunk was when it was written; ``None`` where there is no manifest."""
+        try:
+            data = self._read_document(self.location, MANIFEST_NAME)
+        except FileNotFoundError:
+            return None
+        return Manifest.from_bytes(data, f"{self.location.url}/{MANIFEST_NAME}")
+
+    def read(self, reads: Sequence[RegionRead]) -> None:
+        """Read regions into their destinations, every byte that has a checksum verified.
+
+        Raises:
+            ChunkMissingError, ChunkCorruptError: name key, chunk and the rank that wrote it.
+        """
+        plain = [r for r in reads if self._by_files(r.array)]
+        other = [r for r in reads if not self._by_files(r.array)]
+        if plain:
+            FileMover(self.location, threads=self._threads).read(plain, self._manifest)
+        if other:
+            mover: Mover = TensorStoreMover(self.location)
+            mover.read(other, self._manifest)
+
+    def _by_files(self, array: ArrayMeta) -> bool:
+        return self._mover != "tensorstore" and self.location.is_local and array.is_plain
+
+    def _manifest(self) -> Manifest | None:
+        return self.manifest
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """Remove arrays: from the root document first, so that no reader meets a hole, then their chunks.
+
+        Raises:
+            NotACheckpointError: nothing of ours is there.
+        """
+        doomed = [self.arrays[key].node for key in keys if key in self.arrays]
+        if self.root is not None and doomed:
+            kept = [
+                (node, json.dumps(document, separators=(",", ":"), ensure_ascii=False))
+                for node, document in self.root.documents.items()
+                if node not in doomed
+            ]
+            text = documents.root_document(kept, self.root.attributes)
+            self.location.replace("zarr.json", text.encode())
+            if self.manifest is not None:
+                manifest = self.manifest.without(set(doomed))
+                self.location.replace(MANIFEST_NAME, manifest.to_bytes())
+        for node in doomed:
+            for name in self.location.listing(node):
+                # Sharded objects of the same key live in the same folder and stay.
+                if not name.endswith(".pt"):
+                    self.location.delete(f"{node}/{name}")
+            if not self.location.listing(node):
+                self.location.delete(node)
+        for name in ("root", "arrays", "manifest"):
+            self.__dict__.pop(name, None)
+
+    def require(self) -> None:
+        """Raise :class:`NotACheckpointError` unless there is a checkpoint with arrays of ours."""
+        if self.root is None and not self.location.exists("metadata.json"):
+            raise NotACheckpointError(
+                f"{self.location.url} is not a distributed checkpoint (it has neither zarr.json nor metadata.json)",
+                url=self.location.url,
+            )
+
+

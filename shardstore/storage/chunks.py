@@ -1,0 +1,114 @@
+"""What a mover moves: whole chunks out of arrays in memory, regions into arrays in memory.
+
+A mover takes lists of these and carries them out with its own parallelism. It knows chunks, bytes and one location; not
+who else writes, and not what a checkpoint is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardstore.storage.documents import ArrayMeta
+from shardstore.storage.grid import Box
+from shardstore.storage.manifest import ChunkRecord, Manifest
+
+__all__ = ["ChunkPart", "ChunkWrite", "Mover", "RegionRead", "chunk_parts"]
+
+Source = NDArray[Any] | Callable[[], NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkWrite:
+    """A chunk to be written whole.
+
+    Attributes:
+        array: the array it belongs to.
+        index: its index in the chunk grid.
+        source: the part of it that lies within the array, any strides, true data type; or a function that brings it
+            to the host when its turn comes.
+    """
+
+    array: ArrayMeta
+    index: tuple[int, ...]
+    source: Source
+
+    def data(self) -> NDArray[Any]:
+        """The source array, fetched if need be."""
+        return self.source() if callable(self.source) else self.source
+
+
+@dataclass(frozen=True, slots=True)
+class RegionRead:
+    """A region to be read.
+
+    Attributes:
+        array: the array to read from.
+        box: the region, in elements of the array.
+        out: where it goes, of the region's shape, any strides, the array's data type.
+    """
+
+    array: ArrayMeta
+    box: Box
+    out: NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPart:
+    """The part of a region that lies in one chunk.
+
+    Attributes:
+        array: the array to read from.
+        index: index of the chunk.
+        within: the part, counted from the chunk's own corner.
+        out: where it goes.
+    """
+
+    array: ArrayMeta
+    index: tuple[int, ...]
+    within: Box
+    out: NDArray[Any]
+
+
+def chunk_parts(read: RegionRead) -> Iterator[ChunkPart]:
+    """Split a region along the chunk grid."""
+    grid = read.array.grid
+    for index in grid.overlapping(read.box):
+        chunk = grid.box(index)
+        common = chunk.intersect(read.box)
+        assert common is not None
+        yield ChunkPart(
+            read.array,
+            index,
+            common.relative_to(chunk.offset),
+            read.out[common.relative_to(read.box.offset).slices],
+        )
+
+
+class Mover(Protocol):
+    """Moves chunks between memory and one location."""
+
+    def write(
+        self, writes: Sequence[ChunkWrite], done: Callable[[ChunkWrite, ChunkRecord], None]
+    ) -> None:
+        """Write whole chunks; ``done`` is called for each, from any thread, one call at a time.
+
+        Raises:
+            StorageError: the store refused; nothing more is started, what runs is waited for.
+        """
+
+    def read(self, reads: Sequence[RegionRead], manifest: Callable[[], Manifest | None]) -> None:
+        """Read regions into their destinations, verifying every byte that has a checksum.
+
+        Raises:
+            ChunkMissingError, ChunkCorruptError: name key, chunk and, where the manifest knows it, the writer.
+        """
+
+
+def as_bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
+    """The memory of a C-contiguous array as one-dimensional uint8, without a copy."""
+    return array.reshape(-1).view(np.uint8)

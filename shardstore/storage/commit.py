@@ -1,0 +1,244 @@
+"""Attempt, publish, sweep: how a checkpoint comes to be there whole or not at all.
+
+On a local file system an attempt is a hidden folder beside its target, ``.NAME.attempt-ID``; publishing is one
+rename, onto nothing or onto an empty folder, or one atomic exchange with the checkpoint that is replaced
+(``renameat2(RENAME_EXCHANGE)``, Linux man-pages rename(2)), which stays readable until then. A reader never sees a
+folder that is being written. Attempts whose process is gone are swept by the next attempt at the same target.
+
+Who calls what is the business of the rooms above: one process begins and publishes, the others join.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import secrets
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardstore.errors import CheckpointExistsError, StorageError
+from shardstore.storage.location import Location, store_errors
+
+__all__ = ["Attempt", "begin", "is_checkpoint", "join", "sweep", "sync_file_system"]
+
+OWNER_NAME = ".owner.json"
+MARKERS = ("zarr.json", "metadata.json")
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def is_checkpoint(location: Location) -> bool:
+    """Whether a committed checkpoint is there (ours, or one with a ``metadata.json`` of another backend)."""
+    return any(location.exists(marker) for marker in MARKERS)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One try at writing a checkpoint.
+
+    Attributes:
+        target: where the checkpoint shall be.
+        location: where this attempt is written.
+        id: its own name, agreed by all ranks.
+        overwrite: whether a checkpoint at the target may be replaced.
+    """
+
+    target: Location
+    location: Location
+    id: str
+    overwrite: bool = False
+
+    def publish(self, *, durable: bool = True) -> None:
+        """Put the finished attempt in its target's place, in one atomic step. Called by one process.
+
+        Raises:
+            CheckpointExistsError: another checkpoint was committed there in the meantime.
+            StorageError: the store refused; the target is as it was.
+        """
+        self.location.delete(OWNER_NAME)
+        if durable:
+            _fsync(self.location.url)
+        source, target = self.location.url, self.target.url
+        with store_errors("committing", target):
+            if not os.path.isdir(target) or not os.listdir(target):
+                try:
+                    os.rename(source, target)
+                except OSError as error:
+                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                        raise
+                    raise self._exists() from None
+            else:
+                self._replace()
+            if durable:
+                _fsync(os.path.dirname(target))
+
+    def _exists(self) -> CheckpointExistsError:
+        return CheckpointExistsError(
+            f"{self.target.url} already exists: another checkpoint was committed there while this one was being "
+            "written; pass overwrite=True to replace it, or save elsewhere",
+            url=self.target.url,
+        )
+
+    def _replace(self) -> None:
+        source, target = self.location.url, self.target.url
+        keep = not is_checkpoint(self.target)
+        if not keep and not self.overwrite:
+            raise self._exists()
+        _exchange(source, target)
+        if keep:
+            # Files that were no checkpoint's (a log, a config) stay where their owner put them.
+            for name in os.listdir(source):
+                if not os.path.lexists(os.path.join(target, name)):
+                    os.rename(os.path.join(source, name), os.path.join(target, name))
+        Location.of(source).delete()
+
+    def abandon(self) -> None:
+        """Remove what was written; the target is as it was. Called by one process, once all have stopped writing."""
+        with contextlib.suppress(StorageError):
+            self.location.delete()
+
+
+def _attempt_location(target: Location, attempt_id: str) -> Location:
+    parent, name = os.path.split(target.url)
+    return Location.of(f"{parent}/.{name}.attempt-{attempt_id}")
+
+
+def begin(place: Location, *, overwrite: bool = False) -> Attempt:
+    """Begin an attempt at a target. Called by one process, the coordinator.
+
+    Raises:
+        CheckpointExistsError: a checkpoint, or a file, is there and may not be replaced.
+        StorageError: the folder can not be created.
+    """
+    if not place.is_local:
+        raise StorageError(
+            f"{place.url}: only local folders can be written so far; give a local path", url=place.url
+        )
+    target = Location.of(os.path.realpath(place.url))
+    if target.exists() and not target.is_dir():
+        raise CheckpointExistsError(
+            f"{target.url} is a file; give a folder's path to save to", url=target.url
+        )
+    if is_checkpoint(target) and not overwrite:
+        raise CheckpointExistsError(
+            f"{target.url} already exists and holds a checkpoint; pass overwrite=True to replace it, or save "
+            "elsewhere",
+            url=target.url,
+        )
+    sweep(target)
+    attempt_id = f"{time.time_ns():x}-{secrets.token_hex(4)}"
+    location = _attempt_location(target, attempt_id)
+    with store_errors("creating", location.url):
+        os.makedirs(location.url)
+    location.write(OWNER_NAME, json.dumps(_owner()).encode())
+    return Attempt(target, location, attempt_id, overwrite)
+
+
+def join(place: Location, attempt_id: str) -> Attempt:
+    """The attempt that the coordinator began, on another rank."""
+    target = Location.of(os.path.realpath(place.url))
+    return Attempt(target, _attempt_location(target, attempt_id), attempt_id)
+
+
+def sweep(target: Location) -> list[str]:
+    """Remove attempts at a target whose process is gone; those of other hosts are left alone. Returns their paths."""
+    parent, name = os.path.split(target.url)
+    swept = []
+    for entry in Location.of(parent).listing():
+        if not entry.startswith(f".{name}.attempt-"):
+            continue
+        attempt = Location.of(f"{parent}/{entry}")
+        if _is_dead(attempt):
+            with contextlib.suppress(StorageError):
+                attempt.delete()
+                swept.append(attempt.url)
+    return swept
+
+
+def _owner() -> dict[str, object]:
+    return {**_host(), "pid": os.getpid(), "started": _start_of(os.getpid())}
+
+
+def _host() -> dict[str, object]:
+    """What tells this machine, boot and pid namespace from any other."""
+    boot = namespace = ""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    with contextlib.suppress(OSError):
+        namespace = os.readlink("/proc/self/ns/pid")
+    return {"host": socket.gethostname(), "boot": boot, "pids": namespace}
+
+
+def _start_of(pid: int) -> str | None:
+    """Start time of a process in clock ticks since boot, which tells it from a later one of the same number."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()
+    return fields[19] if fields[0] not in "ZX" else None
+
+
+def _is_dead(attempt: Location) -> bool:
+    try:
+        owner = json.loads(attempt.read(OWNER_NAME))
+        here = {name: owner.get(name) for name in ("host", "boot", "pids")} == _host()
+        return here and _start_of(int(owner["pid"])) != owner["started"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _exchange(source: str, target: str) -> None:
+    """Swap two folders atomically; where the file system can not, in two renames with a moment without a target."""
+    try:
+        renameat2 = _libc.renameat2
+    except AttributeError:
+        renameat2 = None
+    if renameat2 is not None:
+        paths = (os.fsencode(source), os.fsencode(target))
+        if renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0:
+            return
+        number = ctypes.get_errno()
+        if number not in (errno.EINVAL, errno.ENOSYS):
+            raise OSError(number, os.strerror(number), source)
+    aside = f"{source}.replaced"
+    os.rename(target, aside)
+    try:
+        os.rename(source, target)
+    except OSError:
+        os.rename(aside, target)
+        raise
+    os.rename(aside, source)
+
+
+def _fsync(folder: str) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def sync_file_system(location: Location) -> None:
+    """Wait until all that was written to a folder's file system is on the disk: one ``syncfs`` (man-pages sync(2)).
+
+    One call, not an fsync a file: the journal is committed once. Errors of the disk are reported (Linux 5.8 and later).
+    """
+    with store_errors("syncing", location.url):
+        fd = os.open(location.url, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            if hasattr(_libc, "syncfs"):
+                if _libc.syncfs(fd) != 0:
+                    number = ctypes.get_errno()
+                    raise OSError(number, os.strerror(number), location.url)
+            else:
+                os.sync()
+        finally:
+            os.close(fd)

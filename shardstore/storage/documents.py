@@ -1,0 +1,337 @@
+"""Pure: the JSON documents of a checkpoint, built, parsed and validated.
+
+``zarr.json`` of an array and of the root group (Zarr v3 core specification, "Metadata"; consolidated metadata as
+zarr-python writes it, inline), and ``.zarray`` of the Zarr v2 layout that Megatron-Core wrote up to 0.15. Values in, values
+out: nothing here reads or writes a file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardstore.errors import FormatVersionError, NotACheckpointError
+from shardstore.storage import dtypes, names
+from shardstore.storage.grid import Grid
+
+__all__ = [
+    "FORMAT_VERSION",
+    "ArrayMeta",
+    "RootDocument",
+    "array_document",
+    "parse_array",
+    "parse_root",
+    "parse_v2_array",
+    "root_document",
+]
+
+FORMAT_VERSION = 1
+"""Of ``attributes.shardstore`` in the root document; a reader refuses a larger one."""
+
+SEPARATOR = "."
+"""Of chunk keys: ``c.0.1`` needs no folders below the array's own (a third of the creations of a small array)."""
+
+CRC32C = "crc32c"
+ZSTD = "zstd"
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayMeta:
+    """One array of a checkpoint: everything that its document says.
+
+    Attributes:
+        key: the tensor's key.
+        node: its node name below the root.
+        grid: shape and chunk shape.
+        dtype: Zarr name of the data type.
+        codecs: names after ``bytes``, in order; ``None`` for a chain that only TensorStore can undo.
+        zarr_format: 3, or 2 for the layout of Megatron-Core.
+        separator: between the numbers of a chunk key.
+        shard_shape: edges of the shards it was saved from, if known.
+        document: the parsed document where it was read and not built.
+    """
+
+    key: str
+    node: str
+    grid: Grid
+    dtype: str
+    codecs: tuple[str, ...] | None = (CRC32C,)
+    zarr_format: int = 3
+    separator: str = SEPARATOR
+    shard_shape: tuple[int, ...] | None = None
+    document: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape."""
+        return self.grid.shape
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a decoded chunk."""
+        size = dtypes.itemsize(self.dtype)
+        for edge in self.grid.chunk_shape:
+            size *= edge
+        return size
+
+    @property
+    def has_crc(self) -> bool:
+        """Whether each chunk ends with its own crc32c."""
+        return self.codecs is not None and self.codecs[-1:] == (CRC32C,)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a chunk object is the chunk's bytes, with or without a crc32c behind them."""
+        return self.codecs in ((), (CRC32C,))
+
+    def chunk_key(self, index: Sequence[int]) -> str:
+        """Key of a chunk below the array (Zarr v3 core specification, "Chunk key encoding": default; or v2)."""
+        if self.zarr_format == 2:
+            return self.separator.join(map(str, index)) if index else "0"
+        return self.separator.join(["c", *map(str, index)])
+
+    @property
+    def document_name(self) -> str:
+        """Name of the array's own document below its node."""
+        return ".zarray" if self.zarr_format == 2 else "zarr.json"
+
+
+def _dumps(document: object) -> str:
+    return json.dumps(document, separators=(",", ":"), ensure_ascii=False)
+
+
+def _fill_value(dtype: str) -> object:
+    if dtype == "bool":
+        return False
+    if dtype.startswith("complex"):
+        return [0.0, 0.0]
+    return 0.0 if "float" in dtype else 0
+
+
+def _codec_documents(meta: ArrayMeta) -> list[dict[str, Any]]:
+    bytes_codec: dict[str, Any] = {"name": "bytes"}
+    if dtypes.itemsize(meta.dtype) > 1:
+        bytes_codec["configuration"] = {"endian": "little"}
+    documents = [bytes_codec]
+    for name in meta.codecs or ():
+        if name == ZSTD:
+            documents.append({"name": ZSTD, "configuration": {"level": 1, "checksum": False}})
+        else:
+            documents.append({"name": name})
+    return documents
+
+
+def array_document(meta: ArrayMeta) -> str:
+    """Text of an array's own document, the same on every rank for the same array."""
+    if meta.zarr_format == 2:
+        return _dumps(
+            {
+                "zarr_format": 2,
+                "shape": list(meta.shape),
+                "chunks": list(meta.grid.chunk_shape),
+                "dtype": dtypes.v2_dtype(meta.dtype),
+                "compressor": None,
+                "fill_value": None,
+                "order": "C",
+                "filters": None,
+                "dimension_separator": meta.separator,
+            }
+        )
+    about: dict[str, Any] = {"key": meta.key}
+    if meta.shard_shape is not None:
+        about["shard_shape"] = list(meta.shard_shape)
+    return _dumps(
+        {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": list(meta.shape),
+            "data_type": meta.dtype,
+            "chunk_grid": {
+                "name": "regular",
+                "configuration": {"chunk_shape": list(meta.grid.chunk_shape)},
+            },
+            "chunk_key_encoding": {
+                "name": "default",
+                "configuration": {"separator": meta.separator},
+            },
+            "fill_value": _fill_value(meta.dtype),
+            "codecs": _codec_documents(meta),
+            "attributes": {"shardstore": about},
+        }
+    )
+
+
+def root_document(arrays: Iterable[tuple[str, str]], attributes: Mapping[str, Any]) -> str:
+    """Text of the root group's document, the commit itself.
+
+    Args:
+        arrays: ``(node, text of its document)``.
+        attributes: attributes of the root group.
+    """
+    metadata = ",".join(f"{_dumps(node)}:{text}" for node, text in sorted(arrays))
+    return (
+        f'{{"zarr_format":3,"node_type":"group","attributes":{_dumps(attributes)},'
+        '"consolidated_metadata":{"kind":"inline","must_understand":false,'
+        f'"metadata":{{{metadata}}}}}}}'
+    )
+
+
+def _loads(text: str | bytes, url: str) -> dict[str, Any]:
+    try:
+        document = json.loads(text)
+    except (UnicodeDecodeError, ValueError) as error:
+        raise NotACheckpointError(
+            f"{url} is not valid JSON ({error}): it is damaged, or not part of a checkpoint", url=url
+        ) from error
+    if not isinstance(document, dict):
+        raise NotACheckpointError(f"{url} holds no JSON object; is not a distributed checkpoint", url=url)
+    return document
+
+
+@dataclass(frozen=True, slots=True)
+class RootDocument:
+    """The parsed root document.
+
+    Attributes:
+        attributes: of the root group.
+        arrays: key -> array, parsed on first use of each.
+        format_version: of ``attributes.shardstore``, ``None`` where another program wrote the group.
+    """
+
+    url: str
+    attributes: dict[str, Any]
+    documents: dict[str, dict[str, Any]]
+    format_version: int | None
+
+    def arrays(self) -> dict[str, ArrayMeta]:
+        """All arrays by key.
+
+        Raises:
+            FormatVersionError, DTypeMismatchError: an array uses what this version does not read.
+        """
+        out: dict[str, ArrayMeta] = {}
+        for node, document in self.documents.items():
+            if document.get("node_type") == "array":
+                meta = parse_array(node, document, f"{self.url}/{node}")
+                out[meta.key] = meta
+        return out
+
+
+def parse_root(text: str | bytes, url: str) -> RootDocument:
+    """Parse the root group's document.
+
+    Raises:
+        NotACheckpointError: not a Zarr v3 group.
+        FormatVersionError: written by a later format.
+    """
+    document = _loads(text, url)
+    if document.get("zarr_format") != 3 or document.get("node_type") != "group":
+        raise NotACheckpointError(
+            f"{url} is no Zarr v3 group; is not a distributed checkpoint of this format", url=url
+        )
+    attributes = document.get("attributes") or {}
+    about = attributes.get("shardstore")
+    version: int | None = None
+    if isinstance(about, dict):
+        version = about.get("format_version")
+        if not isinstance(version, int) or not 1 <= version <= FORMAT_VERSION:
+            raise FormatVersionError(
+                f"{url} has shardstore format version {version!r}; this version of shardstore reads up to "
+                f"{FORMAT_VERSION}: upgrade shardstore to load it",
+                url=url,
+            )
+    consolidated = document.get("consolidated_metadata")
+    inline = consolidated.get("metadata") if isinstance(consolidated, dict) else None
+    documents = inline if isinstance(inline, dict) else {}
+    return RootDocument(url, attributes, documents, version)
+
+
+def parse_array(node: str, document: Mapping[str, Any], url: str) -> ArrayMeta:
+    """Parse an array's ``zarr.json``.
+
+    Raises:
+        FormatVersionError: grid, key encoding or shape is of a kind that this version does not read.
+        DTypeMismatchError: an unknown data type.
+    """
+    try:
+        shape = _shape(document["shape"])
+        grid_document, encoding = document["chunk_grid"], document["chunk_key_encoding"]
+        chunk_shape = _shape(grid_document["configuration"]["chunk_shape"])
+        separator = (encoding.get("configuration") or {}).get("separator", "/")
+        codecs = [codec["name"] for codec in document["codecs"]]
+        data_type = document["data_type"]
+        if grid_document["name"] != "regular" or encoding["name"] != "default":
+            raise ValueError(f"grid {grid_document['name']!r}, keys {encoding['name']!r}")
+        if len(chunk_shape) != len(shape) or any(c < 1 for c in chunk_shape):
+            raise ValueError(f"chunk shape {chunk_shape} for shape {shape}")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FormatVersionError(
+            f"{url} is no array that this version of shardstore reads ({type(error).__name__}: {error})",
+            url=url,
+        ) from error
+    dtypes.numpy_dtype(data_type)
+    attributes = document.get("attributes") or {}
+    about = attributes.get("shardstore") if isinstance(attributes, dict) else None
+    about = about if isinstance(about, dict) else {}
+    key = about.get("key") or names.key_of(node) or node
+    shards = about.get("shard_shape")
+    chain: tuple[str, ...] | None = tuple(codecs[1:])
+    if codecs[:1] != ["bytes"] or chain not in ((), (CRC32C,), (ZSTD, CRC32C)) or _big(document):
+        chain = None
+    return ArrayMeta(
+        key=key,
+        node=node,
+        grid=Grid(shape, chunk_shape),
+        dtype=data_type,
+        codecs=chain,
+        separator=separator,
+        shard_shape=_shape(shards) if shards is not None else None,
+        document=document,
+    )
+
+
+def _big(document: Mapping[str, Any]) -> bool:
+    configuration = document["codecs"][0].get("configuration") or {}
+    return configuration.get("endian", "little") != "little"
+
+
+def parse_v2_array(node: str, text: str | bytes, url: str) -> ArrayMeta:
+    """Parse an array's ``.zarray``.
+
+    Raises:
+        FormatVersionError: not a C-order Zarr v2 array.
+        DTypeMismatchError: an unknown data type.
+    """
+    document = _loads(text, url)
+    try:
+        if document["zarr_format"] != 2 or document["order"] != "C":
+            raise ValueError(f"format {document['zarr_format']!r}, order {document['order']!r}")
+        grid = Grid(_shape(document["shape"]), tuple(max(1, c) for c in _shape(document["chunks"])))
+        if len(grid.chunk_shape) != len(grid.shape):
+            raise ValueError(f"chunks {grid.chunk_shape} for shape {grid.shape}")
+        plain = document.get("compressor") is None and not document.get("filters")
+    except (KeyError, TypeError, ValueError) as error:
+        raise FormatVersionError(
+            f"{url} is no Zarr v2 array that this version of shardstore reads "
+            f"({type(error).__name__}: {error})",
+            url=url,
+        ) from error
+    return ArrayMeta(
+        key=names.key_of(node) or node,
+        node=node,
+        grid=grid,
+        dtype=dtypes.v2_dtype_name(document["dtype"]),
+        codecs=() if plain else None,
+        zarr_format=2,
+        separator=document.get("dimension_separator", "."),
+        document=document,
+    )
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    shape = tuple(value)
+    if any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in shape):
+        raise ValueError(f"shape {value!r}")
+    return shape

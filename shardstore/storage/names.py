@@ -1,0 +1,73 @@
+"""Pure: array keys to node names and back.
+
+A node name is one path component that every file system, object store and Zarr reader takes: bytes outside
+``[A-Za-z0-9._-]`` are percent-encoded (UTF-8), as is whatever would make a name special: a leading dot or a
+leading ``__`` (reserved by the Zarr v3 core specification, "Node names"), and the name ``zarr.json``. The true key is
+also kept in the array's attributes, so that nobody has to decode names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+from urllib.parse import unquote
+
+from shardstore.errors import KeyNameError
+
+__all__ = ["MAX_NAME_BYTES", "RESERVED", "check_collisions", "key_of", "node_name"]
+
+MAX_NAME_BYTES = 200
+RESERVED = frozenset({"zarr.json", "metadata.json", "common.pt", "manifest.npz"})
+"""Names that the checkpoint itself uses, lower case."""
+
+_UNSAFE = re.compile(rb"[^A-Za-z0-9._-]")
+
+
+def node_name(key: str) -> str:
+    """Safe node name of a key; the key itself where it is made of ``[A-Za-z0-9._-]`` alone.
+
+    Raises:
+        KeyNameError: the key is empty, holds a lone surrogate, or is no string.
+    """
+    if not isinstance(key, str):
+        raise KeyNameError(f"key {key!r} is a {type(key).__name__}, not a string")
+    if not key:
+        raise KeyNameError("an empty key can not be stored; give the tensor a name", key=key)
+    try:
+        raw = key.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise KeyNameError(f"key {key!r} is not valid Unicode: {error}", key=key) from None
+    name = _UNSAFE.sub(lambda m: b"%%%02X" % m.group()[0], raw).decode("ascii")
+    if name[0] == "." or name.startswith("__") or name.lower() in RESERVED:
+        name = f"%{ord(name[0]):02X}" + name[1:]
+    if len(name) > MAX_NAME_BYTES:
+        digest = hashlib.sha256(raw).hexdigest()[:32]
+        # A cut name can not be decoded: the attribute keeps the key, and "%~" occurs in no encoded name.
+        name = name[: MAX_NAME_BYTES - 34].rstrip("%") + "%~" + digest
+    return name
+
+
+def key_of(name: str) -> str | None:
+    """The key behind a node name; ``None`` for a name that was shortened."""
+    if "%~" in name:
+        return None
+    return unquote(name, errors="surrogateescape")
+
+
+def check_collisions(keys: Iterable[str]) -> None:
+    """Refuse keys whose names differ in case alone: they would be one folder on some file systems.
+
+    Raises:
+        KeyNameError: names both keys.
+    """
+    seen: dict[str, str] = {}
+    for key in keys:
+        folded = node_name(key).casefold()
+        other = seen.setdefault(folded, key)
+        if other != key:
+            raise KeyNameError(
+                f"keys {other!r} and {key!r} differ only in case and would share the name "
+                f"{folded!r} on a case-insensitive file system; rename one of them",
+                key=key,
+            )

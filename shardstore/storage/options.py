@@ -1,0 +1,38 @@
+"""Settings of a save, in one place and checked when they are given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardstore.storage.grid import DEFAULT_TARGET_CHUNK_BYTES
+
+__all__ = ["SaveOptions"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveOptions:
+    """How a checkpoint is written.
+
+    Attributes:
+        target_chunk_bytes: large shards are cut into chunks of about this many bytes.
+        durable: wait until everything is on the disk before the commit.
+        overwrite: replace a checkpoint that is at the target.
+        validate: refuse the commit unless every chunk was written exactly once.
+        threads: threads that write, each rank; ``None``: one a processor, at most 8.
+        mover: ``"auto"``, ``"file"`` (plain files) or ``"tensorstore"``.
+    """
+
+    target_chunk_bytes: int = DEFAULT_TARGET_CHUNK_BYTES
+    durable: bool = True
+    overwrite: bool = False
+    validate: bool = True
+    threads: int | None = None
+    mover: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.target_chunk_bytes < 1:
+            raise ValueError(f"target_chunk_bytes={self.target_chunk_bytes} must be at least 1")
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"threads={self.threads} must be at least 1, or None")
+        if self.mover not in ("auto", "file", "tensorstore"):
+            raise ValueError(f"mover={self.mover!r} must be 'auto', 'file' or 'tensorstore'")

@@ -1,0 +1,89 @@
+"""A few threads over many small jobs: the caller's thread works too, the first error stops the rest."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+__all__ = ["default_threads", "run_batched"]
+
+T = TypeVar("T")
+
+MAX_THREADS = 8
+
+
+def default_threads() -> int:
+    """Threads of one mover: the processors this process may use, at least 1, at most 8."""
+    return max(1, min(MAX_THREADS, len(os.sched_getaffinity(0))))
+
+
+def run_batched(
+    items: Sequence[T],
+    work: Callable[[Sequence[T]], None],
+    *,
+    threads: int,
+    weight: Callable[[T], int],
+    batch_weight: int,
+    batch_items: int = 256,
+) -> None:
+    """Call ``work`` on consecutive batches of ``items``, from up to ``threads`` threads.
+
+    Args:
+        items: the jobs.
+        work: called with a batch; must be safe to run beside itself.
+        threads: the caller's thread included.
+        weight: of a job (bytes).
+        batch_weight: a batch is closed once it weighs this much.
+        batch_items: a batch is closed once it has this many jobs.
+
+    Raises:
+        BaseException: the first that ``work`` raised; no batch is started after it, and all threads have ended.
+    """
+    batches = _batches(items, weight, batch_weight, batch_items)
+    threads = min(threads, len(batches))
+    if threads <= 1:
+        for batch in batches:
+            work(batch)
+        return
+    remaining = iter(batches)
+    lock = threading.Lock()
+    failures: list[BaseException] = []
+
+    def worker() -> None:
+        while True:
+            with lock:
+                batch = None if failures else next(remaining, None)
+            if batch is None:
+                return
+            try:
+                work(batch)
+            except BaseException as error:
+                with lock:
+                    failures.append(error)
+                return
+
+    others = [threading.Thread(target=worker, name="shardstore-io") for _ in range(threads - 1)]
+    for thread in others:
+        thread.start()
+    worker()
+    for thread in others:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def _batches(
+    items: Sequence[T], weight: Callable[[T], int], batch_weight: int, batch_items: int
+) -> list[Sequence[T]]:
+    out: list[Sequence[T]] = []
+    start = total = 0
+    for i, item in enumerate(items):
+        total += weight(item)
+        if total >= batch_weight or i + 1 - start >= batch_items:
+            out.append(items[start : i + 1])
+            start, total = i + 1, 0
+    if start < len(items):
+        out.append(items[start:])
+    return out

@@ -1,0 +1,421 @@
+"""Saving in the background: requests, the threads that run them, and their finalisation.
+
+Answers for three promises. The background part runs in a **thread** of the same process (the work
+is TensorStore's and the kernel's, outside the interpreter lock; TensorStore does not survive a
+fork). It needs no collective operation. A request is finalised only where the trainer polls, and
+only once it is done on **every** rank; a failure on any rank is raised on every rank, by the poll
+that finds it. Knows nothing of state dicts or of what the functions do.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from shardstore.errors import CheckpointingException, RanksError
+
+__all__ = [
+    "AsyncCaller",
+    "AsyncCallsQueue",
+    "AsyncRequest",
+    "PersistentAsyncCaller",
+    "TemporalAsyncCaller",
+]
+
+logger = logging.getLogger(__name__)
+
+
+class AsyncRequest(NamedTuple):
+    """What is left to do of a save: one function for the background, some for afterwards.
+
+    Attributes:
+        async_fn: runs in the background, on this rank alone; it must not use collectives. None
+            when this rank has nothing to write.
+        async_fn_args: its positional arguments.
+        finalize_fns: run in order, without arguments, on every rank, once ``async_fn`` is done on
+            all of them; they may use collectives.
+        async_fn_kwargs: its keyword arguments.
+        preload_fn: if given, it is called in the caller's thread when the request is scheduled
+            (staging of device data belongs here), and what it returns takes the place of
+            ``async_fn_args[1]``.
+        is_frozen: whether the request is closed to further finalisation functions.
+        call_idx: number of the request in its queue, set when it is scheduled.
+    """
+
+    async_fn: Callable[..., object] | None
+    async_fn_args: tuple[Any, ...]
+    finalize_fns: list[Callable[[], object]]
+    async_fn_kwargs: dict[str, Any] = {}  # noqa: RUF012 (never written to; the known default)
+    preload_fn: Callable[[], Any] | None = None
+    is_frozen: bool = False
+    call_idx: int = 0
+
+    def add_finalize_fn(self, fn: Callable[[], object]) -> None:
+        """Append a function to run after the others at finalisation.
+
+        Args:
+            fn: takes no arguments.
+
+        Raises:
+            RuntimeError: the request is frozen, which it is from the moment it is scheduled.
+        """
+        if self.is_frozen:
+            raise RuntimeError(
+                "This AsyncRequest is frozen (it has been scheduled): "
+                "add finalization functions before that"
+            )
+        self.finalize_fns.append(fn)
+
+    def execute_sync(self) -> None:
+        """Do everything at once in the caller's thread; every rank calls it and waits for all.
+
+        Raises:
+            RanksError: the function failed on some rank; raised on every rank.
+        """
+        error: BaseException | None = None
+        try:
+            _run(self, _staged_args(self))
+        except Exception as caught:
+            error = caught
+        _agree(done=True, error=error, call_idx=self.call_idx, no_dist=False)
+        _finalize(self, no_dist=False)
+
+    def freeze(self) -> AsyncRequest:
+        """Return the same request, closed to further finalisation functions."""
+        return self._replace(is_frozen=True)
+
+
+class AsyncCaller(ABC):
+    """Runs requests in the background and tells when the latest one is done on all ranks."""
+
+    @abstractmethod
+    def schedule_async_call(self, async_req: AsyncRequest) -> None:
+        """Stage a request (``preload_fn``) and start its function; does not wait for it.
+
+        Args:
+            async_req: what to run.
+        """
+
+    @abstractmethod
+    def is_current_async_call_done(self, blocking: bool, no_dist: bool) -> bool:
+        """Whether the oldest unfinished call is done, on every rank unless ``no_dist``.
+
+        Args:
+            blocking: wait for this rank's part first.
+            no_dist: ask this rank alone; otherwise every rank calls this and waits for the others.
+
+        Raises:
+            RanksError: the call failed, on any of the ranks asked.
+        """
+
+    def sync_all_async_calls(self, is_alive: int) -> bool:
+        """Whether no rank has a call in flight; every rank calls it and waits for the others.
+
+        Args:
+            is_alive: 1 if this rank's call is in flight, else 0.
+        """
+        return _agree(done=not is_alive, error=None, call_idx=0, no_dist=False)
+
+    @abstractmethod
+    def close(self, abort: bool = False) -> None:
+        """Release the thread; nothing can be scheduled afterwards.
+
+        Args:
+            abort: drop what has not started and do not wait for what has (a running thread cannot
+                be stopped; what it writes is never finalised).
+        """
+
+
+class _ThreadCaller(AsyncCaller):
+    """Common part of the callers: one thread, calls in the order of their scheduling."""
+
+    def __init__(self) -> None:
+        # Idle threads of an executor end at interpreter exit; those at work are waited for.
+        self._executor: ThreadPoolExecutor | None = None
+        self._calls: deque[tuple[int, Future[None] | None]] = deque()
+
+    def schedule_async_call(self, async_req: AsyncRequest) -> None:
+        if async_req.async_fn is None:
+            self._calls.append((async_req.call_idx, None))
+            return
+        try:
+            args = _staged_args(async_req)
+        except Exception as error:
+            # Raised here it would be this rank's alone, and the others' next poll would hang.
+            failed: Future[None] = Future()
+            failed.set_exception(error)
+            self._calls.append((async_req.call_idx, failed))
+            return
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="shardstore-save")
+        device = _current_cuda_device()
+        future = self._executor.submit(_run, async_req, args, device)
+        self._calls.append((async_req.call_idx, future))
+
+    def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
+        """See :meth:`AsyncCaller.is_current_async_call_done`."""
+        call_idx, future = self._calls[0] if self._calls else (-1, None)
+        done, error = True, None
+        if future is not None:
+            done = blocking or future.done()
+            error = future.exception() if done else None
+        try:
+            done_everywhere = _agree(done=done, error=error, call_idx=call_idx, no_dist=no_dist)
+        except CheckpointingException:
+            self._forget_oldest()
+            raise
+        if done_everywhere:
+            self._forget_oldest()
+        return done_everywhere
+
+    def _forget_oldest(self) -> None:
+        if self._calls:
+            self._calls.popleft()
+
+    def close(self, abort: bool = False) -> None:
+        if self._executor is not None:
+            self._executor.shutdown(wait=not abort, cancel_futures=abort)
+            self._executor = None
+        self._calls.clear()
+
+
+class TemporalAsyncCaller(_ThreadCaller):
+    """Runs one request in a thread of its own, which ends with it."""
+
+    def schedule_async_call(self, async_req: AsyncRequest) -> None:
+        """See :meth:`AsyncCaller.schedule_async_call`."""
+        super().schedule_async_call(async_req)
+        if self._executor is not None:
+            self._executor.shutdown(wait=False)
+
+
+class PersistentAsyncCaller(_ThreadCaller):
+    """Runs requests one after the other in a single thread that stays until :meth:`close`."""
+
+
+class _ActiveAsyncRequest(NamedTuple):
+    """A scheduled request that has not been finalised."""
+
+    idx: int
+    async_caller: AsyncCaller
+    async_request: AsyncRequest
+
+
+class AsyncCallsQueue:
+    """Requests in the background, finalised in the order in which they were scheduled.
+
+    Every rank must schedule the same requests and poll at the same points of its program.
+
+    Args:
+        persistent: run all requests one after the other in one thread that stays; otherwise each
+            has a thread of its own, so that several can be in flight at a time.
+    """
+
+    def __init__(self, persistent: bool = False) -> None:
+        self.persistent = persistent
+        self.async_calls: deque[_ActiveAsyncRequest] = deque()
+        self.persistent_caller: AsyncCaller | None = None
+        self.call_idx = -1
+
+    def _get_async_caller(self) -> AsyncCaller:
+        if not self.persistent:
+            return TemporalAsyncCaller()
+        if self.persistent_caller is None:
+            self.persistent_caller = PersistentAsyncCaller()
+        return self.persistent_caller
+
+    def schedule_async_request(self, async_request: AsyncRequest) -> int:
+        """Stage a request in this thread, start it in the background, and return at once.
+
+        Every rank calls it; it waits for nobody.
+
+        Args:
+            async_request: what to run. It is frozen: later additions are refused.
+
+        Returns:
+            The number of the request in this queue, from 0. A failure of ``preload_fn`` is raised
+            by the next poll, on every rank.
+        """
+        caller = self._get_async_caller()
+        idx = self.call_idx + 1
+        frozen = async_request.freeze()._replace(call_idx=idx)
+        caller.schedule_async_call(frozen)
+        self.call_idx = idx
+        self.async_calls.append(_ActiveAsyncRequest(idx, caller, frozen))
+        return idx
+
+    def maybe_finalize_async_calls(
+        self, blocking: bool = False, no_dist: bool = False
+    ) -> list[int]:
+        """Finalise the requests that are done on every rank, oldest first.
+
+        Every rank calls it and waits for the others (one reduction of a few integers for each
+        request looked at), unless ``no_dist`` or without a process group.
+
+        Args:
+            blocking: wait for all requests in flight.
+            no_dist: look at this rank alone; for callers that know that the others agree.
+
+        Returns:
+            Numbers of the requests finalised by this call.
+
+        Raises:
+            RanksError: a request failed on some rank, in the background or at finalisation. It is
+                raised on every rank, names the ranks and causes, and the request is dropped: the
+                next poll goes on with the one after it.
+        """
+        finalized: list[int] = []
+        while self.async_calls:
+            active = self.async_calls[0]
+            try:
+                if not active.async_caller.is_current_async_call_done(blocking, no_dist):
+                    break
+            except CheckpointingException:
+                self.async_calls.popleft()
+                raise
+            self.async_calls.popleft()
+            _finalize(active.async_request, no_dist)
+            finalized.append(active.idx)
+        return finalized
+
+    def get_num_unfinalized_calls(self) -> int:
+        """Number of requests scheduled and not finalised yet."""
+        return len(self.async_calls)
+
+    def close(self, abort: bool = False) -> None:
+        """Finalise what is in flight and end the threads.
+
+        Args:
+            abort: finalise nothing and wait for nobody: for a rank that is about to give up. What
+                was in flight never becomes visible.
+
+        Raises:
+            RanksError: the first failure among the requests, once all have been looked at.
+        """
+        first_error: CheckpointingException | None = None
+        while self.async_calls and not abort:
+            try:
+                self.maybe_finalize_async_calls(blocking=True)
+            except CheckpointingException as error:
+                first_error = first_error or error
+        for active in self.async_calls:
+            active.async_caller.close(abort=True)
+        self.async_calls.clear()
+        if self.persistent_caller is not None:
+            self.persistent_caller.close(abort)
+            self.persistent_caller = None
+        if first_error is not None:
+            raise first_error
+
+
+def _staged_args(request: AsyncRequest) -> tuple[Any, ...]:
+    """Positional arguments of the background function, with staged data put in."""
+    args = tuple(request.async_fn_args)
+    if request.async_fn is None or request.preload_fn is None:
+        return args
+    if len(args) < 2:
+        raise CheckpointingException(
+            f"An AsyncRequest with a preload_fn needs at least two positional arguments, because "
+            f"what preload_fn returns takes the place of the second; got {len(args)}"
+        )
+    return (args[0], request.preload_fn(), *args[2:])
+
+
+def _run(
+    request: AsyncRequest, args: Sequence[Any], cuda_device: torch.device | None = None
+) -> None:
+    if request.async_fn is None:
+        return
+    if cuda_device is not None:
+        torch.cuda.set_device(cuda_device)
+    request.async_fn(*args, **request.async_fn_kwargs)
+
+
+def _current_cuda_device() -> torch.device | None:
+    """The calling thread's CUDA device: a new thread would start with device 0."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _finalize(request: AsyncRequest, no_dist: bool) -> None:
+    """Run the finalisation functions, then make sure that they succeeded on every rank."""
+    error: BaseException | None = None
+    try:
+        for finalize_fn in request.finalize_fns:
+            finalize_fn()
+    except Exception as caught:
+        error = caught
+    _agree(
+        done=True,
+        error=error,
+        call_idx=request.call_idx,
+        no_dist=no_dist,
+        doing="finalising",
+    )
+
+
+def _agree(
+    *,
+    done: bool,
+    error: BaseException | None,
+    call_idx: int,
+    no_dist: bool,
+    doing: str = "running",
+) -> bool:
+    """Whether a call is done on every rank; raises everywhere if it failed anywhere.
+
+    One reduction of four integers; only after a failure are the texts gathered.
+    """
+    has_ranks = dist.is_available() and dist.is_initialized()
+    rank = dist.get_rank() if has_ranks else 0
+    if no_dist or not has_ranks:
+        if error is not None:
+            raise _failure({rank: _describe(error)}, call_idx, doing) from error
+        return done
+    state = torch.tensor(
+        [int(not done), int(error is not None), call_idx, -call_idx],
+        dtype=torch.int64,
+        device=_collective_device(),
+    )
+    dist.all_reduce(state, op=dist.ReduceOp.MAX)
+    in_flight, failed, newest, minus_oldest = state.tolist()
+    if failed:
+        texts: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(texts, None if error is None else _describe(error))
+        failures = {r: text for r, text in enumerate(texts) if text is not None}
+        raise _failure(failures, call_idx, doing) from error
+    if newest != -minus_oldest:
+        raise RanksError(
+            f"The ranks look at different asynchronous calls: rank {rank} at call {call_idx}, "
+            f"others between {-minus_oldest} and {newest}. Schedule and poll the same requests "
+            f"on every rank."
+        )
+    return not in_flight
+
+
+def _failure(failures: dict[int, str], call_idx: int, doing: str) -> RanksError:
+    listed = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
+    return RanksError(
+        f"Asynchronous save, {doing} call {call_idx}, failed on {listed}. "
+        f"Nothing of this save will become visible; the checkpoint before it stands.",
+        failures=failures,
+    )
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _collective_device() -> torch.device:
+    """Where a tensor must be for the default process group to reduce it."""
+    if "nccl" in dist.get_backend():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -1,0 +1,347 @@
+"""The interfaces of save and load strategies, and the registry of default ones.
+
+Answers for which strategy serves which ``(backend, version)``. Knows no format: the built-in
+strategies live in modules of their own, which are imported when a look-up first needs them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardstore.errors import CheckpointingException
+from shardstore.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+
+if TYPE_CHECKING:
+    from shardstore.mapping import ShardedStateDict, StateDict
+
+__all__ = [
+    "AsyncSaveShardedStrategy",
+    "LoadCommonStrategy",
+    "LoadShardedStrategy",
+    "LoadStrategyBase",
+    "SaveCommonStrategy",
+    "SaveShardedStrategy",
+    "SaveStrategyBase",
+    "StrategyAction",
+    "async_calls",
+    "default_strategies",
+    "get_default_strategy",
+    "register_default_strategy",
+]
+
+
+class StrategyAction(Enum):
+    """What a strategy does: load or save, the common or the sharded part."""
+
+    LOAD_COMMON = "load_common"
+    LOAD_SHARDED = "load_sharded"
+    SAVE_COMMON = "save_common"
+    SAVE_SHARDED = "save_sharded"
+
+
+default_strategies: defaultdict[str, dict[tuple[str, int], Any]] = defaultdict(dict)
+"""Value of a :class:`StrategyAction` -> ``(backend, version)`` -> strategy."""
+
+async_calls = AsyncCallsQueue()
+"""The queue used by callers that keep none of their own."""
+
+# Module -> function that registers its strategies; None where importing the module does it.
+_BUILTIN_STRATEGIES: dict[str, str | None] = {
+    "shardstore.strategies.zarr": "register_default_zarr_strategies",
+    "shardstore.strategies.common": None,
+}
+_builtin_registered: set[str] = set()
+
+
+def get_default_strategy(
+    action: StrategyAction, backend: str, version: int
+) -> SaveStrategyBase | LoadStrategyBase:
+    """Return the strategy registered for an action, backend and version.
+
+    Any rank may call this at any time; it waits for nobody.
+
+    Args:
+        action: what the strategy is to do.
+        backend: backend name, for instance ``"zarr"``.
+        version: version of the backend's format.
+
+    Returns:
+        The very object that was registered.
+
+    Raises:
+        CheckpointingException: nothing is registered for the three; the text lists what is.
+    """
+    wanted = (backend, version)
+    problems: list[str] = []
+    if wanted not in default_strategies[action.value]:
+        problems = _register_builtin_strategies()
+    try:
+        strategy: SaveStrategyBase | LoadStrategyBase = default_strategies[action.value][wanted]
+    except KeyError:
+        known = sorted(default_strategies[action.value], key=str)
+        raise CheckpointingException(
+            f"No default strategy is registered for action {action.value!r}, backend "
+            f"{backend!r}, version {version!r}. Registered for {action.value!r}: "
+            f"{', '.join(map(str, known)) or 'none'}. Ask for one of these, pass a strategy "
+            f"object, or register one with register_default_strategy." + "".join(problems)
+        ) from None
+    return strategy
+
+
+def register_default_strategy(
+    action: StrategyAction,
+    backend: str,
+    version: int,
+    strategy: SaveStrategyBase | LoadStrategyBase,
+) -> None:
+    """Make a strategy the default for an action, backend and version.
+
+    A later registration replaces an earlier one; built-in strategies never replace one that was
+    registered by hand.
+
+    Args:
+        action: what the strategy does.
+        backend: backend that it becomes the default for.
+        version: version that it becomes the default for.
+        strategy: the strategy object.
+    """
+    default_strategies[action.value][(backend, version)] = strategy
+
+
+def _register_builtin_strategies() -> list[str]:
+    """Register the strategies of this package, once; return a sentence for each that fails."""
+    problems = []
+    by_hand = {action: dict(known) for action, known in default_strategies.items()}
+    for module_name, function_name in _BUILTIN_STRATEGIES.items():
+        if module_name in _builtin_registered:
+            continue
+        try:
+            module = importlib.import_module(module_name)
+        except ImportError as error:
+            problems.append(f" (Strategies of {module_name} are unavailable: {error}.)")
+            continue
+        if function_name is not None:
+            getattr(module, function_name)()
+        _builtin_registered.add(module_name)
+    for action, known in by_hand.items():
+        default_strategies[action].update(known)
+    return problems
+
+
+class LoadStrategyBase(ABC):
+    """What every load strategy has: it says which checkpoints it can read."""
+
+    @abstractmethod
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        """Raise a CheckpointingException if this strategy cannot read ``loaded_backend``."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        """Raise a CheckpointingException if this strategy cannot read ``loaded_version``."""
+        raise NotImplementedError
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """Whether this strategy loads ShardedObjects too (else the common strategy does)."""
+        return False
+
+
+class SaveStrategyBase(ABC):  # noqa: B024 (what it demands, its subclasses declare)
+    """What every save strategy has: the backend and version of what it writes.
+
+    Args:
+        backend: backend name, recorded in the checkpoint.
+        version: format version, recorded in the checkpoint.
+    """
+
+    def __init__(self, backend: str, version: int) -> None:
+        self.backend = backend
+        self.version = version
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """Whether this strategy saves ShardedObjects too (else the common strategy does)."""
+        return False
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}({self.backend}, {self.version})"
+
+
+class LoadCommonStrategy(LoadStrategyBase):
+    """Loads the common (non-sharded) part and, where asked, sharded objects."""
+
+    @abstractmethod
+    def load_common(self, checkpoint_dir: str | Path) -> StateDict:
+        """Load the common part.
+
+        Args:
+            checkpoint_dir: checkpoint to read.
+
+        Returns:
+            The common state dict as it was saved.
+        """
+        raise NotImplementedError
+
+    @abstractmethod
+    def load_sharded_objects(
+        self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: str | Path
+    ) -> StateDict:
+        """Load sharded objects.
+
+        Args:
+            sharded_objects_state_dict: state dict whose leaves are ShardedObjects.
+            checkpoint_dir: checkpoint to read.
+
+        Returns:
+            The same structure with each ShardedObject replaced by its stored value.
+        """
+        raise NotImplementedError
+
+    def load_sharded_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
+        """List the sharded objects that this strategy stored.
+
+        Args:
+            checkpoint_dir: checkpoint to read.
+
+        Returns:
+            Unique key -> ShardedObject without data; empty unless a subclass knows better.
+        """
+        return {}
+
+
+class LoadShardedStrategy(LoadStrategyBase):
+    """Loads sharded tensors."""
+
+    @abstractmethod
+    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> StateDict:
+        """Load the sharded part; every rank calls it with the shards that it wants.
+
+        Args:
+            sharded_state_dict: state dict whose leaves are ShardedTensors (and ShardedObjects if
+                :attr:`can_handle_sharded_objects`).
+            checkpoint_dir: checkpoint to read.
+
+        Returns:
+            The same structure with each leaf replaced by what was read.
+        """
+        raise NotImplementedError
+
+    @abstractmethod
+    def load_tensors_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
+        """List the stored tensors.
+
+        Args:
+            checkpoint_dir: checkpoint to read.
+
+        Returns:
+            Tensor key -> ShardedTensor without data that stands for the whole global tensor: only
+            its global shape and dtype carry information.
+        """
+        raise NotImplementedError
+
+    def load_sharded_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
+        """List the stored tensors and objects.
+
+        Args:
+            checkpoint_dir: checkpoint to read.
+
+        Returns:
+            Sharded key -> ShardedTensor or ShardedObject without data.
+
+        Raises:
+            NotImplementedError: the strategy handles sharded objects and does not override this.
+        """
+        if self.can_handle_sharded_objects:
+            raise NotImplementedError(
+                f"{type(self).__name__} handles sharded objects and must therefore define "
+                f"load_sharded_metadata itself: tensors alone would be an incomplete answer"
+            )
+        return self.load_tensors_metadata(checkpoint_dir)
+
+    def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
+        """Remove every stored tensor whose key starts with ``key_prefix``.
+
+        Args:
+            checkpoint_dir: checkpoint to change.
+            key_prefix: prefix of the keys to remove.
+
+        Raises:
+            NotImplementedError: the strategy offers no removal.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot remove sharded tensors")
+
+
+class SaveCommonStrategy(SaveStrategyBase):
+    """Saves the common (non-sharded) part and, where asked, sharded objects."""
+
+    @abstractmethod
+    def save_common(self, common_state_dict: StateDict, checkpoint_dir: str | Path) -> None:
+        """Save the common part.
+
+        Args:
+            common_state_dict: state dict without sharded leaves.
+            checkpoint_dir: directory to write to.
+        """
+        raise NotImplementedError
+
+    def save_sharded_objects(
+        self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: str | Path
+    ) -> None:
+        """Save sharded objects; every rank calls it with its own.
+
+        Args:
+            sharded_objects_state_dict: state dict whose leaves are ShardedObjects.
+            checkpoint_dir: directory to write to.
+
+        Raises:
+            NotImplementedError: the strategy cannot hold sharded objects.
+        """
+        raise NotImplementedError(f"{self} cannot save sharded objects")
+
+
+class SaveShardedStrategy(SaveStrategyBase):
+    """Saves sharded tensors."""
+
+    @abstractmethod
+    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
+        """Save the sharded part; every rank calls it with its own shards.
+
+        Args:
+            sharded_state_dict: state dict whose leaves are ShardedTensors (and ShardedObjects if
+                :attr:`can_handle_sharded_objects`).
+            checkpoint_dir: directory to write to.
+        """
+        raise NotImplementedError
+
+
+class AsyncSaveShardedStrategy(SaveShardedStrategy):
+    """Saves sharded tensors in two steps: stage now, write in the background."""
+
+    @abstractmethod
+    def async_save(
+        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path
+    ) -> AsyncRequest:
+        """Stage the shards and describe the work that is left.
+
+        Every rank calls it. Nothing is scheduled: that is the caller's part, for instance with
+        :meth:`AsyncCallsQueue.schedule_async_request`.
+
+        Args:
+            sharded_state_dict: state dict whose leaves are ShardedTensors.
+            checkpoint_dir: directory to write to.
+
+        Returns:
+            The function to run in the background and those that finalise the save.
+        """
+        raise NotImplementedError
+
+    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
+        """Save at once: :meth:`async_save`, executed in the foreground on every rank."""
+        async_request = self.async_save(sharded_state_dict, checkpoint_dir)
+        async_request.execute_sync()

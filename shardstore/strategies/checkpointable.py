@@ -1,0 +1,271 @@
+"""ShardedTensors as PyTorch Distributed Checkpoint (DCP) sees them.
+
+Answers for the three methods of ``torch.distributed._checkpointable._Checkpointable``, so that
+``torch.distributed.checkpoint.save`` and ``load`` accept shards of any grid, several to a rank.
+Knows nothing of planners or storage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from shardstore.errors import CheckpointingException
+from shardstore.mapping import ShardedTensor
+
+__all__ = ["CheckpointableShardedTensor", "LocalShardsContainer"]
+
+
+class CheckpointableShardedTensor(torch.Tensor):
+    """One local shard, which DCP takes for its global tensor.
+
+    Shape and dtype are the global tensor's; it has no memory of its own and supports no operation
+    on tensors. DCP reads and writes the local data in place.
+
+    Args:
+        data: local data of the shard; None for a description alone.
+        sh_ten: which part of which global tensor it is.
+    """
+
+    _data: torch.Tensor
+    _sh_ten: ShardedTensor
+
+    @staticmethod
+    def __new__(
+        cls: type[CheckpointableShardedTensor], data: torch.Tensor, sh_ten: ShardedTensor
+    ) -> CheckpointableShardedTensor:
+        """Make the stand-in for the global tensor."""
+        has_data = data is not None
+        made: CheckpointableShardedTensor = _stand_in(
+            cls,
+            torch.Size(sh_ten.global_shape),
+            data.dtype if has_data else sh_ten.dtype,
+            data.device if has_data else torch.device("cpu"),
+        )
+        return made
+
+    def __init__(self, data: torch.Tensor, sh_ten: ShardedTensor) -> None:
+        self._data = data
+        self._sh_ten = sh_ten
+
+    def __create_write_items__(
+        self, fqn: str, sh_ten: CheckpointableShardedTensor, index: int | None = None
+    ) -> list[WriteItem]:
+        """Describe to DCP what this rank has to write.
+
+        Args:
+            fqn: name of the tensor in the DCP checkpoint.
+            sh_ten: the same object again.
+            index: position in a :class:`LocalShardsContainer`, which speeds up the look-up later.
+
+        Returns:
+            One item, or none for a shard without elements of a tensor that has some.
+
+        Raises:
+            CheckpointingException: the shard is a flattened range, which DCP has no form for.
+        """
+        shard = sh_ten._sh_ten
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets, index),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=chunk,
+                    properties=TensorProperties.create_from_tensor(sh_ten._data),
+                    size=torch.Size(shard.global_shape),
+                ),
+            )
+            for chunk in sh_ten.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """Describe to DCP which part of the global tensor is here.
+
+        Returns:
+            One chunk, or none for a shard without elements of a tensor that has some: its offset
+            would be taken for that of the shard beside it.
+
+        Raises:
+            CheckpointingException: the shard is a flattened range, which DCP has no form for.
+        """
+        shard = self._sh_ten
+        if shard.flattened_range is not None:
+            raise CheckpointingException(
+                f"{shard.key!r} holds the flattened range {shard.flattened_range} of its shard, "
+                f"which PyTorch DCP cannot express; save whole shards, or use the zarr backend",
+                key=shard.key,
+            )
+        if not _numel(shard.local_shape) and _numel(shard.global_shape):
+            return []
+        return [
+            ChunkStorageMetadata(
+                offsets=torch.Size(shard.global_offset), sizes=torch.Size(_global_extent(shard))
+            )
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        """Return the local data (a view with the prepended axes, if there are any).
+
+        Args:
+            index: not looked at, there is one shard.
+        """
+        if self._sh_ten.prepend_axis_num:
+            return self._data.view(_global_extent(self._sh_ten))
+        return self._data
+
+    @classmethod
+    def from_sh_ten(cls, sh_ten: ShardedTensor) -> CheckpointableShardedTensor:
+        """Wrap a ShardedTensor with its data.
+
+        Args:
+            sh_ten: shard to wrap; the data is shared, not copied.
+        """
+        assert isinstance(sh_ten, ShardedTensor)
+        return cls(sh_ten.data, sh_ten)  # type: ignore[arg-type]  # None: a description alone
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any],
+        kwargs: dict[str, Any] | None = None,
+    ) -> NoReturn:
+        """Refuse every operation: the global tensor is not here."""
+        raise NotImplementedError(
+            f"{cls.__name__} stands for a global tensor of which only a part is here; {func} must "
+            f"be applied to the local data instead"
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({self._sh_ten.without_data()})"
+
+
+class LocalShardsContainer(torch.Tensor):
+    """All local shards of one global tensor, which DCP takes for that tensor.
+
+    DCP wants one tensor for each name on a rank; a rank may hold several shards of it.
+
+    Args:
+        local_shards: at least one :class:`CheckpointableShardedTensor`, all of one global tensor.
+    """
+
+    _local_shards: list[Any]
+
+    @staticmethod
+    def __new__(
+        cls: type[LocalShardsContainer], local_shards: list[torch.Tensor]
+    ) -> LocalShardsContainer:
+        """Make the stand-in for the global tensor."""
+        if not local_shards:
+            raise CheckpointingException("A LocalShardsContainer needs at least one local shard")
+        first = local_shards[0]
+        for other in local_shards[1:]:
+            if (other.shape, other.dtype) != (first.shape, first.dtype):
+                raise CheckpointingException(
+                    f"The shards of a LocalShardsContainer belong to one global tensor, but there "
+                    f"is {first.dtype} {tuple(first.shape)} in {first} and {other.dtype} "
+                    f"{tuple(other.shape)} in {other}"
+                )
+        made: LocalShardsContainer = _stand_in(cls, first.shape, first.dtype, first.device)
+        return made
+
+    def __init__(self, local_shards: list[torch.Tensor]) -> None:
+        self._local_shards = local_shards
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> NoReturn:
+        """Refuse every operation: the global tensor is not here."""
+        raise NotImplementedError(
+            f"{cls.__name__} stands for a global tensor of which only a part is here; {func} must "
+            f"be applied to the local shards instead"
+        )
+
+    def __create_write_items__(
+        self, fqn: str, local_shards_cont: LocalShardsContainer
+    ) -> list[object]:
+        """Describe to DCP what this rank has to write: the shards' own answers.
+
+        Args:
+            fqn: name of the tensor in the DCP checkpoint.
+            local_shards_cont: the same object again.
+
+        Returns:
+            DCP write items, each with the position of its shard as index.
+        """
+        shards = local_shards_cont._local_shards
+        return list(
+            chain.from_iterable(
+                shard.__create_write_items__(fqn, shard, index)
+                for index, shard in enumerate(shards)
+            )
+        )
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """Describe to DCP which parts of the global tensor are here: the shards' own answers."""
+        return list(
+            chain.from_iterable(shard.__create_chunk_list__() for shard in self._local_shards)
+        )
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        """Find a shard by its offset.
+
+        Args:
+            index: names the offset; its position, if it has one, is tried first.
+
+        Returns:
+            The local data of the shard.
+
+        Raises:
+            ValueError: no offset is given, or no shard has it.
+        """
+        if index.offset is None:
+            raise ValueError(
+                f"A shard of {index.fqn!r} can only be looked up by its offset, which is missing"
+            )
+        offset = torch.Size(index.offset)
+        shards = self._local_shards
+        if index.index is not None and 0 <= index.index < len(shards):
+            # A hint is looked at first, the others after it.
+            shards = [shards[index.index], *shards]
+        for shard in shards:
+            if any(chunk.offsets == offset for chunk in shard.__create_chunk_list__()):
+                found: torch.Tensor = shard.__get_tensor_shard__(index)
+                return found
+        raise ValueError(
+            f"Could not find a shard of {index.fqn!r} at offset {tuple(offset)}; this rank has "
+            f"{[tuple(chunk.offsets) for chunk in self.__create_chunk_list__()]}"
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({self._local_shards})"
+
+
+def _global_extent(sh_ten: ShardedTensor) -> tuple[int, ...]:
+    """Shape of the shard within the global tensor, prepended axes included."""
+    return (1,) * sh_ten.prepend_axis_num + tuple(sh_ten.local_shape)
+
+
+def _numel(shape: Iterable[int]) -> int:
+    return math.prod(shape)
+
+
+def _stand_in(cls: type[Any], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
+    """A tensor of a subclass that has a shape and no memory."""
+    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)

@@ -1,0 +1,330 @@
+"""Helpers over sharded state dicts: splitting them, renaming keys, and timing what is done to them.
+
+Answers for picking kinds of entries out of a nested state dict, for prefixes of keys, and for the
+stack of names and loggers that debug messages carry. Knows nothing of files or process groups.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any, TypeAlias
+
+import torch
+
+from shardstore.dict_utils import (
+    StructureError,
+    dict_list_map_inplace,
+    extract_matching_values,
+    nested_values,
+)
+from shardstore.mapping import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+    StateDict,
+)
+
+# Key, global offset, and the flattened range's bounds (tensors) or the grid's shape (objects).
+_ShardId: TypeAlias = tuple[str, tuple[int, ...], tuple[Any, ...] | None]
+
+_FLOAT8_DTYPES = frozenset(
+    getattr(torch, name) for name in dir(torch) if name.startswith("float8_")
+)
+
+
+class _UnequalLengthsError(StructureError, AssertionError):
+    """Callers of zip_strict have caught both kinds."""
+
+
+def zip_strict(*args: Iterable[Any]) -> Iterable[tuple[Any, ...]]:
+    """``zip(..., strict=True)`` whose error names every length.
+
+    Args:
+        args: iterables, which are read to their ends at once.
+
+    Raises:
+        ValueError: (an ``AssertionError`` too) the lengths differ.
+    """
+    lists = [list(arg) for arg in args]
+    lengths = [len(values) for values in lists]
+    if len(set(lengths)) > 1:
+        raise _UnequalLengthsError(f"iterables to be zipped have different lengths: {lengths}")
+    return zip(*lists, strict=True)
+
+
+def _sharded_tensor_shard_id(sharded_tensor: ShardedTensor) -> _ShardId:
+    """What tells a tensor shard from every other; the same for its replicas on all ranks."""
+    flat = sharded_tensor.flattened_range
+    bounds = None if flat is None else (flat.start, flat.stop)
+    return sharded_tensor.key, sharded_tensor.global_offset, bounds
+
+
+def _sharded_object_id(sharded_object: ShardedObject) -> _ShardId:
+    """What tells an object shard from every other; the same for its replicas on all ranks."""
+    return sharded_object.key, sharded_object.global_offset, sharded_object.global_shape
+
+
+def _extract(
+    state_dict: ShardedStateDict, *kinds: type
+) -> tuple[ShardedStateDict, ShardedStateDict]:
+    return extract_matching_values(state_dict, lambda value: isinstance(value, kinds))
+
+
+def extract_sharded_tensors(
+    sharded_state_dict: ShardedStateDict,
+) -> tuple[ShardedStateDict, StateDict]:
+    """Splits off the tensors.
+
+    Returns:
+        Each :class:`ShardedTensor`, and everything else; both in the original structure.
+    """
+    return _extract(sharded_state_dict, ShardedTensor)
+
+
+def extract_sharded_tensors_and_factories(
+    sharded_state_dict: ShardedStateDict,
+) -> tuple[ShardedStateDict, StateDict]:
+    """Splits off the tensors and the factories of tensors.
+
+    Returns:
+        Each :class:`ShardedTensor` and :class:`ShardedTensorFactory`, and everything else; both in
+        the original structure.
+    """
+    return _extract(sharded_state_dict, ShardedTensor, ShardedTensorFactory)
+
+
+def extract_sharded_tensors_or_nonpersistent(
+    sharded_state_dict: ShardedStateDict,
+) -> tuple[ShardedStateDict, StateDict]:
+    """Splits off the tensors, the factories of tensors, and what is not to be saved.
+
+    Returns:
+        Each :class:`ShardedTensor`, :class:`ShardedTensorFactory` and
+        :class:`LocalNonpersistentObject`, and everything else; both in the original structure.
+    """
+    return _extract(
+        sharded_state_dict, ShardedTensor, ShardedTensorFactory, LocalNonpersistentObject
+    )
+
+
+def extract_sharded_base(
+    sharded_state_dict: ShardedStateDict,
+) -> tuple[ShardedStateDict, StateDict]:
+    """Splits off everything sharded: tensors, objects and factories.
+
+    Returns:
+        Each :class:`ShardedBase`, and everything else; both in the original structure.
+    """
+    return _extract(sharded_state_dict, ShardedBase)
+
+
+def extract_nonpersistent(
+    sharded_state_dict: ShardedStateDict,
+) -> tuple[ShardedStateDict, StateDict]:
+    """Splits off what is not to be saved.
+
+    Returns:
+        Each :class:`LocalNonpersistentObject`, and everything else; both in the original structure.
+    """
+    return _extract(sharded_state_dict, LocalNonpersistentObject)
+
+
+def _rename_keys(sharded_state_dict: ShardedStateDict, rename: Callable[[str], str]) -> None:
+    """Sets every sharded key to ``rename`` of it, once for each object, all of them or none."""
+    shards = {id(v): v for v in nested_values(sharded_state_dict) if isinstance(v, ShardedBase)}
+    renamed = [(shard, rename(shard.key)) for shard in shards.values()]
+    for shard, key in renamed:
+        shard.key = key
+
+
+def add_prefix_for_sharding(sharded_state_dict: ShardedStateDict, prefix: str) -> None:
+    """Puts ``prefix`` before the key of everything sharded, in place.
+
+    Keys of the state dict itself stay as they are.
+    """
+    _rename_keys(sharded_state_dict, lambda key: f"{prefix}{key}")
+
+
+def replace_prefix_for_sharding(
+    sharded_state_dict: ShardedStateDict, old_prefix: str, new_prefix: str
+) -> None:
+    """Replaces the prefix of the key of everything sharded, in place.
+
+    Raises:
+        ValueError: a key does not begin with ``old_prefix``; then no key has been changed.
+    """
+
+    def rename(key: str) -> str:
+        if not key.startswith(old_prefix):
+            raise StructureError(
+                f"the key {key!r} does not begin with {old_prefix!r}, which was to be replaced by "
+                f"{new_prefix!r}; use apply_prefix_mapping to leave such keys alone",
+                key=key,
+            )
+        return new_prefix + key[len(old_prefix) :]
+
+    _rename_keys(sharded_state_dict, rename)
+
+
+def apply_prefix_mapping(sharded_state_dict: ShardedStateDict, prefix_map: dict[str, str]) -> None:
+    """Replaces prefixes of sharded keys, in place; keys that match none stay as they are.
+
+    Args:
+        sharded_state_dict: state dict whose sharded keys change.
+        prefix_map: old to new prefix; the first that matches, in the map's order, is used.
+    """
+
+    def rename(key: str) -> str:
+        for old, new in prefix_map.items():
+            if key.startswith(old):
+                return new + key[len(old) :]
+        return key
+
+    _rename_keys(sharded_state_dict, rename)
+
+
+def force_all_tensors_to_non_fp8(sharded_state_dict: ShardedStateDict) -> None:
+    """Replaces float8 tensors by tensors of a wider type, in place.
+
+    Tensor subclasses with a ``dequantize`` of their own (as Transformer Engine has) are
+    dequantized; tensors of PyTorch's float8 types become bfloat16, which holds each of their values
+    exactly. Transformer Engine need not be installed. Other tensors are left alone.
+
+    Args:
+        sharded_state_dict: sharded tensors (``data`` and ``dtype``), factories and plain tensors
+            in it are changed.
+    """
+
+    def widened(value: Any) -> Any:
+        if isinstance(value, ShardedTensor):
+            if value.data is not None:
+                value.data = _without_fp8(value.data)
+                value.dtype = value.data.dtype
+            elif value.dtype in _FLOAT8_DTYPES:
+                value.dtype = torch.bfloat16
+        elif isinstance(value, ShardedTensorFactory):
+            if value.data is not None:
+                value.data = _without_fp8(value.data)
+        elif isinstance(value, torch.Tensor):
+            return _without_fp8(value)
+        return value
+
+    dict_list_map_inplace(widened, sharded_state_dict)
+
+
+def _without_fp8(tensor: torch.Tensor) -> torch.Tensor:
+    if type(tensor).dequantize is not torch.Tensor.dequantize:
+        return tensor.dequantize()
+    return tensor.to(torch.bfloat16) if tensor.dtype in _FLOAT8_DTYPES else tensor
+
+
+fallback_logger = logging.getLogger(__name__)
+__LOGGER_NAME_STACK: list[str] = []
+__LOGGER_STACK: list[logging.Logger] = []
+
+
+@contextmanager
+def logger_stack(
+    name: str | None = None, current_logger: logging.Logger | None = None
+) -> Iterator[tuple[str, logging.Logger]]:
+    """Names a scope, and sets the logger for it, for :func:`debug_msg` and :func:`debug_time`.
+
+    Scopes nest; what was current before is current again afterwards, also after an error.
+
+    Args:
+        name: joins the names of the enclosing scopes with a dot; ``None`` adds nothing.
+        current_logger: logger within the scope; the enclosing scope's if ``None``, and
+            ``fallback_logger`` outside any.
+
+    Yields:
+        The joined name and the logger in use.
+    """
+    if name:
+        __LOGGER_NAME_STACK.append(name)
+    if current_logger is None:
+        current_logger = __LOGGER_STACK[-1] if __LOGGER_STACK else fallback_logger
+    __LOGGER_STACK.append(current_logger)
+    try:
+        yield ".".join(__LOGGER_NAME_STACK), current_logger
+    finally:
+        __LOGGER_STACK.pop()
+        if name:
+            __LOGGER_NAME_STACK.pop()
+
+
+@contextmanager
+def debug_time(
+    name: str,
+    logger: logging.Logger | None = None,
+    threshold: float = float("-inf"),
+    level: int | None = None,
+) -> Iterator[None]:
+    """Logs how long a block takes, also one that ends in an error; works as a decorator too.
+
+    Args:
+        name: names the block; a scope of :func:`logger_stack`.
+        logger: logger to use; that of the enclosing scope if ``None``.
+        threshold: seconds; a faster block is not logged.
+        level: logging level; if ``None``, WARNING where a threshold is given and DEBUG otherwise.
+    """
+    if level is None:
+        level = logging.DEBUG if threshold == float("-inf") else logging.WARNING
+    with logger_stack(name, logger) as (scope, scope_logger):
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            seconds = perf_counter() - start
+            if seconds >= threshold:
+                scope_logger.log(level, f"{scope} took {seconds:.4f}s")
+
+
+def debug_msg(msg: str) -> None:
+    """Logs ``msg`` at DEBUG level to the current scope's logger, after the scope's name.
+
+    Args:
+        msg: the message.
+    """
+    with logger_stack() as (scope, scope_logger):
+        scope_logger.debug(f"{scope} {msg}")
+
+
+def _clean_metadata_for_serialization(metadata: dict[Any, Any]) -> dict[Any, Any]:
+    """A copy without what cannot be stored: process groups, functions, handles and the like.
+
+    Args:
+        metadata: nested dicts and lists; not changed.
+
+    Returns:
+        The entries that can be stored, nested ones included. Elements of a list that cannot be
+        stored are left out.
+    """
+    clean: dict[Any, Any] = _clean(metadata)
+    return clean
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _clean(v) for k, v in value.items() if _is_storable(v)}
+    if isinstance(value, list):
+        return [_clean(v) for v in value if _is_storable(v)]
+    return value
+
+
+def _is_storable(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return True  # cleaned inside
+    if callable(value):
+        return False  # functions and classes are code: their pickles are names, not data
+    try:
+        pickle.dumps(value)
+    except Exception:
+        return False
+    return True

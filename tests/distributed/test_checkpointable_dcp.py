@@ -1,0 +1,141 @@
+"""Shards through the real PyTorch DCP, on real ranks, saved by some and loaded by others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from shardstore.mapping import ShardedTensor
+from shardstore.strategies.checkpointable import CheckpointableShardedTensor, LocalShardsContainer
+from tests.ranks_helper import run_ranks
+
+ROWS, COLUMNS = 12, 10
+
+
+def _truth(dtype: torch.dtype) -> torch.Tensor:
+    return torch.arange(ROWS * COLUMNS).reshape(ROWS, COLUMNS).to(dtype)
+
+
+def _shards(rank: int, world_size: int, grid: tuple[int, int], fill: bool) -> list[ShardedTensor]:
+    """The cells of a regular grid, dealt out in turn, so that most ranks hold several."""
+    height, width = ROWS // grid[0], COLUMNS // grid[1]
+    held = []
+    for number in range(grid[0] * grid[1]):
+        if number % world_size != rank:
+            continue
+        row, column = divmod(number, grid[1])
+        part = _truth(torch.float32)[
+            row * height : (row + 1) * height, column * width : (column + 1) * width
+        ].contiguous()
+        held.append(
+            ShardedTensor.from_rank_offsets(
+                "grid",
+                part if fill else torch.full_like(part, -1),
+                (0, row, grid[0]),
+                (1, column, grid[1]),
+            )
+        )
+    return held
+
+
+def _layers(rank: int, world_size: int, fill: bool) -> list[ShardedTensor]:
+    """Six layers stacked on a prepended axis, dealt out in turn."""
+    truth = torch.arange(6 * 3).reshape(6, 3).to(torch.bfloat16)
+    return [
+        ShardedTensor.from_rank_offsets(
+            "layers",
+            truth[layer].clone() if fill else torch.full((3,), -1, dtype=torch.bfloat16),
+            (0, layer, 6),
+            prepend_axis_num=1,
+        )
+        for layer in range(rank, 6, world_size)
+    ]
+
+
+def _uneven(rank: int, world_size: int, fill: bool) -> list[ShardedTensor]:
+    """Seven elements on the first rank, none on the others, beside one of each of the rest."""
+    truth = torch.arange(7 + world_size - 1)
+    start = 0 if rank == 0 else 6 + rank
+    length = 7 if rank == 0 else 1
+    cut = [(start, length), (start, 0)] if rank else [(0, 7), (7, 0)]
+    return [
+        ShardedTensor(
+            "uneven",
+            truth[o : o + n].clone() if fill else torch.full((n,), -1),
+            torch.int64,
+            (n,),
+            (len(truth),),
+            (o,),
+            None,
+        )
+        for o, n in cut
+    ]
+
+
+def _state(shards: list[list[ShardedTensor]]) -> dict[str, torch.Tensor]:
+    return {
+        some[0].key: LocalShardsContainer(
+            [CheckpointableShardedTensor.from_sh_ten(one) for one in some]
+        )
+        for some in shards
+    }
+
+
+def _save(rank: int, world_size: int, folder: str, grid: tuple[int, int]) -> None:
+    shards = [
+        _shards(rank, world_size, grid, True),
+        _layers(rank, world_size, True),
+        _uneven(rank, world_size, True),
+    ]
+    dcp.save(_state(shards), checkpoint_id=folder)
+
+
+def _load(rank: int, world_size: int, folder: str, grid: tuple[int, int]) -> int:
+    grid_shards = _shards(rank, world_size, grid, False)
+    layers = _layers(rank, world_size, False)
+    dcp.load(_state([grid_shards, layers]), checkpoint_id=folder)
+    for got, expected in zip(
+        grid_shards + layers,
+        _shards(rank, world_size, grid, True) + _layers(rank, world_size, True),
+        strict=True,
+    ):
+        torch.testing.assert_close(got.data, expected.data, rtol=0, atol=0)
+    return len(grid_shards)
+
+
+@pytest.mark.parametrize(
+    ("save_grid", "load_grid", "load_ranks"), [((4, 2), (3, 5), 3), ((12, 1), (2, 2), 1)]
+)
+def test_resharded_round_trip(
+    tmp_path: Path, save_grid: tuple[int, int], load_grid: tuple[int, int], load_ranks: int
+) -> None:
+    run_ranks(_save, 2, str(tmp_path / "ckpt"), save_grid)
+    held = run_ranks(_load, load_ranks, str(tmp_path / "ckpt"), load_grid)
+    assert min(held) > 1, "several shards to a rank are the point of this test"
+
+
+def test_empty_shard_does_not_hide_its_neighbour(tmp_path: Path) -> None:
+    run_ranks(_save, 2, str(tmp_path / "ckpt"), (2, 2))
+    wanted = ShardedTensor.from_rank_offsets("uneven", torch.full((8,), -1))
+    dcp.load(
+        {"uneven": CheckpointableShardedTensor.from_sh_ten(wanted)},
+        checkpoint_id=str(tmp_path / "ckpt"),
+        no_dist=True,
+    )
+    assert wanted.data is not None
+    assert wanted.data.tolist() == list(range(8))
+
+
+def test_other_global_shape_is_refused_by_dcp(tmp_path: Path) -> None:
+    run_ranks(_save, 2, str(tmp_path / "ckpt"), (2, 2))
+    wanted = ShardedTensor.from_rank_offsets("grid", torch.zeros(ROWS, COLUMNS + 1))
+    with pytest.raises(CheckpointException, match=r"Size mismatch.*\[12, 10\].*\[12, 11\]"):
+        dcp.load(
+            {"grid": CheckpointableShardedTensor.from_sh_ten(wanted)},
+            checkpoint_id=str(tmp_path / "ckpt"),
+            no_dist=True,
+        )

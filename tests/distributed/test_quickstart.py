@@ -1,0 +1,171 @@
+"""The quickstart at a small size: it passes, and it fails when anything is not as it was."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+LIMIT_S = 280
+
+
+def _load_main() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("quickstart_main", SCRIPTS / "quickstart_main.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+quickstart = _load_main()
+
+
+def _run(*command: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *map(str, command)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Folder and output of a whole small run that was kept."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    main = SCRIPTS / "quickstart_main.py"
+    done = _run(main, "--small", "--steps", 6, "--keep", "--dir", folder)
+    assert done.returncode == 0, done.stdout
+    return folder, done.stdout
+
+
+@pytest.fixture
+def folder(finished: tuple[Path, str], tmp_path: Path) -> Path:
+    """A copy of that folder, to be spoilt."""
+    return Path(shutil.copytree(finished[0], tmp_path / "copy"))
+
+
+def _spoil_record(folder: Path) -> str:
+    """Make the record claim another hash for one tensor; returns that tensor's key."""
+    record = json.loads((folder / "train.json").read_text())
+    key = "optimizer.exp_avg.layers.attention.qkv"
+    record["saved"][key]["sha256"] = "0" * 64
+    (folder / "train.json").write_text(json.dumps(record))
+    return key
+
+
+def _options() -> argparse.Namespace:
+    return argparse.Namespace(steps=6, small=True)
+
+
+def test_whole_run_passes_and_keeps_what_it_proved(finished: tuple[Path, str]) -> None:
+    folder, output = finished
+    assert output.splitlines()[-1].startswith("PASS")
+    assert "FAIL" not in output
+    unbroken = json.loads((folder / "train.json").read_text())
+    assert len(unbroken["losses"]) == 6
+    for tp, dp in [(2, 2), (1, 2), (1, 1)]:
+        resumed = json.loads((folder / f"resume-tp{tp}-dp{dp}.json").read_text())
+        assert resumed["losses"][:3] == unbroken["losses"][:3]
+        assert len(resumed["losses"]) == 6
+        assert resumed["shards"] > 0
+    same = json.loads((folder / "resume-tp2-dp2.json").read_text())
+    assert same["losses"] == unbroken["losses"]
+    assert same["final"] == unbroken["final"]
+    # The steps after the save changed the state, so equal end states are no matter of course.
+    assert unbroken["saved"]["model.head"] != unbroken["final"]["model.head"]
+
+
+def test_plain_zarr_view_tells_what_is_not_as_saved(folder: Path) -> None:
+    key = _spoil_record(folder)
+    seen = _run(SCRIPTS / "quickstart_view.py", folder / "checkpoint", folder / "train.json")
+    assert seen.returncode == 1
+    assert f"not what was saved: ['{key}']" in seen.stdout
+
+
+def test_a_rank_that_fails_ends_the_others(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    # Rank 0 alone compares with the record; rank 1 is then waiting for it in the next step.
+    key = _spoil_record(folder)
+    with pytest.raises(quickstart.FailedError, match="resume on 2 ranks failed"):
+        quickstart.ranks("resume", 1, 2, folder, _options())
+    assert key in capfd.readouterr().err
+
+
+def test_a_damaged_chunk_fails_the_resume(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    array = folder / "checkpoint" / "model.embedding.positions"
+    chunk = next(p for p in sorted(array.rglob("*")) if p.is_file() and p.name != "zarr.json")
+    data = bytearray(chunk.read_bytes())
+    data[7] ^= 0x20
+    chunk.write_bytes(data)
+    with pytest.raises(quickstart.FailedError, match="resume on 1 rank failed"):
+        quickstart.ranks("resume", 1, 1, folder, _options())
+    assert "model.embedding.positions" in capfd.readouterr().err
+
+
+def _runs(losses: list[float], resumed: list[float]) -> tuple[dict[str, Any], dict[str, Any]]:
+    return {"losses": losses, "final": {"a": 1}}, {"losses": resumed, "final": {"a": 1}}
+
+
+def test_same_layout_must_be_bit_for_bit() -> None:
+    losses = [5.0, 4.0, 3.0, 2.0]
+    assert quickstart.compare(*_runs(losses, losses), same_layout=True)
+    with pytest.raises(quickstart.FailedError, match="apart"):
+        quickstart.compare(*_runs(losses, [5.0, 4.0, 3.0, 2.0 + 1e-15]), same_layout=True)
+    unbroken, resumed = _runs(losses, losses)
+    with pytest.raises(quickstart.FailedError, match="end state"):
+        quickstart.compare(unbroken, {**resumed, "final": {"a": 2}}, same_layout=True)
+
+
+@pytest.mark.parametrize(
+    "resumed",
+    [
+        [5.0, 4.0, 3.0 + 2e-5, 2.0],  # the first step after the load
+        [5.0, 4.0, 3.0, 2.002],  # a later one
+        [5.0, 4.0 + 1e-7, 3.0, 2.0],  # what was restored
+        [5.0, 4.0, 3.0],
+        [5.0, 4.0, float("nan"), 2.0],
+        [5.0, 4.0, 3.0, float("nan")],
+    ],
+)
+def test_another_layout_has_a_tolerance(resumed: list[float]) -> None:
+    losses = [5.0, 4.0, 3.0, 2.0]
+    close = [5.0, 4.0, 3.0 + 1e-6, 2.0005]
+    assert quickstart.compare(*_runs(losses, close), same_layout=False)
+    with pytest.raises(quickstart.FailedError):
+        quickstart.compare(*_runs(losses, resumed), same_layout=False)
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("keep me")
+    done = _run(SCRIPTS / "quickstart_main.py", "--small", "--dir", tmp_path)
+    assert done.returncode == 2
+    assert "not empty" in done.stdout
+    assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_help_needs_nothing_installed() -> None:
+    environment = {**os.environ, "SHARDSTORE_VENV": "/nonexistent"}
+    done = subprocess.run(
+        ["bash", str(SCRIPTS / "quickstart"), "--help"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--keep" in done.stdout

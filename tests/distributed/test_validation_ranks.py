@@ -1,0 +1,93 @@
+"""What validation does between ranks: gathering, checking on rank 0, comparing the common part."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from shardstore import validation
+from shardstore.errors import AccessPatternError
+from shardstore.mapping import ShardedObject, ShardedTensor
+from tests.ranks_helper import run_ranks
+
+
+def _cell(index: int, parts: int) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets("grid", torch.zeros(2), (0, index, parts))
+
+
+def _gathered(rank: int, world_size: int) -> tuple[list[Any], str, str]:
+    state = {"a": _cell(rank, world_size), "o": [ShardedObject("o", 5, (world_size,), (rank,))]}
+    local, everywhere = validation.determine_global_metadata(state)
+    assert len(local) == 2
+    good = _raised(everywhere)
+    bad = _raised(validation.determine_global_metadata({"a": _cell(0, world_size)})[1])
+    return [[(item.key, item.global_offset) for item in one] for one in everywhere], good, bad
+
+
+def _raised(metadata: list[Any]) -> str:
+    try:
+        validation.validate_sharding_integrity(metadata)
+    except AccessPatternError as error:
+        return str(error)
+    return ""
+
+
+def test_metadata_of_all_ranks_is_checked_on_rank_0() -> None:
+    results = run_ranks(_gathered, 3)
+    for rank, (everywhere, good, bad) in enumerate(results):
+        assert everywhere == [[("grid", (2 * r,)), ("o", (r,))] for r in range(3)]
+        assert good == ""
+        assert ("ranks [0, 1, 2]" in bad) == (rank == 0)
+
+
+class _Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def _common(rank: int, world_size: int, differ: bool) -> list[str]:
+    handler = _Records()
+    logging.getLogger().addHandler(handler)
+    common: dict[str, Any] = {"step": 5, "t": torch.arange(3), "deep": {"list": [1, 2]}}
+    if differ and rank == 1:
+        del common["step"]
+        common["mine"] = 1
+        common["deep"]["list"][1] = 3
+    metadata = validation.determine_global_metadata({"a": _cell(rank, world_size)})[1]
+    validation.validate_sharding_integrity(metadata, common)
+    return handler.texts
+
+
+def test_common_state_that_differs_is_logged_by_the_rank_itself() -> None:
+    first, second, third = run_ranks(_common, 3, True)
+    assert (first, third) == ([], [])
+    assert second == [
+        "Rank 1 common state dict differs from rank 0 common state dict. "
+        "Keys only on rank 0: [('step',)], Keys only on 1: [('mine',)], "
+        "Mismatched keys: [(('deep', 'list', 1), <class 'int'>, <class 'int'>)]"
+    ]
+
+
+def test_common_state_that_agrees_is_not_mentioned() -> None:
+    assert run_ranks(_common, 2, False) == [[], []]
+
+
+def _unpicklable(rank: int, world_size: int) -> str:
+    try:
+        validation._validate_common_state_dict({"f": (lambda: 1) if rank == 0 else None})
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_common_state_that_cannot_be_sent_is_an_error_on_all() -> None:
+    first, second = run_ranks(_unpicklable, 2, timeout_s=60)
+    assert "lambda" in first
+    assert second.startswith("RanksError")
+    assert "rank 0" in second

@@ -1,0 +1,80 @@
+"""Saves and loads the state of ``states.py`` with the real Megatron-Core, on spawned gloo ranks.
+
+Runs inside the environment that scripts/megatron_env makes; knows nothing of this package::
+
+    python tests/golden/megatron_ranks.py save tp2dp2 DIRECTORY
+    python tests/golden/megatron_ranks.py load tp1dp4 DIRECTORY
+
+``load`` compares every value, to the bit, and fails with the list of the differences.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+sys.path.insert(0, str(Path(__file__).parent))
+import states
+
+
+def one_rank(rank: int, action: str, layout: states.Layout, checkpoint: str, meet: str) -> None:
+    """What each rank does; ``meet`` is a file that the ranks find each other by."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    if not torch.cuda.is_available():
+        # Megatron-Core calls it for every tensor, which a CPU build of torch refuses.
+        torch.cuda.synchronize = lambda device=None: None
+    # As programs do that keep such objects; Megatron-Core itself loads with weights_only.
+    torch.serialization.add_safe_globals([io.BytesIO])
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meet}", rank=rank, world_size=layout.world_size
+    )
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import mapping
+
+    if action == "save":
+        dist_checkpointing.save(
+            states.build(mapping, layout, rank),
+            checkpoint,
+            sharded_strategy=("zarr", 1),
+            content_metadata=states.CONTENT_METADATA,
+        )
+    else:
+        loaded = dist_checkpointing.load(
+            states.build(mapping, layout, rank, empty=True), checkpoint
+        )
+        found = dist_checkpointing.load_content_metadata(preloaded_state_dict=loaded)
+        loaded.pop("content_metadata", None)
+        lines = states.differences(loaded, states.expected(mapping, layout, rank))
+        lines += states.differences(found, states.CONTENT_METADATA, "content metadata")
+        if lines:
+            raise AssertionError(f"rank {rank} of {layout} read:\n" + "\n".join(lines))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Command line: an action, a layout, a directory."""
+    action, layout_text, checkpoint = sys.argv[1:]
+    layout = states.Layout.parse(layout_text)
+    Path(checkpoint).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        mp.start_processes(
+            one_rank,
+            (action, layout, checkpoint, f"{scratch}/meet"),
+            nprocs=layout.world_size,
+            start_method="spawn",
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,287 @@
+"""Zarr v2 checkpoints of Megatron-Core, against the real thing: both read what the other wrote.
+
+The golden checkpoints need nothing but this package. The tests marked ``megatron`` start
+megatron-core 0.15.3 in its own environment, in processes of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensorstore as ts
+import torch
+
+import shardstore
+from shardstore import core, mapping, serialization
+from shardstore.errors import CheckpointingException, ChunkMissingError, ShapeMismatchError
+from tests.golden import states
+from tests.ranks_helper import run_ranks
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "golden" / "megatron-core-0.15.3-zarr"
+GOLDEN_NAMES = [str(layout) for layout in states.GOLDEN]
+WHOLE = states.Layout(1, 1)
+KEYS = {**states.MODEL, **states.OPTIMIZER}
+OBJECT_KEYS = {
+    f"objects.{kind}/shard_{i}_2" for kind in ("rng", "fp8_meta", "amax") for i in range(2)
+}
+
+
+def save_rank(rank: int, world_size: int, layout: states.Layout, path: Path) -> None:
+    shardstore.save(
+        states.build(mapping, layout, rank),
+        str(path),
+        sharded_strategy=("zarr", 1),
+        content_metadata=states.CONTENT_METADATA,
+    )
+
+
+def load_rank(rank: int, world_size: int, layout: states.Layout, path: Path) -> list[str]:
+    """What this rank read wrongly."""
+    with torch.serialization.safe_globals([io.BytesIO]):
+        loaded = shardstore.load(states.build(mapping, layout, rank, empty=True), str(path))
+    metadata = shardstore.load_content_metadata(preloaded_state_dict=loaded)
+    loaded.pop("content_metadata", None)
+    return [
+        *states.differences(loaded, states.expected(mapping, layout, rank)),
+        *states.differences(metadata, states.CONTENT_METADATA, "content metadata"),
+    ]
+
+
+def save_on(layout: states.Layout, path: Path) -> None:
+    if layout == WHOLE:
+        save_rank(0, 1, layout, path)  # no process group: a world of one
+    else:
+        run_ranks(save_rank, layout.world_size, layout, path)
+
+
+def load_on(layout: states.Layout, path: Path) -> list[list[str]]:
+    if layout == WHOLE:
+        return [load_rank(0, 1, layout, path)]
+    return run_ranks(load_rank, layout.world_size, layout, path)
+
+
+def right_on(layout: states.Layout) -> list[list[str]]:
+    return [[]] * layout.world_size
+
+
+def digest(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+# The golden checkpoints
+
+
+@pytest.mark.parametrize("written", GOLDEN_NAMES)
+def test_golden_read_whole_and_left_as_it_was(written: str) -> None:
+    before = digest(GOLDEN / written)
+    assert load_on(WHOLE, GOLDEN / written) == right_on(WHOLE)
+    assert digest(GOLDEN / written) == before
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("tp2dp2", "tp2dp2"),
+        ("tp2dp2", "tp1dp4"),
+        ("tp1dp4", "tp2dp2"),
+        ("tp1dp1", "tp2dp1"),
+        ("tp2dp1", "tp1dp2"),
+    ],
+)
+def test_golden_read_by_ranks(written: str, read: str) -> None:
+    layout = states.Layout.parse(read)
+    assert load_on(layout, GOLDEN / written) == right_on(layout)
+
+
+@pytest.mark.parametrize("written", GOLDEN_NAMES)
+def test_golden_metadata(written: str) -> None:
+    path = str(GOLDEN / written)
+    assert shardstore.check_is_distributed_checkpoint(path)
+    config = core.maybe_load_config(path)
+    assert (config.sharded_backend, config.sharded_backend_version) == ("zarr", 1)
+    tensors = shardstore.load_tensors_metadata(path)
+    assert {key: (t.global_shape, t.dtype) for key, t in tensors.items()} == {
+        key: (spec.global_shape, spec.dtype) for key, spec in KEYS.items()
+    }  # and no folder of lock files among them
+    everything = serialization.load_sharded_metadata(path)
+    assert set(everything) == set(KEYS) | OBJECT_KEYS
+    common = shardstore.load_common_state_dict(path)
+    assert (
+        states.differences(common, {**states.COMMON, "content_metadata": states.CONTENT_METADATA})
+        == []
+    )
+    assert shardstore.load_content_metadata(path) == states.CONTENT_METADATA
+
+
+@pytest.mark.parametrize("written", GOLDEN_NAMES)
+def test_golden_plain_tensors(written: str) -> None:
+    """Whole tensors by key, beside the common values: as Megatron-Core gives them."""
+    loaded = shardstore.load_plain_tensors(str(GOLDEN / written))
+    want = {key: states.values(key) for key in KEYS}
+    want |= {**states.COMMON, "content_metadata": states.CONTENT_METADATA}
+    assert states.differences(loaded, want) == []
+
+
+def test_golden_has_nothing_missing_or_unexpected() -> None:
+    with torch.serialization.safe_globals([io.BytesIO]):
+        _, missing, unexpected = shardstore.load(
+            states.build(mapping, WHOLE, 0, empty=True), str(GOLDEN / "tp2dp2"), strict="return_all"
+        )
+    assert (set(missing), set(unexpected)) == (set(), set())
+
+
+@pytest.mark.parametrize("rows", [10, 16])
+@pytest.mark.parametrize("written", ["tp1dp1", "tp2dp2"])
+def test_golden_under_another_shape(written: str, rows: int) -> None:
+    """A smaller tensor takes the leading part; a larger one is zero beyond what is stored."""
+    key = "embedding.weight"
+    request = mapping.ShardedTensor.from_rank_offsets(
+        key, torch.full((rows, 6), 7.0), allow_shape_mismatch=True
+    )
+    got = shardstore.load({"it": request}, str(GOLDEN / written))["it"]
+    want = torch.zeros(rows, 6)
+    want[: min(rows, 12)] = states.values(key)[:rows]
+    assert states.differences(got, want) == []
+
+
+def test_golden_under_another_shape_unasked() -> None:
+    request = mapping.ShardedTensor.from_rank_offsets("scale", torch.zeros(2, 4).double())
+    with pytest.raises(ShapeMismatchError, match="scale") as caught:
+        shardstore.load({"it": request}, str(GOLDEN / "tp1dp1"))
+    assert "(2, 3)" in str(caught.value)
+    assert "(2, 4)" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "chunk", ["embedding.weight/1.0", "optimizer.param.decoder.proj.weight/2.0.1"]
+)
+def test_a_missing_chunk_is_no_zeros(tmp_path: Path, chunk: str) -> None:
+    shutil.copytree(GOLDEN / "tp2dp2", tmp_path / "damaged")
+    (tmp_path / "damaged" / chunk).unlink()
+    key = chunk.split("/")[0]
+    request = mapping.ShardedTensor.from_rank_offsets(
+        key, torch.zeros(KEYS[key].global_shape, dtype=KEYS[key].dtype)
+    )
+    with pytest.raises(ChunkMissingError, match=key):
+        shardstore.load({"it": request}, str(tmp_path / "damaged"))
+
+
+def test_a_truncated_chunk_is_an_error(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "tp2dp2", tmp_path / "damaged")
+    chunk = tmp_path / "damaged" / "embedding.weight" / "1.0"
+    chunk.write_bytes(chunk.read_bytes()[:-1])
+    request = mapping.ShardedTensor.from_rank_offsets("embedding.weight", torch.zeros(12, 6))
+    with pytest.raises(CheckpointingException, match=r"embedding\.weight"):
+        shardstore.load({"it": request}, str(tmp_path / "damaged"))
+
+
+# What we write in that format
+
+
+@pytest.mark.parametrize("layout_text", ["tp1dp1", "tp2dp2"])
+def test_written_arrays_are_as_those_of_megatron(tmp_path: Path, layout_text: str) -> None:
+    """The documents say the same as the golden ones; TensorStore alone reads the same values."""
+    layout = states.Layout.parse(layout_text)
+    save_on(layout, tmp_path / "ours")
+    for key in KEYS:
+        ours = json.loads((tmp_path / "ours" / key / ".zarray").read_text())
+        golden = json.loads((GOLDEN / layout_text / key / ".zarray").read_text())
+        for field in ("zarr_format", "shape", "dtype", "order", "compressor", "filters"):
+            assert ours[field] == golden[field], (key, field)
+        spec = {"driver": "zarr", "kvstore": f"file://{tmp_path}/ours/{key}/"}
+        stored = ts.open(spec, read=True).result().read().result()
+        want = states.values(key).contiguous()
+        assert stored.tobytes() == want.flatten().view(torch.uint8).numpy().tobytes(), key
+    theirs = json.loads((GOLDEN / layout_text / "metadata.json").read_text())
+    assert json.loads((tmp_path / "ours" / "metadata.json").read_text()) == theirs
+
+
+@pytest.mark.parametrize(("written", "read"), [("tp1dp1", "tp2dp2"), ("tp1dp4", "tp1dp1")])
+def test_written_here_and_read_here(tmp_path: Path, written: str, read: str) -> None:
+    save_on(states.Layout.parse(written), tmp_path / "ours")
+    layout = states.Layout.parse(read)
+    assert load_on(layout, tmp_path / "ours") == right_on(layout)
+
+
+def test_a_tensor_without_axes_in_that_format(tmp_path: Path) -> None:
+    """Megatron-Core cannot save one there; nothing in the format is against it."""
+
+    def step(value: int) -> dict[str, Any]:
+        data = torch.tensor(value)
+        return {"step": mapping.ShardedTensor.from_rank_offsets("step", data)}
+
+    shardstore.save(step(41), str(tmp_path / "ours"), sharded_strategy=("zarr", 1))
+    loaded = shardstore.load(step(0), str(tmp_path / "ours"))
+    assert states.differences(loaded["step"], torch.tensor(41)) == []
+
+
+# The real Megatron-Core
+
+
+@pytest.fixture(scope="module")
+def megatron() -> Path:
+    env_dir = ROOT / ".envs" / "megatron"
+    if not (env_dir / ".complete").exists():
+        pytest.skip("no environment with megatron-core 0.15.3: scripts/megatron_env makes it")
+    return env_dir / "bin" / "python"
+
+
+def run_megatron(python: Path, action: str, layout: str, checkpoint: Path) -> None:
+    script = ROOT / "tests" / "golden" / "megatron_ranks.py"
+    done = subprocess.run(
+        [python, "-W", "ignore", script, action, layout, checkpoint],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("tp1dp1", "tp1dp1"),
+        ("tp2dp1", "tp1dp2"),
+        ("tp2dp2", "tp1dp1"),
+        ("tp1dp4", "tp2dp1"),
+        ("tp1dp1", "tp2dp2"),
+    ],
+)
+def test_megatron_reads_what_we_wrote(
+    tmp_path: Path, megatron: Path, written: str, read: str
+) -> None:
+    save_on(states.Layout.parse(written), tmp_path / "ours")
+    run_megatron(megatron, "load", read, tmp_path / "ours")
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("written", ["tp1dp1", "tp1dp2"])
+def test_we_read_what_megatron_writes(tmp_path: Path, megatron: Path, written: str) -> None:
+    run_megatron(megatron, "save", written, tmp_path / "theirs")
+    for layout in (WHOLE, states.Layout(2, 1)):
+        assert load_on(layout, tmp_path / "theirs") == right_on(layout)
+
+
+@pytest.mark.megatron
+def test_megatron_fails_on_other_values(tmp_path: Path, megatron: Path) -> None:
+    """The comparison on that side does compare: one changed byte, and it says so."""
+    shutil.copytree(GOLDEN / "tp1dp1", tmp_path / "changed")
+    chunk = tmp_path / "changed" / "final_norm.weight" / "0"
+    content = bytearray(chunk.read_bytes())
+    content[3] ^= 1
+    chunk.write_bytes(content)
+    with pytest.raises(AssertionError, match=r"final_norm\.weight"):
+        run_megatron(megatron, "load", "tp1dp1", tmp_path / "changed")

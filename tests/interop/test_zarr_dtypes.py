@@ -1,0 +1,593 @@
+"""The data types that this package gives to zarr, against TensorStore, bit for bit.
+
+In this process: round trips in both directions and every fill value. In processes of their own,
+which import neither this package nor torch: groups of such arrays through zarr and xarray.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+import tensorstore as ts
+import zarr
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from zarr.buffer.cpu import NDBuffer
+from zarr.dtype import data_type_registry
+
+import shardstore.zarr_dtypes as zd
+
+ROOT = Path(__file__).parents[2]
+NAMES = [data_type._zarr_v3_name for data_type in zd.DATA_TYPES]
+LAYOUTS = ["plain", "crc32c", "zstd", "sharded", "blosc", "big endian", "v2", "v2 zlib", "v2 blosc"]
+
+Bits = npt.NDArray[np.unsignedinteger[Any]]
+
+
+def uint_of(name: str) -> np.dtype[Any]:
+    return np.dtype(f"u{np.dtype(getattr(ml_dtypes, name)).itemsize}")
+
+
+def bits_of(array: Any) -> Bits:
+    array = np.ascontiguousarray(array)
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    return array.view(f"u{array.dtype.itemsize}")
+
+
+@st.composite
+def bit_arrays(draw: st.DrawFn) -> tuple[str, Bits, tuple[int, ...]]:
+    """A data type, an array of any bits of its size, and a chunk shape; 0-d and empty included."""
+    name = draw(st.sampled_from(NAMES))
+    shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
+    chunks = tuple(draw(st.integers(1, max(1, n))) for n in shape)
+    dtype = uint_of(name)
+    count = int(np.prod(shape, dtype=int))
+    raw = draw(st.binary(min_size=count * dtype.itemsize, max_size=count * dtype.itemsize))
+    return name, np.frombuffer(raw, dtype).reshape(shape), chunks
+
+
+def metadata(name: str, shape: tuple[int, ...], chunks: tuple[int, ...], layout: str) -> Any:
+    """An array document, in TensorStore's spelling and the one on disk."""
+    if layout.startswith("v2"):
+        compressors = {
+            "v2": None,
+            "v2 zlib": {"id": "zlib", "level": 1},
+            "v2 blosc": {"id": "blosc", "cname": "lz4", "clevel": 5, "shuffle": 1, "blocksize": 0},
+        }
+        return {
+            "zarr_format": 2,
+            "shape": list(shape),
+            "chunks": list(chunks),
+            "dtype": name,
+            "compressor": compressors[layout],
+            "fill_value": 0.0,
+            "order": "C",
+            "filters": None,
+        }
+    endian = "big" if layout == "big endian" else "little"
+    codecs: list[Any] = [
+        {"name": "bytes", "configuration": {"endian": endian}}
+        if uint_of(name).itemsize > 1
+        else {"name": "bytes"}
+    ]
+    grid = list(chunks)
+    codecs += {
+        "crc32c": [{"name": "crc32c"}],
+        "zstd": [{"name": "zstd", "configuration": {"level": 1}}],
+        "blosc": [
+            {
+                "name": "blosc",
+                "configuration": {
+                    "cname": "lz4",
+                    "clevel": 5,
+                    "shuffle": "bitshuffle",
+                    "typesize": uint_of(name).itemsize,
+                    "blocksize": 0,
+                },
+            }
+        ],
+    }.get(layout, [])
+    if layout == "sharded":
+        grid = [2 * n for n in chunks]
+        inner = {
+            "chunk_shape": list(chunks),
+            "codecs": codecs,
+            "index_codecs": [
+                {"name": "bytes", "configuration": {"endian": "little"}},
+                {"name": "crc32c"},
+            ],
+        }
+        codecs = [{"name": "sharding_indexed", "configuration": inner}]
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(shape),
+        "data_type": name,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": grid}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "fill_value": 0.0,
+        "codecs": codecs,
+    }
+
+
+def open_ts(path: Path, zarr_format: int, document: Any = None) -> ts.TensorStore:
+    spec: dict[str, Any] = {
+        "driver": {2: "zarr", 3: "zarr3"}[zarr_format],
+        "kvstore": {"driver": "file", "path": str(path)},
+        "store_data_equal_to_fill_value": True,
+    }
+    if document is not None:
+        spec["metadata"] = {k: v for k, v in document.items() if k != "node_type"}
+        spec["create"] = True
+    return ts.open(spec).result()
+
+
+def write_with_ts(path: Path, name: str, bits: Bits, chunks: tuple[int, ...], layout: str) -> None:
+    document = metadata(name, bits.shape, chunks, layout)
+    store = open_ts(path, document["zarr_format"], document)
+    store.write(bits.view(getattr(ml_dtypes, name))).result()
+
+
+def write_with_zarr(
+    path: Path, name: str, bits: Bits, chunks: tuple[int, ...], layout: str
+) -> None:
+    document = metadata(name, bits.shape, chunks, layout)
+    settings_of: dict[str, Any] = {"compressors": None}
+    if layout == "big endian":
+        settings_of["serializer"] = zarr.codecs.BytesCodec(
+            endian="big" if uint_of(name).itemsize > 1 else None
+        )
+    elif layout == "sharded":
+        settings_of["shards"] = tuple(2 * n for n in chunks)
+    elif layout == "zstd":
+        settings_of["compressors"] = zarr.codecs.ZstdCodec(level=1)
+    elif layout == "blosc":
+        settings_of["compressors"] = zarr.codecs.BloscCodec(cname="lz4", shuffle="bitshuffle")
+    elif layout == "crc32c":
+        settings_of["compressors"] = zarr.codecs.Crc32cCodec()
+    elif layout != "plain" and document["compressor"]:
+        settings_of["compressors"] = document["compressor"]
+    with zarr.config.set({"array.write_empty_chunks": True}):
+        array = zarr.create_array(
+            path,
+            shape=bits.shape,
+            chunks=chunks,
+            dtype=getattr(ml_dtypes, name),
+            zarr_format=document["zarr_format"],
+            fill_value=0,
+            **settings_of,
+        )
+        array[...] = bits.view(getattr(ml_dtypes, name))
+
+
+round_trip_settings = settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Any:
+    """A new path at every call: hypothesis runs many examples within one test."""
+    numbers = iter(range(1_000_000))
+    return lambda: tmp_path / str(next(numbers))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@given(case=bit_arrays())
+@round_trip_settings
+def test_zarr_reads_what_tensorstore_wrote(
+    fresh: Any, layout: str, case: tuple[str, Bits, tuple[int, ...]]
+) -> None:
+    name, bits, chunks = case
+    path = fresh()
+    write_with_ts(path, name, bits, chunks, layout)
+    array = zarr.open_array(path, mode="r")
+    assert array.dtype.newbyteorder("=") == getattr(ml_dtypes, name)
+    np.testing.assert_array_equal(bits_of(array[...]), bits)
+    # All-zero bits, whatever number they stand for (float8_e8m0fnu has no zero).
+    assert int(bits_of(np.asarray(array.fill_value).reshape(1))[0]) == 0
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "v2 blosc"])
+@given(case=bit_arrays())
+@round_trip_settings
+def test_tensorstore_reads_what_zarr_wrote(
+    fresh: Any, layout: str, case: tuple[str, Bits, tuple[int, ...]]
+) -> None:
+    name, bits, chunks = case
+    assume(bits.ndim > 0 or layout != "sharded")  # zarr 3.1 cannot write this, of any data type
+    path = fresh()
+    write_with_zarr(path, name, bits, chunks, layout)
+    store = open_ts(path, 2 if layout.startswith("v2") else 3)
+    assert store.dtype.name == name
+    np.testing.assert_array_equal(bits_of(store.read().result()), bits)
+    np.testing.assert_array_equal(bits_of(zarr.open_array(path, mode="r")[...]), bits)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_documents_of_both_writers_agree(tmp_path: Path, name: str) -> None:
+    bits = np.arange(6, dtype=uint_of(name)).reshape(2, 3)
+    for layout, document in (("plain", "zarr.json"), ("v2", ".zarray")):
+        write_with_ts(tmp_path / "ts" / layout, name, bits, (1, 3), layout)
+        write_with_zarr(tmp_path / "zarr" / layout, name, bits, (1, 3), layout)
+        from_ts = json.loads((tmp_path / "ts" / layout / document).read_text())
+        from_zarr = json.loads((tmp_path / "zarr" / layout / document).read_text())
+        for field in ("data_type", "dtype", "shape", "chunks", "chunk_grid", "codecs"):
+            assert from_zarr.get(field) == from_ts.get(field), field
+        if name != "float8_e8m0fnu" or layout == "v2":  # see the module: hexadecimal there
+            assert from_zarr["fill_value"] == from_ts["fill_value"] == 0.0
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if uint_of(name).itemsize == 1])
+def test_every_fill_value_of_8_bits(name: str) -> None:
+    for bits in range(256):
+        check_fill_value(name, bits)
+
+
+@given(bits=st.integers(0, 0xFFFF))
+@settings(max_examples=300, deadline=None)
+def test_fill_values_of_bfloat16(bits: int) -> None:
+    check_fill_value("bfloat16", bits)
+
+
+@pytest.mark.parametrize("bits", [0x7FC0, 0xFFC0, 0x7F80, 0xFF80, 0x7F81, 0x8000, 0x0001])
+def test_special_fill_values_of_bfloat16(bits: int) -> None:
+    check_fill_value("bfloat16", bits)
+
+
+def check_fill_value(name: str, bits: int) -> None:
+    """Through zarr's metadata and back, and as TensorStore understands the same metadata."""
+    data_type = data_type_registry.get(name)()
+    scalar = np.array([bits], uint_of(name)).view(getattr(ml_dtypes, name))[0]
+
+    def bits_in(value: Any) -> int:
+        return int(bits_of(np.array([value], getattr(ml_dtypes, name)))[0])
+
+    text = data_type.to_json_scalar(scalar, zarr_format=3)
+    assert json.loads(json.dumps(text, allow_nan=False)) == text
+    assert bits_in(data_type.from_json_scalar(text, zarr_format=3)) == bits
+    assert bits_in(ts_fill_value(name, text, 3)) == bits
+    hexadecimal = f"0x{bits:0{2 * uint_of(name).itemsize}x}"
+    assert bits_in(data_type.from_json_scalar(hexadecimal, zarr_format=3)) == bits
+    if np.isnan(float(scalar)) and text != "NaN":
+        with pytest.raises(ValueError, match=hexadecimal):
+            data_type.to_json_scalar(scalar, zarr_format=2)
+        return
+    text = data_type.to_json_scalar(scalar, zarr_format=2)
+    assert bits_in(data_type.from_json_scalar(text, zarr_format=2)) == bits
+    if name != "float8_e8m0fnu" or isinstance(text, str) or bits == 0:  # see the module docstring
+        assert bits_in(ts_fill_value(name, text, 2)) == bits
+
+
+def ts_fill_value(name: str, text: Any, zarr_format: int) -> Any:
+    document = metadata(name, (1,), (1,), "plain" if zarr_format == 3 else "v2")
+    del document["zarr_format"]
+    document.pop("node_type", None)
+    document["fill_value"] = text
+    driver = {2: "zarr", 3: "zarr3"}[zarr_format]
+    spec = {"driver": driver, "kvstore": "memory://", "metadata": document}
+    return ts.open(spec, create=True).result().fill_value
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fill_values_that_metadata_may_hold(name: str) -> None:
+    data_type = data_type_registry.get(name)()
+
+    def bits_in(value: Any) -> int:
+        return int(bits_of(np.array([value], getattr(ml_dtypes, name)))[0])
+
+    formats: tuple[Literal[2, 3], ...] = (2, 3)
+    for zarr_format in formats:
+        read = data_type.from_json_scalar("NaN", zarr_format=zarr_format)
+        assert bits_in(read) == bits_in(ts_fill_value(name, "NaN", zarr_format))
+        assert float(data_type.from_json_scalar(2, zarr_format=zarr_format)) == 2
+        for text in ("Infinity", "-Infinity"):
+            if name in ("bfloat16", "float8_e5m2"):
+                assert data_type.from_json_scalar(text, zarr_format=zarr_format) == float(text)
+            else:
+                with pytest.raises(ValueError, match=r"no infinities"):
+                    data_type.from_json_scalar(text, zarr_format=zarr_format)
+        for wrong in (True, None, [1], {"a": 1}):
+            with pytest.raises(TypeError, match=name):
+                data_type.from_json_scalar(wrong, zarr_format=zarr_format)  # type: ignore[arg-type]
+        for wrong_text in ("nan", "0x", "0x_1", "0x1_0", "0xgg", "0x-1", "0x10000", "1.5", ""):
+            with pytest.raises(ValueError, match=name):
+                data_type.from_json_scalar(wrong_text, zarr_format=zarr_format)
+    with pytest.raises(ValueError, match="Zarr v2"):  # another number to TensorStore
+        data_type.from_json_scalar("0x7f", zarr_format=2)
+    for wrong_value in (1j, b"1", np.complex64(1), np.datetime64(1, "s"), [1]):
+        with pytest.raises(TypeError, match=name):
+            data_type.cast_scalar(wrong_value)
+
+
+def test_registered_once_whatever_is_done_twice() -> None:
+    before = {name: data_type_registry.get(name) for name in NAMES}
+    zd.register()
+    importlib.reload(zd)
+    assert {name: data_type_registry.get(name) for name in NAMES} == before
+    for name in NAMES:  # raises where two registered types claim one numpy type
+        matched = data_type_registry.match_dtype(np.dtype(getattr(ml_dtypes, name)))
+        assert type(matched) is before[name]
+
+
+def test_big_endian_bfloat16_keeps_its_order_or_is_refused() -> None:
+    native = np.dtype(ml_dtypes.bfloat16)
+    big = zd.BFloat16.from_native_dtype(native.newbyteorder(">"))
+    assert big.endianness == "big"
+    assert big.to_native_dtype() == native.newbyteorder(">")
+    assert zd.BFloat16.from_native_dtype(native).endianness == sys.byteorder
+    with pytest.raises(ValueError, match="big-endian"):
+        big.to_json(zarr_format=2)
+
+
+def test_entry_points_are_installed() -> None:
+    """Without them plain zarr finds nothing; an old editable install lacks them."""
+    found = importlib.metadata.entry_points(group="zarr.data_type")
+    assert {e.name: e.value for e in found if e.value.startswith("shardstore")} == {
+        c._zarr_v3_name: f"shardstore.zarr_dtypes:{c.__name__}" for c in zd.DATA_TYPES
+    }, "install the package again: its entry points are not those of pyproject.toml"
+    found = importlib.metadata.entry_points(group="zarr.ndbuffer")
+    (ndbuffer,) = [e.load() for e in found if e.value.startswith("shardstore")]
+    assert ndbuffer is NDBuffer
+
+
+# What follows runs in processes of its own, isolated (-I): they see only what is installed.
+
+
+def interpreter(which: str) -> str:
+    if which == "here":
+        return sys.executable
+    env_dir = ROOT / ".envs" / "newest-zarr"
+    if not (env_dir / ".complete").exists():
+        pytest.skip(
+            "no environment with the newest zarr: scripts/newest_zarr_env makes it where there is "
+            "a Python 3.12 or newer"
+        )
+    return str(env_dir / "bin" / "python")
+
+
+def run_alone(which: str, script: str, *args: Path) -> str:
+    """Run ``script`` where nothing of this package is imported; zarr may import the plugin."""
+    start = "import json, sys\nfrom pathlib import Path\nimport numpy as np\nimport zarr\n"
+    end = (
+        "\nassert 'torch' not in sys.modules, 'torch was imported'"
+        "\nassert not [m for m in sys.modules if m.startswith('shardstore')"
+        " and m not in ('shardstore', 'shardstore.zarr_dtypes')], 'more than the plugin'"
+        "\nprint('finished')\n"
+    )
+    script = start + textwrap.dedent(script) + end
+    done = subprocess.run(
+        [interpreter(which), "-I", "-W", "error::UserWarning", "-c", script, *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("finished\n")
+    return done.stdout
+
+
+def write_group(root: Path, zarr_format: int) -> None:
+    """Arrays of every data type by TensorStore, and the root document by hand."""
+    members: dict[str, Any] = {}
+    for number, name in enumerate(NAMES):
+        dtype = uint_of(name)
+        rng = np.random.default_rng(number)
+        bits = rng.integers(0, 1 << (8 * dtype.itemsize), (5, 3), dtype=dtype)
+        np.save(root.parent / f"{name}.npy", bits)
+        document = metadata(name, bits.shape, (2, 3), "plain" if zarr_format == 3 else "v2")
+        dims = [f"{name}.0", f"{name}.1"]
+        if zarr_format == 3:
+            document |= {"dimension_names": dims, "attributes": {}}
+        else:
+            document["fill_value"] = None
+        open_ts(root / name, zarr_format, document).write(
+            bits.view(getattr(ml_dtypes, name))
+        ).result()
+        if zarr_format == 3:
+            members[name] = document
+        else:
+            (root / name / ".zattrs").write_text(json.dumps({"_ARRAY_DIMENSIONS": dims}))
+            members[f"{name}/.zarray"] = document
+            members[f"{name}/.zattrs"] = {"_ARRAY_DIMENSIONS": dims}
+    if zarr_format == 3:
+        root_document = {
+            "zarr_format": 3,
+            "node_type": "group",
+            "attributes": {},
+            "consolidated_metadata": {
+                "kind": "inline",
+                "must_understand": False,
+                "metadata": members,
+            },
+        }
+        (root / "zarr.json").write_text(json.dumps(root_document))
+    else:
+        (root / ".zgroup").write_text('{"zarr_format": 2}')
+        members[".zgroup"] = {"zarr_format": 2}
+        document = {"zarr_consolidated_format": 1, "metadata": members}
+        (root / ".zmetadata").write_text(json.dumps(document))
+
+
+@pytest.fixture(params=[2, 3], ids=["v2", "v3"])
+def group(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    write_group(tmp_path / "group", request.param)
+    return tmp_path / "group"
+
+
+SAME_BITS = """
+root = Path(sys.argv[1])
+def same(name, values):
+    expected = np.load(root.parent / f"{name}.npy")
+    values = np.ascontiguousarray(values)
+    assert str(values.dtype) == name, (values.dtype, name)
+    assert (values.view(expected.dtype) == expected).all(), name
+names = sorted(p.stem for p in root.parent.glob("*.npy"))
+"""
+
+
+@pytest.mark.parametrize("which", ["here", "newest"])
+@pytest.mark.parametrize("consolidated", [True, False])
+def test_groups_through_plain_zarr(group: Path, which: str, consolidated: bool) -> None:
+    run_alone(
+        which,
+        SAME_BITS
+        + f"""
+group = zarr.open_group(root, mode="r", use_consolidated={consolidated})
+assert (group.metadata.consolidated_metadata is not None) == {consolidated}
+assert sorted(group.keys()) == names
+assert sorted(name for name, _ in group.members()) == names
+assert sorted(group.array_keys()) == names
+assert all(name in str(group.tree()) for name in names) if {which == "newest"} else True
+for name in names:
+    same(name, group[name][...])
+    same(name, np.concatenate([group[name][:2], group[name][2:]]))
+    assert type(group[name].metadata.dtype).__module__ == "shardstore.zarr_dtypes"
+""",
+        group,
+    )
+
+
+@pytest.mark.parametrize("which", ["here", "newest"])
+def test_zarr_open_needs_nothing_imported(group: Path, which: str) -> None:
+    run_alone(
+        which, SAME_BITS + "g = zarr.open(root, mode='r')\nsame(names[0], g[names[0]][:])", group
+    )
+
+
+def test_newest_zarr_opens_an_array_first(group: Path) -> None:
+    run_alone(
+        "newest",
+        SAME_BITS + "same('bfloat16', zarr.open_array(root / 'bfloat16', mode='r')[...])",
+        group,
+    )
+
+
+@pytest.mark.parametrize("which", ["here", "newest"])
+def test_an_array_first_with_the_module_imported(group: Path, which: str) -> None:
+    run_alone(
+        which,
+        SAME_BITS
+        + "import shardstore.zarr_dtypes\n"
+        + "same('bfloat16', zarr.open_array(root / 'bfloat16', mode='r')[...])",
+        group,
+    )
+
+
+@pytest.mark.parametrize("which", ["here", "newest"])
+def test_groups_through_xarray(group: Path, which: str) -> None:
+    run_alone(
+        which,
+        SAME_BITS
+        + """
+import xarray
+with xarray.open_zarr(root, chunks=None) as data:
+    assert sorted(data.variables) == names
+    for name in names:
+        same(name, data[name].values)
+        same(name, np.concatenate([data[name][:2].values, data[name][2:].values]))
+""",
+        group,
+    )
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of this package with a tensor of every data type, and its bits beside it."""
+    torch = pytest.importorskip("torch")
+    import shardstore
+    from shardstore.mapping import ShardedTensor
+
+    path = tmp_path_factory.mktemp("checkpoint") / "step-1"
+    state: dict[str, Any] = {"iteration": 1}
+    for name in [*NAMES, "float16", "float32", "float64", "int64", "int8", "uint8", "bool"]:
+        numbers = torch.arange(24).reshape(4, 6)
+        data = numbers % 2 == 0 if name == "bool" else numbers.to(getattr(torch, name))
+        bits = data.view(getattr(torch, f"uint{8 * data.element_size()}"))
+        np.save(path.parent / f"{name}.npy", bits.numpy())
+        state[name] = ShardedTensor.from_rank_offsets(name, data)
+    shardstore.save(state, str(path))
+    return path
+
+
+@pytest.mark.parametrize("which", ["here", "newest"])
+def test_checkpoints_through_plain_zarr(checkpoint: Path, which: str) -> None:
+    run_alone(
+        which,
+        SAME_BITS
+        + """
+group = zarr.open_group(root, mode="r")
+assert sorted(group.keys()) == sorted(name for name, _ in group.members()) == names
+for name in names:
+    same(name, group[name][...])
+""",
+        checkpoint,
+    )
+
+
+@pytest.mark.parametrize("which", ["here", "newest"])
+def test_checkpoints_through_xarray(checkpoint: Path, which: str) -> None:
+    run_alone(
+        which,
+        SAME_BITS
+        + """
+import xarray
+with xarray.open_zarr(root, chunks=None) as data:
+    assert sorted(data.variables) == names
+    for name in names:
+        same(name, data[name].values)
+""",
+        checkpoint,
+    )
+
+
+@pytest.mark.parametrize("which", ["here", "newest"])
+def test_checkpoints_through_tensorstore(checkpoint: Path, which: str) -> None:
+    run_alone(
+        which,
+        SAME_BITS
+        + """
+import tensorstore
+for name in names:
+    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(root / name)}}
+    same(name, tensorstore.open(spec, read=True).result().read().result())
+""",
+        checkpoint,
+    )
+
+
+@pytest.mark.parametrize("which", ["here", "newest"])
+def test_plain_zarr_creates_them_in_a_group(tmp_path: Path, which: str) -> None:
+    """Written there by zarr alone, under the registered name, then read here by TensorStore."""
+    run_alone(
+        which,
+        """
+        import ml_dtypes
+        group = zarr.create_group(sys.argv[1])
+        for name in "bfloat16", "float8_e4m3fn", "float8_e5m2":
+            data = np.arange(24).reshape(4, 6).astype(getattr(ml_dtypes, name))
+            array = group.create_array(name, shape=(4, 6), chunks=(3, 4), dtype=name)
+            assert array.dtype == data.dtype
+            array[...] = data
+        assert len(list(group.members())) == 3
+        """,
+        tmp_path / "made",
+    )
+    for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
+        data = np.arange(24).reshape(4, 6).astype(getattr(ml_dtypes, name))
+        read = open_ts(tmp_path / "made" / name, 3).read().result()
+        np.testing.assert_array_equal(bits_of(read), bits_of(data))

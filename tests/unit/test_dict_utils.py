@@ -1,0 +1,256 @@
+"""shardstore.dict_utils: nested dicts and lists walked, split, compared and merged."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardstore.dict_utils import (
+    StructureError,
+    dict_list_map_inplace,
+    dict_list_map_outplace,
+    dict_map,
+    dict_map_with_key,
+    diff,
+    extract_matching_values,
+    inspect_types,
+    map_reduce,
+    merge,
+    nested_items_iter,
+    nested_values,
+)
+from shardstore.errors import CheckpointingException
+
+nested = st.recursive(
+    st.integers() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=2), inner),
+    max_leaves=20,
+).filter(lambda x: isinstance(x, dict | list))
+
+
+def is_int(value: Any) -> bool:
+    return isinstance(value, int)
+
+
+def ten_times(value: Any) -> Any:
+    return value * 10 if is_int(value) else value
+
+
+def state() -> dict[str, Any]:
+    return {
+        "a": 1,
+        "b": "s",
+        "c": {"d": 2, "e": "z"},
+        "l": [1, "q", [2, "w"], {"k": 3}],
+        "empty": {},
+        "none": [],
+        "t": (1, 2),
+    }
+
+
+def test_extract() -> None:
+    before = state()
+    matching, others = extract_matching_values(before, is_int)
+    assert matching == {"a": 1, "c": {"d": 2}, "l": [1, [2], {"k": 3}]}
+    assert others == {
+        "b": "s",
+        "c": {"e": "z"},
+        "l": ["q", ["w"]],
+        "empty": {},
+        "none": [],
+        "t": (1, 2),
+    }
+    assert before == state()
+
+
+def test_extract_keeps_positions_in_dicts() -> None:
+    matching, others = extract_matching_values(state(), is_int, return_lists_as_dicts=True)
+    assert matching["l"] == {0: 1, 2: {0: 2}, 3: {"k": 3}}
+    assert others["l"] == {1: "q", 2: {1: "w"}}
+    assert extract_matching_values([1, "a"], is_int, True) == ({0: 1}, {1: "a"})
+
+
+def test_extract_from_a_list() -> None:
+    assert extract_matching_values([1, "a", [], {}, [2]], is_int) == ([1, [2]], ["a", [], {}])
+
+
+@pytest.mark.parametrize("value", [5, (1, 2), None])
+def test_extract_from_a_value(value: Any) -> None:
+    with pytest.raises(ValueError, match=type(value).__name__) as caught:
+        extract_matching_values(value, is_int)
+    assert isinstance(caught.value, CheckpointingException)
+
+
+@given(nested)
+def test_extract_loses_no_value(x: Any) -> None:
+    matching, others = extract_matching_values(x, is_int)
+    values = list(nested_values(x))
+    assert list(nested_values(matching)) == [v for v in values if is_int(v)]
+    assert list(nested_values(others)) == [v for v in values if not is_int(v)]
+    matching, others = extract_matching_values(x, is_int, return_lists_as_dicts=True)
+    assert list(nested_values(matching)) == [v for v in values if is_int(v)]
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "expected"),
+    [
+        ({"a": 1}, {"a": 1}, ([], [], [])),
+        ({"a": 1}, {"a": 2}, ([], [], [(("a",), int, int)])),
+        ({"a": 1, "c": 1}, {"b": 1}, ([("a",), ("c",)], [("b",)], [])),
+        ({"a": {"x": 1, "y": 2}}, {"a": {"x": 1, "z": 2}}, ([("a", "y")], [("a", "z")], [])),
+        ([1, 2, 3, 4], [1, 5], ([3, 2], [], [((1,), int, int)])),
+        ({"a": [1]}, {"a": [1, 2]}, ([], [1], [])),
+        ({"a": (1, 2)}, {"a": (1, 3)}, ([], [], [(("a", 1), int, int)])),
+        ({"a": [1]}, {"a": {0: 1}}, ([], [], [(("a",), list, dict)])),
+        ({"a": [1]}, {"a": (1,)}, ([], [], [(("a",), list, tuple)])),
+        ({"a": 1}, {"a": 1.0}, ([], [], [])),
+        ({1: "a"}, {"1": "a"}, ([(1,)], [("1",)], [])),
+        ({"a": None}, {"a": 0}, ([], [], [(("a",), type(None), int)])),
+        (1, 2, ([], [], [((), int, int)])),
+        ({"a": np.ones(2)}, {"a": np.ones(2)}, ([], [], [])),
+        (
+            {"a": np.ones(2)},
+            {"a": np.array([1.0, 0.0])},
+            ([], [], [(("a", 1), np.float64, np.float64)]),
+        ),
+        (np.array(1.0), np.array(1.0), ([], [], [])),
+    ],
+)
+def test_diff(left: Any, right: Any, expected: Any) -> None:
+    assert diff(left, right) == expected
+
+
+def test_diff_starts_paths_with_the_prefix() -> None:
+    assert diff({"a": 1, "c": 2}, {"a": 2, "b": 3}, ("p",)) == (
+        [("p", "c")],
+        [("p", "b")],
+        [(("p", "a"), int, int)],
+    )
+
+
+def test_diff_of_tensors() -> None:
+    ones = torch.ones(2, 2)
+    assert diff({"a": ones}, {"a": torch.ones(2, 2, dtype=torch.float64)}) == ([], [], [])
+    other = ones.clone()
+    other[1, 0] = 7
+    _, _, [mismatch] = diff({"a": ones}, {"a": other})
+    assert mismatch == (("a",), torch.Tensor, torch.Tensor, 1, (2, 2), [[1, 0]])
+    _, _, [mismatch] = diff({"a": ones}, {"a": torch.ones(3)})
+    assert mismatch == (("a",), torch.Tensor, torch.Tensor, (2, 2), (3,))
+    _, _, [mismatch] = diff({"a": ones}, {"a": 5})
+    assert mismatch == (("a",), torch.Tensor, int)
+    assert diff(torch.tensor(1.0), torch.tensor(1.0)) == ([], [], [])
+
+
+def test_diff_of_what_cannot_be_compared() -> None:
+    class Stubborn:
+        def __eq__(self, other: object) -> bool:
+            raise RuntimeError("never")
+
+        __hash__ = None  # type: ignore[assignment]
+
+    left, right = Stubborn(), Stubborn()
+    assert diff({"a": left}, {"a": right}) == ([], [], [(("a",), Stubborn, Stubborn)])
+    meta = torch.empty(2, device="meta")
+    assert diff(meta, meta) == ([], [], [((), torch.Tensor, torch.Tensor)])
+
+
+@given(nested)
+def test_diff_of_equals_is_empty(x: Any) -> None:
+    assert diff(x, copy.deepcopy(x)) == ([], [], [])
+
+
+def test_inspect_types(capsys: pytest.CaptureFixture[str]) -> None:
+    inspect_types({"a": 1, "b": [torch.ones(2, 3), {"c": "x" * 99}]})
+    printed = capsys.readouterr().out
+    assert "> a: [<class 'int'>]: 1" in printed
+    assert "    - 0: Tensor of shape torch.Size([2, 3])" in printed
+    assert "        > c: [<class 'str'>]: xxx" in printed
+    assert "x" * 50 not in printed
+
+
+def test_nested_values_and_items() -> None:
+    assert list(nested_values(state())) == [1, "s", 2, "z", 1, "q", 2, "w", 3, (1, 2)]
+    x = [1, {"a": [2]}]
+    items = list(nested_items_iter(x))
+    assert items == [(x, 0, 1), ([2], 0, 2)]
+    for container, key, value in nested_items_iter(x):
+        container[key] = value + 1
+    assert x == [2, {"a": [3]}]
+
+
+def test_maps() -> None:
+    d: dict[str, Any] = {"a": 1, "b": [2, {"c": 3}]}
+    dict_map(ten_times, d)
+    assert d == {"a": 10, "b": [20, {"c": 30}]}
+    dict_map_with_key(lambda k, v: (k, v), d)
+    assert d == {"a": ("a", 10), "b": [(0, 20), {"c": ("c", 30)}]}
+
+    x = state()
+    inner = x["l"]
+    assert dict_list_map_inplace(ten_times, x) is x
+    assert x["l"] is inner
+    assert inner == [10, "q", [20, "w"], {"k": 30}]
+    assert x["t"] == (1, 2)
+    assert dict_list_map_inplace(ten_times, 5) == 50
+
+    y = state()
+    mapped = dict_list_map_outplace(ten_times, y)
+    assert mapped == x
+    assert y == state()
+    assert mapped["none"] is not y["none"]
+
+
+def test_merge_is_in_place() -> None:
+    left = {"a": {"x": 1}, "l": [{"p": 1}, {}], "none": []}
+    right: dict[str, Any] = {"a": {"y": {"z": 1}}, "l": [{"q": 2}, {"r": 3}], "b": 2, "none": []}
+    merged = merge(left, right)
+    assert merged is left
+    assert merged == {
+        "a": {"x": 1, "y": {"z": 1}},
+        "l": [{"p": 1, "q": 2}, {"r": 3}],
+        "none": [],
+        "b": 2,
+    }
+    assert right["a"] == {"y": {"z": 1}}
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "text"),
+    [
+        ({"a": 1}, {"a": 1}, r"\('p', 'a'\)"),
+        ({"a": {}}, {"a": []}, r"\('p', 'a'\)"),
+        ({"a": [1]}, {"a": {0: 5}}, r"\('p', 'a'\)"),
+        ([1, 2], [1], "2 and 1 elements"),
+        ([{"q": 1}], [{"q": 1}], r"\('p', 0, 'q'\)"),
+        (1, 2, r"\('p',\)"),
+        ({"a": None}, {"a": None}, "None and None"),
+    ],
+)
+def test_merge_refuses_two_values_in_one_place(left: Any, right: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text) as caught:
+        merge(left, right, key=("p",))
+    assert isinstance(caught.value, StructureError)
+
+
+@given(nested)
+def test_merge_joins_what_was_split(x: Any) -> None:
+    matching, others = extract_matching_values({"x": x}, is_int, return_lists_as_dicts=True)
+    joined = merge(copy.deepcopy(matching), others)
+    whole, _ = extract_matching_values({"x": x}, lambda _: True, return_lists_as_dicts=True)
+    # Empty dicts and lists hold no value and belong to the part that does not match.
+    assert sorted(map(repr, nested_values(joined))) == sorted(map(repr, nested_values(whole)))
+
+
+def test_map_reduce() -> None:
+    assert map_reduce([1, 1, 2]) == {1: [1, 1], 2: [2]}
+    tens = map_reduce([3, 2, 1], lambda v: v % 2, lambda v: v * 10, sum)
+    assert list(tens.items()) == [(1, 40), (0, 20)]
+    assert map_reduce((w for w in ["ab", "c"]), key_fn=len, reduce_fn=len) == {2: 1, 1: 1}
+    assert map_reduce([]) == {}

@@ -1,0 +1,154 @@
+"""shardstore.state_dict_utils: what is split off before saving and loading."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from shardstore.errors import CheckpointingException
+from shardstore.mapping import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    apply_factory_merges,
+)
+from shardstore.state_dict_utils import (
+    filter_out_empty_flatten_tensor,
+    load_preprocess,
+    save_preprocess,
+)
+
+DATA = torch.arange(6.0).reshape(2, 3)
+
+
+def tensor(key: str, *offsets: tuple[int, int, int]) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(key, DATA, *offsets)
+
+
+def flat(start: int, stop: int) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets_flat(
+        f"flat{start}",
+        torch.arange(float(start), float(stop)),
+        (2, 3),
+        flattened_range=slice(start, stop),
+    )
+
+
+def factory(*parts: ShardedTensor) -> ShardedTensorFactory:
+    def build(*_: Any) -> dict[str, Any]:
+        return {part.key: part for part in parts}
+
+    return ShardedTensorFactory("f", DATA, build, lambda loaded: torch.tensor(sorted(loaded)))
+
+
+def state() -> dict[str, Any]:
+    return {
+        "t": tensor("t"),
+        "o": ShardedObject("o", 1, (1,), (0,)),
+        "f": factory(tensor("built")),
+        "n": LocalNonpersistentObject(5),
+        "c": {"t": tensor("t2"), "x": 1},
+        "l": [tensor("t3"), 7, {"n": LocalNonpersistentObject(6)}],
+        "e": {},
+    }
+
+
+def test_save_splits_sharded_and_common() -> None:
+    whole = state()
+    sharded, common = save_preprocess(whole, validate_access_integrity=False)
+    assert {k: sharded[k] for k in ("t", "o")} == {"t": whole["t"], "o": whole["o"]}
+    assert list(sharded) == ["t", "o", "f", "c", "l"]
+    assert sharded["f"]["built"].key == "built"
+    assert sharded["c"] == {"t": whole["c"]["t"]}
+    assert sharded["l"] == [whole["l"][0]]
+    assert common == {"c": {"x": 1}, "l": [7], "e": {}}
+    assert whole["f"]["built"] is sharded["f"]["built"]
+    assert isinstance(whole["n"], LocalNonpersistentObject)
+
+
+def test_save_drops_empty_flattened_tensors_also_built_ones() -> None:
+    whole = {"a": flat(1, 1), "f": factory(flat(2, 2), flat(3, 4)), "x": 3}
+    sharded, common = save_preprocess(whole, False)
+    assert list(sharded) == ["f"]
+    assert list(sharded["f"]) == ["flat3"]
+    assert common == {"x": 3}
+
+
+def test_save_checks_the_shards() -> None:
+    sharded, common = save_preprocess(state())
+    assert sharded["t"].key == "t"
+    assert common["c"] == {"x": 1}
+    half = {"a": tensor("half", (0, 0, 2))}
+    with pytest.raises(CheckpointingException, match="half"):
+        save_preprocess(half)
+    sharded, _ = save_preprocess(half, validate_access_integrity=False)
+    assert sharded == half
+
+
+def test_save_gives_a_copy_to_the_preprocessing_of_the_common_part() -> None:
+    seen: list[Any] = []
+
+    def preprocess(common: dict[str, Any]) -> dict[str, Any]:
+        seen.append(dict(common))
+        common["c"].clear()
+        return common
+
+    _, common = save_preprocess(state(), preprocess_common_before_consistancy_check=preprocess)
+    assert [list(s) for s in seen] == [["c", "l", "e"]]
+    assert common["c"] == {"x": 1}
+    save_preprocess(state(), False, preprocess)
+    assert len(seen) == 1
+
+
+def test_load_splits_off_what_is_not_stored() -> None:
+    whole = state()
+    wanted, nonpersistent, factories = load_preprocess(whole)
+    assert list(wanted) == ["t", "o", "f", "c", "l"]
+    assert wanted["t"] is whole["t"]
+    assert wanted["f"]["built"].key == "built"
+    assert wanted["c"] == whole["c"]
+    assert wanted["l"] == [whole["l"][0], 7]
+    assert nonpersistent == {"n": 5, "l": [{"n": 6}]}
+    assert list(factories) == ["f"]
+    assert factories["f"].data is None
+
+    assert isinstance(whole["f"], ShardedTensorFactory)
+    assert whole["f"].data is DATA
+    assert isinstance(whole["n"], LocalNonpersistentObject)
+
+
+def test_load_keeps_what_factories_build_for_their_merge() -> None:
+    whole = {"a": flat(1, 1), "l": [3, factory(flat(2, 2), flat(3, 4))]}
+    wanted, _, factories = load_preprocess(whole)
+    assert list(wanted) == ["l"]
+    assert list(wanted["l"][1]) == ["flat2", "flat3"]
+    assert list(factories["l"]) == [1]
+    loaded = {"l": [3, {2: "loaded", 3: "loaded"}]}
+    assert apply_factory_merges(loaded, factories)["l"][1].tolist() == [2, 3]
+
+
+def test_filter_out_empty_flattened() -> None:
+    kept = {
+        "b": flat(1, 3),
+        "l": [5],
+        "zero": ShardedTensor.from_rank_offsets("z", torch.zeros(0, 3)),
+        "f": ShardedTensorFactory("f", DATA, lambda *_: {}, lambda _: DATA, 0, slice(0, 0)),
+        "plain": torch.zeros(0),
+    }
+    whole: dict[str, Any] = {
+        **kept,
+        "a": flat(1, 1),
+        "l": [flat(2, 2), 5, {"z": flat(0, 0).without_data()}],
+        "n": {"a": flat(0, 0)},
+    }
+    filtered = filter_out_empty_flatten_tensor(whole)
+    assert list(filtered) == ["b", "l", "zero", "f", "plain"]
+    assert filtered["l"] == [5]
+    assert filtered["b"] is kept["b"]
+    assert len(whole["l"]) == 3
+    assert [s.key for s in filter_out_empty_flatten_tensor([flat(1, 1), flat(0, 1)])] == ["flat0"]
+    with pytest.raises(ValueError, match="int"):
+        filter_out_empty_flatten_tensor(5)  # type: ignore[arg-type]

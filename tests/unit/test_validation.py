@@ -1,0 +1,460 @@
+"""Coverage, overlap and strictness, with no ranks: the metadata of all ranks is made up here."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardstore import tiling, validation
+from shardstore.core import CheckpointingConfig, save_config
+from shardstore.errors import (
+    AccessPatternError,
+    CheckpointingException,
+    DTypeMismatchError,
+    MissingKeyError,
+    NotACheckpointError,
+    ShapeMismatchError,
+)
+from shardstore.mapping import ShardedObject, ShardedTensor
+from shardstore.strategies.base import (
+    LoadCommonStrategy,
+    LoadShardedStrategy,
+    StrategyAction,
+    default_strategies,
+    register_default_strategy,
+)
+from shardstore.validation import StrictHandling, validate_sharding_integrity
+
+
+def _box(
+    offset: tuple[int, ...],
+    shape: tuple[int, ...],
+    global_shape: tuple[int, ...],
+    *,
+    replica_id: int | tuple[int, ...] = 0,
+    key: str = "irregular",
+    dtype: torch.dtype = torch.float32,
+) -> ShardedTensor:
+    return ShardedTensor(key, None, dtype, shape, global_shape, offset, None, replica_id=replica_id)
+
+
+def _cell(index: int, parts: int, **kwargs: Any) -> ShardedTensor:
+    data = torch.zeros(2, dtype=kwargs.pop("dtype", torch.float32))
+    return ShardedTensor.from_rank_offsets("grid", data, (0, index, parts), **kwargs).without_data()
+
+
+def _flat(start: int, stop: int, **kwargs: Any) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets_flat(
+        "flat", torch.zeros(stop - start), (3, 4), flattened_range=slice(start, stop), **kwargs
+    ).without_data()
+
+
+# -- geometry, against counting element by element --------------------------------------------
+
+
+@st.composite
+def _boxes(draw: st.DrawFn) -> tuple[list[int], list[tuple[list[int], list[int]]]]:
+    """A tiling made by random cuts, from which boxes may be dropped, doubled or moved."""
+    shape = draw(st.lists(st.integers(0, 5), min_size=0, max_size=3))
+    parts = [([0] * len(shape), list(shape))]
+    for _ in range(draw(st.integers(0, 6)) if shape else 0):
+        low, high = parts.pop(draw(st.integers(0, len(parts) - 1)))
+        axis = draw(st.integers(0, len(shape) - 1))
+        cut = draw(st.integers(low[axis], high[axis]))
+        left, right = list(high), list(low)
+        left[axis] = right[axis] = cut
+        parts += [(low, left), (right, high)]
+    boxes = [(low, [h - lo for h, lo in zip(high, low, strict=True)]) for low, high in parts]
+    match draw(st.sampled_from(["keep", "keep", "drop", "double", "move"])):
+        case "drop":
+            boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        case "double":
+            boxes.append(draw(st.sampled_from(boxes)))
+        case "move":
+            index = draw(st.integers(0, len(boxes) - 1))
+            offset, extent = boxes[index]
+            boxes[index] = ([draw(st.integers(0, o)) for o in offset], extent)
+    return shape, boxes
+
+
+def _check_against_counting(shape: list[int], boxes: list[tuple[list[int], list[int]]]) -> None:
+    count = np.zeros(shape, dtype=int)
+    regions = [
+        tuple(slice(o, o + n) for o, n in zip(offset, extent, strict=True))
+        for offset, extent in boxes
+    ]
+    for region in regions:
+        count[region] += 1
+    fault = tiling.find_tiling_fault(
+        np.array([o for o, _ in boxes], dtype=np.int64).reshape(len(boxes), len(shape)),
+        np.array([n for _, n in boxes], dtype=np.int64).reshape(len(boxes), len(shape)),
+        shape,
+    )
+    assert (fault is None) == bool((count == 1).all())
+    if fault is None:
+        return
+    part = tuple(slice(o, o + n) for o, n in zip(fault.offset, fault.shape, strict=True))
+    assert count[part].size > 0
+    assert (count[part] != 1).all()
+    for number, region in enumerate(regions):
+        covered = np.zeros(shape, dtype=bool)
+        covered[region] = True
+        if number in fault.shards:
+            assert covered[part].all()
+    assert (len(fault.shards) == 0) == bool((count[part] == 0).all())
+
+
+@given(_boxes())
+@settings(max_examples=300, deadline=None)
+def test_tiling_agrees_with_counting(case: tuple[Any, Any]) -> None:
+    _check_against_counting(*case)
+
+
+@given(_boxes())
+@settings(max_examples=150, deadline=None)
+def test_tiling_agrees_with_counting_when_regions_are_cut(case: tuple[Any, Any]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiling, "_MAX_CELLS", 2)
+        _check_against_counting(*case)
+
+
+def test_tiling_is_near_linear() -> None:
+    """60,000 irregular boxes: quadratic work would be 3.6 * 10^9 comparisons."""
+    rows, height = 30_000, 8
+    cut = np.arange(rows) % (height - 1) + 1
+    top = np.arange(rows) * 2
+    offsets = np.stack([np.tile(top, 2), np.concatenate([np.zeros_like(cut), cut])], axis=1)
+    shapes = np.stack([np.full(2 * rows, 2), np.concatenate([cut, height - cut])], axis=1)
+    started = time.process_time()
+    assert tiling.find_tiling_fault(offsets, shapes, (2 * rows, height)) is None
+    offsets[41_234, 0] += 1
+    assert tiling.find_tiling_fault(offsets, shapes, (2 * rows, height)) is not None
+    # Far above what it takes (a tenth of a second) and far below what quadratic work would.
+    assert time.process_time() - started < 20
+
+
+def test_staircase_with_a_huge_fragment_grid() -> None:
+    """Disjoint diagonal boxes and what fills the rest: cells are the square of the boxes."""
+    n = 1500
+    boxes = []
+    for i in range(n):
+        if i:
+            boxes.append(((i, 0), (1, i)))
+        boxes.append(((i, i), (1, 1)))
+        if i < n - 1:
+            boxes.append(((i, i + 1), (1, n - i - 1)))
+    offsets = np.array([o for o, _ in boxes])
+    shapes = np.array([s for _, s in boxes])
+    assert tiling.find_tiling_fault(offsets, shapes, (n, n)) is None
+    fault = tiling.find_tiling_fault(
+        np.delete(offsets, 1000, 0), np.delete(shapes, 1000, 0), (n, n)
+    )
+    assert fault is not None
+    assert fault.shards == ()
+    low, high = offsets[1000], offsets[1000] + shapes[1000]
+    at = np.array(fault.offset)
+    assert (at >= low).all()
+    assert (at < high).all()
+
+
+# -- tensors -----------------------------------------------------------------------------------
+
+
+def test_regular_grid() -> None:
+    validate_sharding_integrity([[_cell(r, 4)] for r in range(4)])
+    validate_sharding_integrity([[_cell(r, 4), _cell(r + 2, 4)] for r in range(2)])
+    validate_sharding_integrity(
+        [[_cell(r, 2, replica_id=(0, copy))] for r, copy in itertools.product(range(2), range(3))]
+    )
+
+
+def test_hole_names_key_and_region() -> None:
+    with pytest.raises(AccessPatternError, match="Invalid access pattern") as caught:
+        validate_sharding_integrity([[_cell(0, 3)], [_cell(2, 3)]])
+    text = str(caught.value)
+    assert "'grid'" in text
+    assert "offset (2,) of shape (2,)" in text
+    assert "no main replica" in text
+    assert caught.value.key == "grid"
+
+
+def test_overlap_names_the_ranks() -> None:
+    with pytest.raises(AccessPatternError, match="Invalid access pattern") as caught:
+        validate_sharding_integrity([[_cell(0, 3)], [_cell(1, 3)], [_cell(2, 3)], [_cell(1, 3)]])
+    assert "ranks [1, 3]" in str(caught.value)
+    assert "offset (2,) of shape (2,)" in str(caught.value)
+
+
+def test_replicas_without_a_main_one() -> None:
+    with pytest.raises(AccessPatternError, match="Invalid access pattern"):
+        validate_sharding_integrity([[_cell(0, 1, replica_id=1)], [_cell(0, 1, replica_id=2)]])
+
+
+def test_irregular_cuts() -> None:
+    boxes = [
+        ((0, 0), (3, 2)),
+        ((0, 2), (1, 3)),
+        ((1, 2), (2, 3)),
+        ((3, 0), (2, 5)),
+        ((5, 0), (0, 5)),
+    ]
+    validate_sharding_integrity([[_box(o, s, (5, 5))] for o, s in boxes])
+    # Same volume in total, one box moved: a hole and an overlap that sums alone do not show.
+    boxes[1] = ((1, 2), (1, 3))
+    with pytest.raises(AccessPatternError, match="Invalid access pattern"):
+        validate_sharding_integrity([[_box(o, s, (5, 5))] for o, s in boxes])
+
+
+def test_shard_outside_the_global_shape() -> None:
+    shards = [[_box((0,), (4,), (6,))], [_box((4,), (3,), (6,))]]
+    with pytest.raises(AccessPatternError, match=r"rank 1 .*outside.*\(6,\)"):
+        validate_sharding_integrity(shards)
+
+
+def test_prepended_axes_zero_dimensions_and_empty_tensors() -> None:
+    layers = [
+        [
+            ShardedTensor.from_rank_offsets(
+                "layers", torch.zeros(2), (0, layer, 3), prepend_axis_num=1
+            )
+        ]
+        for layer in range(3)
+    ]
+    scalar = ShardedTensor.from_rank_offsets("scalar", torch.zeros(()))
+    empty = ShardedTensor.from_rank_offsets("empty", torch.zeros(0, 3))
+    layers[0] += [scalar, empty]
+    validate_sharding_integrity(layers)
+    with pytest.raises(AccessPatternError, match="layers"):
+        validate_sharding_integrity(layers[:2])
+    with pytest.raises(AccessPatternError, match="scalar"):
+        validate_sharding_integrity([*layers, [scalar]])
+
+
+def test_flattened_ranges() -> None:
+    validate_sharding_integrity([[_flat(0, 5)], [_flat(5, 5)], [_flat(5, 12)]])
+    text = "Flattened ranges dont cover the whole shard ShardedTensor"
+    with pytest.raises(AccessPatternError, match=text) as caught:
+        validate_sharding_integrity([[_flat(0, 5)], [_flat(6, 12)]])
+    assert "elements 5 to 6" in str(caught.value)
+    with pytest.raises(AccessPatternError, match=text) as caught:
+        validate_sharding_integrity([[_flat(0, 7)], [_flat(5, 12)]])
+    assert "elements 5 to 7" in str(caught.value)
+    assert "ranks [0, 1]" in str(caught.value)
+    with pytest.raises(AccessPatternError, match=text):
+        validate_sharding_integrity([[_flat(0, 5)], [_flat(5, 12, replica_id=1)]])
+
+
+@given(cuts=st.lists(st.integers(0, 12), max_size=5), drop=st.booleans())
+def test_any_cuts_of_a_flattened_shard(cuts: list[int], drop: bool) -> None:
+    edges = [0, *sorted(cuts), 12]
+    shards = [[_flat(a, b)] for a, b in itertools.pairwise(edges)]
+    validate_sharding_integrity(shards)
+    widest = max(range(len(shards)), key=lambda i: edges[i + 1] - edges[i])
+    if drop:
+        del shards[widest]
+        if shards:
+            with pytest.raises(AccessPatternError):
+                validate_sharding_integrity(shards)
+
+
+def test_ranks_must_agree() -> None:
+    with pytest.raises(DTypeMismatchError, match=r"float32 on rank 0 and torch.float64 on rank 1"):
+        validate_sharding_integrity([[_cell(0, 2)], [_cell(1, 2, dtype=torch.float64)]])
+    with pytest.raises(ShapeMismatchError, match=r"\(4,\) on rank 0 and \(6,\) on rank 1"):
+        validate_sharding_integrity([[_cell(0, 2)], [_cell(1, 3)]])
+    mixed = _box((0,), (2,), (4,), key="grid")
+    with pytest.raises(AccessPatternError, match="axis_fragmentations"):
+        validate_sharding_integrity([[_cell(1, 2)], [mixed]])
+
+
+def test_access_counts_of_a_grid() -> None:
+    held = [(0, _cell(0, 3)), (1, _cell(2, 3)), (2, _cell(2, 3)), (3, _cell(1, 3, replica_id=1))]
+    assert validation._compute_shards_access(held).tolist() == [1, 0, 2]
+
+
+# -- objects -----------------------------------------------------------------------------------
+
+
+def _object(index: int, count: int, replica_id: int = 0) -> ShardedObject:
+    return ShardedObject("obj", None, (count,), (index,), replica_id)
+
+
+def test_objects() -> None:
+    validate_sharding_integrity([[_object(0, 2)], [_object(1, 2), _object(0, 2, 1)]])
+    with pytest.raises(
+        AccessPatternError, match=r"Duplicate ShardedObject keys.*obj/shard_0_2"
+    ) as e:
+        validate_sharding_integrity([[_object(0, 2)], [_object(1, 2)], [_object(0, 2)]])
+    assert "ranks [0, 2]" in str(e.value)
+    with pytest.raises(
+        AccessPatternError, match=r"Invalid access pattern: 2 ShardedObject are miss"
+    ):
+        validate_sharding_integrity([[_object(0, 3)], [_object(1, 3, 1)]])
+    with pytest.raises(ShapeMismatchError, match="obj"):
+        validate_sharding_integrity([[_object(0, 3)], [_object(1, 2)]])
+
+
+def test_key_of_tensor_and_object_collide() -> None:
+    clash = ShardedObject("grid", None, (1,), (0,))
+    with pytest.raises(AccessPatternError, match=r"'grid'.*\[0\].*\[1\]"):
+        validate_sharding_integrity([[_cell(0, 1)], [clash]])
+
+
+# -- strictness --------------------------------------------------------------------------------
+
+
+def _strict(mode: StrictHandling) -> tuple[dict[str, Any], set[str], set[str]]:
+    here, other = _cell(0, 1), _box((0,), (1,), (1,), key="elsewhere")
+    new = _box((0,), (1,), (1,), key="new")
+    stored = {key: _box((0,), (1,), (1,), key=key) for key in ("grid", "elsewhere", "left")}
+    state = {"a": here, "list": [new, {"deep": new}], "plain": 5}
+    return validation.validate_integrity_and_strict_load(
+        state, mode, True, [here, new], [[here, new], [other]], stored
+    )
+
+
+@pytest.mark.parametrize(
+    ("mode", "missing", "unexpected"),
+    [
+        ("log_unexpected", set(), {"new"}),
+        ("log_all", {"left"}, {"new"}),
+        ("return_unexpected", set(), {"new"}),
+        ("return_all", {"left"}, {"new"}),
+        ("ignore_all", set(), set()),
+    ],
+)
+def test_modes_that_go_on(
+    mode: str, missing: set[str], unexpected: set[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        state, *keys = _strict(validation.parse_strict_flag(mode))
+    assert keys == [missing, unexpected]
+    assert set(state) == {"a", "plain"}
+    assert ("Unexpected keys" in caplog.text) == mode.startswith("log")
+    assert ("Missing keys" in caplog.text) == (mode == "log_all")
+
+
+def test_assume_ok_changes_nothing() -> None:
+    state, missing, unexpected = _strict(StrictHandling.ASSUME_OK_UNEXPECTED)
+    assert (missing, unexpected) == (set(), set())
+    assert set(state) == {"a", "list", "plain"}
+
+
+def test_modes_that_raise_name_what_applies() -> None:
+    with pytest.raises(MissingKeyError, match=r"Unexpected keys.*new") as caught:
+        _strict(StrictHandling.RAISE_UNEXPECTED)
+    assert "Missing keys" not in str(caught.value)
+    with pytest.raises(CheckpointingException, match=r"Missing keys.*left.*Unexpected keys.*new"):
+        _strict(StrictHandling.RAISE_ALL)
+    with pytest.raises(CheckpointingException, match="Missing keys") as only_missing:
+        validation.maybe_report_missing_and_unexpected_keys({"m"}, set())
+    assert "Unexpected keys" not in str(only_missing.value)
+    validation.maybe_report_missing_and_unexpected_keys(set(), set())
+
+
+def test_metadata_that_is_needed_must_be_given() -> None:
+    with pytest.raises(CheckpointingException, match="ckpt_sharded_metadata"):
+        validation.validate_integrity_and_strict_load({}, StrictHandling.RAISE_ALL, False)
+    with pytest.raises(CheckpointingException, match="global_metadata"):
+        validation.validate_integrity_and_strict_load(
+            {}, StrictHandling.RAISE_ALL, False, [], None, {}
+        )
+    with pytest.raises(CheckpointingException, match="global_metadata"):
+        validation.validate_integrity_and_strict_load({}, StrictHandling.ASSUME_OK_UNEXPECTED, True)
+
+
+def test_flags() -> None:
+    assert len(StrictHandling) == 8
+    for mode in StrictHandling:
+        assert validation.parse_strict_flag(mode) is mode
+        assert validation.parse_strict_flag(mode.value) is mode
+        assert StrictHandling.requires_returning_mismatch_keys(mode) == (
+            mode.value.startswith("return")
+        )
+        assert StrictHandling.requires_global_app_metadata(mode) == mode.value.endswith("_all")
+        assert StrictHandling.requires_explicit_ckpt_mismatch_check(mode) == (
+            mode.value != "assume_ok_unexpected"
+        )
+    for wrong in ("RAISE_ALL", "all"):
+        with pytest.raises(ValueError, match="Invalid strict flag"):
+            validation.parse_strict_flag(wrong)
+
+
+def test_state_dict_given_is_left_alone() -> None:
+    state = {"l": [_cell(0, 1), 3]}
+    assert validation.adjust_non_strict_load(state, {"grid"}) == {"l": [3]}
+    assert len(state["l"]) == 2
+
+
+# -- strategies --------------------------------------------------------------------------------
+
+
+class _Load(LoadShardedStrategy, LoadCommonStrategy):
+    def __init__(self, reads: str) -> None:
+        self.reads = reads
+
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        if loaded_backend != self.reads:
+            raise CheckpointingException(f"only {self.reads}, not {loaded_backend}")
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        if loaded_version > 2:
+            raise CheckpointingException(f"version {loaded_version} is too new")
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any: ...
+    def load_tensors_metadata(self, checkpoint_dir: Any) -> Any: ...
+    def load_common(self, checkpoint_dir: Any) -> Any: ...
+    def load_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: Any) -> Any: ...
+
+
+def test_verify_finds_the_strategies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sharded, common = _Load("mine"), _Load("plain")
+    for action in StrategyAction:
+        monkeypatch.setitem(
+            default_strategies, action.value, dict(default_strategies[action.value])
+        )
+    register_default_strategy(StrategyAction.LOAD_SHARDED, "mine", 2, sharded)
+    register_default_strategy(StrategyAction.LOAD_COMMON, "plain", 1, common)
+    verify = validation.verify_checkpoint_and_load_strategy
+    with pytest.raises(NotACheckpointError, match=r"directory .*/no does not exist"):
+        verify(str(tmp_path / "no"))
+    with pytest.raises(NotACheckpointError, match="is not a distributed checkpoint"):
+        verify(str(tmp_path))
+    save_config(CheckpointingConfig("mine", 2, "plain", 1), str(tmp_path))
+    assert verify(str(tmp_path)) == (sharded, common)
+    assert verify(str(tmp_path), ("mine", 2), common) == (sharded, common)
+    with pytest.raises(CheckpointingException, match="only other, not mine"):
+        verify(str(tmp_path), _Load("other"))
+    save_config(CheckpointingConfig("mine", 3, "plain", 1), str(tmp_path))
+    with pytest.raises(CheckpointingException, match="too new"):
+        verify(str(tmp_path), sharded)
+
+
+def test_someone_must_handle_objects() -> None:
+    class Handles(_Load):
+        @property
+        def can_handle_sharded_objects(self) -> bool:
+            return True
+
+    validation.validate_sharded_objects_handling(_Load("a"), Handles("b"))
+    validation.validate_sharded_objects_handling(Handles("a"), _Load("b"))
+    with pytest.raises(CheckpointingException, match="can_handle_sharded_objects"):
+        validation.validate_sharded_objects_handling(_Load("a"), _Load("b"))
+
+
+def test_global_metadata_of_a_world_of_one() -> None:
+    tensor, thing = ShardedTensor.from_rank_offsets("t", torch.zeros(2)), _object(0, 1)
+    local, everywhere = validation.determine_global_metadata({"a": [tensor, 3], "b": thing})
+    assert [item.key for item in local] == ["t", "obj"]
+    assert all(item.data is None for item in local)
+    assert everywhere == [local]
+    assert tensor.data is not None
