@@ -1,12 +1,14 @@
-"""What the ranks do together: reports to one coordinator and its verdict to all, and pieces of chunks.
+"""What the ranks do together: reports to one coordinator and its verdict to all, and pieces of
+chunks.
 
 The shape is a star, not a ring or a tree: every rank reports to rank 0, rank 0 answers every rank.
-A rank that died is met by the coordinator alone, at once and by name, and everybody else still gets an
-answer; in a ring the neighbours of the dead rank would fail and the others wait for a timeout. Only
-large answers go down a broadcast tree, once all ranks are known to be there.
+A rank that died is met by the coordinator alone, at once and by name, and everybody else still gets
+an answer; in a ring the neighbours of the dead rank would fail and the others wait for a timeout.
+Only large answers go down a broadcast tree, once all ranks are known to be there.
 
-All traffic is on CPU tensors over a gloo group of our own, so that the trainer's NCCL streams are never
-touched and its own collectives can not be confused with ours. Without a process group there is one rank.
+All traffic is on CPU tensors over a gloo group of our own, so that the trainer's NCCL streams are
+never touched and its own collectives can not be confused with ours. Without a process group there
+is one rank.
 
 It knows nothing of tensors, arrays or checkpoints.
 """
@@ -54,7 +56,8 @@ def deadline_from_environment() -> float:
         seconds = -1.0
     if seconds <= 0:
         raise CheckpointingException(
-            f"{DEADLINE_VARIABLE}={text!r} is not a positive number of seconds; unset it or give one"
+            f"{DEADLINE_VARIABLE}={text!r} is not a positive number of seconds; unset it or give "
+            "one"
         )
     return seconds
 
@@ -128,10 +131,10 @@ class Ranks:
         Args:
             report: this rank's report, handed to ``decide`` on the coordinator.
             what: what the ranks are doing, for the error text ("committing s3://...").
-            error: what went wrong on this rank, if anything. It is raised again here, and reaches the
-                others as a :class:`RanksError` that names this rank.
-            decide: called on the coordinator alone, with the reports by rank, if no rank had an error;
-                what it raises is raised on every rank.
+            error: what went wrong on this rank, if anything. It is raised again here, and reaches
+                the others as a :class:`RanksError` that names this rank.
+            decide: called on the coordinator alone, with the reports by rank, if no rank had an
+                error; what it raises is raised on every rank.
 
         Returns:
             What ``decide`` returned.
@@ -199,7 +202,9 @@ class Ranks:
             try:
                 self._send(rank, status, body, tree=tree)
             except RuntimeError as problem:
-                logger.warning("rank %d could not be told the outcome of %s: %s", rank, what, problem)
+                logger.warning(
+                    "rank %d could not be told the outcome of %s: %s", rank, what, problem
+                )
         if tree:
             self._broadcast(bytearray(body))
         if lost:
@@ -216,8 +221,10 @@ class Ranks:
         except RuntimeError as problem:
             self._break()
             failure = RanksError(
-                f"{what}: rank {self.rank} has no answer from the coordinator, rank 0, which died or "
-                f"waited longer than {self.deadline_s:g} s for another rank ({_first_line(problem)}). "
+                f"{what}: rank {self.rank} has no answer from the coordinator, rank 0, which "
+                "died or "
+                f"waited longer than {self.deadline_s:g} s for another rank "
+                f"({_first_line(problem)}). "
                 f"Its log says more; {DEADLINE_VARIABLE} sets the wait",
                 failures={0: "no answer"},
             )
@@ -241,7 +248,9 @@ class Ranks:
         header = torch.tensor([status, len(body), int(tree)], dtype=torch.int64)
         dist.send(header, dst=rank, group=self._pg)
         if body and not tree:
-            dist.send(torch.frombuffer(bytearray(body), dtype=torch.uint8), dst=rank, group=self._pg)
+            dist.send(
+                torch.frombuffer(bytearray(body), dtype=torch.uint8), dst=rank, group=self._pg
+            )
 
     def _receive(self, rank: int) -> tuple[int, bytes]:
         header = torch.zeros(_HEADER, dtype=torch.int64)
@@ -266,8 +275,8 @@ class Ranks:
     ) -> None:
         """Send and receive byte pieces between ranks.
 
-        Called by every rank that has something to send or receive; waits for those alone. Between two
-        ranks the order of ``sends`` on one is the order of ``receives`` on the other.
+        Called by every rank that has something to send or receive; waits for those alone. Between
+        two ranks the order of ``sends`` on one is the order of ``receives`` on the other.
 
         Args:
             sends: ``(rank, bytes)``, one-dimensional contiguous uint8.

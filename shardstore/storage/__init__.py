@@ -1,1 +1,2 @@
-"""The storage engine: arrays, chunks, bytes and URLs. It knows no process group and no state dict."""
+"""The storage engine: arrays, chunks, bytes and URLs. It knows no process group and no state
+dict."""

@@ -1,4 +1,5 @@
-"""A committed checkpoint, read only: its arrays by key, its manifest when it is needed, its chunks through a mover."""
+"""A committed checkpoint, read only: its arrays by key, its manifest when it is needed, its chunks
+through a mover."""
 
 from __future__ import annotations
 
@@ -106,7 +107,8 @@ class StoredCheckpoint:
         return self.manifest
 
     def remove(self, keys: Sequence[str]) -> None:
-        """Remove arrays: from the root document first, so that no reader meets a hole, then their chunks.
+        """Remove arrays: from the root document first, so that no reader meets a hole, then their
+        chunks.
 
         Raises:
             NotACheckpointError: nothing of ours is there.
@@ -137,8 +139,7 @@ class StoredCheckpoint:
         """Raise :class:`NotACheckpointError` unless there is a checkpoint with arrays of ours."""
         if self.root is None and not self.location.exists("metadata.json"):
             raise NotACheckpointError(
-                f"{self.location.url} is not a distributed checkpoint (it has neither zarr.json nor metadata.json)",
+                f"{self.location.url} is not a distributed checkpoint (it has neither zarr.json "
+                "nor metadata.json)",
                 url=self.location.url,
             )
-
-

@@ -1,7 +1,7 @@
 """What a mover moves: whole chunks out of arrays in memory, regions into arrays in memory.
 
-A mover takes lists of these and carries them out with its own parallelism. It knows chunks, bytes and one location; not
-who else writes, and not what a checkpoint is.
+A mover takes lists of these and carries them out with its own parallelism. It knows chunks, bytes
+and one location; not who else writes, and not what a checkpoint is.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from shardstore.storage import dtypes
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import Box
 from shardstore.storage.manifest import ChunkRecord, Manifest
@@ -29,8 +30,8 @@ class ChunkWrite:
     Attributes:
         array: the array it belongs to.
         index: its index in the chunk grid.
-        source: the part of it that lies within the array, any strides, true data type; or a function that brings it
-            to the host when its turn comes.
+        source: the part of it that lies within the array, any strides, true data type; or a
+            function that brings it to the host when its turn comes.
     """
 
     array: ArrayMeta
@@ -38,8 +39,19 @@ class ChunkWrite:
     source: Source
 
     def data(self) -> NDArray[Any]:
-        """The source array, fetched if need be."""
-        return self.source() if callable(self.source) else self.source
+        """The source array, fetched if need be.
+
+        Raises:
+            ValueError: it has another shape or data type than the chunk.
+        """
+        data = self.source() if callable(self.source) else self.source
+        shape, dtype = self.array.grid.box(self.index).shape, dtypes.numpy_dtype(self.array.dtype)
+        if data.shape != shape or data.dtype != dtype:
+            raise ValueError(
+                f"chunk {self.index} of key {self.array.key!r} takes {dtype} of shape {shape}, "
+                f"not {data.dtype} of shape {data.shape}"
+            )
+        return data
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +97,7 @@ def chunk_parts(read: RegionRead) -> Iterator[ChunkPart]:
             read.array,
             index,
             common.relative_to(chunk.offset),
-            read.out[common.relative_to(read.box.offset).slices],
+            read.out[(..., *common.relative_to(read.box.offset).slices)],
         )
 
 
@@ -105,7 +117,8 @@ class Mover(Protocol):
         """Read regions into their destinations, verifying every byte that has a checksum.
 
         Raises:
-            ChunkMissingError, ChunkCorruptError: name key, chunk and, where the manifest knows it, the writer.
+            ChunkMissingError, ChunkCorruptError: name key, chunk and, where the manifest knows it,
+                the writer.
         """
 
 

@@ -1,11 +1,13 @@
 """Attempt, publish, sweep: how a checkpoint comes to be there whole or not at all.
 
-On a local file system an attempt is a hidden folder beside its target, ``.NAME.attempt-ID``; publishing is one
-rename, onto nothing or onto an empty folder, or one atomic exchange with the checkpoint that is replaced
-(``renameat2(RENAME_EXCHANGE)``, Linux man-pages rename(2)), which stays readable until then. A reader never sees a
-folder that is being written. Attempts whose process is gone are swept by the next attempt at the same target.
+On a local file system an attempt is a hidden folder beside its target, ``.NAME.attempt-ID``;
+publishing is one rename, onto nothing or onto an empty folder, or one atomic exchange with the
+checkpoint that is replaced (``renameat2(RENAME_EXCHANGE)``, Linux man-pages rename(2)), which stays
+readable until then. A reader never sees a folder that is being written. Attempts whose process is
+gone are swept by the next attempt at the same target.
 
-Who calls what is the business of the rooms above: one process begins and publishes, the others join.
+Who calls what is the business of the rooms above: one process begins and publishes, the others
+join.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def is_checkpoint(location: Location) -> bool:
-    """Whether a committed checkpoint is there (ours, or one with a ``metadata.json`` of another backend)."""
+    """Whether a committed checkpoint is there (ours, or one with a ``metadata.json`` of another
+    backend)."""
     return any(location.exists(marker) for marker in MARKERS)
 
 
@@ -56,7 +59,8 @@ class Attempt:
     overwrite: bool = False
 
     def publish(self, *, durable: bool = True) -> None:
-        """Put the finished attempt in its target's place, in one atomic step. Called by one process.
+        """Put the finished attempt in its target's place, in one atomic step. Called by one
+        process.
 
         Raises:
             CheckpointExistsError: another checkpoint was committed there in the meantime.
@@ -81,7 +85,8 @@ class Attempt:
 
     def _exists(self) -> CheckpointExistsError:
         return CheckpointExistsError(
-            f"{self.target.url} already exists: another checkpoint was committed there while this one was being "
+            f"{self.target.url} already exists: another checkpoint was committed there while "
+            "this one was being "
             "written; pass overwrite=True to replace it, or save elsewhere",
             url=self.target.url,
         )
@@ -100,7 +105,8 @@ class Attempt:
         Location.of(source).delete()
 
     def abandon(self) -> None:
-        """Remove what was written; the target is as it was. Called by one process, once all have stopped writing."""
+        """Remove what was written; the target is as it was. Called by one process, once all have
+        stopped writing."""
         with contextlib.suppress(StorageError):
             self.location.delete()
 
@@ -119,7 +125,8 @@ def begin(place: Location, *, overwrite: bool = False) -> Attempt:
     """
     if not place.is_local:
         raise StorageError(
-            f"{place.url}: only local folders can be written so far; give a local path", url=place.url
+            f"{place.url}: only local folders can be written so far; give a local path",
+            url=place.url,
         )
     target = Location.of(os.path.realpath(place.url))
     if target.exists() and not target.is_dir():
@@ -128,7 +135,8 @@ def begin(place: Location, *, overwrite: bool = False) -> Attempt:
         )
     if is_checkpoint(target) and not overwrite:
         raise CheckpointExistsError(
-            f"{target.url} already exists and holds a checkpoint; pass overwrite=True to replace it, or save "
+            f"{target.url} already exists and holds a checkpoint; pass overwrite=True to replace "
+            "it, or save "
             "elsewhere",
             url=target.url,
         )
@@ -141,14 +149,15 @@ def begin(place: Location, *, overwrite: bool = False) -> Attempt:
     return Attempt(target, location, attempt_id, overwrite)
 
 
-def join(place: Location, attempt_id: str) -> Attempt:
+def join(place: Location, attempt_id: str, *, overwrite: bool = False) -> Attempt:
     """The attempt that the coordinator began, on another rank."""
     target = Location.of(os.path.realpath(place.url))
-    return Attempt(target, _attempt_location(target, attempt_id), attempt_id)
+    return Attempt(target, _attempt_location(target, attempt_id), attempt_id, overwrite)
 
 
 def sweep(target: Location) -> list[str]:
-    """Remove attempts at a target whose process is gone; those of other hosts are left alone. Returns their paths."""
+    """Remove attempts at a target whose process is gone; those of other hosts are left alone.
+    Returns their paths."""
     parent, name = os.path.split(target.url)
     swept = []
     for entry in Location.of(parent).listing():
@@ -177,7 +186,8 @@ def _host() -> dict[str, object]:
 
 
 def _start_of(pid: int) -> str | None:
-    """Start time of a process in clock ticks since boot, which tells it from a later one of the same number."""
+    """Start time of a process in clock ticks since boot, which tells it from a later one of the
+    same number."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -196,7 +206,8 @@ def _is_dead(attempt: Location) -> bool:
 
 
 def _exchange(source: str, target: str) -> None:
-    """Swap two folders atomically; where the file system can not, in two renames with a moment without a target."""
+    """Swap two folders atomically; where the file system can not, in two renames with a moment
+    without a target."""
     try:
         renameat2 = _libc.renameat2
     except AttributeError:
@@ -227,9 +238,11 @@ def _fsync(folder: str) -> None:
 
 
 def sync_file_system(location: Location) -> None:
-    """Wait until all that was written to a folder's file system is on the disk: one ``syncfs`` (man-pages sync(2)).
+    """Wait until all that was written to a folder's file system is on the disk: one ``syncfs``
+    (man-pages sync(2)).
 
-    One call, not an fsync a file: the journal is committed once. Errors of the disk are reported (Linux 5.8 and later).
+    One call, not an fsync a file: the journal is committed once. Errors of the disk are reported
+    (Linux 5.8 and later).
     """
     with store_errors("syncing", location.url):
         fd = os.open(location.url, os.O_RDONLY | os.O_DIRECTORY)

@@ -1,4 +1,5 @@
-"""What the storage layer of this process has moved so far: plain counters, for benchmarks and tests."""
+"""What the storage layer of this process has moved so far: plain counters, for benchmarks and
+tests."""
 
 from __future__ import annotations
 

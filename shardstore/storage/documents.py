@@ -1,7 +1,8 @@
 """Pure: the JSON documents of a checkpoint, built, parsed and validated.
 
-``zarr.json`` of an array and of the root group (Zarr v3 core specification, "Metadata"; consolidated metadata as
-zarr-python writes it, inline), and ``.zarray`` of the Zarr v2 layout that Megatron-Core wrote up to 0.15. Values in, values
+``zarr.json`` of an array and of the root group (Zarr v3 core specification, "Metadata";
+consolidated metadata as zarr-python writes it, inline), and ``.zarray`` of the Zarr v2 layout that
+Megatron-Core wrote up to 0.15. Values in, values
 out: nothing here reads or writes a file.
 """
 
@@ -31,7 +32,8 @@ FORMAT_VERSION = 1
 """Of ``attributes.shardstore`` in the root document; a reader refuses a larger one."""
 
 SEPARATOR = "."
-"""Of chunk keys: ``c.0.1`` needs no folders below the array's own (a third of the creations of a small array)."""
+"""Of chunk keys: ``c.0.1`` needs no folders below the array's own (a third of the creations of a
+small array)."""
 
 CRC32C = "crc32c"
 ZSTD = "zstd"
@@ -46,7 +48,8 @@ class ArrayMeta:
         node: its node name below the root.
         grid: shape and chunk shape.
         dtype: Zarr name of the data type.
-        codecs: names after ``bytes``, in order; ``None`` for a chain that only TensorStore can undo.
+        codecs: names after ``bytes``, in order; ``None`` for a chain that only TensorStore can
+            undo.
         zarr_format: 3, or 2 for the layout of Megatron-Core.
         separator: between the numbers of a chunk key.
         shard_shape: edges of the shards it was saved from, if known.
@@ -87,7 +90,8 @@ class ArrayMeta:
         return self.codecs in ((), (CRC32C,))
 
     def chunk_key(self, index: Sequence[int]) -> str:
-        """Key of a chunk below the array (Zarr v3 core specification, "Chunk key encoding": default; or v2)."""
+        """Key of a chunk below the array (Zarr v3 core specification, "Chunk key encoding":
+        default; or v2)."""
         if self.zarr_format == 2:
             return self.separator.join(map(str, index)) if index else "0"
         return self.separator.join(["c", *map(str, index)])
@@ -158,6 +162,8 @@ def array_document(meta: ArrayMeta) -> str:
             },
             "fill_value": _fill_value(meta.dtype),
             "codecs": _codec_documents(meta),
+            # Of this array alone: xarray takes equal names for one axis, of one length.
+            "dimension_names": [f"{meta.key}:{axis}" for axis in range(len(meta.shape))],
             "attributes": {"shardstore": about},
         }
     )
@@ -183,10 +189,13 @@ def _loads(text: str | bytes, url: str) -> dict[str, Any]:
         document = json.loads(text)
     except (UnicodeDecodeError, ValueError) as error:
         raise NotACheckpointError(
-            f"{url} is not valid JSON ({error}): it is damaged, or not part of a checkpoint", url=url
+            f"{url} is not valid JSON ({error}): it is damaged, or not part of a checkpoint",
+            url=url,
         ) from error
     if not isinstance(document, dict):
-        raise NotACheckpointError(f"{url} holds no JSON object; is not a distributed checkpoint", url=url)
+        raise NotACheckpointError(
+            f"{url} holds no JSON object; is not a distributed checkpoint", url=url
+        )
     return document
 
 
@@ -197,7 +206,8 @@ class RootDocument:
     Attributes:
         attributes: of the root group.
         arrays: key -> array, parsed on first use of each.
-        format_version: of ``attributes.shardstore``, ``None`` where another program wrote the group.
+        format_version: of ``attributes.shardstore``, ``None`` where another program wrote the
+            group.
     """
 
     url: str
@@ -238,7 +248,8 @@ def parse_root(text: str | bytes, url: str) -> RootDocument:
         version = about.get("format_version")
         if not isinstance(version, int) or not 1 <= version <= FORMAT_VERSION:
             raise FormatVersionError(
-                f"{url} has shardstore format version {version!r}; this version of shardstore reads up to "
+                f"{url} has shardstore format version {version!r}; this version of shardstore "
+                "reads up to "
                 f"{FORMAT_VERSION}: upgrade shardstore to load it",
                 url=url,
             )
@@ -252,7 +263,8 @@ def parse_array(node: str, document: Mapping[str, Any], url: str) -> ArrayMeta:
     """Parse an array's ``zarr.json``.
 
     Raises:
-        FormatVersionError: grid, key encoding or shape is of a kind that this version does not read.
+        FormatVersionError: grid, key encoding or shape is of a kind that this version does not
+            read.
         DTypeMismatchError: an unknown data type.
     """
     try:
@@ -268,7 +280,8 @@ def parse_array(node: str, document: Mapping[str, Any], url: str) -> ArrayMeta:
             raise ValueError(f"chunk shape {chunk_shape} for shape {shape}")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FormatVersionError(
-            f"{url} is no array that this version of shardstore reads ({type(error).__name__}: {error})",
+            f"{url} is no array that this version of shardstore reads ({type(error).__name__}: "
+            f"{error})",
             url=url,
         ) from error
     dtypes.numpy_dtype(data_type)
@@ -294,7 +307,7 @@ def parse_array(node: str, document: Mapping[str, Any], url: str) -> ArrayMeta:
 
 def _big(document: Mapping[str, Any]) -> bool:
     configuration = document["codecs"][0].get("configuration") or {}
-    return configuration.get("endian", "little") != "little"
+    return bool(configuration.get("endian", "little") != "little")
 
 
 def parse_v2_array(node: str, text: str | bytes, url: str) -> ArrayMeta:
@@ -335,3 +348,12 @@ def _shape(value: Any) -> tuple[int, ...]:
     if any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in shape):
         raise ValueError(f"shape {value!r}")
     return shape
+
+
+def parse_array_text(node: str, text: str | bytes, url: str) -> ArrayMeta:
+    """Parse the text of an array's ``zarr.json``; errors as :func:`parse_array`, and for invalid
+    JSON."""
+    document = _loads(text, url)
+    if document.get("node_type") != "array":
+        raise NotACheckpointError(f"{url} is no Zarr array", url=url)
+    return parse_array(node, document, url)

@@ -1,8 +1,9 @@
-"""Data types: which torch types can be stored, under which Zarr names, and zero-copy views between the two.
+"""Data types: which torch types can be stored, under which Zarr names, and zero-copy views between
+the two.
 
-The Zarr names are those of the v3 core specification and, for bfloat16 and the 8-bit floats, of the zarr-extensions
-registry ("data-types"). Only what is listed here is ever handed to TensorStore: some names that it does not know make it abort
-the process.
+The Zarr names are those of the v3 core specification and, for bfloat16 and the 8-bit floats, of the
+zarr-extensions registry ("data-types"). Only what is listed here is ever handed to TensorStore:
+some names that it does not know make it abort the process.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ __all__ = [
     "as_numpy",
     "as_tensor",
     "itemsize",
+    "names",
     "numpy_dtype",
     "torch_dtype",
     "v2_dtype",
@@ -63,16 +65,24 @@ def _known() -> str:
     return ", ".join(_TYPES)
 
 
+def names() -> tuple[str, ...]:
+    """Zarr names of all data types that can be stored."""
+    return tuple(_TYPES)
+
+
 def zarr_name(dtype: torch.dtype | np.dtype[Any]) -> str:
     """Name of a data type in ``zarr.json``.
 
     Raises:
         DTypeMismatchError: the type can not be stored (quantised, sub-byte, or unknown).
     """
-    name = _BY_TORCH.get(dtype) if isinstance(dtype, torch.dtype) else _BY_NUMPY.get(np.dtype(dtype))
+    name = (
+        _BY_TORCH.get(dtype) if isinstance(dtype, torch.dtype) else _BY_NUMPY.get(np.dtype(dtype))
+    )
     if name is None:
         raise DTypeMismatchError(
-            f"data type {dtype} can not be stored as a Zarr array; convert the tensor to one of: {_known()}"
+            f"data type {dtype} can not be stored as a Zarr array; convert the tensor to one of: "
+            f"{_known()}"
         )
     return name
 
@@ -103,7 +113,8 @@ def itemsize(name: str) -> int:
 
 
 def v2_dtype(name: str) -> str:
-    """The ``dtype`` entry of a Zarr v2 document; foreign types by name, as Megatron-Core wrote them."""
+    """The ``dtype`` entry of a Zarr v2 document; foreign types by name, as Megatron-Core wrote
+    them."""
     return name if name in _FOREIGN else numpy_dtype(name).str
 
 
@@ -128,7 +139,8 @@ def v2_dtype_name(code: object) -> str:
 
 
 def as_numpy(tensor: torch.Tensor) -> NDArray[Any]:
-    """A NumPy view of a CPU tensor's memory, of the same shape and strides, under its true data type.
+    """A NumPy view of a CPU tensor's memory, of the same shape and strides, under its true data
+    type.
 
     Raises:
         DTypeMismatchError: the data type can not be stored.

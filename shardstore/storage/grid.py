@@ -1,9 +1,9 @@
 """Pure: how an array is cut into chunks, who owns which chunk, and what a region is made of.
 
-The grid is a function of the global shape, the shard shape, the item size and the target size alone, so that every
-rank computes it for itself and all ranks get the same. Its one promise: **no chunk straddles two shards**.
-Nothing here knows tensors, files or ranks. All shapes, offsets and edges are in elements, in C order, outermost
-axis first.
+The grid is a function of the global shape, the shard shape, the item size and the target size
+alone, so that every rank computes it for itself and all ranks get the same. Its one promise: **no
+chunk straddles two shards**. Nothing here knows tensors, files or ranks. All shapes, offsets and
+edges are in elements, in C order, outermost axis first.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ __all__ = [
     "chunk_shape_for",
     "cut_gcd",
     "flat_range_boxes",
+    "inner_blocks",
     "plan_grid",
     "shard_edges",
 ]
@@ -80,7 +81,8 @@ class Grid:
 
     Attributes:
         shape: global shape of the array.
-        chunk_shape: edges of a chunk, at least 1 along each axis; chunks at the upper edge reach beyond ``shape``.
+        chunk_shape: edges of a chunk, at least 1 along each axis; chunks at the upper edge reach
+            beyond ``shape``.
     """
 
     shape: Shape
@@ -159,7 +161,8 @@ def shard_edges(global_shape: Sequence[int], fragments: Sequence[int]) -> Shape:
 def cut_gcd(global_shape: Sequence[int], shards: Iterable[Box]) -> Shape:
     """Edges of the largest regular cells that no shard boundary crosses, for any cuts.
 
-    Along each axis it is the greatest common divisor of the interior boundaries, the whole axis where there are none.
+    Along each axis it is the greatest common divisor of the interior boundaries, the whole axis
+    where there are none.
     """
     edges = [0] * len(global_shape)
     for shard in shards:
@@ -184,11 +187,13 @@ def plan_grid(
 
     Args:
         global_shape: shape of the whole array.
-        shard_shape: edges of the shards, which start at multiples of them (:func:`shard_edges`, :func:`cut_gcd`).
+        shard_shape: edges of the shards, which start at multiples of them (:func:`shard_edges`,
+            :func:`cut_gcd`).
         itemsize: bytes an element.
-        target_chunk_bytes: chunks are cut down to about this many bytes, a smaller shard is one chunk.
-        leading_only: never cut along an inner axis before the outer ones are cut to single rows, so that each
-            chunk is one contiguous range of the flattened shard.
+        target_chunk_bytes: chunks are cut down to about this many bytes, a smaller shard is one
+            chunk.
+        leading_only: never cut along an inner axis before the outer ones are cut to single rows, so
+            that each chunk is one contiguous range of the flattened shard.
     """
     shape = tuple(global_shape)
     edges = tuple(max(1, min(s, max(1, n))) for s, n in zip(shard_shape, shape, strict=True))
@@ -204,7 +209,8 @@ def chunk_shape_for(
 
     Args:
         edges: shard edges.
-        cut: per axis, whether there are several shards along it: then the chunk edge must divide the shard's.
+        cut: per axis, whether there are several shards along it: then the chunk edge must divide
+            the shard's.
         itemsize: bytes an element.
         target_chunk_bytes: see :func:`plan_grid`.
         leading_only: see :func:`plan_grid`.
@@ -230,8 +236,8 @@ def chunk_shape_for(
 def _cut_columns(chunk: list[int], cut: tuple[bool, ...], itemsize: int) -> None:
     """Cut shards of an inner-axis sharding further along that axis.
 
-    Read under a finer sharding of the same axis, a chunk that spans the whole shard would be read by several ranks
-    in full; a quarter of it is read by one.
+    Read under a finer sharding of the same axis, a chunk that spans the whole shard would be read
+    by several ranks in full; a quarter of it is read by one.
     """
     inner = [axis for axis in range(1, len(chunk)) if cut[axis] and math.prod(chunk[:axis]) > 1]
     if not inner:
@@ -249,8 +255,8 @@ def _cut_columns(chunk: list[int], cut: tuple[bool, ...], itemsize: int) -> None
 def _divisor(edge: int, at_most: int, must_divide: bool) -> int:
     """A divisor of ``edge`` near ``at_most``.
 
-    The largest one that is not above it, if that is not much smaller; else the next one above, if that is not much
-    larger; else the edge stays whole and the next axis is cut instead.
+    The largest one that is not above it, if that is not much smaller; else the next one above, if
+    that is not much larger; else the edge stays whole and the next axis is cut instead.
     """
     divisors = _divisors(edge)
     below = max(d for d in divisors if d <= at_most)
@@ -268,13 +274,16 @@ def _divisors(n: int) -> list[int]:
 
 
 def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Boxes that make up elements ``start:stop`` of a flattened array, in order: at most ``2 * ndim - 1``.
+    """Boxes that make up elements ``start:stop`` of a flattened array, in order: at most ``2 * ndim
+    - 1``.
 
     Each box is contiguous in the flattened array, so that one follows the other in the flat range.
     """
     total = math.prod(shape)
     if not 0 <= start <= stop <= total:
-        raise AccessPatternError(f"flat range {start}:{stop} is not within the {total} elements of {shape}")
+        raise AccessPatternError(
+            f"flat range {start}:{stop} is not within the {total} elements of {shape}"
+        )
     return list(_boxes(tuple(shape), start, stop))
 
 
@@ -302,10 +311,15 @@ def _boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
 def block_bytes(chunk_bytes: int) -> int:
     """Size of the blocks of a chunk whose running checksums are kept in the manifest.
 
-    A power of two, at least 4 KiB, at most :data:`BLOCKS_PER_CHUNK` blocks a chunk: a reader of part of a chunk
-    verifies what it reads while it reads little more than it wants.
+    A power of two, at least 4 KiB, at most :data:`BLOCKS_PER_CHUNK` blocks a chunk: a reader of
+    part of a chunk verifies what it reads while it reads little more than it wants.
     """
     block = MIN_BLOCK_BYTES
     while block * BLOCKS_PER_CHUNK < chunk_bytes:
         block *= 2
     return block
+
+
+def inner_blocks(chunk_bytes: int) -> int:
+    """Number of block boundaries inside a chunk, its two ends left out."""
+    return max(0, -(-chunk_bytes // block_bytes(chunk_bytes)) - 1)

@@ -1,7 +1,8 @@
-"""Where a checkpoint is: one URL for both planes, and the small-document verbs of the control plane.
+"""Where a checkpoint is: one URL for both planes, and the small-document verbs of the control
+plane.
 
-Local paths go straight to the operating system; anything else goes over fsspec. It knows bytes and names, not what the
-documents mean.
+Local paths go straight to the operating system; anything else goes over fsspec. It knows bytes and
+names, not what the documents mean.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import fsspec
+import fsspec  # type: ignore[import-untyped]
 
-from shardstore.errors import StorageError
+from shardstore.errors import CheckpointingException, StorageError
 from shardstore.storage.counters import counters
 
 __all__ = ["Location", "store_errors"]
@@ -25,6 +26,11 @@ __all__ = ["Location", "store_errors"]
 _REMEDIES = {
     errno.ENOSPC: "the disk is full: free space or choose another place",
     errno.EDQUOT: "the disk quota is used up: free space or choose another place",
+    errno.EFBIG: "the file is larger than the file system or the limits of this process (ulimit -f) "
+    "allow: raise the limit or save smaller chunks",
+    errno.EXDEV: "the folder and its parent are on different file systems: save to a folder below it",
+    errno.EBUSY: "the folder is in use, as a mount point perhaps: save to a folder below it",
+    errno.ENOTDIR: "a file is where a folder should be: choose another place",
     errno.EROFS: "the file system is read-only: choose another place",
     errno.EACCES: "permission is denied: check the owner and mode of the folder",
     errno.EPERM: "the operation is not permitted: check the owner and mode of the folder",
@@ -36,10 +42,11 @@ _REMEDIES = {
 
 @contextmanager
 def store_errors(doing: str, url: str, *, key: str | None = None) -> Iterator[None]:
-    """Turn an operating system error into a :class:`StorageError` that says what was being done, and the remedy."""
+    """Turn an operating system error into a :class:`StorageError` that says what was being done,
+    and the remedy."""
     try:
         yield
-    except StorageError:
+    except CheckpointingException:
         raise
     except OSError as error:
         if error.errno is None:
@@ -67,7 +74,8 @@ class Location:
 
     @classmethod
     def of(cls, place: str | os.PathLike[str] | Location, **options: Any) -> Location:
-        """A location from a path, a URL (``file://``, ``memory://``, ``s3://`` ...) or a location."""
+        """A location from a path, a URL (``file://``, ``memory://``, ``s3://`` ...) or a
+        location."""
         if isinstance(place, Location):
             return place
         url = os.fspath(place)
@@ -129,10 +137,10 @@ class Location:
             StorageError: the store refused.
         """
         if self.is_local:
-            path = self.path / name
-            with store_errors("writing", str(path)):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(data)
+            file = self.path / name
+            with store_errors("writing", str(file)):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(data)
             return
         fs, path = self._fs()
         fs.pipe_file(f"{path}/{name}", data)
@@ -149,11 +157,16 @@ class Location:
         path = f"{self.url}/{name}"
         fresh = f"{path}.new-{os.getpid()}"
         with store_errors("replacing", path):
-            with open(fresh, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(fresh, path)
+            try:
+                with open(fresh, "wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(fresh, path)
+            except OSError:
+                with suppress(OSError):
+                    os.unlink(fresh)
+                raise
 
     def exists(self, name: str = "") -> bool:
         """Whether there is a document or folder of that name (default: this location itself)."""
@@ -199,7 +212,8 @@ class Location:
             fs.rm(target, recursive=True)
 
     def kvstore(self, *names: str) -> dict[str, Any]:
-        """TensorStore key-value store spec of a node below (TensorStore documentation, "Key-value store")."""
+        """TensorStore key-value store spec of a node below (TensorStore documentation, "Key-value
+        store")."""
         path = "/".join([self.url, *names]) + "/"
         if self.is_local:
             return {"driver": "file", "path": path}

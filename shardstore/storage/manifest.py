@@ -1,11 +1,14 @@
-"""What was written: per rank while saving, merged and checked at the commit, kept beside the arrays.
+"""What was written: per rank while saving, merged and checked at the commit, kept beside the
+arrays.
 
-A rank's manifest lists the arrays that it touched and, for each chunk that it wrote, size, crc32c, a 128-bit hash and the running
-crc32c at block boundaries. The coordinator merges the ranks' manifests into columns with one row a chunk, in the order of
-the arrays and of the chunks within an array, which also proves that each chunk was written exactly once. All columns
-are NumPy arrays: the work is linear in chunks, and the file (``manifest.npz``, no pickle) opens in any NumPy.
+A rank's manifest lists the arrays that it touched and, for each chunk that it wrote, size, crc32c,
+a 128-bit hash and the running crc32c at block boundaries. The coordinator merges the ranks'
+manifests into columns with one row a chunk, in the order of the arrays and of the chunks within an
+array, which also proves that each chunk was written exactly once. All columns are NumPy arrays: the
+work is linear in chunks, and the file (``manifest.npz``, no pickle) opens in any NumPy.
 
-Checksums and hashes are over the decoded chunk: little-endian, C order, padded to the full chunk shape.
+Checksums and hashes are over the decoded chunk: little-endian, C order, padded to the full chunk
+shape.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from numpy.typing import NDArray
 from shardstore.errors import AccessPatternError, NotACheckpointError
 from shardstore.storage import documents
 from shardstore.storage.documents import ArrayMeta
-from shardstore.storage.grid import block_bytes
+from shardstore.storage.grid import inner_blocks
 
 __all__ = ["MANIFEST_NAME", "ChunkRecord", "Manifest", "RankManifest", "merge"]
 
@@ -40,18 +43,14 @@ class ChunkRecord:
         stored_bytes: size of the stored object, checksum included.
         crc: crc32c of the decoded chunk.
         digest: 16 bytes, xxh3-128 of the decoded chunk, big-endian as the library prints it.
-        running: crc32c of the chunk's start up to each block boundary (:func:`block_bytes`), the end left out.
+        running: crc32c of the chunk's start up to each block boundary (:func:`block_bytes`), the
+            end left out.
     """
 
     stored_bytes: int
     crc: int
     digest: bytes
     running: Sequence[int]
-
-
-def running_length(chunk_bytes: int) -> int:
-    """Number of inner block boundaries of a chunk."""
-    return max(0, -(-chunk_bytes // block_bytes(chunk_bytes)) - 1)
 
 
 @dataclass
@@ -74,7 +73,8 @@ class RankManifest:
     objects: list[str] = field(default_factory=list)
 
     def add_array(self, meta: ArrayMeta, *, created: bool) -> str:
-        """Note an array that this rank writes to, and whether it wrote the document. Returns the document's text.
+        """Note an array that this rank writes to, and whether it wrote the document. Returns the
+        document's text.
 
         Raises:
             AccessPatternError: the same key was noted with another document.
@@ -132,7 +132,7 @@ class RankManifest:
 
 
 def _digest_of(text: str) -> int:
-    return xxhash.xxh3_64_intdigest(text)
+    return xxhash.xxh3_64_intdigest(text.encode())
 
 
 def _json_column(value: object) -> NDArray[np.uint8]:
@@ -145,7 +145,7 @@ def _json_of(column: NDArray[Any]) -> Any:
 
 def _pack(columns: Mapping[str, NDArray[Any]]) -> bytes:
     out = io.BytesIO()
-    np.savez(out, **columns)
+    np.savez(out, allow_pickle=False, **columns)
     return out.getvalue()
 
 
@@ -154,7 +154,9 @@ def _unpack(data: bytes, url: str) -> dict[str, NDArray[Any]]:
         with np.load(io.BytesIO(data), allow_pickle=False) as columns:
             return {name: columns[name] for name in columns.files}
     except Exception as error:  # np.load raises many kinds on damaged input
-        raise NotACheckpointError(f"{url} is damaged ({type(error).__name__}: {error})", url=url) from error
+        raise NotACheckpointError(
+            f"{url} is damaged ({type(error).__name__}: {error})", url=url
+        ) from error
 
 
 def _differences(one: str, other: str) -> str:
@@ -188,22 +190,32 @@ class Manifest:
     running: NDArray[np.uint32]
 
     def __post_init__(self) -> None:
-        self._start: dict[str, tuple[int, int, int]] = {}
+        self._start: dict[str, tuple[int, int, int, int, int]] = {}
         first = boundary = 0
         for node, chunks, size in self.arrays:
-            length = running_length(size)
-            self._start[node] = (first, boundary, length)
+            length = inner_blocks(size)
+            self._start[node] = (first, boundary, length, chunks, size)
             first += chunks
             boundary += chunks * length
 
     def row(self, meta: ArrayMeta, index: Sequence[int]) -> int | None:
         """Row of a chunk, ``None`` where the manifest does not know the array."""
-        start = self._start.get(meta.node)
+        start = self._of(meta)
         return None if start is None else start[0] + meta.grid.linear(index)
+
+    def _of(self, meta: ArrayMeta) -> tuple[int, int, int] | None:
+        """First row, first inner boundary and boundaries a chunk of an array.
+
+        ``None`` too where the array has another grid by now: its checksums are of no use then.
+        """
+        start = self._start.get(meta.node)
+        if start is None or start[3:] != (meta.grid.size, meta.chunk_bytes):
+            return None
+        return start[:3]
 
     def running_of(self, meta: ArrayMeta, index: Sequence[int]) -> NDArray[np.uint32] | None:
         """Running checksums of one chunk at its inner block boundaries, then the whole chunk's."""
-        start = self._start.get(meta.node)
+        start = self._of(meta)
         if start is None:
             return None
         first, boundary, length = start
@@ -222,7 +234,7 @@ class Manifest:
         keep_running = np.ones(len(self.running), dtype=bool)
         for node, chunks, _ in self.arrays:
             if node in nodes:
-                first, boundary, length = self._start[node]
+                first, boundary, length, _, _ = self._start[node]
                 keep_rows[first : first + chunks] = False
                 keep_running[boundary : boundary + chunks * length] = False
         return Manifest(
@@ -256,7 +268,9 @@ class Manifest:
         """
         columns = _unpack(data, url)
         try:
-            arrays = [(str(node), int(n), int(size)) for node, n, size in _json_of(columns["arrays"])]
+            arrays = [
+                (str(node), int(n), int(size)) for node, n, size in _json_of(columns["arrays"])
+            ]
             manifest = cls(
                 arrays,
                 columns["stored_bytes"],
@@ -266,8 +280,11 @@ class Manifest:
                 columns["running_crc32c"],
             )
             rows = sum(n for _, n, _ in arrays)
-            boundaries = sum(n * running_length(size) for _, n, size in arrays)
-            if not (len(manifest.crc) == len(manifest.rank) == rows and len(manifest.running) == boundaries):
+            boundaries = sum(n * inner_blocks(size) for _, n, size in arrays)
+            if not (
+                len(manifest.crc) == len(manifest.rank) == rows
+                and len(manifest.running) == boundaries
+            ):
                 raise ValueError("columns differ in length")
         except (KeyError, ValueError, TypeError, zlib.error) as error:
             raise NotACheckpointError(
@@ -298,8 +315,8 @@ def merge(reports: Sequence[bytes], *, check: bool = True) -> Merged:
 
     Args:
         reports: :meth:`RankManifest.to_bytes` of each rank.
-        check: raise if chunks are missing or were written twice. Without it a chunk that several ranks wrote counts
-            for the last of them, and missing ones are left to readers to find.
+        check: raise if chunks are missing or were written twice. Without it a chunk that several
+            ranks wrote counts for the last of them, and missing ones are left to readers to find.
 
     Raises:
         AccessPatternError: "Invalid access pattern", with key, region and ranks.
@@ -322,7 +339,10 @@ def merge(reports: Sequence[bytes], *, check: bool = True) -> Merged:
     array = np.concatenate([lookup[i][part["array"]] for i, part in enumerate(parts)])
     chunk = np.concatenate([part["chunk"] for part in parts]).astype(np.int64)
     rank = np.concatenate(
-        [np.full(len(part["chunk"]), head["rank"], np.uint32) for head, part in zip(heads, parts, strict=True)]
+        [
+            np.full(len(part["chunk"]), head["rank"], np.uint32)
+            for head, part in zip(heads, parts, strict=True)
+        ]
     )
     sizes = np.array([meta.grid.size for meta in metas], dtype=np.int64)
     starts = np.concatenate([[0], np.cumsum(sizes)])
@@ -331,7 +351,7 @@ def merge(reports: Sequence[bytes], *, check: bool = True) -> Merged:
     if check:
         _check_coverage(rows, total, starts, metas, rank)
 
-    lengths = np.array([running_length(meta.chunk_bytes) for meta in metas] or [0], dtype=np.int64)
+    lengths = np.array([inner_blocks(meta.chunk_bytes) for meta in metas] or [0], dtype=np.int64)
     stored = np.zeros(total, np.uint64)
     crc = np.zeros(total, np.uint32)
     digest = np.zeros((total, 16), np.uint8)
@@ -392,8 +412,10 @@ def _documents(heads: Sequence[Mapping[str, Any]]) -> tuple[dict[str, str], dict
                 continue
             if texts.setdefault(key, text) != text:
                 raise AccessPatternError(
-                    f"Invalid access pattern: rank {creators[key]} and rank {head['rank']} both hold the first shard "
-                    f"of key {key!r} but describe the tensor differently: {_differences(texts[key], text)}",
+                    f"Invalid access pattern: rank {creators[key]} and rank {head['rank']} both "
+                    "hold the first shard "
+                    f"of key {key!r} but describe the tensor differently: "
+                    f"{_differences(texts[key], text)}",
                     key=key,
                 )
             creators.setdefault(key, head["rank"])
@@ -412,14 +434,17 @@ def _agree(
                 continue
             if key not in texts:
                 raise AccessPatternError(
-                    f"Invalid access pattern: rank {head['rank']} wrote a part of key {key!r}, but no rank holds its first "
-                    "shard (offset 0 along every axis) as main replica; check offsets and replica ids",
+                    f"Invalid access pattern: rank {head['rank']} wrote a part of key {key!r}, "
+                    "but no rank holds its first "
+                    "shard (offset 0 along every axis) as main replica; check offsets and "
+                    "replica ids",
                     key=key,
                     rank=head["rank"],
                 )
             if digests[key] != digest:
                 raise AccessPatternError(
-                    f"Invalid access pattern: rank {head['rank']} and rank {creators[key]} describe key {key!r} differently "
+                    f"Invalid access pattern: rank {head['rank']} and rank {creators[key]} "
+                    f"describe key {key!r} differently "
                     f"(global shape, data type or sharding); rank {creators[key]} has {texts[key]}",
                     key=key,
                     rank=head["rank"],

@@ -1,9 +1,11 @@
 """Pure: array keys to node names and back.
 
-A node name is one path component that every file system, object store and Zarr reader takes: bytes outside
-``[A-Za-z0-9._-]`` are percent-encoded (UTF-8), as is whatever would make a name special: a leading dot or a
-leading ``__`` (reserved by the Zarr v3 core specification, "Node names"), and the name ``zarr.json``. The true key is
-also kept in the array's attributes, so that nobody has to decode names.
+A node name is one path component that every file system, object store and Zarr reader takes: bytes
+    outside
+``[A-Za-z0-9._-]`` are percent-encoded (UTF-8), as is whatever would make a name special: a leading
+dot or a leading ``__`` (reserved by the Zarr v3 core specification, "Node names"), and the name
+``zarr.json``. The true key is also kept in the array's attributes, so that nobody has to decode
+names.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ def node_name(key: str) -> str:
         name = f"%{ord(name[0]):02X}" + name[1:]
     if len(name) > MAX_NAME_BYTES:
         digest = hashlib.sha256(raw).hexdigest()[:32]
-        # A cut name can not be decoded: the attribute keeps the key, and "%~" occurs in no encoded name.
+        # A cut name can not be decoded: the attribute keeps the key, and "%~" occurs in no encoded
+        # name.
         name = name[: MAX_NAME_BYTES - 34].rstrip("%") + "%~" + digest
     return name
 

@@ -1,4 +1,5 @@
-"""A few threads over many small jobs: the caller's thread works too, the first error stops the rest."""
+"""A few threads over many small jobs: the caller's thread works too, the first error stops the
+rest."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def run_batched(
         batch_items: a batch is closed once it has this many jobs.
 
     Raises:
-        BaseException: the first that ``work`` raised; no batch is started after it, and all threads have ended.
+        BaseException: the first that ``work`` raised; no batch is started after it, and all threads
+            have ended.
     """
     batches = _batches(items, weight, batch_weight, batch_items)
     threads = min(threads, len(batches))
@@ -64,12 +66,22 @@ def run_batched(
                     failures.append(error)
                 return
 
-    others = [threading.Thread(target=worker, name="shardstore-io") for _ in range(threads - 1)]
-    for thread in others:
-        thread.start()
+    others: list[threading.Thread] = []
+    try:
+        for _ in range(threads - 1):
+            thread = threading.Thread(target=worker, name="shardstore-io")
+            thread.start()
+            others.append(thread)
+    except RuntimeError:
+        pass  # no more threads are to be had: those that run, and this one, do the work
     worker()
-    for thread in others:
-        thread.join()
+    while any(thread.is_alive() for thread in others):
+        try:
+            for thread in others:
+                thread.join()
+        except BaseException as error:  # an interrupt: stop the others, but do wait for them
+            with lock:
+                failures.append(error)
     if failures:
         raise failures[0]
 

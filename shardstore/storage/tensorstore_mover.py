@@ -1,32 +1,38 @@
 """The mover for every store and codec that TensorStore knows.
 
-Arrays are opened with assumed metadata (no document is read), reads are strict (a missing chunk is an error, not the fill
-value), and data moves straight from and into the given memory.
+Arrays are opened with assumed metadata (no document is read), reads are strict (a missing chunk is
+an error, not the fill value), and data moves straight from and into the given memory.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import tensorstore as ts
 import xxhash
+from numpy.typing import NDArray
 
 from shardstore.errors import ChunkCorruptError, ChunkMissingError, StorageError
 from shardstore.storage import documents, dtypes
+from shardstore.storage.chunk_bytes import checksums, free_scratch, pieces
 from shardstore.storage.chunks import ChunkWrite, RegionRead
 from shardstore.storage.counters import counters
 from shardstore.storage.documents import ArrayMeta
-from shardstore.storage.files import _checksums, _pieces
-from shardstore.storage.grid import block_bytes
+from shardstore.storage.grid import block_bytes, inner_blocks
 from shardstore.storage.location import Location
-from shardstore.storage.manifest import ChunkRecord, Manifest, running_length
+from shardstore.storage.manifest import ChunkRecord, Manifest
 
 __all__ = ["TensorStoreMover", "open_array"]
 
 IN_FLIGHT_BYTES = 256 * 1024 * 1024
+
+_DAMAGE = ("DATA_LOSS", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "OUT_OF_RANGE")
+"""How errors about a chunk's content begin; all others are about the store."""
 
 _context: ts.Context | None = None
 
@@ -81,38 +87,24 @@ class TensorStoreMover:
         self, writes: Sequence[ChunkWrite], done: Callable[[ChunkWrite, ChunkRecord], None]
     ) -> None:
         """See :meth:`Mover.write`."""
-        stores: dict[str, Any] = {}
-        pending: list[tuple[ChunkWrite, ChunkRecord, Any]] = []
+        stores = _Stores(self.location)
+        pending: deque[tuple[ChunkWrite, ChunkRecord, Any]] = deque()
         flying = 0
-        for item in writes:
-            array = item.array
-            store = stores.get(array.key)
-            if store is None:
-                store = stores[array.key] = open_array(self.location, array)
-            data = item.data()
-            record = self._record(array, data)
-            box = array.grid.box(item.index)
-            target = store[box.slices] if box.shape else store
-            future = target.write(data, can_reference_source_data_indefinitely=True)
-            pending.append((item, record, future))
-            flying += array.chunk_bytes
-            while pending and flying >= self.in_flight_bytes:
-                flying -= self._finish(pending.pop(0), done)
-        while pending:
-            self._finish(pending.pop(0), done)
-
-    def _record(self, array: ArrayMeta, data: Any) -> ChunkRecord:
-        total = array.chunk_bytes
-        crc = position = 0
-        running: list[int] = []
-        hasher = xxhash.xxh3_128()
-        for piece in _pieces(data, array.grid.chunk_shape):
-            crc, found = _checksums(piece, block_bytes(total), crc, position)
-            running += found
-            hasher.update(piece)
-            position += len(piece)
-        stored = total + (4 if array.has_crc else 0)
-        return ChunkRecord(stored, crc, hasher.digest(), running[: running_length(total)])
+        try:
+            for item in writes:
+                array, data = item.array, item.data()
+                record = _record(array, data)
+                target = stores[array][array.grid.box(item.index).slices]
+                future = target.write(data, can_reference_source_data_indefinitely=True)
+                pending.append((item, record, future))
+                flying += array.chunk_bytes
+                while pending and flying >= self.in_flight_bytes:
+                    flying -= self._finish(pending.popleft(), done)
+            while pending:
+                self._finish(pending.popleft(), done)
+        finally:
+            _wait(future for _, _, future in pending)
+            free_scratch()
 
     def _finish(
         self,
@@ -138,23 +130,23 @@ class TensorStoreMover:
 
     def read(self, reads: Sequence[RegionRead], manifest: Callable[[], Manifest | None]) -> None:
         """See :meth:`Mover.read`."""
-        stores: dict[str, Any] = {}
-        pending: list[tuple[RegionRead, Any]] = []
+        stores = _Stores(self.location)
+        pending: deque[tuple[RegionRead, Any]] = deque()
         flying = 0
-        for read in reads:
-            if not read.box.size:
-                continue
-            array = read.array
-            store = stores.get(array.key)
-            if store is None:
-                store = stores[array.key] = open_array(self.location, array)
-            source = store[read.box.slices] if read.box.shape else store
-            pending.append((read, ts.array(read.out).write(source)))
-            flying += read.out.nbytes
-            while pending and flying >= self.in_flight_bytes:
-                flying -= self._finish_read(pending.pop(0), manifest)
-        while pending:
-            self._finish_read(pending.pop(0), manifest)
+        try:
+            for read in reads:
+                if not read.box.size:
+                    continue
+                source = stores[read.array][read.box.slices]
+                target = ts.array(read.out, copy=False, write=True)
+                pending.append((read, target.write(source)))
+                flying += read.out.nbytes
+                while pending and flying >= self.in_flight_bytes:
+                    flying -= self._finish_read(pending.popleft(), manifest)
+            while pending:
+                self._finish_read(pending.popleft(), manifest)
+        finally:
+            _wait(future for _, future in pending)
 
     def _finish_read(
         self, entry: tuple[RegionRead, Any], manifest: Callable[[], Manifest | None]
@@ -172,34 +164,81 @@ class TensorStoreMover:
     def _explained(
         self, read: RegionRead, text: str, manifest: Callable[[], Manifest | None]
     ) -> Exception:
-        """TensorStore says what and which file in its text alone: find the chunk, its key and its writer."""
+        """TensorStore says what and which file in its text alone: find the chunk and its writer."""
         array = read.array
-        for index in array.grid.overlapping(read.box):
-            url = f"{self.location.url}/{array.node}/{array.chunk_key(index)}"
-            if array.chunk_key(index) + '"' in text or url in text:
-                found = manifest()
-                rank = None if found is None else found.writer(array, index)
-                by = "" if rank is None else f" (written by rank {rank})"
-                about: dict[str, Any] = {"key": array.key, "chunk": index, "rank": rank, "url": url}
-                if "missing" in text or "NOT_FOUND" in text:
-                    return ChunkMissingError(
-                        f"chunk {index} of key {array.key!r} is missing: {url}{by}; the checkpoint is damaged, "
-                        "load an earlier one",
-                        **about,
-                    )
-                return ChunkCorruptError(
-                    f"chunk {index} of key {array.key!r} is damaged: {url}{by} ({text}); load an earlier checkpoint",
-                    **about,
-                )
-        if "missing" in text or "NOT_FOUND" in text:
-            return ChunkMissingError(
-                f"a chunk of key {array.key!r} is missing below {self.location.url}/{array.node} ({text})",
-                key=array.key,
-            )
+        missing, damaged = text.startswith("NOT_FOUND"), text.startswith(_DAMAGE)
+        if missing or damaged:
+            for index in array.grid.overlapping(read.box):
+                name = f"{array.node}/{array.chunk_key(index)}"
+                if f'/{name}"' in text:
+                    return _damage(array, index, f"{self.location.url}/{name}", text, manifest)
         return StorageError(
             f"reading key {array.key!r} from {self.location.url}/{array.node} failed: {text}",
             key=array.key,
-            url=self.location.url,
+            url=f"{self.location.url}/{array.node}",
         )
 
 
+class _Stores(dict[ArrayMeta, Any]):
+    """Handles on arrays, opened when they are first asked for."""
+
+    def __init__(self, location: Location) -> None:
+        super().__init__()
+        self._location = location
+
+    def __missing__(self, array: ArrayMeta) -> Any:
+        store = self[array] = open_array(self._location, array)
+        return store
+
+
+def _record(array: ArrayMeta, data: NDArray[Any]) -> ChunkRecord:
+    total = array.chunk_bytes
+    crc = position = 0
+    running: list[int] = []
+    hasher = xxhash.xxh3_128()
+    for piece in pieces(data, array.grid.chunk_shape):
+        crc, found = checksums(piece, block_bytes(total), crc, position)
+        running += found
+        hasher.update(piece)
+        position += len(piece)
+    stored = total + (4 if array.has_crc else 0)
+    return ChunkRecord(stored, crc, hasher.digest(), running[: inner_blocks(total)])
+
+
+def _wait(futures: Iterable[Any]) -> None:
+    """After an error: what is under way still uses the caller's memory, so wait until it ends."""
+    for future in futures:
+        with suppress(Exception):
+            future.result()
+
+
+def _damage(
+    array: ArrayMeta,
+    index: tuple[int, ...],
+    url: str,
+    text: str,
+    manifest: Callable[[], Manifest | None],
+) -> ChunkMissingError | ChunkCorruptError:
+    try:
+        found = manifest()
+    except OSError:
+        found = None
+    rank = None if found is None else found.writer(array, index)
+    by = "" if rank is None else f" (written by rank {rank})"
+    if text.startswith("NOT_FOUND"):
+        return ChunkMissingError(
+            f"chunk {index} of key {array.key!r} is missing: {url}{by}; the checkpoint is "
+            "damaged, load an earlier one",
+            key=array.key,
+            chunk=index,
+            rank=rank,
+            url=url,
+        )
+    return ChunkCorruptError(
+        f"chunk {index} of key {array.key!r} is damaged: {url}{by} ({text}); load an earlier "
+        "checkpoint",
+        key=array.key,
+        chunk=index,
+        rank=rank,
+        url=url,
+    )

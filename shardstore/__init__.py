@@ -1,0 +1,63 @@
+"""Sharded training checkpoints as plain Zarr.
+
+The public names are loaded on first use (PEP 562): importing the package alone imports neither torch nor anything
+else of weight, for the command line's sake and for zarr's, which imports our data types through their entry point.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardstore.core import CheckpointingException as CheckpointingException
+    from shardstore.core import check_is_distributed_checkpoint as check_is_distributed_checkpoint
+    from shardstore.mapping import LocalNonpersistentObject as LocalNonpersistentObject
+    from shardstore.mapping import ShardedObject as ShardedObject
+    from shardstore.mapping import ShardedTensor as ShardedTensor
+    from shardstore.serialization import load as load
+    from shardstore.serialization import load_common_state_dict as load_common_state_dict
+    from shardstore.serialization import load_content_metadata as load_content_metadata
+    from shardstore.serialization import load_plain_tensors as load_plain_tensors
+    from shardstore.serialization import load_sharded_metadata as load_sharded_metadata
+    from shardstore.serialization import load_tensors_metadata as load_tensors_metadata
+    from shardstore.serialization import remove_sharded_tensors as remove_sharded_tensors
+    from shardstore.serialization import save as save
+    from shardstore.validation import StrictHandling as StrictHandling
+
+_WHERE = {
+    "CheckpointingException": "core",
+    "LocalNonpersistentObject": "mapping",
+    "ShardedObject": "mapping",
+    "ShardedTensor": "mapping",
+    "StrictHandling": "validation",
+    "check_is_distributed_checkpoint": "core",
+    "load": "serialization",
+    "load_common_state_dict": "serialization",
+    "load_content_metadata": "serialization",
+    "load_plain_tensors": "serialization",
+    "load_sharded_metadata": "serialization",
+    "load_tensors_metadata": "serialization",
+    "remove_sharded_tensors": "serialization",
+    "save": "serialization",
+}
+_MODULES = frozenset(
+    "core dict_utils errors exchange_utils mapping optimizer ranks serialization state_dict_utils storage strategies "
+    "utils validation".split()
+)
+
+__all__ = sorted(_WHERE)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> object:
+    if name in _WHERE:
+        value = getattr(importlib.import_module(f"shardstore.{_WHERE[name]}"), name)
+        globals()[name] = value
+        return value
+    if name in _MODULES:
+        return importlib.import_module(f"shardstore.{name}")
+    raise AttributeError(f"module 'shardstore' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_WHERE, *_MODULES})

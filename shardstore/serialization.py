@@ -1,0 +1,497 @@
+"""Saving and loading: the entry points of trainers.
+
+Every function is called by every rank of the default process group with its own part of the state (no process group: a world
+of one), unless its docstring says otherwise. The work is done by strategies; this module puts their steps in order and makes
+sure that what goes wrong on one rank is raised on every rank.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+from shardstore.core import (
+    CONFIG_FNAME,
+    CheckpointingConfig,
+    CheckpointingException,
+    save_config,
+)
+from shardstore.dict_utils import dict_list_map_outplace, diff, extract_matching_values, merge
+from shardstore.mapping import (
+    CommonStateDict,
+    ShardedObject,
+    ShardedStateDict,
+    StateDict,
+    apply_factory_merges,
+)
+from shardstore.ranks import Ranks
+from shardstore.state_dict_utils import load_preprocess, save_preprocess
+from shardstore.storage.location import Location
+from shardstore.storage.options import SaveOptions
+from shardstore.strategies.async_utils import AsyncRequest
+from shardstore.strategies.base import (
+    AsyncSaveShardedStrategy,
+    LoadCommonStrategy,
+    LoadShardedStrategy,
+    SaveCommonStrategy,
+    SaveShardedStrategy,
+    StrategyAction,
+    get_default_strategy,
+)
+from shardstore.strategies.common import COMMON_STATE_FNAME
+from shardstore.strategies.opened import handed_out
+from shardstore.strategies.session import SaveSession
+from shardstore.strategies.zarr import needs_layouts
+from shardstore.utils import extract_sharded_base
+from shardstore.validation import (
+    StrictHandling,
+    determine_global_metadata,
+    parse_strict_flag,
+    validate_integrity_and_strict_load,
+    validate_sharded_objects_handling,
+    verify_checkpoint_and_load_strategy,
+)
+
+__all__ = [
+    "get_default_load_sharded_strategy",
+    "get_default_save_common_strategy",
+    "get_default_save_sharded_strategy",
+    "load",
+    "load_common_state_dict",
+    "load_content_metadata",
+    "load_plain_tensors",
+    "load_sharded_metadata",
+    "load_tensors_metadata",
+    "remove_sharded_tensors",
+    "save",
+]
+
+logger = logging.getLogger(__name__)
+
+CkptShardedMetadata: TypeAlias = dict[str, Any]
+
+_CONTENT_METADATA_KEY = "content_metadata"
+ROOT_DOCUMENT = "zarr.json"
+
+
+def save(
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: str | Path,
+    sharded_strategy: SaveShardedStrategy | tuple[str, int] | None = None,
+    common_strategy: SaveCommonStrategy | tuple[str, int] | None = None,
+    validate_access_integrity: bool = True,
+    async_sharded_save: bool = False,
+    preprocess_common_before_consistancy_check: Callable[[CommonStateDict], StateDict]
+    | None = None,
+    content_metadata: dict[str, Any] | None = None,
+    *,
+    overwrite: bool = False,
+    durable: bool = True,
+) -> AsyncRequest | None:
+    """Save a sharded state dict as one checkpoint, whole or not at all.
+
+    Called by every rank, which waits for all others twice: before bytes move (so that wrong input on one rank fails on all,
+    with nothing written) and at the commit.
+
+    Args:
+        sharded_state_dict: nested dicts and lists with sharded tensors, sharded objects, factories, non-persistent objects, and
+            common values (of which rank 0's are kept). Factories in it are replaced by what they build.
+        checkpoint_dir: where to. Folders are created; an empty folder is filled.
+        sharded_strategy: how tensors are stored: a strategy, ``(backend, version)``, or the default ``("zarr", 2)``.
+        common_strategy: how the rest is stored; default ``("torch", 1)``.
+        validate_access_integrity: refuse the commit unless each tensor and object is covered exactly once, and log where a rank's
+            common values differ from rank 0's.
+        async_sharded_save: return an :class:`AsyncRequest` that does the writing; needs a strategy that can.
+        preprocess_common_before_consistancy_check: applied to a copy of the common values before they are compared.
+        content_metadata: kept in the checkpoint, and as plain attributes of the root group where it is JSON.
+        overwrite: replace a checkpoint that is there. It stays readable until the new one takes its place.
+        durable: wait until everything is on the disk before the commit.
+
+    Returns:
+        ``None``, or the request if ``async_sharded_save``.
+
+    Raises:
+        CheckpointExistsError: there is a checkpoint, and ``overwrite`` was not given.
+        AccessPatternError: shards overlap, leave a gap, or do not fit together.
+        DTypeMismatchError, ShapeMismatchError, KeyNameError: a tensor can not be stored as it is described.
+        StorageError: the store refused (full, read-only, gone).
+        RanksError: another rank failed, or did not answer in time.
+    """
+    ranks = Ranks.current()
+    options = SaveOptions(overwrite=overwrite, durable=durable, validate=validate_access_integrity)
+    error: BaseException | None = None
+    sharded: ShardedStateDict = {}
+    common: StateDict = {}
+    compared = b""
+    wanted = False
+    try:
+        sharded_strategy, common_strategy = _save_strategies(sharded_strategy, common_strategy)
+        if async_sharded_save and not isinstance(sharded_strategy, AsyncSaveShardedStrategy):
+            raise CheckpointingException(
+                f"Cannot apply async_save to non-async strategy {sharded_strategy}; leave async_sharded_save out"
+            )
+        sharded, common = save_preprocess(sharded_state_dict, validate_access_integrity=False)
+        if content_metadata is not None:
+            common[_CONTENT_METADATA_KEY] = content_metadata
+        wanted = needs_layouts(sharded)
+        if validate_access_integrity and ranks.world_size > 1:
+            mine = _comparable(common, preprocess_common_before_consistancy_check)
+            compared = _pickled(mine) if ranks.is_coordinator else b""
+    except Exception as problem:
+        error = problem
+    session = SaveSession.begin(
+        ranks, checkpoint_dir, options, error=error, exchange_layouts=wanted, common=compared
+    )
+    # What begin() let pass has both.
+    sharded_strategy = cast(SaveShardedStrategy, sharded_strategy)
+    common_strategy = cast(SaveCommonStrategy, common_strategy)
+    if session.common_of_coordinator and not ranks.is_coordinator:
+        _compare_common(mine, session.common_of_coordinator, ranks.rank)
+
+    def finish(problem: BaseException | None) -> None:
+        config = _config(sharded_strategy, common_strategy)
+        session.finish(
+            problem,
+            attributes=_attributes(content_metadata),
+            write_documents=lambda place: save_config(config, place.url),
+        )
+
+    with session.active() as place:
+        try:
+            request = _write(sharded, common, place, sharded_strategy, common_strategy, async_sharded_save)
+        except Exception as problem:
+            error, request = problem, None
+    if request is None or error is not None:
+        finish(error)
+        return None
+    if not async_sharded_save:  # pragma: no cover - _write() returns a request only if asked to
+        raise AssertionError
+    request.add_finalize_fn(lambda: finish(None))
+    return request
+
+
+def _write(
+    sharded: ShardedStateDict,
+    common: StateDict,
+    place: Location,
+    sharded_strategy: SaveShardedStrategy,
+    common_strategy: SaveCommonStrategy,
+    async_sharded_save: bool,
+) -> AsyncRequest | None:
+    """Write this rank's part of everything."""
+    common_strategy.save_common(common, place.path)
+    tensors = sharded
+    if not sharded_strategy.can_handle_sharded_objects:
+        validate_sharded_objects_handling(sharded_strategy, common_strategy)
+        objects, tensors = extract_matching_values(sharded, lambda v: isinstance(v, ShardedObject))
+        common_strategy.save_sharded_objects(cast(StateDict, objects), place.path)
+    tensors = cast(ShardedStateDict, tensors)
+    if async_sharded_save:
+        return cast(AsyncSaveShardedStrategy, sharded_strategy).async_save(tensors, place.path)
+    sharded_strategy.save(tensors, place.path)
+    return None
+
+
+def _save_strategies(
+    sharded: SaveShardedStrategy | tuple[str, int] | None,
+    common: SaveCommonStrategy | tuple[str, int] | None,
+) -> tuple[SaveShardedStrategy, SaveCommonStrategy]:
+    # Looked up as globals at call time: programs replace these functions to change the defaults.
+    if sharded is None:
+        sharded = get_default_save_sharded_strategy()
+    if not isinstance(sharded, SaveShardedStrategy):
+        backend, version = _backend_version(sharded, "sharded_strategy")
+        found = get_default_strategy(StrategyAction.SAVE_SHARDED, backend, version)
+        sharded = cast(SaveShardedStrategy, found)
+    if common is None:
+        common = get_default_save_common_strategy()
+    if not isinstance(common, SaveCommonStrategy):
+        backend, version = _backend_version(common, "common_strategy")
+        common = cast(
+            SaveCommonStrategy, get_default_strategy(StrategyAction.SAVE_COMMON, backend, version)
+        )
+    return sharded, common
+
+
+def _backend_version(given: object, name: str) -> tuple[str, int]:
+    if isinstance(given, tuple | list) and len(given) == 2:
+        return given[0], given[1]
+    raise CheckpointingException(
+        f"{name}={given!r} is neither a strategy for saving nor a (backend, version) pair such as ('zarr', 2)"
+    )
+
+
+def _config(sharded: SaveShardedStrategy, common: SaveCommonStrategy) -> CheckpointingConfig:
+    return CheckpointingConfig(sharded.backend, sharded.version, common.backend, common.version)
+
+
+def _attributes(content_metadata: dict[str, Any] | None) -> dict[str, Any]:
+    """What of the content metadata is JSON, as attributes of the root group."""
+    if content_metadata is None:
+        return {}
+    kept = {}
+    for name, value in content_metadata.items():
+        try:
+            kept[str(name)] = json.loads(json.dumps(value))
+        except (TypeError, ValueError):
+            kept[str(name)] = str(value)
+    return {_CONTENT_METADATA_KEY: kept}
+
+
+def _comparable(
+    common: StateDict, preprocess: Callable[[CommonStateDict], StateDict] | None
+) -> StateDict:
+    copied = cast(StateDict, dict_list_map_outplace(lambda value: value, common))
+    return preprocess(copied) if preprocess is not None else copied
+
+
+def _pickled(common: StateDict) -> bytes:
+    try:
+        return pickle.dumps(common)
+    except Exception as error:
+        raise CheckpointingException(
+            f"the common (non-sharded) state can not be pickled: {type(error).__name__}: {error}; keep such values out with "
+            "LocalNonpersistentObject"
+        ) from error
+
+
+def _compare_common(mine: StateDict, of_coordinator: bytes, rank: int) -> None:
+    try:
+        theirs = pickle.loads(of_coordinator)
+        only_theirs, only_mine, mismatched = diff(theirs, mine)
+    except Exception as error:
+        logger.warning("Rank %d common state dict could not be compared with rank 0's: %s", rank, error)
+        return
+    if only_theirs or only_mine or mismatched:
+        logger.warning(
+            "Rank %d common state dict differs from rank 0 common state dict. Keys only on rank 0: %s, "
+            "Keys only on %d: %s, Mismatched keys: %s",
+            rank,
+            only_theirs,
+            rank,
+            only_mine,
+            mismatched,
+        )
+
+
+def load(
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: str | Path,
+    sharded_strategy: LoadShardedStrategy | tuple[str, int] | None = None,
+    common_strategy: LoadCommonStrategy | tuple[str, int] | None = None,
+    validate_access_integrity: bool = True,
+    strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
+) -> StateDict | tuple[StateDict, set[str], set[str]]:
+    """Load a checkpoint under any layout.
+
+    Called by every rank with the layout that it wants; one rank reads the documents for all. Tensors are read straight into
+    the memory of those that the state dict holds, where it can be written directly; where a sharded tensor has no data, a new
+    tensor takes its place.
+
+    Args:
+        sharded_state_dict: nested dicts and lists with sharded tensors, objects, factories and non-persistent objects.
+        checkpoint_dir: a committed checkpoint.
+        sharded_strategy: default: what the checkpoint's own backend needs.
+        common_strategy: the same for the common part.
+        validate_access_integrity: check that all ranks together ask for each tensor exactly once.
+        strict: what to do about keys that only one side has, see :class:`StrictHandling`.
+
+    Returns:
+        The common state with the loaded state merged in; with a ``RETURN_*`` mode a tuple of it, the missing and the
+        unexpected keys.
+
+    Raises:
+        NotACheckpointError, FormatVersionError: nothing there that can be loaded.
+        MissingKeyError, ShapeMismatchError, DTypeMismatchError: what is stored is not what is asked for.
+        ChunkMissingError, ChunkCorruptError, DamagedCheckpointError: what is stored is not what was written.
+        UnsafeObjectError: a class is needed that was not allowed.
+        RanksError: another rank failed, or did not answer in time.
+    """
+    ranks = Ranks.current()
+    location = Location.of(checkpoint_dir)
+    what = f"loading {location.url}"
+    with handed_out(_documents_for_all(ranks, location, what)):
+        error: BaseException | None = None
+        try:
+            mode = parse_strict_flag(strict)
+            sharded_strategy, common_strategy = verify_checkpoint_and_load_strategy(
+                str(checkpoint_dir), sharded_strategy, common_strategy
+            )
+            common_state = common_strategy.load_common(checkpoint_dir)
+            wanted, nonpersistent, factories = load_preprocess(sharded_state_dict)
+            merge(common_state, nonpersistent)
+            wanted, _ = extract_sharded_base(wanted)
+            stored = None
+            if StrictHandling.requires_explicit_ckpt_mismatch_check(mode):
+                stored = load_sharded_metadata(checkpoint_dir, sharded_strategy, common_strategy)
+        except Exception as problem:
+            error = problem
+        ranks.together(what=what, error=error)
+
+        local: Any = None
+        everyone: Any = None
+        if validate_access_integrity or StrictHandling.requires_global_app_metadata(mode):
+            local, everyone = determine_global_metadata(wanted)
+        elif stored is not None:
+            local = [v.without_data() for v in _sharded_values(wanted)]
+        try:
+            wanted, missing, unexpected = validate_integrity_and_strict_load(
+                wanted, mode, validate_access_integrity, local, everyone, stored
+            )
+        except Exception as problem:
+            error = problem
+        ranks.together(what=what, error=error)
+
+        try:
+            loaded = _read(wanted, checkpoint_dir, sharded_strategy, common_strategy)
+            merge(common_state, loaded)
+            result = apply_factory_merges(common_state, factories)
+        except Exception as problem:
+            error = problem
+        ranks.together(what=what, error=error)
+    if StrictHandling.requires_returning_mismatch_keys(mode):
+        return result, missing, unexpected
+    return cast(StateDict, result)
+
+
+def _sharded_values(state_dict: ShardedStateDict) -> Iterable[Any]:
+    from shardstore.dict_utils import nested_values
+
+    return nested_values(state_dict)
+
+
+def _read(
+    wanted: ShardedStateDict,
+    checkpoint_dir: str | Path,
+    sharded_strategy: LoadShardedStrategy,
+    common_strategy: LoadCommonStrategy,
+) -> StateDict:
+    loaded: StateDict = {}
+    tensors: Any = wanted
+    if not sharded_strategy.can_handle_sharded_objects:
+        validate_sharded_objects_handling(sharded_strategy, common_strategy)
+        objects, tensors = extract_matching_values(wanted, lambda v: isinstance(v, ShardedObject))
+        loaded = common_strategy.load_sharded_objects(cast(StateDict, objects), checkpoint_dir)
+    merge(loaded, sharded_strategy.load(tensors, checkpoint_dir))
+    return loaded
+
+
+def _documents_for_all(
+    ranks: Ranks, location: Location, what: str
+) -> Mapping[tuple[str, str], bytes | None]:
+    """The documents that every rank needs, read by one and handed to all."""
+    wanted = (ROOT_DOCUMENT, CONFIG_FNAME, COMMON_STATE_FNAME)
+
+    def read(_: list[bytes]) -> bytes:
+        found: dict[tuple[str, str], bytes | None] = {}
+        for name in wanted:
+            try:
+                found[location.url, name] = location.read(name)
+            except FileNotFoundError:
+                found[location.url, name] = None
+        return pickle.dumps(found)
+
+    documents: Mapping[tuple[str, str], bytes | None] = pickle.loads(
+        ranks.together(what=what, decide=read)
+    )
+    return documents
+
+
+def load_common_state_dict(checkpoint_dir: str | Path) -> StateDict:
+    """Load the common part alone. Any rank may call it; it waits for no other."""
+    _, common_strategy = verify_checkpoint_and_load_strategy(str(checkpoint_dir))
+    return common_strategy.load_common(checkpoint_dir)
+
+
+def load_content_metadata(
+    checkpoint_dir: str | Path | None = None, *, preloaded_state_dict: StateDict | None = None
+) -> dict[str, Any] | None:
+    """What was given to :func:`save` as ``content_metadata``; ``None`` if nothing was.
+
+    Args:
+        checkpoint_dir: a checkpoint, unless ``preloaded_state_dict`` is given.
+        preloaded_state_dict: a loaded state dict or common state dict to take it from.
+
+    Raises:
+        CheckpointingException: neither was given.
+    """
+    if preloaded_state_dict is None:
+        if checkpoint_dir is None:
+            raise CheckpointingException(
+                "load_content_metadata needs checkpoint_dir or preloaded_state_dict"
+            )
+        preloaded_state_dict = load_common_state_dict(checkpoint_dir)
+    return preloaded_state_dict.get(_CONTENT_METADATA_KEY)
+
+
+def load_tensors_metadata(
+    checkpoint_dir: str | Path, sharded_strategy: LoadShardedStrategy | None = None
+) -> CkptShardedMetadata:
+    """Key -> sharded tensor without data, whole and unsharded; can be handed to :func:`load`.
+
+    Any rank may call it; it waits for no other.
+    """
+    strategy, _ = verify_checkpoint_and_load_strategy(str(checkpoint_dir), sharded_strategy)
+    return strategy.load_tensors_metadata(checkpoint_dir)
+
+
+def load_sharded_metadata(
+    checkpoint_dir: str | Path,
+    sharded_strategy: LoadShardedStrategy | None = None,
+    common_strategy: LoadCommonStrategy | None = None,
+) -> CkptShardedMetadata:
+    """As :func:`load_tensors_metadata`, sharded objects under their unique keys included."""
+    sharded, common = verify_checkpoint_and_load_strategy(
+        str(checkpoint_dir), sharded_strategy, common_strategy
+    )
+    metadata = dict(sharded.load_sharded_metadata(checkpoint_dir))
+    if not sharded.can_handle_sharded_objects:
+        validate_sharded_objects_handling(sharded, common)
+        metadata.update(common.load_sharded_metadata(checkpoint_dir))
+    return metadata
+
+
+def load_plain_tensors(checkpoint_dir: str | Path) -> StateDict:
+    """Load every tensor whole, by key, with the common state, under no sharding at all.
+
+    Called by every rank; each gets everything.
+    """
+    tensors = load_tensors_metadata(checkpoint_dir)
+    # Every rank asks for everything: the access pattern is not a partition and is not checked.
+    return cast(StateDict, load(tensors, checkpoint_dir, validate_access_integrity=False))
+
+
+def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str) -> None:
+    """Remove all tensors whose key starts with a prefix. Called by one rank.
+
+    The root document loses them first, so that no reader meets a hole.
+    """
+    strategy, _ = verify_checkpoint_and_load_strategy(str(checkpoint_dir))
+    strategy.remove_sharded_tensors(checkpoint_dir, key_prefix)
+
+
+def get_default_save_sharded_strategy(
+    backend: str = "zarr", version: int = 2
+) -> SaveShardedStrategy:
+    """The default strategy for saving sharded tensors."""
+    found = get_default_strategy(StrategyAction.SAVE_SHARDED, backend, version)
+    return cast(SaveShardedStrategy, found)
+
+
+def get_default_save_common_strategy(
+    backend: str = "torch", version: int = 1
+) -> SaveCommonStrategy:
+    """The default strategy for saving the common part."""
+    found = get_default_strategy(StrategyAction.SAVE_COMMON, backend, version)
+    return cast(SaveCommonStrategy, found)
+
+
+def get_default_load_sharded_strategy(checkpoint_dir: str | Path) -> LoadShardedStrategy:
+    """The strategy that a checkpoint's own backend needs for loading."""
+    return verify_checkpoint_and_load_strategy(str(checkpoint_dir))[0]
+
+

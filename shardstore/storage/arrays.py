@@ -1,0 +1,111 @@
+"""Arrays in a folder: create them, find out what is there, hand out zarr handles, choose who moves their chunks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import zarr
+
+from shardstore import zarr_dtypes
+from shardstore.errors import CheckpointExistsError, MissingKeyError
+from shardstore.storage import documents
+from shardstore.storage.chunks import Mover
+from shardstore.storage.documents import ArrayMeta
+from shardstore.storage.files import FileMover
+from shardstore.storage.location import Location, store_errors
+from shardstore.storage.names import node_name
+from shardstore.storage.options import SaveOptions
+from shardstore.storage.parallel import default_threads, run_batched
+from shardstore.storage.tensorstore_mover import TensorStoreMover
+
+__all__ = ["create_array", "create_arrays", "mover_for", "open_zarr_array", "read_array_meta"]
+
+assert zarr_dtypes is not None  # its import teaches zarr bfloat16 and float8
+
+
+def create_array(location: Location, meta: ArrayMeta, text: str | None = None) -> None:
+    """Write an array's document; chunks follow. One process creates, the others just write chunks.
+
+    Raises:
+        StorageError: the store refused.
+    """
+    text = text if text is not None else documents.array_document(meta)
+    if not location.is_local:
+        location.write(f"{meta.node}/{meta.document_name}", text.encode())
+        return
+    folder = f"{location.url}/{meta.node}"
+    with store_errors("creating", folder, key=meta.key):
+        try:
+            os.mkdir(folder)
+        except FileExistsError:
+            pass
+        path = f"{folder}/{meta.document_name}"
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        try:
+            os.write(fd, text.encode())
+        finally:
+            os.close(fd)
+
+
+def create_arrays(
+    location: Location, arrays: Sequence[tuple[ArrayMeta, str]], *, threads: int | None = None
+) -> None:
+    """Write many arrays' documents; errors as :func:`create_array`."""
+
+    def work(batch: Sequence[tuple[ArrayMeta, str]]) -> None:
+        for meta, text in batch:
+            create_array(location, meta, text)
+
+    run_batched(
+        arrays, work, threads=threads or default_threads(), weight=lambda _: 1, batch_weight=64
+    )
+
+
+def read_array_meta(location: Location, key: str) -> ArrayMeta:
+    """The array of a key from its own document, without the root's.
+
+    Raises:
+        MissingKeyError: there is no such array.
+    """
+    for node in dict.fromkeys((node_name(key), key)):
+        url = f"{location.url}/{node}"
+        try:
+            return documents.parse_v2_array(node, location.read(f"{node}/.zarray"), url)
+        except FileNotFoundError:
+            pass
+        try:
+            text = location.read(f"{node}/zarr.json")
+        except FileNotFoundError:
+            continue
+        return documents.parse_array_text(node, text, url)
+    raise MissingKeyError(
+        f"there is no array of key {key!r} below {location.url}", key=key, url=location.url
+    )
+
+
+def open_zarr_array(
+    location: Location, meta: ArrayMeta, mode: str = "r+", *, create: bool = False
+) -> zarr.Array:
+    """A zarr handle on an array, created first if asked for.
+
+    Raises:
+        CheckpointExistsError: it is to be created but exists.
+    """
+    if create:
+        if location.exists(f"{meta.node}/{meta.document_name}"):
+            raise CheckpointExistsError(
+                f"Array {location.url}/{meta.node} already exists; save to an empty folder",
+                key=meta.key,
+                url=f"{location.url}/{meta.node}",
+            )
+        create_array(location, meta)
+    array = zarr.open_array(f"{location.url}/{meta.node}", mode=mode)
+    return array
+
+
+def mover_for(location: Location, options: SaveOptions) -> Mover:
+    """Who moves the chunks that are written to a location."""
+    if location.is_local and options.mover != "tensorstore":
+        return FileMover(location, threads=options.threads)
+    return TensorStoreMover(location)

@@ -1,0 +1,184 @@
+"""Reads one chunk file in order and verifies what it reads, whichever part of it is wanted.
+
+Every byte that is read is checksummed while it is still in the processor's cache: against the
+running checksums of the manifest where those are given, else, over the whole chunk, against the
+crc32c stored behind it. It knows one open file; not where parts come from.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from crc32c import crc32c
+from numpy.typing import NDArray
+
+from shardstore.errors import ChunkCorruptError
+from shardstore.storage.chunk_bytes import (
+    checksums,
+    scratch,
+    slabs,
+    span,
+    spare,
+    view_in_chunk,
+)
+from shardstore.storage.chunks import ChunkPart, as_bytes
+from shardstore.storage.grid import block_bytes, inner_blocks
+from shardstore.storage.manifest import Manifest
+
+__all__ = ["CRC", "CRC_BYTES", "read_part"]
+
+CRC_BYTES = 4
+CRC = struct.Struct("<I")
+READ_BYTES = 1024 * 1024
+"""A single read, checksummed while it is still in the processor's cache."""
+
+Corrupt = Callable[[str], ChunkCorruptError]
+
+
+def read_part(
+    fd: int, part: ChunkPart, manifest: Callable[[], Manifest | None], corrupt: Corrupt
+) -> int:
+    """Read a part of a chunk into its destination.
+
+    Args:
+        fd: the chunk's file, of the right size.
+        part: what is wanted, and where it goes.
+        manifest: asked only where a part, and not the whole, of a large chunk is wanted.
+        corrupt: makes the error out of what is wrong.
+
+    Returns:
+        Number of bytes read.
+
+    Raises:
+        ChunkCorruptError: a checksum does not fit. The destination may have been written to.
+    """
+    array, out = part.array, part.out
+    shape, total = array.grid.chunk_shape, array.chunk_bytes
+    low, high = span(part.within, shape, out.dtype.itemsize)
+    sums = _sums(part, high - low, manifest) if array.has_crc else None
+    if sums is not None:
+        block = block_bytes(total)
+        first, last = low // block * block, min(-(-high // block) * block, total)
+    elif array.has_crc:
+        first, last = 0, total
+    else:
+        first, last = low, high
+    file = _Verified(fd, corrupt, total, first, sums, check=array.has_crc)
+    if out.flags.c_contiguous and out.nbytes == high - low:
+        file.read(low, as_bytes(out).data)
+    else:
+        for start, stop, target in slabs(out, part.within, shape):
+            buffer = scratch(stop - start)
+            file.read(start, buffer.data)
+            target[...] = view_in_chunk(buffer, target, shape)
+    return file.finish(last)
+
+
+def _sums(
+    part: ChunkPart, wanted: int, manifest: Callable[[], Manifest | None]
+) -> list[int] | None:
+    """The running checksums at each block's end, ``None`` where the chunk is to be read whole."""
+    array = part.array
+    total = array.chunk_bytes
+    if not inner_blocks(total):
+        return None
+    covers = part.within.shape == array.grid.box(part.index).shape
+    if covers and wanted * 2 >= total:
+        # All of it but padding: the checksum behind the chunk does, and no manifest is needed.
+        return None
+    found = manifest()
+    sums: NDArray[np.uint32] | None = None if found is None else found.running_of(array, part.index)
+    return None if sums is None else [int(n) for n in sums]
+
+
+class _Verified:
+    """A chunk file read from a block's start onwards, gaps included where checksums need them."""
+
+    def __init__(
+        self,
+        fd: int,
+        corrupt: Corrupt,
+        total: int,
+        first: int,
+        sums: Sequence[int] | None,
+        *,
+        check: bool,
+    ) -> None:
+        self._fd = fd
+        self._corrupt = corrupt
+        self._total = total
+        self._sums = sums
+        self._check = check
+        self._position = first
+        self._size = 0
+        self._block = block_bytes(total)
+        self._crc = sums[first // self._block - 1] if sums is not None and first else 0
+        self._tail = bytearray(CRC_BYTES) if check and sums is None else None
+
+    def read(self, offset: int, view: memoryview) -> None:
+        """Read the bytes from ``offset`` on, which is not before what was read last."""
+        self._skip_to(offset)
+        for start in range(0, len(view), READ_BYTES):
+            self._step(view[start : start + READ_BYTES])
+
+    def finish(self, last: int) -> int:
+        """Go on to where the checksum can be compared. Returns the number of bytes read."""
+        self._skip_to(last)
+        if self._tail is not None:
+            (stored,) = CRC.unpack(self._tail)
+            self._compare(stored, self._crc)
+        return self._size
+
+    def _skip_to(self, offset: int) -> None:
+        if not self._check:
+            self._position = offset
+        while self._position < offset:
+            self._step(spare(min(READ_BYTES, offset - self._position)))
+
+    def _step(self, view: memoryview) -> None:
+        start, stop = self._position, self._position + len(view)
+        into: list[Any] = [view]
+        if self._tail is not None and stop == self._total:
+            into.append(self._tail)
+        self._read_all(into, start)
+        self._position = stop
+        if self._sums is not None:
+            first = start // self._block
+            self._crc, found = checksums(view, self._block, self._crc, start)
+            for i, crc in enumerate(found):
+                self._compare(self._sums[first + i], crc)
+            if stop == self._total:
+                self._compare(self._sums[-1], self._crc)
+        elif self._check:
+            self._crc = crc32c(view, self._crc)
+
+    def _compare(self, expected: int, found: int) -> None:
+        if found != expected:
+            raise self._corrupt(
+                f"fails its checksum (crc32c {expected:#010x} expected, {found:#010x} found)"
+            )
+
+    def _read_all(self, into: list[Any], offset: int) -> None:
+        size = sum(len(piece) for piece in into)
+        got = os.preadv(self._fd, into, offset)
+        while got < size:
+            more = os.preadv(self._fd, _rest(into, got), offset + got)
+            if more == 0:
+                raise self._corrupt(f"ends at byte {offset + got} all of a sudden")
+            got += more
+        self._size += size
+
+
+def _rest(into: Sequence[Any], skip: int) -> list[memoryview]:
+    """What is left of buffers after their first ``skip`` bytes."""
+    rest = []
+    for piece in into:
+        view = memoryview(piece)
+        if skip < len(view):
+            rest.append(view[skip:])
+        skip = max(0, skip - len(view))
+    return rest

@@ -1,0 +1,154 @@
+"""From sharded tensors to regions: what of which array goes where in memory.
+
+A destination is the tensor that was given, where its memory can be written directly; else a new one, which is copied
+over at the end (a tensor on a device) or returned in its place. Flattened ranges are read as boxes, never as the
+whole shard. Nothing is cast, and nothing is padded unless ``allow_shape_mismatch`` says so.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+
+from shardstore.errors import DTypeMismatchError, MissingKeyError, ShapeMismatchError
+from shardstore.mapping import ShardedTensor
+from shardstore.storage import dtypes
+from shardstore.storage.chunks import RegionRead
+from shardstore.storage.documents import ArrayMeta
+from shardstore.storage.grid import Box, flat_range_boxes
+from shardstore.strategies.write_plan import flat_bounds, local_box
+
+__all__ = ["TensorRead", "plan_read"]
+
+
+@dataclass
+class TensorRead:
+    """How one sharded tensor is loaded.
+
+    Attributes:
+        result: the tensor that the caller gets.
+        regions: what is read.
+        staged: host memory that is copied into ``result`` at the end, where it can not be read into.
+    """
+
+    result: torch.Tensor
+    regions: list[RegionRead] = field(default_factory=list)
+    staged: torch.Tensor | None = None
+
+    def finish(self) -> torch.Tensor:
+        """Bring staged data to its place, and return the loaded tensor."""
+        if self.staged is not None:
+            with torch.no_grad():
+                self.result.copy_(self.staged)
+        return self.result
+
+
+def find_array(arrays: Mapping[str, ArrayMeta], tensor: ShardedTensor, url: str) -> ArrayMeta:
+    """The stored array of a tensor.
+
+    Raises:
+        MissingKeyError: there is none of that key.
+        DTypeMismatchError: of another data type.
+        ShapeMismatchError: of another global shape, without ``allow_shape_mismatch``.
+    """
+    meta = arrays.get(tensor.key)
+    if meta is None:
+        close = difflib.get_close_matches(tensor.key, arrays, n=3)
+        hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+        raise MissingKeyError(
+            f"key {tensor.key!r} is not in the checkpoint {url} ({len(arrays)} arrays){hint} "
+            "A `strict` mode other than assume_ok_unexpected leaves such keys out",
+            key=tensor.key,
+            url=url,
+        )
+    expected = dtypes.zarr_name(tensor.dtype)
+    if meta.dtype != expected:
+        raise DTypeMismatchError(
+            f"key {tensor.key!r} is stored as {meta.dtype} in {url} but asked for as {expected}; nothing is cast "
+            f"silently: load it as {dtypes.torch_dtype(meta.dtype)} and convert",
+            key=tensor.key,
+            url=url,
+        )
+    same = meta.shape == tensor.global_shape
+    if not same and not (tensor.allow_shape_mismatch and len(meta.shape) == len(tensor.global_shape)):
+        raise ShapeMismatchError(
+            f"Global shape mismatch for key {tensor.key!r}: stored {meta.shape}, expected {tensor.global_shape} "
+            f"({url}); build the model with the stored shape, or set allow_shape_mismatch=True to cut or zero-pad",
+            key=tensor.key,
+            url=url,
+        )
+    return meta
+
+
+def plan_read(tensor: ShardedTensor, meta: ArrayMeta) -> TensorRead:
+    """Plan how a sharded tensor is loaded from its array.
+
+    Raises:
+        ShapeMismatchError, DTypeMismatchError: the tensor given has not the described shape or data type.
+        AccessPatternError: the shard lies outside the global shape.
+    """
+    tensor.validate_metadata_integrity()
+    box = local_box(tensor)
+    if tensor.flattened_range is None:
+        shape = tensor.local_shape
+    else:
+        start, stop = flat_bounds(tensor)
+        shape = (stop - start,)
+    read = _destination(tensor, shape)
+    host = read.staged if read.staged is not None else read.result
+    out = dtypes.as_numpy(host)
+    stored = Box((0,) * len(meta.shape), meta.shape)
+    if meta.shape != tensor.global_shape and stored.intersect(box) != box:
+        with torch.no_grad():
+            host.zero_()
+    if tensor.flattened_range is None:
+        _add(read, meta, stored, box, out[(*(None,) * tensor.prepend_axis_num, ...)])
+        return read
+    position = 0
+    for part in flat_range_boxes(box.shape, start, stop):
+        region = Box(tuple(a + b for a, b in zip(box.offset, part.offset, strict=True)), part.shape)
+        piece = out[position : position + part.size].reshape(part.shape)
+        _add(read, meta, stored, region, piece)
+        position += part.size
+    return read
+
+
+def _add(read: TensorRead, meta: ArrayMeta, stored: Box, region: Box, out: NDArray[Any]) -> None:
+    """Read the part of a region that is stored."""
+    common = stored.intersect(region)
+    if common is None:
+        return
+    target = out[(..., *common.relative_to(region.offset).slices)]
+    read.regions.append(RegionRead(meta, common, target))
+
+
+def _destination(tensor: ShardedTensor, shape: tuple[int, ...]) -> TensorRead:
+    data = tensor.data
+    if data is None or data.device.type == "meta":
+        return TensorRead(torch.empty(shape, dtype=tensor.dtype))
+    if data.layout is not torch.strided or _overlaps_itself(data):
+        return TensorRead(torch.empty(shape, dtype=tensor.dtype, device=data.device))
+    if data.device.type != "cpu" or type(data) not in (torch.Tensor, torch.nn.Parameter):
+        staged = torch.empty(shape, dtype=tensor.dtype, pin_memory=data.device.type == "cuda")
+        return TensorRead(data, staged=staged)
+    if tensor.flattened_range is not None and not data.is_contiguous():
+        return TensorRead(data, staged=torch.empty(shape, dtype=tensor.dtype))
+    return TensorRead(data.detach())
+
+
+def _overlaps_itself(data: torch.Tensor) -> bool:
+    """Whether several elements share memory, as in an expanded tensor."""
+    extent = 1
+    for stride, size in sorted(zip(data.stride(), data.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride < extent:
+            return math.prod(data.shape) > 0
+        extent = stride * (size - 1) + extent
+    return False
