@@ -42,7 +42,7 @@ DEADLINE_VARIABLE = "SHARDSTORE_DEADLINE_S"
 DEFAULT_DEADLINE_S = 1800.0
 TREE_FROM_BYTES = 64 * 1024
 _HEADER = 3  # status, bytes that follow, whether they come down the tree
-_OK, _ERROR = 0, 1
+_OK, _ERROR, _BROKEN = 0, 1, 2  # broken: an error, and the group is of no more use
 
 
 def deadline_from_environment() -> float:
@@ -153,7 +153,7 @@ class Ranks:
         status, body = answer
         if error is not None:
             raise error
-        if status == _ERROR:
+        if status != _OK:
             _raise_reported(body)
         return body
 
@@ -191,7 +191,8 @@ class Ranks:
             reports.append(body)
         status, body = _OK, b""
         if failures:
-            status, body = _ERROR, pickle.dumps(_failure(what, failures, causes))
+            status = _BROKEN if lost else _ERROR
+            body = pickle.dumps(_failure(what, failures, causes))
         elif decide is not None:
             try:
                 body = decide(reports)
@@ -217,7 +218,11 @@ class Ranks:
                 self._send(0, _OK, report)
             else:
                 self._send(0, _ERROR, pickle.dumps((_describe(error), _portable_or_none(error))))
-            return self._receive(0)
+            status, body = self._receive(0)
+            if status == _BROKEN:
+                # All that are left make a new group next time, or none does.
+                self._break()
+            return status, body
         except RuntimeError as problem:
             self._break()
             failure = RanksError(

@@ -4,6 +4,7 @@ through a mover."""
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
@@ -47,6 +48,7 @@ class StoredCheckpoint:
         self._read_document = read_document
         self._threads = threads
         self._mover = mover
+        self._lock = threading.Lock()
 
     @cached_property
     def root(self) -> RootDocument | None:
@@ -65,15 +67,26 @@ class StoredCheckpoint:
             NotACheckpointError: nothing of ours is there.
             FormatVersionError, DTypeMismatchError: written by what this version can not read.
         """
-        if self.root is not None:
+        if self.root is not None and self.root.consolidated:
             return self.root.arrays()
+        name = ".zarray" if self.root is None else "zarr.json"
         found = {}
         for node in self.location.listing():
             try:
-                text = self.location.read(f"{node}/.zarray")
+                text = self.location.read(f"{node}/{name}")
             except FileNotFoundError:
                 continue
-            meta = documents.parse_v2_array(node, text, f"{self.location.url}/{node}/.zarray")
+            url = f"{self.location.url}/{node}/{name}"
+            if self.root is not None:
+                if documents.is_group(text):
+                    continue
+                meta = documents.parse_array_text(node, text, url)
+            elif node.endswith(".sync") and not text.strip():
+                # What the zarr library left behind as a lock of "KEY": Megatron-Core used one
+                # wherever several ranks wrote to a chunk.
+                continue
+            else:
+                meta = documents.parse_v2_array(node, text, url)
             found[meta.key] = meta
         return found
 
@@ -104,7 +117,8 @@ class StoredCheckpoint:
         return self._mover != "tensorstore" and self.location.is_local and array.is_plain
 
     def _manifest(self) -> Manifest | None:
-        return self.manifest
+        with self._lock:  # one of the threads that read asks the store, the others wait
+            return self.manifest
 
     def remove(self, keys: Sequence[str]) -> None:
         """Remove arrays: from the root document first, so that no reader meets a hole, then their

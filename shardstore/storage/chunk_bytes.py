@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from crc32c import crc32c
+from shardstore.storage.checksums import crc32c
 from numpy.typing import NDArray
 
 from shardstore.storage.chunks import as_bytes

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from crc32c import crc32c
+from shardstore.storage.checksums import crc32c
 from numpy.typing import NDArray
 
 from shardstore.errors import ChunkCorruptError

@@ -93,12 +93,9 @@ def chunk_parts(read: RegionRead) -> Iterator[ChunkPart]:
         chunk = grid.box(index)
         common = chunk.intersect(read.box)
         assert common is not None
-        yield ChunkPart(
-            read.array,
-            index,
-            common.relative_to(chunk.offset),
-            read.out[(..., *common.relative_to(read.box.offset).slices)],
-        )
+        # The ellipsis keeps a 0-d part an array: indexing with () alone copies the element.
+        where: tuple[Any, ...] = (..., *common.relative_to(read.box.offset).slices)
+        yield ChunkPart(read.array, index, common.relative_to(chunk.offset), read.out[where])
 
 
 class Mover(Protocol):

@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import errno
 import json
+import logging
 import os
 import secrets
 import socket
@@ -30,8 +31,11 @@ __all__ = ["Attempt", "begin", "is_checkpoint", "join", "sweep", "sync_file_syst
 
 OWNER_NAME = ".owner.json"
 MARKERS = ("zarr.json", "metadata.json")
+_OWN_NAMES = frozenset({*MARKERS, OWNER_NAME, "common.pt", "manifest.npz", ".metadata"})
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
+
+logger = logging.getLogger(__name__)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -66,11 +70,10 @@ class Attempt:
             CheckpointExistsError: another checkpoint was committed there in the meantime.
             StorageError: the store refused; the target is as it was.
         """
-        self.location.delete(OWNER_NAME)
-        if durable:
-            _fsync(self.location.url)
         source, target = self.location.url, self.target.url
         with store_errors("committing", target):
+            if durable:
+                _fsync(source)
             if not os.path.isdir(target) or not os.listdir(target):
                 try:
                     os.rename(source, target)
@@ -78,10 +81,13 @@ class Attempt:
                     if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                         raise
                     raise self._exists() from None
+                replaced = False
             else:
-                self._replace()
+                self._exchange()
+                replaced = True
             if durable:
                 _fsync(os.path.dirname(target))
+        self._clean_up(replaced)
 
     def _exists(self) -> CheckpointExistsError:
         return CheckpointExistsError(
@@ -91,24 +97,59 @@ class Attempt:
             url=self.target.url,
         )
 
-    def _replace(self) -> None:
+    def _exchange(self) -> None:
         source, target = self.location.url, self.target.url
-        keep = not is_checkpoint(self.target)
-        if not keep and not self.overwrite:
+        if is_checkpoint(self.target) and not self.overwrite:
             raise self._exists()
         _exchange(source, target)
-        if keep:
-            # Files that were no checkpoint's (a log, a config) stay where their owner put them.
+        if is_checkpoint(self.location) and not self.overwrite:
+            # Committed by another process between the look and the exchange.
+            _exchange(source, target)
+            raise self._exists()
+
+    def _clean_up(self, replaced: bool) -> None:
+        """After the commit: remove what was replaced. A failure leaves rubbish, and is logged."""
+        source, target = self.location.url, self.target.url
+        try:
+            if not replaced:
+                os.unlink(f"{target}/{OWNER_NAME}")
+                return
+            # What is no checkpoint's (a log, a config) stays where its owner put it.
             for name in os.listdir(source):
-                if not os.path.lexists(os.path.join(target, name)):
-                    os.rename(os.path.join(source, name), os.path.join(target, name))
-        Location.of(source).delete()
+                path = os.path.join(source, name)
+                if not _is_ours(path) and not os.path.lexists(os.path.join(target, name)):
+                    os.rename(path, os.path.join(target, name))
+            # From here on the next attempt may sweep it, should this process die on the way.
+            os.rename(f"{target}/{OWNER_NAME}", f"{source}/{OWNER_NAME}")
+            self.location.delete()
+        except OSError as error:
+            logger.warning(
+                "%s is committed, but what it replaced could not be removed: %s", target, error
+            )
 
     def abandon(self) -> None:
         """Remove what was written; the target is as it was. Called by one process, once all have
         stopped writing."""
-        with contextlib.suppress(StorageError):
-            self.location.delete()
+        # Without its owner's note it is what a commit replaced, perhaps with files of others.
+        if self.location.exists(OWNER_NAME):
+            with contextlib.suppress(StorageError):
+                self.location.delete()
+
+
+def _is_ours(path: str) -> bool:
+    """Whether a file or folder directly below a replaced checkpoint is a part of it."""
+    name = os.path.basename(path)
+    if name in _OWN_NAMES or name.endswith(".distcp"):
+        return True
+    if not os.path.isdir(path) or os.path.islink(path):
+        return False
+    entries = os.listdir(path)
+    if "metadata.json" in entries:
+        return False  # a checkpoint of its own
+    return any(
+        entry in (".zarray", "zarr.json") or (entry.startswith("shard_") and entry.endswith(".pt"))
+        for entry in entries
+    )
 
 
 def _attempt_location(target: Location, attempt_id: str) -> Location:
@@ -132,6 +173,12 @@ def begin(place: Location, *, overwrite: bool = False) -> Attempt:
     if target.exists() and not target.is_dir():
         raise CheckpointExistsError(
             f"{target.url} is a file; give a folder's path to save to", url=target.url
+        )
+    if os.path.ismount(target.url):
+        raise StorageError(
+            f"{target.url} is a mount point, which nothing can take the place of in one step; save "
+            "to a folder below it",
+            url=target.url,
         )
     if is_checkpoint(target) and not overwrite:
         raise CheckpointExistsError(

@@ -208,12 +208,14 @@ class RootDocument:
         arrays: key -> array, parsed on first use of each.
         format_version: of ``attributes.shardstore``, ``None`` where another program wrote the
             group.
+        consolidated: whether the group lists its arrays; other programs need not.
     """
 
     url: str
     attributes: dict[str, Any]
     documents: dict[str, dict[str, Any]]
     format_version: int | None
+    consolidated: bool = True
 
     def arrays(self) -> dict[str, ArrayMeta]:
         """All arrays by key.
@@ -223,10 +225,19 @@ class RootDocument:
         """
         out: dict[str, ArrayMeta] = {}
         for node, document in self.documents.items():
-            if document.get("node_type") == "array":
+            if isinstance(document, dict) and document.get("node_type") == "array":
+                _check_node(node, self.url)
                 meta = parse_array(node, document, f"{self.url}/{node}")
                 out[meta.key] = meta
         return out
+
+
+def _check_node(node: str, url: str) -> None:
+    if any(part in ("", ".", "..") for part in node.split("/")):
+        raise NotACheckpointError(
+            f"{url} names an array {node!r}, which is outside of the checkpoint: it is damaged",
+            url=url,
+        )
 
 
 def parse_root(text: str | bytes, url: str) -> RootDocument:
@@ -242,7 +253,7 @@ def parse_root(text: str | bytes, url: str) -> RootDocument:
             f"{url} is no Zarr v3 group; is not a distributed checkpoint of this format", url=url
         )
     attributes = document.get("attributes") or {}
-    about = attributes.get("shardstore")
+    about = attributes.get("shardstore") if isinstance(attributes, dict) else None
     version: int | None = None
     if isinstance(about, dict):
         version = about.get("format_version")
@@ -256,7 +267,7 @@ def parse_root(text: str | bytes, url: str) -> RootDocument:
     consolidated = document.get("consolidated_metadata")
     inline = consolidated.get("metadata") if isinstance(consolidated, dict) else None
     documents = inline if isinstance(inline, dict) else {}
-    return RootDocument(url, attributes, documents, version)
+    return RootDocument(url, attributes, documents, version, isinstance(inline, dict))
 
 
 def parse_array(node: str, document: Mapping[str, Any], url: str) -> ArrayMeta:
@@ -348,6 +359,15 @@ def _shape(value: Any) -> tuple[int, ...]:
     if any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in shape):
         raise ValueError(f"shape {value!r}")
     return shape
+
+
+def is_group(text: str | bytes) -> bool:
+    """Whether a ``zarr.json`` is a group's; ``False`` for invalid JSON too."""
+    try:
+        document = json.loads(text)
+    except ValueError:
+        return False
+    return isinstance(document, dict) and document.get("node_type") == "group"
 
 
 def parse_array_text(node: str, text: str | bytes, url: str) -> ArrayMeta:

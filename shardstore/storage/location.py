@@ -26,9 +26,9 @@ __all__ = ["Location", "store_errors"]
 _REMEDIES = {
     errno.ENOSPC: "the disk is full: free space or choose another place",
     errno.EDQUOT: "the disk quota is used up: free space or choose another place",
-    errno.EFBIG: "the file is larger than the file system or the limits of this process (ulimit -f) "
-    "allow: raise the limit or save smaller chunks",
-    errno.EXDEV: "the folder and its parent are on different file systems: save to a folder below it",
+    errno.EFBIG: "the file system or a limit of the process (ulimit -f) allows no file that large: "
+    "raise the limit or save smaller chunks",
+    errno.EXDEV: "it and its parent are on different file systems: save to a folder below it",
     errno.EBUSY: "the folder is in use, as a mount point perhaps: save to a folder below it",
     errno.ENOTDIR: "a file is where a folder should be: choose another place",
     errno.EROFS: "the file system is read-only: choose another place",

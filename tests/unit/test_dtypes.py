@@ -1,0 +1,93 @@
+"""Data types: all 19 both ways, bit for bit, and views that share memory."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from shardstore.errors import DTypeMismatchError
+from shardstore.storage import dtypes
+
+TYPES = [
+    *(torch.bool, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.float16, torch.float32, torch.float64, torch.bfloat16),
+    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+    *(torch.complex64, torch.complex128),
+]
+
+
+def raw(dtype: torch.dtype, count: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    top = 2 if dtype == torch.bool else 256
+    size = count * torch.empty((), dtype=dtype).element_size()
+    return torch.randint(0, top, (size,), dtype=torch.uint8, generator=generator).view(dtype)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_names_lead_back_and_forth(dtype: torch.dtype) -> None:
+    name = dtypes.zarr_name(dtype)
+    assert name == str(dtype).removeprefix("torch.")
+    assert dtypes.torch_dtype(name) == dtype
+    assert dtypes.zarr_name(dtypes.numpy_dtype(name)) == name
+    assert dtypes.itemsize(name) == torch.empty((), dtype=dtype).element_size()
+    assert dtypes.v2_dtype_name(dtypes.v2_dtype(name)) == name
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_views_share_memory_of_any_strides(dtype: torch.dtype) -> None:
+    whole = raw(dtype, 60).reshape(5, 12)
+    for tensor in (whole, whole.t(), whole[1::2, ::3], whole[2, 3], whole[:0]):
+        array = dtypes.as_numpy(tensor)
+        assert array.dtype == dtypes.numpy_dtype(dtypes.zarr_name(dtype))
+        assert array.shape == tuple(tensor.shape)
+        assert array.tobytes() == bits(tensor)
+        back = dtypes.as_tensor(array)
+        assert back.dtype == dtype
+        assert back.shape == tensor.shape
+        assert bits(back) == bits(tensor)
+        assert back.data_ptr() == tensor.data_ptr() or not tensor.numel()
+    before = bits(whole)
+    dtypes.as_numpy(whole)[...] = np.zeros(1, dtypes.numpy_dtype(dtypes.zarr_name(dtype)))
+    assert bits(whole) == bytes(len(before))
+
+
+def test_parameters_and_lazy_views() -> None:
+    parameter = torch.nn.Parameter(torch.arange(4.0))
+    assert dtypes.as_numpy(parameter).tolist() == [0, 1, 2, 3]
+    number = torch.tensor([1 + 2j])
+    assert dtypes.as_numpy(number.conj()).tolist() == [1 - 2j]
+    assert dtypes.as_numpy(number.conj().imag).tolist() == [-2.0]
+
+
+def test_v2_codes() -> None:
+    assert dtypes.v2_dtype("bfloat16") == "bfloat16"
+    assert dtypes.v2_dtype("float32") == "<f4"
+    assert dtypes.v2_dtype("bool") == "|b1"
+    assert dtypes.v2_dtype_name("|u1") == "uint8"
+
+
+@pytest.mark.parametrize("code", [">f4", "|O", "|S3", "<M8[s]", "f4,f4", [["a", "<f4"]], 3, "x"])
+def test_strange_v2_codes_are_refused(code: object) -> None:
+    with pytest.raises(DTypeMismatchError, match="known: bool"):
+        dtypes.v2_dtype_name(code)
+
+
+@pytest.mark.parametrize("name", ["r16", "string", "float8_e8m0fnu", "", None, ["float32"], {}])
+def test_strange_names_are_refused(name: object) -> None:
+    with pytest.raises(DTypeMismatchError, match="known: bool"):
+        dtypes.numpy_dtype(name)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.qint8, torch.complex32, np.dtype(">f4"), np.dtype("O"), ml_dtypes.int4]
+)
+def test_what_can_not_be_stored_is_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(DTypeMismatchError, match="convert"):
+        dtypes.zarr_name(dtype)
