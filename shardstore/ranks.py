@@ -4,7 +4,9 @@ chunks.
 The shape is a star, not a ring or a tree: every rank reports to rank 0, rank 0 answers every rank.
 A rank that died is met by the coordinator alone, at once and by name, and everybody else still gets
 an answer; in a ring the neighbours of the dead rank would fail and the others wait for a timeout.
-Only large answers go down a broadcast tree, once all ranks are known to be there.
+Only large answers go down a broadcast tree, once all ranks are known to be there. A rank that is
+silent past the deadline is named to all over the store of the process group: by then gloo has
+closed the coordinator's connections.
 
 All traffic is on CPU tensors over a gloo group of our own, so that the trainer's NCCL streams are
 never touched and its own collectives can not be confused with ours. Without a process group there
@@ -26,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from shardstore.errors import CheckpointingException, RanksError
 
@@ -40,6 +43,8 @@ DEADLINE_VARIABLE = "SHARDSTORE_DEADLINE_S"
 """Environment variable: seconds a rank waits for another one before it gives up."""
 
 DEFAULT_DEADLINE_S = 1800.0
+GRACE_S = 5.0
+"""Seconds, beyond the deadline, in which the coordinator's verdict must arrive."""
 TREE_FROM_BYTES = 64 * 1024
 _HEADER = 3  # status, bytes that follow, whether they come down the tree
 _OK, _ERROR, _BROKEN = 0, 1, 2  # broken: an error, and the group is of no more use
@@ -54,7 +59,7 @@ def deadline_from_environment() -> float:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
-    if seconds <= 0:
+    if not 0 < seconds < 1e8:
         raise CheckpointingException(
             f"{DEADLINE_VARIABLE}={text!r} is not a positive number of seconds; unset it or give "
             "one"
@@ -68,6 +73,8 @@ class _Control:
 
     world: object
     group: Any
+    number: int
+    calls: int = 0
     broken: bool = False
 
 
@@ -78,8 +85,12 @@ def _control_group(deadline_s: float) -> _Control:
     global _control
     world = dist.group.WORLD
     if _control is None or _control.world is not world or _control.broken:
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
-        _control = _Control(world=world, group=group)
+        # The coordinator gives up on a rank after the deadline. The others wait for its verdict,
+        # which it may begin to collect up to a deadline later than they do.
+        wait = timedelta(seconds=2 * deadline_s + GRACE_S)
+        number = 0 if _control is None else _control.number + 1
+        group = dist.new_group(backend="gloo", timeout=wait)
+        _control = _Control(world=world, group=group, number=number)
     return _control
 
 
@@ -146,6 +157,8 @@ class Ranks:
             if error is not None:
                 raise error
             return decide([report]) if decide is not None else b""
+        assert self._group is not None
+        self._group.calls += 1
         if self.is_coordinator:
             answer = self._coordinate(report, what, error, decide)
         else:
@@ -198,6 +211,8 @@ class Ranks:
                 body = decide(reports)
             except Exception as problem:
                 status, body = _ERROR, pickle.dumps(_portable(problem))
+        if lost:
+            self._post(body)
         tree = status == _OK and len(body) >= TREE_FROM_BYTES
         for rank in range(1, self.world_size):
             try:
@@ -225,6 +240,9 @@ class Ranks:
             return status, body
         except RuntimeError as problem:
             self._break()
+            posted = self._posted()
+            if posted is not None:
+                return _BROKEN, posted
             failure = RanksError(
                 f"{what}: rank {self.rank} has no answer from the coordinator, rank 0, which "
                 "died or "
@@ -236,6 +254,28 @@ class Ranks:
             if error is None:
                 raise failure from problem
             raise error from failure
+
+    # A rank that waited in vain has closed its connections to all others, as gloo does: what it
+    # finds out can reach them only over the store of the process group.
+
+    def _verdict_key(self) -> str:
+        assert self._group is not None
+        return f"shardstore/{self._group.number}/{self._group.calls}"
+
+    def _post(self, body: bytes) -> None:
+        try:
+            # As text: some stores end a value at a zero byte.
+            _store().set(self._verdict_key(), body.hex())
+        except Exception as problem:
+            logger.warning("the ranks can not be told over the store: %s", problem)
+
+    def _posted(self) -> bytes | None:
+        key = self._verdict_key()
+        try:
+            _store().wait([key], timedelta(seconds=GRACE_S))
+            return bytes.fromhex(_store().get(key).decode())
+        except Exception:  # the store is gone, with the coordinator perhaps
+            return None
 
     # -- messages ------------------------------------------------------------------------------
 
@@ -259,7 +299,7 @@ class Ranks:
 
     def _receive(self, rank: int) -> tuple[int, bytes]:
         header = torch.zeros(_HEADER, dtype=torch.int64)
-        dist.recv(header, src=rank, group=self._pg)
+        self._wait(dist.irecv(header, src=rank, group=self._pg), coordinator=self.is_coordinator)
         status, size, tree = (int(n) for n in header)
         if size == 0:
             return status, b""
@@ -267,8 +307,14 @@ class Ranks:
         if tree:
             self._broadcast(body)
         else:
-            dist.recv(torch.frombuffer(body, dtype=torch.uint8), src=rank, group=self._pg)
+            work = dist.irecv(torch.frombuffer(body, dtype=torch.uint8), src=rank, group=self._pg)
+            self._wait(work, coordinator=self.is_coordinator)
         return status, bytes(body)
+
+    def _wait(self, work: dist.Work | None, *, coordinator: bool = True) -> None:
+        if work is not None:
+            seconds = self.deadline_s if coordinator else 2 * self.deadline_s + GRACE_S
+            work.wait(timedelta(seconds=seconds))
 
     def _broadcast(self, body: bytearray) -> None:
         dist.broadcast(torch.frombuffer(body, dtype=torch.uint8), src=0, group=self._pg)
@@ -296,8 +342,7 @@ class Ranks:
         ]
         for rank, work in works:
             try:
-                if work is not None:
-                    work.wait()
+                self._wait(work)
             except RuntimeError as problem:
                 self._break()
                 raise RanksError(
@@ -305,6 +350,10 @@ class Ranks:
                     f"({_first_line(problem)})",
                     failures={rank: "no answer"},
                 ) from problem
+
+
+def _store() -> Store:
+    return _get_default_store()
 
 
 def _as_tensor(piece: NDArray[np.uint8]) -> torch.Tensor:

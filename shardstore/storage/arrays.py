@@ -1,9 +1,13 @@
-"""Arrays in a folder: create them, find out what is there, hand out zarr handles, choose who moves their chunks."""
+"""Arrays in a folder: create them, find out what is there, hand out zarr handles, choose who moves
+their chunks.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import zarr
 
@@ -36,14 +40,14 @@ def create_array(location: Location, meta: ArrayMeta, text: str | None = None) -
         return
     folder = f"{location.url}/{meta.node}"
     with store_errors("creating", folder, key=meta.key):
-        try:
+        with contextlib.suppress(FileExistsError):
             os.mkdir(folder)
-        except FileExistsError:
-            pass
         path = f"{folder}/{meta.document_name}"
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
-            os.write(fd, text.encode())
+            data = text.encode()
+            while data:  # a disk that fills up takes a part first, and refuses the rest
+                data = data[os.write(fd, data) :]
         finally:
             os.close(fd)
 
@@ -86,7 +90,7 @@ def read_array_meta(location: Location, key: str) -> ArrayMeta:
 
 def open_zarr_array(
     location: Location, meta: ArrayMeta, mode: str = "r+", *, create: bool = False
-) -> zarr.Array:
+) -> zarr.Array[Any]:
     """A zarr handle on an array, created first if asked for.
 
     Raises:

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from shardstore.storage.checksums import crc32c
 from numpy.typing import NDArray
 
+from shardstore.storage.checksums import crc32c
 from shardstore.storage.chunks import as_bytes
 from shardstore.storage.grid import Box
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from shardstore.storage.checksums import crc32c
 from numpy.typing import NDArray
 
 from shardstore.errors import ChunkCorruptError
+from shardstore.storage.checksums import crc32c
 from shardstore.storage.chunk_bytes import (
     checksums,
     scratch,

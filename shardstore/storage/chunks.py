@@ -68,6 +68,14 @@ class RegionRead:
     box: Box
     out: NDArray[Any]
 
+    def __post_init__(self) -> None:
+        dtype = dtypes.numpy_dtype(self.array.dtype)
+        if self.out.shape != self.box.shape or self.out.dtype != dtype:
+            raise ValueError(
+                f"a region of key {self.array.key!r} gives {dtype} of shape {self.box.shape}, its "
+                f"destination takes {self.out.dtype} of shape {self.out.shape}"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkPart:

@@ -60,7 +60,14 @@ class FileMover:
     def write(
         self, writes: Sequence[ChunkWrite], done: Callable[[ChunkWrite, ChunkRecord], None]
     ) -> None:
-        """See :meth:`Mover.write`."""
+        """See :meth:`Mover.write`.
+
+        Raises:
+            ValueError: an array has codecs that only TensorStore knows.
+        """
+        for array in {item.array for item in writes}:
+            if not array.is_plain:
+                raise ValueError(f"chunks of key {array.key!r} have codecs {array.codecs}")
 
         def work(batch: Sequence[ChunkWrite]) -> None:
             for item in batch:

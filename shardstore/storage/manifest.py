@@ -24,7 +24,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from shardstore.errors import AccessPatternError, NotACheckpointError
+from shardstore.errors import AccessPatternError, DamagedCheckpointError
 from shardstore.storage import documents
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import inner_blocks
@@ -154,7 +154,7 @@ def _unpack(data: bytes, url: str) -> dict[str, NDArray[Any]]:
         with np.load(io.BytesIO(data), allow_pickle=False) as columns:
             return {name: columns[name] for name in columns.files}
     except Exception as error:  # np.load raises many kinds on damaged input
-        raise NotACheckpointError(
+        raise DamagedCheckpointError(
             f"{url} is damaged ({type(error).__name__}: {error})", url=url
         ) from error
 
@@ -264,7 +264,7 @@ class Manifest:
         """Parse ``manifest.npz``.
 
         Raises:
-            NotACheckpointError: damaged.
+            DamagedCheckpointError: damaged.
         """
         columns = _unpack(data, url)
         try:
@@ -279,15 +279,18 @@ class Manifest:
                 columns["rank"],
                 columns["running_crc32c"],
             )
+            if any(n < 0 or size < 1 for _, n, size in arrays):
+                raise ValueError("an array of impossible size")
             rows = sum(n for _, n, _ in arrays)
             boundaries = sum(n * inner_blocks(size) for _, n, size in arrays)
-            if not (
-                len(manifest.crc) == len(manifest.rank) == rows
-                and len(manifest.running) == boundaries
+            if (
+                any(len(c) != rows for c in (manifest.stored, manifest.crc, manifest.rank))
+                or manifest.digest.shape != (rows, 16)
+                or len(manifest.running) != boundaries
             ):
                 raise ValueError("columns differ in length")
         except (KeyError, ValueError, TypeError, zlib.error) as error:
-            raise NotACheckpointError(
+            raise DamagedCheckpointError(
                 f"{url} is damaged ({type(error).__name__}: {error})", url=url
             ) from error
         return manifest

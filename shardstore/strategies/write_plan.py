@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -70,7 +72,8 @@ class CutChunk:
         index: its index in the grid.
         shape: shape of the part within the array.
         owner: rank that writes it.
-        pieces: ``(rank, start, stop)`` in elements of the chunk's part, in order.
+        pieces: ``(rank, start, stop)`` in elements of the chunk's part: what each rank gives.
+        start: where this rank's own elements begin.
         local: this rank's own elements, if it has any.
     """
 
@@ -79,6 +82,7 @@ class CutChunk:
     shape: tuple[int, ...]
     owner: int
     pieces: tuple[tuple[int, int, int], ...]
+    start: int
     local: Callable[[], NDArray[Any]] | None
 
 
@@ -271,8 +275,37 @@ def plan_writes(
                 plan.writes.append(ChunkWrite(meta, index, source.part(part.slices)))
         else:
             _plan_flat(plan, tensor, meta, box, layouts.ranges[tensor.key][box], rank)
-    plan.cut.sort(key=lambda chunk: (chunk.array.key, chunk.index))
+    plan.cut.sort(key=lambda chunk: (chunk.array.key, chunk.index, chunk.start))
+    plan.cut = _one_a_chunk(plan.cut, rank)
     return plan
+
+
+def _one_a_chunk(cut: Sequence[CutChunk], rank: int) -> list[CutChunk]:
+    """A chunk that this rank owns appears once, also where it gives several pieces of it."""
+    chunks: list[CutChunk] = []
+    for _, group in groupby(cut, key=lambda chunk: (chunk.array.key, chunk.index)):
+        same = list(group)
+        if same[0].owner != rank or len(same) == 1:
+            chunks += same
+            continue
+        # One piece as long as the chunk, and before the others', which then fill its gaps.
+        others = tuple(piece for piece in same[0].pieces if piece[0] != rank)
+        pieces = ((rank, 0, math.prod(same[0].shape)), *others)
+        chunks.append(replace(same[0], pieces=pieces, start=0, local=_joined(same)))
+    return chunks
+
+
+def _joined(pieces: Sequence[CutChunk]) -> Callable[[], NDArray[Any]]:
+    def joined() -> NDArray[Any]:
+        first = pieces[0]
+        out = np.zeros(math.prod(first.shape), dtypes.numpy_dtype(first.array.dtype))
+        for piece in pieces:
+            assert piece.local is not None
+            data = piece.local()
+            out[piece.start : piece.start + data.size] = data
+        return out
+
+    return joined
 
 
 def is_first(tensor: ShardedTensor) -> bool:
@@ -326,29 +359,78 @@ def _plan_flat(
     ranges: Sequence[FlatRange],
     rank: int,
 ) -> None:
-    """Chunks that lie wholly in this rank's range are its own; one that a boundary cuts has one owner."""
+    """A chunk that lies wholly in this rank's range is its own, one that a boundary cuts has one
+    owner."""
     assert tensor.data is not None
     start, stop = flat_bounds(tensor)
     source = _Source(tensor.data.detach(), tensor.key)
     for index in meta.grid.overlapping(box):
         part = meta.grid.box(index).relative_to(box.offset)
-        low = _flat_position(part.offset, box.shape)
-        high = low + part.size
-        if high <= start or low >= stop:
+        # C order within the chunk is the order of the flattened shard, with or without gaps, so
+        # that a range of the shard is a range of the chunk.
+        first = _elements_before(part, box.shape, start)
+        last = _elements_before(part, box.shape, stop)
+        if first == last:
             continue
-        if low >= start and high <= stop:
-            data = source.part((slice(low - start, high - start),))
+        if _is_contiguous(part, box.shape):
+            low = _flat_position(part.offset, box.shape) - start
+            data = source.part((slice(low + first, low + last),))
+        else:
+            data = _gathered(source, part, box.shape, start, first, last)
+        if last - first == part.size:
             plan.writes.append(ChunkWrite(meta, index, _shaped(data, part.shape)))
             continue
-        pieces = tuple(
-            (r.rank, max(r.start, low) - low, min(r.stop, high) - low)
+        bounds = (
+            (
+                r.rank,
+                _elements_before(part, box.shape, r.start),
+                _elements_before(part, box.shape, r.stop),
+            )
             for r in ranges
-            if r.start < high and r.stop > low
         )
+        pieces = tuple(piece for piece in bounds if piece[1] < piece[2])
         owner = max(pieces, key=lambda piece: (piece[2] - piece[1], -piece[0]))[0]
-        mine = source.part((slice(max(start, low) - start, min(stop, high) - start),))
-        local = mine if callable(mine) else _constant(mine)
-        plan.cut.append(CutChunk(meta, index, part.shape, owner, pieces, local))
+        local = data if callable(data) else _constant(data)
+        plan.cut.append(CutChunk(meta, index, part.shape, owner, pieces, first, local))
+
+
+def _elements_before(part: Box, shape: Sequence[int], position: int) -> int:
+    """How many elements of a part of a box come before a flat position in the box."""
+    if position >= math.prod(shape):
+        return part.size
+    before, inside, row = 0, part.size, math.prod(shape)
+    for offset, length, extent in zip(part.offset, part.shape, shape, strict=True):
+        row //= extent
+        inside //= length
+        digit, position = divmod(position, row)
+        before += min(max(digit - offset, 0), length) * inside
+        if not offset <= digit < offset + length:
+            break
+    return before
+
+
+def _is_contiguous(part: Box, shape: Sequence[int]) -> bool:
+    """Whether a part of a box is one range of the flattened box."""
+    axis = next((axis for axis, length in enumerate(part.shape) if length != 1), len(shape))
+    return part.shape[axis + 1 :] == tuple(shape[axis + 1 :])
+
+
+def _gathered(
+    source: _Source, part: Box, shape: Sequence[int], start: int, first: int, last: int
+) -> Callable[[], NDArray[Any]]:
+    """Elements ``first:last`` of a part with gaps, out of a flat range that begins at ``start``."""
+
+    def gathered() -> NDArray[Any]:
+        positions = np.zeros((), np.int64)
+        for offset, length, extent in zip(part.offset, part.shape, shape, strict=True):
+            positions = positions[..., None] * extent + np.arange(offset, offset + length)
+        wanted = positions.reshape(-1)[first:last] - start
+        low = int(wanted[0])
+        data = source.part((slice(low, int(wanted[-1]) + 1),))
+        out: NDArray[Any] = (data() if callable(data) else data)[wanted - low]
+        return out
+
+    return gathered
 
 
 def _constant(array: NDArray[Any]) -> Callable[[], NDArray[Any]]:

@@ -559,6 +559,22 @@ def test_a_source_of_the_wrong_shape_or_type_is_refused(tmp_path: Path) -> None:
             mover.write([ChunkWrite(meta, (2, 0), np.zeros((2, 4), "f4"))], lambda *_: None)
 
 
+def test_a_destination_of_the_wrong_shape_or_type_is_refused() -> None:
+    meta = make_meta((5, 4), (2, 4), "float32")
+    for wrong in (np.zeros((2, 3), "f4"), np.zeros((2, 4), "i4"), np.zeros((1, 2, 4), "f4")):
+        with pytest.raises(ValueError, match=r"layer/0\.weight"):
+            RegionRead(meta, Box((0, 0), (2, 4)), wrong)
+
+
+def test_plain_files_are_no_compressed_chunks(tmp_path: Path) -> None:
+    meta = ArrayMeta("a", "a", Grid((4,), (4,)), "int32", codecs=("zstd", "crc32c"))
+    with pytest.raises(ValueError, match="zstd"):
+        write_all(FileMover(Location.of(tmp_path)), meta, random_array((4,), "int32"))
+    array = random_array((4,), "int32")
+    write_all(TensorStoreMover(Location.of(tmp_path)), meta, array)
+    assert bits(np.asarray(open_array(Location.of(tmp_path), meta).read().result())) == bits(array)
+
+
 def test_the_folder_of_a_swept_attempt_does_not_come_back(tmp_path: Path) -> None:
     meta = make_meta((4,), (4,), "int32")
     place = Location.of(tmp_path / "swept")

@@ -1,0 +1,208 @@
+"""Several ranks: one verdict for all, and an error that names who failed, died or is late."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from shardstore.errors import AccessPatternError, RanksError, StorageError
+from shardstore.ranks import DEADLINE_VARIABLE, TREE_FROM_BYTES, Ranks
+from tests.ranks_helper import run_ranks
+
+WORLD = 4
+
+
+def _agree(rank: int, world: int) -> list[bytes]:
+    ranks = Ranks.current()
+    assert (ranks.rank, ranks.world_size, ranks.is_coordinator) == (rank, world, rank == 0)
+    sizes = [0, 1, TREE_FROM_BYTES - 1, TREE_FROM_BYTES, 3 * TREE_FROM_BYTES + 1]
+    answers = []
+    for size in sizes:
+        report = bytes([rank]) * size
+
+        def decide(reports: list[bytes], size: int = size) -> bytes:
+            assert reports == [bytes([r]) * size for r in range(world)]
+            return b"".join(reports)
+
+        answers.append(Ranks.current().together(report, what="testing", decide=decide))
+    answers.append(ranks.together(b"x", what="testing"))
+    return answers
+
+
+@pytest.mark.parametrize("world", [2, WORLD])
+def test_every_rank_gets_the_same_answer(world: int) -> None:
+    results = run_ranks(_agree, world)
+    assert all(result == results[0] for result in results)
+    sizes = [0, 1, TREE_FROM_BYTES - 1, TREE_FROM_BYTES, 3 * TREE_FROM_BYTES + 1]
+    assert [len(answer) for answer in results[0]] == [*(n * world for n in sizes), 0]
+
+
+class Private(Exception):  # noqa: N818
+    """An error that other ranks cannot rebuild."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+def _errors(rank: int, world: int) -> list[tuple[str, str, Any]]:
+    ranks = Ranks.current()
+    caught: list[tuple[str, str, Any]] = []
+
+    def attempt(**arguments: Any) -> None:
+        try:
+            answer = ranks.together(b"", what="saving to /x", **arguments)
+            caught.append(("", answer.decode(), None))
+        except Exception as error:
+            about = getattr(error, "failures", getattr(error, "key", None))
+            caught.append((type(error).__name__, str(error), about))
+
+    mine = StorageError("the disk is full", key="a") if rank == 2 else None
+    attempt(error=mine)
+    attempt(error=Private(1, 2) if rank == 0 else None, decide=lambda r: b"never")
+    attempt(error=StorageError("the disk is full", key="a"))
+
+    def refuse(reports: list[bytes]) -> bytes:
+        raise AccessPatternError("Invalid access pattern", key="k")
+
+    attempt(decide=refuse)
+
+    def fail(reports: list[bytes]) -> bytes:
+        raise Private(3, 4)
+
+    attempt(decide=fail)
+    attempt(decide=lambda reports: b"still at work")
+    return caught
+
+
+def test_an_error_on_one_rank_reaches_all_with_its_name() -> None:
+    results = run_ranks(_errors, WORLD)
+    for rank, (one, foreign, same, refused, failed, fine) in enumerate(results):
+        if rank == 2:
+            assert one == ("StorageError", "the disk is full", "a")
+        else:
+            assert one[0] == "RanksError"
+            assert "saving to /x failed on 1 rank(s): rank 2: the disk is full" in one[1]
+            assert one[2] == {2: "the disk is full"}
+        if rank == 0:
+            assert foreign[:2] == ("Private", "1 and 2")
+        else:
+            assert foreign[0] == "RanksError"
+            assert foreign[2] == {0: "Private: 1 and 2"}
+        assert same == ("StorageError", "the disk is full", "a")
+        assert refused == ("AccessPatternError", "Invalid access pattern", "k")
+        assert failed[0] == "CheckpointingException"
+        assert failed[1] == "Private: 3 and 4"
+        assert fine == ("", "still at work", None)
+
+
+def _pieces(rank: int, world: int) -> list[bytes]:
+    """Every rank sends two pieces to every other one, in order, one of them read-only."""
+    ranks = Ranks.current()
+    others = [r for r in range(world) if r != rank]
+    first = {to: np.full(5 + to, rank, np.uint8) for to in others}
+    second = {to: np.frombuffer(bytes([rank, to]) * 1000, np.uint8) for to in others}
+    buffers = [(r, np.zeros(5 + rank, np.uint8)) for r in others]
+    buffers += [(r, np.zeros(2000, np.uint8)) for r in others]
+    sends = [(to, pieces[to]) for pieces in (first, second) for to in others]
+    ranks.exchange(sends, buffers)
+    return [buffer.tobytes() for _, buffer in buffers]
+
+
+def test_pieces_arrive_in_order() -> None:
+    for rank, received in enumerate(run_ranks(_pieces, 3)):
+        others = [r for r in range(3) if r != rank]
+        expected = [bytes([r]) * (5 + rank) for r in others]
+        expected += [bytes([r, rank]) * 1000 for r in others]
+        assert received == expected
+
+
+# Ranks that die or are silent, in processes of our own: the helper would take it for a failure.
+
+
+def _main(rank: int, folder: str, who: int, how: str) -> None:
+    os.environ[DEADLINE_VARIABLE] = "4" if how == "silent" else "60"
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=WORLD,
+        timeout=timedelta(seconds=60),
+    )
+    ranks = Ranks.current()
+    ranks.together(b"", what="beginning")
+    if rank == who and how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    if rank == who:
+        while len(list(Path(folder).glob("*.outcome"))) < WORLD - 1:
+            time.sleep(0.05)
+    try:
+        ranks.together(b"", what="committing /x", decide=lambda r: b"")
+        outcome: Any = None
+    except RanksError as error:
+        outcome = (str(error), error.failures)
+    broken = ranks._group is not None and ranks._group.broken
+    path = Path(folder, f"{rank}.tmp")
+    path.write_bytes(pickle.dumps((outcome, time.monotonic() - started, broken)))
+    path.rename(path.with_suffix(".outcome"))
+    # Neither side of a broken group can end it in order.
+    if rank == 0:
+        while len(list(Path(folder).glob("*.outcome"))) < WORLD - (how == "killed"):
+            time.sleep(0.05)
+    os._exit(0)
+
+
+def outcomes(folder: Path, who: int, how: str) -> dict[int, tuple[Any, float, bool]]:
+    context = mp.get_context("spawn")
+    processes = [
+        context.Process(target=_main, args=(rank, str(folder), who, how)) for rank in range(WORLD)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(90)
+        with contextlib.suppress(ValueError):
+            process.kill()
+        process.join()
+    assert processes[who].exitcode == (-signal.SIGKILL if how == "killed" else 0)
+    return {
+        rank: pickle.loads(path.read_bytes())
+        for rank in range(WORLD)
+        if (path := folder / f"{rank}.outcome").exists()
+    }
+
+
+@pytest.mark.parametrize("who", [0, 2, WORLD - 1])
+def test_a_killed_rank_is_named_on_all_others(tmp_path: Path, who: int) -> None:
+    found = outcomes(tmp_path, who, "killed")
+    assert sorted(found) == [r for r in range(WORLD) if r != who]
+    for outcome, seconds, broken in found.values():
+        assert outcome is not None
+        text, failures = outcome
+        assert text.startswith("committing /x")
+        assert f"rank {who}" in text
+        assert list(failures) == [who]
+        assert seconds < 50  # long before the deadline
+        assert broken  # on all, or the next group would be made by some alone
+
+
+def test_a_silent_rank_is_named_on_all_others_once_the_deadline_is_past(tmp_path: Path) -> None:
+    found = outcomes(tmp_path, 2, "silent")
+    assert sorted(found) == list(range(WORLD))
+    for outcome, _, broken in found.values():
+        assert outcome is not None
+        text, failures = outcome
+        assert broken
+        assert text.startswith("committing /x failed on 1 rank(s): rank 2: no answer")
+        assert list(failures) == [2]  # the late one too, when it comes at last

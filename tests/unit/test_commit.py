@@ -1,0 +1,474 @@
+"""Attempts and commits: a checkpoint is there whole or not at all, whatever is in the way."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shardstore.errors import CheckpointExistsError, StorageError
+from shardstore.storage import commit
+from shardstore.storage.commit import Attempt, begin, is_checkpoint, join, sweep, sync_file_system
+from shardstore.storage.location import Location
+
+
+def save(target: Path, text: str, *, overwrite: bool = False, durable: bool = False) -> None:
+    attempt = begin(Location.of(target), overwrite=overwrite)
+    fill(attempt, text)
+    attempt.publish(durable=durable)
+
+
+def fill(attempt: Attempt, text: str) -> None:
+    attempt.location.write("zarr.json", text.encode())
+    attempt.location.write("w/zarr.json", b"{}")
+    attempt.location.write("w/c.0", text.encode())
+
+
+def content(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): path.read_text()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def checkpoint(text: str) -> dict[str, str]:
+    return {"w/c.0": text, "w/zarr.json": "{}", "zarr.json": text}
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_new_checkpoint_appears_in_one_step(tmp_path: Path, durable: bool) -> None:
+    target = tmp_path / "deep" / "down" / "ckpt"
+    attempt = begin(Location.of(target))
+    other = join(Location.of(target), attempt.id)
+    assert other.location == attempt.location
+    fill(attempt, "one")
+    assert not target.exists()
+    assert not is_checkpoint(attempt.target)
+    sync_file_system(attempt.location)
+    attempt.publish(durable=durable)
+    assert is_checkpoint(attempt.target)
+    assert content(target) == checkpoint("one")
+    assert os.listdir(target.parent) == ["ckpt"]
+
+
+def test_an_abandoned_attempt_leaves_nothing(tmp_path: Path) -> None:
+    target = tmp_path / "ckpt"
+    save(target, "one")
+    attempt = begin(Location.of(target), overwrite=True)
+    fill(attempt, "two")
+    attempt.abandon()
+    attempt.abandon()
+    assert content(target) == checkpoint("one")
+    assert os.listdir(tmp_path) == ["ckpt"]
+
+
+def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
+    target = tmp_path / "ckpt"
+    target.mkdir()
+    save(target, "one")
+    assert content(target) == checkpoint("one")
+
+
+def test_an_existing_checkpoint_is_refused(tmp_path: Path) -> None:
+    target = tmp_path / "ckpt"
+    for marker in ("zarr.json", "metadata.json"):
+        target.mkdir()
+        (target / marker).write_text("{}")
+        with pytest.raises(CheckpointExistsError, match="overwrite=True") as caught:
+            begin(Location.of(target))
+        assert caught.value.url == str(target)
+        assert isinstance(caught.value, FileExistsError)
+        assert content(target) == {marker: "{}"}
+        assert os.listdir(tmp_path) == ["ckpt"]
+        shutil.rmtree(target)
+
+
+def test_overwriting_replaces_it_and_keeps_what_is_not_its_own(tmp_path: Path) -> None:
+    target = tmp_path / "ckpt"
+    save(target, "one")
+    for name in ("manifest.npz", "metadata.json", "common.pt", "gone/zarr.json", "gone/c.0"):
+        (target / name).parent.mkdir(exist_ok=True)
+        (target / name).write_text("old")
+    (target / "rng").mkdir()
+    (target / "rng" / "shard_0_1.pt").write_text("old")
+    foreign = {"log.txt": "log", "config/model.yaml": "a: 1", "iter_5/zarr.json": "{}"}
+    foreign["iter_5/metadata.json"] = "{}"
+    for name, text in foreign.items():
+        (target / name).parent.mkdir(exist_ok=True)
+        (target / name).write_text(text)
+    save(target, "two", overwrite=True)
+    assert content(target) == checkpoint("two") | foreign
+    assert os.listdir(tmp_path) == ["ckpt"]
+
+
+def test_foreign_files_are_kept(tmp_path: Path) -> None:
+    target = tmp_path / "ckpt"
+    (target / "logs").mkdir(parents=True)
+    (target / "logs" / "a.txt").write_text("log")
+    (target / "w").write_text("not an array")
+    (target / "run.yaml").write_text("a: 1")
+    save(target, "one")
+    assert content(target) == checkpoint("one") | {"logs/a.txt": "log", "run.yaml": "a: 1"}
+
+
+def test_one_of_two_attempts_at_once_wins(tmp_path: Path) -> None:
+    target = tmp_path / "ckpt"
+    first, second = begin(Location.of(target)), begin(Location.of(target))
+    fill(first, "first")
+    fill(second, "second")
+    second.publish(durable=False)
+    with pytest.raises(CheckpointExistsError, match="already exists: another"):
+        first.publish(durable=False)
+    first.abandon()
+    assert content(target) == checkpoint("second")
+    assert os.listdir(tmp_path) == ["ckpt"]
+
+
+def test_two_at_once_into_a_folder_with_other_files(tmp_path: Path) -> None:
+    target = tmp_path / "ckpt"
+    target.mkdir()
+    (target / "log").write_text("log")
+    first, second = begin(Location.of(target)), begin(Location.of(target))
+    fill(first, "first")
+    fill(second, "second")
+    second.publish(durable=False)
+    with pytest.raises(CheckpointExistsError):
+        first.publish(durable=False)
+    first.abandon()
+    assert content(target) == checkpoint("second") | {"log": "log"}
+
+
+def test_a_reader_of_the_replaced_checkpoint_reads_on(tmp_path: Path) -> None:
+    """An open file of the old checkpoint stays readable; a path never leads to a mixture."""
+    target = tmp_path / "ckpt"
+    save(target, "one")
+    with open(target / "w" / "c.0") as file:
+        save(target, "two", overwrite=True)
+        assert file.read() == "one"
+
+
+def test_without_an_exchange_in_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Old:
+        """A C library from before renameat2."""
+
+    monkeypatch.setattr(commit, "_libc", Old())
+    target = tmp_path / "ckpt"
+    save(target, "one")
+    (target / "log").write_text("log")
+    save(target, "two", overwrite=True)
+    assert content(target) == checkpoint("two") | {"log": "log"}
+    assert os.listdir(tmp_path) == ["ckpt"]
+
+
+def test_a_symlinked_target_stays_a_symlink(tmp_path: Path) -> None:
+    real = tmp_path / "disk" / "real"
+    real.mkdir(parents=True)
+    link = tmp_path / "latest"
+    link.symlink_to(real)
+    for text in ("one", "two"):
+        save(link, text, overwrite=True)
+        assert link.is_symlink()
+        assert content(real) == checkpoint(text)
+    assert sorted(os.listdir(tmp_path)) == ["disk", "latest"]
+    assert os.listdir(tmp_path / "disk") == ["real"]
+    dangling = tmp_path / "dangling"
+    dangling.symlink_to(tmp_path / "disk" / "new")
+    save(dangling, "three")
+    assert content(tmp_path / "disk" / "new") == checkpoint("three")
+
+
+def test_a_file_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(CheckpointExistsError, match="is a file"):
+        begin(Location.of(tmp_path / "file"), overwrite=True)
+    with pytest.raises(StorageError, match="a file is where a folder should be") as caught:
+        begin(Location.of(tmp_path / "file" / "ckpt"))
+    assert isinstance(caught.value, OSError)
+    assert (tmp_path / "file").read_text() == "mine"
+    attempt = begin(Location.of(tmp_path / "late"))
+    (tmp_path / "late").write_text("mine")
+    with pytest.raises(StorageError):
+        attempt.publish()
+    assert (tmp_path / "late").read_text() == "mine"
+
+
+def test_a_name_too_long(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="shorten"):
+        begin(Location.of(tmp_path / ("x" * 250)))
+
+
+def test_only_local_folders(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="local"):
+        begin(Location.of("memory://bucket/ckpt"))
+
+
+# Attempts of processes that are gone.
+
+DYING = """
+import os, signal, sys
+from shardstore.storage.commit import begin
+from shardstore.storage.location import Location
+attempt = begin(Location.of(sys.argv[1]))
+attempt.location.write("w/c.0", b"half")
+print(attempt.location.url, flush=True)
+if sys.argv[2] == "die":
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.stdin.read()
+"""
+
+
+def other_process(target: Path, what: str) -> tuple[subprocess.Popen[str], str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", DYING, str(target), what],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    return process, process.stdout.readline().strip()
+
+
+def test_attempts_of_dead_processes_are_swept_those_of_living_ones_not(tmp_path: Path) -> None:
+    target = tmp_path / "ckpt"
+    dead, dead_attempt = other_process(target, "die")
+    assert dead.wait() == -signal.SIGKILL
+    live, live_attempt = other_process(target, "live")
+    elsewhere, elsewhere_attempt = other_process(tmp_path / "ckpt2", "die")
+    elsewhere.wait()
+    try:
+        assert not os.path.exists(dead_attempt)  # by the other process, as it began
+        mine = begin(Location.of(target))
+        assert os.path.exists(live_attempt)
+        assert os.path.exists(elsewhere_attempt)
+        assert mine.location.path.exists()
+    finally:
+        live.kill()
+        live.communicate()
+    dead.communicate()
+    elsewhere.communicate()
+    assert sweep(Location.of(target)) == [live_attempt]
+    assert not os.path.exists(live_attempt)
+    assert mine.location.path.exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"host": "other"}, {"boot": "other"}, {"pids": "other"}, {"pid": "x"}, {"started": None}],
+)
+def test_attempts_that_may_live_elsewhere_are_left_alone(
+    tmp_path: Path, change: dict[str, object]
+) -> None:
+    target = Location.of(tmp_path / "ckpt")
+    process, url = other_process(tmp_path / "ckpt", "die")
+    process.wait()
+    process.communicate()
+    note = Path(url) / commit.OWNER_NAME
+    owner = json.loads(note.read_text())
+    if change == {"started": None}:
+        note.unlink()
+    else:
+        note.write_text(json.dumps(owner | change))
+    assert sweep(target) == []
+    note.write_text(json.dumps(owner))
+    assert sweep(target) == [url]
+
+
+def test_a_process_of_the_same_number_is_not_the_same(tmp_path: Path) -> None:
+    target = Location.of(tmp_path / "ckpt")
+    attempt = begin(target)
+    assert sweep(target) == []
+    note = attempt.location.path / commit.OWNER_NAME
+    note.write_text(json.dumps(json.loads(note.read_text()) | {"started": "1"}))
+    assert sweep(target) == [attempt.location.url]
+
+
+def test_what_a_commit_replaced_is_swept_if_it_dies_before_removing_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dying right after the exchange, between the steps of the cleaning up, and before its end."""
+    target = tmp_path / "ckpt"
+    save(target, "one")
+    script = textwrap.dedent(
+        """
+        import os, signal, sys
+        from shardstore.storage import commit
+        from shardstore.storage.location import Location
+        attempt = commit.begin(Location.of(sys.argv[1]), overwrite=True)
+        attempt.location.write("zarr.json", b"two")
+        attempt.location.write("w/zarr.json", b"{}")
+        attempt.location.write("w/c.0", b"two")
+        Location.delete = lambda self, name="": os.kill(os.getpid(), signal.SIGKILL)
+        attempt.publish(durable=False)
+        """
+    )
+    process = subprocess.run([sys.executable, "-c", script, str(target)], check=False)
+    assert process.returncode == -signal.SIGKILL
+    assert content(target) == checkpoint("two")
+    assert len(os.listdir(tmp_path)) == 2
+    assert len(sweep(Location.of(target))) == 1
+    assert content(target) == checkpoint("two")
+    assert os.listdir(tmp_path) == ["ckpt"]
+
+
+def test_foreign_files_survive_an_abandoned_commit_that_had_exchanged(tmp_path: Path) -> None:
+    """What stands in the attempt's place after the exchange is not the attempt's to remove."""
+    target = tmp_path / "ckpt"
+    target.mkdir()
+    (target / "log").write_text("log")
+    attempt = begin(Location.of(target))
+    fill(attempt, "one")
+    attempt._exchange()
+    attempt.abandon()
+    assert (attempt.location.path / "log").read_text() == "log"
+    assert sweep(Location.of(target)) == []
+
+
+# Stores that refuse.
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+
+
+def unprivileged(script: str, *args: str) -> str:
+    """Output of a script run as another user (where we are root) in a process of its own."""
+    prologue = "import os, sys\nimport shardstore.storage.commit, shardstore.storage.files\n"
+    prologue += "if os.geteuid() == 0:\n    os.setegid(65534)\n    os.seteuid(65534)\n"
+    done = subprocess.run(
+        [sys.executable, "-c", prologue + textwrap.dedent(script), *args],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_read_only_parent(tmp_path: Path) -> None:
+    parent = tmp_path / "parent"
+    parent.mkdir(mode=0o555)
+    for folder in (tmp_path, *tmp_path.parents):
+        if not os.stat(folder).st_mode & 0o001 and os.access(folder, os.W_OK):
+            os.chmod(folder, os.stat(folder).st_mode | 0o011)
+    script = """
+        from shardstore.errors import StorageError
+        from shardstore.storage.commit import begin
+        from shardstore.storage.location import Location
+        try:
+            begin(Location.of(sys.argv[1]))
+        except StorageError as error:
+            print(type(error).__name__, error.errno, error)
+        """
+    output = unprivileged(script, str(parent / "ckpt"))
+    assert output.startswith("StorageError 13 creating")
+    assert "Permission denied; permission is denied: check the owner and mode" in output
+    assert os.listdir(parent) == []
+
+
+@contextlib.contextmanager
+def mounted(folder: Path, *options: str) -> Iterator[None]:
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", ",".join(options), "none", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting is not permitted here")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+WRITE = """
+    import numpy as np
+    from shardstore.errors import StorageError
+    from shardstore.storage.chunks import ChunkWrite
+    from shardstore.storage.commit import begin
+    from shardstore.storage.documents import ArrayMeta
+    from shardstore.storage.files import FileMover
+    from shardstore.storage.grid import Grid
+    from shardstore.storage.location import Location
+    from shardstore.storage.tensorstore_mover import TensorStoreMover
+
+    def write(target, rows, kind):
+        attempt = begin(Location.of(target))
+        meta = ArrayMeta("layer/w", "layer%2Fw", Grid((rows, 300_000), (1, 300_000)), "float32")
+        row = np.ones((1, 300_000), np.float32)
+        writes = [ChunkWrite(meta, (i, 0), row) for i in range(rows)]
+        try:
+            kind(attempt.location).write(writes, lambda *_: None)
+        except StorageError as error:
+            attempt.abandon()
+            return error
+        return None
+"""
+
+
+@as_root
+def test_a_full_disk(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    scope: dict[str, object] = {}
+    exec(textwrap.dedent(WRITE), scope)
+    write = scope["write"]
+    assert callable(write)
+    with mounted(disk, "size=4m"):
+        for kind in ("FileMover", "TensorStoreMover"):
+            error = write(str(disk / "ckpt"), 6, scope[kind])
+            assert isinstance(error, StorageError)
+            assert error.key == "layer/w"
+            assert "layer%2Fw" in str(error)
+            if kind == "FileMover":
+                assert "the disk is full: free space or choose another place" in str(error)
+            assert os.listdir(disk) == []
+            assert write(str(disk / "ckpt"), 2, scope[kind]) is None
+            subprocess.run(["rm", "-rf", *[str(p) for p in disk.iterdir()]], check=True)
+
+
+@as_root
+def test_a_mount_point_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    with mounted(disk, "size=1m"):
+        with pytest.raises(StorageError, match=r"mount point.*folder below"):
+            begin(Location.of(disk))
+        save(disk / "below", "one")
+        assert content(disk / "below") == checkpoint("one")
+    assert os.listdir(tmp_path) == ["disk"]
+
+
+def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
+    script = textwrap.dedent(WRITE) + textwrap.dedent(
+        f"""
+        import os, resource, sys
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, {resource.RLIM_INFINITY}))
+        print(write(sys.argv[1], 2, FileMover))
+        print(os.listdir(os.path.dirname(sys.argv[1])))
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "ckpt")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "for key 'layer/w' failed: File too large" in done.stdout
+    assert "raise the limit" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_replacing_a_document_is_all_or_nothing(tmp_path: Path) -> None:
+    place = Location.of(tmp_path)
+    place.write("zarr.json", b"old")
+    place.replace("zarr.json", b"new")
+    assert content(tmp_path) == {"zarr.json": "new"}
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "x").write_text("x")
+    with pytest.raises(StorageError, match="replacing"):
+        place.replace("folder", b"new")
+    assert content(tmp_path) == {"zarr.json": "new", "folder/x": "x"}

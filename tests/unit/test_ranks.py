@@ -1,0 +1,53 @@
+"""A world of one, and what errors look like when several ranks have one."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardstore.errors import CheckpointingException, RanksError, StorageError
+from shardstore.ranks import DEADLINE_VARIABLE, Ranks, _failure, deadline_from_environment
+
+
+def test_a_world_of_one_decides_for_itself() -> None:
+    ranks = Ranks.current()
+    assert (ranks.rank, ranks.world_size, ranks.is_coordinator) == (0, 1, True)
+    assert ranks.together(b"x", what="testing", decide=lambda r: r[0] * 2) == b"xx"
+    assert ranks.together(b"x", what="testing") == b""
+    with pytest.raises(StorageError, match="full"):
+        ranks.together(what="testing", error=StorageError("full"), decide=lambda r: b"")
+
+    def refuse(reports: list[bytes]) -> bytes:
+        raise KeyError(len(reports))
+
+    with pytest.raises(KeyError):
+        ranks.together(what="testing", decide=refuse)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "soon", "nan"])
+def test_a_strange_deadline_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(DEADLINE_VARIABLE, text)
+    with pytest.raises(CheckpointingException, match=DEADLINE_VARIABLE):
+        deadline_from_environment()
+
+
+def test_the_deadline_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(DEADLINE_VARIABLE, raising=False)
+    assert deadline_from_environment() == 1800
+    monkeypatch.setenv(DEADLINE_VARIABLE, "2.5")
+    assert Ranks.current().deadline_s == 2.5
+
+
+def test_one_error_of_all_ranks_stays_what_it_is() -> None:
+    causes = [StorageError("the disk is full", key="a", url="/x") for _ in range(3)]
+    error = _failure("saving", dict.fromkeys(range(3), "the disk is full"), causes)
+    assert isinstance(error, StorageError)
+    assert error.key == "a"
+
+
+def test_different_errors_are_listed_and_counted() -> None:
+    failures = {rank: f"no {rank}" for rank in range(20)}
+    error = _failure("saving to /x", failures, [])
+    assert isinstance(error, RanksError)
+    assert error.failures == failures
+    assert "saving to /x failed on 20 rank(s): rank 0: no 0; rank 1: no 1" in str(error)
+    assert str(error).endswith("and 12 more")
