@@ -1,7 +1,9 @@
 """Sharded training checkpoints as plain Zarr.
 
-The public names are loaded on first use (PEP 562): importing the package alone imports neither torch nor anything
-else of weight, for the command line's sake and for zarr's, which imports our data types through their entry point.
+The public names are loaded on first use (PEP 562): importing the package alone imports neither
+torch nor anything
+else of weight, for the command line's sake and for zarr's, which imports our data types through
+their entry point.
 """
 
 from __future__ import annotations
@@ -42,11 +44,24 @@ _WHERE = {
     "save": "serialization",
 }
 _MODULES = frozenset(
-    "core dict_utils errors exchange_utils mapping optimizer ranks serialization state_dict_utils storage strategies "
-    "utils validation".split()
+    {
+        "core",
+        "dict_utils",
+        "errors",
+        "exchange_utils",
+        "mapping",
+        "optimizer",
+        "ranks",
+        "serialization",
+        "state_dict_utils",
+        "storage",
+        "strategies",
+        "utils",
+        "validation",
+    }
 )
 
-__all__ = sorted(_WHERE)  # noqa: PLE0605
+__all__ = sorted(_WHERE)
 
 
 def __getattr__(name: str) -> object:

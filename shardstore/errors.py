@@ -1,6 +1,7 @@
 """The tree of errors.
 
-Every error is a :class:`CheckpointingException` and, where one fits, a builtin too, so that a caller
+Every error is a :class:`CheckpointingException` and, where one fits, a builtin too, so that a
+caller
 may catch either. Each carries what it is about: ``key``, ``chunk``, ``rank`` and ``url`` (``None``
 where it has no meaning), and its text names them together with the remedy::
 
@@ -9,16 +10,20 @@ where it has no meaning), and its text names them together with the remedy::
     ├── FormatVersionError         (ValueError)         written by a format this version cannot read
     ├── CheckpointExistsError      (FileExistsError)    saving over something without being asked to
     ├── AccessPatternError         (ValueError)         shards overlap, or leave a part uncovered
-    ├── KeyNameError               (ValueError)         a key that cannot be stored, or two that collide
+    ├── KeyNameError               (ValueError)         a key that cannot be stored, or two that
+    collide
     ├── MissingKeyError            (KeyError)           the checkpoint lacks a requested key
     ├── ShapeMismatchError         (ValueError)         stored and requested global shapes differ
-    ├── DTypeMismatchError         (TypeError)          stored and requested data types differ, or unknown
+    ├── DTypeMismatchError         (TypeError)          stored and requested data types differ, or
+    unknown
     ├── DamagedCheckpointError     (OSError)            bytes are not those that were written
     │   ├── ChunkMissingError      (FileNotFoundError)
     │   └── ChunkCorruptError
-    ├── StorageError               (OSError)            the store refused: full disk, read-only, dead
+    ├── StorageError               (OSError)            the store refused: full disk, read-only,
+    dead
     ├── UnsafeObjectError          (pickle.UnpicklingError)  a class that was not allowed to load
-    └── RanksError                 (RuntimeError)       another rank failed, or did not answer in time
+    └── RanksError                 (RuntimeError)       another rank failed, or did not answer in
+    time
 """
 
 from __future__ import annotations

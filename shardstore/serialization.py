@@ -1,7 +1,9 @@
 """Saving and loading: the entry points of trainers.
 
-Every function is called by every rank of the default process group with its own part of the state (no process group: a world
-of one), unless its docstring says otherwise. The work is done by strategies; this module puts their steps in order and makes
+Every function is called by every rank of the default process group with its own part of the state
+(no process group: a world
+of one), unless its docstring says otherwise. The work is done by strategies; this module puts
+their steps in order and makes
 sure that what goes wrong on one rank is raised on every rank.
 """
 
@@ -10,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -20,7 +22,13 @@ from shardstore.core import (
     CheckpointingException,
     save_config,
 )
-from shardstore.dict_utils import dict_list_map_outplace, diff, extract_matching_values, merge
+from shardstore.dict_utils import (
+    dict_list_map_outplace,
+    diff,
+    extract_matching_values,
+    merge,
+    nested_values,
+)
 from shardstore.mapping import (
     CommonStateDict,
     ShardedObject,
@@ -94,21 +102,30 @@ def save(
 ) -> AsyncRequest | None:
     """Save a sharded state dict as one checkpoint, whole or not at all.
 
-    Called by every rank, which waits for all others twice: before bytes move (so that wrong input on one rank fails on all,
+    Called by every rank, which waits for all others twice: before bytes move (so that wrong input
+        on one rank fails on all,
     with nothing written) and at the commit.
 
     Args:
-        sharded_state_dict: nested dicts and lists with sharded tensors, sharded objects, factories, non-persistent objects, and
-            common values (of which rank 0's are kept). Factories in it are replaced by what they build.
+        sharded_state_dict: nested dicts and lists with sharded tensors, sharded objects,
+            factories, non-persistent objects, and
+            common values (of which rank 0's are kept). Factories in it are replaced by what they
+            build.
         checkpoint_dir: where to. Folders are created; an empty folder is filled.
-        sharded_strategy: how tensors are stored: a strategy, ``(backend, version)``, or the default ``("zarr", 2)``.
+        sharded_strategy: how tensors are stored: a strategy, ``(backend, version)``, or the
+            default ``("zarr", 2)``.
         common_strategy: how the rest is stored; default ``("torch", 1)``.
-        validate_access_integrity: refuse the commit unless each tensor and object is covered exactly once, and log where a rank's
+        validate_access_integrity: refuse the commit unless each tensor and object is covered
+            exactly once, and log where a rank's
             common values differ from rank 0's.
-        async_sharded_save: return an :class:`AsyncRequest` that does the writing; needs a strategy that can.
-        preprocess_common_before_consistancy_check: applied to a copy of the common values before they are compared.
-        content_metadata: kept in the checkpoint, and as plain attributes of the root group where it is JSON.
-        overwrite: replace a checkpoint that is there. It stays readable until the new one takes its place.
+        async_sharded_save: return an :class:`AsyncRequest` that does the writing; needs a strategy
+            that can.
+        preprocess_common_before_consistancy_check: applied to a copy of the common values before
+            they are compared.
+        content_metadata: kept in the checkpoint, and as plain attributes of the root group where
+            it is JSON.
+        overwrite: replace a checkpoint that is there. It stays readable until the new one takes
+            its place.
         durable: wait until everything is on the disk before the commit.
 
     Returns:
@@ -117,7 +134,8 @@ def save(
     Raises:
         CheckpointExistsError: there is a checkpoint, and ``overwrite`` was not given.
         AccessPatternError: shards overlap, leave a gap, or do not fit together.
-        DTypeMismatchError, ShapeMismatchError, KeyNameError: a tensor can not be stored as it is described.
+        DTypeMismatchError, ShapeMismatchError, KeyNameError: a tensor can not be stored as it is
+            described.
         StorageError: the store refused (full, read-only, gone).
         RanksError: another rank failed, or did not answer in time.
     """
@@ -132,7 +150,8 @@ def save(
         sharded_strategy, common_strategy = _save_strategies(sharded_strategy, common_strategy)
         if async_sharded_save and not isinstance(sharded_strategy, AsyncSaveShardedStrategy):
             raise CheckpointingException(
-                f"Cannot apply async_save to non-async strategy {sharded_strategy}; leave async_sharded_save out"
+                f"Cannot apply async_save to non-async strategy {sharded_strategy}; leave "
+                "async_sharded_save out"
             )
         sharded, common = save_preprocess(sharded_state_dict, validate_access_integrity=False)
         if content_metadata is not None:
@@ -162,7 +181,9 @@ def save(
 
     with session.active() as place:
         try:
-            request = _write(sharded, common, place, sharded_strategy, common_strategy, async_sharded_save)
+            request = _write(
+                sharded, common, place, sharded_strategy, common_strategy, async_sharded_save
+            )
         except Exception as problem:
             error, request = problem, None
     if request is None or error is not None:
@@ -189,7 +210,6 @@ def _write(
         validate_sharded_objects_handling(sharded_strategy, common_strategy)
         objects, tensors = extract_matching_values(sharded, lambda v: isinstance(v, ShardedObject))
         common_strategy.save_sharded_objects(cast(StateDict, objects), place.path)
-    tensors = cast(ShardedStateDict, tensors)
     if async_sharded_save:
         return cast(AsyncSaveShardedStrategy, sharded_strategy).async_save(tensors, place.path)
     sharded_strategy.save(tensors, place.path)
@@ -221,7 +241,8 @@ def _backend_version(given: object, name: str) -> tuple[str, int]:
     if isinstance(given, tuple | list) and len(given) == 2:
         return given[0], given[1]
     raise CheckpointingException(
-        f"{name}={given!r} is neither a strategy for saving nor a (backend, version) pair such as ('zarr', 2)"
+        f"{name}={given!r} is neither a strategy for saving nor a (backend, version) pair such "
+        "as ('zarr', 2)"
     )
 
 
@@ -254,7 +275,8 @@ def _pickled(common: StateDict) -> bytes:
         return pickle.dumps(common)
     except Exception as error:
         raise CheckpointingException(
-            f"the common (non-sharded) state can not be pickled: {type(error).__name__}: {error}; keep such values out with "
+            f"the common (non-sharded) state can not be pickled: {type(error).__name__}: "
+            f"{error}; keep such values out with "
             "LocalNonpersistentObject"
         ) from error
 
@@ -264,11 +286,14 @@ def _compare_common(mine: StateDict, of_coordinator: bytes, rank: int) -> None:
         theirs = pickle.loads(of_coordinator)
         only_theirs, only_mine, mismatched = diff(theirs, mine)
     except Exception as error:
-        logger.warning("Rank %d common state dict could not be compared with rank 0's: %s", rank, error)
+        logger.warning(
+            "Rank %d common state dict could not be compared with rank 0's: %s", rank, error
+        )
         return
     if only_theirs or only_mine or mismatched:
         logger.warning(
-            "Rank %d common state dict differs from rank 0 common state dict. Keys only on rank 0: %s, "
+            "Rank %d common state dict differs from rank 0 common state dict. Keys only on rank "
+            "0: %s, "
             "Keys only on %d: %s, Mismatched keys: %s",
             rank,
             only_theirs,
@@ -288,12 +313,15 @@ def load(
 ) -> StateDict | tuple[StateDict, set[str], set[str]]:
     """Load a checkpoint under any layout.
 
-    Called by every rank with the layout that it wants; one rank reads the documents for all. Tensors are read straight into
-    the memory of those that the state dict holds, where it can be written directly; where a sharded tensor has no data, a new
+    Called by every rank with the layout that it wants; one rank reads the documents for all.
+    Tensors are read straight into
+    the memory of those that the state dict holds, where it can be written directly; where a
+    sharded tensor has no data, a new
     tensor takes its place.
 
     Args:
-        sharded_state_dict: nested dicts and lists with sharded tensors, objects, factories and non-persistent objects.
+        sharded_state_dict: nested dicts and lists with sharded tensors, objects, factories and
+            non-persistent objects.
         checkpoint_dir: a committed checkpoint.
         sharded_strategy: default: what the checkpoint's own backend needs.
         common_strategy: the same for the common part.
@@ -301,13 +329,16 @@ def load(
         strict: what to do about keys that only one side has, see :class:`StrictHandling`.
 
     Returns:
-        The common state with the loaded state merged in; with a ``RETURN_*`` mode a tuple of it, the missing and the
+        The common state with the loaded state merged in; with a ``RETURN_*`` mode a tuple of it,
+        the missing and the
         unexpected keys.
 
     Raises:
         NotACheckpointError, FormatVersionError: nothing there that can be loaded.
-        MissingKeyError, ShapeMismatchError, DTypeMismatchError: what is stored is not what is asked for.
-        ChunkMissingError, ChunkCorruptError, DamagedCheckpointError: what is stored is not what was written.
+        MissingKeyError, ShapeMismatchError, DTypeMismatchError: what is stored is not what is
+            asked for.
+        ChunkMissingError, ChunkCorruptError, DamagedCheckpointError: what is stored is not what
+            was written.
         UnsafeObjectError: a class is needed that was not allowed.
         RanksError: another rank failed, or did not answer in time.
     """
@@ -318,16 +349,16 @@ def load(
         error: BaseException | None = None
         try:
             mode = parse_strict_flag(strict)
-            sharded_strategy, common_strategy = verify_checkpoint_and_load_strategy(
+            for_tensors, for_common = verify_checkpoint_and_load_strategy(
                 str(checkpoint_dir), sharded_strategy, common_strategy
             )
-            common_state = common_strategy.load_common(checkpoint_dir)
+            common_state = for_common.load_common(checkpoint_dir)
             wanted, nonpersistent, factories = load_preprocess(sharded_state_dict)
             merge(common_state, nonpersistent)
             wanted, _ = extract_sharded_base(wanted)
             stored = None
             if StrictHandling.requires_explicit_ckpt_mismatch_check(mode):
-                stored = load_sharded_metadata(checkpoint_dir, sharded_strategy, common_strategy)
+                stored = load_sharded_metadata(checkpoint_dir, for_tensors, for_common)
         except Exception as problem:
             error = problem
         ranks.together(what=what, error=error)
@@ -337,7 +368,7 @@ def load(
         if validate_access_integrity or StrictHandling.requires_global_app_metadata(mode):
             local, everyone = determine_global_metadata(wanted)
         elif stored is not None:
-            local = [v.without_data() for v in _sharded_values(wanted)]
+            local = [v.without_data() for v in nested_values(wanted)]
         try:
             wanted, missing, unexpected = validate_integrity_and_strict_load(
                 wanted, mode, validate_access_integrity, local, everyone, stored
@@ -347,7 +378,7 @@ def load(
         ranks.together(what=what, error=error)
 
         try:
-            loaded = _read(wanted, checkpoint_dir, sharded_strategy, common_strategy)
+            loaded = _read(wanted, checkpoint_dir, for_tensors, for_common)
             merge(common_state, loaded)
             result = apply_factory_merges(common_state, factories)
         except Exception as problem:
@@ -355,13 +386,7 @@ def load(
         ranks.together(what=what, error=error)
     if StrictHandling.requires_returning_mismatch_keys(mode):
         return result, missing, unexpected
-    return cast(StateDict, result)
-
-
-def _sharded_values(state_dict: ShardedStateDict) -> Iterable[Any]:
-    from shardstore.dict_utils import nested_values
-
-    return nested_values(state_dict)
+    return result
 
 
 def _read(
@@ -493,5 +518,3 @@ def get_default_save_common_strategy(
 def get_default_load_sharded_strategy(checkpoint_dir: str | Path) -> LoadShardedStrategy:
     """The strategy that a checkpoint's own backend needs for loading."""
     return verify_checkpoint_and_load_strategy(str(checkpoint_dir))[0]
-
-

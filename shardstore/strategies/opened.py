@@ -18,7 +18,10 @@ _checkpoints: ContextVar[dict[str, StoredCheckpoint]] = ContextVar("checkpoints"
 
 @contextmanager
 def handed_out(documents: Mapping[tuple[str, str], bytes | None]) -> Iterator[None]:
-    """Within, documents are taken from ``(url, name) -> bytes`` where they are there; ``None``: does not exist."""
+    """Within, documents are taken from ``(url, name) -> bytes`` where they are there.
+
+    ``None``: does not exist.
+    """
     tokens = (_documents.set(documents), _checkpoints.set({}))
     try:
         yield

@@ -10,7 +10,7 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from logging import getLogger
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -61,6 +61,8 @@ from shardstore.strategies.write_plan import (
 
 logger = getLogger(__name__)
 
+ZarrArray: TypeAlias = "zarr.Array[Any]"
+
 numpy_to_torch_dtype_dict: dict[Any, torch.dtype] = {
     dtypes.numpy_dtype(name): dtypes.torch_dtype(name) for name in dtypes.names()
 }
@@ -91,7 +93,7 @@ def sharded_tensors_of(state_dict: ShardedStateDict) -> list[ShardedTensor]:
 
 
 def needs_layouts(state_dict: ShardedStateDict) -> bool:
-    """Whether a rank holds tensors that the others must hear of (irregular cuts, flattened ranges)."""
+    """Whether a rank holds tensors that others must hear of: irregular cuts, flattened ranges."""
     return any(
         is_main_replica(tensor.replica_id) and not is_alone(tensor)
         for tensor in sharded_tensors_of(state_dict)
@@ -121,7 +123,8 @@ class ZarrSaveShardedStrategy(SaveShardedStrategy):
         super().__init__(backend, version)
         if version not in (V2_LAYOUT, V3_LAYOUT):
             raise FormatVersionError(
-                f"backend {backend!r} has no version {version!r}; 2 is Zarr v3 (default), 1 the Zarr v2 layout of "
+                f"backend {backend!r} has no version {version!r}; 2 is Zarr v3 (default), 1 the "
+                "Zarr v2 layout of "
                 "Megatron-Core"
             )
         self.options = SaveOptions(
@@ -131,7 +134,8 @@ class ZarrSaveShardedStrategy(SaveShardedStrategy):
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
         """Write this rank's part of the sharded tensors.
 
-        Called by every rank. Within :func:`shardstore.save` it writes into the attempt and returns; called by
+        Called by every rank. Within :func:`shardstore.save` it writes into the attempt and
+        returns; called by
         itself it also waits for all ranks and commits the arrays (a root group and nothing else).
 
         Args:
@@ -139,7 +143,8 @@ class ZarrSaveShardedStrategy(SaveShardedStrategy):
             checkpoint_dir: where to.
 
         Raises:
-            AccessPatternError, DTypeMismatchError, KeyNameError, StorageError: as the package's errors say.
+            AccessPatternError, DTypeMismatchError, KeyNameError, StorageError: as the package's
+                errors say.
         """
         session = session_of(checkpoint_dir)
         if session is not None:
@@ -201,7 +206,10 @@ def _carry_out(
     plan: WritePlan,
     created: Sequence[tuple[ArrayMeta, str]],
 ) -> None:
-    """Create, write, and put cut chunks together; an error of this rank's disk waits until all pieces are exchanged."""
+    """Create, write, and put cut chunks together.
+
+    An error of this rank's disk waits until all pieces are exchanged.
+    """
     location, manifest = session.attempt.location, session.manifest
     mover = arrays.mover_for(location, options)
 
@@ -242,7 +250,8 @@ def _rounds(chunks: Sequence[CutChunk]) -> Iterator[list[CutChunk]]:
 def _put_together(ranks: Ranks, chunks: Sequence[CutChunk]) -> list[ChunkWrite]:
     """Send pieces to the owners of their chunks, receive those of the chunks that this rank owns.
 
-    Every rank goes through its chunks in the same global order, so that no two can wait for each other.
+    Every rank goes through its chunks in the same global order, so that no two can wait for each
+    other.
     """
     sends: list[tuple[int, NDArray[np.uint8]]] = []
     receives: list[tuple[int, NDArray[np.uint8]]] = []
@@ -284,7 +293,8 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):
             The same structure, with tensors.
 
         Raises:
-            MissingKeyError, ShapeMismatchError, DTypeMismatchError: what is stored is not what is asked for.
+            MissingKeyError, ShapeMismatchError, DTypeMismatchError: what is stored is not what is
+                asked for.
             ChunkMissingError, ChunkCorruptError: what is stored is not what was written.
         """
         stored = open_checkpoint(checkpoint_dir)
@@ -297,7 +307,8 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):
         def loaded(value: Any) -> Any:
             if not isinstance(value, ShardedTensor):
                 raise CheckpointingException(
-                    f"{type(value).__name__} among the sharded tensors to load from {checkpoint_dir}; "
+                    f"{type(value).__name__} among the sharded tensors to load from "
+                    f"{checkpoint_dir}; "
                     "the common strategy loads other objects"
                 )
             return planned[id(value)].finish()
@@ -323,7 +334,8 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):
         """Raise unless the checkpoint was written by the Zarr backend."""
         if loaded_version != BACKEND:
             raise NotACheckpointError(
-                f"the checkpoint was written by backend {loaded_version!r}, this strategy reads {BACKEND!r}; "
+                f"the checkpoint was written by backend {loaded_version!r}, this strategy reads "
+                f"{BACKEND!r}; "
                 "leave sharded_strategy out to have the right one chosen"
             )
 
@@ -331,7 +343,8 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):
         """Raise unless the checkpoint was written by a version that this one reads (1 or 2)."""
         if loaded_version not in (V2_LAYOUT, V3_LAYOUT):
             raise FormatVersionError(
-                f"the checkpoint has version {loaded_version!r} of the {BACKEND!r} backend, this version of shardstore "
+                f"the checkpoint has version {loaded_version!r} of the {BACKEND!r} backend, this "
+                "version of shardstore "
                 f"reads {V2_LAYOUT} and {V3_LAYOUT}: upgrade shardstore to load it"
             )
 
@@ -345,20 +358,23 @@ def _plan(stored: StoredCheckpoint, tensor: ShardedTensor) -> TensorRead:
     return plan_read(tensor, find_array(stored.arrays, tensor, stored.location.url))
 
 
-# -- array by array, over zarr handles: the names that the reference pages have -----------------------------
+# -- array by array, over zarr handles: the names that the reference pages have
+# -----------------------------
 
 
 def _create_or_open_zarr_arrays(
     sharded_tensors: list[ShardedTensor], checkpoint_dir: str | Path
-) -> list[zarr.Array | None]:
-    """Zarr arrays for a rank's sharded tensors: created by the main replica of the first shard, opened by other main replicas.
+) -> list[ZarrArray | None]:
+    """Zarr arrays for a rank's sharded tensors: created by the main replica of the first shard,
+    opened by other main replicas.
 
-    Called by every rank of the process group, if there is one: those that open wait for those that create.
+    Called by every rank of the process group, if there is one: those that open wait for those that
+        create.
 
     Returns:
         One entry a tensor; ``None`` for replicas, which write nothing.
     """
-    found: list[zarr.Array | None] = [
+    found: list[ZarrArray | None] = [
         _create_zarr_array(tensor, checkpoint_dir) if _should_create_array(tensor) else None
         for tensor in sharded_tensors
     ]
@@ -377,7 +393,7 @@ def _should_create_array(ten: ShardedTensor) -> bool:
     return is_first(ten)
 
 
-def _save_to_existing_array(sharded_tensor: ShardedTensor, arr: zarr.Array | None) -> None:
+def _save_to_existing_array(sharded_tensor: ShardedTensor, arr: ZarrArray | None) -> None:
     """Write a local tensor to its place in an array; replicas (and ``None``) write nothing."""
     if arr is None or not is_main_replica(sharded_tensor.replica_id):
         return
@@ -400,15 +416,13 @@ def _save_to_existing_array(sharded_tensor: ShardedTensor, arr: zarr.Array | Non
         position += part.size
 
 
-def _create_zarr_array(sharded_tensor: ShardedTensor, checkpoint_dir: str | Path) -> zarr.Array:
+def _create_zarr_array(sharded_tensor: ShardedTensor, checkpoint_dir: str | Path) -> ZarrArray:
     """Create the array that a sharded tensor is a part of.
 
     Raises:
         CheckpointExistsError: it exists.
     """
-    meta = array_meta(
-        sharded_tensor, zarr_format=3, target_chunk_bytes=DEFAULT_TARGET_CHUNK_BYTES
-    )
+    meta = array_meta(sharded_tensor, zarr_format=3, target_chunk_bytes=DEFAULT_TARGET_CHUNK_BYTES)
     return arrays.open_zarr_array(Location.of(checkpoint_dir), meta, create=True)
 
 
@@ -422,7 +436,7 @@ def _load_from_array(sharded_tensor: ShardedTensor, checkpoint_dir: str | Path) 
     return read.finish()
 
 
-def _open_zarr_array_verbose(path: str | Path, mode: str, **open_kwargs: Any) -> zarr.Array:
+def _open_zarr_array_verbose(path: str | Path, mode: str, **open_kwargs: Any) -> ZarrArray:
     """Open an array with zarr; where that fails, say what is there instead.
 
     Raises:
@@ -442,7 +456,8 @@ def _open_zarr_array_verbose(path: str | Path, mode: str, **open_kwargs: Any) ->
         else:
             there = "not even its parent exists"
         raise NotACheckpointError(
-            f"Array {path} could not be opened: {type(error).__name__}: {error} ({there})", url=str(path)
+            f"Array {path} could not be opened: {type(error).__name__}: {error} ({there})",
+            url=str(path),
         ) from error
 
 
@@ -452,7 +467,8 @@ def postprocess_numpy_array(
     """Turn a NumPy array of a whole shard into the torch tensor that is asked for.
 
     Args:
-        loaded_array: the shard as it was stored, of the local shape unless ``allow_shape_mismatch``.
+        loaded_array: the shard as it was stored, of the local shape unless
+            ``allow_shape_mismatch``.
         sharded_tensor: what is asked for.
         apply_flattened_range: cut out the flattened range, if there is one.
 
@@ -463,7 +479,8 @@ def postprocess_numpy_array(
     if tuple(x.shape) != sharded_tensor.local_shape:
         if not sharded_tensor.allow_shape_mismatch:
             raise ShapeMismatchError(
-                f"Local shape mismatch for key {sharded_tensor.key!r}: loaded {tuple(x.shape)}, expected "
+                f"Local shape mismatch for key {sharded_tensor.key!r}: loaded {tuple(x.shape)}, "
+                "expected "
                 f"{sharded_tensor.local_shape}; set allow_shape_mismatch=True to zero-pad",
                 key=sharded_tensor.key,
             )
@@ -474,7 +491,10 @@ def postprocess_numpy_array(
 
 
 def flatten_range(sharded_tensor: ShardedTensor, x: torch.Tensor) -> torch.Tensor:
-    """The flattened range of a whole local tensor, one-dimensional; the tensor itself where there is no range."""
+    """The flattened range of a whole local tensor, one-dimensional.
+
+    The tensor itself where there is no range.
+    """
     if sharded_tensor.flattened_range is None:
         return x
     return x.reshape(-1)[sharded_tensor.flattened_range]
@@ -489,7 +509,8 @@ def pad_to_expected_shape(x: torch.Tensor, expected_sharded_ten: ShardedTensor) 
     expected = expected_sharded_ten.local_shape
     if x.ndim != len(expected):
         raise ShapeMismatchError(
-            f"key {expected_sharded_ten.key!r}: loaded {x.ndim} axes {tuple(x.shape)}, expected {len(expected)} {expected}; "
+            f"key {expected_sharded_ten.key!r}: loaded {x.ndim} axes {tuple(x.shape)}, expected "
+            f"{len(expected)} {expected}; "
             "padding changes lengths, not the number of axes",
             key=expected_sharded_ten.key,
         )
@@ -497,7 +518,8 @@ def pad_to_expected_shape(x: torch.Tensor, expected_sharded_ten: ShardedTensor) 
         return x
     if any(a > b for a, b in zip(x.shape, expected, strict=True)):
         raise ShapeMismatchError(
-            f"key {expected_sharded_ten.key!r}: loaded {tuple(x.shape)} is larger than expected {expected}; padding "
+            f"key {expected_sharded_ten.key!r}: loaded {tuple(x.shape)} is larger than expected "
+            f"{expected}; padding "
             "never drops data",
             key=expected_sharded_ten.key,
         )

@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-# module -> name -> parameters ("name" or "name=default"), None for data and classes without their own.
+# module -> name -> parameters ("name" or "name=default"), None for data and classes without their
+# own.
 REFERENCE: dict[str, dict[str, str | None]] = {
     "mapping": {
         "logger": None,
@@ -22,8 +23,9 @@ REFERENCE: dict[str, dict[str, str | None]] = {
         "FactoryMergeFn": None,
         "ShardedBase.validate_metadata_integrity": "self",
         "ShardedBase.without_data": "self",
-        "ShardedTensor": "key data dtype local_shape global_shape global_offset axis_fragmentations "
-        "replica_id=0 prepend_axis_num=0 allow_shape_mismatch=False flattened_range=None",
+        "ShardedTensor": "key data dtype local_shape global_shape global_offset "
+        "axis_fragmentations replica_id=0 prepend_axis_num=0 allow_shape_mismatch=False "
+        "flattened_range=None",
         "ShardedTensor.__post_init__": "self",
         "ShardedTensor.validate_metadata_integrity": "self",
         "ShardedTensor.has_regular_grid": None,
@@ -186,7 +188,8 @@ def test_name_and_parameters_are_those_of_the_reference(module: str, name: str) 
 def test_importing_the_package_imports_neither_torch_nor_tensorstore() -> None:
     program = (
         "import sys, shardstore; "
-        "assert not {'torch', 'tensorstore', 'zarr', 'numpy'} & set(sys.modules), sys.modules.keys()"
+        "assert not {'torch', 'tensorstore', 'zarr', 'numpy'} & set(sys.modules), "
+        "sys.modules.keys()"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,525 @@
+"""Saving and loading through the public entry points: what programs rely on, on four real ranks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import zarr
+
+import shardstore
+from shardstore.errors import CheckpointExistsError, CheckpointingException, ShapeMismatchError
+from shardstore.mapping import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from shardstore.serialization import load_sharded_metadata
+from shardstore.storage.counters import counters
+from shardstore.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from shardstore.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
+from tests.ranks_helper import run_ranks
+from tests.scenarios import Scenario, logged, raised, remains, run_scenarios
+
+WORLD = 4
+WHOLE = torch.arange(48, dtype=torch.float32).reshape(8, 6)
+
+
+def rows(key: str, rank: int, world_size: int, whole: torch.Tensor = WHOLE) -> ShardedTensor:
+    part = whole.chunk(world_size)[rank].clone()
+    return ShardedTensor.from_rank_offsets(key, part, (0, rank, world_size))
+
+
+def columns(key: str, rank: int, world_size: int, whole: torch.Tensor = WHOLE) -> ShardedTensor:
+    part = torch.zeros(whole.shape[0], whole.shape[1] // world_size)
+    return ShardedTensor.from_rank_offsets(key, part, (1, rank, world_size))
+
+
+def replicated(key: str, rank: int, whole: torch.Tensor = WHOLE) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(key, whole.clone(), replica_id=rank)
+
+
+def load(state: dict[str, Any], place: Path, **options: Any) -> dict[str, Any]:
+    loaded = shardstore.load(state, place, **options)
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+def common_state_is_that_of_rank_0(rank: int, world_size: int, folder: Path) -> None:
+    state: dict[str, Any] = {"w": rows("w", rank, world_size), "step": 7, "args": {"lr": 0.1}}
+    if rank == 2:
+        state["step"] = 8
+        state["mine"] = 1
+        del state["args"]["lr"]
+    with logged() as texts:
+        shardstore.save(state, folder / "c")
+    if rank == 2:
+        (text,) = texts
+        assert text.startswith("Rank 2 common state dict differs from rank 0 common state dict. ")
+        before, only_mine = text.split("Keys only on 2: ")
+        assert "Keys only on rank 0: [('args', 'lr')]" in before
+        assert only_mine.startswith("[('mine',)], Mismatched keys: [(('step',)")
+    else:
+        assert texts == []
+    loaded = load({"w": rows("w", rank, world_size, WHOLE * 0)}, folder / "c")
+    assert {k: v for k, v in loaded.items() if k != "w"} == {"step": 7, "args": {"lr": 0.1}}
+
+
+def comparison_can_be_told_what_to_leave_out(rank: int, world_size: int, folder: Path) -> None:
+    state: dict[str, Any] = {"w": rows("w", rank, world_size), "rank": rank, "step": 1}
+
+    def without_rank(common: dict[str, Any]) -> dict[str, Any]:
+        common.pop("rank")
+        return common
+
+    with logged() as texts:
+        shardstore.save(
+            state, folder / "c", preprocess_common_before_consistancy_check=without_rank
+        )
+    assert texts == []
+    assert load({}, folder / "c", strict="ignore_all", validate_access_integrity=False) == {
+        "rank": 0,
+        "step": 1,
+    }
+
+
+def clean_save_and_load_log_nothing(rank: int, world_size: int, folder: Path) -> None:
+    state = {
+        "w": rows("w", rank, world_size),
+        "r": replicated("r", rank),
+        "o": ShardedObject("o", {"rank": rank}, (world_size,), (rank,)),
+        "step": 3,
+    }
+    with logged() as texts:
+        shardstore.save(state, folder / "c", content_metadata={"a": 1})
+        wanted = {"w": columns("w", rank % 2, 2), "r": replicated("r", rank, WHOLE * 0)}
+        wanted["w"].replica_id = rank // 2
+        loaded = load(wanted, folder / "c")
+    assert texts == []
+    assert torch.equal(loaded["r"], WHOLE)
+    assert torch.equal(loaded["w"], WHOLE.chunk(2, 1)[rank % 2])
+    assert remains(folder) == ["c"]
+
+
+def sharded_objects(rank: int, world_size: int, folder: Path) -> None:
+    state = {
+        "grid": ShardedObject("grid", {"of": rank}, (2, world_size), (0, rank)),
+        "list": [ShardedObject("grid", [rank, torch.ones(2)], (2, world_size), (1, rank))],
+        "one": ShardedObject("one", "main" if rank == 0 else "copy", (1,), (0,), replica_id=rank),
+    }
+    shardstore.save(state, folder / "c")
+    other = (rank + 1) % world_size
+    wanted = {
+        "grid": ShardedObject("grid", None, (2, world_size), (0, other)),
+        "list": [ShardedObject("grid", None, (2, world_size), (1, other))],
+        "one": ShardedObject("one", None, (1,), (0,), replica_id=rank),
+    }
+    loaded = load(wanted, folder / "c")
+    assert loaded["grid"] == {"of": other}
+    assert loaded["list"][0][0] == other
+    assert loaded["one"] == "main"
+    stored = load_sharded_metadata(folder / "c")
+    assert f"grid/shard_1.{rank}_2.{world_size}" in stored
+    assert len(stored) == 2 * world_size + 1
+
+
+def _halves(key: str, data: torch.Tensor, replica_id: Any, flat: Any) -> dict[str, Any]:
+    first, second = data.chunk(2)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    return {
+        "first": ShardedTensor.from_rank_offsets(f"{key}.1", first, (0, rank, world_size)),
+        "second": ShardedTensor.from_rank_offsets(f"{key}.2", second, (0, rank, world_size)),
+    }
+
+
+def _whole(parts: dict[str, Any]) -> torch.Tensor:
+    return torch.cat([parts["first"], parts["second"]])
+
+
+def factories(rank: int, world_size: int, folder: Path) -> None:
+    data = torch.arange(12.0).reshape(4, 3) + 100 * rank
+    state = {"deep": [{"f": ShardedTensorFactory("f", data, _halves, _whole)}], "step": 1}
+    shardstore.save(state, folder / "c")
+    assert sorted(shardstore.load_tensors_metadata(folder / "c")) == ["f.1", "f.2"]
+    wanted = {"deep": [{"f": ShardedTensorFactory("f", torch.zeros(4, 3), _halves, _whole)}]}
+    loaded = load(wanted, folder / "c")
+    assert torch.equal(loaded["deep"][0]["f"], data)
+
+
+def nonpersistent_objects(rank: int, world_size: int, folder: Path) -> None:
+    local = object()
+    state = {"w": rows("w", rank, world_size), "deep": {"local": LocalNonpersistentObject(local)}}
+    shardstore.save(state, folder / "c")
+    wanted = {
+        "w": rows("w", rank, world_size),
+        "deep": {"local": LocalNonpersistentObject(local)},
+    }
+    loaded = load(wanted, folder / "c")
+    assert loaded["deep"]["local"] is local
+    assert "deep" not in shardstore.load_common_state_dict(folder / "c")
+
+
+def content_metadata_is_in_the_root_attributes(rank: int, world_size: int, folder: Path) -> None:
+    given = {"model": "gpt", "tp": 2, "nested": {"list": [1, None]}}
+    shardstore.save({"w": rows("w", rank, world_size)}, folder / "c", content_metadata=given)
+    attributes: Any = dict(zarr.open_group(folder / "c", mode="r").attrs)
+    assert attributes["content_metadata"] == given
+    assert attributes["shardstore"]["commit"]["world_size"] == world_size
+    assert shardstore.load_content_metadata(folder / "c") == given
+    shardstore.save({"w": rows("w", rank, world_size)}, folder / "e", content_metadata={})
+    loaded = load({"w": rows("w", rank, world_size)}, folder / "e")
+    assert shardstore.load_content_metadata(preloaded_state_dict=loaded) == {}
+
+
+def strict_modes(rank: int, world_size: int, folder: Path) -> None:
+    stored = {key: rows(key, rank, world_size) for key in ("both", "only_stored")}
+    shardstore.save(stored, folder / "c")
+
+    def wanted() -> dict[str, Any]:
+        return {key: rows(key, rank, world_size, WHOLE * 0) for key in ("both", "only_wanted")}
+
+    # Only rank 1 asks for one of them: the others must hear of it.
+    def uneven() -> dict[str, Any]:
+        state = {"both": rows("both", rank, world_size, WHOLE * 0)}
+        if rank == 1:
+            state["only_wanted"] = ShardedTensor.from_rank_offsets("only_wanted", torch.zeros(3))
+        return state
+
+    for state in (wanted, uneven):
+        text = str(raised(lambda: load(state(), folder / "c")))  # noqa: B023 (called at once)
+        assert "only_wanted" in text
+        text = str(raised(lambda: load(state(), folder / "c", strict="raise_unexpected")))  # noqa: B023
+        assert "Unexpected keys" in text
+        assert "only_wanted" in text
+        assert "Missing keys" not in text
+        text = str(raised(lambda: load(state(), folder / "c", strict="raise_all")))  # noqa: B023
+        assert "Unexpected keys" in text
+        assert "Missing keys" in text
+        assert "only_stored" in text
+        for mode, missing in (("return_unexpected", set()), ("return_all", {"only_stored"})):
+            loaded, lacking, unexpected = shardstore.load(state(), folder / "c", strict=mode)
+            assert (lacking, unexpected) == (missing, {"only_wanted"}), mode
+            assert torch.equal(loaded["both"], WHOLE.chunk(world_size)[rank])
+            assert "only_wanted" not in loaded
+        for mode, words in (
+            ("log_unexpected", ["only_wanted"]),
+            ("log_all", ["only_wanted", "only_stored"]),
+            ("ignore_all", []),
+        ):
+            with logged() as texts:
+                loaded = load(state(), folder / "c", strict=mode)
+            assert torch.equal(loaded["both"], WHOLE.chunk(world_size)[rank])
+            if rank == 0 or not words:
+                assert bool(texts) == bool(words), (mode, texts)
+                assert all(word in " ".join(texts) for word in words), (mode, texts)
+
+
+def shapes_may_differ_if_allowed(rank: int, world_size: int, folder: Path) -> None:
+    stored = torch.arange(1.0, 61.0).reshape(10, 6)
+    shardstore.save({"w": replicated("w", rank, stored)}, folder / "c")
+
+    def wanted(length: int, allow: bool) -> dict[str, Any]:
+        part = torch.full((length // world_size, 6), -1.0)
+        tensor = ShardedTensor.from_rank_offsets(
+            "w", part, (0, rank, world_size), allow_shape_mismatch=allow
+        )
+        return {"w": tensor}
+
+    for length in (8, 12, 16):
+        padded = torch.zeros(length, 6)
+        padded[:10] = stored[:length]
+        loaded = load(wanted(length, True), folder / "c")
+        assert torch.equal(loaded["w"], padded.chunk(world_size)[rank]), length
+        error = raised(lambda: load(wanted(length, False), folder / "c"))  # noqa: B023
+        assert isinstance(error, ShapeMismatchError)
+        assert "(10, 6)" in str(error)
+        assert f"({length}, 6)" in str(error)
+
+
+def a_checkpoint_is_replaced_only_if_asked_for(rank: int, world_size: int, folder: Path) -> None:
+    def state(factor: int) -> dict[str, Any]:
+        return {"w": rows("w", rank, world_size, WHOLE * factor), "step": factor}
+
+    shardstore.save(state(1), folder / "c")
+    error = raised(lambda: shardstore.save(state(2), folder / "c"))
+    assert isinstance(error, CheckpointExistsError)
+    assert "overwrite=True" in str(error)
+    assert remains(folder) == ["c"]
+    assert torch.equal(load(state(0), folder / "c")["w"], WHOLE.chunk(world_size)[rank])
+    shardstore.save(state(3), folder / "c", overwrite=True)
+    loaded = load({"w": rows("w", rank, world_size)}, folder / "c")
+    assert torch.equal(loaded["w"], 3 * WHOLE.chunk(world_size)[rank])
+    assert loaded["step"] == 3
+    dist.barrier()
+    assert remains(folder) == ["c"]
+    (folder / "empty").mkdir(exist_ok=True)
+    dist.barrier()
+    shardstore.save(state(1), folder / "empty")
+
+
+def metadata_can_be_loaded(rank: int, world_size: int, folder: Path) -> None:
+    state = {"a": rows("a", rank, world_size), "b.x": rows("b.x", rank, world_size, WHOLE + 1)}
+    shardstore.save({**state, "step": 1}, folder / "c")
+    metadata = shardstore.load_tensors_metadata(folder / "c")
+    assert sorted(metadata) == ["a", "b.x"]
+    assert metadata["a"].global_shape == metadata["a"].local_shape == (8, 6)
+    assert metadata["a"].axis_fragmentations == (1, 1)
+    loaded = load(metadata, folder / "c", validate_access_integrity=False)
+    assert torch.equal(loaded["a"], WHOLE)
+    plain = shardstore.load_plain_tensors(folder / "c")
+    assert torch.equal(plain["b.x"], WHOLE + 1)
+    assert plain["step"] == 1
+    dist.barrier()
+    if rank == 0:
+        shardstore.remove_sharded_tensors(folder / "c", "b.")
+    dist.barrier()
+    assert sorted(shardstore.load_tensors_metadata(folder / "c")) == ["a"]
+    assert sorted(zarr.open_group(folder / "c", mode="r").keys()) == ["a"]
+    assert not (folder / "c" / "b.x").exists()
+    loaded = load({"a": rows("a", rank, world_size, WHOLE * 0)}, folder / "c")
+    assert torch.equal(loaded["a"], WHOLE.chunk(world_size)[rank])
+    assert "b.x" in str(raised(lambda: load({"b": rows("b.x", rank, world_size)}, folder / "c")))
+
+
+def replicas_share_the_work(rank: int, world_size: int, folder: Path) -> None:
+    shapes = {"a": (16, 4), "b": (7,), "c": (3, 3, 3), "d": (), "e": (64,)}
+    wholes = {key: torch.randn(shape) for key, shape in shapes.items()}
+    for whole in wholes.values():
+        dist.broadcast(whole, 0)
+    save = FullyParallelSaveStrategyWrapper(ZarrSaveShardedStrategy("zarr", 2))
+    before = counters.snapshot()["chunks_written"]
+    # Half of the ranks hold one part of the flattened optimizer state, half the other.
+    part = slice(0, 40) if rank % 2 == 0 else slice(40, 96)
+    flat = torch.arange(96.0)
+    state: dict[str, Any] = {key: replicated(key, rank, whole) for key, whole in wholes.items()}
+    state["flat"] = ShardedTensor.from_rank_offsets_flat(
+        "flat", flat[part].clone(), (12, 8), flattened_range=part, replica_id=rank // 2
+    )
+    state["o"] = ShardedObject("o", [1], (1,), (0,), replica_id=rank)
+    shardstore.save(state, folder / "c", save)
+    mine = torch.tensor(counters.snapshot()["chunks_written"] - before)
+    assert mine > 0
+    dist.all_reduce(mine)
+    assert mine <= len(shapes) + 96 * 4 // 64 + 1
+    for algorithm in ("broadcast", "gather_rounds", "gather_object"):
+        strategy = FullyParallelLoadStrategyWrapper(
+            ZarrLoadShardedStrategy(), exchange_algo=algorithm
+        )
+        wanted: dict[str, Any] = {
+            key: replicated(key, rank, whole * 0) for key, whole in wholes.items()
+        }
+        wanted["flat"] = ShardedTensor.from_rank_offsets_flat(
+            "flat", torch.zeros(96)[part], (12, 8), flattened_range=part, replica_id=rank // 2
+        )
+        wanted["o"] = ShardedObject("o", None, (1,), (0,), replica_id=rank)
+        loaded = load(wanted, folder / "c", sharded_strategy=strategy)
+        for key, whole in wholes.items():
+            assert torch.equal(loaded[key], whole), (algorithm, key)
+        assert torch.equal(loaded["flat"], flat[part])
+        assert loaded["o"] == [1]
+
+
+_opened: list[str] = []
+
+
+def _note_opened(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "open" and isinstance(arguments[0], str | bytes | os.PathLike):
+        _opened.append(os.fsdecode(arguments[0]))
+
+
+def documents_are_read_by_one_rank(rank: int, world_size: int, folder: Path) -> None:
+    state = {f"w{i}": rows(f"w{i}", rank, world_size) for i in range(20)}
+    shardstore.save({**state, "step": 1}, folder / "c")
+    dist.barrier()
+    sys.addaudithook(_note_opened)
+    _opened.clear()
+    before = counters.snapshot()["documents_read"]
+    load(
+        {f"w{i}": columns(f"w{i}", rank % 2, 2) for i in range(20)},
+        folder / "c",
+        validate_access_integrity=False,
+    )
+    read = [Path(path) for path in _opened if path.startswith(str(folder))]
+    read = [path for path in read if not path.name.startswith("c.")]
+    counted = counters.snapshot()["documents_read"] - before
+    if rank:
+        assert read == []
+        assert counted == 0
+    else:
+        names = sorted(path.name for path in read)
+        assert names == ["common.pt", "metadata.json", "zarr.json"]
+        assert counted == 3
+
+
+SCENARIOS: list[Scenario] = [
+    common_state_is_that_of_rank_0,
+    comparison_can_be_told_what_to_leave_out,
+    clean_save_and_load_log_nothing,
+    sharded_objects,
+    factories,
+    nonpersistent_objects,
+    content_metadata_is_in_the_root_attributes,
+    strict_modes,
+    shapes_may_differ_if_allowed,
+    a_checkpoint_is_replaced_only_if_asked_for,
+    metadata_can_be_loaded,
+    replicas_share_the_work,
+    documents_are_read_by_one_rank,
+]
+
+
+def test_on_four_ranks(tmp_path: Path) -> None:
+    names = [scenario.__name__ for scenario in SCENARIOS]
+    assert run_ranks(run_scenarios, WORLD, str(tmp_path), SCENARIOS) == [names] * WORLD
+
+
+# -- a world of one, without a process group ------------------------------------------------------
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    shardstore.save({"w": replicated("w", 0), "step": 1}, tmp_path / "c")
+    return tmp_path / "c"
+
+
+def _given(tensor: torch.Tensor, place: Path) -> torch.Tensor:
+    state = {"w": ShardedTensor.from_rank_offsets("w", tensor)}
+    loaded = load(state, place)["w"]
+    assert torch.equal(loaded, WHOLE)
+    assert isinstance(loaded, torch.Tensor)
+    return loaded
+
+
+def test_loading_writes_into_the_memory_given(stored: Path) -> None:
+    contiguous = torch.zeros(8, 6)
+    assert _given(contiguous, stored).data_ptr() == contiguous.data_ptr()
+    transposed = torch.zeros(6, 8).t()
+    assert _given(transposed, stored).data_ptr() == transposed.data_ptr()
+    wide = torch.zeros(8, 12)
+    assert _given(wide[:, ::2], stored).data_ptr() == wide.data_ptr()
+    assert torch.equal(wide[:, 1::2], torch.zeros(8, 6))
+    parameter = torch.nn.Parameter(torch.zeros(8, 6))
+    assert _given(parameter, stored).data_ptr() == parameter.data_ptr()
+    assert torch.equal(parameter, WHOLE)
+    assert parameter.requires_grad
+    assert parameter.grad is None
+
+
+def test_loading_makes_a_tensor_where_there_is_no_memory_of_its_own(stored: Path) -> None:
+    one = torch.zeros(1, 6)
+    _given(one.expand(8, 6), stored)
+    assert torch.equal(one, torch.zeros(1, 6))
+    assert _given(torch.empty(8, 6, device="meta"), stored).device.type == "cpu"
+    nothing = ShardedTensor("w", None, torch.float32, (8, 6), (8, 6), (0, 0), (1, 1))
+    assert torch.equal(load({"w": nothing}, stored)["w"], WHOLE)
+
+
+def test_a_part_of_a_larger_state_may_be_asked_for(stored: Path) -> None:
+    loaded = load({}, stored)
+    assert loaded == {"step": 1}
+    part = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 6), (0, 3, 4))
+    assert torch.equal(load({"w": part}, stored, validate_access_integrity=False)["w"], WHOLE[6:])
+    text = str(raised(lambda: load({"w": part}, stored)))
+    assert "Invalid access pattern" in text
+    assert "'w'" in text
+
+
+def _bytes_read(wanted: list[ShardedTensor], place: Path) -> int:
+    """Bytes read if each of these were loaded by a rank of its own."""
+    before = counters.snapshot()["bytes_read"]
+    for tensor in wanted:
+        load({"x": tensor}, place, validate_access_integrity=False)
+    return counters.snapshot()["bytes_read"] - before
+
+
+def _flat_shards(whole: torch.Tensor, parts: int) -> list[ShardedTensor]:
+    share = -(-whole.numel() // parts)
+    bounds = [(i * share, min((i + 1) * share, whole.numel())) for i in range(parts)]
+    return [
+        ShardedTensor.from_rank_offsets_flat(
+            "x", whole.reshape(-1)[a:b], tuple(whole.shape), flattened_range=slice(a, b)
+        )
+        for a, b in bounds
+    ]
+
+
+@pytest.mark.parametrize("shape", [(1536, 2048), (3_000_001,), (12, 1000, 257), (3, 1024, 1024)])
+def test_a_flat_range_reads_little_more_than_itself(shape: tuple[int, ...], tmp_path: Path) -> None:
+    whole = torch.randn(shape)
+    shardstore.save({"x": _flat_shards(whole, 8)}, tmp_path / "c", durable=False)
+    for parts in (8, 5, 3, 1):
+        wanted = _flat_shards(torch.zeros(shape), parts)
+        read = _bytes_read(wanted, tmp_path / "c")
+        assert whole.nbytes <= read <= 1.1 * whole.nbytes, (parts, read / whole.nbytes)
+        assert torch.equal(
+            torch.cat([w.data for w in wanted if w.data is not None]), whole.reshape(-1)
+        )
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize(("before", "after"), [(4, 16), (16, 4)])
+def test_resharding_reads_little_more_than_is_wanted(
+    axis: int, before: int, after: int, tmp_path: Path
+) -> None:
+    whole = torch.randn(2048, 2048)
+    saved = [
+        ShardedTensor.from_rank_offsets("x", part, (axis, i, before))
+        for i, part in enumerate(whole.chunk(before, axis))
+    ]
+    shardstore.save({"x": saved}, tmp_path / "c", durable=False)
+    wanted = [
+        ShardedTensor.from_rank_offsets("x", torch.zeros_like(part), (axis, i, after))
+        for i, part in enumerate(whole.chunk(after, axis))
+    ]
+    read = _bytes_read(wanted, tmp_path / "c")
+    assert read <= 1.25 * whole.nbytes, read / whole.nbytes
+    assert torch.equal(torch.cat([w.data for w in wanted if w.data is not None], axis), whole)
+
+
+def test_a_strategy_may_be_named_or_be_an_object(tmp_path: Path) -> None:
+    for number, strategy in enumerate(
+        [("zarr", 2), ("zarr", 1), ZarrSaveShardedStrategy("zarr", 1), None]
+    ):
+        place = tmp_path / str(number)
+        shardstore.save({"w": replicated("w", 0)}, place, strategy, ("torch", 1))
+        loaded = load({"w": replicated("w", 0, WHOLE * 0)}, place)
+        assert torch.equal(loaded["w"], WHOLE)
+        assert (place / "w" / ".zarray").exists() == (number in (1, 2))
+    for wrong in (("zarr", 9), ("none", 1), "zarr", 3):
+        error = raised(lambda: shardstore.save({}, tmp_path / "x", wrong))  # type: ignore[arg-type]  # noqa: B023
+        assert isinstance(error, CheckpointingException)
+    assert not (tmp_path / "x").exists()
+
+
+@contextmanager
+def _in(folder: Path) -> Iterator[None]:
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def test_places_may_be_relative_or_links(tmp_path: Path) -> None:
+    with _in(tmp_path):
+        shardstore.save({"w": replicated("w", 0)}, "a/b/c")
+        loaded = load({"w": replicated("w", 0, WHOLE * 0)}, Path("a/../a/b/c"))
+    assert torch.equal(loaded["w"], WHOLE)
+    (tmp_path / "link").symlink_to(tmp_path / "a" / "b" / "c")
+    assert torch.equal(load({"w": replicated("w", 0)}, tmp_path / "link")["w"], WHOLE)
+    shardstore.save({"w": replicated("w", 0, WHOLE + 1)}, tmp_path / "link", overwrite=True)
+    assert (tmp_path / "link").is_symlink()
+    assert torch.equal(load({"w": replicated("w", 0)}, tmp_path / "link")["w"], WHOLE + 1)
+    assert sorted(os.listdir(tmp_path / "a" / "b")) == ["c"]

@@ -1,0 +1,74 @@
+"""Many short scenarios in one spawn of ranks, and what they look for.
+
+A scenario is a function ``fn(rank, world_size, folder)``, run on all ranks at a time. The first to
+fail ends them all: the other ranks may be waiting for the one that failed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+
+from shardstore.errors import CheckpointingException
+
+Scenario = Callable[[int, int, Path], None]
+
+
+def run_scenarios(
+    rank: int, world_size: int, folder: str, scenarios: Sequence[Scenario]
+) -> list[str]:
+    """Run each in a folder of its own; the names of those that held, which is all of them."""
+    held = []
+    for scenario in scenarios:
+        place = Path(folder, scenario.__name__)
+        place.mkdir(exist_ok=True)
+        dist.barrier()
+        try:
+            scenario(rank, world_size, place)
+        except Exception as error:
+            error.add_note(f"in {scenario.__name__} on rank {rank}")
+            raise
+        held.append(scenario.__name__)
+        dist.barrier()
+    return held
+
+
+class Records(logging.Handler):
+    """Texts that were logged at WARNING or above."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """What is logged at WARNING or above, by anyone, while the block runs."""
+    handler = Records()
+    logging.getLogger().addHandler(handler)
+    try:
+        yield handler.texts
+    finally:
+        logging.getLogger().removeHandler(handler)
+
+
+def raised(call: Callable[[], object]) -> CheckpointingException:
+    """The error of ours that a call raises; any other error, or none, fails."""
+    try:
+        call()
+    except CheckpointingException as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def remains(folder: Path) -> list[str]:
+    """Names in a folder, hidden ones included: what a refused save left."""
+    return sorted(os.listdir(folder))
