@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from shardstore.errors import CheckpointingException, DamagedCheckpointError, NotACheckpointError
+from shardstore.storage.location import Location
 
 __all__ = [
     "CONFIG_FNAME",
@@ -121,7 +122,7 @@ def save_config(config: CheckpointingConfig, checkpoint_dir: str | Path) -> None
 
 
 def _config_url(checkpoint_dir: str | Path) -> str:
-    return f"{str(checkpoint_dir).rstrip('/')}/{CONFIG_FNAME}"
+    return f"{Location.of(checkpoint_dir).url.rstrip('/')}/{CONFIG_FNAME}"
 
 
 def _read_text(url: str) -> str | None:

@@ -29,6 +29,7 @@ from shardstore.dict_utils import (
     merge,
     nested_values,
 )
+from shardstore.errors import NotACheckpointError
 from shardstore.mapping import (
     CommonStateDict,
     ShardedObject,
@@ -345,8 +346,12 @@ def load(
     ranks = Ranks.current()
     location = Location.of(checkpoint_dir)
     what = f"loading {location.url}"
-    with handed_out(_documents_for_all(ranks, location, what)):
-        error: BaseException | None = None
+    error: BaseException | None = None
+    try:
+        checkpoint_dir = _place(location).path
+    except Exception as problem:
+        error = problem
+    with handed_out(_documents_for_all(ranks, location, what, error)):
         try:
             mode = parse_strict_flag(strict)
             for_tensors, for_common = verify_checkpoint_and_load_strategy(
@@ -406,7 +411,7 @@ def _read(
 
 
 def _documents_for_all(
-    ranks: Ranks, location: Location, what: str
+    ranks: Ranks, location: Location, what: str, error: BaseException | None
 ) -> Mapping[tuple[str, str], bytes | None]:
     """The documents that every rank needs, read by one and handed to all."""
     wanted = (ROOT_DOCUMENT, CONFIG_FNAME, COMMON_STATE_FNAME)
@@ -421,13 +426,14 @@ def _documents_for_all(
         return pickle.dumps(found)
 
     documents: Mapping[tuple[str, str], bytes | None] = pickle.loads(
-        ranks.together(what=what, decide=read)
+        ranks.together(what=what, error=error, decide=read)
     )
     return documents
 
 
 def load_common_state_dict(checkpoint_dir: str | Path) -> StateDict:
     """Load the common part alone. Any rank may call it; it waits for no other."""
+    checkpoint_dir = _place(checkpoint_dir).path
     _, common_strategy = verify_checkpoint_and_load_strategy(str(checkpoint_dir))
     return common_strategy.load_common(checkpoint_dir)
 
@@ -460,6 +466,7 @@ def load_tensors_metadata(
 
     Any rank may call it; it waits for no other.
     """
+    checkpoint_dir = _place(checkpoint_dir).path
     strategy, _ = verify_checkpoint_and_load_strategy(str(checkpoint_dir), sharded_strategy)
     return strategy.load_tensors_metadata(checkpoint_dir)
 
@@ -470,6 +477,7 @@ def load_sharded_metadata(
     common_strategy: LoadCommonStrategy | None = None,
 ) -> CkptShardedMetadata:
     """As :func:`load_tensors_metadata`, sharded objects under their unique keys included."""
+    checkpoint_dir = _place(checkpoint_dir).path
     sharded, common = verify_checkpoint_and_load_strategy(
         str(checkpoint_dir), sharded_strategy, common_strategy
     )
@@ -495,6 +503,7 @@ def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str) -> None:
 
     The root document loses them first, so that no reader meets a hole.
     """
+    checkpoint_dir = _place(checkpoint_dir).path
     strategy, _ = verify_checkpoint_and_load_strategy(str(checkpoint_dir))
     strategy.remove_sharded_tensors(checkpoint_dir, key_prefix)
 
@@ -517,4 +526,20 @@ def get_default_save_common_strategy(
 
 def get_default_load_sharded_strategy(checkpoint_dir: str | Path) -> LoadShardedStrategy:
     """The strategy that a checkpoint's own backend needs for loading."""
-    return verify_checkpoint_and_load_strategy(str(checkpoint_dir))[0]
+    return verify_checkpoint_and_load_strategy(_place(checkpoint_dir).url)[0]
+
+
+def _place(checkpoint_dir: str | Path | Location) -> Location:
+    """The local folder of a path or ``file://`` URL.
+
+    Raises:
+        StorageError: it is in a store that is not supported yet.
+        NotACheckpointError: it is a file.
+    """
+    location = Location.of(checkpoint_dir)
+    location.require_local()
+    if location.path.is_file():
+        raise NotACheckpointError(
+            f"{location.url} is a file; give the folder that save() wrote", url=location.url
+        )
+    return location

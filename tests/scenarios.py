@@ -23,6 +23,7 @@ def run_scenarios(
     rank: int, world_size: int, folder: str, scenarios: Sequence[Scenario]
 ) -> list[str]:
     """Run each in a folder of its own; the names of those that held, which is all of them."""
+    os.environ["SHARDSTORE_DEADLINE_S"] = "30"
     held = []
     for scenario in scenarios:
         place = Path(folder, scenario.__name__)

@@ -71,10 +71,15 @@ class StoredCheckpoint:
             return self.root.arrays()
         name = ".zarray" if self.root is None else "zarr.json"
         found = {}
-        for node in self.location.listing():
+        nodes = self.location.listing()
+        while nodes:
+            node = nodes.pop()
             try:
                 text = self.location.read(f"{node}/{name}")
             except FileNotFoundError:
+                if self.root is None and self.location.is_dir(node):
+                    # The old layout took keys as paths: "a/b" is a folder in a folder.
+                    nodes += [f"{node}/{below}" for below in self.location.listing(node)]
                 continue
             url = f"{self.location.url}/{node}/{name}"
             if self.root is not None:

@@ -19,6 +19,7 @@ from shardstore.storage.grid import Box
 
 __all__ = [
     "SCRATCH_BYTES",
+    "SPARE_BYTES",
     "checksums",
     "free_scratch",
     "pieces",

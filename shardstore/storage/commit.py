@@ -164,11 +164,7 @@ def begin(place: Location, *, overwrite: bool = False) -> Attempt:
         CheckpointExistsError: a checkpoint, or a file, is there and may not be replaced.
         StorageError: the folder can not be created.
     """
-    if not place.is_local:
-        raise StorageError(
-            f"{place.url}: only local folders can be written so far; give a local path",
-            url=place.url,
-        )
+    place.require_local()
     target = Location.of(os.path.realpath(place.url))
     if target.exists() and not target.is_dir():
         raise CheckpointExistsError(

@@ -90,6 +90,15 @@ class Location:
         """Whether it is a folder of the operating system."""
         return "://" not in self.url
 
+    def require_local(self) -> None:
+        """Raise :class:`StorageError` for a store that checkpoints can not be kept in yet."""
+        if not self.is_local:
+            raise StorageError(
+                f"{self.url}: only local folders can be saved to and loaded from so far; give a "
+                "local path",
+                url=self.url,
+            )
+
     @property
     def path(self) -> Path:
         """The local folder."""

@@ -155,7 +155,7 @@ def _unpack(data: bytes, url: str) -> dict[str, NDArray[Any]]:
             return {name: columns[name] for name in columns.files}
     except Exception as error:  # np.load raises many kinds on damaged input
         raise DamagedCheckpointError(
-            f"{url} is damaged ({type(error).__name__}: {error})", url=url
+            f"{url} is damaged: its columns can not be read; load an earlier checkpoint", url=url
         ) from error
 
 

@@ -17,7 +17,7 @@ import tensorstore as ts
 import xxhash
 from numpy.typing import NDArray
 
-from shardstore.errors import ChunkCorruptError, ChunkMissingError, StorageError
+from shardstore.errors import ChunkCorruptError, ChunkMissingError, FormatVersionError, StorageError
 from shardstore.storage import documents, dtypes
 from shardstore.storage.chunk_bytes import checksums, free_scratch, pieces
 from shardstore.storage.chunks import ChunkWrite, RegionRead
@@ -67,7 +67,17 @@ def open_array(location: Location, array: ArrayMeta, *, strict: bool = True) -> 
         "recheck_cached_data": False,
         "recheck_cached_metadata": False,
     }
-    return ts.open(spec, context=_shared_context(), open=True, assume_metadata=True).result()
+    try:
+        return ts.open(spec, context=_shared_context(), open=True, assume_metadata=True).result()
+    except ValueError as error:
+        url = f"{location.url}/{array.node}"
+        raise FormatVersionError(
+            f"key {array.key!r} ({url}) is described in a way that TensorStore can not open "
+            f"({str(error).splitlines()[0]}): the document is damaged, or was written by a newer "
+            "program; upgrade, or load an earlier checkpoint",
+            key=array.key,
+            url=url,
+        ) from error
 
 
 class TensorStoreMover:

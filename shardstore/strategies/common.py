@@ -1,7 +1,10 @@
-"""The non-sharded part and sharded objects: small files written by torch, loaded with ``weights_only``.
+"""The non-sharded part and sharded objects: small files written by torch, loaded with
+``weights_only``.
 
-``common.pt`` is rank 0's; a sharded object is one file, ``<key>/shard_<offset>_<shape>.pt``, of the rank that holds it as main
-replica. Nothing is unpickled unasked: tensors, containers and plain values load; a class loads if it is harmless and known here,
+``common.pt`` is rank 0's; a sharded object is one file, ``<key>/shard_<offset>_<shape>.pt``, of
+the rank that holds it as main
+replica. Nothing is unpickled unasked: tensors, containers and plain values load; a class loads if
+it is harmless and known here,
 or if the program allowed it (``torch.serialization.add_safe_globals``).
 """
 
@@ -18,6 +21,8 @@ import pickle
 import re
 import types
 import uuid
+import zipfile
+import zlib
 from collections.abc import Sequence
 from logging import getLogger
 from pathlib import Path
@@ -63,7 +68,10 @@ BACKEND, VERSION = "torch", 1
 
 
 def _safe_classes() -> list[Any]:
-    """Classes that only hold values: building them from a file runs no code of the file's choosing."""
+    """Classes that only hold values.
+
+    Building them from a file runs no code of the file's choosing.
+    """
     scalars = [type(np.dtype(code)) for code in "?bhilqBHILQefdFD"]
     found = [
         argparse.Namespace,
@@ -101,10 +109,56 @@ def _safe_classes() -> list[Any]:
     return found
 
 
+# What torch.load raises on damaged files.
+_BROKEN = (
+    RuntimeError,
+    EOFError,
+    ValueError,
+    OSError,
+    KeyError,
+    TypeError,
+    AttributeError,
+)
+
+
 def _dump(value: object) -> bytes:
     out = io.BytesIO()
-    torch.save(value, out)
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)  # a program may have switched them off
+    try:
+        torch.save(value, out)
+    finally:
+        torch.serialization.set_crc32_options(before)
     return out.getvalue()
+
+
+def _verify(data: bytes) -> None:
+    """Compare the records of a file of torch with their checksums, which torch itself ignores.
+
+    Raises:
+        ValueError: a record is damaged.
+    """
+    if not data.startswith(b"PK"):
+        return  # written by torch before 1.6
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as file:
+            records = file.infolist()
+            damaged = [record.filename for record in records if not _is_whole(file, record)]
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, OSError) as error:
+        raise ValueError(str(error)) from error
+    # Where no checksum at all is right, they were switched off when another program wrote this.
+    if damaged and len(damaged) < len(records):
+        raise ValueError(f"record {damaged[0]} fails its checksum")
+
+
+def _is_whole(file: zipfile.ZipFile, record: zipfile.ZipInfo) -> bool:
+    try:
+        with file.open(record) as stream:
+            while stream.read(1 << 20):
+                pass
+    except (zipfile.BadZipFile, zlib.error):
+        return False
+    return True
 
 
 def _load(data: bytes, url: str, key: str | None = None) -> Any:
@@ -116,28 +170,33 @@ def _load(data: bytes, url: str, key: str | None = None) -> Any:
     """
     about = f" (object {key!r})" if key is not None else ""
     try:
+        _verify(data)
         with torch.serialization.safe_globals(_safe_classes()):
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         text = str(error)
-        found = re.search(r"GLOBAL ([\w.]+)", text) or re.search(r"`?([\w]+\.[\w.]+)`? was not an allowed", text)
+        found = re.search(r"GLOBAL ([\w.]+)", text)
+        found = found or re.search(r"`?([\w]+\.[\w.]+)`? was not an allowed", text)
         name = found.group(1) if found else None
         if name is None and "nsupported" not in text:
             raise DamagedCheckpointError(
-                f"{url}{about} can not be read ({text.splitlines()[0]}); load an earlier checkpoint",
+                f"{url}{about} can not be read ({text.splitlines()[0]}); load an earlier "
+                "checkpoint",
                 key=key,
                 url=url,
             ) from error
         what = f"class {name}" if name else "a class"
         raise UnsafeObjectError(
-            f"{url}{about} needs {what}, which was not allowed to be loaded. If you trust this checkpoint, allow it "
+            f"{url}{about} needs {what}, which was not allowed to be loaded. If you trust this "
+            "checkpoint, allow it "
             f"before loading: torch.serialization.add_safe_globals([{name or 'TheClass'}])",
             key=key,
             url=url,
         ) from error
-    except (RuntimeError, EOFError, ValueError, OSError, KeyError, TypeError, AttributeError) as error:
+    except _BROKEN as error:
         raise DamagedCheckpointError(
-            f"{url}{about} can not be read ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}); "
+            f"{url}{about} can not be read ({type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else ''}); "
             "load an earlier checkpoint",
             key=key,
             url=url,
@@ -166,7 +225,8 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
         return True
 
     def save_common(self, common_state_dict: StateDict, checkpoint_dir: str | Path) -> None:
-        """Write the common part; only the coordinator's is kept. Every rank may call it; it waits for none.
+        """Write the common part; only the coordinator's is kept. Every rank may call it; it waits
+        for none.
 
         Raises:
             CheckpointingException: something in it can not be pickled.
@@ -178,7 +238,8 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
             data = _dump(common_state_dict)
         except Exception as error:
             raise CheckpointingException(
-                f"the common (non-sharded) state can not be pickled: {type(error).__name__}: {error}; keep such values out with "
+                f"the common (non-sharded) state can not be pickled: {type(error).__name__}: "
+                f"{error}; keep such values out with "
                 "LocalNonpersistentObject",
                 url=str(checkpoint_dir),
             ) from error
@@ -202,7 +263,8 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
                 data = _dump(sharded.data)
             except Exception as error:
                 raise CheckpointingException(
-                    f"object {sharded.unique_key!r} can not be pickled: {type(error).__name__}: {error}",
+                    f"object {sharded.unique_key!r} can not be pickled: {type(error).__name__}: "
+                    f"{error}",
                     key=sharded.key,
                 ) from error
             location.write(object_file(sharded), data)
@@ -231,11 +293,15 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
             data = read_document(location, COMMON_STATE_FNAME)
         except FileNotFoundError:
             raise NotACheckpointError(
-                f"{url} is missing: {location.url} is no whole checkpoint; contents: {location.listing()[:8]}", url=url
+                f"{url} is missing: {location.url} is no whole checkpoint; it holds "
+                f"{location.listing()[:8]}",
+                url=url,
             ) from None
         loaded = _load(data, url)
         if not isinstance(loaded, dict):
-            raise DamagedCheckpointError(f"{url} holds a {type(loaded).__name__}, not a dict", url=url)
+            raise DamagedCheckpointError(
+                f"{url} holds a {type(loaded).__name__}, not a dict", url=url
+            )
         return loaded
 
     def load_sharded_objects(
@@ -280,14 +346,16 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
         """Raise unless the common part was written by this backend."""
         if loaded_backend != BACKEND:
             raise NotACheckpointError(
-                f"the common part was written by backend {loaded_backend!r}, this strategy reads {BACKEND!r}"
+                f"the common part was written by backend {loaded_backend!r}, this strategy reads "
+                f"{BACKEND!r}"
             )
 
     def check_version_compatibility(self, loaded_version: int) -> None:
         """Raise unless the common part was written by a version that this one reads."""
         if loaded_version != VERSION:
             raise FormatVersionError(
-                f"the common part has version {loaded_version!r} of the {BACKEND!r} backend, this version of "
+                f"the common part has version {loaded_version!r} of the {BACKEND!r} backend, "
+                "this version of "
                 f"shardstore reads {VERSION}: upgrade shardstore to load it"
             )
 
@@ -304,7 +372,8 @@ def _read_object(location: Location, sharded: ShardedObject) -> bytes:
     beside = [n for n in location.listing(node_name(sharded.key)) if n.endswith(".pt")][:4]
     hint = f"; stored parts of this key: {beside}" if beside else "; no part of this key is stored"
     raise MissingKeyError(
-        f"object {sharded.unique_key!r} is not in the checkpoint {location.url}{hint}. Sharded objects can not be loaded under another "
+        f"object {sharded.unique_key!r} is not in the checkpoint {location.url}{hint}. Sharded "
+        "objects can not be loaded under another "
         "sharding",
         key=sharded.key,
         url=location.url,

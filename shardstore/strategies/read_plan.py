@@ -1,7 +1,9 @@
 """From sharded tensors to regions: what of which array goes where in memory.
 
-A destination is the tensor that was given, where its memory can be written directly; else a new one, which is copied
-over at the end (a tensor on a device) or returned in its place. Flattened ranges are read as boxes, never as the
+A destination is the tensor that was given, where its memory can be written directly; else a new
+one, which is copied
+over at the end (a tensor on a device) or returned in its place. Flattened ranges are read as
+boxes, never as the
 whole shard. Nothing is cast, and nothing is padded unless ``allow_shape_mismatch`` says so.
 """
 
@@ -34,7 +36,8 @@ class TensorRead:
     Attributes:
         result: the tensor that the caller gets.
         regions: what is read.
-        staged: host memory that is copied into ``result`` at the end, where it can not be read into.
+        staged: host memory that is copied into ``result`` at the end, where it can not be read
+            into.
     """
 
     result: torch.Tensor
@@ -70,16 +73,21 @@ def find_array(arrays: Mapping[str, ArrayMeta], tensor: ShardedTensor, url: str)
     expected = dtypes.zarr_name(tensor.dtype)
     if meta.dtype != expected:
         raise DTypeMismatchError(
-            f"key {tensor.key!r} is stored as {meta.dtype} in {url} but asked for as {expected}; nothing is cast "
+            f"key {tensor.key!r} is stored as {meta.dtype} in {url} but asked for as {expected}; "
+            "nothing is cast "
             f"silently: load it as {dtypes.torch_dtype(meta.dtype)} and convert",
             key=tensor.key,
             url=url,
         )
     same = meta.shape == tensor.global_shape
-    if not same and not (tensor.allow_shape_mismatch and len(meta.shape) == len(tensor.global_shape)):
+    if not same and not (
+        tensor.allow_shape_mismatch and len(meta.shape) == len(tensor.global_shape)
+    ):
         raise ShapeMismatchError(
-            f"Global shape mismatch for key {tensor.key!r}: stored {meta.shape}, expected {tensor.global_shape} "
-            f"({url}); build the model with the stored shape, or set allow_shape_mismatch=True to cut or zero-pad",
+            f"Global shape mismatch for key {tensor.key!r}: stored {meta.shape}, expected "
+            f"{tensor.global_shape} "
+            f"({url}); build the model with the stored shape, or set allow_shape_mismatch=True "
+            "to cut or zero-pad",
             key=tensor.key,
             url=url,
         )
@@ -90,7 +98,8 @@ def plan_read(tensor: ShardedTensor, meta: ArrayMeta) -> TensorRead:
     """Plan how a sharded tensor is loaded from its array.
 
     Raises:
-        ShapeMismatchError, DTypeMismatchError: the tensor given has not the described shape or data type.
+        ShapeMismatchError, DTypeMismatchError: the tensor given has not the described shape or
+            data type.
         AccessPatternError: the shard lies outside the global shape.
     """
     tensor.validate_metadata_integrity()
@@ -124,8 +133,8 @@ def _add(read: TensorRead, meta: ArrayMeta, stored: Box, region: Box, out: NDArr
     common = stored.intersect(region)
     if common is None:
         return
-    target = out[(..., *common.relative_to(region.offset).slices)]
-    read.regions.append(RegionRead(meta, common, target))
+    where: tuple[Any, ...] = (..., *common.relative_to(region.offset).slices)
+    read.regions.append(RegionRead(meta, common, out[where]))
 
 
 def _destination(tensor: ShardedTensor, shape: tuple[int, ...]) -> TensorRead:

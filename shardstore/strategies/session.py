@@ -1,8 +1,11 @@
 """One save from its first agreement to its commit, as one rank takes part in it.
 
-The ranks speak to each other three times at the most: they agree to begin (which also tells everybody of a rank whose input
-is wrong, before a byte is written), they exchange the layouts of flattened and irregular tensors where there are any, and they
-hand in their manifests, whereupon the coordinator commits. A strategy finds the session of the folder that it was
+The ranks speak to each other three times at the most: they agree to begin (which also tells
+    everybody of a rank whose input
+is wrong, before a byte is written), they exchange the layouts of flattened and irregular tensors
+where there are any, and they
+hand in their manifests, whereupon the coordinator commits. A strategy finds the session of the
+folder that it was
 told to write to by :func:`session_of`; called by itself it opens one of its own.
 """
 
@@ -13,7 +16,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import perf_counter
@@ -43,7 +46,8 @@ class SaveSession:
         attempt: where it is written until it is committed.
         manifest: what this rank wrote.
         exchange_layouts: whether any rank holds tensors that others must hear of.
-        zarr_format: format of the arrays written, 3 or 2; ``None`` until a strategy of ours wrote some.
+        zarr_format: format of the arrays written, 3 or 2; ``None`` until a strategy of ours wrote
+            some.
         objects: grid shape of each sharded object's key that this rank wrote.
         started: :func:`time.perf_counter` at the beginning.
     """
@@ -75,7 +79,8 @@ class SaveSession:
             ranks: who takes part.
             place: where the checkpoint shall be.
             options: how it is written.
-            error: what went wrong in this rank's preparation, if anything; then it is raised here, and on every other rank an
+            error: what went wrong in this rank's preparation, if anything; then it is raised here,
+                and on every other rank an
                 error that names this one.
             exchange_layouts: whether this rank holds tensors that others must hear of.
             common: handed from the coordinator to all, for comparison.
@@ -140,6 +145,7 @@ class SaveSession:
             merged = merge(reports, check=self.options.validate)
             if self.options.validate:
                 _check_objects(merged.objects)
+                _check_kinds(merged)
             names.check_collisions(meta.key for meta in merged.arrays)
             self._publish(merged, attributes or {}, write_documents)
             return b""
@@ -167,7 +173,7 @@ class SaveSession:
                 "format_version": documents.FORMAT_VERSION,
                 "commit": {
                     "attempt": self.attempt.id,
-                    "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                    "created": datetime.now(UTC).isoformat(timespec="seconds"),
                     "world_size": self.ranks.world_size,
                     "arrays": len(merged.arrays),
                     "chunks": len(merged.manifest.crc),
@@ -193,8 +199,21 @@ def _same_target(reports: list[dict[str, Any]]) -> None:
     for rank, report in enumerate(reports):
         if report["target"] != first:
             raise AccessPatternError(
-                f"rank 0 saves to {first} but rank {rank} to {report['target']}; give every rank the same place",
+                f"rank 0 saves to {first} but rank {rank} to {report['target']}; give every rank "
+                "the same place",
                 rank=rank,
+            )
+
+
+def _check_kinds(merged: Merged) -> None:
+    """No key is both a tensor's and an object's: loading could not tell which is meant."""
+    objects = {unique_key.rpartition("/shard_")[0] for unique_key in merged.objects}
+    for meta in merged.arrays:
+        if meta.key in objects:
+            raise AccessPatternError(
+                f"Invalid access pattern: key {meta.key!r} is both a tensor's and a sharded "
+                "object's; rename one of them",
+                key=meta.key,
             )
 
 
@@ -204,7 +223,8 @@ def _check_objects(objects: Mapping[str, list[int]]) -> None:
     for unique_key, ranks in objects.items():
         if len(ranks) > 1:
             raise AccessPatternError(
-                f"Invalid access pattern: object {unique_key!r} was written by ranks {sorted(ranks)}; only one may hold it as main "
+                f"Invalid access pattern: object {unique_key!r} was written by ranks "
+                f"{sorted(ranks)}; only one may hold it as main "
                 "replica",
                 key=unique_key,
             )
@@ -217,7 +237,8 @@ def _check_objects(objects: Mapping[str, list[int]]) -> None:
             wanted *= int(n) if n else 1
         if count != wanted:
             raise AccessPatternError(
-                f"Invalid access pattern: {count} of the {wanted} objects of key {key!r} (global shape {shape.replace('.', ' x ')}) "
+                f"Invalid access pattern: {count} of the {wanted} objects of key {key!r} (global "
+                f"shape {shape.replace('.', ' x ')}) "
                 "were written; every part needs one main replica",
                 key=key,
             )

@@ -1,8 +1,11 @@
 """From sharded tensors to chunks: what this rank creates, writes, sends and receives.
 
-Every decision is taken by each rank on its own and comes out the same everywhere. Only two kinds of tensor need to hear of
-other ranks first: those cut irregularly (their grid is made of everybody's boundaries) and those held in flattened
-ranges (a chunk that a boundary cuts has several holders, and one of them writes it). It moves no bytes.
+Every decision is taken by each rank on its own and comes out the same everywhere. Only two kinds
+of tensor need to hear of
+other ranks first: those cut irregularly (their grid is made of everybody's boundaries) and those
+    held in flattened
+ranges (a chunk that a boundary cuts has several holders, and one of them writes it). It moves no
+bytes.
 """
 
 from __future__ import annotations
@@ -121,13 +124,18 @@ def is_alone(tensor: ShardedTensor) -> bool:
 
 
 def local_layouts(tensors: Iterable[ShardedTensor], rank: int) -> bytes:
-    """This rank's part of :class:`Layouts`, for the coordinator; empty where there is nothing to tell."""
+    """This rank's part of :class:`Layouts`, for the coordinator.
+
+    Empty where there is nothing to tell.
+    """
     entries = []
     for tensor in tensors:
         if is_main_replica(tensor.replica_id) and not is_alone(tensor):
             bounds = flat_bounds(tensor) if tensor.flattened_range is not None else None
             irregular = tensor.axis_fragmentations is None
-            entries.append((tensor.key, tensor.global_shape, irregular, local_box(tensor), bounds, rank))
+            entries.append(
+                (tensor.key, tensor.global_shape, irregular, local_box(tensor), bounds, rank)
+            )
     return pickle.dumps(entries) if entries else b""
 
 
@@ -135,17 +143,21 @@ def merge_layouts(reports: Sequence[bytes]) -> Layouts:
     """Put together what all ranks told.
 
     Raises:
-        AccessPatternError: ranges of a shard overlap or leave a gap; names key, shard, range and ranks.
+        AccessPatternError: ranges of a shard overlap or leave a gap; names key, shard, range and
+            ranks.
     """
     layouts = Layouts()
     shards: dict[str, tuple[tuple[int, ...], list[Box]]] = {}
     for report in reports:
-        for key, global_shape, irregular, box, bounds, rank in pickle.loads(report) if report else ():
+        for key, global_shape, irregular, box, bounds, rank in (
+            pickle.loads(report) if report else ()
+        ):
             if irregular:
                 shape, boxes = shards.setdefault(key, (global_shape, []))
                 if shape != global_shape:
                     raise AccessPatternError(
-                        f"Invalid access pattern: rank {rank} gives key {key!r} the global shape {global_shape}, "
+                        f"Invalid access pattern: rank {rank} gives key {key!r} the global shape "
+                        f"{global_shape}, "
                         f"another rank {shape}",
                         key=key,
                         rank=rank,
@@ -153,7 +165,7 @@ def merge_layouts(reports: Sequence[bytes]) -> Layouts:
                 boxes.append(box)
             if bounds is not None:
                 by_shard = layouts.ranges.setdefault(key, {})
-                by_shard.setdefault(box, []).append(FlatRange(*bounds, rank))
+                by_shard.setdefault(box, []).append(FlatRange(bounds[0], bounds[1], rank))
     for key, (shape, boxes) in shards.items():
         layouts.edges[key] = cut_gcd(shape, boxes)
     for key, by_shard in layouts.ranges.items():
@@ -164,20 +176,26 @@ def merge_layouts(reports: Sequence[bytes]) -> Layouts:
 
 def _checked(key: str, box: Box, ranges: list[FlatRange]) -> list[FlatRange]:
     """The ranges in order, proven to cover the shard exactly once."""
-    ranges = sorted((r for r in ranges if r.stop > r.start), key=lambda r: (r.start, r.stop, r.rank))
+    ranges = sorted(
+        (r for r in ranges if r.stop > r.start), key=lambda r: (r.start, r.stop, r.rank)
+    )
     position, before = 0, -1
     for r in [*ranges, FlatRange(box.size, box.size, -1)]:
         if r.start > position:
             raise AccessPatternError(
-                f"Invalid access pattern: Flattened ranges dont cover the whole shard ShardedTensor(key={key!r}, "
-                f"offset {box.offset}, shape {box.shape}): no rank holds elements {position}:{r.start} of "
+                "Invalid access pattern: Flattened ranges dont cover the whole shard "
+                f"ShardedTensor(key={key!r}, "
+                f"offset {box.offset}, shape {box.shape}): no rank holds elements "
+                f"{position}:{r.start} of "
                 f"{box.size}; ranges by rank: {[(x.rank, x.start, x.stop) for x in ranges[:8]]}",
                 key=key,
             )
         if r.start < position:
             raise AccessPatternError(
-                f"Invalid access pattern: Flattened ranges of key {key!r}, shard at offset {box.offset}, shape "
-                f"{box.shape}, overlap: rank {before} and rank {r.rank} both hold elements from {r.start} on; "
+                f"Invalid access pattern: Flattened ranges of key {key!r}, shard at offset "
+                f"{box.offset}, shape "
+                f"{box.shape}, overlap: rank {before} and rank {r.rank} both hold elements from "
+                f"{r.start} on; "
                 "only one of them may be the main replica",
                 key=key,
             )
@@ -245,7 +263,8 @@ def plan_writes(
         layouts: what :func:`merge_layouts` made of all ranks' reports.
 
     Raises:
-        AccessPatternError: a shard is not made of whole chunks of the grid that its sharding announces.
+        AccessPatternError: a shard is not made of whole chunks of the grid that its sharding
+            announces.
         CheckpointingException: a main replica has no data.
     """
     plan = WritePlan()
@@ -263,7 +282,8 @@ def plan_writes(
             continue
         if tensor.data is None:
             raise CheckpointingException(
-                f"key {tensor.key!r} has no data on rank {rank}, which is to write it; give every main replica "
+                f"key {tensor.key!r} has no data on rank {rank}, which is to write it; give "
+                "every main replica "
                 "its tensor",
                 key=tensor.key,
                 rank=rank,
@@ -319,26 +339,34 @@ def _check_place(tensor: ShardedTensor, meta: ArrayMeta, box: Box) -> None:
     shape = tensor.global_shape
     if box.size and any(e > n for e, n in zip(box.end, shape, strict=True)):
         raise AccessPatternError(
-            f"Invalid access pattern: key {tensor.key!r}, offset {box.offset}, shape {box.shape} reaches beyond the "
+            f"Invalid access pattern: key {tensor.key!r}, offset {box.offset}, shape {box.shape} "
+            "reaches beyond the "
             f"global shape {shape}",
             key=tensor.key,
         )
     if box.size and not meta.grid.is_aligned(box):
         raise AccessPatternError(
-            f"Invalid access pattern: key {tensor.key!r}, offset {box.offset}, shape {box.shape} does not fit the "
-            f"sharding that axis_fragmentations={tensor.axis_fragmentations} of global shape {shape} announces "
-            f"(shards of {meta.shard_shape or meta.grid.chunk_shape}); pass axis_fragmentations=None for an irregular cut",
+            f"Invalid access pattern: key {tensor.key!r}, offset {box.offset}, shape {box.shape} "
+            "does not fit the "
+            f"sharding that axis_fragmentations={tensor.axis_fragmentations} of global shape "
+            f"{shape} announces "
+            f"(shards of {meta.shard_shape or meta.grid.chunk_shape}); pass "
+            "axis_fragmentations=None for an irregular cut",
             key=tensor.key,
         )
 
 
 class _Source:
-    """A local tensor as the source of chunks: a view on the host, fetched chunk by chunk from a device."""
+    """A local tensor as the source of chunks.
+
+    A view on the host, fetched chunk by chunk from a device.
+    """
 
     def __init__(self, tensor: torch.Tensor, key: str) -> None:
         if tensor.layout is not torch.strided or tensor.device.type == "meta":
             raise DTypeMismatchError(
-                f"key {key!r} is a tensor of layout {tensor.layout} on {tensor.device}, which has no plain memory to "
+                f"key {key!r} is a tensor of layout {tensor.layout} on {tensor.device}, which "
+                "has no plain memory to "
                 "write; make it a dense tensor with data",
                 key=key,
             )
@@ -347,7 +375,8 @@ class _Source:
 
     def part(self, slices: tuple[slice, ...]) -> NDArray[Any] | Callable[[], NDArray[Any]]:
         if self._array is not None:
-            return self._array[(..., *slices)]
+            where: tuple[Any, ...] = (..., *slices)
+            return self._array[where]
         return lambda: dtypes.as_numpy(self._tensor[slices].contiguous().cpu())
 
 

@@ -1,0 +1,184 @@
+"""kill -9 of a rank at many moments of a save that replaces a checkpoint.
+
+The moments are counted in file system calls of the rank that is killed, not in seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import zarr
+
+import shardstore
+from shardstore.mapping import ShardedObject, ShardedTensor
+from shardstore.strategies.zarr import ZarrSaveShardedStrategy
+
+WORLD = 3
+KEYS = 12
+EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir")
+
+
+def state(rank: int, parts: int, version: int) -> dict[str, Any]:
+    """One rank's part; ``parts`` 1 is everything."""
+    found: dict[str, Any] = {"step": version}
+    for i in range(KEYS):
+        whole = torch.full((30, 64), float(version * 100 + i))
+        part = whole.chunk(parts)[rank].clone()
+        found[f"w{i}"] = ShardedTensor.from_rank_offsets(f"w{i}", part, (0, rank, parts))
+    whole = torch.full((64 * 64,), float(version))
+    bounds = (rank * 1500, min((rank + 1) * 1500, 4096)) if parts > 1 else (0, 4096)
+    found["flat"] = ShardedTensor.from_rank_offsets_flat(
+        "flat", whole[slice(*bounds)].clone(), (64, 64), flattened_range=slice(*bounds)
+    )
+    found["o"] = ShardedObject("o", version, (WORLD,), (rank,)) if parts > 1 else 0
+    return found
+
+
+def version_of(place: Path) -> int:
+    """The version that a checkpoint holds, every value of it; a mixture fails."""
+    loaded: Any = shardstore.load(
+        {k: v for k, v in state(0, 1, 0).items() if k not in ("o", "step")}, place
+    )
+    version = loaded["step"]
+    assert isinstance(version, int)
+    for i in range(KEYS):
+        assert torch.equal(loaded[f"w{i}"], torch.full((30, 64), float(version * 100 + i)))
+    assert torch.equal(loaded["flat"], torch.full((64 * 64,), float(version)))
+    return version
+
+
+def save(rank: int, parts: int, version: int, place: Path) -> None:
+    strategy = ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=1024)
+    shardstore.save(state(rank, parts, version), place, strategy, overwrite=True)
+
+
+def _main(rank: int, folder: str, rendezvous: str, victim: int, moment: int) -> None:
+    """Save version 2; the victim kills itself at its given call below the folder."""
+    torch.set_num_threads(1)
+    os.environ["SHARDSTORE_DEADLINE_S"] = "20"
+    calls = 0
+
+    def count(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal calls
+        if event in EVENTS and str(arguments[0]).startswith(folder):
+            if rank == victim and calls == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+            calls += 1
+
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{rendezvous}/store",
+        rank=rank,
+        world_size=WORLD,
+        timeout=timedelta(seconds=60),
+    )
+    dist.barrier()
+    sys.addaudithook(count)
+    text = ""
+    try:
+        save(rank, WORLD, 2, Path(folder, "c"))
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    outcome = {"error": text, "calls": calls}
+    Path(rendezvous, f"{rank}.json").write_text(json.dumps(outcome))
+    os._exit(0)  # the group may be beyond an orderly end
+
+
+def run(folder: Path, victim: int = -1, moment: int = -1) -> list[dict[str, Any]]:
+    """The outcomes by rank, empty for one that was killed."""
+    with tempfile.TemporaryDirectory(prefix="kill-") as rendezvous:
+        context = mp.get_context("spawn")
+        ranks = [
+            context.Process(target=_main, args=(rank, str(folder), rendezvous, victim, moment))
+            for rank in range(WORLD)
+        ]
+        for process in ranks:
+            process.start()
+        deadline = time.monotonic() + 90
+        for process in ranks:
+            process.join(max(0, deadline - time.monotonic()))
+        hung = [rank for rank, process in enumerate(ranks) if process.exitcode is None]
+        for rank in hung:
+            ranks[rank].kill()
+            ranks[rank].join()
+        assert not hung, f"rank(s) {hung} wait for the dead one"
+        codes = [process.exitcode for process in ranks]
+        assert codes == [-signal.SIGKILL if rank == victim else 0 for rank in range(WORLD)]
+        files = [Path(rendezvous, f"{rank}.json") for rank in range(WORLD)]
+        return [json.loads(file.read_text()) if file.exists() else {} for file in files]
+
+
+def previous(folder: Path) -> None:
+    """Version 1, as three ranks would have saved it, but by this process alone."""
+    whole = state(0, 1, 1)
+    whole["o"] = [ShardedObject("o", 1, (WORLD,), (i,)) for i in range(WORLD)]
+    shardstore.save(
+        whole, folder / "c", ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=1024)
+    )
+
+
+@pytest.fixture(scope="module")
+def calls(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
+    """How many calls each rank makes where none is killed."""
+    folder = tmp_path_factory.mktemp("whole")
+    previous(folder)
+    outcomes = run(folder)
+    assert [outcome["error"] for outcome in outcomes] == [""] * WORLD
+    assert version_of(folder / "c") == 2
+    assert os.listdir(folder) == ["c"]
+    return [outcome["calls"] for outcome in outcomes]
+
+
+MOMENTS = [
+    (1, 0.0),
+    (2, 0.6),
+    (1, 1.0),
+    (0, 0.1),
+    (0, 0.5),
+    (0, 0.85),
+    pytest.param(
+        0, 1.0, marks=pytest.mark.xfail(strict=True, reason="an emptied attempt is not swept")
+    ),
+]
+
+
+@pytest.mark.parametrize(("victim", "part"), MOMENTS)
+def test_the_previous_checkpoint_survives(
+    victim: int, part: float, calls: list[int], tmp_path: Path
+) -> None:
+    previous(tmp_path)
+    moment = min(int(calls[victim] * part), calls[victim] - 1)
+    outcomes = run(tmp_path, victim, moment)
+    for rank, outcome in enumerate(outcomes):
+        if rank != victim:
+            assert f"rank {victim}" in outcome["error"], outcome
+            assert outcome["error"].startswith("RanksError"), outcome
+    found = version_of(tmp_path / "c")
+    if victim or part <= 0.5:
+        assert found == 1
+    # Whatever zarr opens, under whatever name it was left, is whole.
+    for name in os.listdir(tmp_path):
+        try:
+            group = zarr.open_group(tmp_path / name, mode="r")
+        except FileNotFoundError:
+            assert name != "c"
+            continue
+        assert len(list(group.keys())) == KEYS + 1
+        assert version_of(tmp_path / name) in (1, 2)
+    whole = state(0, 1, 3)
+    whole["o"] = [ShardedObject("o", 3, (WORLD,), (i,)) for i in range(WORLD)]
+    shardstore.save(whole, tmp_path / "c", overwrite=True)
+    assert version_of(tmp_path / "c") == 3
+    assert os.listdir(tmp_path) == ["c"]

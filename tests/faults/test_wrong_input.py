@@ -1,0 +1,473 @@
+"""Wrong use: one clear error on every rank, no hang, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import zarr
+
+import shardstore
+from shardstore.errors import (
+    AccessPatternError,
+    CheckpointExistsError,
+    CheckpointingException,
+    DTypeMismatchError,
+    FormatVersionError,
+    KeyNameError,
+    MissingKeyError,
+    NotACheckpointError,
+    RanksError,
+    ShapeMismatchError,
+    StorageError,
+    UnsafeObjectError,
+)
+from shardstore.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from tests.ranks_helper import run_ranks
+from tests.scenarios import Scenario, raised, remains, run_scenarios
+
+WORLD = 3
+
+
+def shard(key: str, index: int, parts: int = WORLD, **options: Any) -> ShardedTensor:
+    part = torch.full((2, 4), float(index))
+    return ShardedTensor.from_rank_offsets(key, part, (0, index, parts), **options)
+
+
+def flat(key: str, start: int, stop: int) -> ShardedTensor:
+    part = torch.arange(float(start), float(stop))
+    return ShardedTensor.from_rank_offsets_flat(
+        key, part, (6, 5), flattened_range=slice(start, stop)
+    )
+
+
+def refused(
+    state: dict[str, Any],
+    folder: Path,
+    *words: str,
+    kind: type[CheckpointingException] = CheckpointingException,
+    name: str = "c",
+    **options: Any,
+) -> CheckpointingException:
+    """Save what is to be refused; the error of this rank."""
+    error = raised(lambda: shardstore.save(state, folder / name, **options))
+    assert isinstance(error, kind), repr(error)
+    for word in words:
+        assert word in str(error), (word, str(error))
+    dist.barrier()
+    assert remains(folder) == []
+    dist.barrier()
+    return error
+
+
+def a_shard_is_missing(rank: int, world_size: int, folder: Path) -> None:
+    state = {} if rank == 1 else {"layer.w": shard("layer.w", rank)}
+    words = ("Invalid access pattern", "'layer.w'", "offset (2, 0)", "(2, 4)", "no rank", "replica")
+    refused(state, folder, *words, kind=AccessPatternError)
+    refused(state, folder, *words, kind=AccessPatternError, sharded_strategy=("zarr", 1))
+    # The holder of the first shard, who creates the array, is no special case.
+    state = {} if rank == 0 else {"layer.w": shard("layer.w", rank)}
+    refused(state, folder, "Invalid access pattern", "'layer.w'", kind=AccessPatternError)
+
+
+def shards_overlap(rank: int, world_size: int, folder: Path) -> None:
+    state: dict[str, Any] = {"w": shard("w", min(rank, 1), 2)}
+    words = ("Invalid access pattern", "'w'", "offset (2, 0)", "[1, 2]", "replica")
+    refused(state, folder, *words, kind=AccessPatternError)
+    state = {"w": [shard("w", 0, 1), shard("w", 0, 1)] if rank == 2 else []}
+    refused(state, folder, "'w'", "2 times", "[2]", kind=AccessPatternError)
+
+
+def irregular_shards_overlap(rank: int, world_size: int, folder: Path) -> None:
+    starts, lengths = (0, 3, 6), (4, 3, 4)
+    tensor = ShardedTensor(
+        "w",
+        torch.zeros(lengths[rank]),
+        torch.float32,
+        (lengths[rank],),
+        (10,),
+        (starts[rank],),
+        None,
+    )
+    refused({"w": tensor}, folder, "Invalid access pattern", "'w'", "offset (3,)", "[0, 1]")
+    starts, lengths = (0, 3, 8), (3, 3, 2)
+    tensor = ShardedTensor(
+        "w",
+        torch.zeros(lengths[rank]),
+        torch.float32,
+        (lengths[rank],),
+        (10,),
+        (starts[rank],),
+        None,
+    )
+    refused({"w": tensor}, folder, "Invalid access pattern", "'w'", "offset (6,)", "no rank")
+
+
+def main_replicas_are_two_or_none(rank: int, world_size: int, folder: Path) -> None:
+    one = ShardedTensor.from_rank_offsets("w", torch.ones(3), replica_id=max(0, rank - 1))
+    refused({"w": one}, folder, "Invalid access pattern", "'w'", "[0, 1]", kind=AccessPatternError)
+    index = min(rank, 1)
+    other = shard("w", index, 2, replica_id=index)
+    refused({"w": other}, folder, "Invalid access pattern", "'w'", "no rank")
+
+
+def flat_ranges_overlap_or_leave_a_gap(rank: int, world_size: int, folder: Path) -> None:
+    start, stop = ((0, 10), (8, 20), (20, 30))[rank]
+    words: tuple[str, ...] = ("Invalid access pattern", "'w'", "rank 0", "rank 1", "8")
+    refused({"w": flat("w", start, stop)}, folder, *words, kind=AccessPatternError)
+    start, stop = ((0, 10), (12, 20), (20, 30))[rank]
+    words = ("Flattened ranges dont cover the whole shard ShardedTensor", "'w'", "10:12", "30")
+    refused({"w": flat("w", start, stop)}, folder, *words, kind=AccessPatternError)
+    start, stop = ((0, 10), (10, 20), (20, 27))[rank]
+    refused({"w": flat("w", start, stop)}, folder, "27:30", kind=AccessPatternError)
+    start, stop = ((4, 10), (10, 20), (20, 30))[rank]
+    refused({"w": flat("w", start, stop)}, folder, "0:4", kind=AccessPatternError)
+
+
+def ranks_disagree_about_a_tensor(rank: int, world_size: int, folder: Path) -> None:
+    dtype = torch.float64 if rank == 2 else torch.float32
+    tensor = ShardedTensor.from_rank_offsets("w", torch.ones(2, dtype=dtype), (0, rank, world_size))
+    words = ("'w'", "rank 2", "rank 0", "data type", "float32")
+    refused({"w": tensor}, folder, *words, kind=AccessPatternError)
+    rows = 3 if rank == 1 else 2
+    tensor = ShardedTensor.from_rank_offsets("w", torch.ones(rows), (0, rank, world_size))
+    words = ("'w'", "rank 1", "rank 0", "global shape", "[6]")
+    refused({"w": tensor}, folder, *words, kind=AccessPatternError)
+    tensor = ShardedTensor(
+        "w", torch.ones(2), torch.float32, (2,), (6 + rank // 2,), (2 * rank,), None
+    )
+    refused({"w": tensor}, folder, "'w'", "rank 2", "6", "7", kind=AccessPatternError)
+
+
+def one_rank_can_not_prepare(rank: int, world_size: int, folder: Path) -> None:
+    def build(key: str, data: torch.Tensor, replica_id: Any, bounds: Any) -> dict[str, Any]:
+        if rank == 1:
+            raise RuntimeError("no such expert: 17")
+        return {"w": shard(key, rank)}
+
+    factory = ShardedTensorFactory("w", torch.ones(2), build, lambda loaded: loaded["w"])
+    with pytest.raises(RuntimeError, match=r"no such expert: 17") as caught:
+        shardstore.save({"f": factory}, folder / "c")
+    if rank != 1:
+        assert isinstance(caught.value, RanksError)
+        assert "rank 1" in str(caught.value)
+        assert caught.value.failures.keys() == {1}
+    dist.barrier()
+    assert remains(folder) == []
+    dist.barrier()
+
+    state: dict[str, Any] = {"w": shard("w", rank), "l": threading.Lock()}
+    refused(state, folder, "pickle", "LocalNonpersistentObject")
+
+    state = {"w": shard("w", rank), "o": ShardedObject("bad.o", 1, (world_size,), (rank,))}
+    if rank == 2:
+        state["o"].data = threading.Lock()
+    refused(state, folder, "bad.o", "pickle", *([] if rank == 2 else ["rank 2"]))
+
+    state = {"w": shard("w", rank)}
+    if rank == 2:
+        state["w"].data = None
+    refused(state, folder, "'w'", "rank 2", "no data")
+
+    state = {"w": shard("w", rank)}
+    if rank == 1:
+        state["w"].data = state["w"].data[:1]
+    refused(state, folder, "'w'", "(1, 4)", "(2, 4)")
+
+    state = {"w": shard("w", rank)}
+    if rank == 1:
+        data = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+        state["q"] = ShardedTensor.from_rank_offsets("q", data)
+    refused(state, folder, "q", "int8", *([] if rank == 1 else ["rank 1"]))
+
+
+def places_differ(rank: int, world_size: int, folder: Path) -> None:
+    state = {"w": shard("w", rank)}
+    name = "elsewhere" if rank == 1 else "c"
+    refused(state, folder, "rank 0", "rank 1", "/elsewhere", "/c", "same place", name=name)
+
+
+def keys_can_not_be_stored(rank: int, world_size: int, folder: Path) -> None:
+    refused({"w": shard("", rank)}, folder, "empty key", kind=KeyNameError)
+    refused({"w": shard("a\ud800", rank)}, folder, "Unicode", kind=KeyNameError)
+    state = {"a": shard("Layer.w", rank), "b": shard("layer.w", rank)}
+    words = ("'Layer.w'", "'layer.w'", "case", "rename")
+    refused(state, folder, *words, kind=KeyNameError)
+    # Each rank holds but one of the two.
+    key = "Layer.w" if rank == 1 else "layer.w"
+    other = ShardedTensor.from_rank_offsets(key, torch.ones(2), replica_id=rank // 2)
+    refused({"w": other}, folder, *words, kind=KeyNameError)
+
+
+def objects_are_two_or_missing(rank: int, world_size: int, folder: Path) -> None:
+    state = {"o": ShardedObject("o", rank, (2,), (min(rank, 1),))}
+    refused(state, folder, "Invalid access pattern", "o/shard_1_2", "[1, 2]", "replica")
+    state = {"o": ShardedObject("o", rank, (4,), (rank,))}
+    refused(state, folder, "Invalid access pattern", "'o'", "3 of the 4", "replica")
+
+
+def what_is_asked_for_is_not_what_is_stored(rank: int, world_size: int, folder: Path) -> None:
+    place = folder / "c"
+    stored = {"layers.0.weight": shard("layers.0.weight", rank), "one": shard("one", rank)}
+    shardstore.save(stored, place)
+
+    def attempt(tensor: ShardedTensor) -> CheckpointingException:
+        # Only rank 1 asks for what is not there.
+        state = {"t": tensor} if rank == 1 else {"one": shard("one", rank)}
+        return raised(lambda: shardstore.load(state, place, validate_access_integrity=False))
+
+    def checked(error: CheckpointingException, kind: type[Exception], *words: str) -> None:
+        assert isinstance(error, kind if rank == 1 else RanksError), repr(error)
+        for word in [*words, *(["rank 1"] if rank != 1 else [])]:
+            assert word in str(error), (word, str(error))
+
+    error = attempt(shard("layer.0.weight", rank))
+    checked(
+        error, MissingKeyError, "'layer.0.weight'", "did you mean 'layers.0.weight'", str(place)
+    )
+    wrong = ShardedTensor.from_rank_offsets("one", torch.ones(2, 4).half(), (0, rank, world_size))
+    checked(attempt(wrong), DTypeMismatchError, "'one'", "float32", "float16", "convert")
+    wrong = ShardedTensor.from_rank_offsets("one", torch.ones(2, 5), (0, rank, world_size))
+    checked(attempt(wrong), ShapeMismatchError, "'one'", "(6, 4)", "(6, 5)", "allow_shape_mismatch")
+    wrong = ShardedTensor.from_rank_offsets("one", torch.ones(2, 4), (1, rank, world_size))
+    checked(attempt(wrong), ShapeMismatchError, "'one'", "(6, 4)", "(2, 12)")
+    wrong = ShardedTensor.from_rank_offsets("one", torch.ones(24))
+    checked(attempt(wrong), ShapeMismatchError, "'one'", "(6, 4)", "(24,)")
+    state = {"o": ShardedObject("o", None, (1,), (0,))} if rank == 1 else {}
+    error = raised(lambda: shardstore.load(state, place, validate_access_integrity=False))
+    checked(error, MissingKeyError, "o/shard_0_1", str(place))
+    # All ranks, and the whole is asked for twice.
+    error = raised(lambda: shardstore.load({"one": shard("one", 0)}, place))
+    assert isinstance(error, RanksError if rank else AccessPatternError), repr(error)
+    assert "Invalid access pattern" in str(error)
+    assert "'one'" in str(error)
+
+
+SCENARIOS: list[Scenario] = [
+    a_shard_is_missing,
+    shards_overlap,
+    irregular_shards_overlap,
+    main_replicas_are_two_or_none,
+    flat_ranges_overlap_or_leave_a_gap,
+    ranks_disagree_about_a_tensor,
+    one_rank_can_not_prepare,
+    places_differ,
+    keys_can_not_be_stored,
+    objects_are_two_or_missing,
+    what_is_asked_for_is_not_what_is_stored,
+]
+
+
+def test_on_three_ranks(tmp_path: Path) -> None:
+    names = [scenario.__name__ for scenario in SCENARIOS]
+    assert run_ranks(run_scenarios, WORLD, str(tmp_path), SCENARIOS) == [names] * WORLD
+
+
+# -- a world of one -------------------------------------------------------------------------------
+
+ODD_KEYS = [
+    "../x",
+    "../../x",
+    "a/b",
+    "/etc/x",
+    "\N{LATIN SMALL LETTER U WITH DIAERESIS}",
+    "x" * 500,
+    "x" * 500 + "y",
+    ".",
+    "..",
+    "CON",
+    "zarr.json",
+    "metadata.json",
+    "common.pt",
+    "manifest.npz",
+    "c",
+    "c.0",
+    "__init__",
+    "a\\b",
+    "a\nb",
+    "a%2Fb",
+    " ",
+    "a.",
+    "*",
+    ".owner.json",
+    "shard_0_1.pt",
+]
+
+
+def test_odd_keys_are_stored_safely(tmp_path: Path) -> None:
+    """Under names of their own, below the checkpoint, and found again by their true key."""
+    values = {key: torch.tensor([float(i)]) for i, key in enumerate(ODD_KEYS)}
+    tensors = {
+        str(i): ShardedTensor.from_rank_offsets(k, v) for i, (k, v) in enumerate(values.items())
+    }
+    place = tmp_path / "deep" / "er" / "c"
+    shardstore.save(tensors, place)
+    assert remains(tmp_path) == ["deep"]
+    assert remains(place.parent) == ["c"]
+    loaded = shardstore.load_plain_tensors(place)
+    for key, value in values.items():
+        assert torch.equal(loaded[key], value), key
+    group = zarr.open_group(place, mode="r")
+    found: list[Any] = [array.attrs["shardstore"] for _, array in group.arrays()]
+    assert sorted(attributes["key"] for attributes in found) == sorted(ODD_KEYS)
+    shardstore.remove_sharded_tensors(place, "../")
+    assert "../x" not in shardstore.load_tensors_metadata(place)
+    assert remains(tmp_path) == ["deep"]
+
+
+def test_odd_keys_of_objects_are_stored_safely(tmp_path: Path) -> None:
+    place = tmp_path / "c"
+    state = {str(i): ShardedObject(key, key, (1,), (0,)) for i, key in enumerate(ODD_KEYS)}
+    shardstore.save({**state, **_one()}, place)
+    assert remains(tmp_path) == ["c"]
+    wanted = {key: ShardedObject(key, None, (1,), (0,)) for key in ODD_KEYS}
+    loaded = shardstore.load(wanted, place)
+    assert loaded == {**{key: key for key in ODD_KEYS}, "step": 1}
+
+
+def test_a_tensor_and_an_object_do_not_share_a_key(tmp_path: Path) -> None:
+    state = {**_one(), "o": ShardedObject("w", 1, (1,), (0,))}
+    error = raised(lambda: shardstore.save(state, tmp_path / "c"))
+    assert isinstance(error, AccessPatternError)
+    assert "'w'" in str(error)
+    assert remains(tmp_path) == []
+
+
+def _one(value: float = 1.0) -> dict[str, Any]:
+    return {"w": ShardedTensor.from_rank_offsets("w", torch.full((3,), value)), "step": 1}
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    shardstore.save(_one(), tmp_path / "c")
+    return tmp_path / "c"
+
+
+def _edit(path: Path, change: Callable[[Any], None]) -> None:
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+
+
+def test_a_newer_format_is_refused(stored: Path) -> None:
+    def newer(document: Any) -> None:
+        document["attributes"]["shardstore"]["format_version"] = 99
+
+    _edit(stored / "zarr.json", newer)
+    error = raised(lambda: shardstore.load(_one(), stored))
+    assert isinstance(error, FormatVersionError)
+    assert "99" in str(error)
+    assert "upgrade" in str(error)
+    assert str(stored) in str(error)
+
+
+@pytest.mark.parametrize("backend", ["sharded", "common"])
+def test_a_newer_backend_is_refused(stored: Path, backend: str) -> None:
+    def newer(document: Any) -> None:
+        document[f"{backend}_backend_version"] = 7
+
+    _edit(stored / "metadata.json", newer)
+    error = raised(lambda: shardstore.load(_one(), stored))
+    assert "7" in str(error)
+
+    def other(document: Any) -> None:
+        document[f"{backend}_backend"] = "tape"
+
+    _edit(stored / "metadata.json", other)
+    error = raised(lambda: shardstore.load(_one(), stored))
+    assert "'tape'" in str(error)
+
+
+def test_what_is_no_checkpoint_is_told_so(tmp_path: Path) -> None:
+    error = raised(lambda: shardstore.load(_one(), tmp_path / "nothing"))
+    assert isinstance(error, NotACheckpointError)
+    assert f"directory {tmp_path / 'nothing'} does not exist" in str(error)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "weights.bin").write_bytes(b"x")
+    (tmp_path / "file").write_bytes(b"x")
+    (tmp_path / "other").mkdir()
+    zarr.create_group(tmp_path / "other").create_array("w", shape=(3,), dtype="f4")
+    for name in ("folder", "file", "other"):
+        error = raised(lambda: shardstore.load(_one(), tmp_path / name))  # noqa: B023
+        assert isinstance(error, NotACheckpointError), name
+        assert str(tmp_path / name) in str(error)
+    for call in (
+        shardstore.load_common_state_dict,
+        shardstore.load_tensors_metadata,
+        shardstore.load_plain_tensors,
+    ):
+        error = raised(lambda: call(tmp_path / "folder"))  # noqa: B023
+        assert "is not a distributed checkpoint" in str(error)
+    assert not shardstore.check_is_distributed_checkpoint(tmp_path / "folder")
+    assert not shardstore.check_is_distributed_checkpoint(tmp_path / "nothing")
+    assert isinstance(
+        raised(lambda: shardstore.save(_one(), tmp_path / "file")), CheckpointExistsError
+    )
+
+
+class Trap:
+    """Leaves a trace where it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.path,)
+
+
+class Harmless:
+    def __init__(self) -> None:
+        self.value = 5
+
+
+def test_a_class_that_was_not_allowed_is_not_loaded(tmp_path: Path) -> None:
+    place, sprung = tmp_path / "c", tmp_path / "sprung"
+    shardstore.save({**_one(), "trap": Trap(str(sprung))}, place)
+    error = raised(lambda: shardstore.load(_one(), place))
+    assert isinstance(error, UnsafeObjectError)
+    assert "mkdir" in str(error)
+    assert "add_safe_globals" in str(error)
+    assert "common.pt" in str(error)
+    assert not sprung.exists()
+
+    place = tmp_path / "o"
+    state = {"o": ShardedObject("my.o", Harmless(), (1,), (0,))}
+    shardstore.save(state, place)
+    wanted = {"o": ShardedObject("my.o", None, (1,), (0,))}
+    error = raised(lambda: shardstore.load(wanted, place))
+    assert isinstance(error, UnsafeObjectError)
+    for word in ("my.o", "Harmless", "add_safe_globals"):
+        assert word in str(error)
+    with torch.serialization.safe_globals([Harmless]):
+        loaded: Any = shardstore.load(wanted, place)
+    assert loaded["o"].value == 5
+
+
+def test_a_bare_pickle_in_place_of_a_document_is_not_loaded(stored: Path) -> None:
+    sprung = stored.parent / "sprung"
+    (stored / "common.pt").write_bytes(pickle.dumps({"step": Trap(str(sprung))}))
+    raised(lambda: shardstore.load(_one(), stored))
+    raised(lambda: shardstore.load_common_state_dict(stored))
+    assert not sprung.exists()
+
+
+def test_a_file_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    error = raised(lambda: shardstore.save(_one(), tmp_path / "file" / "c"))
+    assert isinstance(error, StorageError)
+    assert str(tmp_path / "file") in str(error)
+    assert "file is where a folder should be" in str(error)
+    assert remains(tmp_path) == ["file"]
+
+
+def test_a_store_that_is_not_known(tmp_path: Path) -> None:
+    raised(lambda: shardstore.save(_one(), "gopher://somewhere/c"))
+    raised(lambda: shardstore.load(_one(), "gopher://somewhere/c"))

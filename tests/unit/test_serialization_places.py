@@ -1,0 +1,58 @@
+"""Places that `save` and `load` take, and keys that cannot live together."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardstore
+from shardstore import ShardedObject, ShardedTensor
+from shardstore.errors import AccessPatternError, StorageError
+
+
+def _state(value: float = 1.0) -> dict[str, object]:
+    return {"w": ShardedTensor.from_rank_offsets("w", torch.full((2, 3), value)), "step": 3}
+
+
+def test_a_file_url_is_the_same_place_as_its_path(tmp_path: Path) -> None:
+    shardstore.save(_state(7.0), f"file://{tmp_path}/a")
+    for place in (f"file://{tmp_path}/a", str(tmp_path / "a"), tmp_path / "a"):
+        assert torch.equal(shardstore.load(_state(), place)["w"], torch.full((2, 3), 7.0))
+        assert shardstore.load_common_state_dict(place) == {"step": 3}
+        assert list(shardstore.load_tensors_metadata(place)) == ["w"]
+        assert shardstore.check_is_distributed_checkpoint(place)
+    shardstore.remove_sharded_tensors(f"file://{tmp_path}/a", "w")
+    assert shardstore.load_tensors_metadata(tmp_path / "a") == {}
+
+
+@pytest.mark.parametrize("name", ["save", "load", "load_plain_tensors", "load_common_state_dict"])
+def test_a_store_that_is_not_supported_yet_is_refused_at_once(name: str) -> None:
+    place = "s3://a-bucket/step-1"
+    given = (_state(), place) if name in ("save", "load") else (place,)
+    with pytest.raises(StorageError, match="s3://a-bucket/step-1"):
+        getattr(shardstore, name)(*given)
+
+
+def test_a_tensor_and_an_object_of_one_key_are_refused_at_the_save(tmp_path: Path) -> None:
+    state = {**_state(), "o": ShardedObject("w", {"x": 1}, (1,), (0,))}
+    with pytest.raises(AccessPatternError, match="'w' is both"):
+        shardstore.save(state, tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_keys_with_slashes_of_the_old_layout_are_found_in_their_folders(tmp_path: Path) -> None:
+    state = {"x": ShardedTensor.from_rank_offsets("a/b", torch.arange(6.0))}
+    shardstore.save(state, tmp_path / "c", ("zarr", 1))
+    (tmp_path / "c" / "a").mkdir()
+    shutil.move(tmp_path / "c" / "a%2Fb", tmp_path / "c" / "a" / "b")
+    wanted = {"x": ShardedTensor.from_rank_offsets("a/b", torch.zeros(6))}
+    assert torch.equal(shardstore.load(wanted, tmp_path / "c")["x"], torch.arange(6.0))
+
+
+def test_a_file_is_said_to_be_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "f").write_text("x")
+    with pytest.raises(shardstore.CheckpointingException, match="is a file"):
+        shardstore.load(_state(), tmp_path / "f")
