@@ -376,7 +376,8 @@ class _Source:
     def part(self, slices: tuple[slice, ...]) -> NDArray[Any] | Callable[[], NDArray[Any]]:
         if self._array is not None:
             where: tuple[Any, ...] = (..., *slices)
-            return self._array[where]
+            view: NDArray[Any] = self._array[where]
+            return view
         return lambda: dtypes.as_numpy(self._tensor[slices].contiguous().cpu())
 
 
