@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from shardstore.errors import CheckpointingException, DamagedCheckpointError, NotACheckpointError
+from shardstore.storage.handed import read_document
 from shardstore.storage.location import Location
 
 __all__ = [
@@ -72,7 +73,7 @@ def maybe_load_config(checkpoint_dir: str | Path) -> CheckpointingConfig | None:
         NotACheckpointError: the document is JSON but not one that :func:`save_config` writes.
     """
     url = _config_url(checkpoint_dir)
-    text = _read_text(url)
+    text = _read_text(Location.of(checkpoint_dir), url)
     if text is None:
         return None
     try:
@@ -125,11 +126,11 @@ def _config_url(checkpoint_dir: str | Path) -> str:
     return f"{Location.of(checkpoint_dir).url.rstrip('/')}/{CONFIG_FNAME}"
 
 
-def _read_text(url: str) -> str | None:
+def _read_text(location: Location, url: str) -> str | None:
     """The document's text, or ``None`` where there is no such document."""
     try:
-        return Path(url).read_text(encoding="utf-8")
-    except (FileNotFoundError, NotADirectoryError):
+        return read_document(location, CONFIG_FNAME).decode("utf-8")
+    except FileNotFoundError:
         return None
     except UnicodeDecodeError as error:
         raise DamagedCheckpointError(

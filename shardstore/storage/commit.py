@@ -121,7 +121,7 @@ class Attempt:
                     os.rename(path, os.path.join(target, name))
             # From here on the next attempt may sweep it, should this process die on the way.
             os.rename(f"{target}/{OWNER_NAME}", f"{source}/{OWNER_NAME}")
-            self.location.delete()
+            _remove(self.location)
         except OSError as error:
             logger.warning(
                 "%s is committed, but what it replaced could not be removed: %s", target, error
@@ -133,7 +133,16 @@ class Attempt:
         # Without its owner's note it is what a commit replaced, perhaps with files of others.
         if self.location.exists(OWNER_NAME):
             with contextlib.suppress(StorageError):
-                self.location.delete()
+                _remove(self.location)
+
+
+def _remove(attempt: Location) -> None:
+    """Remove an attempt: the commit first, so that no reader opens what is half gone, the owner's
+    note last, so that the next attempt sweeps the rest if this process dies on the way."""
+    for name in (*MARKERS, *attempt.listing()):
+        if name != OWNER_NAME:
+            attempt.delete(name)
+    attempt.delete()
 
 
 def _is_ours(path: str) -> bool:
@@ -186,9 +195,13 @@ def begin(place: Location, *, overwrite: bool = False) -> Attempt:
     sweep(target)
     attempt_id = f"{time.time_ns():x}-{secrets.token_hex(4)}"
     location = _attempt_location(target, attempt_id)
+    # Under another name until its owner's note is there: an attempt without one is a dead one's
+    # last remains.
+    fresh = Location.of(f"{location.url}.begin")
     with store_errors("creating", location.url):
-        os.makedirs(location.url)
-    location.write(OWNER_NAME, json.dumps(_owner()).encode())
+        os.makedirs(fresh.url)
+        fresh.write(OWNER_NAME, json.dumps(_owner()).encode())
+        os.rename(fresh.url, location.url)
     return Attempt(target, location, attempt_id, overwrite)
 
 
@@ -209,7 +222,7 @@ def sweep(target: Location) -> list[str]:
         attempt = Location.of(f"{parent}/{entry}")
         if _is_dead(attempt):
             with contextlib.suppress(StorageError):
-                attempt.delete()
+                _remove(attempt)
                 swept.append(attempt.url)
     return swept
 
@@ -240,6 +253,8 @@ def _start_of(pid: int) -> str | None:
 
 
 def _is_dead(attempt: Location) -> bool:
+    if attempt.is_dir() and not attempt.listing():
+        return not attempt.name.endswith(".begin")
     try:
         owner = json.loads(attempt.read(OWNER_NAME))
         here = {name: owner.get(name) for name in ("host", "boot", "pids")} == _host()

@@ -43,6 +43,7 @@ from shardstore.errors import (
 )
 from shardstore.mapping import ShardedObject, ShardedStateDict, StateDict, is_main_replica
 from shardstore.ranks import Ranks
+from shardstore.storage.handed import read_document
 from shardstore.storage.location import Location
 from shardstore.storage.names import key_of, node_name
 from shardstore.strategies.base import (
@@ -51,7 +52,6 @@ from shardstore.strategies.base import (
     StrategyAction,
     register_default_strategy,
 )
-from shardstore.strategies.opened import read_document
 from shardstore.strategies.session import session_of
 
 __all__ = [

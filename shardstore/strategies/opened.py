@@ -1,4 +1,4 @@
-"""Checkpoints that are being loaded: documents that one rank read for all, while the load runs."""
+"""Checkpoints that are being loaded: within one load, each is opened once."""
 
 from __future__ import annotations
 
@@ -8,41 +8,23 @@ from contextvars import ContextVar
 from pathlib import Path
 
 from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.handed import handed_documents, read_document
 from shardstore.storage.location import Location
 
-__all__ = ["handed_out", "open_checkpoint", "read_document"]
+__all__ = ["handed_out", "open_checkpoint"]
 
-_documents: ContextVar[Mapping[tuple[str, str], bytes | None]] = ContextVar("documents")
 _checkpoints: ContextVar[dict[str, StoredCheckpoint]] = ContextVar("checkpoints")
 
 
 @contextmanager
 def handed_out(documents: Mapping[tuple[str, str], bytes | None]) -> Iterator[None]:
-    """Within, documents are taken from ``(url, name) -> bytes`` where they are there.
-
-    ``None``: does not exist.
-    """
-    tokens = (_documents.set(documents), _checkpoints.set({}))
+    """One load: documents are handed out, and :func:`open_checkpoint` returns the same objects."""
+    token = _checkpoints.set({})
     try:
-        yield
+        with handed_documents(documents):
+            yield
     finally:
-        _documents.reset(tokens[0])
-        _checkpoints.reset(tokens[1])
-
-
-def read_document(location: Location, name: str) -> bytes:
-    """Read a document, from those handed out or from the store.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
-    known = _documents.get({})
-    if (location.url, name) in known:
-        data = known[location.url, name]
-        if data is None:
-            raise FileNotFoundError(f"{location.url}/{name}")
-        return data
-    return location.read(name)
+        _checkpoints.reset(token)
 
 
 def open_checkpoint(place: str | Path | Location) -> StoredCheckpoint:

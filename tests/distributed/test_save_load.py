@@ -386,7 +386,6 @@ def test_on_four_ranks(tmp_path: Path) -> None:
     assert run_ranks(run_scenarios, WORLD, str(tmp_path), SCENARIOS) == [names] * WORLD
 
 
-@pytest.mark.xfail(strict=True, reason="every rank reads metadata.json for itself")
 def test_documents_are_read_by_one_rank(tmp_path: Path) -> None:
     run_ranks(run_scenarios, 2, str(tmp_path), [documents_are_read_by_one_rank])
 

@@ -148,9 +148,7 @@ MOMENTS = [
     (0, 0.1),
     (0, 0.5),
     (0, 0.85),
-    pytest.param(
-        0, 1.0, marks=pytest.mark.xfail(strict=True, reason="an emptied attempt is not swept")
-    ),
+    (0, 1.0),
 ]
 
 

@@ -1,0 +1,40 @@
+"""Documents that one process read for others: while handed out, nobody asks the store for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from shardstore.storage.location import Location
+
+__all__ = ["handed_documents", "read_document"]
+
+_documents: ContextVar[Mapping[tuple[str, str], bytes | None]] = ContextVar("documents")
+
+
+@contextmanager
+def handed_documents(documents: Mapping[tuple[str, str], bytes | None]) -> Iterator[None]:
+    """Within, documents come from ``(url, name) -> bytes`` where they are there; ``None``: there is
+    no such document."""
+    token = _documents.set(documents)
+    try:
+        yield
+    finally:
+        _documents.reset(token)
+
+
+def read_document(location: Location, name: str) -> bytes:
+    """Read a document, from those handed out or from the store.
+
+    Raises:
+        FileNotFoundError: there is none.
+        StorageError: the store refused.
+    """
+    known = _documents.get({})
+    if (location.url, name) in known:
+        data = known[location.url, name]
+        if data is None:
+            raise FileNotFoundError(f"{location.url}/{name}")
+        return data
+    return location.read(name)
