@@ -18,7 +18,12 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from shardstore.errors import DTypeMismatchError, MissingKeyError, ShapeMismatchError
+from shardstore.errors import (
+    AccessPatternError,
+    DTypeMismatchError,
+    MissingKeyError,
+    ShapeMismatchError,
+)
 from shardstore.mapping import ShardedTensor
 from shardstore.storage import dtypes
 from shardstore.storage.chunks import RegionRead
@@ -109,27 +114,40 @@ def plan_read(tensor: ShardedTensor, meta: ArrayMeta) -> TensorRead:
     else:
         start, stop = flat_bounds(tensor)
         shape = (stop - start,)
+    if box.size and any(e > n for e, n in zip(box.end, tensor.global_shape, strict=True)):
+        raise AccessPatternError(
+            f"key {tensor.key!r}: the shard at offset {box.offset} of shape {box.shape} reaches "
+            f"beyond the global shape {tensor.global_shape}; correct global_offset",
+            key=tensor.key,
+        )
     read = _destination(tensor, shape)
     host = read.staged if read.staged is not None else read.result
     out = dtypes.as_numpy(host)
     stored = Box((0,) * len(meta.shape), meta.shape)
-    if meta.shape != tensor.global_shape and stored.intersect(box) != box:
+    whole = all(e <= n for e, n in zip(box.end, meta.shape, strict=True))
+    if not whole:
         with torch.no_grad():
             host.zero_()
     if tensor.flattened_range is None:
-        _add(read, meta, stored, box, out[(*(None,) * tensor.prepend_axis_num, ...)])
+        _add(read, meta, stored, box, out[(*(None,) * tensor.prepend_axis_num, ...)], whole)
         return read
     position = 0
     for part in flat_range_boxes(box.shape, start, stop):
         region = Box(tuple(a + b for a, b in zip(box.offset, part.offset, strict=True)), part.shape)
         piece = out[position : position + part.size].reshape(part.shape)
-        _add(read, meta, stored, region, piece)
+        _add(read, meta, stored, region, piece, whole)
         position += part.size
     return read
 
 
-def _add(read: TensorRead, meta: ArrayMeta, stored: Box, region: Box, out: NDArray[Any]) -> None:
+def _add(
+    read: TensorRead, meta: ArrayMeta, stored: Box, region: Box, out: NDArray[Any], whole: bool
+) -> None:
     """Read the part of a region that is stored."""
+    if whole:
+        if region.size:
+            read.regions.append(RegionRead(meta, region, out))
+        return
     common = stored.intersect(region)
     if common is None:
         return

@@ -56,3 +56,13 @@ def test_a_file_is_said_to_be_no_folder(tmp_path: Path) -> None:
     (tmp_path / "f").write_text("x")
     with pytest.raises(shardstore.CheckpointingException, match="is a file"):
         shardstore.load(_state(), tmp_path / "f")
+
+
+def test_a_shard_beyond_the_global_shape_is_refused_and_not_filled_with_zeros(
+    tmp_path: Path,
+) -> None:
+    shardstore.save(_state(5.0), tmp_path / "a")
+    beyond = ShardedTensor("w", torch.ones(2, 3), torch.float32, (2, 3), (2, 3), (1, 0), None)
+    with pytest.raises(AccessPatternError, match="beyond the global shape"):
+        shardstore.load({"w": beyond}, tmp_path / "a", validate_access_integrity=False)
+    assert torch.equal(beyond.data, torch.ones(2, 3))
