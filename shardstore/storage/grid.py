@@ -30,9 +30,9 @@ __all__ = [
 Shape = tuple[int, ...]
 
 DEFAULT_TARGET_CHUNK_BYTES = 32 * 1024 * 1024
-MIN_COLUMN_CHUNK_BYTES = 1024 * 1024
+MIN_COLUMN_CHUNK_BYTES = 256 * 1024
 """A shard cut across an inner axis is cut further along it only while chunks stay this large."""
-MIN_COLUMN_RUN_BYTES = 512
+MIN_COLUMN_RUN_BYTES = 128
 """... and only while the contiguous runs inside stay this long."""
 COLUMN_CUTS = (4, 2)
 MIN_BLOCK_BYTES = 4096
