@@ -243,6 +243,15 @@ def verify_checkpoint_and_load_strategy(
     if isinstance(common_strategy, tuple):
         found = get_default_strategy(StrategyAction.LOAD_COMMON, *common_strategy)
         common_strategy = cast(LoadCommonStrategy, found)
+    for name, given, kind in (
+        ("sharded_strategy", sharded_strategy, LoadShardedStrategy),
+        ("common_strategy", common_strategy, LoadCommonStrategy),
+    ):
+        if not isinstance(given, kind):
+            raise CheckpointingException(
+                f"{name}={given!r} is neither a strategy for loading nor a (backend, version) "
+                "pair such as ('zarr', 2)"
+            )
     sharded_strategy.check_backend_compatibility(backend)
     sharded_strategy.check_version_compatibility(version)
     common_strategy.check_backend_compatibility(config.common_backend)
