@@ -16,6 +16,7 @@ from __future__ import annotations
 import io
 import json
 import zlib
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -227,6 +228,14 @@ class Manifest:
         """Global rank that wrote a chunk."""
         row = self.row(meta, index)
         return None if row is None else int(self.rank[row])
+
+    def chunk_sums(self) -> dict[str, str]:
+        """Node -> base64 of the crc32c of its chunks in order, little-endian, for the commit."""
+        crcs = self.crc.astype("<u4").tobytes()
+        return {
+            node: b64encode(crcs[4 * start[0] : 4 * (start[0] + start[3])]).decode()
+            for node, start in self._start.items()
+        }
 
     def without(self, nodes: set[str]) -> Manifest:
         """The manifest less some arrays."""

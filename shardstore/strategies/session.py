@@ -25,6 +25,7 @@ from typing import Any
 from shardstore.errors import AccessPatternError
 from shardstore.ranks import Ranks
 from shardstore.storage import commit, documents, names
+from shardstore.storage.collector import collector_paused
 from shardstore.storage.commit import Attempt
 from shardstore.storage.location import Location
 from shardstore.storage.manifest import MANIFEST_NAME, Merged, RankManifest, merge
@@ -142,7 +143,8 @@ class SaveSession:
                 error = problem
 
         def decide(reports: list[bytes]) -> bytes:
-            merged = merge(reports, check=self.options.validate)
+            with collector_paused():
+                merged = merge(reports, check=self.options.validate)
             if self.options.validate:
                 _check_objects(merged.objects)
                 _check_kinds(merged)
@@ -171,6 +173,7 @@ class SaveSession:
             location.write(MANIFEST_NAME, merged.manifest.to_bytes())
             record = {
                 "format_version": documents.FORMAT_VERSION,
+                documents.CHUNK_SUMS: merged.manifest.chunk_sums(),
                 "commit": {
                     "attempt": self.attempt.id,
                     "created": datetime.now(UTC).isoformat(timespec="seconds"),
