@@ -39,7 +39,7 @@ from shardstore.mapping import (
 )
 from shardstore.ranks import Ranks
 from shardstore.shard_reports import check_reports, report_shards, shards_of_report
-from shardstore.state_dict_utils import load_preprocess, save_preprocess
+from shardstore.state_dict_utils import check_lists, load_preprocess, save_preprocess
 from shardstore.storage.collector import collector_paused
 from shardstore.storage.location import Location
 from shardstore.storage.options import SaveOptions
@@ -155,6 +155,7 @@ def save(
                 f"Cannot apply async_save to non-async strategy {sharded_strategy}; leave "
                 "async_sharded_save out"
             )
+        check_lists(sharded_state_dict)
         sharded, common = save_preprocess(sharded_state_dict, validate_access_integrity=False)
         if content_metadata is not None:
             common[_CONTENT_METADATA_KEY] = content_metadata
