@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -394,16 +395,14 @@ def _plan_flat(
     assert tensor.data is not None
     start, stop = flat_bounds(tensor)
     source = _Source(tensor.data.detach(), tensor.key)
-    for index in meta.grid.overlapping(box):
-        part = meta.grid.box(index).relative_to(box.offset)
+    for index, part, position in _parts_in_range(meta, box, start, stop):
         # C order within the chunk is the order of the flattened shard, with or without gaps, so
         # that a range of the shard is a range of the chunk.
-        first = _elements_before(part, box.shape, start)
-        last = _elements_before(part, box.shape, stop)
+        first, last = (_elements_before(part, box.shape, n, position) for n in (start, stop))
         if first == last:
             continue
-        if _is_contiguous(part, box.shape):
-            low = _flat_position(part.offset, box.shape) - start
+        if position is not None:
+            low = position - start
             data = source.part((slice(low + first, low + last),))
         else:
             data = _gathered(source, part, box.shape, start, first, last)
@@ -413,8 +412,8 @@ def _plan_flat(
         bounds = (
             (
                 r.rank,
-                _elements_before(part, box.shape, r.start),
-                _elements_before(part, box.shape, r.stop),
+                _elements_before(part, box.shape, r.start, position),
+                _elements_before(part, box.shape, r.stop, position),
             )
             for r in ranges
         )
@@ -424,8 +423,43 @@ def _plan_flat(
         plan.cut.append(CutChunk(meta, index, part.shape, owner, pieces, first, local))
 
 
-def _elements_before(part: Box, shape: Sequence[int], position: int) -> int:
-    """How many elements of a part of a box come before a flat position in the box."""
+def _parts_in_range(
+    meta: ArrayMeta, box: Box, start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], Box, int | None]]:
+    """The chunks of a shard that may share elements with a flat range of it.
+
+    Yields:
+        Index of the chunk, its box within the shard, and where it begins in the flattened shard;
+        ``None`` where it is not one range of it.
+    """
+    grid = meta.grid
+    indices = list(grid.overlapping(box))
+
+    def begin(index: tuple[int, ...]) -> int:
+        offset = (i * c - o for i, c, o in zip(index, grid.chunk_shape, box.offset, strict=True))
+        return _flat_position(tuple(offset), box.shape)
+
+    contiguous = _is_contiguous(grid.box(indices[0]), box.shape)
+    if contiguous:
+        # Then the chunks lie end to end, in this order: the others need not be looked at.
+        first = bisect_right(indices, start, key=begin) - 1
+        indices = indices[first : bisect_left(indices, stop, key=begin)]
+    for index in indices:
+        part = grid.box(index).relative_to(box.offset)
+        yield index, part, _flat_position(part.offset, box.shape) if contiguous else None
+
+
+def _elements_before(part: Box, shape: Sequence[int], position: int, begin: int | None) -> int:
+    """How many elements of a part of a box come before a flat position in the box.
+
+    Args:
+        part: the part.
+        shape: of the box.
+        position: in the flattened box.
+        begin: where the part begins in it, if it is one range of it.
+    """
+    if begin is not None:
+        return min(max(position - begin, 0), part.size)
     if position >= math.prod(shape):
         return part.size
     before, inside, row = 0, part.size, math.prod(shape)
