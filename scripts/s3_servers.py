@@ -1,8 +1,8 @@
 """S3 servers on this machine, for the tests, the quick start and the benchmark.
 
-Answers for: one value that says how to reach a server (``S3Server``), an embedded server that lives
-as long as the process that started it, and the address of the Ceph gateway that ``scripts/s3_server``
-brings up. Knows nothing of shardstore.
+Answers for: one value that says how to reach a server (``S3Server``), an embedded server that
+lives as long as the process that started it, and the address of the Ceph gateway that
+``scripts/s3_server`` brings up. Knows nothing of shardstore.
 
 The embedded server is MiniStack: of the servers on PyPI it is the one that refuses unknown keys and
 lets exactly one of racing ``If-None-Match: *`` writers win. It does not check signatures; the Ceph
@@ -200,8 +200,8 @@ def embedded_server(folder: Path) -> Iterator[EmbeddedServer]:
 def radosgw(environment: Mapping[str, str] = os.environ) -> S3Server | None:
     """The Ceph gateway that ``scripts/s3_server start`` brought up; None where none answers.
 
-    Looks for the description that the script leaves in ``.s3-server/server.json`` of the checkout, or
-    in the folder that SHARDSTORE_S3_SERVER_DIR names.
+    Looks for the description that the script leaves in ``.s3-server/server.json`` of the checkout,
+    or in the folder that SHARDSTORE_S3_SERVER_DIR names.
     """
     folder = Path(environment.get("SHARDSTORE_S3_SERVER_DIR", ROOT / ".s3-server"))
     try:
