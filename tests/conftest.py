@@ -1,4 +1,8 @@
-"""The S3 servers that any test may ask for; each is started by the first test that does."""
+"""The S3 servers that any test may ask for; each is started by the first test that does.
+
+The package is imported here, before any test imports TensorStore: its import bounds the requests
+that TensorStore makes.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+import shardstore
 from scripts.s3_servers import EmbeddedServer, S3Server, embedded_server, radosgw
+
+assert shardstore
 
 NO_RADOSGW = "no Ceph gateway runs here: scripts/s3_server start brings one up (Debian, as root)"
 
