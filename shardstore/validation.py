@@ -15,6 +15,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
+from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -202,7 +203,7 @@ def validate_integrity_and_strict_load(
 
 
 def verify_checkpoint_and_load_strategy(
-    checkpoint_dir: str,
+    checkpoint_dir: str | Path,
     sharded_strategy: LoadShardedStrategy | tuple[str, int] | None = None,
     common_strategy: LoadCommonStrategy | tuple[str, int] | None = None,
 ) -> tuple[LoadShardedStrategy, LoadCommonStrategy]:
@@ -231,7 +232,8 @@ def verify_checkpoint_and_load_strategy(
                 f"Checkpoint directory {checkpoint_dir} does not exist", url=str(checkpoint_dir)
             )
         raise NotACheckpointError(
-            f"{checkpoint_dir} is not a distributed checkpoint: it has no readable metadata.json. "
+            f"{checkpoint_dir} is not a distributed checkpoint: it has no readable metadata.json"
+            f"{'' if is_local else ', or not the zarr.json that commits it'}. "
             f"A save that did not finish leaves such a directory",
             url=str(checkpoint_dir),
         )
@@ -263,7 +265,7 @@ def verify_checkpoint_and_load_strategy(
 
 
 def _strategy_for(
-    checkpoint_dir: str, action: StrategyAction, backend: str, version: int
+    checkpoint_dir: str | Path, action: StrategyAction, backend: str, version: int
 ) -> SaveStrategyBase | LoadStrategyBase:
     try:
         return get_default_strategy(action, backend, version)
