@@ -100,6 +100,7 @@ def save(
     *,
     overwrite: bool = False,
     durable: bool = True,
+    staging_budget_bytes: int | None = None,
 ) -> AsyncRequest | None:
     """Save a sharded state dict as one checkpoint, whole or not at all.
 
@@ -128,9 +129,13 @@ def save(
         overwrite: replace a checkpoint that is there. It stays readable until the new one takes
             its place.
         durable: wait until everything is on the disk before the commit.
+        staging_budget_bytes: host memory for the copy of an asynchronous save; default: as much as
+            this rank's state takes.
 
     Returns:
-        ``None``, or the request if ``async_sharded_save``.
+        ``None``, or the request if ``async_sharded_save``: the state may be changed by then; an
+        :class:`AsyncCallsQueue` writes in a thread and commits where every rank polls it.
+        :func:`shardstore.async_save` is the simple form.
 
     Raises:
         CheckpointExistsError: there is a checkpoint, and ``overwrite`` was not given.
@@ -140,9 +145,50 @@ def save(
         StorageError: the store refused (full, read-only, gone).
         RanksError: another rank failed, or did not answer in time.
     """
+    options, error = SaveOptions(), None
+    try:
+        options = SaveOptions(
+            overwrite=overwrite,
+            durable=durable,
+            validate=validate_access_integrity,
+            staging_budget_bytes=staging_budget_bytes,
+        )
+    except ValueError as problem:
+        error = problem  # met by all ranks together
+    _, request = begin_save(
+        sharded_state_dict,
+        checkpoint_dir,
+        options,
+        sharded_strategy,
+        common_strategy,
+        async_sharded_save,
+        preprocess_common_before_consistancy_check,
+        content_metadata,
+        error=error,
+    )
+    return request
+
+
+def begin_save(
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: str | Path,
+    options: SaveOptions,
+    sharded_strategy: SaveShardedStrategy | tuple[str, int] | None = None,
+    common_strategy: SaveCommonStrategy | tuple[str, int] | None = None,
+    async_sharded_save: bool = False,
+    preprocess_common_before_consistancy_check: Callable[[CommonStateDict], StateDict]
+    | None = None,
+    content_metadata: dict[str, Any] | None = None,
+    *,
+    error: BaseException | None = None,
+) -> tuple[SaveSession, AsyncRequest | None]:
+    """What :func:`save` does, with the session beside the request.
+
+    Args:
+        error: what went wrong on this rank before; it is raised here on every rank.
+    """
     ranks = Ranks.current()
-    options = SaveOptions(overwrite=overwrite, durable=durable, validate=validate_access_integrity)
-    error: BaseException | None = None
+    validate_access_integrity = options.validate
     sharded: ShardedStateDict = {}
     common: StateDict = {}
     compared = b""
@@ -162,7 +208,7 @@ def save(
             mine = _comparable(common, preprocess_common_before_consistancy_check)
             compared = _pickled(mine) if ranks.is_coordinator else b""
     except Exception as problem:
-        error = problem
+        error = error or problem
     session = SaveSession.begin(
         ranks, checkpoint_dir, options, error=error, exchange_layouts=wanted, common=compared
     )
@@ -187,13 +233,16 @@ def save(
             )
         except Exception as problem:
             error, request = problem, None
-    if request is None or error is not None:
+    if not async_sharded_save:
         finish(error)
-        return None
-    if not async_sharded_save:  # pragma: no cover - _write() returns a request only if asked to
-        raise AssertionError
+        return session, None
+    if request is None:
+        # The other ranks are on their way: they meet this rank's error at the finalisation.
+        session.failure = error
+        request = AsyncRequest(None, (), [])
+    request = session.guarded(request)
     request.add_finalize_fn(lambda: finish(None))
-    return request
+    return session, request
 
 
 def _write(

@@ -20,6 +20,10 @@ class SaveOptions:
         validate: refuse the commit unless every chunk was written exactly once.
         threads: threads that write, each rank; ``None``: one a processor, at most 8.
         mover: ``"auto"``, ``"file"`` (plain files) or ``"tensorstore"``.
+        compression: ``"zstd"`` (level 1) for each chunk, or ``None``.
+        staging_budget_bytes: host memory for the copy that an asynchronous save makes;
+            ``None``: as much as the state.
+        overlap_staging: let an asynchronous save copy in the background too.
     """
 
     target_chunk_bytes: int = DEFAULT_TARGET_CHUNK_BYTES
@@ -28,6 +32,9 @@ class SaveOptions:
     validate: bool = True
     threads: int | None = None
     mover: str = "auto"
+    compression: str | None = None
+    staging_budget_bytes: int | None = None
+    overlap_staging: bool = False
 
     def __post_init__(self) -> None:
         if self.target_chunk_bytes < 1:
@@ -36,3 +43,9 @@ class SaveOptions:
             raise ValueError(f"threads={self.threads} must be at least 1, or None")
         if self.mover not in ("auto", "file", "tensorstore"):
             raise ValueError(f"mover={self.mover!r} must be 'auto', 'file' or 'tensorstore'")
+        if self.compression not in (None, "zstd"):
+            raise ValueError(f"compression={self.compression!r} must be 'zstd' or None")
+        if self.staging_budget_bytes is not None and self.staging_budget_bytes < 1:
+            raise ValueError(
+                f"staging_budget_bytes={self.staging_budget_bytes} must be at least 1, or None"
+            )

@@ -29,6 +29,8 @@ from shardstore.storage.commit import Attempt
 from shardstore.storage.location import Location
 from shardstore.storage.manifest import MANIFEST_NAME, Merged, RankManifest, merge
 from shardstore.storage.options import SaveOptions
+from shardstore.strategies.async_utils import AsyncRequest
+from shardstore.strategies.staging import Staging
 
 __all__ = ["SaveSession", "session_of"]
 
@@ -50,6 +52,9 @@ class SaveSession:
             some.
         objects: grid shape of each sharded object's key that this rank wrote.
         started: :func:`time.perf_counter` at the beginning.
+        failure: what went wrong on this rank in the background; then nothing is committed.
+        staging: the copy of the state that an asynchronous save writes from, if it made one.
+        record: after the commit, on every rank: what was committed (bytes, chunks, seconds).
     """
 
     ranks: Ranks
@@ -61,6 +66,9 @@ class SaveSession:
     common_of_coordinator: bytes
     zarr_format: int | None = None
     started: float = field(default_factory=perf_counter)
+    failure: BaseException | None = None
+    staging: Staging | None = None
+    record: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def begin(
@@ -113,6 +121,23 @@ class SaveSession:
         finally:
             _open.pop(self.attempt.location.url, None)
 
+    def guarded(self, request: AsyncRequest) -> AsyncRequest:
+        """A request whose function keeps its error for :meth:`finish`, where all ranks meet.
+
+        Raised in the background it would leave the attempt behind, and reach only who polls here.
+        """
+        function = request.async_fn
+        if function is None:
+            return request
+
+        def run(*args: Any, **kwargs: Any) -> None:
+            try:
+                function(*args, **kwargs)
+            except BaseException as error:
+                self.failure = self.failure or error
+
+        return request._replace(async_fn=run)
+
     def finish(
         self,
         error: BaseException | None,
@@ -133,6 +158,7 @@ class SaveSession:
             StorageError: the commit failed; what was at the target is as it was.
         """
         report = b""
+        error = error if error is not None else self.failure
         if error is None:
             try:
                 if self.options.durable and not self.ranks.is_coordinator:
@@ -148,11 +174,12 @@ class SaveSession:
                 _check_kinds(merged)
             names.check_collisions(meta.key for meta in merged.arrays)
             self._publish(merged, attributes or {}, write_documents)
-            return b""
+            return json.dumps(self.record).encode()
 
         try:
             what = f"committing {self.target.url}"
-            self.ranks.together(report, what=what, error=error, decide=decide)
+            answer = self.ranks.together(report, what=what, error=error, decide=decide)
+            self.record = json.loads(answer)
         except BaseException:
             if self.ranks.is_coordinator:
                 self.attempt.abandon()
@@ -169,19 +196,17 @@ class SaveSession:
             write_documents(location)
         if self.zarr_format != 2 and (self.zarr_format == 3 or merged.arrays):
             location.write(MANIFEST_NAME, merged.manifest.to_bytes())
-            record = {
-                "format_version": documents.FORMAT_VERSION,
-                "commit": {
-                    "attempt": self.attempt.id,
-                    "created": datetime.now(UTC).isoformat(timespec="seconds"),
-                    "world_size": self.ranks.world_size,
-                    "arrays": len(merged.arrays),
-                    "chunks": len(merged.manifest.crc),
-                    "stored_bytes": int(merged.manifest.stored.sum()),
-                    "seconds": round(perf_counter() - self.started, 3),
-                    "shardstore": _version(),
-                },
+            self.record = {
+                "attempt": self.attempt.id,
+                "created": datetime.now(UTC).isoformat(timespec="seconds"),
+                "world_size": self.ranks.world_size,
+                "arrays": len(merged.arrays),
+                "chunks": len(merged.manifest.crc),
+                "stored_bytes": int(merged.manifest.stored.sum()),
+                "seconds": round(perf_counter() - self.started, 3),
+                "shardstore": _version(),
             }
+            record = {"format_version": documents.FORMAT_VERSION, "commit": self.record}
             root = documents.root_document(merged.documents, {**attributes, "shardstore": record})
             location.write("zarr.json", root.encode())
         if self.options.durable:

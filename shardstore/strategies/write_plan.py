@@ -31,6 +31,7 @@ from shardstore.storage.names import node_name
 
 __all__ = [
     "CutChunk",
+    "DevicePart",
     "Layouts",
     "WritePlan",
     "array_meta",
@@ -356,6 +357,20 @@ def _check_place(tensor: ShardedTensor, meta: ArrayMeta, box: Box) -> None:
         )
 
 
+@dataclass(frozen=True)
+class DevicePart:
+    """Part of a tensor on a device: fetched when it is called, or by who copies it himself."""
+
+    tensor: torch.Tensor
+
+    def __call__(self) -> NDArray[Any]:
+        return dtypes.as_numpy(self.tensor.contiguous().cpu())
+
+    def reshape(self, shape: tuple[int, ...]) -> DevicePart:
+        """The same elements in another shape."""
+        return DevicePart(self.tensor.reshape(shape))
+
+
 class _Source:
     """A local tensor as the source of chunks.
 
@@ -378,7 +393,7 @@ class _Source:
             where: tuple[Any, ...] = (..., *slices)
             view: NDArray[Any] = self._array[where]
             return view
-        return lambda: dtypes.as_numpy(self._tensor[slices].contiguous().cpu())
+        return DevicePart(self._tensor[slices])
 
 
 def _plan_flat(
@@ -470,7 +485,7 @@ def _constant(array: NDArray[Any]) -> Callable[[], NDArray[Any]]:
 def _shaped(
     data: NDArray[Any] | Callable[[], NDArray[Any]], shape: tuple[int, ...]
 ) -> NDArray[Any] | Callable[[], NDArray[Any]]:
-    if callable(data):
+    if callable(data) and not isinstance(data, DevicePart):
         return lambda: data().reshape(shape)
     return data.reshape(shape)
 

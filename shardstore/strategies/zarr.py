@@ -7,6 +7,7 @@ Megatron-Core up to 0.15. The bytes are moved by :mod:`shardstore.storage`; this
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from logging import getLogger
 from pathlib import Path
@@ -36,15 +37,18 @@ from shardstore.storage.location import Location
 from shardstore.storage.manifest import ChunkRecord
 from shardstore.storage.names import check_collisions, key_of
 from shardstore.storage.options import SaveOptions
+from shardstore.strategies.async_utils import AsyncRequest
+from shardstore.strategies.background import BackgroundWrite
 from shardstore.strategies.base import (
+    AsyncSaveShardedStrategy,
     LoadShardedStrategy,
-    SaveShardedStrategy,
     StrategyAction,
     register_default_strategy,
 )
 from shardstore.strategies.opened import open_checkpoint
 from shardstore.strategies.read_plan import TensorRead, find_array, plan_read
 from shardstore.strategies.session import SaveSession, session_of
+from shardstore.strategies.staging import Staging
 from shardstore.strategies.write_plan import (
     CutChunk,
     Layouts,
@@ -100,8 +104,8 @@ def needs_layouts(state_dict: ShardedStateDict) -> bool:
     )
 
 
-class ZarrSaveShardedStrategy(SaveShardedStrategy):
-    """Save strategy for the Zarr backend.
+class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
+    """Save strategy for the Zarr backend, at once or in the background.
 
     Args:
         backend: ``"zarr"``.
@@ -161,7 +165,50 @@ class ZarrSaveShardedStrategy(SaveShardedStrategy):
                 error = problem
         session.finish(error)
 
+    def async_save(
+        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path
+    ) -> AsyncRequest:
+        """Copy this rank's part of the sharded tensors, and describe the writing that is left.
+
+        Called by every rank. The state may be changed when it returns, unless the save overlaps its
+        copying (:func:`shardstore.async_save`). Pieces of chunks that ranks share are exchanged
+        here; the background speaks to nobody. Called by itself it commits the arrays, like
+        :meth:`save`, when the request is finalised.
+
+        Args:
+            sharded_state_dict: nested state dict with sharded tensors.
+            checkpoint_dir: where to.
+
+        Returns:
+            The writing, for a thread, and the commit, for every rank together.
+        """
+        session = session_of(checkpoint_dir)
+        if session is not None:
+            return self._staged(session, sharded_state_dict)
+        wanted = needs_layouts(sharded_state_dict)
+        session = SaveSession.begin(
+            Ranks.current(), checkpoint_dir, self.options, exchange_layouts=wanted
+        )
+        try:
+            request = session.guarded(self._staged(session, sharded_state_dict))
+        except Exception as problem:
+            # Raised here it would be this rank's alone; it is met by all at the finalisation.
+            session.failure = problem
+            request = AsyncRequest(None, (), [])
+        opened = session
+        request.add_finalize_fn(lambda: opened.finish(None))
+        return request
+
+    def _staged(self, session: SaveSession, state_dict: ShardedStateDict) -> AsyncRequest:
+        plan, created = self._plan(session, state_dict)
+        return stage(session, self.options, plan, created)
+
     def _write(self, session: SaveSession, state_dict: ShardedStateDict) -> None:
+        _carry_out(session, self.options, *self._plan(session, state_dict))
+
+    def _plan(
+        self, session: SaveSession, state_dict: ShardedStateDict
+    ) -> tuple[WritePlan, list[tuple[ArrayMeta, str]]]:
         tensors = sharded_tensors_of(state_dict)
         ranks = session.ranks
         session.zarr_format = 2 if self.version == V2_LAYOUT else 3
@@ -197,7 +244,31 @@ class ZarrSaveShardedStrategy(SaveShardedStrategy):
             ranks.together(what=what, error=error)
         if error is not None:
             raise error
-        _carry_out(session, self.options, plan, created)
+        return plan, created
+
+
+def stage(
+    session: SaveSession,
+    options: SaveOptions,
+    plan: WritePlan,
+    created: Sequence[tuple[ArrayMeta, str]],
+) -> AsyncRequest:
+    """Exchange pieces of shared chunks, copy the rest; what is left needs no other rank."""
+    owned = [write for batch in _rounds(plan.cut) for write in _put_together(session.ranks, batch)]
+    budget = session.options.staging_budget_bytes or options.staging_budget_bytes
+    staging = Staging(plan.writes, budget_bytes=budget, threads=options.threads)
+    plan.writes.clear()  # their memory is the caller's
+    session.staging = staging
+    mover = arrays.mover_for(session.attempt.location, options)
+    background = BackgroundWrite(session, mover, created, staging, owned, options.threads)
+    if not staging.all_at_once:
+        background.start()
+    if session.options.overlap_staging:
+        threading.Thread(target=staging.run, name="shardstore-stage", daemon=True).start()
+    else:
+        staging.run()
+        staging.wait(host=True)
+    return AsyncRequest(background, (), [])
 
 
 def _carry_out(
