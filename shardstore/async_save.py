@@ -54,6 +54,8 @@ def async_save(
     durable: bool = True,
     overlap_staging: bool = False,
     staging_budget_bytes: int | None = None,
+    base: str | Path | None = None,
+    compression: str | None = None,
     when_busy: Literal["wait", "refuse"] = "wait",
     at_exit: Literal["wait", "abort"] = "wait",
 ) -> AsyncSave:
@@ -78,6 +80,8 @@ def async_save(
             :meth:`AsyncSave.wait_staged` before the state is changed.
         staging_budget_bytes: host memory for the copy, on each rank; default: as much as the
             rank's state. With less, copying waits for writing, chunk by chunk.
+        base: an earlier checkpoint whose chunks are not written again, see :func:`shardstore.save`.
+        compression: ``"zstd"`` or none.
         when_busy: while the save before this one runs, wait for it, or refuse with an error.
         at_exit: an interpreter that exits waits for the save, or aborts it (nothing is committed).
 
@@ -101,6 +105,7 @@ def async_save(
             validate=validate_access_integrity,
             staging_budget_bytes=staging_budget_bytes,
             overlap_staging=overlap_staging,
+            compression=compression,
         )
     except ValueError as problem:
         error = problem  # met by all ranks together
@@ -122,6 +127,7 @@ def async_save(
         True,
         preprocess_common_before_consistancy_check,
         content_metadata,
+        base=base,
         error=error,
     )
     assert request is not None

@@ -101,6 +101,8 @@ def save(
     overwrite: bool = False,
     durable: bool = True,
     staging_budget_bytes: int | None = None,
+    base: str | Path | None = None,
+    compression: str | None = None,
 ) -> AsyncRequest | None:
     """Save a sharded state dict as one checkpoint, whole or not at all.
 
@@ -131,6 +133,10 @@ def save(
         durable: wait until everything is on the disk before the commit.
         staging_budget_bytes: host memory for the copy of an asynchronous save; default: as much as
             this rank's state takes.
+        base: an earlier checkpoint: chunks that are the same there, by a 128-bit hash, are linked
+            and not written again. Each checkpoint is whole by itself, any may be deleted. What was
+            spared is ``reused_bytes`` in the commit record, and logged.
+        compression: ``"zstd"`` (level 1) for each chunk; default: none.
 
     Returns:
         ``None``, or the request if ``async_sharded_save``: the state may be changed by then; an
@@ -152,6 +158,7 @@ def save(
             durable=durable,
             validate=validate_access_integrity,
             staging_budget_bytes=staging_budget_bytes,
+            compression=compression,
         )
     except ValueError as problem:
         error = problem  # met by all ranks together
@@ -164,6 +171,7 @@ def save(
         async_sharded_save,
         preprocess_common_before_consistancy_check,
         content_metadata,
+        base=base,
         error=error,
     )
     return request
@@ -180,11 +188,13 @@ def begin_save(
     | None = None,
     content_metadata: dict[str, Any] | None = None,
     *,
+    base: str | Path | None = None,
     error: BaseException | None = None,
 ) -> tuple[SaveSession, AsyncRequest | None]:
     """What :func:`save` does, with the session beside the request.
 
     Args:
+        base: see :func:`save`.
         error: what went wrong on this rank before; it is raised here on every rank.
     """
     ranks = Ranks.current()
@@ -210,7 +220,13 @@ def begin_save(
     except Exception as problem:
         error = error or problem
     session = SaveSession.begin(
-        ranks, checkpoint_dir, options, error=error, exchange_layouts=wanted, common=compared
+        ranks,
+        checkpoint_dir,
+        options,
+        error=error,
+        exchange_layouts=wanted,
+        common=compared,
+        base=None if base is None else Location.of(base),
     )
     # What begin() let pass has both.
     sharded_strategy = cast(SaveShardedStrategy, sharded_strategy)

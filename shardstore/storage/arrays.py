@@ -110,6 +110,6 @@ def open_zarr_array(
 
 def mover_for(location: Location, options: SaveOptions) -> Mover:
     """Who moves the chunks that are written to a location."""
-    if location.is_local and options.mover != "tensorstore":
+    if location.is_local and options.mover != "tensorstore" and options.compression is None:
         return FileMover(location, threads=options.threads)
     return TensorStoreMover(location)

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 
 from shardstore.errors import SaveInProgressError
 from shardstore.storage import arrays
-from shardstore.storage.chunks import ChunkWrite, Mover
+from shardstore.storage.chunks import ChunkWrite
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.manifest import ChunkRecord
 from shardstore.storage.parallel import yield_to_others
+from shardstore.storage.reuse import Writer
 from shardstore.storage.tensorstore_mover import TensorStoreMover
 from shardstore.strategies.session import SaveSession
 from shardstore.strategies.staging import StagedChunk, Staging
@@ -40,7 +41,7 @@ class BackgroundWrite:
     def __init__(
         self,
         session: SaveSession,
-        mover: Mover,
+        mover: Writer,
         created: Sequence[tuple[ArrayMeta, str]],
         staging: Staging,
         owned: Sequence[ChunkWrite],

@@ -12,10 +12,11 @@ told to write to by :func:`session_of`; called by itself it opens one of its own
 from __future__ import annotations
 
 import json
+import logging
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,15 +25,18 @@ from typing import Any
 
 from shardstore.errors import AccessPatternError
 from shardstore.ranks import Ranks
-from shardstore.storage import commit, documents, names
+from shardstore.storage import arrays, commit, documents, names
 from shardstore.storage.commit import Attempt
 from shardstore.storage.location import Location
 from shardstore.storage.manifest import MANIFEST_NAME, Merged, RankManifest, merge
 from shardstore.storage.options import SaveOptions
+from shardstore.storage.reuse import BaseChunks, ReusingMover, Writer, read_base
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.staging import Staging
 
 __all__ = ["SaveSession", "session_of"]
+
+logger = logging.getLogger(__name__)
 
 _open: dict[str, SaveSession] = {}
 
@@ -53,6 +57,7 @@ class SaveSession:
         objects: grid shape of each sharded object's key that this rank wrote.
         started: :func:`time.perf_counter` at the beginning.
         failure: what went wrong on this rank in the background; then nothing is committed.
+        base: the checkpoint whose chunks are not sent again, if one was given.
         staging: the copy of the state that an asynchronous save writes from, if it made one.
         record: after the commit, on every rank: what was committed (bytes, chunks, seconds).
     """
@@ -67,6 +72,7 @@ class SaveSession:
     zarr_format: int | None = None
     started: float = field(default_factory=perf_counter)
     failure: BaseException | None = None
+    base: BaseChunks | None = None
     staging: Staging | None = None
     record: dict[str, Any] = field(default_factory=dict)
 
@@ -80,6 +86,7 @@ class SaveSession:
         error: BaseException | None = None,
         exchange_layouts: bool = False,
         common: bytes = b"",
+        base: Location | None = None,
     ) -> SaveSession:
         """Agree with all ranks to begin. Called by every rank, which waits for all others.
 
@@ -92,6 +99,7 @@ class SaveSession:
                 error that names this one.
             exchange_layouts: whether this rank holds tensors that others must hear of.
             common: handed from the coordinator to all, for comparison.
+            base: a committed checkpoint whose chunks are not sent again.
 
         Raises:
             CheckpointExistsError, StorageError: on every rank.
@@ -100,17 +108,36 @@ class SaveSession:
 
         def decide(reports: list[bytes]) -> bytes:
             _same_target([json.loads(report) for report in reports])
+            texts = None if base is None else read_base(base)
             attempt = commit.begin(target, overwrite=options.overwrite)
             wanted = any(json.loads(report)["layouts"] for report in reports)
-            return pickle.dumps((attempt.id, wanted, common if ranks.world_size > 1 else b""))
+            compared = common if ranks.world_size > 1 else b""
+            return pickle.dumps((attempt.id, wanted, compared, texts))
 
-        report = json.dumps({"target": target.url, "layouts": exchange_layouts}).encode()
+        about = {"target": target.url, "base": None if base is None else base.url}
+        report = json.dumps({**about, "layouts": exchange_layouts}).encode()
         answer = ranks.together(report, what=f"saving to {target.url}", error=error, decide=decide)
-        attempt_id, wanted, of_coordinator = pickle.loads(answer)
+        attempt_id, wanted, of_coordinator, texts = pickle.loads(answer)
         attempt = commit.join(target, attempt_id, overwrite=options.overwrite)
-        return cls(
+        session = cls(
             ranks, target, options, attempt, RankManifest(ranks.rank), wanted, of_coordinator
         )
+        if base is not None:
+            session.base = BaseChunks(base, texts)
+        return session
+
+    def mover(self, options: SaveOptions) -> Writer:
+        """Who writes the chunks of a strategy with these options."""
+        options = replace(options, compression=self.options.compression)
+        location = self.attempt.location
+        mover = arrays.mover_for(location, options)
+        if self.base is None:
+            return mover
+
+        def reused(size: int) -> None:
+            self.manifest.reused_bytes += size
+
+        return ReusingMover(mover, self.base, location, reused, threads=options.threads)
 
     @contextmanager
     def active(self) -> Iterator[Location]:
@@ -180,6 +207,14 @@ class SaveSession:
             what = f"committing {self.target.url}"
             answer = self.ranks.together(report, what=what, error=error, decide=decide)
             self.record = json.loads(answer)
+            if self.base is not None and self.ranks.is_coordinator:
+                logger.info(
+                    "%s: %d of %d bytes were taken over from %s",
+                    self.target.url,
+                    self.record["reused_bytes"],
+                    self.record["stored_bytes"],
+                    self.base.location.url,
+                )
         except BaseException:
             if self.ranks.is_coordinator:
                 self.attempt.abandon()
@@ -203,6 +238,7 @@ class SaveSession:
                 "arrays": len(merged.arrays),
                 "chunks": len(merged.manifest.crc),
                 "stored_bytes": int(merged.manifest.stored.sum()),
+                "reused_bytes": merged.reused_bytes,
                 "seconds": round(perf_counter() - self.started, 3),
                 "shardstore": _version(),
             }
@@ -226,6 +262,12 @@ def _same_target(reports: list[dict[str, Any]]) -> None:
             raise AccessPatternError(
                 f"rank 0 saves to {first} but rank {rank} to {report['target']}; give every rank "
                 "the same place",
+                rank=rank,
+            )
+        if report["base"] != reports[0]["base"]:
+            raise AccessPatternError(
+                f"rank 0 saves with base={reports[0]['base']} but rank {rank} with "
+                f"base={report['base']}; give every rank the same",
                 rank=rank,
             )
 

@@ -25,7 +25,7 @@ from shardstore.errors import AccessPatternError, CheckpointingException, DTypeM
 from shardstore.mapping import ShardedTensor, is_main_replica
 from shardstore.storage import dtypes
 from shardstore.storage.chunks import ChunkWrite
-from shardstore.storage.documents import SEPARATOR, ArrayMeta
+from shardstore.storage.documents import CRC32C, SEPARATOR, ArrayMeta
 from shardstore.storage.grid import Box, Grid, cut_gcd, plan_grid, shard_edges
 from shardstore.storage.names import node_name
 
@@ -210,6 +210,7 @@ def array_meta(
     zarr_format: int,
     target_chunk_bytes: int,
     layouts: Layouts | None = None,
+    compression: str | None = None,
 ) -> ArrayMeta:
     """The array that a sharded tensor is a part of, the same on every rank.
 
@@ -241,6 +242,7 @@ def array_meta(
         node_name(tensor.key),
         plan_grid(shape, edges, size, target_chunk_bytes, leading_only=flat),
         name,
+        codecs=(CRC32C,) if compression is None else (compression, CRC32C),
         separator=SEPARATOR,
         shard_shape=edges,
     )
@@ -253,6 +255,7 @@ def plan_writes(
     zarr_format: int,
     target_chunk_bytes: int,
     layouts: Layouts,
+    compression: str | None = None,
 ) -> WritePlan:
     """Plan what a rank does with its sharded tensors.
 
@@ -262,6 +265,7 @@ def plan_writes(
         zarr_format: 3 or 2.
         target_chunk_bytes: see :func:`plan_grid`.
         layouts: what :func:`merge_layouts` made of all ranks' reports.
+        compression: of each chunk (Zarr v3 alone).
 
     Raises:
         AccessPatternError: a shard is not made of whole chunks of the grid that its sharding
@@ -274,7 +278,11 @@ def plan_writes(
             continue
         tensor.validate_metadata_integrity()
         meta = array_meta(
-            tensor, zarr_format=zarr_format, target_chunk_bytes=target_chunk_bytes, layouts=layouts
+            tensor,
+            zarr_format=zarr_format,
+            target_chunk_bytes=target_chunk_bytes,
+            layouts=layouts,
+            compression=compression,
         )
         box = local_box(tensor)
         _check_place(tensor, meta, box)

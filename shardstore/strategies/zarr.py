@@ -224,12 +224,18 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
         plan = WritePlan()
         try:
             check_collisions(tensor.key for tensor in tensors)
+            if session.zarr_format == 2 and session.options.compression is not None:
+                raise FormatVersionError(
+                    "the Zarr v2 layout of Megatron-Core is never compressed: leave compression "
+                    "out, or save with backend ('zarr', 2)"
+                )
             plan = plan_writes(
                 tensors,
                 ranks.rank,
                 zarr_format=session.zarr_format,
                 target_chunk_bytes=self.options.target_chunk_bytes,
                 layouts=layouts,
+                compression=session.options.compression,
             )
             created = [
                 (meta, text)
@@ -259,7 +265,7 @@ def stage(
     staging = Staging(plan.writes, budget_bytes=budget, threads=options.threads)
     plan.writes.clear()  # their memory is the caller's
     session.staging = staging
-    mover = arrays.mover_for(session.attempt.location, options)
+    mover = session.mover(options)
     background = BackgroundWrite(session, mover, created, staging, owned, options.threads)
     if not staging.all_at_once:
         background.start()
@@ -282,7 +288,7 @@ def _carry_out(
     An error of this rank's disk waits until all pieces are exchanged.
     """
     location, manifest = session.attempt.location, session.manifest
-    mover = arrays.mover_for(location, options)
+    mover = session.mover(options)
 
     def done(item: ChunkWrite, record: ChunkRecord) -> None:
         manifest.add_chunk(item.array, item.index, record)
