@@ -56,6 +56,7 @@ def async_save(
     staging_budget_bytes: int | None = None,
     base: str | Path | None = None,
     compression: str | None = None,
+    replica_group: Any = None,
     when_busy: Literal["wait", "refuse"] = "wait",
     at_exit: Literal["wait", "abort"] = "wait",
 ) -> AsyncSave:
@@ -82,6 +83,7 @@ def async_save(
             rank's state. With less, copying waits for writing, chunk by chunk.
         base: an earlier checkpoint whose chunks are not written again, see :func:`shardstore.save`.
         compression: ``"zstd"`` or none.
+        replica_group: ranks that share the writing of what all hold, see :func:`shardstore.save`.
         when_busy: while the save before this one runs, wait for it, or refuse with an error.
         at_exit: an interpreter that exits waits for the save, or aborts it (nothing is committed).
 
@@ -128,6 +130,7 @@ def async_save(
         preprocess_common_before_consistancy_check,
         content_metadata,
         base=base,
+        replica_group=replica_group,
         error=error,
     )
     assert request is not None

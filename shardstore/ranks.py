@@ -339,23 +339,24 @@ class Ranks:
             sends: ``(rank, bytes)``, one-dimensional contiguous uint8.
             receives: ``(rank, buffer)``, one-dimensional contiguous uint8, written in place.
         """
-        works = [
-            (rank, dist.irecv(torch.from_numpy(buffer), src=rank, group=self._pg))
-            for rank, buffer in receives
-        ]
-        works += [
-            (rank, dist.isend(_as_tensor(piece), dst=rank, group=self._pg)) for rank, piece in sends
-        ]
-        for rank, work in works:
-            try:
+        works: list[tuple[int, dist.Work | None]] = []
+        rank = -1
+        try:
+            # A rank that is known to be gone is met here, another when it is waited for.
+            for rank, buffer in receives:
+                work = dist.irecv(torch.from_numpy(buffer), src=rank, group=self._pg)
+                works.append((rank, work))
+            for rank, piece in sends:
+                works.append((rank, dist.isend(_as_tensor(piece), dst=rank, group=self._pg)))
+            for rank, work in works:  # noqa: B007 (the error names it)
                 self._wait(work)
-            except RuntimeError as problem:
-                self._break()
-                raise RanksError(
-                    f"rank {self.rank} lost rank {rank} while pieces of chunks were exchanged "
-                    f"({_first_line(problem)})",
-                    failures={rank: "no answer"},
-                ) from problem
+        except RuntimeError as problem:
+            self._break()
+            raise RanksError(
+                f"rank {self.rank} lost rank {rank} while pieces of chunks were exchanged "
+                f"({_first_line(problem)})",
+                failures={rank: "no answer"},
+            ) from problem
 
 
 def _store() -> Store:

@@ -12,9 +12,11 @@ from __future__ import annotations
 import json
 import logging
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, cast
+
+import torch
 
 from shardstore.core import (
     CONFIG_FNAME,
@@ -30,6 +32,7 @@ from shardstore.dict_utils import (
     nested_values,
 )
 from shardstore.errors import NotACheckpointError
+from shardstore.exchange_utils import raise_together
 from shardstore.mapping import (
     CommonStateDict,
     ShardedObject,
@@ -53,8 +56,15 @@ from shardstore.strategies.base import (
 )
 from shardstore.strategies.common import COMMON_STATE_FNAME
 from shardstore.strategies.opened import handed_out
+from shardstore.strategies.partial import part_of, with_destinations
 from shardstore.strategies.session import SaveSession
-from shardstore.strategies.zarr import needs_layouts
+from shardstore.strategies.shared_reads import (
+    DEFAULT_BUDGET_BYTES,
+    Sharing,
+    shared_reads,
+    sharing_of,
+)
+from shardstore.strategies.zarr import needs_layouts, sharded_tensors_of
 from shardstore.utils import extract_sharded_base
 from shardstore.validation import (
     StrictHandling,
@@ -103,6 +113,7 @@ def save(
     staging_budget_bytes: int | None = None,
     base: str | Path | None = None,
     compression: str | None = None,
+    replica_group: Any = None,
 ) -> AsyncRequest | None:
     """Save a sharded state dict as one checkpoint, whole or not at all.
 
@@ -137,6 +148,9 @@ def save(
             and not written again. Each checkpoint is whole by itself, any may be deleted. What was
             spared is ``reused_bytes`` in the commit record, and logged.
         compression: ``"zstd"`` (level 1) for each chunk; default: none.
+        replica_group: a process group (this rank's data-parallel group) whose ranks hold the same
+            shards: they share out the chunks by size. Where they do not, main replicas write. With
+            a group given, those whose ``replica_id`` is not the main one need their data too.
 
     Returns:
         ``None``, or the request if ``async_sharded_save``: the state may be changed by then; an
@@ -172,6 +186,7 @@ def save(
         preprocess_common_before_consistancy_check,
         content_metadata,
         base=base,
+        replica_group=replica_group,
         error=error,
     )
     return request
@@ -189,12 +204,14 @@ def begin_save(
     content_metadata: dict[str, Any] | None = None,
     *,
     base: str | Path | None = None,
+    replica_group: Any = None,
     error: BaseException | None = None,
 ) -> tuple[SaveSession, AsyncRequest | None]:
     """What :func:`save` does, with the session beside the request.
 
     Args:
         base: see :func:`save`.
+        replica_group: see :func:`save`.
         error: what went wrong on this rank before; it is raised here on every rank.
     """
     ranks = Ranks.current()
@@ -227,6 +244,8 @@ def begin_save(
         exchange_layouts=wanted,
         common=compared,
         base=None if base is None else Location.of(base),
+        tensors=sharded_tensors_of(sharded),
+        replica_group=replica_group,
     )
     # What begin() let pass has both.
     sharded_strategy = cast(SaveShardedStrategy, sharded_strategy)
@@ -376,6 +395,11 @@ def load(
     common_strategy: LoadCommonStrategy | tuple[str, int] | None = None,
     validate_access_integrity: bool = True,
     strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
+    *,
+    map_location: str | torch.device | None = None,
+    replica_group: Any = None,
+    share_replicas: str = "auto",
+    exchange_budget_bytes: int = DEFAULT_BUDGET_BYTES,
 ) -> StateDict | tuple[StateDict, set[str], set[str]]:
     """Load a checkpoint under any layout.
 
@@ -393,6 +417,14 @@ def load(
         common_strategy: the same for the common part.
         validate_access_integrity: check that all ranks together ask for each tensor exactly once.
         strict: what to do about keys that only one side has, see :class:`StrictHandling`.
+        map_location: device of the tensors that are made where a sharded tensor has no data;
+            default: the CPU. Tensors that are given stay where they are.
+        replica_group: a process group (this rank's data-parallel group) that may share the reading:
+            each chunk is read once in the group and sent on. All its ranks load the same
+            checkpoint.
+        share_replicas: ``"always"``, ``"never"`` or ``"auto"``: where the bytes come over a
+            network (an object store, or a group on more than one host).
+        exchange_budget_bytes: host memory for chunks under way between ranks.
 
     Returns:
         The common state with the loaded state merged in; with a ``RETURN_*`` mode a tuple of it,
@@ -443,12 +475,15 @@ def load(
             wanted, missing, unexpected = validate_integrity_and_strict_load(
                 wanted, mode, validate_access_integrity, local, everyone, stored
             )
+            sharing = sharing_of(replica_group, share_replicas, location, exchange_budget_bytes)
+            if map_location is not None:
+                wanted = with_destinations(wanted, torch.device(map_location))
         except Exception as problem:
             error = problem
         ranks.together(what=what, error=error)
 
         try:
-            loaded = _read(wanted, checkpoint_dir, for_tensors, for_common)
+            loaded = _read(wanted, checkpoint_dir, for_tensors, for_common, sharing)
             merge(common_state, loaded)
             result = apply_factory_merges(common_state, factories)
         except Exception as problem:
@@ -464,14 +499,25 @@ def _read(
     checkpoint_dir: str | Path,
     sharded_strategy: LoadShardedStrategy,
     common_strategy: LoadCommonStrategy,
+    sharing: Sharing | None = None,
 ) -> StateDict:
     loaded: StateDict = {}
     tensors: Any = wanted
+    failed: Exception | None = None
     if not sharded_strategy.can_handle_sharded_objects:
         validate_sharded_objects_handling(sharded_strategy, common_strategy)
         objects, tensors = extract_matching_values(wanted, lambda v: isinstance(v, ShardedObject))
-        loaded = common_strategy.load_sharded_objects(cast(StateDict, objects), checkpoint_dir)
-    merge(loaded, sharded_strategy.load(tensors, checkpoint_dir))
+        try:
+            loaded = common_strategy.load_sharded_objects(cast(StateDict, objects), checkpoint_dir)
+        except Exception as problem:
+            failed = problem
+    if sharing is not None:
+        # Before tensors travel, so that nobody waits for a rank that could not load its objects.
+        raise_together(failed, sharing.group, f"loading objects of {checkpoint_dir}")
+    if failed is not None:
+        raise failed
+    with shared_reads(sharing):
+        merge(loaded, sharded_strategy.load(tensors, checkpoint_dir))
     return loaded
 
 
@@ -553,14 +599,42 @@ def load_sharded_metadata(
     return metadata
 
 
-def load_plain_tensors(checkpoint_dir: str | Path) -> StateDict:
-    """Load every tensor whole, by key, with the common state, under no sharding at all.
+def load_plain_tensors(
+    checkpoint_dir: str | Path,
+    *,
+    keys: Iterable[str] | None = None,
+    region: Sequence[slice] | Mapping[str, Sequence[slice]] | None = None,
+    map_location: str | torch.device | None = None,
+) -> StateDict:
+    """Load tensors by key under no sharding at all: all of them whole, or parts.
 
-    Called by every rank; each gets everything.
+    Called by every rank; each gets everything that it asks for.
+
+    Args:
+        checkpoint_dir: a committed checkpoint.
+        keys: tensors to load; default: all, with the common state. With keys, or a region, the
+            result is the tensors alone.
+        region: slices of leading axes, of every tensor or by key; only chunks that they touch are
+            read. Steps other than 1 are refused.
+        map_location: device of the tensors; default: the CPU.
+
+    Raises:
+        MissingKeyError: a key is not in the checkpoint.
+        ValueError: a region has a step, or more axes than the tensor.
     """
     tensors = load_tensors_metadata(checkpoint_dir)
-    # Every rank asks for everything: the access pattern is not a partition and is not checked.
-    return cast(StateDict, load(tensors, checkpoint_dir, validate_access_integrity=False))
+    if keys is None and region is None:
+        # Every rank asks for everything: the access pattern is not a partition and is not checked.
+        whole = load(
+            tensors, checkpoint_dir, validate_access_integrity=False, map_location=map_location
+        )
+        return cast(StateDict, whole)
+    chosen = list(tensors if keys is None else keys)
+    if isinstance(region, Mapping) and keys is None:
+        chosen = list(region)
+    parts = {key: part_of(tensors, key, region, str(checkpoint_dir)) for key in chosen}
+    loaded = load(parts, checkpoint_dir, validate_access_integrity=False, map_location=map_location)
+    return {key: cast(StateDict, loaded)[key] for key in chosen}
 
 
 def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -24,6 +24,7 @@ from time import perf_counter
 from typing import Any
 
 from shardstore.errors import AccessPatternError
+from shardstore.mapping import ShardedTensor
 from shardstore.ranks import Ranks
 from shardstore.storage import arrays, commit, documents, names
 from shardstore.storage.commit import Attempt
@@ -31,7 +32,9 @@ from shardstore.storage.location import Location
 from shardstore.storage.manifest import MANIFEST_NAME, Merged, RankManifest, merge
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.reuse import BaseChunks, ReusingMover, Writer, read_base
+from shardstore.strategies import shared_writes
 from shardstore.strategies.async_utils import AsyncRequest
+from shardstore.strategies.shared_writes import SharedWrites
 from shardstore.strategies.staging import Staging
 
 __all__ = ["SaveSession", "session_of"]
@@ -58,6 +61,7 @@ class SaveSession:
         started: :func:`time.perf_counter` at the beginning.
         failure: what went wrong on this rank in the background; then nothing is committed.
         base: the checkpoint whose chunks are not sent again, if one was given.
+        shared: the shards whose chunks this rank's group shares out, if it does.
         staging: the copy of the state that an asynchronous save writes from, if it made one.
         record: after the commit, on every rank: what was committed (bytes, chunks, seconds).
     """
@@ -73,6 +77,7 @@ class SaveSession:
     started: float = field(default_factory=perf_counter)
     failure: BaseException | None = None
     base: BaseChunks | None = None
+    shared: SharedWrites | None = None
     staging: Staging | None = None
     record: dict[str, Any] = field(default_factory=dict)
 
@@ -87,6 +92,8 @@ class SaveSession:
         exchange_layouts: bool = False,
         common: bytes = b"",
         base: Location | None = None,
+        tensors: Sequence[ShardedTensor] = (),
+        replica_group: Any = None,
     ) -> SaveSession:
         """Agree with all ranks to begin. Called by every rank, which waits for all others.
 
@@ -100,11 +107,14 @@ class SaveSession:
             exchange_layouts: whether this rank holds tensors that others must hear of.
             common: handed from the coordinator to all, for comparison.
             base: a committed checkpoint whose chunks are not sent again.
+            tensors: this rank's, for sharing.
+            replica_group: process group whose ranks share the writing of what all of them hold.
 
         Raises:
             CheckpointExistsError, StorageError: on every rank.
         """
         target = Location.of(place)
+        mine = b"" if error is not None else shared_writes.offer(tensors, replica_group)
 
         def decide(reports: list[bytes]) -> bytes:
             _same_target([json.loads(report) for report in reports])
@@ -112,18 +122,23 @@ class SaveSession:
             attempt = commit.begin(target, overwrite=options.overwrite)
             wanted = any(json.loads(report)["layouts"] for report in reports)
             compared = common if ranks.world_size > 1 else b""
-            return pickle.dumps((attempt.id, wanted, compared, texts))
+            shares = shared_writes.agree(
+                [bytes.fromhex(json.loads(report)["replicas"]) for report in reports]
+            )
+            return pickle.dumps((attempt.id, wanted, compared, texts, shares))
 
         about = {"target": target.url, "base": None if base is None else base.url}
+        about["replicas"] = mine.hex()
         report = json.dumps({**about, "layouts": exchange_layouts}).encode()
         answer = ranks.together(report, what=f"saving to {target.url}", error=error, decide=decide)
-        attempt_id, wanted, of_coordinator, texts = pickle.loads(answer)
+        attempt_id, wanted, of_coordinator, texts, shares = pickle.loads(answer)
         attempt = commit.join(target, attempt_id, overwrite=options.overwrite)
         session = cls(
             ranks, target, options, attempt, RankManifest(ranks.rank), wanted, of_coordinator
         )
         if base is not None:
             session.base = BaseChunks(base, texts)
+        session.shared = shared_writes.accepted(tensors, mine, shares, ranks.rank)
         return session
 
     def mover(self, options: SaveOptions) -> Writer:

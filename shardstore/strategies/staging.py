@@ -29,7 +29,7 @@ from shardstore.storage.chunks import ChunkWrite
 from shardstore.storage.parallel import default_threads, run_batched
 from shardstore.strategies.write_plan import DevicePart
 
-__all__ = ["HostPool", "StagedChunk", "Staging", "default_pool"]
+__all__ = ["HostPool", "StagedChunk", "Staging", "copy_bits", "default_pool"]
 
 logger = getLogger(__name__)
 
@@ -292,7 +292,7 @@ class Staging:
                 copies = self._devices[item.source.tensor.device]
                 event = copies.copy(item.source.tensor, dtypes.as_tensor(view))
             else:
-                _copy(view, item.data())
+                copy_bits(view, item.data())
             self._sources[number] = None  # the state's memory is the caller's again
             with self._changed:
                 self._views[number], self._events[number] = view, event
@@ -386,7 +386,7 @@ def _device(item: ChunkWrite) -> torch.device | None:
     return None
 
 
-def _copy(target: NDArray[Any], source: NDArray[Any]) -> None:
+def copy_bits(target: NDArray[Any], source: NDArray[Any]) -> None:
     """Copy bits: foreign data types would be copied element by element, under the GIL."""
     word = _WORDS.get(target.dtype.itemsize)
     if word is not None:

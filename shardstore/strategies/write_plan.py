@@ -28,6 +28,7 @@ from shardstore.storage.chunks import ChunkWrite
 from shardstore.storage.documents import CRC32C, SEPARATOR, ArrayMeta
 from shardstore.storage.grid import Box, Grid, cut_gcd, plan_grid, shard_edges
 from shardstore.storage.names import node_name
+from shardstore.strategies.shared_writes import SharedWrites, identity
 
 __all__ = [
     "CutChunk",
@@ -256,6 +257,7 @@ def plan_writes(
     target_chunk_bytes: int,
     layouts: Layouts,
     compression: str | None = None,
+    shared: SharedWrites | None = None,
 ) -> WritePlan:
     """Plan what a rank does with its sharded tensors.
 
@@ -266,6 +268,8 @@ def plan_writes(
         target_chunk_bytes: see :func:`plan_grid`.
         layouts: what :func:`merge_layouts` made of all ranks' reports.
         compression: of each chunk (Zarr v3 alone).
+        shared: the shards whose chunks this rank's group shares out; the others are their main
+            replica's.
 
     Raises:
         AccessPatternError: a shard is not made of whole chunks of the grid that its sharding
@@ -273,8 +277,11 @@ def plan_writes(
         CheckpointingException: a main replica has no data.
     """
     plan = WritePlan()
+    planned: list[tuple[ShardedTensor, ArrayMeta, Box]] = []
+    seen: set[object] = set()
     for tensor in tensors:
-        if not is_main_replica(tensor.replica_id):
+        in_group = shared is not None and shared.holds(tensor)
+        if not in_group and not is_main_replica(tensor.replica_id):
             continue
         tensor.validate_metadata_integrity()
         meta = array_meta(
@@ -287,6 +294,18 @@ def plan_writes(
         box = local_box(tensor)
         _check_place(tensor, meta, box)
         plan.arrays.append((meta, is_first(tensor)))
+        if in_group and identity(tensor) in seen:
+            continue  # a rank may hold a shard twice
+        seen.add(identity(tensor) if in_group else None)
+        planned.append((tensor, meta, box))
+    if shared is not None:
+        shared.plan(
+            (tensor, meta, list(meta.grid.overlapping(box)))
+            for tensor, meta, box in sorted(planned, key=lambda p: (p[0].key, p[0].global_offset))
+            if shared.holds(tensor) and box.size
+        )
+    for tensor, meta, box in planned:
+        in_group = shared is not None and shared.holds(tensor)
         if box.size == 0:
             continue
         if tensor.data is None:
@@ -300,6 +319,8 @@ def plan_writes(
         if tensor.flattened_range is None:
             source = _Source(tensor.data.detach()[(None,) * tensor.prepend_axis_num], tensor.key)
             for index in meta.grid.overlapping(box):
+                if in_group and shared is not None and not shared.is_mine(tensor, index):
+                    continue
                 part = meta.grid.box(index).relative_to(box.offset)
                 plan.writes.append(ChunkWrite(meta, index, source.part(part.slices)))
         else:

@@ -48,6 +48,7 @@ from shardstore.strategies.base import (
 from shardstore.strategies.opened import open_checkpoint
 from shardstore.strategies.read_plan import TensorRead, find_array, plan_read
 from shardstore.strategies.session import SaveSession, session_of
+from shardstore.strategies.shared_reads import read_regions
 from shardstore.strategies.staging import Staging
 from shardstore.strategies.write_plan import (
     CutChunk,
@@ -236,6 +237,7 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
                 target_chunk_bytes=self.options.target_chunk_bytes,
                 layouts=layouts,
                 compression=session.options.compression,
+                shared=session.shared,
             )
             created = [
                 (meta, text)
@@ -360,7 +362,7 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> StateDict:
         """Read the sharded tensors, into the tensors given where there are any.
 
-        Any rank may call it; it waits for no other.
+        Any rank may call it; it waits for no other, unless its group shares the reading.
 
         Args:
             sharded_state_dict: nested state dict whose leaves are sharded tensors.
@@ -375,11 +377,16 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):
             ChunkMissingError, ChunkCorruptError: what is stored is not what was written.
         """
         stored = open_checkpoint(checkpoint_dir)
-        stored.require()
         planned: dict[int, TensorRead] = {}
-        for tensor in sharded_tensors_of(sharded_state_dict):
-            planned[id(tensor)] = _plan(stored, tensor)
-        stored.read([region for read in planned.values() for region in read.regions])
+        error: Exception | None = None
+        try:
+            stored.require()
+            for tensor in sharded_tensors_of(sharded_state_dict):
+                planned[id(tensor)] = _plan(stored, tensor)
+        except Exception as problem:
+            error = problem  # met by all that read together
+        regions = [region for read in planned.values() for region in read.regions]
+        read_regions(stored, regions, error)
 
         def loaded(value: Any) -> Any:
             if not isinstance(value, ShardedTensor):
