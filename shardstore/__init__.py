@@ -12,8 +12,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shardstore.async_save import AsyncSave as AsyncSave
-    from shardstore.async_save import async_save as async_save
+    from shardstore.async_handle import AsyncSave as AsyncSave
+    from shardstore.async_handle import async_save as async_save
     from shardstore.core import CheckpointingException as CheckpointingException
     from shardstore.core import check_is_distributed_checkpoint as check_is_distributed_checkpoint
     from shardstore.mapping import LocalNonpersistentObject as LocalNonpersistentObject
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from shardstore.validation import StrictHandling as StrictHandling
 
 _WHERE = {
-    "AsyncSave": "async_save",
+    "AsyncSave": "async_handle",
     "CheckpointingException": "core",
     "LocalNonpersistentObject": "mapping",
     "ShardedObject": "mapping",
     "ShardedTensor": "mapping",
     "StrictHandling": "validation",
-    "async_save": "async_save",
+    "async_save": "async_handle",
     "check_is_distributed_checkpoint": "core",
     "load": "serialization",
     "load_common_state_dict": "serialization",
