@@ -43,6 +43,8 @@ __all__ = ["Sharing", "read_regions", "shared_reads", "sharing_of"]
 
 DEFAULT_BUDGET_BYTES = 256 * 1024 * 1024
 ALIGNMENT = 64
+ROUND_BYTES = 16 * 1024 * 1024
+"""Of one rank in a round at the most, budget or not: the next is read while one travels."""
 BUFFERS = 3
 """A rank holds at a time: what it sends, what it receives, what it reads for the next round."""
 
@@ -243,7 +245,7 @@ class _Exchange:
 
     def _batches(self, chunks: Sequence[_Chunk]) -> list[list[_Chunk]]:
         """Cut into batches that fit into one of the buffers, or are a single chunk."""
-        limit = max(1, self._budget // BUFFERS)
+        limit = max(1, min(ROUND_BYTES, self._budget // BUFFERS))
         batches: list[list[_Chunk]] = []
         size = limit + 1
         for chunk in chunks:
