@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 from shardstore.storage import tensorstore_environment as _limits  # noqa: F401  (sets them)
 
 if TYPE_CHECKING:
+    from shardstore.async_handle import AsyncSave as AsyncSave
+    from shardstore.async_handle import async_save as async_save
     from shardstore.core import CheckpointingException as CheckpointingException
     from shardstore.core import check_is_distributed_checkpoint as check_is_distributed_checkpoint
     from shardstore.mapping import LocalNonpersistentObject as LocalNonpersistentObject
@@ -30,11 +32,13 @@ if TYPE_CHECKING:
     from shardstore.validation import StrictHandling as StrictHandling
 
 _WHERE = {
+    "AsyncSave": "async_handle",
     "CheckpointingException": "core",
     "LocalNonpersistentObject": "mapping",
     "ShardedObject": "mapping",
     "ShardedTensor": "mapping",
     "StrictHandling": "validation",
+    "async_save": "async_handle",
     "check_is_distributed_checkpoint": "core",
     "load": "serialization",
     "load_common_state_dict": "serialization",

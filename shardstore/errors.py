@@ -23,8 +23,10 @@ where it has no meaning), and its text names them together with the remedy::
     ├── StorageError               (OSError)            the store refused: full disk, read-only,
     dead
     ├── UnsafeObjectError          (pickle.UnpicklingError)  a class that was not allowed to load
-    └── RanksError                 (RuntimeError)       another rank failed, or did not answer in
-    time
+    ├── RanksError                 (RuntimeError)       another rank failed, or did not answer in
+    │   time
+    └── SaveInProgressError        (RuntimeError)       an asynchronous save is still running, or
+        was aborted
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ __all__ = [
     "MissingKeyError",
     "NotACheckpointError",
     "RanksError",
+    "SaveInProgressError",
     "ShapeMismatchError",
     "StorageError",
     "StructureError",
@@ -170,3 +173,7 @@ class RanksError(CheckpointingException, RuntimeError):
     def __init__(self, message: str = "", *, failures: dict[int, str] | None = None) -> None:
         super().__init__(message)
         self.failures = dict(failures or {})
+
+
+class SaveInProgressError(CheckpointingException, RuntimeError):
+    """An asynchronous save stands in the way of another, or was aborted before its commit."""

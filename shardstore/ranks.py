@@ -69,29 +69,31 @@ def deadline_from_environment() -> float:
 
 @dataclass
 class _Control:
-    """The gloo group of ours that belongs to one default process group."""
+    """A gloo group of ours that belongs to one default process group."""
 
     world: object
     group: Any
+    name: str
     number: int
     calls: int = 0
     broken: bool = False
 
 
-_control: _Control | None = None
+_controls: dict[str, _Control] = {}
 
 
-def _control_group(deadline_s: float) -> _Control:
-    global _control
+def _control_group(deadline_s: float, purpose: str) -> _Control:
     world = dist.group.WORLD
-    if _control is None or _control.world is not world or _control.broken:
+    control = _controls.get(purpose)
+    if control is None or control.world is not world or control.broken:
         # The coordinator gives up on a rank after the deadline. The others wait for its verdict,
         # which it may begin to collect up to a deadline later than they do.
         wait = timedelta(seconds=2 * deadline_s + GRACE_S)
-        number = 0 if _control is None else _control.number + 1
+        number = 0 if control is None else control.number + 1
         group = dist.new_group(backend="gloo", timeout=wait)
-        _control = _Control(world=world, group=group, number=number)
-    return _control
+        control = _Control(world=world, group=group, name=f"{purpose}{number}", number=number)
+        _controls[purpose] = control
+    return control
 
 
 @dataclass
@@ -110,16 +112,20 @@ class Ranks:
     _group: _Control | None = field(default=None, repr=False)
 
     @classmethod
-    def current(cls) -> Ranks:
+    def current(cls, purpose: str = "") -> Ranks:
         """The ranks of the default process group, or a world of one.
 
         Called by every rank; the first call of a process group creates a gloo group of ours, which
         all ranks wait for.
+
+        Args:
+            purpose: each purpose has a group of its own, so that a thread in the background can
+                talk to its like while the caller's thread uses another.
         """
         deadline_s = deadline_from_environment()
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return cls(deadline_s=deadline_s)
-        group = _control_group(deadline_s)
+        group = _control_group(deadline_s, purpose)
         return cls(dist.get_rank(), dist.get_world_size(), deadline_s, group)
 
     @property
@@ -260,7 +266,7 @@ class Ranks:
 
     def _verdict_key(self) -> str:
         assert self._group is not None
-        return f"shardstore/{self._group.number}/{self._group.calls}"
+        return f"shardstore/{self._group.name}/{self._group.calls}"
 
     def _post(self, body: bytes) -> None:
         try:
@@ -333,23 +339,24 @@ class Ranks:
             sends: ``(rank, bytes)``, one-dimensional contiguous uint8.
             receives: ``(rank, buffer)``, one-dimensional contiguous uint8, written in place.
         """
-        works = [
-            (rank, dist.irecv(torch.from_numpy(buffer), src=rank, group=self._pg))
-            for rank, buffer in receives
-        ]
-        works += [
-            (rank, dist.isend(_as_tensor(piece), dst=rank, group=self._pg)) for rank, piece in sends
-        ]
-        for rank, work in works:
-            try:
+        works: list[tuple[int, dist.Work | None]] = []
+        rank = -1
+        try:
+            # A rank that is known to be gone is met here, another when it is waited for.
+            for rank, buffer in receives:
+                work = dist.irecv(torch.from_numpy(buffer), src=rank, group=self._pg)
+                works.append((rank, work))
+            for rank, piece in sends:
+                works.append((rank, dist.isend(_as_tensor(piece), dst=rank, group=self._pg)))
+            for rank, work in works:  # noqa: B007 (the error names it)
                 self._wait(work)
-            except RuntimeError as problem:
-                self._break()
-                raise RanksError(
-                    f"rank {self.rank} lost rank {rank} while pieces of chunks were exchanged "
-                    f"({_first_line(problem)})",
-                    failures={rank: "no answer"},
-                ) from problem
+        except RuntimeError as problem:
+            self._break()
+            raise RanksError(
+                f"rank {self.rank} lost rank {rank} while pieces of chunks were exchanged "
+                f"({_first_line(problem)})",
+                failures={rank: "no answer"},
+            ) from problem
 
 
 def _store() -> Store:

@@ -12,9 +12,11 @@ from __future__ import annotations
 import json
 import logging
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, cast
+
+import torch
 
 from shardstore.core import (
     CONFIG_FNAME,
@@ -30,6 +32,7 @@ from shardstore.dict_utils import (
     nested_values,
 )
 from shardstore.errors import NotACheckpointError
+from shardstore.exchange_utils import raise_together
 from shardstore.mapping import (
     CommonStateDict,
     ShardedObject,
@@ -55,8 +58,15 @@ from shardstore.strategies.base import (
 )
 from shardstore.strategies.common import COMMON_STATE_FNAME
 from shardstore.strategies.opened import handed_out
+from shardstore.strategies.partial import part_of, with_destinations
 from shardstore.strategies.session import SaveSession
-from shardstore.strategies.zarr import needs_layouts
+from shardstore.strategies.shared_reads import (
+    DEFAULT_BUDGET_BYTES,
+    Sharing,
+    shared_reads,
+    sharing_of,
+)
+from shardstore.strategies.zarr import needs_layouts, sharded_tensors_of
 from shardstore.utils import extract_sharded_base
 from shardstore.validation import (
     StrictHandling,
@@ -103,6 +113,10 @@ def save(
     durable: bool = True,
     storage_options: Mapping[str, Any] | None = None,
     allow_unconditional: bool = False,
+    staging_budget_bytes: int | None = None,
+    base: str | Path | None = None,
+    compression: str | None = None,
+    replica_group: Any = None,
 ) -> AsyncRequest | None:
     """Save a sharded state dict as one checkpoint, whole or not at all.
 
@@ -137,9 +151,20 @@ def save(
             ``endpoint_url``, ``profile`` ...); what is not given comes from the environment and
             profiles.
         allow_unconditional: see :attr:`SaveOptions.allow_unconditional`.
+        staging_budget_bytes: host memory for the copy of an asynchronous save; default: as much as
+            this rank's state takes.
+        base: an earlier checkpoint: chunks that are the same there, by a 128-bit hash, are linked
+            and not written again. Each checkpoint is whole by itself, any may be deleted. What was
+            spared is ``reused_bytes`` in the commit record, and logged.
+        compression: ``"zstd"`` (level 1) for each chunk; default: none.
+        replica_group: a process group (this rank's data-parallel group) whose ranks hold the same
+            shards: they share out the chunks by size. Where they do not, main replicas write. With
+            a group given, those whose ``replica_id`` is not the main one need their data too.
 
     Returns:
-        ``None``, or the request if ``async_sharded_save``.
+        ``None``, or the request if ``async_sharded_save``: the state may be changed by then; an
+        :class:`AsyncCallsQueue` writes in a thread and commits where every rank polls it.
+        :func:`shardstore.async_save` is the simple form.
 
     Raises:
         CheckpointExistsError: there is a checkpoint, and ``overwrite`` was not given.
@@ -149,15 +174,62 @@ def save(
         StorageError: the store refused (full, read-only, gone).
         RanksError: another rank failed, or did not answer in time.
     """
-    ranks = Ranks.current()
-    options = SaveOptions(
-        overwrite=overwrite,
-        durable=durable,
-        validate=validate_access_integrity,
-        allow_unconditional=allow_unconditional,
+    options, error = SaveOptions(), None
+    try:
+        options = SaveOptions(
+            overwrite=overwrite,
+            durable=durable,
+            validate=validate_access_integrity,
+            staging_budget_bytes=staging_budget_bytes,
+            compression=compression,
+            allow_unconditional=allow_unconditional,
+        )
+    except ValueError as problem:
+        error = problem  # met by all ranks together
+    _, request = begin_save(
+        sharded_state_dict,
+        checkpoint_dir,
+        options,
+        sharded_strategy,
+        common_strategy,
+        async_sharded_save,
+        preprocess_common_before_consistancy_check,
+        content_metadata,
+        base=base,
+        replica_group=replica_group,
+        storage_options=storage_options,
+        error=error,
     )
+    return request
+
+
+def begin_save(
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: str | Path,
+    options: SaveOptions,
+    sharded_strategy: SaveShardedStrategy | tuple[str, int] | None = None,
+    common_strategy: SaveCommonStrategy | tuple[str, int] | None = None,
+    async_sharded_save: bool = False,
+    preprocess_common_before_consistancy_check: Callable[[CommonStateDict], StateDict]
+    | None = None,
+    content_metadata: dict[str, Any] | None = None,
+    *,
+    base: str | Path | None = None,
+    replica_group: Any = None,
+    storage_options: Mapping[str, Any] | None = None,
+    error: BaseException | None = None,
+) -> tuple[SaveSession, AsyncRequest | None]:
+    """What :func:`save` does, with the session beside the request.
+
+    Args:
+        base: see :func:`save`.
+        replica_group: see :func:`save`.
+        storage_options: see :func:`save`.
+        error: what went wrong on this rank before; it is raised here on every rank.
+    """
+    ranks = Ranks.current()
+    validate_access_integrity = options.validate
     target = Location.of(checkpoint_dir, **(storage_options or {}))
-    error: BaseException | None = None
     sharded: ShardedStateDict = {}
     common: StateDict = {}
     compared = b""
@@ -178,9 +250,17 @@ def save(
             mine = _comparable(common, preprocess_common_before_consistancy_check)
             compared = _pickled(mine) if ranks.is_coordinator else b""
     except Exception as problem:
-        error = problem
+        error = error or problem
     session = SaveSession.begin(
-        ranks, target, options, error=error, exchange_layouts=wanted, common=compared
+        ranks,
+        target,
+        options,
+        error=error,
+        exchange_layouts=wanted,
+        common=compared,
+        base=None if base is None else Location.of(base, **(storage_options or {})),
+        tensors=sharded_tensors_of(sharded),
+        replica_group=replica_group,
     )
     # What begin() let pass has both.
     sharded_strategy = cast(SaveShardedStrategy, sharded_strategy)
@@ -203,13 +283,16 @@ def save(
             )
         except Exception as problem:
             error, request = problem, None
-    if request is None or error is not None:
+    if not async_sharded_save:
         finish(error)
-        return None
-    if not async_sharded_save:  # pragma: no cover - _write() returns a request only if asked to
-        raise AssertionError
+        return session, None
+    if request is None:
+        # The other ranks are on their way: they meet this rank's error at the finalisation.
+        session.failure = error
+        request = AsyncRequest(None, (), [])
+    request = session.guarded(request)
     request.add_finalize_fn(lambda: finish(None))
-    return request
+    return session, request
 
 
 def _write(
@@ -329,6 +412,10 @@ def load(
     strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
     *,
     storage_options: Mapping[str, Any] | None = None,
+    map_location: str | torch.device | None = None,
+    replica_group: Any = None,
+    share_replicas: str = "auto",
+    exchange_budget_bytes: int = DEFAULT_BUDGET_BYTES,
 ) -> StateDict | tuple[StateDict, set[str], set[str]]:
     """Load a checkpoint under any layout.
 
@@ -347,6 +434,14 @@ def load(
         validate_access_integrity: check that all ranks together ask for each tensor exactly once.
         strict: what to do about keys that only one side has, see :class:`StrictHandling`.
         storage_options: see :func:`save`.
+        map_location: device of the tensors that are made where a sharded tensor has no data;
+            default: the CPU. Tensors that are given stay where they are.
+        replica_group: a process group (this rank's data-parallel group) that may share the reading:
+            each chunk is read once in the group and sent on. All its ranks load the same
+            checkpoint.
+        share_replicas: ``"always"``, ``"never"`` or ``"auto"``: where the bytes come over a
+            network (an object store, or a group on more than one host).
+        exchange_budget_bytes: host memory for chunks under way between ranks.
 
     Returns:
         The common state with the loaded state merged in; with a ``RETURN_*`` mode a tuple of it,
@@ -405,12 +500,15 @@ def load(
             wanted, missing, unexpected = validate_integrity_and_strict_load(
                 wanted, mode, False, local, everyone, stored
             )
+            sharing = sharing_of(replica_group, share_replicas, location, exchange_budget_bytes)
+            if map_location is not None:
+                wanted = with_destinations(wanted, torch.device(map_location))
         except Exception as problem:
             error = problem
         ranks.together(what=what, error=error)
 
         try:
-            loaded = _read(wanted, checkpoint_dir, for_tensors, for_common)
+            loaded = _read(wanted, checkpoint_dir, for_tensors, for_common, sharing)
             merge(common_state, loaded)
             result = apply_factory_merges(common_state, factories)
         except Exception as problem:
@@ -426,14 +524,25 @@ def _read(
     checkpoint_dir: str | Path,
     sharded_strategy: LoadShardedStrategy,
     common_strategy: LoadCommonStrategy,
+    sharing: Sharing | None = None,
 ) -> StateDict:
     loaded: StateDict = {}
     tensors: Any = wanted
+    failed: Exception | None = None
     if not sharded_strategy.can_handle_sharded_objects:
         validate_sharded_objects_handling(sharded_strategy, common_strategy)
         objects, tensors = extract_matching_values(wanted, lambda v: isinstance(v, ShardedObject))
-        loaded = common_strategy.load_sharded_objects(cast(StateDict, objects), checkpoint_dir)
-    merge(loaded, sharded_strategy.load(tensors, checkpoint_dir))
+        try:
+            loaded = common_strategy.load_sharded_objects(cast(StateDict, objects), checkpoint_dir)
+        except Exception as problem:
+            failed = problem
+    if sharing is not None:
+        # Before tensors travel, so that nobody waits for a rank that could not load its objects.
+        raise_together(failed, sharing.group, f"loading objects of {checkpoint_dir}")
+    if failed is not None:
+        raise failed
+    with shared_reads(sharing):
+        merge(loaded, sharded_strategy.load(tensors, checkpoint_dir))
     return loaded
 
 
@@ -519,16 +628,43 @@ def load_sharded_metadata(
 
 
 def load_plain_tensors(
-    checkpoint_dir: str | Path, *, storage_options: Mapping[str, Any] | None = None
+    checkpoint_dir: str | Path,
+    *,
+    keys: Iterable[str] | None = None,
+    region: Sequence[slice] | Mapping[str, Sequence[slice]] | None = None,
+    map_location: str | torch.device | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> StateDict:
-    """Load every tensor whole, by key, with the common state, under no sharding at all.
+    """Load tensors by key under no sharding at all: all of them whole, or parts.
 
-    Called by every rank; each gets everything.
+    Called by every rank; each gets everything that it asks for.
+
+    Args:
+        checkpoint_dir: a committed checkpoint.
+        keys: tensors to load; default: all, with the common state. With keys, or a region, the
+            result is the tensors alone.
+        region: slices of leading axes, of every tensor or by key; only chunks that they touch are
+            read. Steps other than 1 are refused.
+        map_location: device of the tensors; default: the CPU.
+
+    Raises:
+        MissingKeyError: a key is not in the checkpoint.
+        ValueError: a region has a step, or more axes than the tensor.
     """
     checkpoint_dir = Location.of(checkpoint_dir, **(storage_options or {})).place
     tensors = load_tensors_metadata(checkpoint_dir)
-    # Every rank asks for everything: the access pattern is not a partition and is not checked.
-    return cast(StateDict, load(tensors, checkpoint_dir, validate_access_integrity=False))
+    if keys is None and region is None:
+        # Every rank asks for everything: the access pattern is not a partition and is not checked.
+        whole = load(
+            tensors, checkpoint_dir, validate_access_integrity=False, map_location=map_location
+        )
+        return cast(StateDict, whole)
+    chosen = list(tensors if keys is None else keys)
+    if isinstance(region, Mapping) and keys is None:
+        chosen = list(region)
+    parts = {key: part_of(tensors, key, region, str(checkpoint_dir)) for key in chosen}
+    loaded = load(parts, checkpoint_dir, validate_access_integrity=False, map_location=map_location)
+    return {key: cast(StateDict, loaded)[key] for key in chosen}
 
 
 def remove_sharded_tensors(

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from bench import clients, machine, report
+from bench import asynchronous, clients, gpu, machine, report
 from bench.cases import DISK
 from bench.context import Context
 from bench.results import Results
@@ -73,6 +73,8 @@ def _parser() -> argparse.ArgumentParser:
         default=str(MEGATRON_PYTHON) if MEGATRON_PYTHON.exists() else None,
         help="interpreter with megatron-core 0.15.3 (default: that of scripts/megatron_env)",
     )
+    asynchronous.add_parser(commands)
+    gpu.add_parser(commands)
     return parser
 
 

@@ -114,6 +114,6 @@ def mover_for(location: Location, options: SaveOptions, attempt: Attempt | None 
     """Who moves the chunks that are written to a location, as a part of an attempt."""
     if not location.is_local:
         return ObjectMover(location, attempt=attempt, budget_bytes=options.budget_bytes)
-    if location.is_local and options.mover != "tensorstore":
+    if options.mover != "tensorstore" and options.compression is None:
         return FileMover(location, threads=options.threads)
     return TensorStoreMover(location)

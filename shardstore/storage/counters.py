@@ -19,6 +19,7 @@ class Counters:
         chunks_read: chunk objects opened for reading.
         chunks_written: chunk objects written.
         documents_read: small documents read (zarr.json, manifest, common state).
+        bytes_reused: bytes of chunks that were linked or copied by the store, not written.
     """
 
     bytes_read: int = 0
@@ -26,6 +27,7 @@ class Counters:
     chunks_read: int = 0
     chunks_written: int = 0
     documents_read: int = 0
+    bytes_reused: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def add(
@@ -36,6 +38,7 @@ class Counters:
         chunks_read: int = 0,
         chunks_written: int = 0,
         documents_read: int = 0,
+        bytes_reused: int = 0,
     ) -> None:
         """Add to the totals; safe from any thread."""
         with self._lock:
@@ -44,6 +47,7 @@ class Counters:
             self.chunks_read += chunks_read
             self.chunks_written += chunks_written
             self.documents_read += documents_read
+            self.bytes_reused += bytes_reused
 
     def snapshot(self) -> dict[str, int]:
         """The totals as a dictionary."""
@@ -54,6 +58,7 @@ class Counters:
                 "chunks_read": self.chunks_read,
                 "chunks_written": self.chunks_written,
                 "documents_read": self.documents_read,
+                "bytes_reused": self.bytes_reused,
             }
 
     def reset(self) -> None:
@@ -61,6 +66,7 @@ class Counters:
         with self._lock:
             self.bytes_read = self.bytes_written = 0
             self.chunks_read = self.chunks_written = self.documents_read = 0
+            self.bytes_reused = 0
 
 
 counters = Counters()

@@ -60,6 +60,8 @@ class RankManifest:
 
     Attributes:
         rank: the writer's global rank.
+        objects: unique keys of the sharded objects that it wrote.
+        reused_bytes: bytes of the chunks that it took over from a base.
     """
 
     rank: int
@@ -72,6 +74,7 @@ class RankManifest:
     _digest: list[bytes] = field(default_factory=list)
     _running: list[int] = field(default_factory=list)
     objects: list[str] = field(default_factory=list)
+    reused_bytes: int = 0
 
     def add_array(self, meta: ArrayMeta, *, created: bool) -> str:
         """Note an array that this rank writes to, and whether it wrote the document. Returns the
@@ -119,6 +122,7 @@ class RankManifest:
         ]
         head = {"rank": self.rank, "arrays": arrays, "created": sorted(self._created)}
         head["objects"] = self.objects
+        head["reused_bytes"] = self.reused_bytes
         return _pack(
             {
                 "head": _json_column(head),
@@ -323,12 +327,14 @@ class Merged:
         documents: ``(node, document text)`` of every array.
         arrays: the arrays themselves.
         objects: unique key of each sharded object -> ranks that wrote it.
+        reused_bytes: bytes of the chunks that were taken over from a base.
     """
 
     manifest: Manifest
     documents: list[tuple[str, str]]
     arrays: list[ArrayMeta]
     objects: dict[str, list[int]]
+    reused_bytes: int = 0
 
 
 def merge(reports: Sequence[bytes], *, check: bool = True) -> Merged:
@@ -388,6 +394,7 @@ def merge(reports: Sequence[bytes], *, check: bool = True) -> Merged:
         [(meta.node, texts[meta.key]) for meta in metas],
         metas,
         objects,
+        sum(head["reused_bytes"] for head in heads),
     )
 
 

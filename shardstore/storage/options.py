@@ -26,6 +26,10 @@ class SaveOptions:
         allow_unconditional: save to an object store even if it ignores If-None-Match. What is
             written is checked all the same; but of two saves to one target at the same time each
             may believe that it won, and a late writer of a dead save is not fenced off.
+        compression: ``"zstd"`` (level 1) for each chunk, or ``None``.
+        staging_budget_bytes: host memory for the copy that an asynchronous save makes;
+            ``None``: as much as the state.
+        overlap_staging: let an asynchronous save copy in the background too.
     """
 
     target_chunk_bytes: int = DEFAULT_TARGET_CHUNK_BYTES
@@ -36,6 +40,9 @@ class SaveOptions:
     mover: str = "auto"
     budget_bytes: int = DEFAULT_BUDGET_BYTES
     allow_unconditional: bool = False
+    compression: str | None = None
+    staging_budget_bytes: int | None = None
+    overlap_staging: bool = False
 
     def __post_init__(self) -> None:
         if self.target_chunk_bytes < 1:
@@ -46,3 +53,9 @@ class SaveOptions:
             raise ValueError(f"threads={self.threads} must be at least 1, or None")
         if self.mover not in ("auto", "file", "tensorstore"):
             raise ValueError(f"mover={self.mover!r} must be 'auto', 'file' or 'tensorstore'")
+        if self.compression not in (None, "zstd"):
+            raise ValueError(f"compression={self.compression!r} must be 'zstd' or None")
+        if self.staging_budget_bytes is not None and self.staging_budget_bytes < 1:
+            raise ValueError(
+                f"staging_budget_bytes={self.staging_budget_bytes} must be at least 1, or None"
+            )

@@ -6,18 +6,34 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
-__all__ = ["default_threads", "run_batched"]
+__all__ = ["default_threads", "run_batched", "yield_to_others"]
 
 T = TypeVar("T")
 
 MAX_THREADS = 8
+NICENESS = 5
+"""Of threads that write beside a training loop, which comes first where processors are short."""
 
 
 def default_threads() -> int:
     """Threads of one mover: the processors this process may use, at least 1, at most 8."""
     return max(1, min(MAX_THREADS, len(os.sched_getaffinity(0))))
+
+
+def yield_to_others() -> None:
+    """Let this thread, and those that it starts, give way to the process's others (Linux).
+
+    There the priority is a thread's own (man-pages setpriority(2)); elsewhere nothing happens. It
+    can not be taken back: for threads of our own that end.
+    """
+    with suppress(AttributeError, OSError):
+        of_process = os.getpriority(os.PRIO_PROCESS, os.getpid())
+        thread = threading.get_native_id()
+        if thread != os.getpid():
+            os.setpriority(os.PRIO_PROCESS, thread, min(19, of_process + NICENESS))
 
 
 def run_batched(

@@ -7,10 +7,12 @@ an error, not the fill value), and data moves straight from and into the given m
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import tensorstore as ts
@@ -136,6 +138,9 @@ class TensorStoreMover:
                 chunk=item.index,
                 url=url,
             ) from error
+        if not array.is_plain and self.location.is_local:
+            path = f"{self.location.url}/{array.node}/{array.chunk_key(item.index)}"
+            record = replace(record, stored_bytes=os.stat(path).st_size)
         counters.add(bytes_written=record.stored_bytes, chunks_written=1)
         with self._done:
             done(item, record)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from shardstore.errors import CheckpointingException, RanksError
+from shardstore.storage.parallel import yield_to_others
 
 __all__ = [
     "AsyncCaller",
@@ -154,7 +155,9 @@ class _ThreadCaller(AsyncCaller):
             self._calls.append((async_req.call_idx, failed))
             return
         if self._executor is None:
-            self._executor = ThreadPoolExecutor(1, thread_name_prefix="shardstore-save")
+            self._executor = ThreadPoolExecutor(
+                1, thread_name_prefix="shardstore-save", initializer=yield_to_others
+            )
         device = _current_cuda_device()
         future = self._executor.submit(_run, async_req, args, device)
         self._calls.append((async_req.call_idx, future))

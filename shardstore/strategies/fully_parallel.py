@@ -46,6 +46,7 @@ from shardstore.strategies.base import (
     LoadShardedStrategy,
     SaveShardedStrategy,
 )
+from shardstore.strategies.shared_reads import Sharing, shared_reads
 from shardstore.utils import (
     _sharded_object_id,
     _sharded_tensor_shard_id,
@@ -146,7 +147,10 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
             all ranks.
         do_cache_distribution: keep the distribution and use it again, see
             :class:`FullyParallelSaveStrategyWrapper`.
-        exchange_algo: see :func:`shardstore.exchange_utils.exchange_by_distribution`.
+        exchange_algo: see :func:`shardstore.exchange_utils.exchange_by_distribution`; or
+            ``"chunks"``: chunks are shared out, not shards, and travel in rounds within a memory
+            budget while others are read (strategies of this package's Zarr backends). Replica ids
+            stay as they are then.
     """
 
     def __init__(
@@ -183,6 +187,9 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         """
         if _group_size(self.parallelization_group) <= 1:
             return self.base_strategy.load(sharded_state_dict, checkpoint_dir)
+        if self.exchange_algo == "chunks":
+            with shared_reads(Sharing(self.parallelization_group)):
+                return self.base_strategy.load(sharded_state_dict, checkpoint_dir)
         distribution = self.apply_loading_parallelization(sharded_state_dict)
         assert distribution is not None  # there is more than one rank
 

@@ -13,10 +13,11 @@ told to write to by :func:`session_of`; called by itself it opens one of its own
 from __future__ import annotations
 
 import json
+import logging
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,15 +25,23 @@ from time import perf_counter
 from typing import Any
 
 from shardstore.errors import AccessPatternError
+from shardstore.mapping import ShardedTensor
 from shardstore.ranks import Ranks
-from shardstore.storage import commit, documents, names
+from shardstore.storage import arrays, commit, documents, names
 from shardstore.storage.attempt import Attempt
 from shardstore.storage.collector import collector_paused
 from shardstore.storage.location import Location
 from shardstore.storage.manifest import MANIFEST_NAME, Merged, RankManifest, merge
 from shardstore.storage.options import SaveOptions
+from shardstore.storage.reuse import BaseChunks, ReusingMover, Writer, read_base
+from shardstore.strategies import shared_writes
+from shardstore.strategies.async_utils import AsyncRequest
+from shardstore.strategies.shared_writes import SharedWrites
+from shardstore.strategies.staging import Staging
 
 __all__ = ["SaveSession", "session_of"]
+
+logger = logging.getLogger(__name__)
 
 _open: dict[str, SaveSession] = {}
 
@@ -53,6 +62,11 @@ class SaveSession:
         deferred: documents of this rank that are written once all manifests are in, where the
             target itself is written to.
         started: :func:`time.perf_counter` at the beginning.
+        failure: what went wrong on this rank in the background; then nothing is committed.
+        base: the checkpoint whose chunks are not sent again, if one was given.
+        shared: the shards whose chunks this rank's group shares out, if it does.
+        staging: the copy of the state that an asynchronous save writes from, if it made one.
+        record: after the commit, on every rank: what was committed (bytes, chunks, seconds).
     """
 
     ranks: Ranks
@@ -65,6 +79,11 @@ class SaveSession:
     zarr_format: int | None = None
     deferred: list[tuple[str, bytes]] = field(default_factory=list)
     started: float = field(default_factory=perf_counter)
+    failure: BaseException | None = None
+    base: BaseChunks | None = None
+    shared: SharedWrites | None = None
+    staging: Staging | None = None
+    record: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def begin(
@@ -76,6 +95,9 @@ class SaveSession:
         error: BaseException | None = None,
         exchange_layouts: bool = False,
         common: bytes = b"",
+        base: Location | None = None,
+        tensors: Sequence[ShardedTensor] = (),
+        replica_group: Any = None,
     ) -> SaveSession:
         """Agree with all ranks to begin. Called by every rank, which waits for all others.
 
@@ -88,29 +110,57 @@ class SaveSession:
                 error that names this one.
             exchange_layouts: whether this rank holds tensors that others must hear of.
             common: handed from the coordinator to all, for comparison.
+            base: a committed checkpoint whose chunks are not sent again.
+            tensors: this rank's, for sharing.
+            replica_group: process group whose ranks share the writing of what all of them hold.
 
         Raises:
             CheckpointExistsError, StorageError: on every rank.
         """
         target = Location.of(place)
+        mine = b"" if error is not None else shared_writes.offer(tensors, replica_group)
 
         def decide(reports: list[bytes]) -> bytes:
             _same_target([json.loads(report) for report in reports])
+            texts = None if base is None else read_base(base)
             attempt = commit.begin(
                 target,
                 overwrite=options.overwrite,
                 allow_unconditional=options.allow_unconditional,
             )
             wanted = any(json.loads(report)["layouts"] for report in reports)
-            return pickle.dumps((attempt.id, wanted, common if ranks.world_size > 1 else b""))
+            compared = common if ranks.world_size > 1 else b""
+            shares = shared_writes.agree(
+                [bytes.fromhex(json.loads(report)["replicas"]) for report in reports]
+            )
+            return pickle.dumps((attempt.id, wanted, compared, texts, shares))
 
-        report = json.dumps({"target": target.url, "layouts": exchange_layouts}).encode()
+        about = {"target": target.url, "base": None if base is None else base.url}
+        about["replicas"] = mine.hex()
+        report = json.dumps({**about, "layouts": exchange_layouts}).encode()
         answer = ranks.together(report, what=f"saving to {target.url}", error=error, decide=decide)
-        attempt_id, wanted, of_coordinator = pickle.loads(answer)
+        attempt_id, wanted, of_coordinator, texts, shares = pickle.loads(answer)
         attempt = commit.join(target, attempt_id, overwrite=options.overwrite)
-        return cls(
+        session = cls(
             ranks, target, options, attempt, RankManifest(ranks.rank), wanted, of_coordinator
         )
+        if base is not None:
+            session.base = BaseChunks(base, texts)
+        session.shared = shared_writes.accepted(tensors, mine, shares, ranks.rank)
+        return session
+
+    def mover(self, options: SaveOptions) -> Writer:
+        """Who writes the chunks of a strategy with these options."""
+        options = replace(options, compression=self.options.compression)
+        location = self.attempt.location
+        mover = arrays.mover_for(location, options, self.attempt)
+        if self.base is None:
+            return mover
+
+        def reused(size: int) -> None:
+            self.manifest.reused_bytes += size
+
+        return ReusingMover(mover, self.base, location, reused, threads=options.threads)
 
     @contextmanager
     def active(self) -> Iterator[Location]:
@@ -120,6 +170,23 @@ class SaveSession:
             yield self.attempt.location
         finally:
             _open.pop(self.attempt.location.url, None)
+
+    def guarded(self, request: AsyncRequest) -> AsyncRequest:
+        """A request whose function keeps its error for :meth:`finish`, where all ranks meet.
+
+        Raised in the background it would leave the attempt behind, and reach only who polls here.
+        """
+        function = request.async_fn
+        if function is None:
+            return request
+
+        def run(*args: Any, **kwargs: Any) -> None:
+            try:
+                function(*args, **kwargs)
+            except BaseException as error:
+                self.failure = self.failure or error
+
+        return request._replace(async_fn=run)
 
     def finish(
         self,
@@ -141,6 +208,7 @@ class SaveSession:
             StorageError: the commit failed; what was at the target is as it was.
         """
         report = b""
+        error = error if error is not None else self.failure
         if error is None:
             try:
                 if self.options.durable and not self.ranks.is_coordinator:
@@ -161,7 +229,7 @@ class SaveSession:
 
         def publish(_: list[bytes]) -> bytes:
             self._publish(merged[0], attributes or {}, documents or {})
-            return b""
+            return json.dumps(self.record).encode()
 
         def decide(reports: list[bytes]) -> bytes:
             check(reports)
@@ -175,9 +243,18 @@ class SaveSession:
                     self.attempt.put_all(self.deferred)
                 except Exception as problem:
                     error = problem
-                self.ranks.together(what=what, error=error, decide=publish)
+                answer = self.ranks.together(what=what, error=error, decide=publish)
             else:
-                self.ranks.together(report, what=what, error=error, decide=decide)
+                answer = self.ranks.together(report, what=what, error=error, decide=decide)
+            self.record = json.loads(answer)
+            if self.base is not None and self.ranks.is_coordinator:
+                logger.info(
+                    "%s: %d of %d bytes were taken over from %s",
+                    self.target.url,
+                    self.record["reused_bytes"],
+                    self.record["stored_bytes"],
+                    self.base.location.url,
+                )
         except BaseException:
             if self.ranks.is_coordinator:
                 self.attempt.abandon()
@@ -189,19 +266,21 @@ class SaveSession:
         written = list(further.items())
         if self.zarr_format != 2 and (self.zarr_format == 3 or merged.arrays):
             written.append((MANIFEST_NAME, merged.manifest.to_bytes()))
+            self.record = {
+                "attempt": self.attempt.id,
+                "created": datetime.now(UTC).isoformat(timespec="seconds"),
+                "world_size": self.ranks.world_size,
+                "arrays": len(merged.arrays),
+                "chunks": len(merged.manifest.crc),
+                "stored_bytes": int(merged.manifest.stored.sum()),
+                "reused_bytes": merged.reused_bytes,
+                "seconds": round(perf_counter() - self.started, 3),
+                "shardstore": _version(),
+            }
             record = {
                 "format_version": documents.FORMAT_VERSION,
+                "commit": self.record,
                 documents.CHUNK_SUMS: merged.manifest.chunk_sums(),
-                "commit": {
-                    "attempt": self.attempt.id,
-                    "created": datetime.now(UTC).isoformat(timespec="seconds"),
-                    "world_size": self.ranks.world_size,
-                    "arrays": len(merged.arrays),
-                    "chunks": len(merged.manifest.crc),
-                    "stored_bytes": int(merged.manifest.stored.sum()),
-                    "seconds": round(perf_counter() - self.started, 3),
-                    "shardstore": _version(),
-                },
             }
             root = documents.root_document(merged.documents, {**attributes, "shardstore": record})
             written.append(("zarr.json", root.encode()))
@@ -220,6 +299,12 @@ def _same_target(reports: list[dict[str, Any]]) -> None:
             raise AccessPatternError(
                 f"rank 0 saves to {first} but rank {rank} to {report['target']}; give every rank "
                 "the same place",
+                rank=rank,
+            )
+        if report["base"] != reports[0]["base"]:
+            raise AccessPatternError(
+                f"rank 0 saves with base={reports[0]['base']} but rank {rank} with "
+                f"base={report['base']}; give every rank the same",
                 rank=rank,
             )
 

@@ -26,12 +26,14 @@ from shardstore.errors import AccessPatternError, CheckpointingException, DTypeM
 from shardstore.mapping import ShardedTensor, is_main_replica
 from shardstore.storage import dtypes
 from shardstore.storage.chunks import ChunkWrite
-from shardstore.storage.documents import SEPARATOR, ArrayMeta
+from shardstore.storage.documents import CRC32C, SEPARATOR, ArrayMeta
 from shardstore.storage.grid import Box, Grid, cut_gcd, plan_grid, shard_edges
 from shardstore.storage.names import node_name
+from shardstore.strategies.shared_writes import SharedWrites, identity
 
 __all__ = [
     "CutChunk",
+    "DevicePart",
     "Layouts",
     "WritePlan",
     "array_meta",
@@ -210,6 +212,7 @@ def array_meta(
     zarr_format: int,
     target_chunk_bytes: int,
     layouts: Layouts | None = None,
+    compression: str | None = None,
 ) -> ArrayMeta:
     """The array that a sharded tensor is a part of, the same on every rank.
 
@@ -241,6 +244,7 @@ def array_meta(
         node_name(tensor.key),
         plan_grid(shape, edges, size, target_chunk_bytes, leading_only=flat),
         name,
+        codecs=(CRC32C,) if compression is None else (compression, CRC32C),
         separator=SEPARATOR,
         shard_shape=edges,
     )
@@ -253,6 +257,8 @@ def plan_writes(
     zarr_format: int,
     target_chunk_bytes: int,
     layouts: Layouts,
+    compression: str | None = None,
+    shared: SharedWrites | None = None,
 ) -> WritePlan:
     """Plan what a rank does with its sharded tensors.
 
@@ -262,6 +268,9 @@ def plan_writes(
         zarr_format: 3 or 2.
         target_chunk_bytes: see :func:`plan_grid`.
         layouts: what :func:`merge_layouts` made of all ranks' reports.
+        compression: of each chunk (Zarr v3 alone).
+        shared: the shards whose chunks this rank's group shares out; the others are their main
+            replica's.
 
     Raises:
         AccessPatternError: a shard is not made of whole chunks of the grid that its sharding
@@ -269,16 +278,35 @@ def plan_writes(
         CheckpointingException: a main replica has no data.
     """
     plan = WritePlan()
+    planned: list[tuple[ShardedTensor, ArrayMeta, Box]] = []
+    seen: set[object] = set()
     for tensor in tensors:
-        if not is_main_replica(tensor.replica_id):
+        in_group = shared is not None and shared.holds(tensor)
+        if not in_group and not is_main_replica(tensor.replica_id):
             continue
         tensor.validate_metadata_integrity()
         meta = array_meta(
-            tensor, zarr_format=zarr_format, target_chunk_bytes=target_chunk_bytes, layouts=layouts
+            tensor,
+            zarr_format=zarr_format,
+            target_chunk_bytes=target_chunk_bytes,
+            layouts=layouts,
+            compression=compression,
         )
         box = local_box(tensor)
         _check_place(tensor, meta, box)
         plan.arrays.append((meta, is_first(tensor)))
+        if in_group and identity(tensor) in seen:
+            continue  # a rank may hold a shard twice
+        seen.add(identity(tensor) if in_group else None)
+        planned.append((tensor, meta, box))
+    if shared is not None:
+        shared.plan(
+            (tensor, meta, list(meta.grid.overlapping(box)))
+            for tensor, meta, box in sorted(planned, key=lambda p: (p[0].key, p[0].global_offset))
+            if shared.holds(tensor) and box.size
+        )
+    for tensor, meta, box in planned:
+        in_group = shared is not None and shared.holds(tensor)
         if box.size == 0:
             continue
         if tensor.data is None:
@@ -292,6 +320,8 @@ def plan_writes(
         if tensor.flattened_range is None:
             source = _Source(tensor.data.detach()[(None,) * tensor.prepend_axis_num], tensor.key)
             for index in meta.grid.overlapping(box):
+                if in_group and shared is not None and not shared.is_mine(tensor, index):
+                    continue
                 part = meta.grid.box(index).relative_to(box.offset)
                 plan.writes.append(ChunkWrite(meta, index, source.part(part.slices)))
         else:
@@ -357,6 +387,20 @@ def _check_place(tensor: ShardedTensor, meta: ArrayMeta, box: Box) -> None:
         )
 
 
+@dataclass(frozen=True)
+class DevicePart:
+    """Part of a tensor on a device: fetched when it is called, or by who copies it himself."""
+
+    tensor: torch.Tensor
+
+    def __call__(self) -> NDArray[Any]:
+        return dtypes.as_numpy(self.tensor.contiguous().cpu())
+
+    def reshape(self, shape: tuple[int, ...]) -> DevicePart:
+        """The same elements in another shape."""
+        return DevicePart(self.tensor.reshape(shape))
+
+
 class _Source:
     """A local tensor as the source of chunks.
 
@@ -379,7 +423,7 @@ class _Source:
             where: tuple[Any, ...] = (..., *slices)
             view: NDArray[Any] = self._array[where]
             return view
-        return lambda: dtypes.as_numpy(self._tensor[slices].contiguous().cpu())
+        return DevicePart(self._tensor[slices])
 
 
 def _plan_flat(
@@ -504,7 +548,7 @@ def _constant(array: NDArray[Any]) -> Callable[[], NDArray[Any]]:
 def _shaped(
     data: NDArray[Any] | Callable[[], NDArray[Any]], shape: tuple[int, ...]
 ) -> NDArray[Any] | Callable[[], NDArray[Any]]:
-    if callable(data):
+    if callable(data) and not isinstance(data, DevicePart):
         return lambda: data().reshape(shape)
     return data.reshape(shape)
 

@@ -7,6 +7,7 @@ Megatron-Core up to 0.15. The bytes are moved by :mod:`shardstore.storage`; this
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from logging import getLogger
 from pathlib import Path
@@ -37,15 +38,19 @@ from shardstore.storage.location import Location
 from shardstore.storage.manifest import ChunkRecord
 from shardstore.storage.names import check_collisions, key_of
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES, SaveOptions
+from shardstore.strategies.async_utils import AsyncRequest
+from shardstore.strategies.background import BackgroundWrite
 from shardstore.strategies.base import (
+    AsyncSaveShardedStrategy,
     LoadShardedStrategy,
-    SaveShardedStrategy,
     StrategyAction,
     register_default_strategy,
 )
 from shardstore.strategies.opened import open_checkpoint
 from shardstore.strategies.read_plan import TensorRead, find_array, plan_read
 from shardstore.strategies.session import SaveSession, session_of
+from shardstore.strategies.shared_reads import read_regions
+from shardstore.strategies.staging import Staging
 from shardstore.strategies.write_plan import (
     CutChunk,
     Layouts,
@@ -101,8 +106,8 @@ def needs_layouts(state_dict: ShardedStateDict) -> bool:
     )
 
 
-class ZarrSaveShardedStrategy(SaveShardedStrategy):
-    """Save strategy for the Zarr backend.
+class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
+    """Save strategy for the Zarr backend, at once or in the background.
 
     Args:
         backend: ``"zarr"``.
@@ -167,7 +172,50 @@ class ZarrSaveShardedStrategy(SaveShardedStrategy):
                 error = problem
         session.finish(error)
 
+    def async_save(
+        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path
+    ) -> AsyncRequest:
+        """Copy this rank's part of the sharded tensors, and describe the writing that is left.
+
+        Called by every rank. The state may be changed when it returns, unless the save overlaps its
+        copying (:func:`shardstore.async_save`). Pieces of chunks that ranks share are exchanged
+        here; the background speaks to nobody. Called by itself it commits the arrays, like
+        :meth:`save`, when the request is finalised.
+
+        Args:
+            sharded_state_dict: nested state dict with sharded tensors.
+            checkpoint_dir: where to.
+
+        Returns:
+            The writing, for a thread, and the commit, for every rank together.
+        """
+        session = session_of(checkpoint_dir)
+        if session is not None:
+            return self._staged(session, sharded_state_dict)
+        wanted = needs_layouts(sharded_state_dict)
+        session = SaveSession.begin(
+            Ranks.current(), checkpoint_dir, self.options, exchange_layouts=wanted
+        )
+        try:
+            request = session.guarded(self._staged(session, sharded_state_dict))
+        except Exception as problem:
+            # Raised here it would be this rank's alone; it is met by all at the finalisation.
+            session.failure = problem
+            request = AsyncRequest(None, (), [])
+        opened = session
+        request.add_finalize_fn(lambda: opened.finish(None))
+        return request
+
+    def _staged(self, session: SaveSession, state_dict: ShardedStateDict) -> AsyncRequest:
+        plan, created = self._plan(session, state_dict)
+        return stage(session, self.options, plan, created)
+
     def _write(self, session: SaveSession, state_dict: ShardedStateDict) -> None:
+        _carry_out(session, self.options, *self._plan(session, state_dict))
+
+    def _plan(
+        self, session: SaveSession, state_dict: ShardedStateDict
+    ) -> tuple[WritePlan, list[tuple[ArrayMeta, str]]]:
         tensors = sharded_tensors_of(state_dict)
         ranks = session.ranks
         session.zarr_format = 2 if self.version == V2_LAYOUT else 3
@@ -182,6 +230,11 @@ class ZarrSaveShardedStrategy(SaveShardedStrategy):
         error: Exception | None = None
         plan = WritePlan()
         try:
+            if session.zarr_format == 2 and session.options.compression is not None:
+                raise FormatVersionError(
+                    "the Zarr v2 layout of Megatron-Core is never compressed: leave compression "
+                    "out, or save with backend ('zarr', 2)"
+                )
             with collector_paused():
                 check_collisions(tensor.key for tensor in tensors)
                 plan = plan_writes(
@@ -190,6 +243,8 @@ class ZarrSaveShardedStrategy(SaveShardedStrategy):
                     zarr_format=session.zarr_format,
                     target_chunk_bytes=self.options.target_chunk_bytes,
                     layouts=layouts,
+                    compression=session.options.compression,
+                    shared=session.shared,
                 )
                 created = [
                     (meta, text)
@@ -204,7 +259,31 @@ class ZarrSaveShardedStrategy(SaveShardedStrategy):
             ranks.together(what=what, error=error)
         if error is not None:
             raise error
-        _carry_out(session, self.options, plan, created)
+        return plan, created
+
+
+def stage(
+    session: SaveSession,
+    options: SaveOptions,
+    plan: WritePlan,
+    created: Sequence[tuple[ArrayMeta, str]],
+) -> AsyncRequest:
+    """Exchange pieces of shared chunks, copy the rest; what is left needs no other rank."""
+    owned = [write for batch in _rounds(plan.cut) for write in _put_together(session.ranks, batch)]
+    budget = session.options.staging_budget_bytes or options.staging_budget_bytes
+    staging = Staging(plan.writes, budget_bytes=budget, threads=options.threads)
+    plan.writes.clear()  # their memory is the caller's
+    session.staging = staging
+    mover = session.mover(options)
+    background = BackgroundWrite(session, mover, created, staging, owned, options.threads)
+    if not staging.all_at_once:
+        background.start()
+    if session.options.overlap_staging:
+        threading.Thread(target=staging.run, name="shardstore-stage", daemon=True).start()
+    else:
+        staging.run()
+        staging.wait(host=True)
+    return AsyncRequest(background, (), [])
 
 
 def _carry_out(
@@ -218,7 +297,7 @@ def _carry_out(
     An error of this rank's disk waits until all pieces are exchanged.
     """
     location, manifest = session.attempt.location, session.manifest
-    mover = arrays.mover_for(location, options, session.attempt)
+    mover = session.mover(options)
 
     def done(item: ChunkWrite, record: ChunkRecord) -> None:
         manifest.add_chunk(item.array, item.index, record)
@@ -295,7 +374,7 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> StateDict:
         """Read the sharded tensors, into the tensors given where there are any.
 
-        Any rank may call it; it waits for no other.
+        Any rank may call it; it waits for no other, unless its group shares the reading.
 
         Args:
             sharded_state_dict: nested state dict whose leaves are sharded tensors.
@@ -310,12 +389,17 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):
             ChunkMissingError, ChunkCorruptError: what is stored is not what was written.
         """
         stored = open_checkpoint(checkpoint_dir)
-        stored.require()
         planned: dict[int, TensorRead] = {}
-        with collector_paused():
-            for tensor in sharded_tensors_of(sharded_state_dict):
-                planned[id(tensor)] = _plan(stored, tensor)
-        stored.read([region for read in planned.values() for region in read.regions])
+        error: Exception | None = None
+        try:
+            stored.require()
+            with collector_paused():
+                for tensor in sharded_tensors_of(sharded_state_dict):
+                    planned[id(tensor)] = _plan(stored, tensor)
+        except Exception as problem:
+            error = problem  # met by all that read together
+        regions = [region for read in planned.values() for region in read.regions]
+        read_regions(stored, regions, error)
 
         def loaded(value: Any) -> Any:
             if not isinstance(value, ShardedTensor):

@@ -1,0 +1,254 @@
+"""Saving in the background with a handle: the simple form of an asynchronous save.
+
+Answers for one thread a save, which writes from a copy of the state and then commits together with
+the same threads of the other ranks, over a gloo group that nobody else uses. So the trainer has
+nothing to poll for the save to complete, no rank waits in a collective of the trainer's, and a
+failure of any rank reaches the handle of every rank. What is copied and written, and how, is the
+strategies' business.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from shardstore.errors import SaveInProgressError
+from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
+from shardstore.ranks import Ranks
+from shardstore.serialization import begin_save
+from shardstore.storage.options import SaveOptions
+from shardstore.storage.parallel import yield_to_others
+from shardstore.strategies import background
+from shardstore.strategies.async_utils import AsyncRequest
+from shardstore.strategies.base import SaveCommonStrategy, SaveShardedStrategy
+from shardstore.strategies.session import SaveSession
+
+__all__ = ["AsyncSave", "async_save"]
+
+logger = logging.getLogger(__name__)
+
+RANKS_PURPOSE = "background"
+ABORT_WAIT_S = 10.0
+"""Seconds that an exiting process gives an aborted save to tell the other ranks."""
+
+_latest: AsyncSave | None = None
+
+
+def async_save(
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: str | Path,
+    sharded_strategy: SaveShardedStrategy | tuple[str, int] | None = None,
+    common_strategy: SaveCommonStrategy | tuple[str, int] | None = None,
+    *,
+    validate_access_integrity: bool = True,
+    preprocess_common_before_consistancy_check: Callable[[CommonStateDict], StateDict]
+    | None = None,
+    content_metadata: dict[str, Any] | None = None,
+    overwrite: bool = False,
+    durable: bool = True,
+    overlap_staging: bool = False,
+    staging_budget_bytes: int | None = None,
+    base: str | Path | None = None,
+    compression: str | None = None,
+    replica_group: Any = None,
+    when_busy: Literal["wait", "refuse"] = "wait",
+    at_exit: Literal["wait", "abort"] = "wait",
+) -> AsyncSave:
+    """Save a sharded state dict while training goes on.
+
+    Called by every rank; each waits for all others once, before anything is copied (so that wrong
+    input on one rank is an error on all). When it returns the state may be changed, unless
+    ``overlap_staging``. Writing, the meeting of all ranks and the commit happen in the background;
+    a trainer that never looks at the handle gets its checkpoint too, and failures in its log.
+
+    Args:
+        sharded_state_dict: see :func:`shardstore.save`; so for all arguments not described here.
+        checkpoint_dir: where to.
+        sharded_strategy: must be one that can save asynchronously, as the default.
+        common_strategy: how the rest is stored; it is written before the call returns.
+        validate_access_integrity: refuse the commit unless everything is covered exactly once.
+        preprocess_common_before_consistancy_check: applied before common values are compared.
+        content_metadata: kept in the checkpoint.
+        overwrite: replace a checkpoint that is there.
+        durable: wait, in the background, until everything is on the disk before the commit.
+        overlap_staging: return at once and copy in the background; call
+            :meth:`AsyncSave.wait_staged` before the state is changed.
+        staging_budget_bytes: host memory for the copy, on each rank; default: as much as the
+            rank's state. With less, copying waits for writing, chunk by chunk.
+        base: an earlier checkpoint whose chunks are not written again, see :func:`shardstore.save`.
+        compression: ``"zstd"`` or none.
+        replica_group: ranks that share the writing of what all hold, see :func:`shardstore.save`.
+        when_busy: while the save before this one runs, wait for it, or refuse with an error.
+        at_exit: an interpreter that exits waits for the save, or aborts it (nothing is committed).
+
+    Returns:
+        A handle on the save.
+
+    Raises:
+        SaveInProgressError: the save before this one still runs on some rank, and ``when_busy`` is
+            ``"refuse"``; raised on every rank.
+        CheckpointingException: as :func:`shardstore.save`, for what is found before the background
+            begins: the target exists, the input is wrong on some rank.
+    """
+    global _latest
+    error: BaseException | None = None
+    ranks = Ranks.current(RANKS_PURPOSE)
+    options = SaveOptions()
+    try:
+        options = SaveOptions(
+            overwrite=overwrite,
+            durable=durable,
+            validate=validate_access_integrity,
+            staging_budget_bytes=staging_budget_bytes,
+            overlap_staging=overlap_staging,
+            compression=compression,
+        )
+    except ValueError as problem:
+        error = problem  # met by all ranks together
+    if _latest is not None and not _latest.done():
+        if when_busy == "wait":
+            _latest.wait()
+        else:
+            error = SaveInProgressError(
+                f"the asynchronous save to {_latest.url} is still running; wait for its handle, "
+                "save less often, or pass when_busy='wait'",
+                url=_latest.url,
+            )
+    session, request = begin_save(
+        sharded_state_dict,
+        checkpoint_dir,
+        options,
+        sharded_strategy,
+        common_strategy,
+        True,
+        preprocess_common_before_consistancy_check,
+        content_metadata,
+        base=base,
+        replica_group=replica_group,
+        error=error,
+    )
+    assert request is not None
+    session.ranks = ranks
+    _latest = AsyncSave(session, request, at_exit)
+    return _latest
+
+
+class AsyncSave:
+    """A save in the background, on this rank. Made by :func:`async_save`.
+
+    No method talks to other ranks: any rank may call any of them at any time.
+
+    Attributes:
+        url: where the checkpoint shall be.
+    """
+
+    def __init__(self, session: SaveSession, request: AsyncRequest, at_exit: str) -> None:
+        self.url = session.target.url
+        self._session = session
+        self._request: AsyncRequest | None = request
+        self._error: BaseException | None = None
+        self._finished = threading.Event()
+        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+        # A daemon, so that exit functions run while it does: what exit means is decided there.
+        self._thread = threading.Thread(target=self._run, name="shardstore-save", daemon=True)
+        self._at_exit = self._wait_at_exit if at_exit == "wait" else self._abort_at_exit
+        atexit.register(self._at_exit)
+        self._thread.start()
+
+    def _run(self) -> None:
+        request, self._request = self._request, None
+        assert request is not None
+        yield_to_others()
+        try:
+            if self._device is not None:
+                torch.cuda.set_device(self._device)
+            if request.async_fn is not None:
+                request.async_fn(*request.async_fn_args, **request.async_fn_kwargs)
+            for finalize in request.finalize_fns:
+                finalize()
+        except BaseException as error:
+            self._error = error
+            logger.error("asynchronous save to %s failed: %s", self.url, error)
+        finally:
+            atexit.unregister(self._at_exit)
+            self._finished.set()
+
+    def done(self) -> bool:
+        """Whether the save has ended: committed on all ranks, or failed on all ranks."""
+        return self._finished.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the end of the save.
+
+        Args:
+            timeout: seconds; ``None``: as long as it takes. The ranks wait for each other until the
+                deadline (``SHARDSTORE_DEADLINE_S``), so that it does end.
+
+        Returns:
+            Whether it has ended.
+        """
+        return self._finished.wait(timeout)
+
+    def wait_staged(self, timeout: float | None = None) -> bool:
+        """Wait until the state may be changed; to be called before the next optimizer step.
+
+        Device tensors cost the caller no waiting: what it queues on its current stream afterwards
+        waits for the copy on the device.
+
+        Args:
+            timeout: seconds; ``None``: as long as it takes.
+
+        Returns:
+            Whether the state may be changed. It may after a failure, too: nothing reads it then.
+        """
+        staging = self._session.staging
+        return staging is None or staging.wait(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Why the save failed; ``None`` if it succeeded.
+
+        Args:
+            timeout: seconds to wait for its end.
+
+        Raises:
+            TimeoutError: it has not ended.
+        """
+        if not self.wait(timeout):
+            raise TimeoutError(f"the save to {self.url} still runs after {timeout} s")
+        return self._error
+
+    def result(self, timeout: float | None = None) -> dict[str, Any]:
+        """What was committed.
+
+        Args:
+            timeout: seconds to wait for its end.
+
+        Returns:
+            The commit record, the same on every rank: bytes, chunks, seconds, time.
+
+        Raises:
+            TimeoutError: it has not ended.
+            CheckpointingException: it failed; on the rank that failed its own error, on the others
+                a :class:`RanksError` that names that rank and the cause.
+        """
+        error = self.exception(timeout)
+        if error is not None:
+            raise error
+        return dict(self._session.record)
+
+    def abort(self) -> None:
+        """Stop writing; nothing is committed, on any rank. A commit under way is not stopped."""
+        background.abort(self._session)
+
+    def _wait_at_exit(self) -> None:
+        self._finished.wait()
+
+    def _abort_at_exit(self) -> None:
+        self.abort()
+        self._finished.wait(ABORT_WAIT_S)

@@ -1,0 +1,426 @@
+"""A copy of the chunks to be written, in host memory that is kept from save to save.
+
+Answers for when the state may be changed again: once every chunk has been copied. The copy lies in
+one arena: as large as the state where the budget allows (then everything is copied first, at full
+speed, and written afterwards), else a ring that chunks pass through in the order of their writing,
+so that copying and writing overlap. Device chunks are copied by a stream of their own, which waits
+for what the caller's stream had queued and which nobody's stream waits for unless asked to.
+
+It knows chunks and memory; not files, ranks or checkpoints.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from logging import getLogger
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from shardstore.storage import dtypes
+from shardstore.storage.chunks import ChunkWrite
+from shardstore.storage.parallel import default_threads, run_batched
+from shardstore.strategies.write_plan import DevicePart
+
+__all__ = ["HostPool", "StagedChunk", "Staging", "copy_bits", "default_pool"]
+
+logger = getLogger(__name__)
+
+ALIGNMENT = 64
+COPY_BATCH_BYTES = 4 * 1024 * 1024
+_WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
+
+
+@dataclass
+class _Arena:
+    memory: NDArray[np.uint8]
+    pinned: bool
+
+
+class HostPool:
+    """Host memory that is reused: its pages are touched, and pinned, once.
+
+    Safe from any thread. Keeps one arena between saves, the last one given back.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: _Arena | None = None
+
+    def take(self, size: int, *, pinned: bool) -> _Arena:
+        """An arena of at least ``size`` bytes, page-locked for CUDA if ``pinned``.
+
+        Raises:
+            MemoryError, OSError: the system has not that much memory.
+        """
+        with self._lock:
+            arena, self._free = self._free, None
+        if arena is not None:
+            if size <= len(arena.memory) <= max(2 * size, 1 << 20) and arena.pinned >= pinned:
+                return arena
+            _unpin(arena)
+            arena = None  # its memory goes before the new one comes
+        return _Arena(_map(size, pinned), pinned)
+
+    def give_back(self, arena: _Arena) -> None:
+        """Keep an arena for the next save."""
+        with self._lock:
+            old, self._free = self._free, arena
+        if old is not None:
+            _unpin(old)
+
+    def clear(self) -> None:
+        """Give the memory that is kept back to the system."""
+        with self._lock:
+            arena, self._free = self._free, None
+        if arena is not None:
+            _unpin(arena)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory kept for the next save."""
+        with self._lock:
+            return 0 if self._free is None else len(self._free.memory)
+
+
+def _map(size: int, pinned: bool) -> NDArray[np.uint8]:
+    """Fresh memory in huge pages, where there are any: a first touch costs a fraction then."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    mapped = mmap.mmap(-1, max(size, mmap.PAGESIZE), flags=flags)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+    memory = np.frombuffer(mapped, np.uint8)
+    if pinned:
+        _cudart("cudaHostRegister", memory.ctypes.data, len(memory), 0)
+    return memory
+
+
+def _unpin(arena: _Arena) -> None:
+    if arena.pinned:
+        _cudart("cudaHostUnregister", arena.memory.ctypes.data)
+
+
+def _cudart(function: str, *arguments: int) -> None:
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    torch.cuda.check_error(int(getattr(runtime, function)(*arguments)))
+
+
+_pool = HostPool()
+
+
+def default_pool() -> HostPool:
+    """The pool of this process."""
+    return _pool
+
+
+class _Ring:
+    """Where in an arena each chunk goes: taken in order, released in any, reused in order."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._head = 0
+        self._taken: deque[list[int]] = deque()  # start, end, released
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+
+    def take(self, size: int) -> list[int]:
+        """A place of ``size`` bytes; waits until there is one.
+
+        Raises:
+            BaseException: what :meth:`stop` was given.
+        """
+        with self._changed:
+            while True:
+                if self._error is not None:
+                    raise self._error
+                start = self._fit(size)
+                if start is not None:
+                    self._head = start + size
+                    place = [start, start + size, 0]
+                    self._taken.append(place)
+                    return place
+                self._changed.wait()
+
+    def _fit(self, size: int) -> int | None:
+        if not self._taken:
+            return 0
+        tail = self._taken[0][0]
+        if self._head > tail:
+            if self._head + size <= self._size:
+                return self._head
+            return 0 if size <= tail else None
+        return self._head if self._head + size <= tail else None
+
+    def release(self, place: list[int]) -> None:
+        with self._changed:
+            place[2] = 1
+            while self._taken and self._taken[0][2]:
+                self._taken.popleft()
+            self._changed.notify_all()
+
+    def stop(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+
+class StagedChunk:
+    """Source of a chunk's data, which waits until the chunk has been copied."""
+
+    __slots__ = ("_number", "_staging")
+
+    def __init__(self, staging: Staging, number: int) -> None:
+        self._staging = staging
+        self._number = number
+
+    def __call__(self) -> NDArray[Any]:
+        return self._staging.copied(self._number)
+
+    def release(self) -> None:
+        """The chunk is written: its memory may be used again."""
+        self._staging.release(self._number)
+
+
+class Staging:
+    """The copy of one save's chunks.
+
+    Created and, unless copying shall overlap with what comes next, run by the caller's thread;
+    another thread writes :attr:`writes`. Whatever happens, :meth:`close` gives the memory back.
+
+    Args:
+        writes: what is to be written, out of the state's own memory.
+        pool: where memory comes from.
+        budget_bytes: most host memory to use; ``None``: as much as the chunks need. A chunk larger
+            than that raises it to its own size.
+        threads: threads that copy.
+
+    Attributes:
+        writes: the same chunks, to be written from the copy, in this order.
+        arena_bytes: host memory used.
+        all_at_once: whether everything has room, so that nobody need write before all is copied.
+    """
+
+    def __init__(
+        self,
+        writes: Sequence[ChunkWrite],
+        *,
+        pool: HostPool | None = None,
+        budget_bytes: int | None = None,
+        threads: int | None = None,
+    ) -> None:
+        self._pool = pool or _pool
+        self._threads = threads or default_threads()
+        self._sources: list[ChunkWrite | None] = list(writes)
+        self._sizes = [_aligned(item) for item in writes]
+        total, self.largest_bytes = sum(self._sizes), max(self._sizes, default=0)
+        self.all_at_once = budget_bytes is None or total <= budget_bytes
+        self.arena_bytes = total
+        if budget_bytes is not None and total > budget_bytes:
+            self.arena_bytes = max(budget_bytes, self.largest_bytes)
+            if self.arena_bytes > budget_bytes:
+                logger.warning(
+                    "a chunk of %d bytes does not fit the staging budget of %d bytes, which is "
+                    "raised for it; save with a smaller target_chunk_bytes",
+                    self.largest_bytes,
+                    budget_bytes,
+                )
+        self._ring = _Ring(self.arena_bytes)
+        self._places: list[list[int] | None] = [None] * len(writes)
+        self._views: list[NDArray[Any] | None] = [None] * len(writes)
+        self._events: list[torch.cuda.Event | None] = [None] * len(writes)
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._complete = False
+        devices = {d for item in writes if (d := _device(item)) is not None}
+        self._devices = {device: _DeviceCopies(device) for device in devices}
+        self._arena: _Arena | None = self._pool.take(self.arena_bytes, pinned=bool(devices))
+        self.writes = [
+            replace(item, source=StagedChunk(self, number)) for number, item in enumerate(writes)
+        ]
+
+    # -- the side that copies ------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Copy everything, or as much at a time as there is room for. Called once.
+
+        An error is kept for the other side and for :meth:`wait`, and not raised.
+        """
+        try:
+            numbers = range(len(self._sources))
+            if self.all_at_once:
+                for number in numbers:
+                    self._places[number] = self._ring.take(self._sizes[number])
+                run_batched(
+                    numbers,
+                    self._copy_batch,
+                    threads=self._threads,
+                    weight=self._sizes.__getitem__,
+                    batch_weight=COPY_BATCH_BYTES,
+                )
+            else:
+                for number in numbers:
+                    self._places[number] = self._ring.take(self._sizes[number])
+                    self._copy_batch((number,))
+        except BaseException as error:
+            self.fail(error)
+        with self._changed:
+            self._complete = True
+            self._changed.notify_all()
+
+    def _copy_batch(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            item, place, arena = self._sources[number], self._places[number], self._arena
+            assert item is not None
+            assert place is not None
+            assert arena is not None
+            shape = item.array.grid.box(item.index).shape
+            dtype = dtypes.numpy_dtype(item.array.dtype)
+            count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+            view = arena.memory[place[0] : place[0] + count].view(dtype).reshape(shape)
+            event = None
+            if self._error is not None:
+                raise self._error
+            if isinstance(item.source, DevicePart) and item.source.tensor.device in self._devices:
+                copies = self._devices[item.source.tensor.device]
+                event = copies.copy(item.source.tensor, dtypes.as_tensor(view))
+            else:
+                copy_bits(view, item.data())
+            self._sources[number] = None  # the state's memory is the caller's again
+            with self._changed:
+                self._views[number], self._events[number] = view, event
+                if not self.all_at_once:
+                    self._changed.notify_all()
+
+    # -- the side that writes ------------------------------------------------------------------
+
+    def copied(self, number: int) -> NDArray[Any]:
+        """A chunk's copy; waits for it.
+
+        Raises:
+            BaseException: copying failed, or was stopped.
+        """
+        with self._changed:
+            while self._views[number] is None and self._error is None:
+                self._changed.wait()
+            if self._error is not None:
+                raise self._error
+            view, event = self._views[number], self._events[number]
+        assert view is not None
+        if event is not None:
+            event.synchronize()
+        return view
+
+    def release(self, number: int) -> None:
+        """A chunk's memory may be used again."""
+        place = self._places[number]
+        assert place is not None
+        if not self.all_at_once:
+            with self._changed:
+                self._views[number] = self._events[number] = None
+        self._ring.release(place)
+
+    # -- both ----------------------------------------------------------------------------------
+
+    def wait(self, timeout: float | None = None, *, host: bool = False) -> bool:
+        """Wait until the state may be changed.
+
+        Args:
+            timeout: seconds; ``None``: as long as it takes.
+            host: wait for device copies too; else only what is queued on the caller's current
+                streams from here on waits for them, which costs the caller no time.
+
+        Returns:
+            Whether the copy is complete. After an error it is as good as complete: nothing reads
+            the state any more.
+        """
+        if not self.wait_queued(timeout):
+            return False
+        for device in self._devices.values():
+            device.wait(host=host)
+        return True
+
+    def wait_queued(self, timeout: float | None = None) -> bool:
+        """Wait until host chunks are copied and device copies queued; no stream waits for any."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._complete, timeout)
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why the copy failed, if it did."""
+        return self._error
+
+    def fail(self, error: BaseException) -> None:
+        """Stop: whoever copies or waits for a copy raises this error."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+        self._ring.stop(error)
+
+    def close(self) -> None:
+        """Give the memory back. Called once nothing reads the copy; waits for who still copies."""
+        self.wait(host=True)
+        arena, self._arena = self._arena, None
+        self._views = []
+        self._sources = []
+        if arena is not None:
+            self._pool.give_back(arena)
+
+
+def _aligned(item: ChunkWrite) -> int:
+    count = item.array.grid.box(item.index).size * dtypes.itemsize(item.array.dtype)
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+def _device(item: ChunkWrite) -> torch.device | None:
+    source = item.source
+    if isinstance(source, DevicePart) and source.tensor.device.type == "cuda":
+        return source.tensor.device
+    return None
+
+
+def copy_bits(target: NDArray[Any], source: NDArray[Any]) -> None:
+    """Copy bits: foreign data types would be copied element by element, under the GIL."""
+    word = _WORDS.get(target.dtype.itemsize)
+    if word is not None:
+        target, source = target.view(word), source.view(word)
+    np.copyto(target, source)
+
+
+class _DeviceCopies:
+    """Copies from one device: queued on a stream of its own, behind the caller's current one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._ready.record(torch.cuda.current_stream(device))
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream.wait_event(self._ready)
+        self._last: torch.cuda.Event | None = None
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> torch.cuda.Event:
+        """Queue a copy; the event tells when it is done."""
+        with self._lock, torch.cuda.stream(self._stream):
+            target.copy_(source.detach(), non_blocking=True)
+            source.record_stream(self._stream)
+            self._last = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._last.record(self._stream)
+            return self._last
+
+    def wait(self, *, host: bool) -> None:
+        with self._lock:
+            last = self._last
+        if last is None:
+            return
+        if host:
+            last.synchronize()
+        else:
+            torch.cuda.current_stream(self._device).wait_event(last)

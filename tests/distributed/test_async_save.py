@@ -1,0 +1,369 @@
+"""Asynchronous saves on real ranks: what is saved is the state at the call, all ranks commit or
+none does, and everybody learns why."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardstore
+from shardstore.errors import (
+    CheckpointExistsError,
+    CheckpointingException,
+    RanksError,
+    SaveInProgressError,
+    StorageError,
+)
+from shardstore.mapping import ShardedObject, ShardedStateDict, ShardedTensor
+from shardstore.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+from shardstore.strategies.zarr import ZarrSaveShardedStrategy
+from tests.ranks_helper import run_ranks
+from tests.scenarios import Scenario, raised, remains, run_scenarios
+
+WORLD = 3
+WHOLE = torch.arange(3 * 64 * 40, dtype=torch.float32).reshape(3 * 64, 40)
+
+
+class Gated(ZarrSaveShardedStrategy):
+    """Writes once a gate is opened."""
+
+    def __init__(self) -> None:
+        super().__init__("zarr", 2)
+        self.gate = threading.Event()
+
+    def async_save(
+        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path
+    ) -> AsyncRequest:
+        request = super().async_save(sharded_state_dict, checkpoint_dir)
+        write = request.async_fn
+        assert write is not None
+
+        def after_gate() -> None:
+            assert self.gate.wait(60)
+            write()
+
+        return request._replace(async_fn=after_gate)
+
+
+@contextmanager
+def files_at_most(size: int) -> Iterator[None]:
+    """A file system that refuses larger files, to this process."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def state_of(rank: int, world_size: int) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """Rows, a flattened tensor whose chunks ranks share, a replica, an object, common values."""
+    rows = WHOLE.chunk(world_size)[rank].clone()
+    bounds = [0, 1001, 5003, WHOLE.numel()]
+    flat = WHOLE.reshape(-1)[bounds[rank] : bounds[rank + 1]].clone()
+    same = WHOLE.bfloat16().t().clone()
+    state = {
+        "rows": ShardedTensor.from_rank_offsets("rows", rows, (0, rank, world_size)),
+        "flat": ShardedTensor.from_rank_offsets_flat(
+            "flat", flat, tuple(WHOLE.shape), flattened_range=slice(bounds[rank], bounds[rank + 1])
+        ),
+        "same": ShardedTensor.from_rank_offsets("same", same, replica_id=rank),
+        "object": ShardedObject("object", {"rank": rank}, (world_size,), (rank,)),
+        "step": 7,
+    }
+    return state, [rows, flat, same]
+
+
+def check(folder: Path) -> None:
+    loaded = shardstore.load_plain_tensors(folder)
+    assert torch.equal(loaded["rows"], WHOLE)
+    assert torch.equal(loaded["flat"], WHOLE)
+    assert torch.equal(loaded["same"], WHOLE.bfloat16().t())
+    assert loaded["step"] == 7
+
+
+def spoil(tensors: list[torch.Tensor]) -> None:
+    for tensor in tensors:
+        tensor.fill_(-1)
+
+
+def the_state_at_the_call_is_saved(rank: int, world_size: int, folder: Path) -> None:
+    for number, options in enumerate(
+        [{}, {"staging_budget_bytes": 8192}, {"validate_access_integrity": False}]
+    ):
+        state, tensors = state_of(rank, world_size)
+        handle = shardstore.async_save(state, folder / f"c{number}", **options)
+        spoil(tensors)
+        record = handle.result(60)
+        assert handle.done()
+        assert handle.exception() is None
+        assert record["world_size"] == world_size
+        assert record["stored_bytes"] >= 2 * WHOLE.nbytes + WHOLE.nbytes // 2
+        check(folder / f"c{number}")
+
+
+def copying_overlaps_until_wait_staged(rank: int, world_size: int, folder: Path) -> None:
+    for number, budget in enumerate((None, 8192)):
+        state, tensors = state_of(rank, world_size)
+        handle = shardstore.async_save(
+            state, folder / f"c{number}", overlap_staging=True, staging_budget_bytes=budget
+        )
+        assert handle.wait_staged(60)
+        spoil(tensors)
+        handle.result(60)
+        check(folder / f"c{number}")
+
+
+def a_request_commits_where_the_trainer_polls(rank: int, world_size: int, folder: Path) -> None:
+    queue = AsyncCallsQueue()
+    for number, budget in enumerate((None, 8192)):
+        state, tensors = state_of(rank, world_size)
+        place = folder / f"c{number}"
+        request = shardstore.save(
+            state, place, async_sharded_save=True, staging_budget_bytes=budget
+        )
+        spoil(tensors)
+        assert isinstance(request, AsyncRequest)
+        queue.schedule_async_request(request)
+        dist.barrier()
+        assert not place.exists()
+        assert queue.maybe_finalize_async_calls(blocking=True) == [number]
+        check(place)
+    queue.close()
+
+
+def a_request_can_be_carried_out_at_once(rank: int, world_size: int, folder: Path) -> None:
+    request = shardstore.save(state_of(rank, world_size)[0], folder / "c", async_sharded_save=True)
+    assert request is not None
+    request.execute_sync()
+    check(folder / "c")
+
+
+def the_strategy_alone_commits_arrays(rank: int, world_size: int, folder: Path) -> None:
+    state, tensors = state_of(rank, world_size)
+    only = {"rows": state["rows"]}
+    request = ZarrSaveShardedStrategy("zarr", 2).async_save(only, folder / "c")
+    spoil(tensors)
+    request.execute_sync()
+    import zarr
+
+    assert (zarr.open_group(folder / "c", mode="r")["rows"][:] == WHOLE.numpy()).all()
+
+
+def a_failure_in_the_background_reaches_every_rank(
+    rank: int, world_size: int, folder: Path
+) -> None:
+    state, _ = state_of(rank, world_size)
+    gated = Gated()
+    handle = shardstore.async_save(state, folder / "c", gated)
+    with files_at_most(1000 if rank == 1 else resource.RLIM_INFINITY):
+        gated.gate.set()
+        assert handle.wait(60)
+    error = handle.exception()
+    assert "larger" in str(error) or "file system" in str(error), error
+    if rank == 1:
+        assert isinstance(error, StorageError)
+        assert error.key in ("rows", "flat")
+    else:
+        assert isinstance(error, RanksError)
+        assert list(error.failures) == [1]
+    assert raised(handle.result) is error
+    dist.barrier()
+    assert remains(folder) == []
+
+
+def a_failed_request_reaches_every_rank_at_the_poll(
+    rank: int, world_size: int, folder: Path
+) -> None:
+    queue = AsyncCallsQueue()
+    request = shardstore.save(state_of(rank, world_size)[0], folder / "c", async_sharded_save=True)
+    assert request is not None
+    with files_at_most(1000 if rank == 2 else resource.RLIM_INFINITY):
+        queue.schedule_async_request(request)
+        error = raised(lambda: queue.maybe_finalize_async_calls(blocking=True))
+    assert isinstance(error, RanksError)
+    assert 2 in error.failures
+    assert "file system" in error.failures[2]
+    dist.barrier()
+    assert remains(folder) == []
+
+
+def wrong_input_of_one_rank_fails_on_all(rank: int, world_size: int, folder: Path) -> None:
+    state, _ = state_of(rank, world_size)
+    if rank == 1:
+        state["rows"].axis_fragmentations = (5, 1)
+    handle = shardstore.async_save(state, folder / "c")
+    error = handle.exception(60)
+    assert isinstance(error, CheckpointingException)
+    assert "does not fit the sharding" in str(error)
+    budget = -1 if rank == 2 else None
+    with pytest.raises(
+        ValueError if rank == 2 else RanksError, match="staging_budget_bytes=-1 must be"
+    ):
+        shardstore.async_save(
+            state_of(rank, world_size)[0], folder / "c", staging_budget_bytes=budget
+        )
+    dist.barrier()
+    assert remains(folder) == []
+
+
+def a_second_save_waits_or_is_refused(rank: int, world_size: int, folder: Path) -> None:
+    gated = Gated()
+    first = shardstore.async_save(state_of(rank, world_size)[0], folder / "a", gated)
+    if rank != 1:
+        gated.gate.set()  # rank 1 holds the others up
+    error = raised(
+        lambda: shardstore.async_save(
+            state_of(rank, world_size)[0], folder / "b", when_busy="refuse"
+        )
+    )
+    assert isinstance(error, SaveInProgressError | RanksError)
+    assert "still running" in str(error)
+    assert not first.done()
+    # Saves in the foreground have nothing to do with it.
+    shardstore.save(state_of(rank, world_size)[0], folder / "now")
+    check(folder / "now")
+    gated.gate.set()
+    second = shardstore.async_save(state_of(rank, world_size)[0], folder / "b")
+    assert first.done()
+    second.result(60)
+    check(folder / "a")
+    check(folder / "b")
+
+
+def an_aborted_save_leaves_nothing(rank: int, world_size: int, folder: Path) -> None:
+    gated = Gated()
+    handle = shardstore.async_save(state_of(rank, world_size)[0], folder / "c", gated)
+    if rank == 1:
+        handle.abort()
+    dist.barrier()
+    gated.gate.set()
+    error = handle.exception(60)
+    assert isinstance(error, SaveInProgressError if rank == 1 else RanksError)
+    assert "aborted before its commit" in str(error)
+    dist.barrier()
+    assert remains(folder) == []
+    shardstore.async_save(state_of(rank, world_size)[0], folder / "c").result(60)
+    check(folder / "c")
+
+
+def what_is_there_is_not_replaced_unasked(rank: int, world_size: int, folder: Path) -> None:
+    state, _ = state_of(rank, world_size)
+    shardstore.async_save(state, folder / "c").result(60)
+    error = raised(lambda: shardstore.async_save(state_of(rank, world_size)[0], folder / "c"))
+    assert isinstance(error, CheckpointExistsError)
+    handle = shardstore.async_save(state_of(rank, world_size)[0], folder / "c", overwrite=True)
+    handle.result(60)
+    check(folder / "c")
+
+
+SCENARIOS: tuple[Scenario, ...] = (
+    the_state_at_the_call_is_saved,
+    copying_overlaps_until_wait_staged,
+    a_request_commits_where_the_trainer_polls,
+    a_request_can_be_carried_out_at_once,
+    the_strategy_alone_commits_arrays,
+    a_failure_in_the_background_reaches_every_rank,
+    a_failed_request_reaches_every_rank_at_the_poll,
+    wrong_input_of_one_rank_fails_on_all,
+    a_second_save_waits_or_is_refused,
+    an_aborted_save_leaves_nothing,
+    what_is_there_is_not_replaced_unasked,
+)
+
+
+@pytest.fixture(scope="module")
+def held(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
+    folder = tmp_path_factory.mktemp("scenarios")
+    found: list[list[str]] = run_ranks(run_scenarios, WORLD, str(folder), SCENARIOS)
+    return found
+
+
+@pytest.mark.parametrize("scenario", [s.__name__ for s in SCENARIOS])
+def test_ranks(held: list[list[str]], scenario: str) -> None:
+    assert all(scenario in names for names in held)
+
+
+EXITS = """
+import sys, threading
+import torch, shardstore
+from pathlib import Path
+from shardstore.mapping import ShardedTensor
+from shardstore.strategies.session import session_of
+from shardstore.strategies.zarr import ZarrSaveShardedStrategy
+
+class Late(ZarrSaveShardedStrategy):
+    "Writes when the interpreter exits: after the main thread's end, or once it is aborted."
+    def async_save(self, state, place):
+        session = session_of(place)
+        request = super().async_save(state, place)
+        def write():
+            threading.main_thread().join()
+            while sys.argv[2] == "abort" and session.failure is None:
+                threading.Event().wait(0.01)
+            request.async_fn()
+        return request._replace(async_fn=write)
+
+w = ShardedTensor.from_rank_offsets("w", torch.arange(100000.0))
+shardstore.async_save({"w": w}, Path(sys.argv[1], "c"), Late("zarr", 2), at_exit=sys.argv[2])
+if sys.argv[3] == "raise":
+    raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize("ends", ["return", "raise"])
+@pytest.mark.parametrize("at_exit", ["wait", "abort"])
+def test_interpreter_exit(tmp_path: Path, at_exit: str, ends: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    ended = subprocess.run(
+        [sys.executable, "-c", EXITS, str(tmp_path), at_exit, ends],
+        env=environment,
+        timeout=120,
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == (3 if ends == "raise" else 0), ended.stderr
+    if at_exit == "wait":
+        assert ended.stderr == ""
+        loaded = shardstore.load_plain_tensors(tmp_path / "c")
+        assert torch.equal(loaded["w"], torch.arange(100000.0))
+    else:
+        assert "aborted before its commit" in ended.stderr
+        assert "Traceback" not in ended.stderr
+        assert remains(tmp_path) == []
+
+
+def test_one_process_without_a_group(tmp_path: Path) -> None:
+    tensor = torch.arange(1000.0)
+    state = {"w": ShardedTensor.from_rank_offsets("w", tensor)}
+    handle = shardstore.async_save(state, tmp_path / "c", content_metadata={"kind": "test"})
+    tensor.zero_()
+    record = handle.result(60)
+    root = json.loads((tmp_path / "c" / "zarr.json").read_text())
+    assert root["attributes"]["shardstore"]["commit"] == record
+    assert root["attributes"]["content_metadata"] == {"kind": "test"}
+    assert torch.equal(shardstore.load_plain_tensors(tmp_path / "c")["w"], torch.arange(1000.0))
+
+
+def test_a_handle_that_is_waited_for_in_vain(tmp_path: Path) -> None:
+    gated = Gated()
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(10.0))}
+    handle = shardstore.async_save(state, tmp_path / "c", gated)
+    assert not handle.wait(0)
+    assert not handle.done()
+    with pytest.raises(TimeoutError, match="still runs after 0 s"):
+        handle.result(0)
+    gated.gate.set()
+    handle.result(60)

@@ -1,0 +1,290 @@
+"""Replicas share the work: each byte is written once and read once in a group, whatever the ranks
+of the group ask for, and what goes wrong on one of them is raised on all."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardstore
+from shardstore.errors import AccessPatternError, CheckpointingException
+from shardstore.mapping import ShardedTensor
+from shardstore.storage.counters import counters
+from shardstore.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+from shardstore.strategies.shared_writes import share_out
+from shardstore.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
+from tests.ranks_helper import run_ranks
+from tests.scenarios import Scenario, raised, remains, run_scenarios
+
+WORLD = 4
+CHUNK = 4096
+WHOLE = torch.arange(64 * 256, dtype=torch.float32).reshape(64, 256)
+SMALL = ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=CHUNK)
+OTHER = (WHOLE.bfloat16(), torch.arange(7, dtype=torch.int8), torch.tensor(5.0))
+
+
+def everything() -> Any:
+    return dist.group.WORLD
+
+
+def replicated(rank: int) -> dict[str, Any]:
+    """The same on every rank; rank 0 holds the main replicas."""
+    tensors = {"w": WHOLE, "a": OTHER[0], "b": OTHER[1], "c": OTHER[2]}
+    return {
+        key: ShardedTensor.from_rank_offsets(key, tensor.clone(), replica_id=rank)
+        for key, tensor in tensors.items()
+    }
+
+
+def whole_bytes() -> int:
+    return WHOLE.nbytes + sum(t.nbytes for t in OTHER)
+
+
+def moved(name: str, before: dict[str, int]) -> list[int]:
+    """What each rank's counter has grown by."""
+    found: list[Any] = [None] * WORLD
+    dist.all_gather_object(found, counters.snapshot()[name] - before[name])
+    return found
+
+
+def check(place: Path) -> None:
+    loaded = shardstore.load_plain_tensors(place)
+    assert torch.equal(loaded["w"], WHOLE)
+    for key, tensor in zip("abc", OTHER, strict=True):
+        assert torch.equal(loaded[key], tensor)
+
+
+def chunks_are_shared_out_by_bytes(rank: int, world_size: int, folder: Path) -> None:
+    for number, background in enumerate((False, True)):
+        place = folder / f"c{number}"
+        before = counters.snapshot()
+        options: dict[str, Any] = {"replica_group": everything()}
+        if background:
+            shardstore.async_save(replicated(rank), place, SMALL, **options).result(60)
+        else:
+            shardstore.save(replicated(rank), place, SMALL, **options)
+        written = moved("bytes_written", before)
+        assert max(written) <= 1.1 * sum(written) / WORLD
+        assert whole_bytes() <= sum(written) <= 1.02 * whole_bytes()
+        check(place)
+
+
+def groups_share_their_own_shards(rank: int, world_size: int, folder: Path) -> None:
+    """Two tensor-parallel halves, each held by a data-parallel group of two."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    half, copy = rank % 2, rank // 2
+    state: dict[str, Any] = {
+        "w": ShardedTensor.from_rank_offsets(
+            "w", WHOLE.chunk(2)[half].clone(), (0, half, 2), replica_id=copy
+        ),
+        # Replicas in both groups: the group of the main replica writes.
+        "a": ShardedTensor.from_rank_offsets("a", OTHER[0].clone(), replica_id=(half, copy)),
+        # A distributed optimizer's own part of the state is no replica.
+        "flat": ShardedTensor.from_rank_offsets_flat(
+            "flat",
+            WHOLE.reshape(-1)[rank * 4096 : (rank + 1) * 4096].clone(),
+            tuple(WHOLE.shape),
+            flattened_range=slice(rank * 4096, (rank + 1) * 4096),
+        ),
+    }
+    before = counters.snapshot()
+    shardstore.save(state, folder / "c", SMALL, replica_group=groups[half])
+    written = moved("bytes_written", before)
+    # The optimizer's part is a quarter each; weights of the other half are none of a group's.
+    assert max(written) <= WHOLE.nbytes // 2 + OTHER[0].nbytes // 2 + CHUNK * 2
+    assert min(written) >= WHOLE.nbytes // 2
+    loaded = shardstore.load_plain_tensors(folder / "c")
+    assert torch.equal(loaded["w"], WHOLE)
+    assert torch.equal(loaded["a"], OTHER[0])
+    assert torch.equal(loaded["flat"], WHOLE)
+
+
+def other_shards_in_a_group_are_left_to_their_main_replica(
+    rank: int, world_size: int, folder: Path
+) -> None:
+    state = replicated(rank)
+    state["mine"] = ShardedTensor.from_rank_offsets(
+        "mine", torch.full((4,), rank), (0, rank, world_size)
+    )
+    if rank == 3:
+        state["w"].data = None  # and not every replica need have its data
+    before = counters.snapshot()
+    shardstore.save(state, folder / "c", SMALL, replica_group=everything())
+    written = moved("bytes_written", before)
+    assert written[0] > whole_bytes()
+    check(folder / "c")
+
+
+def two_main_replicas_are_still_an_error(rank: int, world_size: int, folder: Path) -> None:
+    state = replicated(rank)
+    if rank == 2:
+        state["w"].replica_id = 0
+    error = raised(lambda: shardstore.save(state, folder / "c", SMALL, replica_group=everything()))
+    assert isinstance(error, AccessPatternError)
+    assert "was written 2 times, by rank(s) [0, 2]" in str(error)
+    dist.barrier()
+    assert remains(folder) == []
+
+
+def each_byte_is_read_once(rank: int, world_size: int, folder: Path) -> None:
+    shardstore.save(replicated(rank), folder / "c", SMALL)
+    for budget in (1, 3 * CHUNK, 1 << 28):
+        wanted = replicated(rank)
+        for tensor in wanted.values():
+            tensor.data.zero_()
+        before = counters.snapshot()
+        loaded = shardstore.load(
+            wanted,
+            folder / "c",
+            replica_group=everything(),
+            share_replicas="always",
+            exchange_budget_bytes=budget,
+        )
+        assert isinstance(loaded, dict)
+        read = moved("bytes_read", before)
+        assert whole_bytes() <= sum(read) <= 1.02 * whole_bytes()
+        assert max(read) <= 1.1 * sum(read) / WORLD
+        assert torch.equal(loaded["w"], WHOLE)
+        assert loaded["w"].data_ptr() == wanted["w"].data.data_ptr()
+        for key, tensor in zip("abc", OTHER, strict=True):
+            assert torch.equal(loaded[key], tensor)
+
+
+def sharing_is_a_choice(rank: int, world_size: int, folder: Path) -> None:
+    """From a local disk every rank reads, unless told; a bad choice is an error on all ranks."""
+    shardstore.save(replicated(rank), folder / "c", SMALL)
+    for share, times in (("auto", WORLD), ("never", WORLD), ("always", 1)):
+        before = counters.snapshot()
+        shardstore.load(
+            replicated(rank), folder / "c", replica_group=everything(), share_replicas=share
+        )
+        read = sum(moved("bytes_read", before))
+        assert times * whole_bytes() <= read <= 1.02 * times * whole_bytes()
+    share = "sometimes" if rank == 1 else "always"
+    with pytest.raises((ValueError, CheckpointingException), match="share_replicas='sometimes'"):
+        shardstore.load(
+            replicated(rank), folder / "c", replica_group=everything(), share_replicas=share
+        )
+
+
+def ranks_may_ask_for_different_parts(rank: int, world_size: int, folder: Path) -> None:
+    """Random boxes of random tensors, flat ranges, and nothing at all."""
+    shardstore.save(replicated(rank), folder / "c", SMALL)
+    rng = random.Random(rank)
+    for _ in range(12):
+        wanted: dict[str, Any] = {}
+        expected = {}
+        for number in range(rng.randrange(4)):
+            top, left = rng.randrange(64), rng.randrange(256)
+            rows, columns = rng.randint(1, 64 - top), rng.randint(1, 256 - left)
+            key, whole = rng.choice([("w", WHOLE), ("a", OTHER[0])])
+            shape, offset = (rows, columns), (top, left)
+            expected[f"{number}"] = whole[top : top + rows, left : left + columns]
+            wanted[f"{number}"] = ShardedTensor(
+                key, None, whole.dtype, shape, (64, 256), offset, None
+            )
+        if rng.random() < 0.5:
+            start = rng.randrange(64 * 256)
+            stop = rng.randint(start, 64 * 256)
+            expected["flat"] = WHOLE.reshape(-1)[start:stop]
+            wanted["flat"] = ShardedTensor(
+                "w",
+                None,
+                WHOLE.dtype,
+                (64, 256),
+                (64, 256),
+                (0, 0),
+                (1, 1),
+                flattened_range=slice(start, stop),
+            )
+        before = counters.snapshot()
+        loaded = shardstore.load(
+            wanted,
+            folder / "c",
+            validate_access_integrity=False,
+            replica_group=everything(),
+            share_replicas="always",
+            exchange_budget_bytes=5 * CHUNK,
+        )
+        assert isinstance(loaded, dict)
+        assert set(loaded) == set(expected)
+        for key, tensor in expected.items():
+            assert torch.equal(loaded[key], tensor), key
+        assert sum(moved("bytes_read", before)) <= 1.02 * whole_bytes()
+
+
+def the_wrapper_can_share_chunks(rank: int, world_size: int, folder: Path) -> None:
+    shardstore.save(replicated(rank), folder / "c", SMALL)
+    strategy = FullyParallelLoadStrategyWrapper(ZarrLoadShardedStrategy(), exchange_algo="chunks")
+    before = counters.snapshot()
+    loaded = shardstore.load(replicated(rank), folder / "c", strategy)
+    assert isinstance(loaded, dict)
+    assert torch.equal(loaded["w"], WHOLE)
+    assert sum(moved("bytes_read", before)) <= 1.02 * whole_bytes()
+
+
+def what_goes_wrong_on_one_rank_is_raised_on_all(rank: int, world_size: int, folder: Path) -> None:
+    shardstore.save(replicated(rank), folder / "c", SMALL)
+    options: dict[str, Any] = {
+        "replica_group": everything(),
+        "share_replicas": "always",
+        "validate_access_integrity": False,
+        "exchange_budget_bytes": 3 * CHUNK,
+    }
+    wanted = replicated(rank)
+    if rank == 2:
+        wanted["v"] = ShardedTensor.from_rank_offsets("v", torch.zeros(3))
+    error = raised(lambda: shardstore.load(wanted, folder / "c", **options))
+    assert "'v' is not in the checkpoint" in str(error)
+    if rank == 0:
+        chunk = folder / "c" / "w" / "c.9.0"
+        data = bytearray(chunk.read_bytes())
+        data[100] ^= 1
+        chunk.write_bytes(data)
+    dist.barrier()
+    error = raised(lambda: shardstore.load(replicated(rank), folder / "c", **options))
+    assert "chunk (9, 0) of key 'w'" in str(error)
+
+
+SCENARIOS: tuple[Scenario, ...] = (
+    chunks_are_shared_out_by_bytes,
+    groups_share_their_own_shards,
+    other_shards_in_a_group_are_left_to_their_main_replica,
+    two_main_replicas_are_still_an_error,
+    each_byte_is_read_once,
+    sharing_is_a_choice,
+    ranks_may_ask_for_different_parts,
+    the_wrapper_can_share_chunks,
+    what_goes_wrong_on_one_rank_is_raised_on_all,
+)
+
+
+@pytest.fixture(scope="module")
+def held(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
+    folder = tmp_path_factory.mktemp("scenarios")
+    found: list[list[str]] = run_ranks(run_scenarios, WORLD, str(folder), SCENARIOS)
+    return found
+
+
+@pytest.mark.parametrize("scenario", [s.__name__ for s in SCENARIOS])
+def test_ranks(held: list[list[str]], scenario: str) -> None:
+    assert all(scenario in names for names in held)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_sharing_out_is_even_and_the_same_everywhere(ranks: int) -> None:
+    rng = random.Random(ranks)
+    for _ in range(50):
+        sizes = [rng.randint(1, 1000) for _ in range(rng.randrange(60))]
+        owners = share_out(sizes, ranks)
+        assert owners == share_out(sizes, ranks)
+        loads = [0] * ranks
+        for size, owner in zip(sizes, owners, strict=True):
+            loads[owner] += size
+        least = max(max(sizes, default=0), sum(sizes) / ranks)
+        assert max(loads) <= 4 / 3 * least + max(sizes, default=0) / 3
