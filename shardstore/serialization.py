@@ -29,6 +29,7 @@ from shardstore.dict_utils import (
     merge,
     nested_values,
 )
+from shardstore.dtensor import adopt_for_load, adopt_for_save
 from shardstore.errors import NotACheckpointError
 from shardstore.mapping import (
     CommonStateDict,
@@ -111,7 +112,7 @@ def save(
         sharded_state_dict: nested dicts and lists with sharded tensors, sharded objects,
             factories, non-persistent objects, and
             common values (of which rank 0's are kept). Factories in it are replaced by what they
-            build.
+            build. DTensors are taken as they are: see :mod:`shardstore.dtensor`.
         checkpoint_dir: where to. Folders are created; an empty folder is filled.
         sharded_strategy: how tensors are stored: a strategy, ``(backend, version)``, or the
             default ``("zarr", 2)``.
@@ -154,6 +155,7 @@ def save(
                 f"Cannot apply async_save to non-async strategy {sharded_strategy}; leave "
                 "async_sharded_save out"
             )
+        sharded_state_dict = adopt_for_save(sharded_state_dict)
         sharded, common = save_preprocess(sharded_state_dict, validate_access_integrity=False)
         if content_metadata is not None:
             common[_CONTENT_METADATA_KEY] = content_metadata
@@ -358,7 +360,10 @@ def load(
                 str(checkpoint_dir), sharded_strategy, common_strategy
             )
             common_state = for_common.load_common(checkpoint_dir)
-            wanted, nonpersistent, factories = load_preprocess(sharded_state_dict)
+            adopted = adopt_for_load(
+                sharded_state_dict, lambda: for_tensors.load_tensors_metadata(checkpoint_dir)
+            )
+            wanted, nonpersistent, factories = load_preprocess(adopted.state)
             merge(common_state, nonpersistent)
             wanted, _ = extract_sharded_base(wanted)
             stored = None
@@ -385,7 +390,7 @@ def load(
         try:
             loaded = _read(wanted, checkpoint_dir, for_tensors, for_common)
             merge(common_state, loaded)
-            result = apply_factory_merges(common_state, factories)
+            result = adopted.restore(apply_factory_merges(common_state, factories))
         except Exception as problem:
             error = problem
         ranks.together(what=what, error=error)

@@ -54,6 +54,7 @@ async_calls = AsyncCallsQueue()
 _BUILTIN_STRATEGIES: dict[str, str | None] = {
     "shardstore.strategies.zarr": "register_default_zarr_strategies",
     "shardstore.strategies.common": None,
+    "shardstore.strategies.common_json": "register_default_json_strategies",
 }
 _builtin_registered: set[str] = set()
 
