@@ -11,14 +11,20 @@ The rule, for :func:`shardstore.save` and :func:`shardstore.load` alike:
   trained under FSDP2 loads into a model that is not sharded.
 - Everything else is common state.
 
+A mesh says which of its ranks hold copies of a shard. What it does not say is what the ranks outside
+of it hold: another copy (a norm sharded over the data-parallel ranks of each tensor-parallel one), or
+nothing (another pipeline stage). So where a mesh is not the whole world, the ranks tell each other
+what they hold, and the lowest one that holds a shard writes it.
+
 :func:`shard` applies the same by hand, to every tensor. DTensors are loaded in place.
 """
 
 from __future__ import annotations
 
 import math
+import pickle
 import sys
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -33,18 +39,34 @@ from shardstore.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
     StateDict,
+    is_main_replica,
 )
 from shardstore.mesh_layout import AxisCut, LocalPart, local_parts, summary
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Adopted", "adopt_for_load", "adopt_for_save", "shard"]
+__all__ = [
+    "Adopted",
+    "ClaimedTensor",
+    "adopt_for_load",
+    "adopt_for_save",
+    "apply_claims",
+    "claims",
+    "decide_claims",
+    "shard",
+]
 
 SMALL_CELL_BYTES = 64 * 1024
 CELLS_PER_SHARD = 64
 
 Path = tuple[str | int, ...]
+
+
+@dataclass
+class ClaimedTensor(ShardedTensor):
+    """A sharded tensor that ranks unknown to this one may hold too, as the same replica."""
+
 
 
 def shard(state_dict: StateDict) -> ShardedStateDict:
@@ -160,14 +182,58 @@ def _ranks_of(state: Any) -> list[int] | None:
     return sorted({int(rank) for mesh in meshes.values() for rank in mesh.mesh.flatten().tolist()})
 
 
-def _replica_of_plain(ranks: list[int] | None) -> int:
+def _world() -> tuple[int, int]:
+    """This rank, and the number of ranks."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
-        return 0
-    rank = distributed.get_rank()
-    if ranks is None:
-        return rank
-    return ranks.index(rank) if rank in ranks else len(ranks) + rank
+        return 0, 1
+    return distributed.get_rank(), distributed.get_world_size()
+
+
+# -- who writes what several ranks hold --------------------------------------------------------------
+
+
+def _identity(tensor: ShardedTensor) -> tuple[Any, ...]:
+    flat = tensor.flattened_range
+    bounds = None if flat is None else (flat.start, flat.stop)
+    return tensor.key, tensor.global_offset, tensor.local_shape, bounds
+
+
+def _claimed(state: Any) -> list[ClaimedTensor]:
+    found: list[ClaimedTensor] = []
+    _any(state, lambda value: isinstance(value, ClaimedTensor) and found.append(value) is not None)
+    return found
+
+
+def claims(state: ShardedStateDict) -> bytes:
+    """What this rank holds, as far as others may hold it too; empty where there is nothing."""
+    held = [_identity(tensor) for tensor in _claimed(state) if _is_first_copy(tensor)]
+    return pickle.dumps(held) if held else b""
+
+
+def _is_first_copy(tensor: ClaimedTensor) -> bool:
+    """Whether this is the main replica as far as its own mesh goes."""
+    return is_main_replica(tensor.replica_id)
+
+
+def decide_claims(reports: Sequence[bytes]) -> bytes:
+    """The lowest rank that holds each shard, from all ranks' :func:`claims`."""
+    owners: dict[tuple[Any, ...], int] = {}
+    for rank, report in enumerate(reports):
+        for identity in pickle.loads(report) if report else ():
+            owners.setdefault(identity, rank)
+    return pickle.dumps(owners) if owners else b""
+
+
+def apply_claims(state: ShardedStateDict, decided: bytes) -> None:
+    """Make the shards that another rank writes replicas, in place."""
+    if not decided:
+        return
+    owners = pickle.loads(decided)
+    rank, _ = _world()
+    for tensor in _claimed(state):
+        if _is_first_copy(tensor) and owners.get(_identity(tensor), rank) != rank:
+            tensor.replica_id = rank + 1
 
 
 # -- from tensors to sharded tensors -----------------------------------------------------------------
@@ -177,7 +243,10 @@ def _adopt(
     state: Any, ranks: list[int] | None, *, plain: Callable[[str], bool], loading: bool
 ) -> Adopted:
     kind = _dtensor_type()
-    replica = _replica_of_plain(ranks)
+    rank, world_size = _world()
+    # Of the ranks of the meshes, the lowest has the main copy; without meshes, of all ranks.
+    outside = ranks is not None and len(ranks) < world_size
+    replica = ranks.index(rank) if ranks is not None and rank in ranks else rank
     seen: dict[str, Path] = {}
     adopted = Adopted({})
 
@@ -204,7 +273,7 @@ def _adopt(
             return _of_dtensor(key_of(path), value, loading)
         key = ".".join(map(str, path))
         if _is_plain(value) and plain(key):
-            return _of_plain(key_of(path), value, replica)
+            return _of_plain(key_of(path), value, 0 if outside else replica, outside)
         return value
 
     def walk(value: Any, path: Path) -> Any:
@@ -224,8 +293,9 @@ def _adopt(
     return adopted
 
 
-def _of_plain(key: str, tensor: torch.Tensor, replica: int) -> ShardedTensor:
-    return ShardedTensor.from_rank_offsets(key, tensor, replica_id=replica)
+def _of_plain(key: str, tensor: torch.Tensor, replica: int, claimed: bool) -> ShardedTensor:
+    kind = ClaimedTensor if claimed else ShardedTensor
+    return kind.from_rank_offsets(key, tensor, replica_id=replica)
 
 
 def _of_dtensor(key: str, tensor: DTensor, loading: bool) -> ShardedBase:
@@ -271,6 +341,7 @@ class _Layout:
     cuts: tuple[tuple[AxisCut, ...], ...]
     parts: list[LocalPart]
     replica_id: ReplicaId
+    kind: type[ShardedTensor]
 
     @classmethod
     def of(cls, key: str, tensor: DTensor) -> _Layout | None:
@@ -283,6 +354,7 @@ class _Layout:
         if coordinate is None:
             return None
         shape = tuple(tensor.shape)
+        kind = ShardedTensor if tensor.device_mesh.size() == _world()[1] else ClaimedTensor
         cuts: list[list[AxisCut]] = [[] for _ in shape]
         indices: list[list[int]] = [[] for _ in shape]
         replica: list[int] = []
@@ -307,17 +379,17 @@ class _Layout:
             replica_id = tuple(coordinate)
             cuts, indices = [[] for _ in shape], [[] for _ in shape]
             whole = local_parts([max(1, n) for n in shape], cuts, indices)
-            return cls(shape, tuple(() for _ in shape), whole, replica_id)
+            return cls(shape, tuple(() for _ in shape), whole, replica_id, kind)
         found = local_parts(shape, cuts, indices)
         if not found:
             return None
-        return cls(shape, tuple(map(tuple, cuts)), found, replica_id)
+        return cls(shape, tuple(map(tuple, cuts)), found, replica_id, kind)
 
     def shards(self, key: str, local: torch.Tensor, *, flat: bool) -> list[ShardedTensor]:
         """The sharded tensors of this rank, over the local tensor's memory."""
         if not math.prod(self.shape):
             whole = local.new_empty(self.shape)
-            return [ShardedTensor.from_rank_offsets(key, whole, replica_id=self.replica_id)]
+            return [self.kind.from_rank_offsets(key, whole, replica_id=self.replica_id)]
         axes = [summary(n, cuts) for n, cuts in zip(self.shape, self.cuts, strict=True)]
         if flat and self._cells_are_tiny(local.element_size()):
             return [self._flat(key, local, part) for part in self.parts]
@@ -333,7 +405,7 @@ class _Layout:
             slice(start, start + n)
             for start, n in zip(part.local_offset, part.box.shape, strict=True)
         )
-        return ShardedTensor(
+        return self.kind(
             key,
             local[where],
             local.dtype,
@@ -363,7 +435,7 @@ class _Layout:
         row = math.prod(self.shape[1:])
         start, stop = part.box.offset[0] * row, part.box.end[0] * row
         first = part.local_offset[0]
-        return ShardedTensor(
+        return self.kind(
             key,
             local[first : first + part.box.shape[0]].reshape(-1),
             local.dtype,

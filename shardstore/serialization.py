@@ -29,7 +29,13 @@ from shardstore.dict_utils import (
     merge,
     nested_values,
 )
-from shardstore.dtensor import adopt_for_load, adopt_for_save
+from shardstore.dtensor import (
+    adopt_for_load,
+    adopt_for_save,
+    apply_claims,
+    claims,
+    decide_claims,
+)
 from shardstore.errors import NotACheckpointError
 from shardstore.mapping import (
     CommonStateDict,
@@ -159,7 +165,7 @@ def save(
         sharded, common = save_preprocess(sharded_state_dict, validate_access_integrity=False)
         if content_metadata is not None:
             common[_CONTENT_METADATA_KEY] = content_metadata
-        wanted = needs_layouts(sharded)
+        wanted = needs_layouts(sharded) or bool(claims(sharded))
         if validate_access_integrity and ranks.world_size > 1:
             mine = _comparable(common, preprocess_common_before_consistancy_check)
             compared = _pickled(mine) if ranks.is_coordinator else b""
@@ -184,6 +190,9 @@ def save(
 
     with session.active() as place:
         try:
+            if session.exchange_layouts:
+                what = f"planning the save to {session.target.url}"
+                apply_claims(sharded, ranks.together(claims(sharded), what=what, decide=decide_claims))
             request = _write(
                 sharded, common, place, sharded_strategy, common_strategy, async_sharded_save
             )
@@ -371,7 +380,8 @@ def load(
                 stored = load_sharded_metadata(checkpoint_dir, for_tensors, for_common)
         except Exception as problem:
             error = problem
-        ranks.together(what=what, error=error)
+        held = claims(wanted) if error is None else b""
+        apply_claims(wanted, ranks.together(held, what=what, error=error, decide=decide_claims))
 
         local: Any = None
         everyone: Any = None
