@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from shardstore.async_handle import async_save as async_save
     from shardstore.core import CheckpointingException as CheckpointingException
     from shardstore.core import check_is_distributed_checkpoint as check_is_distributed_checkpoint
+    from shardstore.dtensor import shard as shard
     from shardstore.mapping import LocalNonpersistentObject as LocalNonpersistentObject
     from shardstore.mapping import ShardedObject as ShardedObject
     from shardstore.mapping import ShardedTensor as ShardedTensor
@@ -48,11 +49,15 @@ _WHERE = {
     "load_tensors_metadata": "serialization",
     "remove_sharded_tensors": "serialization",
     "save": "serialization",
+    "shard": "dtensor",
 }
 _MODULES = frozenset(
     {
+        "convert",
         "core",
+        "dcp",
         "dict_utils",
+        "dtensor",
         "errors",
         "exchange_utils",
         "mapping",

@@ -31,6 +31,15 @@ from shardstore.dict_utils import (
     merge,
     nested_values,
 )
+from shardstore.dtensor import (
+    Adopted,
+    adopt_for_load,
+    adopt_for_save,
+    apply_claims,
+    claims,
+    decide_claims,
+    needs_adoption,
+)
 from shardstore.errors import NotACheckpointError
 from shardstore.exchange_utils import raise_together
 from shardstore.mapping import (
@@ -128,7 +137,7 @@ def save(
         sharded_state_dict: nested dicts and lists with sharded tensors, sharded objects,
             factories, non-persistent objects, and
             common values (of which rank 0's are kept). Factories in it are replaced by what they
-            build.
+            build. DTensors are taken as they are: see :mod:`shardstore.dtensor`.
         checkpoint_dir: where to: a folder, or a URL such as ``s3://bucket/run/step-100``. Folders
             are created; an empty folder is filled.
         sharded_strategy: how tensors are stored: a strategy, ``(backend, version)``, or the
@@ -241,11 +250,12 @@ def begin_save(
                 f"Cannot apply async_save to non-async strategy {sharded_strategy}; leave "
                 "async_sharded_save out"
             )
+        sharded_state_dict = adopt_for_save(sharded_state_dict)
         check_lists(sharded_state_dict)
         sharded, common = save_preprocess(sharded_state_dict, validate_access_integrity=False)
         if content_metadata is not None:
             common[_CONTENT_METADATA_KEY] = content_metadata
-        wanted = needs_layouts(sharded)
+        wanted = needs_layouts(sharded) or bool(claims(sharded))
         if validate_access_integrity and ranks.world_size > 1:
             mine = _comparable(common, preprocess_common_before_consistancy_check)
             compared = _pickled(mine) if ranks.is_coordinator else b""
@@ -278,6 +288,11 @@ def begin_save(
 
     with session.active() as place:
         try:
+            if session.exchange_layouts:
+                what = f"planning the save to {session.target.url}"
+                apply_claims(
+                    sharded, ranks.together(claims(sharded), what=what, decide=decide_claims)
+                )
             request = _write(
                 sharded, common, place, sharded_strategy, common_strategy, async_sharded_save
             )
@@ -464,28 +479,47 @@ def load(
     report = b""
     mode = StrictHandling.ASSUME_OK_UNEXPECTED
     wanted: ShardedStateDict = {}
-    compared = False
+    adopted = Adopted(sharded_state_dict)
+    reported = compared = False
     try:
         checkpoint_dir = _place(location).place
         mode = parse_strict_flag(strict)
-        wanted, nonpersistent, factories = load_preprocess(sharded_state_dict)
-        wanted, _ = extract_sharded_base(wanted)
         compared = StrictHandling.requires_global_app_metadata(mode)
-        if validate_access_integrity or compared:
-            report = report_shards(nested_values(wanted))
+        reported = validate_access_integrity or compared
+        if not needs_adoption(sharded_state_dict):
+            wanted, nonpersistent, factories = _prepared(sharded_state_dict)
+            report = report_shards(nested_values(wanted) if reported else ())
     except Exception as problem:
         error = problem
 
-    def decide(reports: list[bytes]) -> bytes:
-        documents = _documents_for_all(location)
-        if validate_access_integrity and documents[location.url, CONFIG_FNAME] is not None:
+    def check(reports: list[bytes]) -> bytes:
+        if validate_access_integrity:
             with collector_paused():
                 check_reports(reports)
-        return pickle.dumps((documents, reports if compared else None))
+        return pickle.dumps(reports if compared else None)
+
+    def decide(reports: list[bytes]) -> bytes:
+        documents = _documents_for_all(location)
+        if documents[location.url, CONFIG_FNAME] is None or not all(reports):
+            return pickle.dumps((documents, None))
+        return pickle.dumps((documents, check(reports)))
 
     answer = ranks.together(report, what=what, error=error, decide=decide)
-    documents, reports = pickle.loads(answer)
+    documents, checked = pickle.loads(answer)
     with handed_out(documents):
+        if checked is None:
+            # What plain tensors and DTensors stand for takes the stored keys, and who holds them.
+            try:
+                adopted = _adopted(sharded_state_dict, checkpoint_dir, sharded_strategy)
+                wanted, nonpersistent, factories = _prepared(adopted.state)
+                report = claims(wanted)
+            except Exception as problem:
+                error = problem
+            apply_claims(
+                wanted, ranks.together(report, what=what, error=error, decide=decide_claims)
+            )
+            report = report_shards(nested_values(wanted) if reported else ())
+            checked = ranks.together(report, what=what, decide=check)
         try:
             for_tensors, for_common = verify_checkpoint_and_load_strategy(
                 checkpoint_dir, sharded_strategy, common_strategy
@@ -496,6 +530,7 @@ def load(
             if StrictHandling.requires_explicit_ckpt_mismatch_check(mode):
                 stored = load_sharded_metadata(checkpoint_dir, for_tensors, for_common)
                 local = [v.without_data() for v in nested_values(wanted)]
+            reports = pickle.loads(checked)
             everyone = None if reports is None else [shards_of_report(r) for r in reports]
             wanted, missing, unexpected = validate_integrity_and_strict_load(
                 wanted, mode, False, local, everyone, stored
@@ -510,7 +545,7 @@ def load(
         try:
             loaded = _read(wanted, checkpoint_dir, for_tensors, for_common, sharing)
             merge(common_state, loaded)
-            result = apply_factory_merges(common_state, factories)
+            result = adopted.restore(apply_factory_merges(common_state, factories))
         except Exception as problem:
             error = problem
         ranks.together(what=what, error=error)
@@ -544,6 +579,22 @@ def _read(
     with shared_reads(sharing):
         merge(loaded, sharded_strategy.load(tensors, checkpoint_dir))
     return loaded
+
+
+def _prepared(state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict, StateDict]:
+    """The shards to load, the non-persistent objects, and the factories."""
+    wanted, nonpersistent, factories = load_preprocess(state_dict)
+    return extract_sharded_base(wanted)[0], nonpersistent, factories
+
+
+def _adopted(
+    state_dict: ShardedStateDict,
+    checkpoint_dir: str | Path,
+    sharded_strategy: LoadShardedStrategy | tuple[str, int] | None,
+) -> Adopted:
+    """The state dict with its plain tensors and DTensors as what is stored under their paths."""
+    strategy, _ = verify_checkpoint_and_load_strategy(checkpoint_dir, sharded_strategy)
+    return adopt_for_load(state_dict, lambda: strategy.load_tensors_metadata(checkpoint_dir))
 
 
 def _documents_for_all(location: Location) -> Mapping[tuple[str, str], bytes | None]:

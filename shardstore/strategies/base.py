@@ -54,6 +54,8 @@ async_calls = AsyncCallsQueue()
 _BUILTIN_STRATEGIES: dict[str, str | None] = {
     "shardstore.strategies.zarr": "register_default_zarr_strategies",
     "shardstore.strategies.common": None,
+    "shardstore.strategies.common_json": "register_default_json_strategies",
+    "shardstore.dcp.torch_dist": "register_default_torch_dist_strategies",
 }
 _builtin_registered: set[str] = set()
 

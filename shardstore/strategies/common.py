@@ -203,6 +203,11 @@ def _load(data: bytes, url: str, key: str | None = None) -> Any:
         ) from error
 
 
+def load_bytes(data: bytes, url: str, key: str | None = None) -> Any:
+    """What ``torch.save`` wrote, loaded without running code from it; errors as :func:`_load`."""
+    return _load(data, url, key)
+
+
 def object_file(sharded: ShardedObject) -> str:
     """Name of a sharded object's file below the checkpoint."""
     return _file_of(sharded.unique_key)

@@ -4,6 +4,7 @@ Runs inside the environment that scripts/megatron_env makes; knows nothing of th
 
     python tests/golden/megatron_ranks.py save tp2dp2 DIRECTORY
     python tests/golden/megatron_ranks.py load tp1dp4 DIRECTORY
+    python tests/golden/megatron_ranks.py save tp2dp1 DIRECTORY torch_dist
 
 ``load`` compares every value, to the bit, and fails with the list of the differences.
 """
@@ -25,7 +26,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import states
 
 
-def one_rank(rank: int, action: str, layout: states.Layout, checkpoint: str, meet: str) -> None:
+def one_rank(
+    rank: int, action: str, layout: states.Layout, checkpoint: str, meet: str, backend: str
+) -> None:
     """What each rank does; ``meet`` is a file that the ranks find each other by."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -33,6 +36,7 @@ def one_rank(rank: int, action: str, layout: states.Layout, checkpoint: str, mee
     if not torch.cuda.is_available():
         # Megatron-Core calls it for every tensor, which a CPU build of torch refuses.
         torch.cuda.synchronize = lambda device=None: None
+        torch.cuda.current_device = lambda: torch.device("cpu")
     # As programs do that keep such objects; Megatron-Core itself loads with weights_only.
     torch.serialization.add_safe_globals([io.BytesIO])
     dist.init_process_group(
@@ -45,7 +49,7 @@ def one_rank(rank: int, action: str, layout: states.Layout, checkpoint: str, mee
         dist_checkpointing.save(
             states.build(mapping, layout, rank),
             checkpoint,
-            sharded_strategy=("zarr", 1),
+            sharded_strategy=(backend, 1),
             content_metadata=states.CONTENT_METADATA,
         )
     else:
@@ -63,14 +67,15 @@ def one_rank(rank: int, action: str, layout: states.Layout, checkpoint: str, mee
 
 
 def main() -> None:
-    """Command line: an action, a layout, a directory."""
-    action, layout_text, checkpoint = sys.argv[1:]
+    """Command line: an action, a layout, a directory, and the backend to save with (zarr)."""
+    action, layout_text, checkpoint, *named = sys.argv[1:]
+    backend = named[0] if named else "zarr"
     layout = states.Layout.parse(layout_text)
     Path(checkpoint).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         mp.start_processes(
             one_rank,
-            (action, layout, checkpoint, f"{scratch}/meet"),
+            (action, layout, checkpoint, f"{scratch}/meet", backend),
             nprocs=layout.world_size,
             start_method="spawn",
         )

@@ -1,0 +1,425 @@
+"""DCP's own checkpoints: ``.metadata`` and ``__R_N.distcp``, read without ranks and without trust.
+
+``.metadata`` is a pickle. It is read by an unpickler that knows no classes: whatever the file names
+becomes an inert record of its arguments, so that nothing in it can run. Tensors are mapped from
+where ``torch.save`` put their bytes, and objects are loaded with ``weights_only``. What
+Megatron-Core's ``torch_dist`` backend writes is the same format with more in the metadata.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from shardstore.errors import (
+    ChunkMissingError,
+    DamagedCheckpointError,
+    FormatVersionError,
+    MissingKeyError,
+    NotACheckpointError,
+)
+from shardstore.storage import dtypes
+from shardstore.storage.chunks import RegionRead
+from shardstore.storage.documents import ArrayMeta
+from shardstore.storage.grid import Box, Grid, flat_range_boxes
+from shardstore.storage.location import Location, store_errors
+from shardstore.storage.parallel import default_threads, run_batched
+from shardstore.strategies.common import load_bytes
+
+__all__ = ["METADATA_NAME", "ORIGINAL_SHAPE", "DcpFiles", "StoredPart"]
+
+METADATA_NAME = ".metadata"
+ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"
+"""Megatron-Core's name for the shape of a tensor that is stored as flattened ranges."""
+_BATCH_BYTES = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Where an item lies: bytes of a file."""
+
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """A box of a tensor, and where it lies.
+
+    Attributes:
+        box: the box.
+        extent: bytes of the item that holds it.
+        stored_shape: shape of the item.
+        first: element of the flattened item that the box begins with.
+    """
+
+    box: Box
+    extent: Extent
+    stored_shape: tuple[int, ...]
+    first: int = 0
+
+
+# -- the metadata, without its classes ---------------------------------------------------------------
+
+
+class _Inert:
+    """What a pickle makes of any class here: its arguments and its state, and no behaviour."""
+
+    state: Any
+    items: list[Any]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> _Inert:
+        """Made with or without arguments, called by the unpickler or not."""
+        made = super().__new__(cls)
+        made.state, made.items = None, list(args)
+        return made
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing more."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def append(self, item: Any) -> None:
+        """For pickles of list-like classes."""
+        self.items.append(item)
+
+    def extend(self, items: Any) -> None:
+        """For pickles of list-like classes."""
+        self.items.extend(items)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.items.append((key, value))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A member of the state."""
+        found = self.state if isinstance(self.state, dict) else {}
+        return found.get(name, default)
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if (module, name) in (("collections", "OrderedDict"), ("builtins", "dict")):
+            return dict
+        if module == "builtins" and name in ("set", "frozenset", "list", "tuple"):
+            return {"set": set, "frozenset": frozenset, "list": list, "tuple": tuple}[name]
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        return type(name, (_Inert,), {"__module__": __name__})
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise pickle.UnpicklingError("a reference to something outside of the file")
+
+
+def _unpickled(data: bytes, url: str) -> _Inert:
+    try:
+        found = _Unpickler(io.BytesIO(data)).load()
+    except Exception as error:  # a damaged pickle can raise anything
+        raise DamagedCheckpointError(
+            f"{url} can not be read ({type(error).__name__}: {error}); load an earlier checkpoint",
+            url=url,
+        ) from error
+    if not isinstance(found, _Inert) or not isinstance(found.get("state_dict_metadata"), dict):
+        raise NotACheckpointError(f"{url} is not the metadata of a DCP checkpoint", url=url)
+    return found
+
+
+@dataclass
+class DcpFiles:
+    """A DCP checkpoint in files.
+
+    Attributes:
+        location: root of the checkpoint.
+        arrays: key -> tensor. Its chunk grid says nothing: see ``parts``.
+        parts: key -> the boxes that are stored.
+        objects: key -> where an object lies.
+        paths: key -> path in the nested state dict, as far as it is known.
+    """
+
+    location: Location
+    arrays: Mapping[str, ArrayMeta] = field(default_factory=dict)
+    parts: Mapping[str, Sequence[StoredPart]] = field(default_factory=dict)
+    objects: Mapping[str, Extent] = field(default_factory=dict)
+    paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, place: str | os.PathLike[str] | Location) -> DcpFiles:
+        """Read the metadata. Any rank may call it; it waits for no other.
+
+        Raises:
+            NotACheckpointError: there is none, or it is something else.
+            DamagedCheckpointError: it can not be read.
+        """
+        location = Location.of(place)
+        location.require_local()
+        url = f"{location.url}/{METADATA_NAME}"
+        try:
+            data = location.read(METADATA_NAME)
+        except FileNotFoundError:
+            raise NotACheckpointError(
+                f"{url} is missing: {location.url} is no whole DCP checkpoint", url=url
+            ) from None
+        metadata = _unpickled(data, url)
+        try:
+            return _parsed(location, metadata)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise DamagedCheckpointError(
+                f"{url} is not as DCP writes it ({type(error).__name__}: {error})", url=url
+            ) from error
+
+    def read(self, reads: Sequence[RegionRead], *, threads: int | None = None) -> None:
+        """Read regions of tensors into their destinations.
+
+        Raises:
+            ChunkMissingError: a file is gone.
+            DamagedCheckpointError: a file is not what the metadata says, or parts of a region are
+                not stored.
+        """
+
+        def work(batch: Sequence[RegionRead]) -> None:
+            for read in batch:
+                self._read_one(read)
+
+        run_batched(
+            reads,
+            work,
+            threads=threads or default_threads(),
+            weight=lambda read: read.out.nbytes,
+            batch_weight=_BATCH_BYTES,
+        )
+
+    def _read_one(self, read: RegionRead) -> None:
+        key, box = read.array.key, read.box
+        seen = 0
+        for part in self.parts[key]:
+            common = part.box.intersect(box)
+            if common is None and box.size and part.box.shape:
+                continue
+            common = common or box
+            source = self._mapped(key, read.array, part)
+            where: tuple[Any, ...] = (..., *common.relative_to(part.box.offset).slices)
+            into: tuple[Any, ...] = (..., *common.relative_to(box.offset).slices)
+            read.out[into] = source[where]
+            seen += common.size
+        if seen != box.size:
+            raise DamagedCheckpointError(
+                f"key {key!r}: {seen} of the {box.size} elements at offset {box.offset} shape "
+                f"{box.shape} are stored in {self.location.url}",
+                key=key,
+                url=self.location.url,
+            )
+
+    def _mapped(self, key: str, meta: ArrayMeta, part: StoredPart) -> NDArray[Any]:
+        """A part's elements, mapped from its file."""
+        path = f"{self.location.url}/{part.extent.file}"
+        dtype = dtypes.numpy_dtype(meta.dtype)
+        try:
+            with open(path, "rb") as file:
+                view = _Slice(file, part.extent)
+                start = _plain_start(view, part.stored_shape, dtypes.torch_dtype(meta.dtype))
+                if start is None:
+                    view.seek(0)
+                    flat = dtypes.as_numpy(_loaded(view, part.stored_shape)).reshape(-1)
+                    return flat[part.first : part.first + part.box.size].reshape(part.box.shape)
+                if not part.box.size:
+                    return np.empty(part.box.shape, dtype)
+                raw = np.memmap(
+                    file,
+                    np.uint8,
+                    "r",
+                    part.extent.offset + start + part.first * dtype.itemsize,
+                    (part.box.size * dtype.itemsize,),
+                )
+                found: NDArray[Any] = np.asarray(raw).view(dtype).reshape(part.box.shape)
+                return found
+        except FileNotFoundError:
+            raise ChunkMissingError(
+                f"key {key!r} at offset {part.box.offset}: {path} is missing; the checkpoint is "
+                "damaged, load an earlier one",
+                key=key,
+                url=path,
+            ) from None
+        except OSError as error:
+            with store_errors("reading", path, key=key):
+                raise error
+        except (RuntimeError, ValueError, zipfile.BadZipFile, EOFError, KeyError) as error:
+            raise DamagedCheckpointError(
+                f"key {key!r} at offset {part.box.offset}: {path} holds no such tensor at byte "
+                f"{part.extent.offset} ({type(error).__name__}: {error}); the checkpoint is "
+                "damaged, load an earlier one",
+                key=key,
+                url=path,
+            ) from error
+
+    def read_object(self, key: str) -> Any:
+        """Load an object with ``weights_only``.
+
+        Raises:
+            MissingKeyError: there is none of that key.
+            UnsafeObjectError: it needs a class that was not allowed.
+        """
+        extent = self.objects.get(key)
+        if extent is None:
+            raise MissingKeyError(
+                f"object {key!r} is not in the checkpoint {self.location.url}; it has "
+                f"{sorted(self.objects)[:8]}",
+                key=key,
+                url=self.location.url,
+            )
+        path = f"{self.location.url}/{extent.file}"
+        with store_errors("reading", path, key=key), open(path, "rb") as file:
+            file.seek(extent.offset)
+            data = file.read(extent.length)
+        return load_bytes(data, path, key)
+
+
+def _parsed(location: Location, metadata: _Inert) -> DcpFiles:
+    stored: dict[tuple[str, tuple[int, ...] | None], Extent] = {}
+    for index, info in metadata.get("storage_data").items():
+        if info.get("transform_descriptors"):
+            raise FormatVersionError(
+                f"{location.url}: {index.get('fqn')!r} was transformed when it was written "
+                f"({info.get('transform_descriptors')}), which this version does not undo",
+                key=index.get("fqn"),
+                url=location.url,
+            )
+        name = str(info.get("relative_path"))
+        if os.path.isabs(name) or ".." in name.split("/"):
+            raise ValueError(f"a file outside of the checkpoint: {name!r}")
+        extent = Extent(name, int(info.get("offset")), int(info.get("length")))
+        offset = index.get("offset")
+        stored[index.get("fqn"), None if offset is None else tuple(offset)] = extent
+    original = metadata.get("mcore_data") or {}
+    arrays: dict[str, ArrayMeta] = {}
+    parts: dict[str, list[StoredPart]] = {}
+    objects: dict[str, Extent] = {}
+    for key, about in metadata.get("state_dict_metadata").items():
+        if about.get("size") is None:
+            objects[key] = stored[key, None]
+            continue
+        shape = tuple(int(n) for n in about.get("size"))
+        boxes = [
+            Box(tuple(map(int, chunk.get("offsets"))), tuple(map(int, chunk.get("sizes"))))
+            for chunk in about.get("chunks")
+        ]
+        found = [StoredPart(box, stored[key, box.offset], box.shape) for box in boxes]
+        unfolded = original.get(key, {}).get(ORIGINAL_SHAPE)
+        if unfolded is not None:
+            found = [part for one in found for part in _unfolded(one, shape, unfolded)]
+            shape = tuple(int(n) for n in unfolded)
+        dtype = dtypes.zarr_name(about.get("properties").state[0])
+        grid = Grid(shape, tuple(max(1, n) for n in shape))
+        arrays[key] = ArrayMeta(key, key, grid, dtype, codecs=())
+        parts[key] = found
+    paths = metadata.get("planner_data")
+    return DcpFiles(
+        location,
+        arrays,
+        parts,
+        objects,
+        {key: tuple(path) for key, path in paths.items()} if isinstance(paths, dict) else {},
+    )
+
+
+def _unfolded(
+    part: StoredPart, stored_shape: tuple[int, ...], shape: Sequence[int]
+) -> list[StoredPart]:
+    """The boxes of a tensor that one flattened range of Megatron-Core is.
+
+    Megatron-Core keeps flattened ranges in an array of another shape: the grid of shards, and behind
+    it the elements of a flattened shard.
+    """
+    ndim = len(shape)
+    counts, index = stored_shape[:ndim], part.box.offset[:ndim]
+    edges = tuple(n // count for n, count in zip(shape, counts, strict=True))
+    if len(stored_shape) != ndim + 1 or math.prod(edges) != stored_shape[-1]:
+        raise ValueError(f"shards of {edges} do not have {stored_shape[-1]} elements")
+    corner = [i * edge for i, edge in zip(index, edges, strict=True)]
+    start, size = part.box.offset[-1], part.box.shape[-1]
+    out = []
+    first = 0
+    for box in flat_range_boxes(edges, start, start + size):
+        offset = tuple(a + b for a, b in zip(corner, box.offset, strict=True))
+        moved = Box(offset, box.shape)
+        out.append(StoredPart(moved, part.extent, part.box.shape, first))
+        first += box.size
+    return out
+
+
+# -- one item of a file -----------------------------------------------------------------------------
+
+
+class _Slice(io.RawIOBase):
+    """The bytes of an extent as a file of their own."""
+
+    def __init__(self, file: Any, extent: Extent) -> None:
+        self._file, self._start, self._length = file, extent.offset, extent.length
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def read(self, size: int | None = -1) -> bytes:
+        left = max(0, self._length - self._position)
+        count = left if size is None or size < 0 else min(size, left)
+        data: bytes = os.pread(self._file.fileno(), count, self._start + self._position)
+        self._position += len(data)
+        return data
+
+    def readinto(self, buffer: Any) -> int:
+        data = self.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def _plain_start(view: _Slice, shape: tuple[int, ...], dtype: torch.dtype) -> int | None:
+    """Where a saved tensor's elements begin, if they lie there one after the other."""
+    found = torch.load(view, map_location="meta", weights_only=True)
+    if not isinstance(found, torch.Tensor) or tuple(found.shape) != shape or found.dtype != dtype:
+        raise ValueError("another tensor")
+    if not found.is_contiguous() or found.storage_offset():
+        return None
+    view.seek(0)
+    with zipfile.ZipFile(view) as archive:
+        (record,) = [entry for entry in archive.infolist() if entry.filename.endswith("/data/0")]
+    if record.compress_type != zipfile.ZIP_STORED:
+        return None
+    if record.file_size < found.numel() * found.element_size():
+        raise ValueError("a truncated tensor")
+    # The local header: 30 bytes, the name, and an extra field whose length it alone knows.
+    view.seek(record.header_offset + 26)
+    header = view.read(4)
+    name, extra = int.from_bytes(header[:2], "little"), int.from_bytes(header[2:], "little")
+    return record.header_offset + 30 + name + extra
+
+
+def _loaded(view: _Slice, shape: tuple[int, ...]) -> torch.Tensor:
+    found = torch.load(view, map_location="cpu", weights_only=True)
+    assert isinstance(found, torch.Tensor)
+    if tuple(found.shape) != shape:
+        raise ValueError("another tensor")
+    return found

@@ -1,0 +1,133 @@
+"""Chunks, documents and commit of a checkpoint whose writers are coordinated by somebody else.
+
+For programs that bring their own ranks (PyTorch DCP) or none at all (converters): whoever calls
+:func:`publish` has the manifests of all that was written. It knows no process groups and no state
+dicts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from shardstore.storage import arrays, commit, documents, names
+from shardstore.storage.chunks import ChunkWrite
+from shardstore.storage.commit import Attempt
+from shardstore.storage.documents import ArrayMeta
+from shardstore.storage.manifest import MANIFEST_NAME, ChunkRecord, Merged, RankManifest, merge
+from shardstore.storage.options import SaveOptions
+
+__all__ = ["About", "publish", "write_chunks"]
+
+CONFIG_NAME = "metadata.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class About:
+    """What the root document says beside the arrays.
+
+    Attributes:
+        common_backend: name and version of the backend of what is no array.
+        attributes: attributes of the root group.
+        record: further members of ``attributes.shardstore``.
+        world_size: number of writers.
+        seconds: how long the writing took.
+    """
+
+    common_backend: tuple[str, int]
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    record: Mapping[str, Any] = field(default_factory=dict)
+    world_size: int = 1
+    seconds: float = 0.0
+
+
+def write_chunks(
+    attempt: Attempt,
+    options: SaveOptions,
+    manifest: RankManifest,
+    metas: Iterable[tuple[ArrayMeta, bool]],
+    writes: Sequence[ChunkWrite],
+) -> None:
+    """Write chunks into an attempt and note them. Called by each writer, for its own chunks.
+
+    Args:
+        attempt: where to.
+        options: how.
+        manifest: gets a row a chunk.
+        metas: the arrays of ``writes``, and whether this writer creates their documents.
+        writes: whole chunks.
+
+    Raises:
+        StorageError: the store refused.
+    """
+    created = []
+    for meta, first in metas:
+        text = manifest.add_array(meta, created=first)
+        if first:
+            created.append((meta, text))
+
+    def done(item: ChunkWrite, record: ChunkRecord) -> None:
+        manifest.add_chunk(item.array, item.index, record)
+
+    arrays.create_arrays(attempt.location, created, threads=options.threads)
+    arrays.mover_for(attempt.location, options).write(writes, done)
+
+
+def publish(attempt: Attempt, options: SaveOptions, reports: Sequence[bytes], about: About) -> None:
+    """Check that everything was written exactly once, and commit. Called by one process.
+
+    Args:
+        attempt: where everything was written.
+        options: how.
+        reports: :meth:`RankManifest.to_bytes` of each writer.
+        about: what the root document says.
+
+    Raises:
+        AccessPatternError: chunks are missing or were written twice; nothing is committed.
+        StorageError: the store refused; the target is as it was.
+    """
+    merged = merge(reports, check=options.validate)
+    names.check_collisions(meta.key for meta in merged.arrays)
+    location = attempt.location
+    backend, backend_version = about.common_backend
+    config = {
+        "sharded_backend": "zarr",
+        "sharded_backend_version": 2,
+        "common_backend": backend,
+        "common_backend_version": backend_version,
+    }
+    location.write(CONFIG_NAME, json.dumps(config).encode())
+    location.write(MANIFEST_NAME, merged.manifest.to_bytes())
+    record = {**about.record, **_record(attempt, merged, about)}
+    root = documents.root_document(merged.documents, {**about.attributes, "shardstore": record})
+    location.write("zarr.json", root.encode())
+    if options.durable:
+        commit.sync_file_system(location)
+    attempt.publish(durable=options.durable)
+
+
+def _record(attempt: Attempt, merged: Merged, about: About) -> dict[str, Any]:
+    return {
+        "format_version": documents.FORMAT_VERSION,
+        "commit": {
+            "attempt": attempt.id,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "world_size": about.world_size,
+            "arrays": len(merged.arrays),
+            "chunks": len(merged.manifest.crc),
+            "stored_bytes": int(merged.manifest.stored.sum()),
+            "seconds": round(about.seconds, 3),
+            "shardstore": _version(),
+        },
+    }
+
+
+def _version() -> str:
+    try:
+        return version("shardstore")
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,175 @@
+"""The non-sharded part as JSON in the root document: common backend ``("json", 1)``.
+
+What PyTorch DCP's writer and the converters leave beside the arrays: values under flat keys, each
+with its path in the nested state dict. No pickle: see :mod:`shardstore.plain_values`. Objects that
+have no JSON form are files of sharded objects, as in the ``torch`` backend.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardstore import plain_values
+from shardstore.errors import DamagedCheckpointError, FormatVersionError, NotACheckpointError
+from shardstore.mapping import StateDict
+from shardstore.storage import documents
+from shardstore.storage.handed import read_document
+from shardstore.storage.location import Location
+from shardstore.strategies.base import StrategyAction, register_default_strategy
+from shardstore.strategies.common import TorchCommonLoadStrategy
+
+__all__ = ["BACKEND", "MEMBER", "VERSION", "JsonCommonLoadStrategy", "StateRecord", "as_json"]
+
+BACKEND, VERSION = "json", 1
+MEMBER = "state_dict"
+"""Member of ``attributes.shardstore`` of the root document."""
+
+StatePath = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class StateRecord:
+    """What a state dict holds beside its tensors, and how it is nested.
+
+    Attributes:
+        paths: flat key -> path in the nested state dict; a key without one stands for itself.
+        values: flat key -> JSON form of a value.
+        files: flat keys of objects that lie in files of their own.
+    """
+
+    paths: Mapping[str, StatePath] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
+    files: Sequence[str] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """As a member of the root document."""
+        paths = {key: list(path) for key, path in self.paths.items() if path != (key,)}
+        return {"paths": paths, "values": dict(self.values), "files": list(self.files)}
+
+    @classmethod
+    def from_root(cls, attributes: Mapping[str, Any], url: str) -> StateRecord | None:
+        """The record of a root group; ``None`` where there is none.
+
+        Raises:
+            DamagedCheckpointError: it is malformed.
+        """
+        about = attributes.get("shardstore")
+        found = about.get(MEMBER) if isinstance(about, Mapping) else None
+        if found is None:
+            return None
+        try:
+            paths = {str(key): tuple(path) for key, path in found["paths"].items()}
+            return cls(paths, dict(found["values"]), [str(key) for key in found["files"]])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise DamagedCheckpointError(
+                f"{url}/zarr.json: the record of the state dict is malformed "
+                f"({type(error).__name__}: {error}); load an earlier checkpoint",
+                url=url,
+            ) from error
+
+    def value(self, key: str, url: str) -> Any:
+        """A value by its flat key.
+
+        Raises:
+            DamagedCheckpointError: what is stored is not what was written.
+        """
+        try:
+            return plain_values.decode(self.values[key])
+        except (ValueError, RecursionError) as error:
+            raise DamagedCheckpointError(
+                f"{url}/zarr.json: the value of {key!r} can not be read ({error}); load an "
+                "earlier checkpoint",
+                key=key,
+                url=url,
+            ) from error
+
+    def nested(self, url: str) -> StateDict:
+        """All values in the nested state dict that they came from."""
+        state: StateDict = {}
+        for key in self.values:
+            _set(state, self.paths.get(key, (key,)), self.value(key, url))
+        return _lists_restored(state)
+
+
+class _Listed(dict[int, Any]):
+    """A list under construction, by index: other elements may be tensors, which are not here."""
+
+
+def _set(state: dict[Any, Any], path: StatePath, value: Any) -> None:
+    place: dict[Any, Any] = state
+    for name, following in zip(path, path[1:], strict=False):
+        fresh: dict[Any, Any] = _Listed() if isinstance(following, int) else {}
+        place = place.setdefault(name, fresh)
+    place[path[-1]] = value
+
+
+def _lists_restored(state: Any) -> Any:
+    if isinstance(state, _Listed):
+        return [_lists_restored(state[i]) for i in sorted(state)]
+    if type(state) is dict:
+        return {name: _lists_restored(value) for name, value in state.items()}
+    return state
+
+
+class JsonCommonLoadStrategy(TorchCommonLoadStrategy):
+    """Load strategy for a common part that lies in the root document."""
+
+    def load_common(self, checkpoint_dir: str | Path) -> StateDict:
+        """Load the common part. Any rank may call it; it waits for no other.
+
+        Raises:
+            NotACheckpointError: there is no root document.
+            DamagedCheckpointError: the record in it is malformed.
+        """
+        location = Location.of(checkpoint_dir)
+        try:
+            text = read_document(location, "zarr.json")
+        except FileNotFoundError:
+            raise NotACheckpointError(
+                f"{location.url}/zarr.json is missing: {location.url} is no whole checkpoint",
+                url=location.url,
+            ) from None
+        root = documents.parse_root(text, f"{location.url}/zarr.json")
+        record = StateRecord.from_root(root.attributes, location.url)
+        return {} if record is None else record.nested(location.url)
+
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        """Raise unless the common part was written by this backend."""
+        if loaded_backend != BACKEND:
+            raise NotACheckpointError(
+                f"the common part was written by backend {loaded_backend!r}, this strategy reads "
+                f"{BACKEND!r}; leave common_strategy out to have the right one chosen"
+            )
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        """Raise unless the common part was written by a version that this one reads."""
+        if loaded_version != VERSION:
+            raise FormatVersionError(
+                f"the common part has version {loaded_version!r} of the {BACKEND!r} backend, "
+                f"this version of shardstore reads {VERSION}: upgrade shardstore to load it"
+            )
+
+
+def as_json(value: object) -> Any:
+    """The JSON form of a value.
+
+    Raises:
+        NotPlainError: it has none.
+    """
+    try:
+        document = plain_values.encode(value)
+        json.dumps(document, allow_nan=False)
+    except (ValueError, RecursionError) as error:
+        raise plain_values.NotPlainError(str(error)) from error
+    return document
+
+
+def register_default_json_strategies() -> None:
+    """Register the default strategy of a common part in JSON."""
+    register_default_strategy(
+        StrategyAction.LOAD_COMMON, BACKEND, VERSION, JsonCommonLoadStrategy()
+    )

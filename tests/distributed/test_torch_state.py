@@ -1,0 +1,531 @@
+"""State dicts of PyTorch, by shardstore.save/load and by DCP over our storage, under real FSDP2.
+
+Four ranks save everything in one spawn, two ranks and a world of one load it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import zarr
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import shardstore
+from shardstore.dcp import StorageReader, StorageWriter
+from shardstore.errors import (
+    AccessPatternError,
+    ChunkCorruptError,
+    DTypeMismatchError,
+    MissingKeyError,
+    RanksError,
+    UnsafeObjectError,
+)
+from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.location import Location
+from tests import dtensor_states
+from tests.ranks_helper import run_ranks
+from tests.scenarios import raised, remains, run_scenarios
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+Value = dict[str, Any]
+
+
+class Opaque:
+    """A class that no checkpoint may load unasked."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+# -- a model under FSDP2 ----------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Odd sizes, a buffer, a parameter that is frozen and a scalar one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.embed = nn.Embedding(11, 6)
+        self.up = nn.Linear(6, 8)
+        self.down = nn.Linear(8, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """One step."""
+        hidden = self.embed(tokens)
+        hidden = self.norm(self.down(torch.relu(self.up(hidden))))
+        out: torch.Tensor = hidden * self.scale
+        return out
+
+
+def trained(kind: str, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model sharded in a given way, after some steps; the same data on every rank."""
+    model = Net()
+    if kind == "tensor-parallel":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(model, mesh["tp"], plan)
+        fully_shard(model, mesh=mesh["dp"])
+    elif kind == "hybrid":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        fully_shard(model, mesh=mesh)
+    elif kind == "flat":
+        fully_shard(model.up)
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(steps):
+        tokens = torch.randint(0, 11, (4,), generator=generator)
+        model(tokens).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def app_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Value:
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {"model": model_state, "optimizer": optimizer_state, "step": 3}
+
+
+def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Value:
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
+    return {"model": model_state, "optimizer": optimizer_state}
+
+
+def same(a: Any, b: Any, at: str = "") -> list[str]:
+    """Places where two nested states differ, to the bit."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        if a.keys() != b.keys():
+            return [f"{at}: {sorted(map(str, a))} {sorted(map(str, b))}"]
+        return [where for key in a for where in same(a[key], b[key], f"{at}.{key}")]
+    if isinstance(a, torch.Tensor):
+        return [] if torch.equal(a, b) and a.dtype == b.dtype else [at]
+    return [] if a == b else [f"{at}: {a!r} {b!r}"]
+
+
+KINDS = ("flat", "hybrid", "tensor-parallel")
+
+
+def fsdp_saves(rank: int, world_size: int, folder: Path) -> None:
+    for kind in KINDS:
+        model, optimizer = trained(kind, 3)
+        state = app_state(model, optimizer)
+        shardstore.save(state, folder / f"{kind}-ours")
+        dcp.save(state, storage_writer=StorageWriter(folder / f"{kind}-dcp"))
+        full = full_state(model, optimizer)
+        if rank == 0:
+            torch.save(full, folder / f"{kind}.pt")
+
+
+def resumed(kind: str, saved: str, folder: Path) -> list[str]:
+    """What differs once a fresh model, sharded in one way, has loaded what another one saved."""
+    wrong = []
+    for how in ("ours", "dcp"):
+        model, optimizer = trained(kind, 1)
+        state = app_state(model, optimizer)
+        parameter = next(iter(state["model"].values()))
+        if how == "ours":
+            loaded = shardstore.load(state, folder / f"{saved}-ours")
+            assert isinstance(loaded, dict)
+        else:
+            loaded = state
+            dcp.load(loaded, storage_reader=StorageReader(folder / f"{saved}-dcp"))
+        assert loaded["step"] == 3
+        assert next(iter(loaded["model"].values())) is parameter or kind == "none"
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=loaded["model"],
+            optim_state_dict=loaded["optimizer"],
+        )
+        full = full_state(model, optimizer)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            expected = torch.load(folder / f"{saved}.pt", weights_only=True)
+            wrong += [f"{how} {saved} as {kind}{where}" for where in same(full, expected)]
+    return wrong
+
+
+def fsdp_resumes_otherwise(rank: int, world_size: int, folder: Path) -> None:
+    place = folder.parent / "fsdp_saves"
+    pairs = [("tensor-parallel", "flat"), ("flat", "tensor-parallel"), ("hybrid", "flat")]
+    if world_size == 2:
+        pairs = [("flat", saved) for saved in KINDS]
+    for kind, saved in pairs:
+        assert resumed(kind, saved, place) == []
+
+
+# -- every placement --------------------------------------------------------------------------------
+
+
+def mixed(world_size: int, **options: Any) -> Value:
+    state = dtensor_states.state(world_size, **options)
+    return {
+        "m": state,
+        "list": [torch.ones(2), 5, state["rows"]["even"], {"deep": "x"}],
+        "plain": torch.arange(3),
+        "step": 3,
+    }
+
+
+def placements_save(rank: int, world_size: int, folder: Path) -> None:
+    shardstore.save(mixed(world_size), folder / "ours")
+    dcp.save(dtensor_states.state(world_size), storage_writer=StorageWriter(folder / "dcp"))
+    # Loaded again in place, into the same placements.
+    wanted = mixed(world_size, zero=True)
+    tensor = wanted["m"]["grid"]["cube"]
+    memory = tensor.to_local().data_ptr()
+    loaded = shardstore.load(wanted, folder / "ours")
+    assert isinstance(loaded, dict)
+    assert dtensor_states.differences(loaded["m"]) == []
+    assert loaded["m"]["grid"]["cube"] is tensor
+    assert tensor.to_local().data_ptr() == memory
+    assert loaded["step"] == 3
+    assert loaded["list"][1] == 5
+    assert loaded["list"][3] == {"deep": "x"}
+    assert isinstance(loaded["list"][2], DTensor)
+    assert torch.equal(loaded["plain"], torch.arange(3))
+
+
+def placements_load_otherwise(rank: int, world_size: int, folder: Path) -> None:
+    place = folder.parent / "placements_save"
+    made = dtensor_states.state(world_size, zero=True)
+    kinds = list(made)
+    saved = list(dtensor_states.placements(4))
+    for shift in range(len(kinds)):
+        # Each saved placement is loaded into each placement that there is here.
+        pairs = {name: kinds[(i + shift) % len(kinds)] for i, name in enumerate(saved)}
+        wanted = {name: dtensor_states.state(world_size, zero=True)[k] for name, k in pairs.items()}
+        loaded = shardstore.load({"m": wanted}, place / "ours")
+        assert isinstance(loaded, dict)
+        assert dtensor_states.differences(loaded["m"]) == [], (shift, pairs)
+        if shift:
+            continue
+        wanted = {name: dtensor_states.state(world_size, zero=True)[k] for name, k in pairs.items()}
+        wanted.pop("strided")  # uneven strided shards are beyond DCP itself
+        dcp.load(wanted, storage_reader=StorageReader(place / "dcp"))
+        assert dtensor_states.differences(wanted) == []
+
+
+def partial_is_refused(rank: int, world_size: int, folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    partial = DTensor.from_local(torch.ones(2, 2), mesh, [Partial()], run_check=False)
+    error = raised(lambda: shardstore.save({"a": {"w": partial}}, folder / "c"))
+    assert isinstance(error, AccessPatternError)
+    assert "'a.w'" in str(error)
+    assert "redistribute" in str(error)
+    dist.barrier()
+    assert remains(folder) == []
+
+
+def plain_tensors_beside_sharded_ones_stay_common(rank: int, world_size: int, folder: Path) -> None:
+    from shardstore import ShardedTensor
+
+    part = ShardedTensor.from_rank_offsets("w", torch.full((2,), rank), (0, rank, world_size))
+    shardstore.save({"w": part, "x": torch.full((1,), float(rank))}, folder / "c")
+    found = StoredCheckpoint(Location.of(folder / "c")).arrays
+    assert list(found) == ["w"]
+    assert shardstore.load_common_state_dict(folder / "c")["x"].item() == 0
+
+
+def explicit_shard(rank: int, world_size: int, folder: Path) -> None:
+    shardstore.save(shardstore.shard({"a": {"b": torch.arange(4)}, "n": 1}), folder / "c")
+    assert list(StoredCheckpoint(Location.of(folder / "c")).arrays) == ["a.b"]
+    wanted = {"a": {"b": torch.zeros(4, dtype=torch.int64)}}
+    loaded = shardstore.load(wanted, folder / "c")
+    assert isinstance(loaded, dict)
+    assert loaded["n"] == 1
+    assert wanted["a"]["b"].tolist() == [0, 1, 2, 3]
+
+
+# -- DCP alone ---------------------------------------------------------------------------------------
+
+
+def row_state(world_size: int, rows: int, fill: float | None = None) -> DTensor:
+    mesh = init_device_mesh("cpu", (world_size,))
+    full = torch.arange(rows * 2.0).reshape(rows, 2)
+    full = full if fill is None else torch.full_like(full, fill)
+    local = dtensor_states.part_of(full, mesh, [Shard(0)])
+    return DTensor.from_local(
+        local, mesh, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride()
+    )
+
+
+def values_return_as_they_were(rank: int, world_size: int, folder: Path) -> None:
+    values: Value = {
+        "tuple": (1, 2.5, "x", None, (True,)),
+        "nan": float("inf"),
+        "bytes": b"\x00\xff",
+        "set": {1, 2},
+        "ints": ({1: "a", "b": [1, {"c": -0.5}]}, {"$type": 1}),
+        "dtype": torch.bfloat16,
+        "size": torch.Size([2, 3]),
+        "text": "\ud800 \u00e4 $type",
+    }
+    state = {"v": dict(values), "w": row_state(world_size, 8)}
+    dcp.save(state, storage_writer=StorageWriter(folder / "c"))
+    wanted: Value = {"v": dict.fromkeys(values)}
+    wanted["w"] = row_state(world_size, 8, -1)
+    dcp.load(wanted, storage_reader=StorageReader(folder / "c"))
+    assert wanted["v"] == values
+    assert all(type(wanted["v"][key]) is type(value) for key, value in values.items())
+    if rank == 0:
+        names = {name for _, _, files in os.walk(folder / "c") for name in files}
+        assert not [name for name in names if name.endswith((".pt", ".pkl", ".distcp"))]
+        for path in (folder / "c").rglob("*.json"):
+            json.loads(path.read_text())
+
+
+def objects_without_json_are_not_unpickled_unasked(
+    rank: int, world_size: int, folder: Path
+) -> None:
+    state = {"o": Opaque(4), "w": row_state(world_size, 8)}
+    dcp.save(state, storage_writer=StorageWriter(folder / "c"))
+    wanted: Value = {"o": None, "w": row_state(world_size, 8, -1)}
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(wanted, storage_reader=StorageReader(folder / "c"))
+    assert isinstance(next(iter(caught.value.failures.values()))[0], UnsafeObjectError)
+    assert "add_safe_globals" in str(caught.value)
+    with torch.serialization.safe_globals([Opaque]):
+        dcp.load(wanted, storage_reader=StorageReader(folder / "c"))
+    assert wanted["o"].number == 4
+
+
+def a_failing_rank_leaves_nothing(rank: int, world_size: int, folder: Path) -> None:
+    class Broken(DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            if rank == 2:
+                raise OSError("the memory of rank 2 is gone")
+            return super().resolve_data(write_item)
+
+    state = {"w": row_state(world_size, 8)}
+    dcp.save(state, storage_writer=StorageWriter(folder / "c"))
+    writer = StorageWriter(folder / "c", overwrite=True)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save({"w": row_state(world_size, 8, 9)}, storage_writer=writer, planner=Broken())
+    assert list(caught.value.failures) == [2]
+    writer.reset()
+    dist.barrier()
+    assert remains(folder) == ["c"]
+    wanted = {"w": row_state(world_size, 8, -1)}
+    dcp.load(wanted, storage_reader=StorageReader(folder / "c"))
+    assert torch.equal(wanted["w"].to_local(), state["w"].to_local())
+
+
+def cached_plans_save_what_is_there_now(rank: int, world_size: int, folder: Path) -> None:
+    for step in range(3):
+        state = {"w": row_state(world_size, 8, float(step)), "n": step}
+        planner = DefaultSavePlanner(enable_plan_caching=True)
+        dcp.save(state, storage_writer=StorageWriter(folder / f"{step}"), planner=planner)
+    for step in range(3):
+        wanted = {"w": row_state(world_size, 8, -1), "n": None}
+        dcp.load(wanted, storage_reader=StorageReader(folder / f"{step}"))
+        assert wanted["n"] == step
+        assert bool((wanted["w"].to_local() == step).all())
+
+
+def asynchronous_saves(rank: int, world_size: int, folder: Path) -> None:
+    tensor = row_state(world_size, 8)
+    before = tensor.to_local().clone()
+    future = dcp.async_save({"w": tensor}, storage_writer=StorageWriter(folder / "c"))
+    tensor.to_local().zero_()
+    future.result()
+    wanted = {"w": row_state(world_size, 8, -1)}
+    dcp.load(wanted, checkpoint_id=str(folder / "c"), storage_reader=StorageReader())
+    assert torch.equal(wanted["w"].to_local(), before)
+
+
+def tiny_cells_are_put_together(rank: int, world_size: int, folder: Path) -> None:
+    """20001 rows over 2 x 2 ranks: boundaries at 5001, 10001, 15001 have rows alone in common."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    full = torch.arange(20001 * 3.0).reshape(20001, 3)
+
+    def made(values: torch.Tensor) -> DTensor:
+        axes = [Shard(0), Shard(0)]
+        local = dtensor_states.part_of(values, mesh, axes)
+        return DTensor.from_local(
+            local, mesh, axes, run_check=False, shape=values.shape, stride=values.stride()
+        )
+
+    dcp.save({"w": made(full)}, storage_writer=StorageWriter(folder / "dcp"))
+    shardstore.save({"w": made(full)}, folder / "ours")
+    for place in ("dcp", "ours"):
+        meta = StoredCheckpoint(Location.of(folder / place)).arrays["w"]
+        assert meta.grid.size < 64
+        wanted = made(full * 0)
+        if place == "dcp":
+            dcp.load({"w": wanted}, storage_reader=StorageReader(folder / place))
+        else:
+            shardstore.load({"w": wanted}, folder / place)
+        assert torch.equal(wanted.to_local(), made(full).to_local())
+
+
+SAVING: tuple[Callable[[int, int, Path], None], ...] = (
+    fsdp_saves,
+    fsdp_resumes_otherwise,
+    placements_save,
+    placements_load_otherwise,
+    partial_is_refused,
+    plain_tensors_beside_sharded_ones_stay_common,
+    explicit_shard,
+    values_return_as_they_were,
+    objects_without_json_are_not_unpickled_unasked,
+    a_failing_rank_leaves_nothing,
+    cached_plans_save_what_is_there_now,
+    asynchronous_saves,
+    tiny_cells_are_put_together,
+)
+LOADING = (fsdp_resumes_otherwise, placements_load_otherwise)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What four ranks saved; all that they checked on the way held."""
+    folder = tmp_path_factory.mktemp("torch-state")
+    held = run_ranks(run_scenarios, 4, str(folder), SAVING, timeout_s=240)
+    assert held == [[scenario.__name__ for scenario in SAVING]] * 4
+    return folder
+
+
+def test_four_ranks(saved: Path) -> None:
+    assert (saved / "fsdp_saves" / "flat-dcp" / "zarr.json").is_file()
+
+
+def test_two_ranks_load_what_four_saved(saved: Path) -> None:
+    held = run_ranks(run_scenarios, 2, str(saved), LOADING)
+    assert held == [[scenario.__name__ for scenario in LOADING]] * 2
+
+
+def test_a_world_of_one_loads_into_a_model_that_is_not_sharded(saved: Path) -> None:
+    for kind in KINDS:
+        assert resumed("none", kind, saved / "fsdp_saves") == []
+
+
+@pytest.mark.parametrize("how", ["ours", "dcp"])
+def test_plain_zarr_reads_every_placement(saved: Path, how: str) -> None:
+    group = zarr.open_group(str(saved / "placements_save" / how), mode="r")
+    seen = 0
+    for name, array in group.arrays():
+        placement, _, key = name.rpartition(".")
+        if key not in dtensor_states.SHAPES or (how == "dcp" and placement.endswith("strided")):
+            continue
+        values = torch.from_numpy(array[...].astype("float32"))
+        assert torch.equal(values, dtensor_states.whole(key).float()), name
+        seen += 1
+    assert seen >= 6 * len(dtensor_states.SHAPES)
+
+
+def test_our_own_load_reads_what_dcp_wrote(saved: Path) -> None:
+    place = saved / "fsdp_saves" / "flat-dcp"
+    full = torch.load(saved / "fsdp_saves" / "flat.pt", weights_only=True)
+    loaded = shardstore.load_plain_tensors(place)
+    assert torch.equal(loaded["model.up.weight"], full["model"]["up.weight"])
+    assert loaded["step"] == 3
+    assert loaded["optimizer"]["param_groups"][0]["betas"] == (0.9, 0.999)
+
+
+def test_dcp_reads_what_our_own_save_wrote(saved: Path) -> None:
+    full = torch.load(saved / "fsdp_saves" / "flat.pt", weights_only=True)
+    wanted: Value = {"model": {"up.weight": torch.zeros(8, 6)}, "step": None}
+    dcp.load(wanted, storage_reader=StorageReader(saved / "fsdp_saves" / "flat-ours"), no_dist=True)
+    assert torch.equal(wanted["model"]["up.weight"], full["model"]["up.weight"])
+    assert wanted["step"] == 3
+
+
+# -- a world of one ----------------------------------------------------------------------------------
+
+
+def cause(call: Callable[[], object]) -> BaseException:
+    with pytest.raises(CheckpointException) as caught:
+        call()
+    (failure,) = caught.value.failures.values()
+    found = failure[0]
+    assert isinstance(found, BaseException)
+    return found
+
+
+def test_nothing_is_cast_silently(tmp_path: Path) -> None:
+    dcp.save({"w": torch.arange(4.0)}, storage_writer=StorageWriter(tmp_path / "c"), no_dist=True)
+    wanted = {"w": torch.zeros(4, dtype=torch.float64)}
+
+    def load(**options: Any) -> None:
+        reader = StorageReader(tmp_path / "c", **options)
+        dcp.load(wanted, storage_reader=reader, no_dist=True)
+
+    error = cause(load)
+    assert isinstance(error, DTypeMismatchError)
+    assert "'w'" in str(error)
+    assert "cast=True" in str(error)
+    load(cast=True)
+    assert wanted["w"].tolist() == [0, 1, 2, 3]
+
+
+def test_views_into_larger_tensors_are_read_and_written_in_place(tmp_path: Path) -> None:
+    base = torch.arange(24.0).reshape(4, 6)
+    dcp.save(
+        {"w": base[:, 1:4], "t": base.T}, storage_writer=StorageWriter(tmp_path / "c"), no_dist=True
+    )
+    target, turned = torch.zeros(4, 6), torch.zeros(4, 6)
+    wanted = {"w": target[:, 1:4], "t": turned.T}
+    dcp.load(wanted, storage_reader=StorageReader(tmp_path / "c"), no_dist=True)
+    assert torch.equal(target[:, 1:4], base[:, 1:4])
+    assert target[:, 0].tolist() == [0] * 4
+    assert torch.equal(turned, base)
+
+
+def test_damage_is_found(tmp_path: Path) -> None:
+    dcp.save({"w": torch.arange(4.0)}, storage_writer=StorageWriter(tmp_path / "c"), no_dist=True)
+    chunk = tmp_path / "c" / "w" / "c.0"
+    data = bytearray(chunk.read_bytes())
+    data[5] ^= 1
+    chunk.write_bytes(data)
+    reader = StorageReader(tmp_path / "c")
+    wanted = {"w": torch.zeros(4)}
+    error = cause(lambda: dcp.load(wanted, storage_reader=reader, no_dist=True))
+    assert isinstance(error, ChunkCorruptError)
+
+
+def test_an_unstorable_tensor_leaves_nothing(tmp_path: Path) -> None:
+    state = {"w": torch.zeros(2), "odd": torch.zeros(2, 2).to_sparse()}
+    writer = StorageWriter(tmp_path / "c")
+    cause(lambda: dcp.save(state, storage_writer=writer, no_dist=True))
+    del writer
+    assert remains(tmp_path) == []
+
+
+def test_a_missing_tensor_of_a_dtensor_state_is_named(tmp_path: Path) -> None:
+    shardstore.save(shardstore.shard({"w": torch.zeros(2)}), tmp_path / "c")
+    with pytest.raises(MissingKeyError, match="'v'"):
+        shardstore.load(shardstore.shard({"v": torch.zeros(2)}), tmp_path / "c")
+
+
+def test_keys_that_meet_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(shardstore.CheckpointingException, match="rename"):
+        shardstore.shard({"a": {"b.c": torch.zeros(1)}, "a.b": {"c": torch.zeros(1)}})
+    assert RanksError is not None

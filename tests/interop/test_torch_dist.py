@@ -1,0 +1,217 @@
+"""The ``torch_dist`` backend against Megatron-Core's files, and hostile or damaged metadata."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import shardstore
+from shardstore import ShardedTensor, mapping
+from shardstore.dcp.files import DcpFiles
+from shardstore.errors import (
+    AccessPatternError,
+    ChunkMissingError,
+    DamagedCheckpointError,
+    MissingKeyError,
+    NotACheckpointError,
+)
+from shardstore.serialization import load_sharded_metadata
+from tests.golden import states
+from tests.ranks_helper import run_ranks
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "golden" / "megatron-core-0.15.3-torch_dist"
+pytestmark = pytest.mark.filterwarnings("ignore")
+LAYOUTS = ("tp2dp1", "tp1dp2")
+WHOLE = states.Layout(1, 1)
+
+
+def save_rank(rank: int, world_size: int, layout: states.Layout, path: Path) -> None:
+    shardstore.save(
+        states.build(mapping, layout, rank),
+        str(path),
+        sharded_strategy=("torch_dist", 1),
+        content_metadata=states.CONTENT_METADATA,
+    )
+
+
+def load_rank(rank: int, world_size: int, layout: states.Layout, path: Path) -> list[str]:
+    """What this rank read wrongly."""
+    with torch.serialization.safe_globals([io.BytesIO]):
+        loaded = shardstore.load(states.build(mapping, layout, rank, empty=True), str(path))
+    assert isinstance(loaded, dict)
+    assert loaded.pop("content_metadata") == states.CONTENT_METADATA
+    return states.differences(loaded, states.expected(mapping, layout, rank))
+
+
+def load_everything(rank: int, world_size: int, cases: list[tuple[str, Path]]) -> list[str]:
+    layout = states.Layout.parse(cases[0][0])
+    return [line for _, path in cases for line in load_rank(rank, world_size, layout, path)]
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("torch-dist") / "ours"
+    run_ranks(save_rank, 4, states.Layout(2, 2), path)
+    return path
+
+
+@pytest.mark.parametrize("written", LAYOUTS)
+def test_a_world_of_one_reads_what_megatron_wrote(written: str) -> None:
+    assert load_rank(0, 1, WHOLE, GOLDEN / written) == []
+
+
+def test_other_layouts_read_what_megatron_and_we_wrote(ours: Path) -> None:
+    places = [GOLDEN / written for written in LAYOUTS] + [ours]
+    cases = [("tp2dp2", place) for place in places]
+    assert run_ranks(load_everything, 4, cases) == [[]] * 4
+
+
+def test_what_we_wrote_is_dcp_files_and_nothing_else(ours: Path) -> None:
+    names = {path.name for path in ours.iterdir()}
+    assert {".metadata", "common.pt", "metadata.json", "__0_0.distcp"} <= names
+    assert all(n.endswith((".distcp", ".metadata", ".pt", ".json")) for n in names)
+    assert load_rank(0, 1, WHOLE, ours) == []
+
+
+def test_metadata_lists_tensors_in_their_own_shape_and_objects(ours: Path) -> None:
+    for place in (ours, GOLDEN / "tp2dp1"):
+        found = load_sharded_metadata(place)
+        assert found["optimizer.exp_avg.embedding.weight"].global_shape == (12, 6)
+        assert "objects.rng/shard_1_2" in found
+
+
+@pytest.fixture(scope="session")
+def megatron() -> Path:
+    python = ROOT / ".envs" / "megatron" / "bin" / "python"
+    ready = (
+        python.is_file()
+        and not subprocess.run(
+            [python, "-c", "import psutil"], capture_output=True, check=False
+        ).returncode
+    )
+    if not ready:
+        pytest.skip("no environment with megatron-core and psutil: scripts/megatron_env makes it")
+    return python
+
+
+def run_megatron(python: Path, *arguments: str) -> None:
+    script = ROOT / "tests" / "golden" / "megatron_ranks.py"
+    command = [str(python), str(script), *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("read", ["tp1dp2", "tp2dp1"])
+def test_megatron_reads_what_we_wrote(ours: Path, megatron: Path, read: str) -> None:
+    run_megatron(megatron, "load", read, str(ours))
+
+
+@pytest.mark.megatron
+def test_we_read_what_megatron_writes(tmp_path: Path, megatron: Path) -> None:
+    run_megatron(megatron, "save", "tp2dp2", str(tmp_path / "theirs"), "torch_dist")
+    assert load_rank(0, 1, WHOLE, tmp_path / "theirs") == []
+
+
+# -- what must not happen ------------------------------------------------------------------------------
+
+
+def simple(path: Path) -> Path:
+    state: dict[str, Any] = {"w": torch.arange(12.0).reshape(3, 4), "n": {"step": 3}}
+    dcp.save(state, checkpoint_id=str(path), no_dist=True)
+    return path
+
+
+class Attack:
+    """Runs a command where it is unpickled by ordinary means."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.target,)
+
+
+def test_nothing_in_the_metadata_runs(tmp_path: Path) -> None:
+    place, proof = simple(tmp_path / "c"), tmp_path / "proof"
+    metadata = pickle.loads((place / ".metadata").read_bytes())
+    metadata.planner_data["attack"] = Attack(proof)
+    (place / ".metadata").write_bytes(pickle.dumps(metadata))
+    try:
+        DcpFiles.open(place)
+    except DamagedCheckpointError:
+        pass
+    assert not proof.exists()
+    pickle.loads((place / ".metadata").read_bytes())
+    assert proof.exists()  # the attack would have worked
+
+
+@pytest.mark.parametrize("name", ["../outside.distcp", "/etc/hostname"])
+def test_files_outside_of_the_checkpoint_are_refused(tmp_path: Path, name: str) -> None:
+    place = simple(tmp_path / "c")
+    metadata = pickle.loads((place / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = name
+    (place / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(DamagedCheckpointError, match="outside"):
+        DcpFiles.open(place)
+
+
+@pytest.mark.parametrize("keep", [0, 10, 200])
+def test_truncated_metadata(tmp_path: Path, keep: int) -> None:
+    place = simple(tmp_path / "c")
+    (place / ".metadata").write_bytes((place / ".metadata").read_bytes()[:keep])
+    with pytest.raises(DamagedCheckpointError, match="metadata"):
+        DcpFiles.open(place)
+
+
+def test_other_pickles_and_no_metadata(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps([1, 2]))
+    with pytest.raises(NotACheckpointError):
+        DcpFiles.open(tmp_path)
+    with pytest.raises(NotACheckpointError):
+        DcpFiles.open(tmp_path / "nothing")
+
+
+def golden_copy(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(GOLDEN / "tp2dp1", tmp_path / "c"))
+
+
+def test_missing_and_truncated_files(tmp_path: Path) -> None:
+    place = golden_copy(tmp_path)
+    data = (place / "__1_0.distcp").read_bytes()
+    (place / "__1_0.distcp").write_bytes(data[: len(data) // 2])
+    with pytest.raises(DamagedCheckpointError, match="__1_0"):
+        shardstore.load_plain_tensors(place)
+    (place / "__1_0.distcp").unlink()
+    with pytest.raises(ChunkMissingError, match="__1_0"):
+        shardstore.load_plain_tensors(place)
+
+
+def test_a_key_that_is_not_there(tmp_path: Path) -> None:
+    wanted = {"w": ShardedTensor.from_rank_offsets("embedding.wight", torch.zeros(12, 6))}
+    with pytest.raises(MissingKeyError, match=r"embedding\.weight"):
+        shardstore.load(wanted, GOLDEN / "tp2dp1")
+
+
+def test_irregular_flattened_ranges_are_refused(tmp_path: Path) -> None:
+    part = ShardedTensor(
+        "w", torch.zeros(4), torch.float32, (2, 3), (2, 3), (0, 0), None,
+        flattened_range=slice(0, 4),
+    )  # fmt: skip
+    rest = ShardedTensor(
+        "w", torch.zeros(2), torch.float32, (2, 3), (2, 3), (0, 0), None,
+        flattened_range=slice(4, 6),
+    )  # fmt: skip
+    with pytest.raises(AccessPatternError, match="'w'"):
+        shardstore.save({"a": part, "b": rest}, tmp_path / "c", ("torch_dist", 1))
+    assert not (tmp_path / "c").exists()
