@@ -139,7 +139,7 @@ def ranks_disagree_about_a_tensor(rank: int, world_size: int, folder: Path) -> N
     refused({"w": tensor}, folder, *words, kind=AccessPatternError)
     rows = 3 if rank == 1 else 2
     tensor = ShardedTensor.from_rank_offsets("w", torch.ones(rows), (0, rank, world_size))
-    words = ("'w'", "rank 1", "rank 0", "global shape", "[6]")
+    words = ("'w'", "rank 1", "rank 0", "global shape (6,)", "global shape (9,)")
     refused({"w": tensor}, folder, *words, kind=AccessPatternError)
     tensor = ShardedTensor(
         "w", torch.ones(2), torch.float32, (2,), (6 + rank // 2,), (2 * rank,), None
