@@ -160,7 +160,13 @@ class ObjectAttempt:
         store = self.target.remote
         mark = f"{ATTEMPTS}/{self.number:06d}.committing"
         store.write(mark, self.id.encode())
-        self.check()
+        try:
+            self.check()
+        except StorageError:
+            # Nothing was sent: nobody has to wait for it.
+            with contextlib.suppress(StorageError):
+                store.delete([mark])
+            raise
         if not self._publish(name, data):
             raise CheckpointExistsError(
                 f"{self.target.url} already exists: another checkpoint was committed there while "

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -222,6 +222,11 @@ class RemoteStore:
                         continue
 
             run_batched(paths, work, threads=8, weight=lambda _: 1, batch_weight=16)
+            # Such stores have folders, which would stay behind empty.
+            folders = {path.rpartition("/")[0] for path in paths} - {self.path}
+            for folder in sorted(folders, key=len, reverse=True):
+                with suppress(OSError, NotImplementedError):
+                    self.fs.rmdir(folder)
 
     def delete_tree(self, name: str = "") -> None:
         """Delete a document, or everything below a name."""
