@@ -22,6 +22,7 @@ from shardstore.errors import SaveInProgressError
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
 from shardstore.ranks import Ranks
 from shardstore.serialization import begin_save
+from shardstore.storage.manifest import RankManifest
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.parallel import yield_to_others
 from shardstore.strategies import background
@@ -176,6 +177,9 @@ class AsyncSave:
             self._error = error
             logger.error("asynchronous save to %s failed: %s", self.url, error)
         finally:
+            # A handle may be kept for long: what it no longer needs goes.
+            self._session.manifest = RankManifest(self._session.ranks.rank)
+            self._session.base = None
             atexit.unregister(self._at_exit)
             self._finished.set()
 

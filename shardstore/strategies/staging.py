@@ -16,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from logging import getLogger
 from typing import Any
 
@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shardstore.errors import StorageError
 from shardstore.storage import dtypes
 from shardstore.storage.chunks import ChunkWrite
 from shardstore.storage.parallel import default_threads, run_batched
@@ -110,7 +111,12 @@ def _unpin(arena: _Arena) -> None:
 
 def _cudart(function: str, *arguments: int) -> None:
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    torch.cuda.check_error(int(getattr(runtime, function)(*arguments)))
+    code = int(getattr(runtime, function)(*arguments))
+    if code:
+        raise StorageError(
+            f"{function} of host memory for staging failed with CUDA error {code}: lower the "
+            "staging budget, or raise the limit of locked memory (ulimit -l)"
+        )
 
 
 _pool = HostPool()
@@ -243,7 +249,8 @@ class Staging:
         self._devices = {device: _DeviceCopies(device) for device in devices}
         self._arena: _Arena | None = self._pool.take(self.arena_bytes, pinned=bool(devices))
         self.writes = [
-            replace(item, source=StagedChunk(self, number)) for number, item in enumerate(writes)
+            ChunkWrite(item.array, item.index, StagedChunk(self, number))
+            for number, item in enumerate(writes)
         ]
 
     # -- the side that copies ------------------------------------------------------------------
