@@ -15,7 +15,6 @@ from shardstore.storage.documents import ArrayMeta, RootDocument
 from shardstore.storage.files import FileMover
 from shardstore.storage.location import Location
 from shardstore.storage.manifest import MANIFEST_NAME, Manifest
-from shardstore.storage.tensorstore_mover import TensorStoreMover
 
 __all__ = ["StoredCheckpoint"]
 
@@ -115,6 +114,9 @@ class StoredCheckpoint:
         if plain:
             FileMover(self.location, threads=self._threads).read(plain, self._manifest)
         if other:
+            # Not before it is needed: TensorStore takes longer to import than most files to read.
+            from shardstore.storage.tensorstore_mover import TensorStoreMover
+
             mover: Mover = TensorStoreMover(self.location)
             mover.read(other, self._manifest)
 
