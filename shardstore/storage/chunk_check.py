@@ -26,7 +26,7 @@ from shardstore.storage.manifest import Manifest
 
 __all__ = ["ChunkChecker", "Problem", "free_memory"]
 
-READ_BYTES = 512 * 1024
+READ_BYTES = 1024 * 1024
 """A single read: large enough that system calls do not count, small enough for the checksum to find
 it in the processor's own cache."""
 

@@ -22,6 +22,7 @@ from shardstore.storage import documents
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.chunk_check import ChunkChecker, free_memory
 from shardstore.storage.documents import ArrayMeta
+from shardstore.storage.grid import Box
 from shardstore.storage.location import Location
 from shardstore.storage.manifest import MANIFEST_NAME, Manifest
 from shardstore.storage.names import key_of
@@ -168,7 +169,7 @@ class _Verification:
         self._config(top)
         self._manifest = self._read_manifest(arrays)
         self._checker = ChunkChecker(self.stored, self._manifest, hashes=self._hashes)
-        self._whole_files(top, {meta.node.split("/")[0]: meta for meta in arrays})
+        self._whole_files(top, {meta.node.split("/")[0] for meta in arrays})
         wanted = [meta for meta in arrays if self._wants(meta.key)]
         self.result.arrays = len(wanted)
         runs = [run for meta in wanted for run in _runs(meta)]
@@ -270,7 +271,7 @@ class _Verification:
 
     # -- files that are not chunks -------------------------------------------------------------
 
-    def _whole_files(self, top: Sequence[str], nodes: dict[str, ArrayMeta]) -> None:
+    def _whole_files(self, top: Sequence[str], nodes: set[str]) -> None:
         if not self._keys:
             if "common.pt" in top:
                 self._check_archive("common.pt", "common-damaged")
@@ -279,23 +280,19 @@ class _Verification:
                 text = f"{path} is missing: the non-sharded part of the state is gone"
                 self._report("common-missing", text, "common.pt")
         for name in top:
-            if name in OWN_FILES:
+            key = key_of(name) or name
+            if name in OWN_FILES or name in nodes or not self._wants(key):
                 continue
-            key = nodes[name].key if name in nodes else key_of(name) or name
-            if not self._wants(key):
-                continue
-            is_dir = name in nodes or self.location.is_dir(name)
-            below = self.location.listing(name) if is_dir else []
+            below = self.location.listing(name) if self.location.is_dir(name) else []
             objects = [entry for entry in below if object_place(entry)]
-            if objects:
-                self._objects(name, key, objects)
-            if name not in nodes:
-                self._foreign(name, below, objects)
+            self._objects(name, key, objects)
+            self._foreign(name, below, objects)
 
     def _objects(self, node: str, key: str, names: Sequence[str]) -> None:
+        with self._lock:
+            self.result.objects += len(names)
         shapes = {place[1] for name in names if (place := object_place(name))}
         for name in names:
-            self.result.objects += 1
             self._check_archive(f"{node}/{name}", "object-damaged", key=key)
         places = {place for name in names if (place := object_place(name))}
         for shape in shapes:
@@ -344,8 +341,7 @@ class _Verification:
             self._check_document(array)
             self._check_folder(array)
         size = 0
-        for linear in range(run.first, run.last):
-            index = array.grid.index(linear)
+        for index in map(array.grid.index, range(run.first, run.last)):
             read, problem = self._checker.check(array, index)
             size += read
             if problem is not None:
@@ -393,15 +389,16 @@ class _Verification:
             self._report("document-differs", text, name, key=array.key)
 
     def _check_folder(self, array: ArrayMeta) -> None:
-        if not array.is_plain and array.codecs is None:
-            return  # shards and foreign key encodings: any name may be right
+        if array.codecs is None:
+            return  # codecs of others may keep chunks under names of their own
         names = set(_names_below(self.location, array.node))
         names.discard(array.document_name)
-        counts = range(array.grid.size)
-        names.difference_update(array.chunk_key(array.grid.index(i)) for i in counts)
-        for name in sorted(names):
-            if object_place(name) or name in (".zattrs", ".zarray"):
-                continue
+        indices = array.grid.overlapping(Box((0,) * len(array.shape), array.shape))
+        names.difference_update(array.chunk_key(index) for index in indices)
+        objects = sorted(name for name in names if object_place(name))
+        if objects:
+            self._objects(array.node, array.key, objects)
+        for name in sorted(names.difference(objects, (".zattrs", ".zarray"))):
             text = f"{self.location.url}/{array.node}/{name} is no chunk of key {array.key!r}"
             self._report("foreign", text, f"{array.node}/{name}", "note", key=array.key)
 

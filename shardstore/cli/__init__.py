@@ -1,0 +1,1 @@
+"""The command line. :mod:`shardstore.cli.app` has the commands; the rooms beside it do their work."""
