@@ -39,7 +39,12 @@ def describe(meta: ArrayMeta) -> dict[str, Any]:
 
 
 def ls(
-    stored: StoredCheckpoint, patterns: Sequence[str], *, flat: bool, depth: int | None, as_json: bool
+    stored: StoredCheckpoint,
+    patterns: Sequence[str],
+    *,
+    flat: bool,
+    depth: int | None,
+    as_json: bool,
 ) -> None:
     """List arrays as a tree."""
     arrays = choose(stored.arrays, patterns)
@@ -156,11 +161,17 @@ def info(stored: StoredCheckpoint, *, as_json: bool) -> None:
         return
     commit = found["commit"] or {}
     config = found["backend"] or {}
-    by_dtype = ", ".join(f"{name} {human_bytes(size)}" for name, size in found["bytes_by_dtype"].items())
+    by_dtype = ", ".join(
+        f"{name} {human_bytes(size)}" for name, size in found["bytes_by_dtype"].items()
+    )
     lines = {
         "checkpoint": found["url"],
         "layout": f"Zarr v{found['zarr_format']}"
-        + (f", backend {config.get('sharded_backend')!r} {config.get('sharded_backend_version')}" if config else ""),
+        + (
+            f", backend {config.get('sharded_backend')!r} {config.get('sharded_backend_version')}"
+            if config
+            else ""
+        ),
         "arrays": f"{found['arrays']} in {found['chunks']} chunks, {found['elements']:,} elements",
         "size": f"{human_bytes(found['bytes'])}" + (f" ({by_dtype})" if by_dtype else ""),
         "stored": None if found["stored_bytes"] is None else human_bytes(found["stored_bytes"]),

@@ -4,76 +4,74 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
+from datetime import timedelta
 
-from shardstore.cli.shared import UsageProblem, emit, human_bytes, parse_options
+from shardstore.cli.shared import UsageProblem, emit, human_bytes
+from shardstore.errors import CheckpointingException, NotACheckpointError
 from shardstore.inspection.layout import array_bytes
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.location import Location
-from shardstore.storage.removal import leftovers, remove_attempt, remove_checkpoint
 
 __all__ = ["run_gc", "run_rm"]
 
 
-def run_gc(
-    place: str, options: list[str], *, delete: bool, older_than_h: float | None, as_json: bool
-) -> None:
-    """List, and if asked remove, attempts that were not committed."""
-    root = Location.of(place, **parse_options(options))
-    entries = []
-    doomed_bytes = count = 0
-    for leftover in leftovers(root):
-        late = older_than_h is not None and leftover.age_s >= older_than_h * 3600
-        doomed = leftover.state == "dead" or (leftover.state == "unknown" and late)
-        if doomed and delete:
-            remove_attempt(leftover)
-        count += doomed
-        doomed_bytes += leftover.bytes if doomed else 0
-        action = ("removed" if delete else "would remove") if doomed else "kept"
-        entries.append(
-            {
-                "path": leftover.location.url,
-                "target": leftover.target,
-                "state": leftover.state,
-                "bytes": leftover.bytes,
-                "age_s": round(leftover.age_s),
-                "action": action,
-            }
+def run_gc(root: Location, *, delete: bool, older_than_h: float, as_json: bool) -> None:
+    """List, and if asked remove, what saves that did not finish left behind."""
+    from shardstore.storage.sweep import sweep
+
+    if root.is_local and not root.is_dir():
+        raise NotACheckpointError(
+            f"{root.url} is no folder; give the one that checkpoints are saved in", url=root.url
         )
+    found = sweep(root, dry_run=not delete, older_than=timedelta(hours=older_than_h))
+    size = sum(leftover.stored_bytes for leftover in found)
     if as_json:
-        emit({"url": root.url, "deleted": delete, "bytes": doomed_bytes, "attempts": entries})
+        leftovers = [asdict(leftover) for leftover in found]
+        emit({"url": root.url, "deleted": delete, "bytes": size, "leftovers": leftovers})
         return
-    for entry in entries:
-        hours = float(str(entry["age_s"])) / 3600
-        size = human_bytes(float(str(entry["bytes"])))
-        print(f"{entry['action']:<13}{entry['state']:<8}{size:>10}  {hours:.1f} h old  {entry['path']}")
-    if not entries:
-        print("nothing left behind by dead saves")
-    elif count and not delete:
-        print(f"{human_bytes(doomed_bytes)} in {count} attempt(s); run again with --delete to remove them")
-    elif count:
-        print(f"removed {human_bytes(doomed_bytes)} in {count} attempt(s)")
-    if any(entry["state"] == "unknown" and entry["action"] == "kept" for entry in entries):
+    for leftover in found:
+        about = f"{human_bytes(leftover.stored_bytes):>10}  {leftover.objects:>8} files"
+        print(f"{leftover.kind:<8}{about}  {leftover.url}")
+    if not found:
+        print(f"nothing left behind by dead saves below {root.url}")
+    elif delete:
+        print(f"removed {human_bytes(size)} in {len(found)} attempt(s)")
+    else:
         print(
-            "unknown: saved from another host, where it may still be running; --older-than HOURS "
-            "takes those that did not change for so long"
+            f"{human_bytes(size)} in {len(found)} attempt(s); run again with --delete to remove them"
         )
 
 
-def run_rm(
-    stored: StoredCheckpoint, *, yes: bool, as_json: bool, confirm: Callable[[str], bool]
-) -> None:
+def run_rm(location: Location, *, yes: bool, as_json: bool, confirm: Callable[[str], bool]) -> None:
     """Remove a checkpoint, after a question unless ``yes``."""
-    size = sum(map(array_bytes, stored.arrays.values()))
-    what = f"{stored.location.url} ({len(stored.arrays)} arrays, {human_bytes(size)})"
+    from shardstore.storage.commit import is_checkpoint
+    from shardstore.storage.sweep import delete_checkpoint
+
+    if not is_checkpoint(location):
+        raise NotACheckpointError(
+            f"{location.url} is not a checkpoint; nothing was removed", url=location.url
+        )
+    what = f"{location.url}{_size(location)}"
     if not yes:
         if as_json or not sys.stdin.isatty():
             raise UsageProblem(f"nobody can be asked whether to remove {what}: give --yes")
         if not confirm(f"Remove {what}?"):
             raise UsageProblem("nothing was removed")
-    left = remove_checkpoint(stored.location)
+    delete_checkpoint(location)
+    left = location.listing()
     if as_json:
-        emit({"url": stored.location.url, "removed": True, "bytes": size, "left": left})
+        emit({"url": location.url, "removed": True, "left": left})
         return
     print(f"removed {what}")
     if left:
-        print(f"left what is not the checkpoint's: {', '.join(left)}")
+        print(f"left what is not the checkpoint's: {', '.join(left[:8])}")
+
+
+def _size(location: Location) -> str:
+    """What would be lost, for the question; a damaged checkpoint can be removed all the same."""
+    try:
+        arrays = StoredCheckpoint(location).arrays.values()
+    except CheckpointingException:
+        return " (damaged)"
+    return f" ({len(arrays)} arrays, {human_bytes(sum(map(array_bytes, arrays)))})"

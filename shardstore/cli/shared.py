@@ -62,7 +62,9 @@ def parse_options(given: Sequence[str]) -> dict[str, Any]:
         except ValueError:
             parsed = value
         # Keys and secrets may look like numbers and must stay what they are.
-        parsed = value if isinstance(parsed, int | float) and not isinstance(parsed, bool) else parsed
+        parsed = (
+            value if isinstance(parsed, int | float) and not isinstance(parsed, bool) else parsed
+        )
         place = out
         *path, last = name.split(".")
         for part in path:
@@ -169,7 +171,9 @@ def parse_size(text: str) -> int:
         UsageProblem: no size.
     """
     units = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-    number = text.strip().lower().removesuffix("ib") if len(text.strip()) > 2 else text.strip().lower()
+    number = (
+        text.strip().lower().removesuffix("ib") if len(text.strip()) > 2 else text.strip().lower()
+    )
     digits = number.rstrip("bkmgt")
     unit = number[len(digits) :].removesuffix("b") if number[len(digits) :] != "b" else ""
     try:

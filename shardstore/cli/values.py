@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardstore.cli.shared import DAMAGE, UsageProblem, choose, complain, emit, get_array, progress_bar
+from shardstore.cli.shared import (
+    DAMAGE,
+    UsageProblem,
+    choose,
+    complain,
+    emit,
+    get_array,
+    progress_bar,
+)
 from shardstore.inspection.layout import array_bytes
 from shardstore.inspection.statistics import Statistics, measure
 from shardstore.inspection.streaming import read_box
@@ -106,7 +114,9 @@ def _parse_axis(part: str, length: int, axis: int, key: str) -> int | slice:
         if ":" not in part:
             index = int(part)
             if not -length <= index < length:
-                raise UsageProblem(f"index {index} is out of range for axis {axis} of {key!r}, length {length}")
+                raise UsageProblem(
+                    f"index {index} is out of range for axis {axis} of {key!r}, length {length}"
+                )
             return index % length
         ends = [int(end) if end.strip() else None for end in part.split(":")]
         if len(ends) > 3 or (len(ends) == 3 and ends[2] == 0):
@@ -121,9 +131,7 @@ def _parse_axis(part: str, length: int, axis: int, key: str) -> int | slice:
         ) from None
 
 
-def run_show(
-    stored: StoredCheckpoint, what: str, *, limit: int, as_json: bool
-) -> None:
+def run_show(stored: StoredCheckpoint, what: str, *, limit: int, as_json: bool) -> None:
     """Print values of an array, all or a slice of them."""
     key, inside = split_key(what, dict(stored.arrays))
     array = get_array(stored, key)
@@ -144,9 +152,7 @@ def run_show(
     if size > PRINTED:
         # Only the ends of each axis are printed, so only they are read.
         ends = 2 * EDGE + 1
-        picks = [
-            range(0) if not p else _ends(p) if len(p) > ends else p for p in picks
-        ]
+        picks = [range(0) if not p else _ends(p) if len(p) > ends else p for p in picks]
         shape = tuple(len(p) for p, s in zip(picks, selection, strict=True) if isinstance(s, slice))
         threshold = 0
     values = _printable(_gather(stored, array, picks).reshape(shape))

@@ -69,6 +69,8 @@ class StoredCheckpoint:
         if self.root is not None and self.root.consolidated:
             return self.root.arrays()
         name = ".zarray" if self.root is None else "zarr.json"
+        if not self.location.is_local:
+            return self._listed(name)
         found = {}
         nodes = self.location.listing()
         while nodes:
@@ -94,6 +96,25 @@ class StoredCheckpoint:
             found[meta.key] = meta
         return found
 
+    def _listed(self, name: str) -> Mapping[str, ArrayMeta]:
+        """All arrays of an object store's location: one listing, then all documents at once."""
+        store = self.location.remote
+        wanted = [entry for entry in store.walk() if entry.endswith(f"/{name}")]
+        found = {}
+        from shardstore.storage.object_io import read_objects
+
+        for entry, text in zip(wanted, read_objects(self.location, wanted), strict=True):
+            node = entry.rpartition("/")[0]
+            url = f"{self.location.url}/{entry}"
+            if text is None or not text.strip() or documents.is_group(text):
+                continue
+            if self.root is None:
+                meta = documents.parse_v2_array(node, text, url)
+            else:
+                meta = documents.parse_array_text(node, text, url)
+            found[meta.key] = meta
+        return found
+
     @cached_property
     def manifest(self) -> Manifest | None:
         """What each chunk was when it was written; ``None`` where there is no manifest."""
@@ -109,19 +130,26 @@ class StoredCheckpoint:
         Raises:
             ChunkMissingError, ChunkCorruptError: name key, chunk and the rank that wrote it.
         """
-        plain = [r for r in reads if self._by_files(r.array)]
-        other = [r for r in reads if not self._by_files(r.array)]
-        if plain:
-            FileMover(self.location, threads=self._threads).read(plain, self._manifest)
+        plain = [r for r in reads if self._is_plain(r.array)]
+        other = [r for r in reads if not self._is_plain(r.array)]
+        mover: Mover
+        if plain and self.location.is_local:
+            mover = FileMover(self.location, threads=self._threads)
+            mover.read(plain, self._manifest)
+        elif plain:
+            from shardstore.storage.object_mover import ObjectMover
+
+            mover = ObjectMover(self.location)
+            mover.read(plain, self._manifest)
         if other:
             # Not before it is needed: TensorStore takes longer to import than most files to read.
             from shardstore.storage.tensorstore_mover import TensorStoreMover
 
-            mover: Mover = TensorStoreMover(self.location)
+            mover = TensorStoreMover(self.location)
             mover.read(other, self._manifest)
 
-    def _by_files(self, array: ArrayMeta) -> bool:
-        return self._mover != "tensorstore" and self.location.is_local and array.is_plain
+    def _is_plain(self, array: ArrayMeta) -> bool:
+        return self._mover != "tensorstore" and array.is_plain
 
     def _manifest(self) -> Manifest | None:
         with self._lock:  # one of the threads that read asks the store, the others wait
@@ -146,6 +174,11 @@ class StoredCheckpoint:
             if self.manifest is not None:
                 manifest = self.manifest.without(set(doomed))
                 self.location.replace(MANIFEST_NAME, manifest.to_bytes())
+        if not self.location.is_local:
+            store = self.location.remote
+            files = [name for node in doomed for name in store.walk(node)]
+            store.delete([name for name in files if not name.endswith(".pt")])
+            doomed = []
         for node in doomed:
             for name in self.location.listing(node):
                 # Sharded objects of the same key live in the same folder and stay.

@@ -6,6 +6,8 @@ checkpoint that is replaced (``renameat2(RENAME_EXCHANGE)``, Linux man-pages ren
 readable until then. A reader never sees a folder that is being written. Attempts whose process is
 gone are swept by the next attempt at the same target.
 
+In an object store there is no rename, and :mod:`object_commit` has another protocol.
+
 Who calls what is the business of the rooms above: one process begins and publishes, the others
 join.
 """
@@ -21,13 +23,15 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardstore.errors import CheckpointExistsError, StorageError
+from shardstore.storage.attempt import Attempt
 from shardstore.storage.location import Location, store_errors
 
-__all__ = ["Attempt", "begin", "is_checkpoint", "join", "sweep", "sync_file_system"]
+__all__ = ["FolderAttempt", "begin", "is_checkpoint", "join", "sweep", "sync_file_system"]
 
 OWNER_NAME = ".owner.json"
 MARKERS = ("zarr.json", "metadata.json")
@@ -43,12 +47,16 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def is_checkpoint(location: Location) -> bool:
     """Whether a committed checkpoint is there (ours, or one with a ``metadata.json`` of another
     backend)."""
+    if not location.is_local:
+        from shardstore.storage import object_commit
+
+        return object_commit.is_committed(location)
     return any(location.exists(marker) for marker in MARKERS)
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """One try at writing a checkpoint.
+class FolderAttempt:
+    """One try at writing a checkpoint to a local or shared file system.
 
     Attributes:
         target: where the checkpoint shall be.
@@ -61,6 +69,37 @@ class Attempt:
     location: Location
     id: str
     overwrite: bool = False
+
+    @property
+    def defers_documents(self) -> bool:
+        """No: nobody opens an attempt's folder."""
+        return False
+
+    def check(self) -> None:
+        """Nothing to check: nobody else writes to an attempt's folder."""
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a document. Errors as :meth:`Location.write`."""
+        self.location.write(name, data)
+
+    def put_all(self, documents: Sequence[tuple[str, bytes]]) -> None:
+        """Write documents."""
+        for name, data in documents:
+            self.put(name, data)
+
+    def flush(self) -> None:
+        """Wait until what this rank wrote is on the disk."""
+        sync_file_system(self.location)
+
+    def commit(self, documents: Sequence[tuple[str, bytes]], *, durable: bool) -> None:
+        """Write the last documents in order, and publish. Called by one process.
+
+        Raises: as :meth:`publish`.
+        """
+        self.put_all(documents)
+        if durable:
+            self.flush()
+        self.publish(durable=durable)
 
     def publish(self, *, durable: bool = True) -> None:
         """Put the finished attempt in its target's place, in one atomic step. Called by one
@@ -121,7 +160,7 @@ class Attempt:
                     os.rename(path, os.path.join(target, name))
             # From here on the next attempt may sweep it, should this process die on the way.
             os.rename(f"{target}/{OWNER_NAME}", f"{source}/{OWNER_NAME}")
-            _remove(self.location)
+            remove_attempt(self.location)
         except OSError as error:
             logger.warning(
                 "%s is committed, but what it replaced could not be removed: %s", target, error
@@ -133,16 +172,25 @@ class Attempt:
         # Without its owner's note it is what a commit replaced, perhaps with files of others.
         if self.location.exists(OWNER_NAME):
             with contextlib.suppress(StorageError):
-                _remove(self.location)
+                remove_attempt(self.location)
 
 
-def _remove(attempt: Location) -> None:
+def remove_attempt(attempt: Location) -> None:
     """Remove an attempt: the commit first, so that no reader opens what is half gone, the owner's
     note last, so that the next attempt sweeps the rest if this process dies on the way."""
     for name in (*MARKERS, *attempt.listing()):
         if name != OWNER_NAME:
             attempt.delete(name)
     attempt.delete()
+
+
+def delete_folder(location: Location) -> None:
+    """Delete a checkpoint: its commit first. Foreign files, and then the folder, stay."""
+    for name in (*MARKERS, *location.listing()):
+        if name in MARKERS or _is_ours(os.path.join(location.url, name)):
+            location.delete(name)
+    if not location.listing():
+        location.delete()
 
 
 def _is_ours(path: str) -> bool:
@@ -166,14 +214,26 @@ def _attempt_location(target: Location, attempt_id: str) -> Location:
     return Location.of(f"{parent}/.{name}.attempt-{attempt_id}")
 
 
-def begin(place: Location, *, overwrite: bool = False) -> Attempt:
+def begin(
+    place: Location, *, overwrite: bool = False, allow_unconditional: bool = False
+) -> Attempt:
     """Begin an attempt at a target. Called by one process, the coordinator.
+
+    Args:
+        place: the target.
+        overwrite: a checkpoint that is there may be replaced.
+        allow_unconditional: see :attr:`SaveOptions.allow_unconditional`.
 
     Raises:
         CheckpointExistsError: a checkpoint, or a file, is there and may not be replaced.
         StorageError: the folder can not be created.
     """
-    place.require_local()
+    if not place.is_local:
+        from shardstore.storage import object_commit
+
+        return object_commit.begin(
+            place, overwrite=overwrite, allow_unconditional=allow_unconditional
+        )
     target = Location.of(os.path.realpath(place.url))
     if target.exists() and not target.is_dir():
         raise CheckpointExistsError(
@@ -202,13 +262,17 @@ def begin(place: Location, *, overwrite: bool = False) -> Attempt:
         os.makedirs(fresh.url)
         fresh.write(OWNER_NAME, json.dumps(_owner()).encode())
         os.rename(fresh.url, location.url)
-    return Attempt(target, location, attempt_id, overwrite)
+    return FolderAttempt(target, location, attempt_id, overwrite)
 
 
 def join(place: Location, attempt_id: str, *, overwrite: bool = False) -> Attempt:
     """The attempt that the coordinator began, on another rank."""
+    if not place.is_local:
+        from shardstore.storage import object_commit
+
+        return object_commit.join(place, attempt_id, overwrite=overwrite)
     target = Location.of(os.path.realpath(place.url))
-    return Attempt(target, _attempt_location(target, attempt_id), attempt_id, overwrite)
+    return FolderAttempt(target, _attempt_location(target, attempt_id), attempt_id, overwrite)
 
 
 def sweep(target: Location) -> list[str]:
@@ -220,9 +284,9 @@ def sweep(target: Location) -> list[str]:
         if not entry.startswith(f".{name}.attempt-"):
             continue
         attempt = Location.of(f"{parent}/{entry}")
-        if _is_dead(attempt):
+        if is_dead(attempt):
             with contextlib.suppress(StorageError):
-                _remove(attempt)
+                remove_attempt(attempt)
                 swept.append(attempt.url)
     return swept
 
@@ -252,7 +316,8 @@ def _start_of(pid: int) -> str | None:
     return fields[19] if fields[0] not in "ZX" else None
 
 
-def _is_dead(attempt: Location) -> bool:
+def is_dead(attempt: Location) -> bool:
+    """Whether the process of an attempt ran on this host and is gone."""
     if attempt.is_dir() and not attempt.listing():
         return not attempt.name.endswith(".begin")
     try:

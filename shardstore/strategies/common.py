@@ -21,7 +21,7 @@ import pickle
 import re
 import types
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -213,7 +213,10 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
                 "LocalNonpersistentObject",
                 url=str(checkpoint_dir),
             ) from error
-        Location.of(checkpoint_dir).write(COMMON_STATE_FNAME, data)
+        location = Location.of(checkpoint_dir)
+        session = session_of(location)
+        write = location.write if session is None else session.attempt.put
+        write(COMMON_STATE_FNAME, data)
 
     def save_sharded_objects(
         self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: str | Path
@@ -226,6 +229,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
         """
         location = Location.of(checkpoint_dir)
         session = session_of(location)
+        write = location.write if session is None else session.attempt.put
         for sharded in nested_values(sharded_objects_state_dict):
             if not isinstance(sharded, ShardedObject) or not is_main_replica(sharded.replica_id):
                 continue
@@ -237,7 +241,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
                     f"{error}",
                     key=sharded.key,
                 ) from error
-            location.write(object_file(sharded), data)
+            write(object_file(sharded), data)
             if session is not None:
                 session.manifest.objects.append(sharded.unique_key)
 
@@ -298,18 +302,13 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
         """Unique key -> sharded object without data, for each object stored."""
         location = Location.of(checkpoint_dir)
         found: ShardedStateDict = {}
-        for node in location.listing():
-            if not location.is_dir(node):
+        for node, name in _object_files(location):
+            unique_key = f"{key_of(node) or node}/{name[: -len('.pt')]}"
+            try:
+                sharded = ShardedObject.empty_from_unique_key(unique_key)
+            except (KeyNameError, ValueError):
                 continue
-            for name in location.listing(node):
-                if not (name.startswith("shard_") and name.endswith(".pt")):
-                    continue
-                unique_key = f"{key_of(node) or node}/{name[: -len('.pt')]}"
-                try:
-                    sharded = ShardedObject.empty_from_unique_key(unique_key)
-                except (KeyNameError, ValueError):
-                    continue
-                found[sharded.unique_key] = sharded
+            found[sharded.unique_key] = sharded
         return found
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
@@ -328,6 +327,25 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
                 "this version of "
                 f"shardstore reads {VERSION}: upgrade shardstore to load it"
             )
+
+
+def _object_files(location: Location) -> Iterator[tuple[str, str]]:
+    """Node and name of all files of sharded objects."""
+    if location.is_local:
+        paths = (
+            (node, name)
+            for node in location.listing()
+            if location.is_dir(node)
+            for name in location.listing(node)
+        )
+    else:
+        # One listing, a thousand names a request, instead of one a folder.
+        paths = (
+            (node, name) for node, _, name in (p.partition("/") for p in location.remote.walk())
+        )
+    for node, name in paths:
+        if name.startswith("shard_") and name.endswith(".pt"):
+            yield node, name
 
 
 def _read_object(location: Location, sharded: ShardedObject) -> bytes:

@@ -1,0 +1,50 @@
+"""The S3 servers that any test may ask for; each is started by the first test that does.
+
+The package is imported here, before any test imports TensorStore: its import bounds the requests
+that TensorStore makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import shardstore
+from scripts.s3_servers import EmbeddedServer, S3Server, embedded_server, radosgw
+
+assert shardstore
+
+NO_RADOSGW = "no Ceph gateway runs here: scripts/s3_server start brings one up (Debian, as root)"
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """The embedded server, shared by all tests of a session: take a bucket of your own."""
+    with embedded_server(tmp_path_factory.mktemp("embedded-s3")) as embedded:
+        yield embedded.server
+
+
+@pytest.fixture
+def own_s3_server(tmp_path: Path) -> Iterator[EmbeddedServer]:
+    """An embedded server for one test alone, which may kill it and start it again."""
+    with embedded_server(tmp_path / "own-s3") as embedded:
+        yield embedded
+
+
+@pytest.fixture(scope="session")
+def radosgw_server() -> S3Server:
+    """The Ceph gateway of scripts/s3_server; skips where none runs."""
+    server = radosgw()
+    if server is None:
+        pytest.skip(NO_RADOSGW)
+    return server
+
+
+@pytest.fixture(params=["embedded", "radosgw"])
+def any_s3_server(request: pytest.FixtureRequest) -> S3Server:
+    """Each server in turn, so that one test speaks for both."""
+    name = "s3_server" if request.param == "embedded" else "radosgw_server"
+    server: S3Server = request.getfixturevalue(name)
+    return server
