@@ -1,7 +1,7 @@
 """The command ``shardstore``: its arguments, and how it ends.
 
-Each command parses its arguments here, imports the room that does the work, and hands over. Whatever
-goes wrong is one line on standard error and an exit code, never a traceback.
+Each command parses its arguments here, imports the room that does the work, and hands over.
+Whatever goes wrong is one line on standard error and an exit code, never a traceback.
 """
 
 from __future__ import annotations

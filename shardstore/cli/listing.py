@@ -59,7 +59,7 @@ def ls(
         return
     tree = modules(arrays.values())
     if flat:
-        rows = [(meta.key, meta, None) for meta in _leaves(tree)]
+        rows: list[Row] = [(meta.key, meta, None) for meta in _leaves(tree)]
     else:
         rows = [_row(level, node, depth) for level, node in tree.walk() if _shown(level, depth)]
     _print_rows(rows)
@@ -87,10 +87,11 @@ def _row(level: int, node: Module, depth: int | None) -> Row:
 def _print_rows(rows: Sequence[Row]) -> None:
     color = sys.stdout.isatty()
     name_width = min(60, max((len(label) for label, _, _ in rows), default=0))
-    texts = [(*_columns(meta), label, meta, module) for label, meta, module in rows]
-    widths = [max((len(row[i]) for row in texts), default=0) for i in range(4)]
+    columns = [_columns(meta) for _, meta, _ in rows]
+    widths = [max((len(cells[i]) for cells in columns), default=0) for i in range(4)]
     lines = []
-    for dtype, shape, chunks, shards, label, meta, module in texts:
+    for (label, meta, module), texts in zip(rows, columns, strict=True):
+        dtype, shape, chunks, shards = texts
         if meta is None:
             assert module is not None
             tail = f"{module.arrays} arrays, {human_bytes(module.bytes)}"
@@ -153,6 +154,11 @@ def about(stored: StoredCheckpoint) -> dict[str, Any]:
     }
 
 
+def _writers(commit: dict[str, Any], writers: int | None) -> str:
+    wrote = f", {writers} of which wrote arrays" if writers else ""
+    return f"{commit.get('world_size')} rank(s){wrote}, shardstore {commit.get('shardstore')}"
+
+
 def info(stored: StoredCheckpoint, *, as_json: bool) -> None:
     """Print what is known of a checkpoint as a whole."""
     found = about(stored)
@@ -176,10 +182,7 @@ def info(stored: StoredCheckpoint, *, as_json: bool) -> None:
         "size": f"{human_bytes(found['bytes'])}" + (f" ({by_dtype})" if by_dtype else ""),
         "stored": None if found["stored_bytes"] is None else human_bytes(found["stored_bytes"]),
         "saved": commit.get("created"),
-        "by": None
-        if not commit
-        else f"{commit.get('world_size')} rank(s), {found['writers'] or '?'} of which wrote arrays, "
-        f"shardstore {commit.get('shardstore')}",
+        "by": None if not commit else _writers(commit, found["writers"]),
         "took": None if "seconds" not in commit else f"{commit['seconds']} s",
         "content": json.dumps(found["content_metadata"]) if found["content_metadata"] else None,
         "manifest": found["manifest_damage"],

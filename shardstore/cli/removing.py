@@ -39,7 +39,8 @@ def run_gc(root: Location, *, delete: bool, older_than_h: float, as_json: bool) 
         print(f"removed {human_bytes(size)} in {len(found)} attempt(s)")
     else:
         print(
-            f"{human_bytes(size)} in {len(found)} attempt(s); run again with --delete to remove them"
+            f"{human_bytes(size)} in {len(found)} attempt(s); run again with --delete to remove "
+            "them"
         )
 
 

@@ -40,7 +40,7 @@ DAMAGE = 1
 WRONG_USE = 2
 
 
-class UsageProblem(CheckpointingException, ValueError):
+class UsageProblem(CheckpointingException, ValueError):  # noqa: N818 (it is the user's)
     """The command was used wrongly; the text says how to use it."""
 
 
@@ -97,7 +97,8 @@ def _require_zarr(location: Location) -> None:
         raise NotACheckpointError(f"{location.url}/metadata.json is damaged") from None
     if name != "zarr":
         raise NotACheckpointError(
-            f"{location.url} was written by the backend {name!r}, not as Zarr arrays; convert it first"
+            f"{location.url} was written by the backend {name!r}, not as Zarr "
+            "arrays; convert it first"
         )
 
 

@@ -66,7 +66,7 @@ def run_stats(
 
 def _print_stats(arrays: dict[str, ArrayMeta], found: dict[str, Statistics]) -> None:
     head = ("key", "dtype", "count", "norm", "mean", "min", "max", "zeros", "NaN", "Inf")
-    rows = [head]
+    rows: list[tuple[str, ...]] = [head]
     for key in sorted(arrays):
         s = found[key]
         numbers = (s.norm, s.mean, s.min, s.max)
@@ -142,7 +142,8 @@ def run_show(stored: StoredCheckpoint, what: str, *, limit: int, as_json: bool) 
     if as_json:
         if size > limit:
             raise UsageProblem(
-                f"{size} values are more than --limit {limit}; choose a slice, such as '{key}[0, :10]'"
+                f"{size} values are more than --limit {limit}; choose a slice, such as "
+                f"'{key}[0, :10]'"
             )
         values = _gather(stored, array, picks).reshape(shape)
         emit({"key": key, "dtype": array.dtype, "shape": list(shape), "values": _listed(values)})
@@ -180,9 +181,9 @@ def _gather(
     def fill(axis: int, offset: list[int], shape: list[int], where: list[Any]) -> None:
         if axis == len(axes):
             box = Box(tuple(offset), tuple(shape))
-            steps = tuple(slice(None, None, step) for *_, step in where)
-            target = tuple(slice(start, stop) for start, stop, _ in where)
-            out[(..., *target)] = read_box(stored, array, box)[(..., *steps)]
+            steps: list[Any] = [..., *(slice(None, None, step) for *_, step in where)]
+            target: list[Any] = [..., *(slice(start, stop) for start, stop, _ in where)]
+            out[tuple(target)] = read_box(stored, array, box)[tuple(steps)]
             return
         for low, high, step, start, stop in axes[axis]:
             fill(axis + 1, [*offset, low], [*shape, high - low], [*where, (start, stop, step)])

@@ -41,11 +41,13 @@ def _table(dtype: np.dtype[Any]) -> NDArray[np.float64]:
 
 def as_float64(values: NDArray[Any]) -> NDArray[np.float64]:
     """Values as float64; magnitudes of complex ones."""
+    out: NDArray[np.float64]
     if values.dtype.kind == "c":
-        out: NDArray[np.float64] = np.abs(values.astype(np.complex128))
+        out = np.abs(values.astype(np.complex128))
         return out
     if values.dtype.itemsize <= 2 and values.dtype.kind != "b":
-        return _table(values.dtype)[values.view(f"u{values.dtype.itemsize}")]
+        out = _table(values.dtype)[values.view(f"u{values.dtype.itemsize}")]
+        return out
     return values.astype(np.float64)
 
 
