@@ -6,6 +6,7 @@ Whatever goes wrong is one line on standard error and an exit code, never a trac
 
 from __future__ import annotations
 
+import gc as gc_module
 import os
 import sys
 from enum import StrEnum
@@ -306,4 +307,6 @@ def _usage(error: Exception) -> str:
 
 def main() -> None:
     """Entry point of the console script."""
+    # A listing makes many objects and then ends: looking for rubbish among them only costs time.
+    gc_module.set_threshold(200_000)
     sys.exit(run())

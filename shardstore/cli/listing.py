@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from shardstore.cli.shared import choose, emit, human_bytes
+from shardstore.cli.shared import choose, counted, emit, human_bytes
 from shardstore.errors import DamagedCheckpointError
 from shardstore.inspection.layout import Module, array_bytes, modules, shard_counts
 from shardstore.storage.checkpoint import StoredCheckpoint
@@ -64,7 +64,7 @@ def ls(
         rows = [_row(level, node, depth) for level, node in tree.walk() if _shown(level, depth)]
     _print_rows(rows)
     total = human_bytes(tree.bytes)
-    print(f"{len(arrays)} array{'s' * (len(arrays) != 1)}, {total}")
+    print(f"{counted(len(arrays), 'array')}, {total}")
 
 
 def _shown(level: int, depth: int | None) -> bool:
@@ -94,7 +94,7 @@ def _print_rows(rows: Sequence[Row]) -> None:
         dtype, shape, chunks, shards = texts
         if meta is None:
             assert module is not None
-            tail = f"{module.arrays} arrays, {human_bytes(module.bytes)}"
+            tail = f"{counted(module.arrays, 'array')}, {human_bytes(module.bytes)}"
             line = f"{BOLD}{label}{END}  {DIM}{tail}{END}" if color else f"{label}  ({tail})"
         else:
             cells = f"{dtype:<{widths[0]}}  {shape:<{widths[1]}}  {chunks:<{widths[2]}}"
@@ -109,7 +109,9 @@ def _columns(meta: ArrayMeta | None) -> tuple[str, str, str, str]:
     if meta is None:
         return "", "", "", ""
     counts = shard_counts(meta)
-    shards = "" if counts is None else f"{'x'.join(map(str, counts)) or '1'} shards"
+    shards = "" if counts is None else f"{'x'.join(map(str, counts))} shards"
+    if counts is not None and all(count == 1 for count in counts):
+        shards = "whole"
     chunk = f"{meta.grid.size} of {_shape(meta.grid.chunk_shape)}" if meta.grid.size else "no chunk"
     return meta.dtype, _shape(meta.shape), chunk, shards
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardstore.cli.shared import human_bytes
+from shardstore.cli.shared import counted, human_bytes
 from shardstore.inspection.layout import Cell, Module, array_bytes, shard_counts
 from shardstore.inspection.statistics import Statistics
 from shardstore.storage.documents import ArrayMeta
@@ -138,7 +138,7 @@ def _node(module: Module, facts: Mapping[str, ArrayFacts]) -> str:
         return _array(module.name, facts[module.array.key])
     own = "" if module.array is None else _array(module.name, facts[module.array.key])
     below = "".join(_node(child, facts) for child in module.below.values())
-    about = f"{module.arrays} arrays"
+    about = counted(module.arrays, "array")
     return (
         f'<details class="module"><summary><b>{escape(module.name)}</b> <span class="dim">{about}'
         f'</span><span class="size">{human_bytes(module.bytes)}</span></summary>{own}{below}'
@@ -154,9 +154,11 @@ def _array(name: str, facts: ArrayFacts) -> str:
         f'{bad}<span class="size">{human_bytes(array_bytes(meta))}</span></summary>'
     )
     shards = shard_counts(meta)
-    lines = [f"{meta.grid.size} chunks of {list(meta.grid.chunk_shape)}"]
+    lines = [f"{counted(meta.grid.size, 'chunk')} of {list(meta.grid.chunk_shape)}"]
     if shards is not None:
-        lines.append(f"saved from {' x '.join(map(str, shards)) or '1'} shards")
+        whole = all(count == 1 for count in shards)
+        cut = "1 shard" if whole else f"{' x '.join(map(str, shards))} shards"
+        lines.append(f"saved from {cut}")
     if facts.statistics is not None:
         lines.append(_numbers(facts.statistics))
     text = f"<div class='dim'>{escape(meta.key)}</div><div>{escape('; '.join(lines))}</div>"

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardstore.cli.shared import UsageProblem, complain, emit, get_array, human_bytes
+from shardstore.cli.shared import (
+    UsageProblem,
+    choose,
+    complain,
+    counted,
+    emit,
+    get_array,
+    human_bytes,
+)
 from shardstore.inspection.layout import Module, cells, drawn_axes, modules
 from shardstore.inspection.statistics import histogram, measure
 from shardstore.storage.checkpoint import StoredCheckpoint
@@ -33,7 +41,7 @@ def run_plot(
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     if array is None:
-        _sizes(axes, modules(stored.arrays.values()), key)
+        _sizes(axes, modules(choose(stored.arrays, [key] if key else []).values()), key)
     elif kind == "layout":
         _layout(figure, axes, stored, array)
     else:
@@ -68,7 +76,7 @@ def _layout(figure: Any, axes: Any, stored: StoredCheckpoint, array: ArrayMeta) 
     if rows is None:
         axes.set_yticks([])
     shards = "" if array.shard_shape is None else f", shards of {list(array.shard_shape)}"
-    chunks = f"{array.grid.size} chunks of {list(array.grid.chunk_shape)}"
+    chunks = f"{counted(array.grid.size, 'chunk')} of {list(array.grid.chunk_shape)}"
     axes.set_title(f"{array.key}\n{array.dtype} {list(array.shape)}, {chunks}{shards}")
     shown = ranks[:16]
     handles = [Patch(facecolor=color[rank], label=f"rank {rank}") for rank in shown]
@@ -99,7 +107,9 @@ def _histogram(axes: Any, stored: StoredCheckpoint, array: ArrayMeta) -> None:
 
 
 def _sizes(axes: Any, tree: Module, path: str | None) -> None:
-    node, prefix = _find(tree, path)
+    node = tree
+    while len(node.below) == 1 and (only := next(iter(node.below.values()))).below:
+        node = only
     bars = sorted(node.below.values(), key=lambda child: child.bytes, reverse=True)
     shown = bars[:BARS]
     names = [child.name for child in shown]
@@ -111,28 +121,4 @@ def _sizes(axes: Any, tree: Module, path: str | None) -> None:
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlabel("MiB")
-    axes.set_title(f"{prefix or 'all arrays'}: {human_bytes(node.bytes)} in {node.arrays} arrays")
-
-
-def _find(tree: Module, path: str | None) -> tuple[Module, str]:
-    """The module of a path, the root for none; where it has but one child, that."""
-    node, prefix = tree, ""
-    while path and prefix != path:
-        for child in node.below.values():
-            name = child.name if not prefix or prefix.endswith("/") else f"{prefix}.{child.name}"
-            name = prefix + child.name if prefix.endswith("/") else name
-            if (
-                path == name
-                or path.startswith((f"{name}.", f"{name}/"))
-                or (name.endswith("/") and path.startswith(name))
-            ):
-                node, prefix = child, name
-                break
-        else:
-            raise UsageProblem(f"no module {path!r}; `shardstore ls --depth 2` lists some")
-        if not node.below:
-            raise UsageProblem(f"{path!r} is an array; give the module that it is in")
-    while len(node.below) == 1 and next(iter(node.below.values())).below:
-        ((name, node),) = node.below.items()
-        prefix = name
-    return node, prefix
+    axes.set_title(f"{path or 'all arrays'}: {human_bytes(node.bytes)} in {node.arrays} arrays")

@@ -26,6 +26,7 @@ __all__ = [
     "UsageProblem",
     "choose",
     "complain",
+    "counted",
     "emit",
     "get_array",
     "human_bytes",
@@ -184,6 +185,11 @@ def parse_size(text: str) -> int:
     if size < 1:
         raise UsageProblem(f"{text!r} is no size; give one such as 512MiB or 2GiB")
     return size
+
+
+def counted(count: int, what: str) -> str:
+    """``1 chunk``, ``2 chunks``."""
+    return f"{count:,} {what}{'s' * (count != 1)}"
 
 
 def human_bytes(size: float) -> str:

@@ -12,7 +12,6 @@ from shardstore.errors import NotACheckpointError
 from shardstore.storage import documents
 from shardstore.storage.chunks import Mover, RegionRead
 from shardstore.storage.documents import ArrayMeta, RootDocument
-from shardstore.storage.files import FileMover
 from shardstore.storage.location import Location
 from shardstore.storage.manifest import MANIFEST_NAME, Manifest
 
@@ -134,6 +133,8 @@ class StoredCheckpoint:
         other = [r for r in reads if not self._is_plain(r.array)]
         mover: Mover
         if plain and self.location.is_local:
+            from shardstore.storage.files import FileMover
+
             mover = FileMover(self.location, threads=self._threads)
             mover.read(plain, self._manifest)
         elif plain:
