@@ -14,12 +14,8 @@ from shardstore.storage import documents
 from shardstore.storage.chunks import Mover, RegionRead
 from shardstore.storage.collector import collector_paused
 from shardstore.storage.documents import ArrayMeta, RootDocument
-from shardstore.storage.files import FileMover
 from shardstore.storage.location import Location
 from shardstore.storage.manifest import MANIFEST_NAME, Manifest
-from shardstore.storage.object_io import read_objects
-from shardstore.storage.object_mover import ObjectMover
-from shardstore.storage.tensorstore_mover import TensorStoreMover
 
 __all__ = ["StoredCheckpoint"]
 
@@ -108,6 +104,8 @@ class StoredCheckpoint:
         store = self.location.remote
         wanted = [entry for entry in store.walk() if entry.endswith(f"/{name}")]
         found = {}
+        from shardstore.storage.object_io import read_objects
+
         for entry, text in zip(wanted, read_objects(self.location, wanted), strict=True):
             node = entry.rpartition("/")[0]
             url = f"{self.location.url}/{entry}"
@@ -139,12 +137,19 @@ class StoredCheckpoint:
         other = [r for r in reads if not self._is_plain(r.array)]
         mover: Mover
         if plain and self.location.is_local:
+            from shardstore.storage.files import FileMover
+
             mover = FileMover(self.location, threads=self._threads)
             mover.read(plain, self._manifest)
         elif plain:
+            from shardstore.storage.object_mover import ObjectMover
+
             mover = ObjectMover(self.location)
             mover.read(plain, self._manifest)
         if other:
+            # Not before it is needed: TensorStore takes longer to import than most files to read.
+            from shardstore.storage.tensorstore_mover import TensorStoreMover
+
             mover = TensorStoreMover(self.location)
             mover.read(other, self._manifest)
 
