@@ -68,7 +68,6 @@ class ClaimedTensor(ShardedTensor):
     """A sharded tensor that ranks unknown to this one may hold too, as the same replica."""
 
 
-
 def shard(state_dict: StateDict) -> ShardedStateDict:
     """A sharded state dict with every tensor of a state dict, by the rule of this module.
 
@@ -96,9 +95,7 @@ def adopt_for_save(state_dict: ShardedStateDict) -> ShardedStateDict:
     return _adopt(state_dict, _ranks_of(state_dict), plain=lambda key: True, loading=False).state
 
 
-def adopt_for_load(
-    state_dict: ShardedStateDict, stored: Callable[[], Container[str]]
-) -> Adopted:
+def adopt_for_load(state_dict: ShardedStateDict, stored: Callable[[], Container[str]]) -> Adopted:
     """The state dict with what is to be loaded from arrays as sharded tensors.
 
     Args:

@@ -192,7 +192,9 @@ def save(
         try:
             if session.exchange_layouts:
                 what = f"planning the save to {session.target.url}"
-                apply_claims(sharded, ranks.together(claims(sharded), what=what, decide=decide_claims))
+                apply_claims(
+                    sharded, ranks.together(claims(sharded), what=what, decide=decide_claims)
+                )
             request = _write(
                 sharded, common, place, sharded_strategy, common_strategy, async_sharded_save
             )

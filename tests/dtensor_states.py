@@ -80,9 +80,7 @@ def state(world_size: int, *, shift: int = 0, zero: bool = False) -> dict[str, A
     return made
 
 
-def part_of(
-    full: torch.Tensor, mesh: DeviceMesh, placed: Sequence[Placement]
-) -> torch.Tensor:
+def part_of(full: torch.Tensor, mesh: DeviceMesh, placed: Sequence[Placement]) -> torch.Tensor:
     """What this rank holds of a whole tensor."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None

@@ -239,7 +239,10 @@ def _is_direct(target: torch.Tensor, meta: ArrayMeta) -> bool:
         and target.dtype == dtypes.torch_dtype(meta.dtype)
         and not target.is_conj()
         and not target.is_neg()
-        and not any(stride == 0 and size > 1 for stride, size in zip(target.stride(), target.shape, strict=True))
+        and not any(
+            stride == 0 and size > 1
+            for stride, size in zip(target.stride(), target.shape, strict=True)
+        )
     )
 
 

@@ -92,7 +92,9 @@ class TorchDistSaveShardedStrategy(SaveShardedStrategy):
         """
         state, shapes = _for_dcp(sharded_state_dict)
         folder = str(checkpoint_dir)
-        writer = FileSystemWriter(folder, thread_count=self._threads, sync_files=False, overwrite=True)
+        writer = FileSystemWriter(
+            folder, thread_count=self._threads, sync_files=False, overwrite=True
+        )
         alone = not (dist.is_available() and dist.is_initialized())
         try:
             with warnings.catch_warnings():
@@ -120,10 +122,6 @@ class _Planner(DefaultSavePlanner):
             merged.update(plan.planner_data or {})
         cast(Any, metadata).mcore_data = merged
         return [replace(plan, planner_data=None) for plan in plans], metadata
-
-
-
-
 
 
 def _own(error: CheckpointException) -> CheckpointingException:

@@ -421,9 +421,7 @@ def _plan_item(
         assert common is not None
         data = source.part(common.relative_to(box.offset))()
         piece = as_bytes(np.ascontiguousarray(data)).tobytes()
-        report.pieces.append(
-            _Piece(meta.key, index, common.relative_to(chunk.offset), piece)
-        )
+        report.pieces.append(_Piece(meta.key, index, common.relative_to(chunk.offset), piece))
 
 
 class _Source:

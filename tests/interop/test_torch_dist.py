@@ -92,9 +92,12 @@ def test_metadata_lists_tensors_in_their_own_shape_and_objects(ours: Path) -> No
 @pytest.fixture(scope="session")
 def megatron() -> Path:
     python = ROOT / ".envs" / "megatron" / "bin" / "python"
-    ready = python.is_file() and not subprocess.run(
-        [python, "-c", "import psutil"], capture_output=True, check=False
-    ).returncode
+    ready = (
+        python.is_file()
+        and not subprocess.run(
+            [python, "-c", "import psutil"], capture_output=True, check=False
+        ).returncode
+    )
     if not ready:
         pytest.skip("no environment with megatron-core and psutil: scripts/megatron_env makes it")
     return python
