@@ -1,0 +1,277 @@
+"""What can be converted: checkpoints as arrays that are read region by region, without ranks."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from shardstore.convert.safetensors_files import INDEX_SUFFIX, Entry, fingerprint, open_files
+from shardstore.core import CONFIG_FNAME, maybe_load_config
+from shardstore.dcp.files import METADATA_NAME, DcpFiles
+from shardstore.errors import CheckpointingException, NotACheckpointError
+from shardstore.plain_values import NotPlainError
+from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.chunks import RegionRead
+from shardstore.storage.documents import ArrayMeta
+from shardstore.storage.grid import Box, Grid
+from shardstore.storage.location import Location
+from shardstore.storage.parallel import default_threads, run_batched
+from shardstore.strategies.common import COMMON_STATE_FNAME, TorchCommonLoadStrategy, load_bytes
+from shardstore.strategies.common_json import StateRecord, as_json
+
+__all__ = ["FORMATS", "STATE_METADATA", "Extras", "Source", "detect", "open_source"]
+
+FORMATS = ("shardstore", "megatron-zarr", "torch_dist", "dcp", "safetensors")
+STATE_METADATA = "shardstore.state_dict"
+"""Name in the metadata of safetensors files under which values that are no tensors are kept."""
+_BATCH_BYTES = 4 * 1024 * 1024
+
+
+@dataclass
+class Extras:
+    """What a checkpoint holds beside tensors.
+
+    Attributes:
+        common: ``common.pt`` as it is, where there is one.
+        record: values and paths otherwise.
+        objects: unique key of a sharded object -> gives its value.
+        attributes: JSON that describes the content.
+    """
+
+    common: bytes | None = None
+    record: StateRecord = field(default_factory=StateRecord)
+    objects: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Source(Protocol):
+    """An opened checkpoint.
+
+    Attributes:
+        arrays: key -> tensor.
+    """
+
+    arrays: Mapping[str, ArrayMeta]
+
+    def boxes(self, key: str) -> list[Box]:
+        """How the tensor is cut where it is stored."""
+
+    def read(self, reads: Sequence[RegionRead]) -> None:
+        """Read regions into their destinations."""
+
+    def extras(self) -> Extras:
+        """What is no tensor."""
+
+    def identity(self) -> list[Any]:
+        """JSON that tells this checkpoint from what may be at its place another time."""
+
+
+def detect(place: Path) -> str:
+    """The format of what is at a place.
+
+    Raises:
+        NotACheckpointError: nothing that is known.
+    """
+    if place.is_file() or place.name.endswith(INDEX_SUFFIX):
+        return "safetensors"
+    if not place.is_dir():
+        raise NotACheckpointError(f"{place} does not exist", url=str(place))
+    config = maybe_load_config(place)
+    if config is not None and config.sharded_backend == "torch_dist":
+        return "torch_dist"
+    if (place / "zarr.json").is_file():
+        return "shardstore"
+    if config is not None:
+        return "megatron-zarr"
+    if (place / METADATA_NAME).is_file():
+        return "dcp"
+    if next(place.glob("*.safetensors"), None) is not None:
+        return "safetensors"
+    raise NotACheckpointError(
+        f"{place} is no checkpoint of a known format ({', '.join(FORMATS)}); if it is one, name "
+        "its folder or file itself",
+        url=str(place),
+    )
+
+
+def open_source(place: Path, source_format: str) -> Source:
+    """Open a checkpoint of a known format for reading.
+
+    Raises:
+        NotACheckpointError, DamagedCheckpointError: it is not of that format, or damaged.
+    """
+    if source_format in ("shardstore", "megatron-zarr"):
+        return ZarrSource(place)
+    if source_format in ("torch_dist", "dcp"):
+        return DcpSource(place)
+    if source_format == "safetensors":
+        return SafetensorsSource(place)
+    raise CheckpointingException(
+        f"source_format={source_format!r} is not one of {', '.join(FORMATS)}"
+    )
+
+
+class ZarrSource:
+    """Checkpoints of this package, and of Megatron-Core's zarr backend."""
+
+    def __init__(self, place: Path) -> None:
+        self._location = Location.of(place)
+        self._stored = StoredCheckpoint(self._location)
+        self._stored.require()
+        self.arrays = self._stored.arrays
+
+    def boxes(self, key: str) -> list[Box]:
+        """One box a shard, or a chunk where shards are not known."""
+        meta = self.arrays[key]
+        grid = Grid(meta.shape, meta.shard_shape or meta.grid.chunk_shape)
+        return [grid.box(grid.index(i)) for i in range(grid.size)]
+
+    def read(self, reads: Sequence[RegionRead]) -> None:
+        """Read regions, verified as far as there are checksums."""
+        self._stored.read(reads)
+
+    def extras(self) -> Extras:
+        """The common part as it is, and sharded objects."""
+        loader = TorchCommonLoadStrategy()
+        url = self._location.url
+        attributes: dict[str, Any] = {}
+        record = None
+        if self._stored.root is not None:
+            attributes = dict(self._stored.root.attributes)
+            attributes.pop("shardstore", None)
+            record = StateRecord.from_root(self._stored.root.attributes, url)
+        sharded = loader.load_sharded_metadata(url)
+        if record is not None:
+            # Their files are listed with the sharded objects.
+            record = StateRecord(record.paths, record.values)
+
+        def value_of(key: str) -> Callable[[], Any]:
+            return lambda: loader.load_sharded_objects({key: sharded[key]}, url)[key]
+
+        common = None
+        if record is None and self._location.exists(COMMON_STATE_FNAME):
+            common = self._location.read(COMMON_STATE_FNAME)
+        objects = {key: value_of(key) for key in sharded}
+        return Extras(common, record or StateRecord(), objects, attributes)
+
+    def identity(self) -> list[Any]:
+        """Times of the documents."""
+        found = [self._location.path / name for name in ("zarr.json", CONFIG_FNAME)]
+        return fingerprint([path for path in found if path.is_file()])
+
+
+class DcpSource:
+    """Checkpoints of PyTorch DCP, and of Megatron-Core's torch_dist backend."""
+
+    def __init__(self, place: Path) -> None:
+        self._place = place
+        self._files = DcpFiles.open(place)
+        self.arrays = self._files.arrays
+
+    def boxes(self, key: str) -> list[Box]:
+        """One box a part."""
+        return [part.box for part in self._files.parts[key]]
+
+    def read(self, reads: Sequence[RegionRead]) -> None:
+        """Read regions."""
+        self._files.read(reads)
+
+    def extras(self) -> Extras:
+        """Values as JSON where they have such a form."""
+        common = self._place / COMMON_STATE_FNAME
+        if common.is_file():
+            objects = {key: self._object(key, unwrap=True) for key in self._files.objects}
+            return Extras(common.read_bytes(), objects=objects)
+        values: dict[str, Any] = {}
+        found: dict[str, Callable[[], Any]] = {}
+        for key in self._files.objects:
+            value = self._files.read_object(key)
+            try:
+                values[key] = as_json(value)
+            except NotPlainError:
+                found[f"{key}/shard_0_1"] = self._object(key)
+        return Extras(None, StateRecord(self._files.paths, values), found)
+
+    def _object(self, key: str, *, unwrap: bool = False) -> Callable[[], Any]:
+        def read() -> Any:
+            value = self._files.read_object(key)
+            # Megatron-Core keeps an object in a list of one.
+            return value[0] if unwrap and isinstance(value, list) and len(value) == 1 else value
+
+        return read
+
+    def identity(self) -> list[Any]:
+        """Size and time of the metadata."""
+        return fingerprint([self._place / METADATA_NAME])
+
+
+class SafetensorsSource:
+    """One safetensors file, or several with an index."""
+
+    def __init__(self, place: Path) -> None:
+        self._entries, self._metadata, self._paths = open_files(place)
+        self.arrays = {key: _meta(key, entry) for key, entry in self._entries.items()}
+
+    def boxes(self, key: str) -> list[Box]:
+        """The tensor is whole."""
+        shape = self._entries[key].shape
+        return [Box((0,) * len(shape), shape)]
+
+    def read(self, reads: Sequence[RegionRead]) -> None:
+        """Read regions."""
+
+        def work(batch: Sequence[RegionRead]) -> None:
+            for read in batch:
+                where: tuple[Any, ...] = (..., *read.box.slices)
+                read.out[...] = self._entries[read.array.key].mapped()[where]
+
+        run_batched(
+            reads,
+            work,
+            threads=default_threads(),
+            weight=lambda read: read.out.nbytes,
+            batch_weight=_BATCH_BYTES,
+        )
+
+    def extras(self) -> Extras:
+        """The metadata, and values that a conversion put there."""
+        metadata = dict(self._metadata)
+        kept = metadata.pop(STATE_METADATA, None)
+        record = StateRecord()
+        if kept is not None:
+            about = {"shardstore": {"state_dict": json.loads(kept)}}
+            record = StateRecord.from_root(about, str(self._paths[0])) or record
+        metadata.pop("format", None)
+        return Extras(None, record, {}, {"safetensors": metadata} if metadata else {})
+
+    def identity(self) -> list[Any]:
+        """Sizes and times of the files."""
+        return fingerprint(self._paths)
+
+
+def _meta(key: str, entry: Entry) -> ArrayMeta:
+    grid = Grid(entry.shape, tuple(max(1, n) for n in entry.shape))
+    return ArrayMeta(key, key, grid, entry.dtype, codecs=())
+
+
+def common_values(common: bytes, url: str) -> dict[tuple[str | int, ...], Any]:
+    """The leaves of a ``common.pt`` by their paths, loaded with ``weights_only``."""
+    found: dict[tuple[str | int, ...], Any] = {}
+
+    def walk(value: Any, path: tuple[str | int, ...]) -> None:
+        if isinstance(value, dict) and value and all(isinstance(k, str) for k in value):
+            for name, item in value.items():
+                walk(item, (*path, name))
+        else:
+            found[path] = value
+
+    state = load_bytes(common, url)
+    if not isinstance(state, dict):
+        raise pickle.UnpicklingError(f"{url} holds a {type(state).__name__}, not a dict")
+    for name, item in state.items():
+        walk(item, (str(name),))
+    return found
