@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from shardstore.storage import tensorstore_environment as _limits  # noqa: F401  (sets them)
+
 if TYPE_CHECKING:
     from shardstore.core import CheckpointingException as CheckpointingException
     from shardstore.core import check_is_distributed_checkpoint as check_is_distributed_checkpoint

@@ -7,11 +7,13 @@ checkpoint at all. Knows nothing of tensors; importing it does not import torch.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from shardstore.errors import CheckpointingException, DamagedCheckpointError, NotACheckpointError
-from shardstore.storage.handed import read_document
+from shardstore.storage.handed import document_exists, read_document
 from shardstore.storage.location import Location
 
 __all__ = [
@@ -19,6 +21,7 @@ __all__ = [
     "CheckpointingConfig",
     "CheckpointingException",
     "check_is_distributed_checkpoint",
+    "config_document",
     "maybe_load_config",
     "save_config",
 ]
@@ -43,8 +46,11 @@ class CheckpointingConfig:
     common_backend_version: int = 1
 
 
-def check_is_distributed_checkpoint(checkpoint_dir: str | Path) -> bool:
-    """Whether a directory holds a checkpoint, judged by its `metadata.json` alone.
+def check_is_distributed_checkpoint(
+    checkpoint_dir: str | Path, *, storage_options: Mapping[str, Any] | None = None
+) -> bool:
+    """Whether a directory or URL holds a checkpoint, judged by its `metadata.json` (and, in an
+    object store, by the document that commits it).
 
     Any rank may call it; it waits for no other.
 
@@ -52,7 +58,8 @@ def check_is_distributed_checkpoint(checkpoint_dir: str | Path) -> bool:
         DamagedCheckpointError: there is such a document but it is not JSON.
     """
     try:
-        return maybe_load_config(checkpoint_dir) is not None
+        place = Location.of(checkpoint_dir, **(storage_options or {})).place
+        return maybe_load_config(place) is not None
     except NotACheckpointError:
         return False
 
@@ -66,7 +73,8 @@ def maybe_load_config(checkpoint_dir: str | Path) -> CheckpointingConfig | None:
         checkpoint_dir: directory of the checkpoint.
 
     Returns:
-        The backend names and versions; ``None`` where there is no `metadata.json`.
+        The backend names and versions; ``None`` where there is no `metadata.json`, or where it lies
+        in an object store without the root document that commits it.
 
     Raises:
         DamagedCheckpointError: the document is not JSON.
@@ -104,7 +112,23 @@ def maybe_load_config(checkpoint_dir: str | Path) -> CheckpointingConfig | None:
                 "restore the document from a copy, or use another checkpoint",
                 url=url,
             )
-    return CheckpointingConfig(**document)
+    config = CheckpointingConfig(**document)
+    location = Location.of(checkpoint_dir)
+    if not location.is_local and not document_exists(location, commit_document(config)):
+        # In an object store a save that is going on, or died, is at its target already.
+        return None
+    return config
+
+
+def commit_document(config: CheckpointingConfig) -> str:
+    """Name of the document that is written last, and without which there is no checkpoint."""
+    zarr_root = config.sharded_backend == "zarr" and config.sharded_backend_version >= 2
+    return "zarr.json" if zarr_root else CONFIG_FNAME
+
+
+def config_document(config: CheckpointingConfig) -> bytes:
+    """Content of `metadata.json`."""
+    return json.dumps(asdict(config)).encode()
 
 
 def save_config(config: CheckpointingConfig, checkpoint_dir: str | Path) -> None:
@@ -119,7 +143,11 @@ def save_config(config: CheckpointingConfig, checkpoint_dir: str | Path) -> None
     Raises:
         FileNotFoundError: there is no such directory.
     """
-    _write_text(_config_url(checkpoint_dir), json.dumps(asdict(config)))
+    location = Location.of(checkpoint_dir)
+    if location.is_local:
+        Path(location.url, CONFIG_FNAME).write_bytes(config_document(config))
+    else:
+        location.write(CONFIG_FNAME, config_document(config))
 
 
 def _config_url(checkpoint_dir: str | Path) -> str:
@@ -137,7 +165,3 @@ def _read_text(location: Location, url: str) -> str | None:
             f"{url} is not text ({error}); restore it from a copy, or use another checkpoint",
             url=url,
         ) from error
-
-
-def _write_text(url: str, text: str) -> None:
-    Path(url).write_text(text, encoding="utf-8")

@@ -20,7 +20,7 @@ from shardstore.core import (
     CONFIG_FNAME,
     CheckpointingConfig,
     CheckpointingException,
-    save_config,
+    config_document,
 )
 from shardstore.dict_utils import (
     dict_list_map_outplace,
@@ -40,6 +40,7 @@ from shardstore.mapping import (
 from shardstore.ranks import Ranks
 from shardstore.state_dict_utils import load_preprocess, save_preprocess
 from shardstore.storage.location import Location
+from shardstore.storage.manifest import MANIFEST_NAME
 from shardstore.storage.options import SaveOptions
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import (
@@ -100,6 +101,8 @@ def save(
     *,
     overwrite: bool = False,
     durable: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
+    allow_unconditional: bool = False,
 ) -> AsyncRequest | None:
     """Save a sharded state dict as one checkpoint, whole or not at all.
 
@@ -112,7 +115,8 @@ def save(
             factories, non-persistent objects, and
             common values (of which rank 0's are kept). Factories in it are replaced by what they
             build.
-        checkpoint_dir: where to. Folders are created; an empty folder is filled.
+        checkpoint_dir: where to: a folder, or a URL such as ``s3://bucket/run/step-100``. Folders
+            are created; an empty folder is filled.
         sharded_strategy: how tensors are stored: a strategy, ``(backend, version)``, or the
             default ``("zarr", 2)``.
         common_strategy: how the rest is stored; default ``("torch", 1)``.
@@ -125,9 +129,14 @@ def save(
             they are compared.
         content_metadata: kept in the checkpoint, and as plain attributes of the root group where
             it is JSON.
-        overwrite: replace a checkpoint that is there. It stays readable until the new one takes
-            its place.
+        overwrite: replace a checkpoint that is there. In a folder it stays readable until the new
+            one takes its place; in an object store it goes first, so that there is none for a
+            while, and never a mixed one.
         durable: wait until everything is on the disk before the commit.
+        storage_options: of an object store, by fsspec's names (``key``, ``secret``,
+            ``endpoint_url``, ``profile`` ...); what is not given comes from the environment and
+            profiles.
+        allow_unconditional: see :attr:`SaveOptions.allow_unconditional`.
 
     Returns:
         ``None``, or the request if ``async_sharded_save``.
@@ -141,7 +150,13 @@ def save(
         RanksError: another rank failed, or did not answer in time.
     """
     ranks = Ranks.current()
-    options = SaveOptions(overwrite=overwrite, durable=durable, validate=validate_access_integrity)
+    options = SaveOptions(
+        overwrite=overwrite,
+        durable=durable,
+        validate=validate_access_integrity,
+        allow_unconditional=allow_unconditional,
+    )
+    target = Location.of(checkpoint_dir, **(storage_options or {}))
     error: BaseException | None = None
     sharded: ShardedStateDict = {}
     common: StateDict = {}
@@ -164,7 +179,7 @@ def save(
     except Exception as problem:
         error = problem
     session = SaveSession.begin(
-        ranks, checkpoint_dir, options, error=error, exchange_layouts=wanted, common=compared
+        ranks, target, options, error=error, exchange_layouts=wanted, common=compared
     )
     # What begin() let pass has both.
     sharded_strategy = cast(SaveShardedStrategy, sharded_strategy)
@@ -177,7 +192,7 @@ def save(
         session.finish(
             problem,
             attributes=_attributes(content_metadata),
-            write_documents=lambda place: save_config(config, place.url),
+            documents={CONFIG_FNAME: config_document(config)},
         )
 
     with session.active() as place:
@@ -205,15 +220,15 @@ def _write(
     async_sharded_save: bool,
 ) -> AsyncRequest | None:
     """Write this rank's part of everything."""
-    common_strategy.save_common(common, place.path)
+    common_strategy.save_common(common, place.place)
     tensors = sharded
     if not sharded_strategy.can_handle_sharded_objects:
         validate_sharded_objects_handling(sharded_strategy, common_strategy)
         objects, tensors = extract_matching_values(sharded, lambda v: isinstance(v, ShardedObject))
-        common_strategy.save_sharded_objects(cast(StateDict, objects), place.path)
+        common_strategy.save_sharded_objects(cast(StateDict, objects), place.place)
     if async_sharded_save:
-        return cast(AsyncSaveShardedStrategy, sharded_strategy).async_save(tensors, place.path)
-    sharded_strategy.save(tensors, place.path)
+        return cast(AsyncSaveShardedStrategy, sharded_strategy).async_save(tensors, place.place)
+    sharded_strategy.save(tensors, place.place)
     return None
 
 
@@ -311,6 +326,8 @@ def load(
     common_strategy: LoadCommonStrategy | tuple[str, int] | None = None,
     validate_access_integrity: bool = True,
     strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> StateDict | tuple[StateDict, set[str], set[str]]:
     """Load a checkpoint under any layout.
 
@@ -323,11 +340,12 @@ def load(
     Args:
         sharded_state_dict: nested dicts and lists with sharded tensors, objects, factories and
             non-persistent objects.
-        checkpoint_dir: a committed checkpoint.
+        checkpoint_dir: a committed checkpoint, a folder or a URL.
         sharded_strategy: default: what the checkpoint's own backend needs.
         common_strategy: the same for the common part.
         validate_access_integrity: check that all ranks together ask for each tensor exactly once.
         strict: what to do about keys that only one side has, see :class:`StrictHandling`.
+        storage_options: see :func:`save`.
 
     Returns:
         The common state with the loaded state merged in; with a ``RETURN_*`` mode a tuple of it,
@@ -344,18 +362,18 @@ def load(
         RanksError: another rank failed, or did not answer in time.
     """
     ranks = Ranks.current()
-    location = Location.of(checkpoint_dir)
+    location = Location.of(checkpoint_dir, **(storage_options or {}))
     what = f"loading {location.url}"
     error: BaseException | None = None
     try:
-        checkpoint_dir = _place(location).path
+        checkpoint_dir = _place(location).place
     except Exception as problem:
         error = problem
     with handed_out(_documents_for_all(ranks, location, what, error)):
         try:
             mode = parse_strict_flag(strict)
             for_tensors, for_common = verify_checkpoint_and_load_strategy(
-                str(checkpoint_dir), sharded_strategy, common_strategy
+                checkpoint_dir, sharded_strategy, common_strategy
             )
             common_state = for_common.load_common(checkpoint_dir)
             wanted, nonpersistent, factories = load_preprocess(sharded_state_dict)
@@ -414,7 +432,10 @@ def _documents_for_all(
     ranks: Ranks, location: Location, what: str, error: BaseException | None
 ) -> Mapping[tuple[str, str], bytes | None]:
     """The documents that every rank needs, read by one and handed to all."""
-    wanted = (ROOT_DOCUMENT, CONFIG_FNAME, COMMON_STATE_FNAME)
+    wanted = [ROOT_DOCUMENT, CONFIG_FNAME, COMMON_STATE_FNAME]
+    if not location.is_local:
+        # There every whole chunk is checked against it.
+        wanted.append(MANIFEST_NAME)
 
     def read(_: list[bytes]) -> bytes:
         found: dict[tuple[str, str], bytes | None] = {}
@@ -431,21 +452,27 @@ def _documents_for_all(
     return documents
 
 
-def load_common_state_dict(checkpoint_dir: str | Path) -> StateDict:
+def load_common_state_dict(
+    checkpoint_dir: str | Path, *, storage_options: Mapping[str, Any] | None = None
+) -> StateDict:
     """Load the common part alone. Any rank may call it; it waits for no other."""
-    checkpoint_dir = _place(checkpoint_dir).path
-    _, common_strategy = verify_checkpoint_and_load_strategy(str(checkpoint_dir))
+    checkpoint_dir = _place(checkpoint_dir, storage_options).place
+    _, common_strategy = verify_checkpoint_and_load_strategy(checkpoint_dir)
     return common_strategy.load_common(checkpoint_dir)
 
 
 def load_content_metadata(
-    checkpoint_dir: str | Path | None = None, *, preloaded_state_dict: StateDict | None = None
+    checkpoint_dir: str | Path | None = None,
+    *,
+    preloaded_state_dict: StateDict | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any] | None:
     """What was given to :func:`save` as ``content_metadata``; ``None`` if nothing was.
 
     Args:
         checkpoint_dir: a checkpoint, unless ``preloaded_state_dict`` is given.
         preloaded_state_dict: a loaded state dict or common state dict to take it from.
+        storage_options: see :func:`save`.
 
     Raises:
         CheckpointingException: neither was given.
@@ -455,19 +482,24 @@ def load_content_metadata(
             raise CheckpointingException(
                 "load_content_metadata needs checkpoint_dir or preloaded_state_dict"
             )
-        preloaded_state_dict = load_common_state_dict(checkpoint_dir)
+        preloaded_state_dict = load_common_state_dict(
+            checkpoint_dir, storage_options=storage_options
+        )
     return preloaded_state_dict.get(_CONTENT_METADATA_KEY)
 
 
 def load_tensors_metadata(
-    checkpoint_dir: str | Path, sharded_strategy: LoadShardedStrategy | None = None
+    checkpoint_dir: str | Path,
+    sharded_strategy: LoadShardedStrategy | None = None,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> CkptShardedMetadata:
     """Key -> sharded tensor without data, whole and unsharded; can be handed to :func:`load`.
 
     Any rank may call it; it waits for no other.
     """
-    checkpoint_dir = _place(checkpoint_dir).path
-    strategy, _ = verify_checkpoint_and_load_strategy(str(checkpoint_dir), sharded_strategy)
+    checkpoint_dir = _place(checkpoint_dir, storage_options).place
+    strategy, _ = verify_checkpoint_and_load_strategy(checkpoint_dir, sharded_strategy)
     return strategy.load_tensors_metadata(checkpoint_dir)
 
 
@@ -475,11 +507,13 @@ def load_sharded_metadata(
     checkpoint_dir: str | Path,
     sharded_strategy: LoadShardedStrategy | None = None,
     common_strategy: LoadCommonStrategy | None = None,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> CkptShardedMetadata:
     """As :func:`load_tensors_metadata`, sharded objects under their unique keys included."""
-    checkpoint_dir = _place(checkpoint_dir).path
+    checkpoint_dir = _place(checkpoint_dir, storage_options).place
     sharded, common = verify_checkpoint_and_load_strategy(
-        str(checkpoint_dir), sharded_strategy, common_strategy
+        checkpoint_dir, sharded_strategy, common_strategy
     )
     metadata = dict(sharded.load_sharded_metadata(checkpoint_dir))
     if not sharded.can_handle_sharded_objects:
@@ -488,23 +522,31 @@ def load_sharded_metadata(
     return metadata
 
 
-def load_plain_tensors(checkpoint_dir: str | Path) -> StateDict:
+def load_plain_tensors(
+    checkpoint_dir: str | Path, *, storage_options: Mapping[str, Any] | None = None
+) -> StateDict:
     """Load every tensor whole, by key, with the common state, under no sharding at all.
 
     Called by every rank; each gets everything.
     """
+    checkpoint_dir = Location.of(checkpoint_dir, **(storage_options or {})).place
     tensors = load_tensors_metadata(checkpoint_dir)
     # Every rank asks for everything: the access pattern is not a partition and is not checked.
     return cast(StateDict, load(tensors, checkpoint_dir, validate_access_integrity=False))
 
 
-def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str) -> None:
+def remove_sharded_tensors(
+    checkpoint_dir: str | Path,
+    key_prefix: str,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+) -> None:
     """Remove all tensors whose key starts with a prefix. Called by one rank.
 
     The root document loses them first, so that no reader meets a hole.
     """
-    checkpoint_dir = _place(checkpoint_dir).path
-    strategy, _ = verify_checkpoint_and_load_strategy(str(checkpoint_dir))
+    checkpoint_dir = _place(checkpoint_dir, storage_options).place
+    strategy, _ = verify_checkpoint_and_load_strategy(checkpoint_dir)
     strategy.remove_sharded_tensors(checkpoint_dir, key_prefix)
 
 
@@ -526,19 +568,19 @@ def get_default_save_common_strategy(
 
 def get_default_load_sharded_strategy(checkpoint_dir: str | Path) -> LoadShardedStrategy:
     """The strategy that a checkpoint's own backend needs for loading."""
-    return verify_checkpoint_and_load_strategy(_place(checkpoint_dir).url)[0]
+    return verify_checkpoint_and_load_strategy(_place(checkpoint_dir).place)[0]
 
 
-def _place(checkpoint_dir: str | Path | Location) -> Location:
-    """The local folder of a path or ``file://`` URL.
+def _place(
+    checkpoint_dir: str | Path | Location, storage_options: Mapping[str, Any] | None = None
+) -> Location:
+    """The location of a path or URL.
 
     Raises:
-        StorageError: it is in a store that is not supported yet.
         NotACheckpointError: it is a file.
     """
-    location = Location.of(checkpoint_dir)
-    location.require_local()
-    if location.path.is_file():
+    location = Location.of(checkpoint_dir, **(storage_options or {}))
+    if location.is_local and location.path.is_file():
         raise NotACheckpointError(
             f"{location.url} is a file; give the folder that save() wrote", url=location.url
         )

@@ -15,6 +15,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
+from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -199,7 +200,7 @@ def validate_integrity_and_strict_load(
 
 
 def verify_checkpoint_and_load_strategy(
-    checkpoint_dir: str,
+    checkpoint_dir: str | Path,
     sharded_strategy: LoadShardedStrategy | tuple[str, int] | None = None,
     common_strategy: LoadCommonStrategy | tuple[str, int] | None = None,
 ) -> tuple[LoadShardedStrategy, LoadCommonStrategy]:
@@ -228,7 +229,8 @@ def verify_checkpoint_and_load_strategy(
                 f"Checkpoint directory {checkpoint_dir} does not exist", url=str(checkpoint_dir)
             )
         raise NotACheckpointError(
-            f"{checkpoint_dir} is not a distributed checkpoint: it has no readable metadata.json. "
+            f"{checkpoint_dir} is not a distributed checkpoint: it has no readable metadata.json"
+            f"{'' if is_local else ', or not the zarr.json that commits it'}. "
             f"A save that did not finish leaves such a directory",
             url=str(checkpoint_dir),
         )

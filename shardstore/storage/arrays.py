@@ -14,11 +14,13 @@ import zarr
 from shardstore import zarr_dtypes
 from shardstore.errors import CheckpointExistsError, MissingKeyError
 from shardstore.storage import documents
+from shardstore.storage.attempt import Attempt
 from shardstore.storage.chunks import Mover
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.files import FileMover
 from shardstore.storage.location import Location, store_errors
 from shardstore.storage.names import node_name
+from shardstore.storage.object_mover import ObjectMover
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.parallel import default_threads, run_batched
 from shardstore.storage.tensorstore_mover import TensorStoreMover
@@ -104,12 +106,14 @@ def open_zarr_array(
                 url=f"{location.url}/{meta.node}",
             )
         create_array(location, meta)
-    array = zarr.open_array(f"{location.url}/{meta.node}", mode=mode)
-    return array
+    options = dict(location.options) or None
+    return zarr.open_array(f"{location.url}/{meta.node}", mode=mode, storage_options=options)
 
 
-def mover_for(location: Location, options: SaveOptions) -> Mover:
-    """Who moves the chunks that are written to a location."""
+def mover_for(location: Location, options: SaveOptions, attempt: Attempt | None = None) -> Mover:
+    """Who moves the chunks that are written to a location, as a part of an attempt."""
+    if not location.is_local:
+        return ObjectMover(location, attempt=attempt, budget_bytes=options.budget_bytes)
     if location.is_local and options.mover != "tensorstore":
         return FileMover(location, threads=options.threads)
     return TensorStoreMover(location)

@@ -15,6 +15,7 @@ from shardstore.storage.documents import ArrayMeta, RootDocument
 from shardstore.storage.files import FileMover
 from shardstore.storage.location import Location
 from shardstore.storage.manifest import MANIFEST_NAME, Manifest
+from shardstore.storage.object_mover import ObjectMover
 from shardstore.storage.tensorstore_mover import TensorStoreMover
 
 __all__ = ["StoredCheckpoint"]
@@ -110,16 +111,21 @@ class StoredCheckpoint:
         Raises:
             ChunkMissingError, ChunkCorruptError: name key, chunk and the rank that wrote it.
         """
-        plain = [r for r in reads if self._by_files(r.array)]
-        other = [r for r in reads if not self._by_files(r.array)]
-        if plain:
-            FileMover(self.location, threads=self._threads).read(plain, self._manifest)
+        plain = [r for r in reads if self._is_plain(r.array)]
+        other = [r for r in reads if not self._is_plain(r.array)]
+        mover: Mover
+        if plain and self.location.is_local:
+            mover = FileMover(self.location, threads=self._threads)
+            mover.read(plain, self._manifest)
+        elif plain:
+            mover = ObjectMover(self.location)
+            mover.read(plain, self._manifest)
         if other:
-            mover: Mover = TensorStoreMover(self.location)
+            mover = TensorStoreMover(self.location)
             mover.read(other, self._manifest)
 
-    def _by_files(self, array: ArrayMeta) -> bool:
-        return self._mover != "tensorstore" and self.location.is_local and array.is_plain
+    def _is_plain(self, array: ArrayMeta) -> bool:
+        return self._mover != "tensorstore" and array.is_plain
 
     def _manifest(self) -> Manifest | None:
         with self._lock:  # one of the threads that read asks the store, the others wait
@@ -144,6 +150,11 @@ class StoredCheckpoint:
             if self.manifest is not None:
                 manifest = self.manifest.without(set(doomed))
                 self.location.replace(MANIFEST_NAME, manifest.to_bytes())
+        if not self.location.is_local:
+            store = self.location.remote
+            files = [name for node in doomed for name in store.walk(node)]
+            store.delete([name for name in files if not name.endswith(".pt")])
+            doomed = []
         for node in doomed:
             for name in self.location.listing(node):
                 # Sharded objects of the same key live in the same folder and stay.

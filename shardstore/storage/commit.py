@@ -6,6 +6,8 @@ checkpoint that is replaced (``renameat2(RENAME_EXCHANGE)``, Linux man-pages ren
 readable until then. A reader never sees a folder that is being written. Attempts whose process is
 gone are swept by the next attempt at the same target.
 
+In an object store there is no rename, and :mod:`object_commit` has another protocol.
+
 Who calls what is the business of the rooms above: one process begins and publishes, the others
 join.
 """
@@ -21,13 +23,15 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardstore.errors import CheckpointExistsError, StorageError
+from shardstore.storage.attempt import Attempt
 from shardstore.storage.location import Location, store_errors
 
-__all__ = ["Attempt", "begin", "is_checkpoint", "join", "sweep", "sync_file_system"]
+__all__ = ["FolderAttempt", "begin", "is_checkpoint", "join", "sweep", "sync_file_system"]
 
 OWNER_NAME = ".owner.json"
 MARKERS = ("zarr.json", "metadata.json")
@@ -47,8 +51,8 @@ def is_checkpoint(location: Location) -> bool:
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """One try at writing a checkpoint.
+class FolderAttempt:
+    """One try at writing a checkpoint to a local or shared file system.
 
     Attributes:
         target: where the checkpoint shall be.
@@ -61,6 +65,37 @@ class Attempt:
     location: Location
     id: str
     overwrite: bool = False
+
+    @property
+    def defers_documents(self) -> bool:
+        """No: nobody opens an attempt's folder."""
+        return False
+
+    def check(self) -> None:
+        """Nothing to check: nobody else writes to an attempt's folder."""
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a document. Errors as :meth:`Location.write`."""
+        self.location.write(name, data)
+
+    def put_all(self, documents: Sequence[tuple[str, bytes]]) -> None:
+        """Write documents."""
+        for name, data in documents:
+            self.put(name, data)
+
+    def flush(self) -> None:
+        """Wait until what this rank wrote is on the disk."""
+        sync_file_system(self.location)
+
+    def commit(self, documents: Sequence[tuple[str, bytes]], *, durable: bool) -> None:
+        """Write the last documents in order, and publish. Called by one process.
+
+        Raises: as :meth:`publish`.
+        """
+        self.put_all(documents)
+        if durable:
+            self.flush()
+        self.publish(durable=durable)
 
     def publish(self, *, durable: bool = True) -> None:
         """Put the finished attempt in its target's place, in one atomic step. Called by one
@@ -166,14 +201,26 @@ def _attempt_location(target: Location, attempt_id: str) -> Location:
     return Location.of(f"{parent}/.{name}.attempt-{attempt_id}")
 
 
-def begin(place: Location, *, overwrite: bool = False) -> Attempt:
+def begin(
+    place: Location, *, overwrite: bool = False, allow_unconditional: bool = False
+) -> Attempt:
     """Begin an attempt at a target. Called by one process, the coordinator.
+
+    Args:
+        place: the target.
+        overwrite: a checkpoint that is there may be replaced.
+        allow_unconditional: see :attr:`SaveOptions.allow_unconditional`.
 
     Raises:
         CheckpointExistsError: a checkpoint, or a file, is there and may not be replaced.
         StorageError: the folder can not be created.
     """
-    place.require_local()
+    if not place.is_local:
+        from shardstore.storage import object_commit
+
+        return object_commit.begin(
+            place, overwrite=overwrite, allow_unconditional=allow_unconditional
+        )
     target = Location.of(os.path.realpath(place.url))
     if target.exists() and not target.is_dir():
         raise CheckpointExistsError(
@@ -202,13 +249,17 @@ def begin(place: Location, *, overwrite: bool = False) -> Attempt:
         os.makedirs(fresh.url)
         fresh.write(OWNER_NAME, json.dumps(_owner()).encode())
         os.rename(fresh.url, location.url)
-    return Attempt(target, location, attempt_id, overwrite)
+    return FolderAttempt(target, location, attempt_id, overwrite)
 
 
 def join(place: Location, attempt_id: str, *, overwrite: bool = False) -> Attempt:
     """The attempt that the coordinator began, on another rank."""
+    if not place.is_local:
+        from shardstore.storage import object_commit
+
+        return object_commit.join(place, attempt_id, overwrite=overwrite)
     target = Location.of(os.path.realpath(place.url))
-    return Attempt(target, _attempt_location(target, attempt_id), attempt_id, overwrite)
+    return FolderAttempt(target, _attempt_location(target, attempt_id), attempt_id, overwrite)
 
 
 def sweep(target: Location) -> list[str]:

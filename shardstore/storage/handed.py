@@ -8,7 +8,7 @@ from contextvars import ContextVar
 
 from shardstore.storage.location import Location
 
-__all__ = ["handed_documents", "read_document"]
+__all__ = ["document_exists", "handed_documents", "read_document"]
 
 _documents: ContextVar[Mapping[tuple[str, str], bytes | None]] = ContextVar("documents")
 
@@ -38,3 +38,11 @@ def read_document(location: Location, name: str) -> bytes:
             raise FileNotFoundError(f"{location.url}/{name}")
         return data
     return location.read(name)
+
+
+def document_exists(location: Location, name: str) -> bool:
+    """Whether there is a document, judged by those handed out or by the store."""
+    known = _documents.get({})
+    if (location.url, name) in known:
+        return known[location.url, name] is not None
+    return location.exists(name)

@@ -1,8 +1,8 @@
 """Where a checkpoint is: one URL for both planes, and the small-document verbs of the control
 plane.
 
-Local paths go straight to the operating system; anything else goes over fsspec. It knows bytes and
-names, not what the documents mean.
+Local paths go straight to the operating system; anything else goes over fsspec (:mod:`remote`). It
+knows bytes and names, not what the documents mean.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import fsspec  # type: ignore[import-untyped]
+from typing import TYPE_CHECKING, Any
 
 from shardstore.errors import CheckpointingException, StorageError
 from shardstore.storage.counters import counters
 
-__all__ = ["Location", "store_errors"]
+if TYPE_CHECKING:
+    from shardstore.storage.remote import RemoteStore
+
+__all__ = ["Location", "StoreUrl", "store_errors"]
 
 _REMEDIES = {
     errno.ENOSPC: "the disk is full: free space or choose another place",
@@ -60,6 +61,24 @@ def store_errors(doing: str, url: str, *, key: str | None = None) -> Iterator[No
         raise failure from error
 
 
+class StoreUrl(str):
+    """A URL that takes its storage options along wherever a plain string is passed on.
+
+    Neither ``repr``, ``str`` nor a pickle has them: they may hold credentials.
+    """
+
+    options: Mapping[str, Any]
+
+    def __new__(cls, url: str, options: Mapping[str, Any]) -> StoreUrl:
+        """A URL with options."""
+        self = super().__new__(cls, url)
+        self.options = options
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return str, (str(self),)
+
+
 @dataclass(frozen=True)
 class Location:
     """A folder on a disk, or a prefix in an object store.
@@ -75,9 +94,11 @@ class Location:
     @classmethod
     def of(cls, place: str | os.PathLike[str] | Location, **options: Any) -> Location:
         """A location from a path, a URL (``file://``, ``memory://``, ``s3://`` ...) or a
-        location."""
+        location; ``options`` are storage options of fsspec."""
         if isinstance(place, Location):
-            return place
+            return cls(place.url, {**place.options, **options}) if options else place
+        if isinstance(place, StoreUrl):
+            options = {**place.options, **options}
         url = os.fspath(place)
         if url.startswith("file://"):
             url = url[len("file://") :]
@@ -90,14 +111,22 @@ class Location:
         """Whether it is a folder of the operating system."""
         return "://" not in self.url
 
-    def require_local(self) -> None:
-        """Raise :class:`StorageError` for a store that checkpoints can not be kept in yet."""
-        if not self.is_local:
-            raise StorageError(
-                f"{self.url}: only local folders can be saved to and loaded from so far; give a "
-                "local path",
-                url=self.url,
-            )
+    @property
+    def place(self) -> str | Path:
+        """What strategies are given: the local folder, or the URL with its options."""
+        return Path(self.url) if self.is_local else StoreUrl(self.url, self.options)
+
+    @property
+    def remote(self) -> RemoteStore:
+        """The control plane of a store that is no local folder.
+
+        Raises:
+            StorageError: fsspec does not know the store, or its package is missing.
+        """
+        # fsspec and what it brings are of no use to local checkpoints.
+        from shardstore.storage.remote import remote_store
+
+        return remote_store(self.url, self.options)
 
     @property
     def path(self) -> Path:
@@ -112,10 +141,6 @@ class Location:
     def child(self, *names: str) -> Location:
         """The location below this one."""
         return Location("/".join([self.url, *names]), self.options)
-
-    def _fs(self) -> tuple[Any, str]:
-        fs, path = fsspec.core.url_to_fs(self.url, **self.options)
-        return fs, path
 
     def read(self, name: str) -> bytes:
         """Read a small document whole.
@@ -135,9 +160,7 @@ class Location:
             except OSError as error:
                 with store_errors("reading", f"{self.url}/{name}"):
                     raise error
-        fs, path = self._fs()
-        data: bytes = fs.cat_file(f"{path}/{name}")
-        return data
+        return self.remote.read(name)
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small document whole, folders included.
@@ -151,8 +174,7 @@ class Location:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_bytes(data)
             return
-        fs, path = self._fs()
-        fs.pipe_file(f"{path}/{name}", data)
+        self.remote.write(name, data)
 
     def replace(self, name: str, data: bytes) -> None:
         """Replace a small document in one atomic step.
@@ -181,15 +203,13 @@ class Location:
         """Whether there is a document or folder of that name (default: this location itself)."""
         if self.is_local:
             return os.path.lexists(os.path.join(self.url, name) if name else self.url)
-        fs, path = self._fs()
-        return bool(fs.exists(f"{path}/{name}" if name else path))
+        return self.remote.exists(name)
 
     def is_dir(self, name: str = "") -> bool:
         """Whether it is a folder (a prefix with something below it)."""
         if self.is_local:
             return os.path.isdir(os.path.join(self.url, name) if name else self.url)
-        fs, path = self._fs()
-        return bool(fs.isdir(f"{path}/{name}" if name else path))
+        return self.remote.is_dir(name)
 
     def listing(self, name: str = "") -> list[str]:
         """Names directly below; empty where there is nothing."""
@@ -198,12 +218,7 @@ class Location:
                 return sorted(os.listdir(os.path.join(self.url, name) if name else self.url))
             except (FileNotFoundError, NotADirectoryError):
                 return []
-        fs, path = self._fs()
-        try:
-            found = fs.ls(f"{path}/{name}" if name else path, detail=False, refresh=True)
-        except FileNotFoundError:
-            return []
-        return sorted({entry.rstrip("/").rsplit("/", 1)[-1] for entry in found})
+        return self.remote.listing(name)
 
     def delete(self, name: str = "") -> None:
         """Remove a document or a folder with all below it; nothing there is no error."""
@@ -215,21 +230,20 @@ class Location:
                 elif os.path.lexists(target):
                     os.unlink(target)
             return
-        fs, path = self._fs()
-        target = f"{path}/{name}" if name else path
-        if fs.exists(target):
-            fs.rm(target, recursive=True)
+        self.remote.delete_tree(name)
 
     def kvstore(self, *names: str) -> dict[str, Any]:
         """TensorStore key-value store spec of a node below (TensorStore documentation, "Key-value
-        store")."""
-        path = "/".join([self.url, *names]) + "/"
+        store").
+
+        Raises:
+            StorageError: TensorStore has no driver for the store.
+        """
         if self.is_local:
-            return {"driver": "file", "path": path}
-        scheme, _, rest = path.partition("://")
-        if scheme == "memory":
-            return {"driver": "memory", "path": rest}
-        raise StorageError(f"no data plane for {scheme}:// yet: {self.url}", url=self.url)
+            return {"driver": "file", "path": "/".join([self.url, *names]) + "/"}
+        from shardstore.storage.tensorstore_store import kvstore_spec
+
+        return kvstore_spec(self.child(*names))
 
     def __str__(self) -> str:
         return self.url

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from shardstore.storage.grid import DEFAULT_TARGET_CHUNK_BYTES
 
-__all__ = ["SaveOptions"]
+__all__ = ["DEFAULT_BUDGET_BYTES", "SaveOptions"]
+
+DEFAULT_BUDGET_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,6 +22,10 @@ class SaveOptions:
         validate: refuse the commit unless every chunk was written exactly once.
         threads: threads that write, each rank; ``None``: one a processor, at most 8.
         mover: ``"auto"``, ``"file"`` (plain files) or ``"tensorstore"``.
+        budget_bytes: memory, each rank, for chunks on their way to or from an object store.
+        allow_unconditional: save to an object store even if it ignores If-None-Match. What is
+            written is checked all the same; but of two saves to one target at the same time each
+            may believe that it won, and a late writer of a dead save is not fenced off.
     """
 
     target_chunk_bytes: int = DEFAULT_TARGET_CHUNK_BYTES
@@ -28,10 +34,14 @@ class SaveOptions:
     validate: bool = True
     threads: int | None = None
     mover: str = "auto"
+    budget_bytes: int = DEFAULT_BUDGET_BYTES
+    allow_unconditional: bool = False
 
     def __post_init__(self) -> None:
         if self.target_chunk_bytes < 1:
             raise ValueError(f"target_chunk_bytes={self.target_chunk_bytes} must be at least 1")
+        if self.budget_bytes < 1:
+            raise ValueError(f"budget_bytes={self.budget_bytes} must be at least 1")
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"threads={self.threads} must be at least 1, or None")
         if self.mover not in ("auto", "file", "tensorstore"):

@@ -26,8 +26,9 @@ from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import block_bytes, inner_blocks
 from shardstore.storage.location import Location
 from shardstore.storage.manifest import ChunkRecord, Manifest
+from shardstore.storage.tensorstore_store import s3_context
 
-__all__ = ["TensorStoreMover", "open_array"]
+__all__ = ["TensorStoreMover", "open_array", "shared_context"]
 
 IN_FLIGHT_BYTES = 256 * 1024 * 1024
 
@@ -37,11 +38,13 @@ _DAMAGE = ("DATA_LOSS", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "OUT_OF_RANGE
 _context: ts.Context | None = None
 
 
-def _shared_context() -> ts.Context:
+def shared_context() -> ts.Context:
     """No chunk cache (chunks are moved once, whole) and one pool of threads for the process."""
     global _context
     if _context is None:
-        _context = ts.Context({"cache_pool": {"total_bytes_limit": 0}, "file_io_sync": False})
+        _context = ts.Context(
+            {"cache_pool": {"total_bytes_limit": 0}, "file_io_sync": False, **s3_context()}
+        )
     return _context
 
 
@@ -68,7 +71,7 @@ def open_array(location: Location, array: ArrayMeta, *, strict: bool = True) -> 
         "recheck_cached_metadata": False,
     }
     try:
-        return ts.open(spec, context=_shared_context(), open=True, assume_metadata=True).result()
+        return ts.open(spec, context=shared_context(), open=True, assume_metadata=True).result()
     except ValueError as error:
         url = f"{location.url}/{array.node}"
         raise FormatVersionError(

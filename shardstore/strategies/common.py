@@ -243,7 +243,10 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
                 "LocalNonpersistentObject",
                 url=str(checkpoint_dir),
             ) from error
-        Location.of(checkpoint_dir).write(COMMON_STATE_FNAME, data)
+        location = Location.of(checkpoint_dir)
+        session = session_of(location)
+        write = location.write if session is None else session.attempt.put
+        write(COMMON_STATE_FNAME, data)
 
     def save_sharded_objects(
         self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: str | Path
@@ -256,6 +259,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
         """
         location = Location.of(checkpoint_dir)
         session = session_of(location)
+        write = location.write if session is None else session.attempt.put
         for sharded in nested_values(sharded_objects_state_dict):
             if not isinstance(sharded, ShardedObject) or not is_main_replica(sharded.replica_id):
                 continue
@@ -267,7 +271,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
                     f"{error}",
                     key=sharded.key,
                 ) from error
-            location.write(object_file(sharded), data)
+            write(object_file(sharded), data)
             if session is not None:
                 session.manifest.objects.append(sharded.unique_key)
 

@@ -4,7 +4,8 @@ The ranks speak to each other three times at the most: they agree to begin (whic
     everybody of a rank whose input
 is wrong, before a byte is written), they exchange the layouts of flattened and irregular tensors
 where there are any, and they
-hand in their manifests, whereupon the coordinator commits. A strategy finds the session of the
+hand in their manifests, whereupon the coordinator commits; in an object store once more between the
+two, when the documents that a reader could open are written. A strategy finds the session of the
 folder that it was
 told to write to by :func:`session_of`; called by itself it opens one of its own.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -25,7 +26,7 @@ from typing import Any
 from shardstore.errors import AccessPatternError
 from shardstore.ranks import Ranks
 from shardstore.storage import commit, documents, names
-from shardstore.storage.commit import Attempt
+from shardstore.storage.attempt import Attempt
 from shardstore.storage.location import Location
 from shardstore.storage.manifest import MANIFEST_NAME, Merged, RankManifest, merge
 from shardstore.storage.options import SaveOptions
@@ -48,7 +49,8 @@ class SaveSession:
         exchange_layouts: whether any rank holds tensors that others must hear of.
         zarr_format: format of the arrays written, 3 or 2; ``None`` until a strategy of ours wrote
             some.
-        objects: grid shape of each sharded object's key that this rank wrote.
+        deferred: documents of this rank that are written once all manifests are in, where the
+            target itself is written to.
         started: :func:`time.perf_counter` at the beginning.
     """
 
@@ -60,6 +62,7 @@ class SaveSession:
     exchange_layouts: bool
     common_of_coordinator: bytes
     zarr_format: int | None = None
+    deferred: list[tuple[str, bytes]] = field(default_factory=list)
     started: float = field(default_factory=perf_counter)
 
     @classmethod
@@ -92,7 +95,11 @@ class SaveSession:
 
         def decide(reports: list[bytes]) -> bytes:
             _same_target([json.loads(report) for report in reports])
-            attempt = commit.begin(target, overwrite=options.overwrite)
+            attempt = commit.begin(
+                target,
+                overwrite=options.overwrite,
+                allow_unconditional=options.allow_unconditional,
+            )
             wanted = any(json.loads(report)["layouts"] for report in reports)
             return pickle.dumps((attempt.id, wanted, common if ranks.world_size > 1 else b""))
 
@@ -118,14 +125,14 @@ class SaveSession:
         error: BaseException | None,
         *,
         attributes: Mapping[str, Any] | None = None,
-        write_documents: Callable[[Location], None] | None = None,
+        documents: Mapping[str, bytes] | None = None,
     ) -> None:
         """Hand in the manifest, and commit. Called by every rank, which waits for all others.
 
         Args:
             error: what went wrong on this rank; then nothing is committed, and every rank raises.
             attributes: further attributes of the root group.
-            write_documents: called on the coordinator before the commit, to add documents.
+            documents: further documents below the root, by name.
 
         Raises:
             AccessPatternError: the shards of all ranks do not cover each tensor exactly once.
@@ -136,39 +143,50 @@ class SaveSession:
         if error is None:
             try:
                 if self.options.durable and not self.ranks.is_coordinator:
-                    commit.sync_file_system(self.attempt.location)
+                    self.attempt.flush()
                 report = self.manifest.to_bytes()
             except Exception as problem:
                 error = problem
+        merged: list[Merged] = []
+
+        def check(reports: list[bytes]) -> bytes:
+            merged.append(merge(reports, check=self.options.validate))
+            if self.options.validate:
+                _check_objects(merged[0].objects)
+                _check_kinds(merged[0])
+            names.check_collisions(meta.key for meta in merged[0].arrays)
+            return b""
+
+        def publish(_: list[bytes]) -> bytes:
+            self._publish(merged[0], attributes or {}, documents or {})
+            return b""
 
         def decide(reports: list[bytes]) -> bytes:
-            merged = merge(reports, check=self.options.validate)
-            if self.options.validate:
-                _check_objects(merged.objects)
-                _check_kinds(merged)
-            names.check_collisions(meta.key for meta in merged.arrays)
-            self._publish(merged, attributes or {}, write_documents)
-            return b""
+            check(reports)
+            return publish(reports)
 
         try:
             what = f"committing {self.target.url}"
-            self.ranks.together(report, what=what, error=error, decide=decide)
+            if self.attempt.defers_documents:
+                self.ranks.together(report, what=what, error=error, decide=check)
+                try:
+                    self.attempt.put_all(self.deferred)
+                except Exception as problem:
+                    error = problem
+                self.ranks.together(what=what, error=error, decide=publish)
+            else:
+                self.ranks.together(report, what=what, error=error, decide=decide)
         except BaseException:
             if self.ranks.is_coordinator:
                 self.attempt.abandon()
             raise
 
     def _publish(
-        self,
-        merged: Merged,
-        attributes: Mapping[str, Any],
-        write_documents: Callable[[Location], None] | None,
+        self, merged: Merged, attributes: Mapping[str, Any], further: Mapping[str, bytes]
     ) -> None:
-        location = self.attempt.location
-        if write_documents is not None:
-            write_documents(location)
+        written = list(further.items())
         if self.zarr_format != 2 and (self.zarr_format == 3 or merged.arrays):
-            location.write(MANIFEST_NAME, merged.manifest.to_bytes())
+            written.append((MANIFEST_NAME, merged.manifest.to_bytes()))
             record = {
                 "format_version": documents.FORMAT_VERSION,
                 "commit": {
@@ -183,10 +201,8 @@ class SaveSession:
                 },
             }
             root = documents.root_document(merged.documents, {**attributes, "shardstore": record})
-            location.write("zarr.json", root.encode())
-        if self.options.durable:
-            commit.sync_file_system(location)
-        self.attempt.publish(durable=self.options.durable)
+            written.append(("zarr.json", root.encode()))
+        self.attempt.commit(written, durable=self.options.durable)
 
 
 def session_of(place: str | Path | Location) -> SaveSession | None:

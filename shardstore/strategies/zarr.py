@@ -35,7 +35,7 @@ from shardstore.storage.grid import DEFAULT_TARGET_CHUNK_BYTES, flat_range_boxes
 from shardstore.storage.location import Location
 from shardstore.storage.manifest import ChunkRecord
 from shardstore.storage.names import check_collisions, key_of
-from shardstore.storage.options import SaveOptions
+from shardstore.storage.options import DEFAULT_BUDGET_BYTES, SaveOptions
 from shardstore.strategies.base import (
     LoadShardedStrategy,
     SaveShardedStrategy,
@@ -109,6 +109,7 @@ class ZarrSaveShardedStrategy(SaveShardedStrategy):
         target_chunk_bytes: large shards are cut into chunks of about this many bytes (version 2).
         threads: threads that write, on each rank.
         mover: see :attr:`SaveOptions.mover`.
+        budget_bytes: see :attr:`SaveOptions.budget_bytes`.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class ZarrSaveShardedStrategy(SaveShardedStrategy):
         target_chunk_bytes: int = DEFAULT_TARGET_CHUNK_BYTES,
         threads: int | None = None,
         mover: str = "auto",
+        budget_bytes: int = DEFAULT_BUDGET_BYTES,
     ) -> None:
         super().__init__(backend, version)
         if version not in (V2_LAYOUT, V3_LAYOUT):
@@ -128,7 +130,10 @@ class ZarrSaveShardedStrategy(SaveShardedStrategy):
                 "Megatron-Core"
             )
         self.options = SaveOptions(
-            target_chunk_bytes=target_chunk_bytes, threads=threads, mover=mover
+            target_chunk_bytes=target_chunk_bytes,
+            threads=threads,
+            mover=mover,
+            budget_bytes=budget_bytes,
         )
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
@@ -211,7 +216,7 @@ def _carry_out(
     An error of this rank's disk waits until all pieces are exchanged.
     """
     location, manifest = session.attempt.location, session.manifest
-    mover = arrays.mover_for(location, options)
+    mover = arrays.mover_for(location, options, session.attempt)
 
     def done(item: ChunkWrite, record: ChunkRecord) -> None:
         manifest.add_chunk(item.array, item.index, record)
@@ -225,7 +230,12 @@ def _carry_out(
             except Exception as problem:
                 failed.append(problem)
 
-    attempt(lambda: arrays.create_arrays(location, created, threads=options.threads))
+    if session.attempt.defers_documents:
+        session.deferred += [
+            (f"{meta.node}/{meta.document_name}", text.encode()) for meta, text in created
+        ]
+    else:
+        attempt(lambda: arrays.create_arrays(location, created, threads=options.threads))
     attempt(lambda: mover.write(plan.writes, done))
     for batch in _rounds(plan.cut):
         writes = _put_together(session.ranks, batch)
@@ -382,9 +392,9 @@ def _create_or_open_zarr_arrays(
         dist.barrier()
     for i, tensor in enumerate(sharded_tensors):
         if found[i] is None and is_main_replica(tensor.replica_id):
-            meta = arrays.read_array_meta(Location.of(checkpoint_dir), tensor.key)
-            path = Path(checkpoint_dir) / meta.node
-            found[i] = _open_zarr_array_verbose(path, "r+")
+            location = Location.of(checkpoint_dir)
+            node = location.child(arrays.read_array_meta(location, tensor.key).node)
+            found[i] = _open_zarr_array_verbose(node.place, "r+")
     return found
 
 
@@ -443,9 +453,18 @@ def _open_zarr_array_verbose(path: str | Path, mode: str, **open_kwargs: Any) ->
         NotACheckpointError: there is no array, or nothing at all.
     """
     known = cast(Literal["r", "r+", "a", "w", "w-"], mode)
+    location = Location.of(path)
+    if location.options:
+        open_kwargs.setdefault("storage_options", dict(location.options))
     try:
-        return zarr.open_array(str(path), mode=known, **open_kwargs)
+        return zarr.open_array(location.url, mode=known, **open_kwargs)
     except (FileNotFoundError, KeyError, ValueError) as error:
+        if not location.is_local:
+            raise NotACheckpointError(
+                f"Array {path} could not be opened: {type(error).__name__}: {error} (below it are "
+                f"{location.listing()[:8]})",
+                url=location.url,
+            ) from error
         folder = Path(path)
         if folder.is_dir():
             beside = sorted(entry.name for entry in folder.iterdir())[:8]
@@ -542,16 +561,25 @@ def load_zarr_based_sharded_metadata(
         Key -> sharded tensor without data, whole.
     """
     found = {}
-    root = Path(checkpoint_dir)
-    for folder in sorted(entry for entry in root.iterdir() if entry.is_dir()):
-        documents = [folder / "zarr.json", folder / ".zarray"]
-        if not any(document.is_file() and document.stat().st_size for document in documents):
+    root = Location.of(checkpoint_dir)
+    for node in root.listing():
+        if not root.is_dir(node) or not any(
+            _is_filled(root, f"{node}/{name}") for name in ("zarr.json", ".zarray")
+        ):
             continue
-        key = key_of(folder.name) or arrays.read_array_meta(Location.of(root), folder.name).key
-        shape, dtype = get_shape_dtype_fn(str(folder))
+        key = key_of(node) or arrays.read_array_meta(root, node).key
+        shape, dtype = get_shape_dtype_fn(str(root.child(node).place))
         torch_dtype = dtypes.torch_dtype(dtypes.zarr_name(np.dtype(dtype)))
         found[key] = _whole_tensor(key, tuple(int(n) for n in shape), torch_dtype)
     return found
+
+
+def _is_filled(root: Location, name: str) -> bool:
+    """Whether a document is there and not empty, as Megatron-Core's locks are."""
+    try:
+        return bool(root.read(name))
+    except FileNotFoundError:
+        return False
 
 
 __all__ = [

@@ -208,11 +208,6 @@ def test_a_name_too_long(tmp_path: Path) -> None:
         begin(Location.of(tmp_path / ("x" * 250)))
 
 
-def test_only_local_folders(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="local"):
-        begin(Location.of("memory://bucket/ckpt"))
-
-
 # Attempts of processes that are gone.
 
 DYING = """

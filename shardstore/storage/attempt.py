@@ -1,0 +1,58 @@
+"""What a save needs of an attempt, whether it is a folder or lies in an object store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from shardstore.storage.location import Location
+
+__all__ = ["Attempt"]
+
+
+class Attempt(Protocol):
+    """One try at writing a checkpoint."""
+
+    @property
+    def target(self) -> Location:
+        """Where the checkpoint shall be."""
+
+    @property
+    def location(self) -> Location:
+        """Where this attempt is written."""
+
+    @property
+    def id(self) -> str:
+        """Its own name, agreed by all ranks."""
+
+    @property
+    def defers_documents(self) -> bool:
+        """Whether it is written at its target, so that the documents of arrays, which others could
+        open, have to wait until all manifests are checked."""
+
+    def check(self) -> None:
+        """Raise :class:`StorageError` if a newer attempt took the target over."""
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small document or object of this attempt.
+
+        Raises:
+            StorageError: the store refused, or a newer attempt took the target over.
+        """
+
+    def put_all(self, documents: Sequence[tuple[str, bytes]]) -> None:
+        """Write many, in parallel where that helps; errors as :meth:`put`."""
+
+    def flush(self) -> None:
+        """Wait until what this rank wrote is durable."""
+
+    def commit(self, documents: Sequence[tuple[str, bytes]], *, durable: bool) -> None:
+        """Write the last documents, the one that commits last of all. Called by one process.
+
+        Raises:
+            CheckpointExistsError: another checkpoint was committed there in the meantime.
+            StorageError: the store refused; the target is as it was.
+        """
+
+    def abandon(self) -> None:
+        """Give up. Called by one process, once all have stopped writing."""

@@ -1,0 +1,452 @@
+"""Attempt and commit in an object store, which has neither rename nor locks: the newest claim owns.
+
+A save writes straight to its target. It claims the target first: a document
+``.attempts/NNNNNN.json``, created only if absent, with a number above all others. Whoever holds the
+highest number owns the target; an older attempt, dead or late, is fenced off, because objects are
+created and not replaced, and because it asks for the claims wherever there is one already. The
+commit is one conditional PUT of the last document, whose own content says whose it is: where the
+answer is lost, or is an error, it is read back. No clock, lease or rename is involved.
+
+The one race that claims alone leave open (a new claim between the last look at the claims and the
+commit) is closed by a mark ``NNNNNN.committing`` which the older attempt sets before it looks, and
+which the newer one, having claimed, waits for to be settled: one of the two always sees the other.
+
+Called by one process where it is not said otherwise. It knows documents, names and claims; not
+what is in them. (Create-if-absent: Amazon S3 user guide, "Conditional writes".)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import secrets
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from shardstore.errors import CheckpointExistsError, StorageError
+from shardstore.storage.location import Location
+from shardstore.storage.object_io import object_io
+
+__all__ = ["ATTEMPTS", "ObjectAttempt", "begin", "is_committed", "join", "own_names"]
+
+ATTEMPTS = ".attempts"
+"""Folder of the claims, below the target."""
+
+SETTLE_S = 30.0
+"""How long a new claim waits for an older attempt that is about to commit: longer than one PUT with
+all its retries usually takes. Too short costs the older attempt its success, never anybody's
+data."""
+POLL_S = 0.2
+DOCUMENTS_IN_FLIGHT = 256
+
+_OWN = frozenset({"zarr.json", "metadata.json", "common.pt", "manifest.npz", ".metadata"})
+_COMMITS = ("zarr.json", "metadata.json")
+_CLAIM = re.compile(r"(\d{6,})\.json")
+_MARK = re.compile(r"(\d{6,})\.committing")
+_PART = re.compile(r"zarr\.json|\.zarray|\.zattrs|c([./]\d+)*|\d+([./]\d+)*|shard_[\d._]*\.pt")
+
+_honest: set[str] = set()
+"""Stores of this process that were seen to refuse a second creation."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ObjectAttempt:
+    """One try at writing a checkpoint to an object store.
+
+    Attributes:
+        target: where the checkpoint shall be, and where it is written.
+        id: number of the claim and a random part; in the commit record too.
+        overwrite: whether a checkpoint at the target may be replaced.
+    """
+
+    target: Location
+    id: str
+    overwrite: bool = False
+
+    @property
+    def location(self) -> Location:
+        """The target itself."""
+        return self.target
+
+    @property
+    def defers_documents(self) -> bool:
+        """Yes: what lies at the target can be opened by others."""
+        return True
+
+    @property
+    def number(self) -> int:
+        """Of the claim."""
+        return int(self.id.partition("-")[0])
+
+    def check(self) -> None:
+        """Raise unless this attempt still owns its target. Any rank may call it.
+
+        Raises:
+            StorageError: names the newer attempt, or says that another one was committed.
+        """
+        claims, _ = _claims(self.target)
+        newest = max(claims, default=0)
+        if newest > self.number:
+            raise self._superseded(_describe(self.target, newest))
+        if newest < self.number or _read_claim(self.target, newest).get("id") != self.id:
+            raise self._superseded("another one, which is finished")
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small object, in the place of a leftover if need be. Any rank may call it."""
+        if not self.target.remote.create(name, data):
+            self._settle(name, data)
+
+    def put_all(self, documents: Sequence[tuple[str, bytes]]) -> None:
+        """Write many, in parallel. Any rank may call it."""
+        if not documents:
+            return
+        io = object_io(self.target)
+        pending: deque[tuple[str, bytes, Callable[[], bool]]] = deque()
+        try:
+            for name, data in documents:
+                if len(pending) >= DOCUMENTS_IN_FLIGHT:
+                    self._finish(*pending.popleft())
+                pending.append((name, data, io.put(name, data, create=True)))
+            while pending:
+                self._finish(*pending.popleft())
+        finally:
+            for _, _, finish in pending:
+                with contextlib.suppress(Exception):
+                    finish()
+            io.close()
+
+    def _finish(self, name: str, data: bytes, finish: Callable[[], bool]) -> None:
+        if not finish():
+            self._settle(name, data)
+
+    def _settle(self, name: str, data: bytes) -> None:
+        """There is an object of that name: ours, a leftover, or a newer attempt's."""
+        try:
+            if self.target.remote.read(name) == data:
+                return
+        except FileNotFoundError:
+            pass
+        self.check()
+        self.target.remote.write(name, data)
+
+    def flush(self) -> None:
+        """Nothing to wait for: what a store has acknowledged is durable."""
+
+    def commit(self, documents: Sequence[tuple[str, bytes]], *, durable: bool) -> None:
+        """Write the last documents, the last of all by one conditional PUT, which is the commit.
+
+        Args:
+            documents: names and contents.
+            durable: of no meaning here.
+
+        Raises:
+            CheckpointExistsError: another checkpoint was committed there in the meantime.
+            StorageError: the store refused, or a newer attempt took the target over.
+        """
+        if not documents:
+            raise StorageError(
+                f"nothing that could commit {self.target.url} was written", url=self.target.url
+            )
+        self.put_all(documents[:-1])
+        name, data = documents[-1]
+        store = self.target.remote
+        mark = f"{ATTEMPTS}/{self.number:06d}.committing"
+        store.write(mark, self.id.encode())
+        self.check()
+        if not self._publish(name, data):
+            raise CheckpointExistsError(
+                f"{self.target.url} already exists: another checkpoint was committed there while "
+                "this one was being written; pass overwrite=True to replace it, or save elsewhere",
+                url=self.target.url,
+            )
+        self._look_once_more(name, data)
+        self._clean_up()
+
+    def _publish(self, name: str, data: bytes) -> bool:
+        """The conditional PUT. Whether the commit that is there then is ours."""
+        store = self.target.remote
+        failure: StorageError | None = None
+        try:
+            if store.create(name, data):
+                return True
+        except StorageError as error:
+            failure = error
+        for left in (2, 1, 0):
+            try:
+                there = store.read(name)
+            except FileNotFoundError:
+                there = None
+            except StorageError:
+                if not left:
+                    raise
+                time.sleep(POLL_S)
+                continue
+            if there == data:
+                return True
+            if failure is not None and there is None:
+                raise failure
+            return False
+        return False
+
+    def _look_once_more(self, name: str, data: bytes) -> None:
+        """A claim that came between: it withdraws when it sees this commit, or has replaced it."""
+        deadline = time.monotonic() + SETTLE_S
+        while True:
+            claims, _ = _claims(self.target)
+            newest = max(claims, default=0)
+            if newest <= self.number:
+                return
+            try:
+                ours = self.target.remote.read(name) == data
+            except FileNotFoundError:
+                ours = False
+            if not ours:
+                raise self._superseded(_describe(self.target, newest))
+            if time.monotonic() > deadline:
+                # It does not know of this commit, and may have deleted what belongs to it.
+                self.target.remote.delete([name])
+                raise self._superseded(_describe(self.target, newest))
+            time.sleep(POLL_S)
+
+    def _clean_up(self) -> None:
+        """The claims go last: this one, and those of attempts that it superseded."""
+        try:
+            store = self.target.remote
+            names = [entry for entry in store.walk(ATTEMPTS) if not _is_newer(entry, self.number)]
+            store.delete(sorted(names, key=_number_of))
+        except StorageError as error:
+            logger.warning(
+                "%s is committed, but its claim could not be removed: %s", self.target.url, error
+            )
+
+    def abandon(self) -> None:
+        """Remove what was written, as far as the store lets us; the next attempt does the rest."""
+        with contextlib.suppress(StorageError, FileNotFoundError):
+            self.check()
+            _delete_leftovers(self.target, keep_attempts=True)
+        with contextlib.suppress(StorageError):
+            self._withdraw()
+
+    def _withdraw(self) -> None:
+        number = f"{ATTEMPTS}/{self.number:06d}"
+        if _read_claim(self.target, self.number).get("id") == self.id:
+            self.target.remote.delete([f"{number}.committing", f"{number}.json"])
+
+    def _superseded(self, by: str) -> StorageError:
+        return StorageError(
+            f"the save to {self.target.url} (attempt {self.id}) was given up: the target belongs "
+            f"to {by}. Of several saves to one place the newest goes on; save elsewhere, or one "
+            "after the other",
+            url=self.target.url,
+        )
+
+
+def begin(
+    place: Location, *, overwrite: bool = False, allow_unconditional: bool = False
+) -> ObjectAttempt:
+    """Claim a target, and clear it of what dead attempts left. Called by one process.
+
+    Args:
+        place: the target.
+        overwrite: a checkpoint that is there may be replaced; it is deleted here, its commit
+            first, so that for a while there is none, and never a mixed one.
+        allow_unconditional: go on where the store ignores create-if-absent.
+
+    Raises:
+        CheckpointExistsError: a checkpoint is there and may not be replaced.
+        StorageError: the store refused, does not answer, or ignores create-if-absent.
+    """
+    if not overwrite and is_committed(place):
+        raise _exists(place)
+    _require_conditions(place, allow_unconditional)
+    attempt = _claim(place, overwrite)
+    try:
+        _await_commits(attempt)
+        if not overwrite and is_committed(place):
+            raise _exists(place)
+        _delete_leftovers(place, keep_attempts=True)
+    except BaseException:
+        with contextlib.suppress(StorageError):
+            attempt._withdraw()
+        raise
+    return attempt
+
+
+def join(place: Location, attempt_id: str, *, overwrite: bool = False) -> ObjectAttempt:
+    """The attempt that the coordinator began, on another rank."""
+    return ObjectAttempt(place, attempt_id, overwrite)
+
+
+def is_committed(location: Location) -> bool:
+    """Whether a committed checkpoint is there: ours, or one with a ``metadata.json`` of another
+    backend.
+
+    Raises:
+        StorageError: the store refused.
+    """
+    names = location.remote.listing()
+    if "zarr.json" in names:
+        return True
+    if "metadata.json" not in names:
+        return False
+    try:
+        config = json.loads(location.remote.read("metadata.json"))
+    except (FileNotFoundError, ValueError):
+        return False
+    if not isinstance(config, dict):
+        return False
+    version = config.get("sharded_backend_version", 1)
+    committed_by_root = config.get("sharded_backend") == "zarr" and version != 1
+    return not committed_by_root
+
+
+def own_names(names: Iterable[str]) -> list[str]:
+    """Those of all object names below a target that belong to checkpoints, finished or not.
+
+    A checkpoint further below, a foreign Zarr group or anything else is left out.
+    """
+    names = list(names)
+    documents = {name for name in names if name.endswith(("/zarr.json", "/metadata.json"))}
+    # A folder with documents in folders below it is a group or a checkpoint of its own.
+    foreign = {name.partition("/")[0] for name in documents if name.count("/") > 1}
+    foreign |= {name.partition("/")[0] for name in documents if name.endswith("/metadata.json")}
+    own = []
+    for name in names:
+        first, _, rest = name.partition("/")
+        if not rest:
+            if first in _OWN or first.endswith(".distcp"):
+                own.append(name)
+        elif first == ATTEMPTS or (first not in foreign and _PART.fullmatch(rest)):
+            own.append(name)
+    return own
+
+
+def _claim(place: Location, overwrite: bool) -> ObjectAttempt:
+    store = place.remote
+    token = f"{time.time_ns():x}-{secrets.token_hex(4)}"
+    while True:
+        claims, marks = _claims(place)
+        number = max([*claims, *marks, 0]) + 1
+        attempt = ObjectAttempt(place, f"{number:06d}-{token}", overwrite)
+        about = {
+            "id": attempt.id,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        name = f"{ATTEMPTS}/{number:06d}.json"
+        if store.create(name, json.dumps(about).encode()):
+            return attempt
+        # Lost; or won, and the answer was lost.
+        if _read_claim(place, number).get("id") == attempt.id:
+            return attempt
+
+
+def _await_commits(attempt: ObjectAttempt) -> None:
+    """Wait until no older attempt is between its last look at the claims and its commit."""
+    deadline = time.monotonic() + SETTLE_S
+    while time.monotonic() < deadline:
+        _, marks = _claims(attempt.target)
+        if not any(number < attempt.number for number in marks):
+            return
+        if is_committed(attempt.target):
+            return
+        time.sleep(POLL_S)
+    logger.warning(
+        "%s: an attempt that was about to commit does not go on; it is taken for dead",
+        attempt.target.url,
+    )
+
+
+def _claims(target: Location) -> tuple[list[int], list[int]]:
+    """Numbers of the claims, and of the attempts that are about to commit."""
+    names = target.remote.listing(ATTEMPTS)
+    claims = [int(found.group(1)) for name in names if (found := _CLAIM.fullmatch(name))]
+    marks = [int(found.group(1)) for name in names if (found := _MARK.fullmatch(name))]
+    return claims, marks
+
+
+def _read_claim(target: Location, number: int) -> dict[str, object]:
+    try:
+        about = json.loads(target.remote.read(f"{ATTEMPTS}/{number:06d}.json"))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return about if isinstance(about, dict) else {}
+
+
+def _describe(target: Location, number: int) -> str:
+    about = _read_claim(target, number)
+    return (
+        f"the newer attempt {about.get('id', f'{number:06d}')} of process {about.get('pid', '?')} "
+        f"on {about.get('host', '?')}"
+    )
+
+
+def _is_newer(name: str, number: int) -> bool:
+    return _number_of(name) > number
+
+
+def _number_of(name: str) -> int:
+    found = re.match(r"\d+", name.rpartition("/")[2])
+    return int(found.group()) if found else 0
+
+
+def _delete_leftovers(place: Location, *, keep_attempts: bool) -> None:
+    """Remove what checkpoints and dead attempts left at a target, the commits first."""
+    store = place.remote
+    own = own_names(store.walk())
+    if keep_attempts:
+        own = [name for name in own if not name.startswith(f"{ATTEMPTS}/")]
+    for name in _COMMITS:
+        if name in own:
+            store.delete([name])
+    rest = [name for name in own if name not in _COMMITS]
+    if rest:
+        store.delete(rest)
+
+
+def _exists(place: Location) -> CheckpointExistsError:
+    return CheckpointExistsError(
+        f"{place.url} already exists and holds a checkpoint; pass overwrite=True to replace it, "
+        "or save elsewhere",
+        url=place.url,
+    )
+
+
+def _require_conditions(place: Location, allow_unconditional: bool) -> None:
+    """Create a probe twice: the second must be refused.
+
+    Raises:
+        StorageError: it was not, and that was not allowed.
+    """
+    store = place.remote
+    scheme, _, rest = place.url.partition("://")
+    # Of one endpoint and bucket.
+    known = f"{id(store.fs)} {scheme}://{rest.partition('/')[0]}"
+    if known in _honest or allow_unconditional:
+        return
+    probe = f"{ATTEMPTS}/probe-{secrets.token_hex(8)}"
+    try:
+        first = store.create(probe, b"first")
+        second = store.create(probe, b"second")
+    finally:
+        with contextlib.suppress(StorageError):
+            store.delete([probe])
+    if second:
+        raise StorageError(
+            f"{place.url}: the store ignores If-None-Match (it created one object twice), so that "
+            "two saves to one place could mix unnoticed; use a store that honours it, or pass "
+            "allow_unconditional=True where no two saves ever go to one place",
+            url=place.url,
+        )
+    if first:
+        _honest.add(known)

@@ -1,0 +1,161 @@
+"""TensorStore's key-value stores for our locations, configured from the control plane.
+
+Endpoint, region and credentials are those that the control plane's client has found, so that one
+URL and one set of storage options serve both. Credentials reach TensorStore in a file in memory
+that only this process has open (``memfd_create``, Linux man-pages memfd_create(2)); they are in no
+spec, ``repr`` or error.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+import threading
+from typing import Any
+
+from fsspec.asyn import sync  # type: ignore[import-untyped]
+
+from shardstore.errors import StorageError
+from shardstore.storage.location import Location
+from shardstore.storage.remote import FIRST_DEADLINE_S, explained
+from shardstore.storage.tensorstore_environment import BOUNDED, LIMITS
+
+__all__ = ["has_driver", "kvstore_spec", "s3_context"]
+
+PROFILE = "shardstore"
+CONCURRENCY = 32
+"""Requests to S3 at a time, each process."""
+
+_REFRESHED = ("iam-role", "container-role")
+"""Credentials that change with time and that TensorStore knows how to get by itself."""
+
+_lock = threading.Lock()
+_files: dict[int, tuple[bytes, int | str]] = {}
+_found: dict[int, dict[str, Any]] = {}
+
+
+def has_driver(location: Location) -> bool:
+    """Whether TensorStore has a driver that meets the control plane in the same store."""
+    return location.is_local or location.url.startswith(("s3://", "s3a://"))
+
+
+def s3_context() -> dict[str, Any]:
+    """Context resources: how many requests at a time, and how often each is tried."""
+    return {
+        "s3_request_concurrency": {"limit": CONCURRENCY},
+        "s3_request_retries": {"max_retries": 8, "initial_delay": "200ms", "max_delay": "5s"},
+    }
+
+
+def kvstore_spec(location: Location) -> dict[str, Any]:
+    """Spec of a key-value store at a location (TensorStore documentation, "s3 Key-Value Store
+    driver").
+
+    Raises:
+        StorageError: TensorStore has no driver for it, was imported too early, or there are no
+            credentials.
+    """
+    if not has_driver(location):
+        raise StorageError(
+            f"{location.url}: compressed arrays can be read from local folders and s3:// alone; "
+            "copy the checkpoint there",
+            url=location.url,
+        )
+    if not BOUNDED:
+        raise StorageError(
+            f"{location.url}: tensorstore was imported before shardstore, without "
+            f"{' and '.join(LIMITS)} being set, and would wait for a silent server for ever; "
+            "import shardstore first, or set them",
+            url=location.url,
+        )
+    bucket, _, path = location.url.partition("://")[2].partition("/")
+    return {
+        "driver": "s3",
+        "bucket": bucket,
+        "path": f"{path}/" if path else "",
+        **_client_settings(location),
+    }
+
+
+def _client_settings(location: Location) -> dict[str, Any]:
+    """Endpoint, region and credentials as the control plane's client has them."""
+    fs = location.remote.fs
+    with _lock:
+        found = _found.get(id(fs))
+        if found is None:
+            try:
+                found = sync(fs.loop, _settings, fs, timeout=FIRST_DEADLINE_S)
+            except Exception as error:
+                raise explained("connecting to", location.url, error) from error
+            if "frozen" not in found:
+                _found[id(fs)] = found
+        settings = dict(found)
+        frozen = settings.pop("frozen", None)
+        if frozen is not None:
+            settings["aws_credentials"] = _profile(id(fs), frozen)
+    return settings
+
+
+async def _settings(fs: Any) -> dict[str, Any]:
+    client = await fs.set_session()
+    meta = client.meta
+    region = meta.region_name
+    settings: dict[str, Any] = {
+        "aws_region": region if region and not region.startswith("aws-") else "us-east-1"
+    }
+    endpoint = meta.endpoint_url or ""
+    if "amazonaws.com" not in endpoint:
+        settings["endpoint"] = endpoint
+    if fs.anon:
+        settings["aws_credentials"] = {"type": "anonymous"}
+        return settings
+    credentials = client._request_signer._credentials
+    if credentials is None:
+        settings["aws_credentials"] = {"type": "default"}
+        return settings
+    if credentials.method in _REFRESHED:
+        settings["aws_credentials"] = {"type": "default"}
+        return settings
+    frozen = credentials.get_frozen_credentials()
+    if hasattr(frozen, "__await__"):
+        frozen = await frozen
+    settings["frozen"] = frozen
+    return settings
+
+
+def _profile(owner: int, frozen: Any) -> dict[str, Any]:
+    lines = [
+        f"[{PROFILE}]",
+        f"aws_access_key_id = {frozen.access_key}",
+        f"aws_secret_access_key = {frozen.secret_key}",
+    ]
+    if frozen.token:
+        lines.append(f"aws_session_token = {frozen.token}")
+    content = ("\n".join(lines) + "\n").encode()
+    known = _files.get(owner)
+    if known is None or known[0] != content:
+        known = _files[owner] = (content, _secret_file(content))
+    where = known[1]
+    path = f"/proc/self/fd/{where}" if isinstance(where, int) else where
+    return {
+        "type": "profile",
+        "profile": PROFILE,
+        "credentials_file": path,
+        "config_file": os.devnull,
+    }
+
+
+def _secret_file(content: bytes) -> int | str:
+    """A descriptor of a file in memory, or the path of a file that only this user can read."""
+    if hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd"):
+        fd = os.memfd_create("credentials", os.MFD_CLOEXEC)
+        os.write(fd, content)
+        return fd
+    folder = tempfile.mkdtemp(prefix="shardstore-")  # mode 0700
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = os.path.join(folder, "credentials")
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+    return path
