@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from scripts.s3_servers import EmbeddedServer, S3Server, embedded_server, radosgw
+
+# TensorStore reads it once, when it is imported: a silence in a test need not last 15 seconds.
+os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "4")
 
 NO_RADOSGW = "no Ceph gateway runs here: scripts/s3_server start brings one up (Debian, as root)"
 
