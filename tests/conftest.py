@@ -1,4 +1,8 @@
-"""The S3 servers that any test may ask for; each is started by the first test that does."""
+"""The S3 servers that any test may ask for; each is started by the first test that does.
+
+The package is imported here, before any test imports TensorStore: its import bounds the requests
+that TensorStore makes.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+import shardstore
 from scripts.s3_servers import EmbeddedServer, S3Server, embedded_server, radosgw
 
+assert shardstore
 # TensorStore reads it once, when it is imported: a silence in a test need not last 15 seconds.
-os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "4")
+os.environ["TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS"] = "4"
 
 NO_RADOSGW = "no Ceph gateway runs here: scripts/s3_server start brings one up (Debian, as root)"
 

@@ -15,6 +15,7 @@ from shardstore.storage.documents import ArrayMeta, RootDocument
 from shardstore.storage.files import FileMover
 from shardstore.storage.location import Location
 from shardstore.storage.manifest import MANIFEST_NAME, Manifest
+from shardstore.storage.object_io import read_objects
 from shardstore.storage.object_mover import ObjectMover
 from shardstore.storage.tensorstore_mover import TensorStoreMover
 
@@ -71,6 +72,8 @@ class StoredCheckpoint:
         if self.root is not None and self.root.consolidated:
             return self.root.arrays()
         name = ".zarray" if self.root is None else "zarr.json"
+        if not self.location.is_local:
+            return self._listed(name)
         found = {}
         nodes = self.location.listing()
         while nodes:
@@ -93,6 +96,23 @@ class StoredCheckpoint:
                 continue
             else:
                 meta = documents.parse_v2_array(node, text, url)
+            found[meta.key] = meta
+        return found
+
+    def _listed(self, name: str) -> Mapping[str, ArrayMeta]:
+        """All arrays of an object store's location: one listing, then all documents at once."""
+        store = self.location.remote
+        wanted = [entry for entry in store.walk() if entry.endswith(f"/{name}")]
+        found = {}
+        for entry, text in zip(wanted, read_objects(self.location, wanted), strict=True):
+            node = entry.rpartition("/")[0]
+            url = f"{self.location.url}/{entry}"
+            if text is None or not text.strip() or documents.is_group(text):
+                continue
+            if self.root is None:
+                meta = documents.parse_v2_array(node, text, url)
+            else:
+                meta = documents.parse_array_text(node, text, url)
             found[meta.key] = meta
         return found
 

@@ -47,6 +47,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def is_checkpoint(location: Location) -> bool:
     """Whether a committed checkpoint is there (ours, or one with a ``metadata.json`` of another
     backend)."""
+    if not location.is_local:
+        from shardstore.storage import object_commit
+
+        return object_commit.is_committed(location)
     return any(location.exists(marker) for marker in MARKERS)
 
 
@@ -156,7 +160,7 @@ class FolderAttempt:
                     os.rename(path, os.path.join(target, name))
             # From here on the next attempt may sweep it, should this process die on the way.
             os.rename(f"{target}/{OWNER_NAME}", f"{source}/{OWNER_NAME}")
-            _remove(self.location)
+            remove_attempt(self.location)
         except OSError as error:
             logger.warning(
                 "%s is committed, but what it replaced could not be removed: %s", target, error
@@ -168,16 +172,25 @@ class FolderAttempt:
         # Without its owner's note it is what a commit replaced, perhaps with files of others.
         if self.location.exists(OWNER_NAME):
             with contextlib.suppress(StorageError):
-                _remove(self.location)
+                remove_attempt(self.location)
 
 
-def _remove(attempt: Location) -> None:
+def remove_attempt(attempt: Location) -> None:
     """Remove an attempt: the commit first, so that no reader opens what is half gone, the owner's
     note last, so that the next attempt sweeps the rest if this process dies on the way."""
     for name in (*MARKERS, *attempt.listing()):
         if name != OWNER_NAME:
             attempt.delete(name)
     attempt.delete()
+
+
+def delete_folder(location: Location) -> None:
+    """Delete a checkpoint: its commit first. Foreign files, and then the folder, stay."""
+    for name in (*MARKERS, *location.listing()):
+        if name in MARKERS or _is_ours(os.path.join(location.url, name)):
+            location.delete(name)
+    if not location.listing():
+        location.delete()
 
 
 def _is_ours(path: str) -> bool:
@@ -271,9 +284,9 @@ def sweep(target: Location) -> list[str]:
         if not entry.startswith(f".{name}.attempt-"):
             continue
         attempt = Location.of(f"{parent}/{entry}")
-        if _is_dead(attempt):
+        if is_dead(attempt):
             with contextlib.suppress(StorageError):
-                _remove(attempt)
+                remove_attempt(attempt)
                 swept.append(attempt.url)
     return swept
 
@@ -303,7 +316,8 @@ def _start_of(pid: int) -> str | None:
     return fields[19] if fields[0] not in "ZX" else None
 
 
-def _is_dead(attempt: Location) -> bool:
+def is_dead(attempt: Location) -> bool:
+    """Whether the process of an attempt ran on this host and is gone."""
     if attempt.is_dir() and not attempt.listing():
         return not attempt.name.endswith(".begin")
     try:

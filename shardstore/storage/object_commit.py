@@ -32,7 +32,7 @@ from datetime import UTC, datetime
 
 from shardstore.errors import CheckpointExistsError, StorageError
 from shardstore.storage.location import Location
-from shardstore.storage.object_io import object_io
+from shardstore.storage.object_io import IN_FLIGHT, object_io
 
 __all__ = ["ATTEMPTS", "ObjectAttempt", "begin", "is_committed", "join", "own_names"]
 
@@ -44,7 +44,6 @@ SETTLE_S = 30.0
 all its retries usually takes. Too short costs the older attempt its success, never anybody's
 data."""
 POLL_S = 0.2
-DOCUMENTS_IN_FLIGHT = 256
 
 _OWN = frozenset({"zarr.json", "metadata.json", "common.pt", "manifest.npz", ".metadata"})
 _COMMITS = ("zarr.json", "metadata.json")
@@ -113,7 +112,7 @@ class ObjectAttempt:
         pending: deque[tuple[str, bytes, Callable[[], bool]]] = deque()
         try:
             for name, data in documents:
-                if len(pending) >= DOCUMENTS_IN_FLIGHT:
+                if len(pending) >= IN_FLIGHT:
                     self._finish(*pending.popleft())
                 pending.append((name, data, io.put(name, data, create=True)))
             while pending:
@@ -161,7 +160,13 @@ class ObjectAttempt:
         store = self.target.remote
         mark = f"{ATTEMPTS}/{self.number:06d}.committing"
         store.write(mark, self.id.encode())
-        self.check()
+        try:
+            self.check()
+        except StorageError:
+            # Nothing was sent: nobody has to wait for it.
+            with contextlib.suppress(StorageError):
+                store.delete([mark])
+            raise
         if not self._publish(name, data):
             raise CheckpointExistsError(
                 f"{self.target.url} already exists: another checkpoint was committed there while "
@@ -217,6 +222,10 @@ class ObjectAttempt:
                 raise self._superseded(_describe(self.target, newest))
             time.sleep(POLL_S)
 
+    def withdraw_all(self) -> None:
+        """Take back this claim and those of attempts that it superseded."""
+        self._clean_up()
+
     def _clean_up(self) -> None:
         """The claims go last: this one, and those of attempts that it superseded."""
         try:
@@ -225,7 +234,7 @@ class ObjectAttempt:
             store.delete(sorted(names, key=_number_of))
         except StorageError as error:
             logger.warning(
-                "%s is committed, but its claim could not be removed: %s", self.target.url, error
+                "%s: claims that are done with could not be removed: %s", self.target.url, error
             )
 
     def abandon(self) -> None:
@@ -412,6 +421,11 @@ def _delete_leftovers(place: Location, *, keep_attempts: bool) -> None:
     rest = [name for name in own if name not in _COMMITS]
     if rest:
         store.delete(rest)
+
+
+def delete_all(place: Location) -> None:
+    """Delete a checkpoint, its commit first; foreign objects stay. Called by one process."""
+    _delete_leftovers(place, keep_attempts=True)
 
 
 def _exists(place: Location) -> CheckpointExistsError:

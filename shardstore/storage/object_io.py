@@ -7,19 +7,25 @@ bytes; not what they mean.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, Protocol
 
 import tensorstore as ts
 
 from shardstore.errors import StorageError
+from shardstore.storage.counters import counters
 from shardstore.storage.location import Location
 from shardstore.storage.remote import RemoteStore
 from shardstore.storage.tensorstore_mover import shared_context
 from shardstore.storage.tensorstore_store import has_driver, kvstore_spec
 
-__all__ = ["MAX_OBJECT_BYTES", "ObjectIO", "object_io"]
+__all__ = ["IN_FLIGHT", "MAX_OBJECT_BYTES", "ObjectIO", "object_io", "read_objects"]
+
+IN_FLIGHT = 1024
+"""Requests that are started at a time, however small; the store's own limit lets fewer run."""
 
 MAX_OBJECT_BYTES = 5 * 1024**3
 """The most that one PUT takes (Amazon S3 user guide, "Uploading objects")."""
@@ -70,6 +76,33 @@ def object_io(location: Location) -> ObjectIO:
     if has_driver(location):
         return _TensorStoreIO(location)
     return _FileSystemIO(location.remote)
+
+
+def read_objects(location: Location, keys: Sequence[str]) -> list[bytes | None]:
+    """Read many small objects in parallel; ``None`` for one that is not there.
+
+    Raises:
+        StorageError: the store refused.
+    """
+    if not keys:
+        return []
+    io = object_io(location)
+    counters.add(documents_read=len(keys))
+    pending: deque[Callable[[], bytes | None]] = deque()
+    found: list[bytes | None] = []
+    try:
+        for key in keys:
+            if len(pending) >= IN_FLIGHT:
+                found.append(pending.popleft()())
+            pending.append(io.get(key))
+        while pending:
+            found.append(pending.popleft()())
+    finally:
+        for finish in pending:
+            with suppress(Exception):
+                finish()
+        io.close()
+    return found
 
 
 class _TensorStoreIO:

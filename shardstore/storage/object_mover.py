@@ -34,15 +34,13 @@ from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import block_bytes, inner_blocks
 from shardstore.storage.location import Location
 from shardstore.storage.manifest import ChunkRecord, Manifest
-from shardstore.storage.object_io import MAX_OBJECT_BYTES, ObjectIO, object_io
+from shardstore.storage.object_io import IN_FLIGHT, MAX_OBJECT_BYTES, ObjectIO, object_io
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES
 
 __all__ = ["ObjectMover"]
 
 T = TypeVar("T")
 
-IN_FLIGHT = 1024
-"""Requests that are started at a time, however small; the store's own limit lets fewer run."""
 REQUEST_BYTES = 4096
 """What a request weighs beside its data."""
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from typing import Any
 
 import fsspec  # type: ignore[import-untyped]
@@ -29,6 +30,8 @@ DEADLINE_S = 120.0
 """For a request to a store that did answer before, its retries included."""
 DELETE_BATCH = 1000
 """Keys in one request for deletion, the most that S3 takes (Amazon S3 API, DeleteObjects)."""
+
+READING = "reading"
 
 _S3 = ("s3", "s3a")
 _DENIED = (
@@ -61,6 +64,7 @@ _REMEDIES = {
     "QuotaExceeded": "the store's quota is used up: free space, or choose another bucket",
     "EntityTooLarge": "the object is too large for one request: save smaller chunks",
 }
+_NOT_THERE = "the store says that there is no such place: check the endpoint and the URL"
 _NO_ANSWER = (
     "the store does not answer: check the endpoint (endpoint_url, or AWS_ENDPOINT_URL) and the "
     "network"
@@ -98,7 +102,7 @@ class RemoteStore:
             FileNotFoundError: there is none of that name.
             StorageError: the store refused, or did not answer.
         """
-        with self._errors("reading", name):
+        with self._errors(READING, name):
             data: bytes = self._call("cat_file", self._path(name))
             return data
 
@@ -112,7 +116,7 @@ class RemoteStore:
         try:
             if whole:
                 return self.read(name)
-            with self._errors("reading", name):
+            with self._errors(READING, name):
                 data: bytes = self._call("cat_file", self._path(name), start=start, end=stop)
                 return data
         except FileNotFoundError:
@@ -181,20 +185,24 @@ class RemoteStore:
 
     def walk(self, name: str = "") -> list[str]:
         """Names of all documents below, relative to this store's URL."""
-        return [entry for entry, _ in self.walk_sizes(name)]
+        return [entry for entry, _, _ in self.details(name)]
 
-    def walk_sizes(self, name: str = "") -> list[tuple[str, int]]:
-        """Names of all documents below, relative to this store's URL, and their sizes in bytes."""
+    def details(self, name: str = "") -> list[tuple[str, int, datetime | None]]:
+        """Name, relative to this store's URL, size in bytes, and time of writing by the store's
+        clock, of all documents below."""
         with self._errors("listing", name):
             try:
-                found = self._call("find", self._path(name), detail=True, refresh=True)
+                found = self._call("find", self._path(name), detail=True)
             except FileNotFoundError as error:
                 if _code(error) == "NoSuchBucket":
                     raise
                 return []
         base = self.path.lstrip("/") + "/"
-        names = ((path.lstrip("/"), about.get("size") or 0) for path, about in found.items())
-        return sorted((path[len(base) :], size) for path, size in names if path.startswith(base))
+        return sorted(
+            (path.lstrip("/")[len(base) :], about.get("size") or 0, _written_at(about))
+            for path, about in found.items()
+            if path.lstrip("/").startswith(base)
+        )
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete documents, many with one request where the store can; those that are not there do
@@ -214,6 +222,11 @@ class RemoteStore:
                         continue
 
             run_batched(paths, work, threads=8, weight=lambda _: 1, batch_weight=16)
+            # Such stores have folders, which would stay behind empty.
+            folders = {path.rpartition("/")[0] for path in paths} - {self.path}
+            for folder in sorted(folders, key=len, reverse=True):
+                with suppress(OSError, NotImplementedError):
+                    self.fs.rmdir(folder)
 
     def delete_tree(self, name: str = "") -> None:
         """Delete a document, or everything below a name."""
@@ -254,8 +267,6 @@ class RemoteStore:
             return getattr(self.fs, method)(*args, **kwargs)
         first = id(self.fs) not in _answered
         seconds = FIRST_DEADLINE_S if first else DEADLINE_S
-        if method == "find":
-            kwargs.pop("refresh", None)
         try:
             found = sync(
                 self.fs.loop, getattr(self.fs, f"_{method}"), *args, timeout=seconds, **kwargs
@@ -279,11 +290,20 @@ class RemoteStore:
         except CheckpointingException:
             raise
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-            if _code(error) == "NoSuchBucket":
+            if _code(error) == "NoSuchBucket" or doing != READING:
                 raise explained(doing, url, error) from error
             raise FileNotFoundError(url) from None
         except Exception as error:  # a store's library raises errors of its own
             raise explained(doing, url, error) from error
+
+
+def _written_at(about: Mapping[str, Any]) -> datetime | None:
+    when = about.get("LastModified") or about.get("mtime") or about.get("created")
+    if isinstance(when, int | float):
+        return datetime.fromtimestamp(when, UTC)
+    if not isinstance(when, datetime):
+        return None
+    return when if when.tzinfo is not None else when.replace(tzinfo=UTC)
 
 
 def explained(doing: str, url: str, error: BaseException, **about: Any) -> StorageError:
@@ -297,6 +317,10 @@ def explained(doing: str, url: str, error: BaseException, **about: Any) -> Stora
         remedy = _CREDENTIALS
     elif isinstance(error, PermissionError):
         remedy = _DENIED
+    elif isinstance(error, FileNotFoundError):
+        remedy = _NOT_THERE
+    elif isinstance(error, TypeError):
+        remedy = "check the names of the storage options, which are those of fsspec's file system"
     elif code is None and (
         isinstance(error, ConnectionError | TimeoutError)
         or any(word in name for word in ("Connect", "Timeout", "Endpoint", "HTTPClient"))

@@ -23,7 +23,7 @@ import types
 import uuid
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -332,18 +332,13 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
         """Unique key -> sharded object without data, for each object stored."""
         location = Location.of(checkpoint_dir)
         found: ShardedStateDict = {}
-        for node in location.listing():
-            if not location.is_dir(node):
+        for node, name in _object_files(location):
+            unique_key = f"{key_of(node) or node}/{name[: -len('.pt')]}"
+            try:
+                sharded = ShardedObject.empty_from_unique_key(unique_key)
+            except (KeyNameError, ValueError):
                 continue
-            for name in location.listing(node):
-                if not (name.startswith("shard_") and name.endswith(".pt")):
-                    continue
-                unique_key = f"{key_of(node) or node}/{name[: -len('.pt')]}"
-                try:
-                    sharded = ShardedObject.empty_from_unique_key(unique_key)
-                except (KeyNameError, ValueError):
-                    continue
-                found[sharded.unique_key] = sharded
+            found[sharded.unique_key] = sharded
         return found
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
@@ -362,6 +357,25 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
                 "this version of "
                 f"shardstore reads {VERSION}: upgrade shardstore to load it"
             )
+
+
+def _object_files(location: Location) -> Iterator[tuple[str, str]]:
+    """Node and name of all files of sharded objects."""
+    if location.is_local:
+        paths = (
+            (node, name)
+            for node in location.listing()
+            if location.is_dir(node)
+            for name in location.listing(node)
+        )
+    else:
+        # One listing, a thousand names a request, instead of one a folder.
+        paths = (
+            (node, name) for node, _, name in (p.partition("/") for p in location.remote.walk())
+        )
+    for node, name in paths:
+        if name.startswith("shard_") and name.endswith(".pt"):
+            yield node, name
 
 
 def _read_object(location: Location, sharded: ShardedObject) -> bytes:

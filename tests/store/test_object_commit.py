@@ -1,0 +1,452 @@
+"""Attempts and commits where there is no rename: who owns a target, who may write, what is seen."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import threading
+import traceback
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+
+import shardstore
+from scripts.s3_servers import S3Server
+from shardstore import ShardedTensor
+from shardstore.errors import (
+    CheckpointExistsError,
+    ChunkCorruptError,
+    ChunkMissingError,
+    RanksError,
+    StorageError,
+)
+from shardstore.storage import object_commit
+from shardstore.storage.chunks import ChunkWrite
+from shardstore.storage.documents import ArrayMeta
+from shardstore.storage.grid import Grid
+from shardstore.storage.location import Location
+from shardstore.storage.object_commit import ATTEMPTS, ObjectAttempt, begin, is_committed, join
+from shardstore.storage.object_mover import ObjectMover
+from shardstore.storage.sweep import sweep
+from tests.ranks_helper import run_ranks
+from tests.store_suite import small_state, tensor, unfinished_save
+
+Target = Callable[[str], Location]
+ROOT = "zarr.json"
+
+
+@pytest.fixture(params=["s3", "memory", "local"])
+def target(request: pytest.FixtureRequest, tmp_path: Path) -> Target:
+    if request.param == "memory":
+        bucket = uuid.uuid4().hex
+        return lambda name: Location.of(f"memory://{bucket}/{name}")
+    if request.param == "local":
+        return lambda name: Location.of(f"local://{tmp_path}/{name}")
+    server: S3Server = request.getfixturevalue("s3_server")
+    bucket = server.new_bucket()
+    return lambda name: Location.of(f"s3://{bucket}/{name}", **server.storage_options)
+
+
+META = ArrayMeta("w", "w", Grid((4, 8), (2, 8)), "float32")
+
+
+def write_chunks(attempt: ObjectAttempt, value: float) -> None:
+    data = np.full((2, 8), value, np.float32)
+    writes = [ChunkWrite(META, (i, 0), data) for i in range(2)]
+    ObjectMover(attempt.location, attempt=attempt).write(writes, lambda *_: None)
+
+
+def commit(attempt: ObjectAttempt, content: bytes | None = None) -> None:
+    attempt.commit([(ROOT, content or attempt.id.encode())], durable=True)
+
+
+def chunk(place: Location, index: int = 0) -> float:
+    return float(np.frombuffer(place.read(f"w/c.{index}.0")[:-4], np.float32)[0])
+
+
+def test_a_commit_is_there_and_its_claim_is_gone(target: Target) -> None:
+    place = target("one")
+    attempt = begin(place)
+    assert join(place, attempt.id) == attempt
+    write_chunks(attempt, 1.0)
+    assert not is_committed(place)
+    commit(attempt)
+    assert is_committed(place)
+    assert place.read(ROOT) == attempt.id.encode()
+    assert place.remote.walk(ATTEMPTS) == []
+
+
+def test_the_newest_claim_owns(target: Target) -> None:
+    place = target("two")
+    older = begin(place)
+    write_chunks(older, 1.0)
+    newer = begin(place)
+    assert place.remote.walk("w") == []
+    with pytest.raises(StorageError, match=f"newer attempt {newer.id}"):
+        older.check()
+    write_chunks(newer, 2.0)
+    with pytest.raises(StorageError, match="newer attempt"):
+        commit(older)
+    assert not is_committed(place)
+    commit(newer)
+    assert (chunk(place), chunk(place, 1)) == (2.0, 2.0)
+
+
+def test_a_late_writer_changes_nothing_that_is_there(target: Target) -> None:
+    place = target("late")
+    older = begin(place)
+    newer = begin(place)
+    write_chunks(newer, 2.0)
+    with pytest.raises(StorageError, match="newer attempt"):
+        write_chunks(older, 1.0)
+    commit(newer)
+    with pytest.raises(StorageError, match="another one, which is finished"):
+        write_chunks(older, 1.0)
+    with pytest.raises(StorageError, match="belongs"):
+        older.put("common.pt", b"old") if place.exists("common.pt") else commit(older)
+    assert (chunk(place), chunk(place, 1)) == (2.0, 2.0)
+    assert place.read(ROOT) == newer.id.encode()
+
+
+def test_what_a_late_writer_left_is_overwritten_by_the_owner(target: Target) -> None:
+    place = target("leftover")
+    older = begin(place)
+    newer = begin(place)
+    write_chunks(older, 1.0)  # after the newer one cleared the place
+    older.put("common.pt", b"old")
+    write_chunks(newer, 2.0)
+    newer.put("common.pt", b"new")
+    newer.put_all([("a/zarr.json", b"1"), ("common.pt", b"new")])
+    commit(newer)
+    assert chunk(place) == 2.0
+    assert place.read("common.pt") == b"new"
+
+
+def test_our_own_writes_again_are_no_conflict(target: Target) -> None:
+    place = target("again")
+    attempt = begin(place)
+    for _ in range(2):
+        write_chunks(attempt, 1.0)
+        attempt.put("common.pt", b"x")
+    place.remote.create(ROOT, b"content")  # as after a commit whose answer was lost
+    commit(attempt, b"content")
+    assert place.remote.walk(ATTEMPTS) == []
+
+
+def test_a_commit_that_is_there_is_never_replaced(target: Target) -> None:
+    place = target("there")
+    attempt = begin(place)
+    place.remote.create(ROOT, b"of somebody else")
+    with pytest.raises(CheckpointExistsError):
+        commit(attempt, b"mine")
+    assert place.read(ROOT) == b"of somebody else"
+
+
+def test_a_claim_waits_for_an_older_attempt_that_is_about_to_commit(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = target("dekker")
+    older = begin(place)
+    place.write(f"{ATTEMPTS}/{older.number:06d}.committing", older.id.encode())
+    waiting = threading.Event()
+    look = object_commit._claims
+
+    def seen(where: Location) -> Any:
+        found = look(where)
+        if older.number + 1 in found[0]:
+            waiting.set()
+        return found
+
+    monkeypatch.setattr(object_commit, "_claims", seen)
+    with ThreadPoolExecutor(1) as pool:
+        newer = pool.submit(begin, place)
+        assert waiting.wait(20)
+        assert place.remote.create(ROOT, b"of the older one")
+        with pytest.raises(CheckpointExistsError):
+            newer.result(20)
+    assert place.read(ROOT) == b"of the older one"
+    claims, _ = look(place)
+    assert claims == [older.number]
+
+
+def test_of_many_claims_at_a_time_each_has_a_number_of_its_own(target: Target) -> None:
+    place = target("many")
+    with ThreadPoolExecutor(12) as pool:
+        attempts = list(pool.map(lambda _: object_commit._claim(place, False), range(12)))
+    assert sorted(attempt.number for attempt in attempts) == list(range(1, 13))
+    for attempt in attempts:
+        if attempt.number < 12:
+            with pytest.raises(StorageError):
+                attempt.check()
+        else:
+            attempt.check()
+
+
+def test_of_racing_saves_at_most_one_wins_and_it_is_whole(target: Target) -> None:
+    place = target("race")
+    start = threading.Barrier(6)
+
+    def save(number: int) -> int | None:
+        start.wait()
+        try:
+            attempt = begin(place)
+            write_chunks(attempt, float(number))
+            commit(attempt, b"%d" % number)
+        except (StorageError, CheckpointExistsError):
+            return None
+        return number
+
+    with ThreadPoolExecutor(6) as pool:
+        winners = [number for number in pool.map(save, range(6)) if number is not None]
+    assert len(winners) <= 1
+    if winners:
+        assert place.read(ROOT) == b"%d" % winners[0]
+        assert (chunk(place), chunk(place, 1)) == (float(winners[0]),) * 2
+    else:
+        assert not is_committed(place)
+
+
+def test_overwriting_takes_the_commit_away_first(target: Target) -> None:
+    place = target("over")
+    first = begin(place)
+    write_chunks(first, 1.0)
+    commit(first)
+    place.write("log/train.txt", b"mine")
+    with pytest.raises(CheckpointExistsError, match="overwrite=True"):
+        begin(place)
+    second = begin(place, overwrite=True)
+    assert not is_committed(place)
+    assert [n for n in place.remote.walk() if not n.startswith(ATTEMPTS)] == ["log/train.txt"]
+    second.abandon()
+    assert place.remote.walk() == ["log/train.txt"]
+
+
+def test_what_is_not_ours_is_known() -> None:
+    names = [
+        *("zarr.json", "metadata.json", "common.pt", "notes.txt", "w/zarr.json", "w/c.0.1", "w/c"),
+        *("v1/.zarray", "v1/0.1", "o/shard_0.1_2.2.pt", "w/readme.md", ".attempts/000001.json"),
+        *("group/zarr.json", "group/a/zarr.json", "group/a/c/0"),
+        *("step-1/zarr.json", "step-1/metadata.json", "step-1/w/zarr.json", "step-1/w/c.0"),
+        *("deep/step-1/w/c.0", "logs/1", "x/c.0.0/y"),
+    ]
+    foreign = set(names) - set(object_commit.own_names(names))
+    assert foreign == {
+        *("notes.txt", "w/readme.md", "group/zarr.json", "group/a/zarr.json", "group/a/c/0"),
+        *("step-1/zarr.json", "step-1/metadata.json", "step-1/w/zarr.json", "step-1/w/c.0"),
+        *("deep/step-1/w/c.0", "x/c.0.0/y"),
+    } | ({"logs/1"} - set(object_commit.own_names(names)))
+
+
+class ForgetfulFileSystem(MemoryFileSystem):
+    """A store that takes a creation of what exists, as those do that ignore If-None-Match."""
+
+    protocol = "forgetful"
+    store: ClassVar[dict[str, Any]] = {}
+
+    def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
+        return super()._open(path, mode.replace("x", "w"), **kwargs)
+
+
+def test_a_store_that_ignores_conditions_is_refused_unless_allowed() -> None:
+    fsspec.register_implementation("forgetful", ForgetfulFileSystem, clobber=True)
+    url = f"forgetful://{uuid.uuid4().hex}/step"
+    with pytest.raises(StorageError, match="allow_unconditional=True"):
+        shardstore.save(small_state(1.0), url)
+    assert Location.of(url).remote.walk() == []
+    shardstore.save(small_state(2.0), url, allow_unconditional=True)
+    assert shardstore.load(small_state(), url)["step"] == 2
+
+
+def test_a_chunk_that_is_whole_but_of_another_save_is_found(target: Target) -> None:
+    place, other = target("mine"), target("other")
+    for where, value in ((place, 1.0), (other, 2.0)):
+        state = {"w": tensor("w", torch.full((512, 1024), value))}
+        shardstore.save(state, where.place)
+    place.write("w/c.0.0", other.read("w/c.0.0"))
+    with pytest.raises(ChunkCorruptError, match="late writer"):
+        shardstore.load({"w": tensor("w", torch.zeros(512, 1024))}, place.place)
+    part = ShardedTensor.from_rank_offsets("w", torch.zeros(8, 1024), (0, 3, 64))
+    with pytest.raises(ChunkCorruptError):
+        shardstore.load({"w": part}, place.place, validate_access_integrity=False)
+
+
+def test_the_sweeper_takes_what_no_commit_covers(target: Target) -> None:
+    root = target("runs")
+    kept, dead = target("runs/step-1"), target("runs/step-2")
+    shardstore.save(small_state(1.0), kept.place)
+    root.write("step-3/notes.txt", b"mine")
+    root.write("alone/zarr.json", b'{"zarr_format": 3, "node_type": "array"}')
+    root.write("alone/c.0", b"a foreign array")
+    session = unfinished_save(dead.url, dict(dead.options))
+    before = root.remote.walk()
+    assert sweep(root) == []  # too young
+    (found,) = sweep(root, older_than=timedelta(0))
+    assert (found.url, found.kind) == (dead.url, "attempt")
+    assert found.objects == 2
+    assert root.remote.walk() == before
+    assert sweep(root, older_than=timedelta(0), dry_run=False) == [found]
+    assert root.remote.walk() == [name for name in before if not name.startswith("step-2/")]
+    assert shardstore.load(small_state(), kept.place)["step"] == 1
+    with pytest.raises(StorageError, match="belongs"):
+        session.finish(None)
+    assert not is_committed(dead)
+
+
+def test_uploads_that_were_never_completed_are_swept(s3_server: S3Server) -> None:
+    bucket = s3_server.new_bucket()
+    client = s3_server.client()
+    client.create_multipart_upload(Bucket=bucket, Key="runs/step-1/common.pt")
+    client.create_multipart_upload(Bucket=bucket, Key="elsewhere/x")
+    options = s3_server.storage_options
+    root = f"s3://{bucket}/runs"
+    old = timedelta(seconds=-60)  # the server's clock may be a moment ahead
+    (found,) = sweep(root, older_than=old, storage_options=options)
+    assert (found.kind, found.url) == ("upload", f"{root}/step-1/common.pt")
+    assert sweep(root, older_than=old, storage_options=options, dry_run=False) == [found]
+    assert sweep(root, older_than=old, storage_options=options) == []
+    left = client.list_multipart_uploads(Bucket=bucket).get("Uploads") or []
+    assert [upload["Key"] for upload in left] == ["elsewhere/x"]
+
+
+# -- ranks ---------------------------------------------------------------------------------------
+
+
+def _rows(rank: int, world_size: int, whole: torch.Tensor) -> ShardedTensor:
+    part = whole.chunk(world_size)[rank].clone()
+    return ShardedTensor.from_rank_offsets("w", part, (0, rank, world_size))
+
+
+def _save_and_load(rank: int, world_size: int, url: str, options: dict[str, Any]) -> None:
+    whole = torch.arange(64.0 * 8).reshape(64, 8)
+    flat = ShardedTensor.from_rank_offsets_flat(
+        "flat",
+        torch.arange(10.0)[rank * 3 : 3 if rank == 0 else 10].clone(),
+        (10,),
+        flattened_range=slice(rank * 3, 3 if rank == 0 else 10),
+    )
+    shardstore.save(
+        {"w": _rows(rank, world_size, whole), "flat": flat, "step": 1},
+        url,
+        storage_options=options,
+    )
+    part = whole.chunk(world_size, 1)[rank]
+    wanted = ShardedTensor.from_rank_offsets("w", torch.zeros(part.shape), (1, rank, world_size))
+    loaded = shardstore.load({"w": wanted}, url, storage_options=options)
+    assert torch.equal(loaded["w"], part)
+    plain = shardstore.load_plain_tensors(url, storage_options=options)
+    assert torch.equal(plain["flat"], torch.arange(10.0))
+
+
+def test_ranks_save_and_load_under_another_layout(s3_server: S3Server) -> None:
+    url = f"s3://{s3_server.new_bucket()}/step-1"
+    run_ranks(_save_and_load, 2, url, s3_server.storage_options)
+
+
+def _fail_on_one(rank: int, world_size: int, url: str, options: dict[str, Any]) -> str:
+    whole = torch.zeros(64, 8)
+    state: dict[str, Any] = {"w": _rows(rank, world_size, whole)}
+    if rank == 1:  # overlaps with rank 0's
+        state = {"w": _rows(0, world_size, whole)}
+    try:
+        shardstore.save(state, url, storage_options=options)
+    except shardstore.CheckpointingException as error:
+        return str(error)
+    return "no error"
+
+
+def test_nothing_is_committed_where_the_manifests_do_not_fit(s3_server: S3Server) -> None:
+    bucket = s3_server.new_bucket()
+    texts = run_ranks(_fail_on_one, 2, f"s3://{bucket}/step-1", s3_server.storage_options)
+    assert all("Invalid access pattern" in text for text in texts)
+    assert s3_server.keys(bucket) == []
+
+
+def _no_such_bucket(rank: int, world_size: int, url: str, options: dict[str, Any]) -> str:
+    with pytest.raises((StorageError, RanksError), match="bucket does not exist") as caught:
+        shardstore.save({"w": tensor("w", torch.zeros(3))}, url, storage_options=options)
+    return type(caught.value).__name__
+
+
+def test_a_missing_bucket_is_an_error_on_every_rank(s3_server: S3Server) -> None:
+    options = s3_server.storage_options
+    assert len(run_ranks(_no_such_bucket, 2, "s3://no-such-bucket-here/x", options)) == 2
+
+
+# -- options and credentials ---------------------------------------------------------------------
+
+
+def test_the_environment_alone_suffices(
+    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    url = f"s3://{s3_server.new_bucket()}/step-1"
+    shardstore.save(small_state(2.0), url)
+    assert shardstore.load(small_state(), url)["step"] == 2
+
+
+def test_a_profile_alone_suffices(
+    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in s3_server.environment:
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "credentials").write_text(
+        f"[training]\naws_access_key_id = {s3_server.key}\n"
+        f"aws_secret_access_key = {s3_server.secret}\n"
+    )
+    (tmp_path / "config").write_text(
+        f"[profile training]\nregion = {s3_server.region}\n"
+        f"endpoint_url = {s3_server.endpoint_url}\n"
+    )
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_PROFILE", "training")
+    url = f"s3://{s3_server.new_bucket()}/step-1"
+    shardstore.save(small_state(2.0), url)
+    assert shardstore.load(small_state(), url)["step"] == 2
+
+
+def test_credentials_are_nowhere_to_be_seen(
+    s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    bucket = s3_server.new_bucket()
+    place = Location.of(f"s3://{bucket}/step-1", **s3_server.storage_options)
+    shardstore.save(small_state(2.0), place.place)
+    seen = repr(place) + repr(place.place) + str(place) + json.dumps({"url": place.place})
+    seen += repr(pickle.dumps(place.place)) + repr(place.remote) + repr(place.kvstore())
+    wrong = {
+        **s3_server.storage_options,
+        "key": "AKNOBODY000000000000",
+        "secret": "not-the-secret-0123456789",
+    }
+    try:
+        shardstore.save(small_state(), f"s3://{bucket}/other", storage_options=wrong)
+    except StorageError as error:
+        seen += "".join(traceback.format_exception(error)) + repr(error)
+    else:
+        pytest.fail("a wrong secret was taken")
+    for name in s3_server.keys(bucket):
+        seen += repr(Location.of(f"s3://{bucket}", **s3_server.storage_options).read(name))
+    for secret in (s3_server.secret, s3_server.key, wrong["secret"], wrong["key"]):
+        assert secret not in seen
+    assert list(tmp_path.iterdir()) == []
+    assert not any(s3_server.secret in value for value in os.environ.values())
+
+
+def test_a_chunk_that_went_missing_is_no_error_of_the_store(target: Target) -> None:
+    place = target("gone")
+    shardstore.save({"w": tensor("w", torch.ones(4))}, place.place)
+    place.delete("w/c.0")
+    with pytest.raises(ChunkMissingError):
+        shardstore.load({"w": tensor("w", torch.zeros(4))}, place.place)
