@@ -16,6 +16,9 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +62,9 @@ def run(command: list[str], what: str) -> None:
         raise FailedError(f"{what} failed ({code})")
 
 
-def ranks(job: str, tp: int, dp: int, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+def ranks(
+    job: str, tp: int, dp: int, folder: Path, checkpoint: str, options: argparse.Namespace
+) -> dict[str, Any]:
     """One run of the training program on ``tp * dp`` ranks; returns what it found."""
     world = tp * dp
     result = folder / ("train.json" if job == "train" else f"resume-tp{tp}-dp{dp}.json")
@@ -68,6 +73,7 @@ def ranks(job: str, tp: int, dp: int, folder: Path, options: argparse.Namespace)
         command += ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
         command += ["--nproc-per-node", str(world)]
     command += [str(HERE / "quickstart_train.py"), job, "--folder", str(folder)]
+    command += ["--checkpoint", checkpoint]
     command += ["--tp", str(tp), "--dp", str(dp), "--steps", str(options.steps)]
     command += ["--config", json.dumps(SMALL if options.small else {}), "--result", str(result)]
     run(command, f"{job} on {world} rank{'s' * (world > 1)}")
@@ -100,9 +106,36 @@ def compare(unbroken: dict[str, Any], resumed: dict[str, Any], same_layout: bool
     )
 
 
-def tree_size(folder: Path) -> tuple[int, int]:
-    files = [p for p in folder.rglob("*") if p.is_file()]
-    return len(files), sum(p.stat().st_size for p in files)
+def tree_size(checkpoint: str) -> tuple[int, int]:
+    """Number of files or objects, and their bytes together."""
+    if "://" in checkpoint:
+        import fsspec
+
+        options = {"config_kwargs": {"s3": {"addressing_style": "path"}}}
+        fs, path = fsspec.core.url_to_fs(checkpoint, **options)
+        sizes = [about["size"] for about in fs.find(path, detail=True).values()]
+    else:
+        sizes = [p.stat().st_size for p in Path(checkpoint).rglob("*") if p.is_file()]
+    return len(sizes), sum(sizes)
+
+
+@contextmanager
+def store(options: argparse.Namespace, folder: Path) -> Iterator[str]:
+    """Where the checkpoint goes: the folder, the URL given, or a bucket of a server of ours."""
+    if options.checkpoint:
+        yield f"{options.checkpoint.rstrip('/')}/quickstart-{uuid.uuid4().hex[:8]}"
+    elif options.s3:
+        from s3_servers import ServerFailed, embedded_server
+
+        try:
+            with embedded_server(folder / "s3-server") as embedded:
+                os.environ.update(embedded.server.environment)
+                print(f"\nan S3 server of our own answers on {embedded.server.endpoint_url}")
+                yield f"s3://{embedded.server.new_bucket()}/run/step"
+        except ServerFailed as error:
+            raise FailedError(str(error)) from error
+    else:
+        yield str(folder / "checkpoint")
 
 
 def row(what: str, moved: dict[str, float] | None, verdict: str) -> str:
@@ -114,14 +147,15 @@ def layout_name(tp: int, dp: int) -> str:
     return f"{tp * dp} rank{'s' * (tp * dp > 1)}, tensor-parallel {tp} x data-parallel {dp}"
 
 
-def job(folder: Path, options: argparse.Namespace) -> list[str]:
+def job(folder: Path, checkpoint: str, options: argparse.Namespace) -> list[str]:
     """All phases; returns the lines of the closing table."""
-    lines, checkpoint = [], folder / "checkpoint"
+    lines = []
     print(f"\n[1] train {options.steps} steps, save mid-way: {layout_name(*TRAINING)}")
-    unbroken = ranks("train", *TRAINING, folder, options)
+    unbroken = ranks("train", *TRAINING, folder, checkpoint, options)
     losses = unbroken["losses"]
     count, size = tree_size(checkpoint)
-    print(f"  {checkpoint}: {count} files, {size / (1 << 20):.1f} MiB")
+    kind = "objects" if "://" in checkpoint else "files"
+    print(f"  {checkpoint}: {count} {kind}, {size / (1 << 20):.1f} MiB")
     fallen = f"loss fell from {losses[0]:.3f} to {losses[-1]:.3f}"
     if not losses[-1] < losses[0] - min(0.5, 0.01 * len(losses)):
         raise FailedError(f"the model does not learn: {fallen}")
@@ -129,13 +163,13 @@ def job(folder: Path, options: argparse.Namespace) -> list[str]:
     lines.append(row(f"train and save: {layout_name(*TRAINING)}", save, fallen))
     for number, (tp, dp) in enumerate(RESUMED, 2):
         print(f"\n[{number}] resume: {layout_name(tp, dp)}")
-        resumed = ranks("resume", tp, dp, folder, options)
+        resumed = ranks("resume", tp, dp, folder, checkpoint, options)
         verdict = compare(unbroken, resumed, (tp, dp) == TRAINING)
         print(f"  {verdict}")
         lines.append(row(f"resume: {layout_name(tp, dp)}", resumed["load"], verdict))
     print(f"\n[{len(RESUMED) + 2}] plain zarr, in a process of its own")
     viewer = [sys.executable, str(HERE / "quickstart_view.py")]
-    run([*viewer, str(checkpoint), str(folder / "train.json")], "reading with plain zarr")
+    run([*viewer, checkpoint, str(folder / "train.json")], "reading with plain zarr")
     lines.append(row("plain zarr", None, "every array has the hash recorded at the save"))
     return lines
 
@@ -146,6 +180,15 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=40, help="training steps, saved at half (40)")
     parser.add_argument("--keep", action="store_true", help="leave checkpoint and records behind")
     parser.add_argument("--small", action="store_true", help="a tiny model, for a run of seconds")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--s3", action="store_true", help="save to an S3 server that is started here"
+    )
+    where.add_argument(
+        "--checkpoint",
+        metavar="URL",
+        help="save below this URL, with the environment's credentials",
+    )
     options = parser.parse_args()
     if options.steps < 4:
         parser.error("--steps has to be at least 4")
@@ -166,7 +209,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     began = time.perf_counter()
     try:
-        lines = job(folder, options)
+        with store(options, folder) as checkpoint:
+            lines = job(folder, checkpoint, options)
     except (FailedError, OSError) as error:
         print(f"\nFAIL: {error}\nleft for a look: {folder}", flush=True)
         return 1

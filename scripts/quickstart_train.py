@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import zarr
 from quickstart_gpt import GPT, Config, Lane, Layout, ShardedAdam, all_reduce, join_ranks, read_text
+from quickstart_view import open_plain
 from torch import Tensor
 
 import shardstore
@@ -241,7 +241,7 @@ def timed_mib(layout: Layout, began: float, nbytes: int, what: str) -> dict[str,
     return {"seconds": took, "mib": nbytes / MIB}
 
 
-def train_and_save(trainer: Trainer, checkpoint: Path, steps: int) -> dict[str, Any]:
+def train_and_save(trainer: Trainer, checkpoint: str, steps: int) -> dict[str, Any]:
     """The unbroken run: half of the steps, a save, the other half."""
     layout = trainer.layout
     trainer.train(steps // 2)
@@ -254,7 +254,7 @@ def train_and_save(trainer: Trainer, checkpoint: Path, steps: int) -> dict[str, 
     began = time.perf_counter()
     shardstore.save(
         trainer.state_dict(),
-        str(checkpoint),
+        checkpoint,
         content_metadata={"run": "quickstart", "step": trainer.step, "ranks": layout.world},
     )
     barrier(layout)
@@ -263,9 +263,7 @@ def train_and_save(trainer: Trainer, checkpoint: Path, steps: int) -> dict[str, 
     return {"save": took, "saved": saved}
 
 
-def resume(
-    trainer: Trainer, checkpoint: Path, steps: int, record: dict[str, Any]
-) -> dict[str, Any]:
+def resume(trainer: Trainer, checkpoint: str, steps: int, record: dict[str, Any]) -> dict[str, Any]:
     """Load over junk, prove every bit, train to the end."""
     layout = trainer.layout
     # Nothing that was not read can look right.
@@ -275,7 +273,7 @@ def resume(
     nbytes = trainer.model.flat.nbytes + sum(f.nbytes for f in trainer.adam.state.values())
     barrier(layout)
     began = time.perf_counter()
-    loaded = shardstore.load(trainer.state_dict(), str(checkpoint), strict=StrictHandling.RAISE_ALL)
+    loaded = shardstore.load(trainer.state_dict(), checkpoint, strict=StrictHandling.RAISE_ALL)
     barrier(layout)
     took = timed_mib(
         layout, began, nbytes * layout.world, "loaded into all ranks, checksums verified"
@@ -286,10 +284,10 @@ def resume(
     for flat in trainer.adam.state.values():
         flat[max(0, end - trainer.adam.start) :] = 0
     trainer.restore(loaded)
-    about = shardstore.load_content_metadata(str(checkpoint))
+    about = shardstore.load_content_metadata(checkpoint)
     expect(about is not None and about["step"] == trainer.step, f"content metadata is {about}")
 
-    arrays = dict(zarr.open_group(str(checkpoint), mode="r").arrays())
+    arrays = dict(open_plain(checkpoint).arrays())
     shards = trainer.shards()
     for key, data, (region, flattened) in shards:
         stored = np.asarray(arrays[key][region]).reshape(-1)[flattened or ...]
@@ -316,7 +314,8 @@ def resume(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("job", choices=["train", "resume"])
-    parser.add_argument("--folder", type=Path, required=True, help="of checkpoint and records")
+    parser.add_argument("--folder", type=Path, required=True, help="of the records")
+    parser.add_argument("--checkpoint", required=True, help="folder or URL")
     parser.add_argument("--tp", type=int, required=True)
     parser.add_argument("--dp", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
@@ -329,7 +328,7 @@ def main() -> None:
     torch.use_deterministic_algorithms(True)
     layout = join_ranks(options.tp, options.dp, timeout_s=120)
     trainer = Trainer(Config(**options.config), layout)
-    checkpoint = options.folder / "checkpoint"
+    checkpoint = options.checkpoint
     if options.job == "train":
         result = train_and_save(trainer, checkpoint, options.steps)
     else:

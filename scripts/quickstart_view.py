@@ -15,11 +15,19 @@ import numpy as np
 import zarr
 
 
+def open_plain(checkpoint: str) -> zarr.Group:
+    """The checkpoint in a folder, or at a URL whose credentials the environment has."""
+    # An S3 server that is not Amazon's has its buckets in the path.
+    given = {"config_kwargs": {"s3": {"addressing_style": "path"}}}
+    remote = checkpoint.startswith("s3://")
+    return zarr.open_group(checkpoint, mode="r", storage_options=given if remote else None)
+
+
 def main() -> int:
     checkpoint, record = sys.argv[1:3]
     with open(record) as file:
         saved = json.load(file)["saved"]
-    root = zarr.open_group(checkpoint, mode="r")
+    root = open_plain(checkpoint)
     attributes = root.attrs.asdict()
     print(f"  zarr {zarr.__version__}, group with attributes {', '.join(attributes)}")
     print(f"  {'array':<40}{'shape':>20}  {'dtype':<9}{'chunks':>20}  first values")

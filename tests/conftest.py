@@ -6,6 +6,7 @@ that TensorStore makes.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,8 @@ import shardstore
 from scripts.s3_servers import EmbeddedServer, S3Server, embedded_server, radosgw
 
 assert shardstore
+# TensorStore reads it once, when it is imported: a silence in a test need not last 15 seconds.
+os.environ["TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS"] = "4"
 
 NO_RADOSGW = "no Ceph gateway runs here: scripts/s3_server start brings one up (Debian, as root)"
 

@@ -90,6 +90,15 @@ def test_whole_run_passes_and_keeps_what_it_proved(finished: tuple[Path, str]) -
     assert unbroken["saved"]["model.head"] != unbroken["final"]["model.head"]
 
 
+def test_the_same_job_over_s3(tmp_path: Path) -> None:
+    main = SCRIPTS / "quickstart_main.py"
+    done = _run(main, "--s3", "--small", "--steps", 4, "--dir", tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert "  s3://" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("PASS")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_plain_zarr_view_tells_what_is_not_as_saved(folder: Path) -> None:
     key = _spoil_record(folder)
     seen = _run(SCRIPTS / "quickstart_view.py", folder / "checkpoint", folder / "train.json")
@@ -101,7 +110,7 @@ def test_a_rank_that_fails_ends_the_others(folder: Path, capfd: pytest.CaptureFi
     # Rank 0 alone compares with the record; rank 1 is then waiting for it in the next step.
     key = _spoil_record(folder)
     with pytest.raises(quickstart.FailedError, match="resume on 2 ranks failed"):
-        quickstart.ranks("resume", 1, 2, folder, _options())
+        quickstart.ranks("resume", 1, 2, folder, str(folder / "checkpoint"), _options())
     assert key in capfd.readouterr().err
 
 
@@ -112,7 +121,7 @@ def test_a_damaged_chunk_fails_the_resume(folder: Path, capfd: pytest.CaptureFix
     data[7] ^= 0x20
     chunk.write_bytes(data)
     with pytest.raises(quickstart.FailedError, match="resume on 1 rank failed"):
-        quickstart.ranks("resume", 1, 1, folder, _options())
+        quickstart.ranks("resume", 1, 1, folder, str(folder / "checkpoint"), _options())
     assert "model.embedding.positions" in capfd.readouterr().err
 
 

@@ -1,0 +1,100 @@
+"""A small state to save to a bucket, and what is there afterwards, asked without any proxy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import shardstore
+from scripts.s3_servers import S3Server
+from shardstore.errors import NotACheckpointError
+from shardstore.mapping import ShardedObject, ShardedTensor
+from shardstore.strategies.zarr import ZarrSaveShardedStrategy
+
+CHUNK_BYTES = 4096
+
+
+def state(version: int, rank: int = 0, parts: int = 1) -> dict[str, Any]:
+    """One rank's part of a state in which every value follows from the version."""
+    whole = torch.arange(48 * 64, dtype=torch.float32).reshape(48, 64) + 10_000 * version
+    flat = torch.full((32 * 32,), float(version))
+    bounds = slice(rank * 1024 // parts, (rank + 1) * 1024 // parts)
+    return {
+        "step": version,
+        "w": ShardedTensor.from_rank_offsets(
+            "w", whole.chunk(parts)[rank].clone(), (0, rank, parts)
+        ),
+        "b": ShardedTensor.from_rank_offsets(
+            "b", torch.full((7,), float(version)), replica_id=rank
+        ),
+        "flat": ShardedTensor.from_rank_offsets_flat(
+            "flat", flat[bounds].clone(), (32, 32), flattened_range=bounds
+        ),
+        "o": ShardedObject("o", f"of version {version}", (parts,), (rank,)),
+    }
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's folder in a bucket: saves go through ``server``, questions to ``direct``."""
+
+    server: S3Server
+    direct: S3Server
+    bucket: str
+    options: dict[str, Any]
+
+    @classmethod
+    def new(cls, server: S3Server, direct: S3Server, **options: Any) -> Run:
+        # Retries enough for one fault; limits of seconds, that a silence need not last long.
+        config = {
+            "s3": {"addressing_style": "path"},
+            "connect_timeout": 2,
+            "read_timeout": 4,
+            "retries": {"mode": "standard", "total_max_attempts": 2},
+        }
+        return cls(
+            server,
+            direct,
+            direct.new_bucket(),
+            {**server.storage_options, "config_kwargs": config, **options},
+        )
+
+    def url(self, step: int) -> str:
+        return f"s3://{self.bucket}/run/step-{step}"
+
+    def save(self, step: int, rank: int = 0, parts: int = 1, **options: Any) -> None:
+        """Save version ``step`` to its own folder; called on every rank."""
+        shardstore.save(
+            state(step, rank, parts),
+            self.url(step),
+            ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=CHUNK_BYTES),
+            storage_options=self.options,
+            **options,
+        )
+
+    def save_directly(self, step: int) -> None:
+        self.with_direct().save(step)
+
+    def with_direct(self) -> Run:
+        return Run(self.direct, self.direct, self.bucket, self.direct.storage_options)
+
+    def version(self, step: int) -> int | None:
+        """The version that is committed there, every value of it; ``None``: nothing is."""
+        asked = state(0)
+        del asked["step"], asked["o"]
+        for key in ("w", "b", "flat"):
+            asked[key].data.fill_(float("nan"))
+        try:
+            loaded: Any = shardstore.load(
+                asked, self.url(step), storage_options=self.direct.storage_options
+            )
+        except NotACheckpointError:
+            return None
+        version = loaded["step"]
+        wanted = state(version)
+        for key in ("w", "b", "flat"):
+            assert torch.equal(loaded[key], wanted[key].data), f"{key} is not of version {version}"
+        assert isinstance(version, int)
+        return version

@@ -1,0 +1,132 @@
+"""Loading under faults: the right values, or an error that says what and where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import shardstore
+from scripts.s3_servers import S3Server
+from shardstore.errors import (
+    CheckpointingException,
+    ChunkCorruptError,
+    StorageError,
+)
+from tests.faults.s3_proxy import Fault, FaultProxy
+from tests.s3.checkpoints import Run, state
+
+DOCUMENTS = [r"/step-1/zarr\.json$", r"/metadata\.json$", r"/common\.pt$", r"/manifest\.npz$"]
+CHUNK = r"/w/c\.\d"
+
+
+@pytest.fixture(scope="module", params=["embedded", "radosgw"])
+def server(request: pytest.FixtureRequest) -> S3Server:
+    name = "s3_server" if request.param == "embedded" else "radosgw_server"
+    found: S3Server = request.getfixturevalue(name)
+    return found
+
+
+@pytest.fixture(scope="module")
+def shared(server: S3Server) -> Iterator[tuple[FaultProxy, Run]]:
+    with FaultProxy(server.endpoint_url) as proxy:
+        run = Run.new(server.at(proxy.endpoint_url), server)
+        run.save_directly(1)
+        yield proxy, run
+
+
+@pytest.fixture
+def proxy(shared: tuple[FaultProxy, Run]) -> Iterator[FaultProxy]:
+    yield shared[0]
+    shared[0].clear()
+
+
+@pytest.fixture
+def run(shared: tuple[FaultProxy, Run]) -> Run:
+    return shared[1]
+
+
+def load(run: Run) -> dict[str, Any]:
+    asked = state(0)
+    del asked["step"]
+    for key in ("w", "b", "flat"):
+        asked[key].data.fill_(float("nan"))
+    loaded: dict[str, Any] = shardstore.load(asked, run.url(1), storage_options=run.options)
+    return loaded
+
+
+def assert_version_1(loaded: dict[str, Any]) -> None:
+    wanted = state(1)
+    assert loaded["step"] == 1
+    assert loaded["o"] == "of version 1"
+    for key in ("w", "b", "flat"):
+        assert torch.equal(loaded[key], wanted[key].data), key
+
+
+ONCE = [
+    Fault.SLOW_DOWN,
+    Fault.RESET_BEFORE,
+    Fault.DROP_ANSWER,
+    Fault.RESET_IN_ANSWER,
+    Fault.TRUNCATE_ANSWER,
+]
+
+
+@pytest.mark.parametrize("fault", ONCE, ids=lambda fault: fault.name.lower())
+def test_one_fault_of_a_kind_is_got_over(run: Run, proxy: FaultProxy, fault: Fault) -> None:
+    rules = [proxy.add(fault, methods=("GET",), path=path) for path in [*DOCUMENTS, CHUNK]]
+    assert_version_1(load(run))
+    assert all(rule.hits for rule in rules[:3]), "a document was not read"
+    assert rules[-1].hits == 1
+
+
+@pytest.mark.parametrize("fault", [Fault.SILENCE, Fault.SILENT_ANSWER])
+@pytest.mark.parametrize("path", [DOCUMENTS[0], CHUNK], ids=["document", "chunk"])
+def test_one_silence_is_got_over(run: Run, proxy: FaultProxy, path: str, fault: Fault) -> None:
+    proxy.add(fault, methods=("GET",), path=path)
+    assert_version_1(load(run))
+
+
+@pytest.mark.parametrize("fault", [Fault.FLIP_ANSWER, Fault.SHORTEN_ANSWER])
+def test_a_chunk_that_is_not_what_was_stored_is_named(
+    run: Run, proxy: FaultProxy, fault: Fault
+) -> None:
+    proxy.add(fault, methods=("GET",), path=r"/w/c\.1\.0$", count=None)
+    with pytest.raises(ChunkCorruptError) as caught:
+        load(run)
+    assert caught.value.key == "w"
+    assert caught.value.chunk == (1, 0)
+    assert caught.value.rank == 0
+    assert f"{run.url(1)}/w/c.1.0" in str(caught.value)
+
+
+@pytest.mark.parametrize("fault", [Fault.FLIP_ANSWER, Fault.SHORTEN_ANSWER])
+@pytest.mark.parametrize("path", [DOCUMENTS[0], DOCUMENTS[3]], ids=["root", "manifest"])
+def test_a_spoiled_document_is_an_error_or_makes_no_difference(
+    run: Run, proxy: FaultProxy, path: str, fault: Fault
+) -> None:
+    proxy.add(fault, methods=("GET",), path=path, count=None)
+    failure = None
+    try:
+        assert_version_1(load(run))
+    except CheckpointingException as error:
+        failure = error
+    assert failure is None or run.bucket in str(failure)
+
+
+@pytest.mark.parametrize("path", [DOCUMENTS[0], CHUNK], ids=["document", "chunk"])
+def test_what_never_ends_is_an_error(run: Run, proxy: FaultProxy, path: str) -> None:
+    if run.direct.name == "radosgw":
+        pytest.skip("no request reaches a server")
+    proxy.add(Fault.SLOW_DOWN, methods=("GET",), path=path, count=None)
+    with pytest.raises(StorageError, match=run.bucket):
+        load(run)
+
+
+def test_metadata_is_one_get_and_a_part_is_not_the_whole(run: Run, proxy: FaultProxy) -> None:
+    shardstore.load_tensors_metadata(run.url(1), storage_options=run.options)
+    assert proxy.count("GET", r"/step-1/zarr\.json$") == 1
+    assert proxy.count("GET", r"/c\.\d") == 0
+    assert proxy.count("GET", r"list-type") == 0

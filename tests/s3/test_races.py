@@ -1,0 +1,200 @@
+"""Who owns a target: racing saves, late writers, stores without conditions, stores that die."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardstore
+from scripts.s3_servers import EmbeddedServer, S3Server
+from shardstore.errors import CheckpointingException, ChunkCorruptError, StorageError
+from shardstore.storage import object_commit
+from shardstore.storage.location import Location
+from tests.faults.s3_proxy import Fault, FaultProxy
+from tests.ranks_helper import run_ranks
+from tests.s3.checkpoints import Run
+
+COMMITTERS = 32
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+
+
+def committers(server: S3Server, work: Callable[[int, Location], None]) -> tuple[list[int], bytes]:
+    """Who of all racing committers was told that it won, and the commit that is there."""
+    bucket = server.new_bucket()
+    url = f"s3://{bucket}/run/step-1"
+    start = threading.Barrier(COMMITTERS)
+
+    def one(number: int) -> str:
+        start.wait()
+        try:
+            work(number, Location.of(url, **server.storage_options))
+        except CheckpointingException as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(COMMITTERS) as pool:
+        told = list(pool.map(one, range(COMMITTERS)))
+    won = [number for number, failure in enumerate(told) if not failure]
+    assert all(url in failure for failure in told if failure)
+    there = server.client().get_object(Bucket=bucket, Key="run/step-1/zarr.json")["Body"].read()
+    return won, there
+
+
+def test_one_of_racing_saves_wins(any_s3_server: S3Server) -> None:
+    def work(number: int, place: Location) -> None:
+        attempt = object_commit.begin(place)
+        attempt.put(f"w/c.{number}", b"%d" % number)
+        attempt.commit([("zarr.json", b"%d" % number)], durable=True)
+
+    won, there = committers(any_s3_server, work)
+    assert len(won) == 1
+    assert there == b"%d" % won[0]
+
+
+def test_of_claims_that_all_are_there_the_newest_wins(any_s3_server: S3Server) -> None:
+    begun = threading.Barrier(COMMITTERS)
+    numbers: dict[int, int] = {}
+
+    def work(number: int, place: Location) -> None:
+        attempt = object_commit.begin(place)
+        numbers[number] = attempt.number
+        begun.wait()
+        attempt.commit([("zarr.json", b"%d" % number)], durable=True)
+
+    won, there = committers(any_s3_server, work)
+    assert len(set(numbers.values())) == COMMITTERS
+    assert won == [max(numbers, key=lambda number: numbers[number])]
+    assert there == b"%d" % won[0]
+
+
+def test_a_late_writer_of_a_dead_attempt_changes_nothing(any_s3_server: S3Server) -> None:
+    run = Run.new(any_s3_server, any_s3_server)
+    late = object_commit.begin(Location.of(run.url(1), **run.options))
+    late.put("w/c.0.0", b"first try")
+    run.save(1)
+    assert run.version(1) == 1
+    before = run.direct.keys(run.bucket)
+    with pytest.raises(StorageError, match="belongs to"):
+        late.put("w/c.0.0", b"late")
+    with pytest.raises(CheckpointingException):
+        late.commit([("zarr.json", b"late")], durable=True)
+    late.abandon()
+    assert run.version(1) == 1
+    assert run.direct.keys(run.bucket) == before
+
+
+def test_a_foreign_chunk_is_found_even_with_a_checksum_that_fits(any_s3_server: S3Server) -> None:
+    run = Run.new(any_s3_server, any_s3_server)
+    run.save(1)
+    run.save(2)
+    client = run.direct.client()
+    for chunk in ("w/c.0.0", "flat/c.0.0"):
+        source = {"Bucket": run.bucket, "Key": f"run/step-1/{chunk}"}
+        client.copy_object(Bucket=run.bucket, Key=f"run/step-2/{chunk}", CopySource=source)
+        with pytest.raises(ChunkCorruptError, match=chunk):
+            run.version(2)
+
+
+def test_a_store_that_ignores_conditions_is_refused_or_taken_as_it_is(s3_server: S3Server) -> None:
+    with FaultProxy(s3_server.endpoint_url) as proxy:
+        run = Run.new(s3_server.at(proxy.endpoint_url), s3_server)
+        proxy.add(Fault.IGNORE_CONDITIONS, conditional=True, count=None)
+        with pytest.raises(StorageError, match="If-None-Match"):
+            run.save(1)
+        assert s3_server.keys(run.bucket) == []
+        run.save(1, allow_unconditional=True)
+        assert run.version(1) == 1
+
+
+@pytest.fixture(params=["embedded", "radosgw"])
+def mortal(request: pytest.FixtureRequest) -> Iterator[tuple[S3Server, Any, Any]]:
+    """A server, how to kill it, how to start it again."""
+    if request.param == "embedded":
+        own: EmbeddedServer = request.getfixturevalue("own_s3_server")
+        yield own.server, own.kill, own.start
+        return
+    server: S3Server = request.getfixturevalue("radosgw_server")
+    if os.getuid() != 0:
+        pytest.skip("only root can kill the Ceph gateway and start it again")
+
+    def script(what: str) -> None:
+        subprocess.run([SCRIPTS / "s3_server", what], check=True, stdin=subprocess.DEVNULL)
+
+    yield server, lambda: script("kill"), lambda: script("start")
+    script("start")
+
+
+@pytest.mark.parametrize("after", [3, 9, 14])
+def test_a_server_killed_in_mid_save_and_started_again(
+    mortal: tuple[S3Server, Any, Any], after: int
+) -> None:
+    """The moment is counted in requests; the save rides it out or says what happened."""
+    server, kill, start = mortal
+    with FaultProxy(server.endpoint_url) as proxy:
+        run = Run.new(server.at(proxy.endpoint_url), server)
+        run.save_directly(1)
+        saved = threading.Event()
+
+        def murder() -> None:
+            while proxy.count("PUT") < after and not saved.is_set():
+                time.sleep(0.002)
+            kill()
+            start()
+
+        proxy.latency_s = 0.02
+        murderer = threading.Thread(target=murder)
+        murderer.start()
+        failure = None
+        try:
+            run.save(2)
+        except CheckpointingException as error:
+            failure = error
+        finally:
+            saved.set()
+            murderer.join()
+        assert run.version(1) == 1
+        assert run.version(2) == (2 if failure is None else None)
+        if failure is not None:
+            assert run.bucket in str(failure)
+            run.save(2)
+            assert run.version(2) == 2
+
+
+def _save_on_two_ranks(rank: int, world: int, run: Run) -> tuple[str, str, float]:
+    os.environ["SHARDSTORE_DEADLINE_S"] = "60"
+    began = time.monotonic()
+    try:
+        run.save(2, rank, world)
+    except CheckpointingException as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    return "saved", "", time.monotonic() - began
+
+
+def test_a_store_that_fails_one_rank_is_an_error_on_every_rank(s3_server: S3Server) -> None:
+    with FaultProxy(s3_server.endpoint_url) as proxy:
+        run = Run.new(s3_server.at(proxy.endpoint_url), s3_server)
+        run.save_directly(1)
+        # The last rows of `w` are those of rank 1.
+        rule = proxy.add(Fault.SLOW_DOWN, methods=("PUT",), path=r"/w/c\.2\.0$", count=None)
+        outcomes = run_ranks(_save_on_two_ranks, 2, run)
+        assert rule.hits > 1
+        for kind, text, seconds in outcomes:
+            assert kind != "saved"
+            assert "rank 1" in text
+            assert run.bucket in text
+            assert seconds < 60
+        assert run.version(1) == 1
+        assert run.version(2) is None
+        proxy.clear()
+        assert [kind for kind, _, _ in run_ranks(_save_on_two_ranks, 2, run)] == ["saved", "saved"]
+        loaded = shardstore.load_tensors_metadata(run.url(2), storage_options=run.options)
+        assert loaded["w"].global_shape == (48, 64)
+    assert run.version(2) == 2

@@ -1,0 +1,165 @@
+"""A save under every fault at every phase: committed and whole, or an error and nothing there.
+
+Whatever happens, the checkpoint before it stays, and the next save to the same place succeeds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from scripts.s3_servers import S3Server
+from shardstore.errors import CheckpointingException, StorageError
+from tests.faults.s3_proxy import Fault, FaultProxy
+from tests.s3.checkpoints import Run
+
+LIMIT_S = 60
+PHASES = {
+    "look": (("GET",), r"list-type=2"),
+    "probe": (("PUT",), r"/\.attempts/probe"),
+    "claim": (("PUT",), r"/\.attempts/\d+\.json"),
+    "common": (("PUT",), r"/common\.pt$"),
+    "chunk": (("PUT",), r"/w/c\.\d"),
+    "array document": (("PUT",), r"/w/zarr\.json$"),
+    "manifest": (("PUT",), r"/manifest\.npz$"),
+    "mark": (("PUT",), r"\.committing$"),
+    "commit": (("PUT",), r"/step-2/zarr\.json$"),
+    "clean-up": (("POST", "DELETE"), r""),
+}
+ONCE = [Fault.SLOW_DOWN, Fault.RESET_BEFORE, Fault.RESET_IN_REQUEST, Fault.DROP_ANSWER]
+
+
+@pytest.fixture(scope="module")
+def server(s3_server: S3Server) -> S3Server:
+    return s3_server
+
+
+@pytest.fixture(scope="module")
+def shared_proxy(server: S3Server) -> Iterator[FaultProxy]:
+    with FaultProxy(server.endpoint_url) as proxy:
+        yield proxy
+
+
+@pytest.fixture(scope="module")
+def shared_run(server: S3Server, shared_proxy: FaultProxy) -> Run:
+    """A run whose first checkpoint is there."""
+    run = Run.new(server.at(shared_proxy.endpoint_url), server)
+    run.save_directly(1)
+    return run
+
+
+@pytest.fixture
+def proxy(shared_proxy: FaultProxy) -> Iterator[FaultProxy]:
+    yield shared_proxy
+    shared_proxy.clear()
+
+
+@pytest.fixture
+def run(shared_run: Run) -> Run:
+    client = shared_run.direct.client()
+    for key in shared_run.direct.keys(shared_run.bucket, "run/step-2/"):
+        client.delete_object(Bucket=shared_run.bucket, Key=key)
+    return shared_run
+
+
+def attempt(run: Run) -> CheckpointingException | None:
+    """Save step 2; the error, or None for success; either way within the limit and honest."""
+    began = time.monotonic()
+    failure = None
+    try:
+        run.save(2)
+    except CheckpointingException as error:
+        failure = error
+    assert time.monotonic() - began < LIMIT_S
+    assert run.version(1) == 1
+    if failure is None:
+        assert run.version(2) == 2
+    return failure
+
+
+@pytest.mark.parametrize("fault", ONCE, ids=lambda fault: fault.name.lower())
+@pytest.mark.parametrize("phase", PHASES)
+def test_one_fault_of_a_kind_is_got_over(
+    run: Run, proxy: FaultProxy, phase: str, fault: Fault
+) -> None:
+    methods, path = PHASES[phase]
+    rule = proxy.add(fault, methods=methods, path=path)
+    failure = attempt(run)
+    assert failure is None, failure
+    # The store is probed once a process.
+    assert rule.hits == 1 or phase == "probe"
+    left = [key for key in run.direct.keys(run.bucket, "run/step-2/") if ".attempts" in key]
+    assert left == []
+
+
+@pytest.mark.parametrize("phase", ["claim", "chunk", "commit"])
+def test_one_silence_is_got_over(run: Run, proxy: FaultProxy, phase: str) -> None:
+    methods, path = PHASES[phase]
+    rule = proxy.add(Fault.SILENCE, methods=methods, path=path)
+    failure = attempt(run)
+    assert failure is None, failure
+    assert rule.hits == 1
+
+
+@pytest.mark.parametrize("phase", ["look", "claim", "chunk", "mark", "commit"])
+def test_what_never_ends_is_an_error_with_nothing_committed(
+    run: Run, proxy: FaultProxy, phase: str
+) -> None:
+    methods, path = PHASES[phase]
+    proxy.add(Fault.SLOW_DOWN, methods=methods, path=path, count=None)
+    failure = attempt(run)
+    assert isinstance(failure, StorageError)
+    assert run.bucket in str(failure)
+    assert "SlowDown" in str(failure) or "503" in str(failure)
+    assert run.version(2) is None
+    proxy.clear()
+    assert attempt(run) is None, "a dead attempt hinders the next"
+
+
+def test_a_commit_whose_every_answer_is_lost_is_known_by_reading_it_back(
+    run: Run, proxy: FaultProxy
+) -> None:
+    methods, path = PHASES["commit"]
+    rule = proxy.add(Fault.DROP_ANSWER, methods=methods, path=path, count=None)
+    failure = attempt(run)
+    assert failure is None, failure
+    assert rule.hits >= 1
+
+
+def test_the_store_dies_at_the_commit(run: Run, proxy: FaultProxy) -> None:
+    """After the store did its work: whether it is committed cannot be known, so it is an error."""
+    proxy.add(Fault.DROP_ANSWER, path=r"/step-2/zarr\.json$", count=None)
+    failure = attempt(run)
+    assert isinstance(failure, StorageError)
+    assert run.version(2) in (None, 2)
+
+
+def test_a_failed_clean_up_does_not_spoil_a_commit(run: Run, proxy: FaultProxy) -> None:
+    methods, path = PHASES["clean-up"]
+    # The first deletion of a save may be that of the probe, which has to work.
+    run.save_directly(3)
+    proxy.add(Fault.SLOW_DOWN, methods=methods, path=path, count=None)
+    assert attempt(run) is None
+    proxy.clear()
+    run.save(2, overwrite=True)
+    assert run.version(2) == 2
+
+
+@pytest.mark.parametrize("phase", ["claim", "common", "chunk", "array document", "commit"])
+def test_an_answer_that_a_ceph_gateway_gave_and_nobody_got(
+    radosgw_server: S3Server, phase: str
+) -> None:
+    with FaultProxy(radosgw_server.endpoint_url) as proxy:
+        run = Run.new(radosgw_server.at(proxy.endpoint_url), radosgw_server)
+        run.save_directly(1)
+        methods, path = PHASES[phase]
+        rule = proxy.add(Fault.DROP_ANSWER, methods=methods, path=path)
+        assert attempt(run) is None
+        assert rule.hits == 1
+
+
+def test_slow_is_not_broken(run: Run, proxy: FaultProxy) -> None:
+    proxy.latency_s, proxy.bytes_per_s = 0.05, 100_000
+    assert attempt(run) is None
