@@ -156,7 +156,7 @@ def convert(
 
 def _local(place: str | os.PathLike[str]) -> Path:
     location = Location.of(place)
-    location.require_local()
+    location.require_local("converting")
     return location.path
 
 

@@ -38,10 +38,10 @@ from shardstore.mapping import ShardedObject
 from shardstore.plain_values import NotPlainError
 from shardstore.storage import commit, dtypes
 from shardstore.storage.chunks import ChunkWrite, RegionRead, as_bytes
-from shardstore.storage.commit import Attempt
+from shardstore.storage.commit import FolderAttempt
 from shardstore.storage.documents import SEPARATOR, ArrayMeta
 from shardstore.storage.files import FileMover
-from shardstore.storage.grid import DEFAULT_TARGET_CHUNK_BYTES, Box, Grid, plan_grid
+from shardstore.storage.grid import DEFAULT_TARGET_CHUNK_BYTES, Box, plan_grid
 from shardstore.storage.location import Location
 from shardstore.storage.manifest import ChunkRecord, RankManifest
 from shardstore.storage.names import node_name
@@ -194,7 +194,7 @@ class ShardstoreTarget:
             record=record,
             seconds=perf_counter() - self._started,
         )
-        attempt = Attempt(self._target, self._work, "convert", self._options.overwrite)
+        attempt = FolderAttempt(self._target, self._work, "convert", self._options.overwrite)
         publish(attempt, self._options, [self._manifest.to_bytes()], about_root)
 
 
@@ -412,4 +412,3 @@ def _write_all(handle: int, data: memoryview, offset: int) -> None:
     while data:
         written = os.pwrite(handle, data, offset)
         data, offset = data[written:], offset + written
-

@@ -164,7 +164,7 @@ class DcpFiles:
             DamagedCheckpointError: it can not be read.
         """
         location = Location.of(place)
-        location.require_local()
+        location.require_local("reading files of PyTorch DCP")
         url = f"{location.url}/{METADATA_NAME}"
         try:
             data = location.read(METADATA_NAME)

@@ -40,8 +40,8 @@ from shardstore.errors import (
 from shardstore.mapping import ShardedObject
 from shardstore.plain_values import NotPlainError
 from shardstore.storage import commit, dtypes
+from shardstore.storage.attempt import Attempt
 from shardstore.storage.chunks import ChunkWrite, as_bytes
-from shardstore.storage.commit import Attempt
 from shardstore.storage.documents import SEPARATOR, ArrayMeta
 from shardstore.storage.grid import DEFAULT_TARGET_CHUNK_BYTES, Box, Grid
 from shardstore.storage.location import Location
@@ -230,7 +230,7 @@ class StorageWriter(DcpStorageWriter):
         attempt = commit.join(self._target, task.attempt_id, overwrite=self.options.overwrite)
         report = _write(plan.items, planner, task, attempt, self.options)
         if self.options.durable and self._attempt is None:
-            commit.sync_file_system(attempt.location)
+            attempt.flush()
         results = [WriteResult(item.index, _size_of(item), None) for item in plan.items]
         if results:
             results[0] = replace(results[0], storage_data=report)
@@ -487,7 +487,7 @@ def _write_value(item: WriteItem, planner: SavePlanner, attempt: Attempt, report
         report.values[key] = as_json(value)
     except NotPlainError as reason:
         logger.info("%s: %s; it is kept in a file of its own", key, reason)
-        attempt.location.write(object_file(_as_object(key)), data)
+        attempt.put(object_file(_as_object(key)), data)
         report.files.append(key)
 
 

@@ -128,6 +128,18 @@ class Location:
 
         return remote_store(self.url, self.options)
 
+    def require_local(self, what: str) -> None:
+        """Raise :class:`StorageError` for an object store.
+
+        Args:
+            what: what needs a local folder, for the error text.
+        """
+        if not self.is_local:
+            raise StorageError(
+                f"{what} takes local folders only, not {self.url}: copy it to a disk first",
+                url=self.url,
+            )
+
     @property
     def path(self) -> Path:
         """The local folder."""

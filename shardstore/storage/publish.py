@@ -14,14 +14,14 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from shardstore.storage import arrays, commit, documents, names
+from shardstore.storage import arrays, documents, names
+from shardstore.storage.attempt import Attempt
 from shardstore.storage.chunks import ChunkWrite
-from shardstore.storage.commit import Attempt
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.manifest import MANIFEST_NAME, ChunkRecord, Merged, RankManifest, merge
 from shardstore.storage.options import SaveOptions
 
-__all__ = ["About", "publish", "write_chunks"]
+__all__ = ["About", "commit_record", "last_documents", "publish", "write_chunks"]
 
 CONFIG_NAME = "metadata.json"
 
@@ -73,8 +73,9 @@ def write_chunks(
     def done(item: ChunkWrite, record: ChunkRecord) -> None:
         manifest.add_chunk(item.array, item.index, record)
 
-    arrays.create_arrays(attempt.location, created, threads=options.threads)
-    arrays.mover_for(attempt.location, options).write(writes, done)
+    if not attempt.defers_documents:
+        arrays.create_arrays(attempt.location, created, threads=options.threads)
+    arrays.mover_for(attempt.location, options, attempt).write(writes, done)
 
 
 def publish(attempt: Attempt, options: SaveOptions, reports: Sequence[bytes], about: About) -> None:
@@ -92,7 +93,6 @@ def publish(attempt: Attempt, options: SaveOptions, reports: Sequence[bytes], ab
     """
     merged = merge(reports, check=options.validate)
     names.check_collisions(meta.key for meta in merged.arrays)
-    location = attempt.location
     backend, backend_version = about.common_backend
     config = {
         "sharded_backend": "zarr",
@@ -100,30 +100,53 @@ def publish(attempt: Attempt, options: SaveOptions, reports: Sequence[bytes], ab
         "common_backend": backend,
         "common_backend_version": backend_version,
     }
-    location.write(CONFIG_NAME, json.dumps(config).encode())
-    location.write(MANIFEST_NAME, merged.manifest.to_bytes())
-    record = {**about.record, **_record(attempt, merged, about)}
-    root = documents.root_document(merged.documents, {**about.attributes, "shardstore": record})
-    location.write("zarr.json", root.encode())
-    if options.durable:
-        commit.sync_file_system(location)
-    attempt.publish(durable=options.durable)
+    record = commit_record(attempt, merged, about.world_size, about.seconds)
+    if attempt.defers_documents:
+        attempt.put_all([(f"{node}/zarr.json", t.encode()) for node, t in merged.documents])
+    last = [(CONFIG_NAME, json.dumps(config).encode())]
+    last += last_documents(merged, record, about.attributes, about.record)
+    attempt.commit(last, durable=options.durable)
 
 
-def _record(attempt: Attempt, merged: Merged, about: About) -> dict[str, Any]:
+def commit_record(
+    attempt: Attempt, merged: Merged, world_size: int, seconds: float
+) -> dict[str, Any]:
+    """What the commit says of itself, for people."""
     return {
-        "format_version": documents.FORMAT_VERSION,
-        "commit": {
-            "attempt": attempt.id,
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "world_size": about.world_size,
-            "arrays": len(merged.arrays),
-            "chunks": len(merged.manifest.crc),
-            "stored_bytes": int(merged.manifest.stored.sum()),
-            "seconds": round(about.seconds, 3),
-            "shardstore": _version(),
-        },
+        "attempt": attempt.id,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "world_size": world_size,
+        "arrays": len(merged.arrays),
+        "chunks": len(merged.manifest.crc),
+        "stored_bytes": int(merged.manifest.stored.sum()),
+        "reused_bytes": merged.reused_bytes,
+        "seconds": round(seconds, 3),
+        "shardstore": _version(),
     }
+
+
+def last_documents(
+    merged: Merged,
+    record: Mapping[str, Any],
+    attributes: Mapping[str, Any],
+    further: Mapping[str, Any] | None = None,
+) -> list[tuple[str, bytes]]:
+    """Names and contents of the manifest and the root document, which is the commit.
+
+    Args:
+        merged: all ranks' manifests.
+        record: :func:`commit_record`.
+        attributes: of the root group.
+        further: members of ``attributes.shardstore`` beside ours.
+    """
+    about = {
+        **(further or {}),
+        "format_version": documents.FORMAT_VERSION,
+        "commit": record,
+        documents.CHUNK_SUMS: merged.manifest.chunk_sums(),
+    }
+    root = documents.root_document(merged.documents, {**attributes, "shardstore": about})
+    return [(MANIFEST_NAME, merged.manifest.to_bytes()), ("zarr.json", root.encode())]
 
 
 def _version() -> str:

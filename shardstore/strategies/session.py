@@ -18,8 +18,6 @@ import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -27,12 +25,13 @@ from typing import Any
 from shardstore.errors import AccessPatternError
 from shardstore.mapping import ShardedTensor
 from shardstore.ranks import Ranks
-from shardstore.storage import arrays, commit, documents, names
+from shardstore.storage import arrays, commit, names
 from shardstore.storage.attempt import Attempt
 from shardstore.storage.collector import collector_paused
 from shardstore.storage.location import Location
-from shardstore.storage.manifest import MANIFEST_NAME, Merged, RankManifest, merge
+from shardstore.storage.manifest import Merged, RankManifest, merge
 from shardstore.storage.options import SaveOptions
+from shardstore.storage.publish import commit_record, last_documents
 from shardstore.storage.reuse import BaseChunks, ReusingMover, Writer, read_base
 from shardstore.strategies import shared_writes
 from shardstore.strategies.async_utils import AsyncRequest
@@ -265,25 +264,9 @@ class SaveSession:
     ) -> None:
         written = list(further.items())
         if self.zarr_format != 2 and (self.zarr_format == 3 or merged.arrays):
-            written.append((MANIFEST_NAME, merged.manifest.to_bytes()))
-            self.record = {
-                "attempt": self.attempt.id,
-                "created": datetime.now(UTC).isoformat(timespec="seconds"),
-                "world_size": self.ranks.world_size,
-                "arrays": len(merged.arrays),
-                "chunks": len(merged.manifest.crc),
-                "stored_bytes": int(merged.manifest.stored.sum()),
-                "reused_bytes": merged.reused_bytes,
-                "seconds": round(perf_counter() - self.started, 3),
-                "shardstore": _version(),
-            }
-            record = {
-                "format_version": documents.FORMAT_VERSION,
-                "commit": self.record,
-                documents.CHUNK_SUMS: merged.manifest.chunk_sums(),
-            }
-            root = documents.root_document(merged.documents, {**attributes, "shardstore": record})
-            written.append(("zarr.json", root.encode()))
+            seconds = perf_counter() - self.started
+            self.record = commit_record(self.attempt, merged, self.ranks.world_size, seconds)
+            written += last_documents(merged, self.record, attributes)
         self.attempt.commit(written, durable=self.options.durable)
 
 
@@ -346,10 +329,3 @@ def _check_objects(objects: Mapping[str, list[int]]) -> None:
                 "were written; every part needs one main replica",
                 key=key,
             )
-
-
-def _version() -> str:
-    try:
-        return version("shardstore")
-    except PackageNotFoundError:
-        return "unknown"
