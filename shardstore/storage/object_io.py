@@ -130,7 +130,7 @@ class _TensorStoreIO:
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> Callable[[], bytes | None]:
         ranged = _RANGES and (start, stop) != (0, None)
-        limits = {"byte_range": slice(start, stop)} if ranged else {}
+        limits: dict[str, Any] = {"byte_range": slice(start, stop)} if ranged else {}
         future = self._store.read(key, **limits)
 
         def finish() -> bytes | None:
