@@ -148,8 +148,8 @@ class ObjectMover:
     # -- reading -------------------------------------------------------------------------------
 
     def read(self, reads: Sequence[RegionRead], manifest: Callable[[], Manifest | None]) -> None:
-        """See :meth:`Mover.read`. Whole chunks are also held against the commit, so that what a
-        late writer of another save left is found."""
+        """See :meth:`Mover.read`. Whole chunks are also held against what the commit says of them,
+        so that what a late writer of another save left is found."""
         if not reads:
             return
         io = object_io(self.location)
@@ -158,7 +158,8 @@ class ObjectMover:
             for read in reads:
                 for part in chunk_parts(read):
                     wanted = _wanted(part, manifest)
-                    flight.make_room(wanted.size)
+                    # Twice while the bytes that came are handed over.
+                    flight.make_room(2 * wanted.size)
                     finish = io.get(_key(part.array, part.index), *wanted.request)
                     flight.add(wanted.size, finish, self._read(part, wanted, manifest), part)
             flight.land()
@@ -207,7 +208,8 @@ class _Flight(Generic[T]):
     """Requests under way, finished in the order in which they were started."""
 
     def __init__(self, budget_bytes: int) -> None:
-        self._budget = budget_bytes
+        # An eighth for connections, and for what the allocator keeps back.
+        self._budget = budget_bytes - budget_bytes // 8
         self._bytes = 0
         self._pending: deque[
             tuple[int, Callable[[], T], Callable[[T], None], ChunkWrite | ChunkPart]
@@ -289,17 +291,15 @@ def _wanted(part: ChunkPart, manifest: Callable[[], Manifest | None]) -> _Wanted
     if not array.has_crc:
         whole = (low, high) == (0, total)
         return _Wanted(low, high, total if whole else None, None, None)
-    expected = array.expected_crc(part.index)
-    if expected is not None and ((low, high) == (0, total) or not inner_blocks(total)):
-        return _Wanted(0, total, _stored_bytes(array), None, expected)
-    found = manifest()
-    sums = None if found is None else found.running_of(array, part.index)
-    if sums is not None and inner_blocks(total):
-        block = block_bytes(total)
-        first, last = low // block * block, min(-(-high // block) * block, total)
-        if (first, last) != (0, total):
+    block = block_bytes(total)
+    first, last = low // block * block, min(-(-high // block) * block, total)
+    crc = array.expected_crc(part.index)
+    if (first, last) != (0, total) or crc is None:
+        found = manifest()
+        sums = None if found is None else found.running_of(array, part.index)
+        if sums is not None and (first, last) != (0, total):
             return _Wanted(first, last, None, sums, None)
-    crc = expected if sums is None else int(sums[-1])
+        crc = int(sums[-1]) if sums is not None else crc
     return _Wanted(0, total, _stored_bytes(array), None, crc)
 
 
@@ -329,9 +329,8 @@ def _problem(part: ChunkPart, wanted: _Wanted, data: bytes) -> str | None:
         return _mismatch(stored, crc)
     if wanted.crc is not None and crc != wanted.crc:
         return (
-            "is whole but not what the save wrote that is committed here, a late writer of "
-            f"another save changed it (crc32c {wanted.crc:#010x} committed, {crc:#010x} "
-            "found)"
+            "is whole, but it is not the chunk that was committed, a late writer of another save "
+            f"changed it (crc32c {wanted.crc:#010x} expected, {crc:#010x} found)"
         )
     return None
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from shardstore.errors import AccessPatternError
+from shardstore.errors import AccessPatternError, StorageError
 from shardstore.mapping import ShardedTensor
 from shardstore.ranks import Ranks
 from shardstore.storage import arrays, commit, names
@@ -117,6 +117,12 @@ class SaveSession:
             CheckpointExistsError, StorageError: on every rank.
         """
         target = Location.of(place)
+        if error is None and ranks.world_size > 1 and target.url.startswith("memory://"):
+            error = StorageError(
+                f"{target.url} is the memory of one process, but {ranks.world_size} ranks save; "
+                "give a folder or an object store that all of them see",
+                url=target.url,
+            )
         mine = b"" if error is not None else shared_writes.offer(tensors, replica_group)
 
         def decide(reports: list[bytes]) -> bytes:
