@@ -114,7 +114,11 @@ class SaveSession:
             CheckpointExistsError, StorageError: on every rank.
         """
         target = Location.of(place)
-        mine = b"" if error is not None else shared_writes.offer(tensors, replica_group)
+        mine = b""
+        try:
+            mine = shared_writes.offer(tensors, replica_group)
+        except Exception as problem:
+            error = error or problem
 
         def decide(reports: list[bytes]) -> bytes:
             _same_target([json.loads(report) for report in reports])
