@@ -66,7 +66,8 @@ def async_save(
     Called by every rank; each waits for all others once, before anything is copied (so that wrong
     input on one rank is an error on all). When it returns the state may be changed, unless
     ``overlap_staging``. Writing, the meeting of all ranks and the commit happen in the background;
-    a trainer that never looks at the handle gets its checkpoint too, and failures in its log.
+    a trainer that never looks at the handle gets its checkpoint too, and failures in its log. Wait
+    for the handle before ``destroy_process_group``, which would take the ranks from each other.
 
     Args:
         sharded_state_dict: see :func:`shardstore.save`; so for all arguments not described here.

@@ -123,7 +123,11 @@ class SaveSession:
                 "give a folder or an object store that all of them see",
                 url=target.url,
             )
-        mine = b"" if error is not None else shared_writes.offer(tensors, replica_group)
+        mine = b""
+        try:
+            mine = shared_writes.offer(tensors, replica_group)
+        except Exception as problem:
+            error = error or problem
 
         def decide(reports: list[bytes]) -> bytes:
             _same_target([json.loads(report) for report in reports])

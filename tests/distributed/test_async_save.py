@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -29,7 +30,7 @@ from shardstore.errors import (
 from shardstore.mapping import ShardedObject, ShardedStateDict, ShardedTensor
 from shardstore.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
-from tests.ranks_helper import run_ranks
+from tests.ranks_helper import RankFailed, run_ranks
 from tests.scenarios import Scenario, raised, remains, run_scenarios
 
 WORLD = 3
@@ -294,6 +295,33 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
 @pytest.mark.parametrize("scenario", [s.__name__ for s in SCENARIOS])
 def test_ranks(held: list[list[str]], scenario: str) -> None:
     assert all(scenario in names for names in held)
+
+
+def _die_in_the_background(rank: int, world_size: int, folder: str) -> None:
+    os.environ["SHARDSTORE_DEADLINE_S"] = "20"
+    place = Path(folder, "c")
+    shardstore.async_save(state_of(rank, world_size)[0], place).result(60)
+    gated = Gated()
+    state, _ = state_of(rank, world_size)
+    handle = shardstore.async_save(state, place, gated, overwrite=True)
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    gated.gate.set()
+    error = handle.exception(60)
+    Path(folder, f"{rank}.txt").write_text(f"{type(error).__name__}: {error}")
+    os._exit(0)  # the group is beyond an orderly end
+
+
+def test_a_rank_that_dies_in_the_background_is_named_to_all(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match="rank 1 died with exit code -9"):
+        run_ranks(_die_in_the_background, WORLD, str(tmp_path))
+    for rank in (0, 2):
+        text = (tmp_path / f"{rank}.txt").read_text()
+        assert text.startswith("RanksError: committing"), text
+        assert "rank 1" in text
+    check(tmp_path / "c")  # what was there is as it was
+    assert remains(tmp_path) == ["0.txt", "2.txt", "c"]
 
 
 EXITS = """
