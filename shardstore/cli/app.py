@@ -264,7 +264,7 @@ def rm(
 def run(arguments: list[str] | None = None) -> int:
     """Carry out a command line and return its exit code."""
     try:
-        code = app(arguments, standalone_mode=False)
+        code = app(arguments, prog_name="shardstore", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except typer.Abort:
@@ -302,7 +302,7 @@ def _usage(error: Exception) -> str:
     context = getattr(error, "ctx", None)
     path = getattr(context, "command_path", "shardstore")
     text = str(format_message()).strip().rstrip(".")
-    return f"{text}; see `{path.replace('python -m ', '')} --help`"
+    return f"{text}; see `{path} --help`"
 
 
 def main() -> None:

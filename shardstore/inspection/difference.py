@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardstore.errors import DamagedCheckpointError
-from shardstore.inspection.statistics import BLOCK, as_float64
+from shardstore.inspection.statistics import BLOCK, as_float64, sum_of_squares
 from shardstore.inspection.streaming import DEFAULT_BUDGET_BYTES, read_box, stream
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.documents import ArrayMeta
@@ -225,7 +225,7 @@ def _difference(a: NDArray[Any], b: NDArray[Any]) -> ArrayDifference:
         differ = (left != right).any(axis=1)
         mine = as_float64(x)
         finite = mine[np.isfinite(mine)]
-        out.norm_a = math.hypot(out.norm_a, float(np.linalg.norm(finite)))
+        out.norm_a = math.hypot(out.norm_a, math.sqrt(sum_of_squares(finite)))
         count = int(np.count_nonzero(differ))
         if not count:
             continue
@@ -236,7 +236,7 @@ def _difference(a: NDArray[Any], b: NDArray[Any]) -> ArrayDifference:
         out.nonfinite += count - good.size
         if good.size:
             out.max_abs = max(out.max_abs, float(good.max()))
-            out.norm = math.hypot(out.norm, float(np.linalg.norm(good)))
+            out.norm = math.hypot(out.norm, math.sqrt(sum_of_squares(good)))
     return out
 
 

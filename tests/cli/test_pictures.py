@@ -1,0 +1,123 @@
+"""The report, as a real browser shows it, and the plots."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tests.cli.checkpoints import Cli, flip, values
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+SWITCHES = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+
+
+class Page(HTMLParser):
+    """Elements of a page, and that each is closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def keys(self) -> list[str | None]:
+        return [attributes["data-key"] for _, attributes in self.found if "data-key" in attributes]
+
+
+def check_page(page: Page) -> None:
+    assert sorted(map(str, page.keys())) == sorted(values())
+    assert "<b>small & odd</b>" in page.text  # was escaped, not taken for markup
+    assert "norm " in page.text
+    assert sum(tag == "figure" for tag, _ in page.found) >= len(values())
+    assert "written by ranks 0, 1" in page.text
+
+
+def test_report_is_one_file_that_asks_for_nothing(pristine: Path, tmp_path: Path, cli: Cli) -> None:
+    target = tmp_path / "report.html"
+    outcome = cli("report", pristine, "-o", target)
+    assert (outcome.code, outcome.out.strip()) == (0, str(target))
+    text = target.read_text()
+    page = Page(text)
+    check_page(page)
+    assert "No damage found" in page.text
+    tags = {tag for tag, _ in page.found}
+    assert not tags & {"script", "link", "img", "iframe", "object", "embed"}
+    assert not re.search(r"(src|href|url\(|@import)", text)
+
+
+def test_report_of_damage(place: Path, tmp_path: Path, cli: Cli) -> None:
+    flip(place / "layers.0.weight" / "c.1.0")
+    target = tmp_path / "report.html"
+    outcome = cli("report", place, "-o", target, "--json")
+    assert (outcome.code, outcome.json["ok"]) == (1, False)
+    page = Page(target.read_text())
+    check_page(page)
+    assert "Damaged: 1 finding" in page.text
+    assert page.text.count("chunk (1, 0) of key 'layers.0.weight'") == 2  # found, and not read
+    outcome = cli("report", place, "-o", target, "--no-verify", "--no-values")
+    assert outcome.code == 0
+    assert "Not verified" in Page(target.read_text()).text
+
+
+def test_report_in_a_browser(pristine: Path, tmp_path: Path, cli: Cli) -> None:
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip("no Chromium is installed here")
+    target = tmp_path / "report.html"
+    assert cli("report", pristine, "-o", target).code == 0
+    profile = f"--user-data-dir={tmp_path / 'profile'}"
+    command = [browser, *SWITCHES, profile, "--dump-dom", target.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    check_page(Page(done.stdout.removeprefix("<!DOCTYPE html>")))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["layout", "layers.1.weight"],
+        ["layout", "scalar"],
+        ["layout", "empty"],
+        ["histogram", "layers.10.odd"],
+        ["histogram", "empty"],
+        ["sizes"],
+        ["sizes", "layers"],
+    ],
+    ids=" ".join,
+)
+def test_plots_are_png(pristine: Path, tmp_path: Path, cli: Cli, arguments: list[str]) -> None:
+    kind, *key = arguments
+    target = tmp_path / "picture.png"
+    outcome = cli("plot", kind, pristine, *key, "-o", target)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.out.strip() == str(target)
+    data = target.read_bytes()
+    assert data.startswith(b"\x89PNG")
+    assert len(data) > 5000
