@@ -2,8 +2,8 @@
 
 The rule, for :func:`shardstore.save` and :func:`shardstore.load` alike:
 
-- A **DTensor** anywhere in nested dicts and lists is a sharded tensor, whose key is the path of dict
-  keys and list positions that leads to it, joined by dots (``model.layers.0.weight``).
+- A **DTensor** anywhere in nested dicts and lists is a sharded tensor, whose key is the path of
+  dict keys and list positions that leads to it, joined by dots (``model.layers.0.weight``).
 - A **plain tensor** is common state, of which rank 0's is kept, as programs written for
   ``core.dist_checkpointing`` expect, unless the state dict holds DTensors: then it is an array too,
   taken to be the same on all ranks of those DTensors' meshes. When loading, a plain tensor also
@@ -11,10 +11,10 @@ The rule, for :func:`shardstore.save` and :func:`shardstore.load` alike:
   trained under FSDP2 loads into a model that is not sharded.
 - Everything else is common state.
 
-A mesh says which of its ranks hold copies of a shard. What it does not say is what the ranks outside
-of it hold: another copy (a norm sharded over the data-parallel ranks of each tensor-parallel one), or
-nothing (another pipeline stage). So where a mesh is not the whole world, the ranks tell each other
-what they hold, and the lowest one that holds a shard writes it.
+A mesh says which of its ranks hold copies of a shard. What it does not say is what the ranks
+outside of it hold: another copy (a norm sharded over the data-parallel ranks of each
+tensor-parallel one), or nothing (another pipeline stage). So where a mesh is not the whole world,
+the ranks tell each other what they hold, and the lowest one that holds a shard writes it.
 
 :func:`shard` applies the same by hand, to every tensor. DTensors are loaded in place.
 """
@@ -26,7 +26,7 @@ import pickle
 import sys
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -194,7 +194,7 @@ def _world() -> tuple[int, int]:
     return distributed.get_rank(), distributed.get_world_size()
 
 
-# -- who writes what several ranks hold --------------------------------------------------------------
+# -- who writes what several ranks hold ------------------------------------------------------------
 
 
 def _identity(tensor: ShardedTensor) -> tuple[Any, ...]:
@@ -205,7 +205,13 @@ def _identity(tensor: ShardedTensor) -> tuple[Any, ...]:
 
 def _claimed(state: Any) -> list[ClaimedTensor]:
     found: list[ClaimedTensor] = []
-    _any(state, lambda value: isinstance(value, ClaimedTensor) and found.append(value) is not None)
+
+    def note(value: Any) -> bool:
+        if isinstance(value, ClaimedTensor):
+            found.append(value)
+        return False
+
+    _any(state, note)
     return found
 
 
@@ -240,7 +246,7 @@ def apply_claims(state: ShardedStateDict, decided: bytes) -> None:
             tensor.replica_id = rank + 1
 
 
-# -- from tensors to sharded tensors -----------------------------------------------------------------
+# -- from tensors to sharded tensors ---------------------------------------------------------------
 
 
 def _adopt(
@@ -302,13 +308,13 @@ def _of_plain(key: str, tensor: torch.Tensor, replica: int, claimed: bool) -> Sh
     return kind.from_rank_offsets(key, tensor, replica_id=replica)
 
 
-def _of_dtensor(key: str, tensor: DTensor, loading: bool) -> ShardedBase:
+def _of_dtensor(key: str, tensor: DTensor, loading: bool) -> Any:
     """What stands for a DTensor: a factory that gives its parts and takes the DTensor back."""
     layout = _Layout.of(key, tensor)
     if layout is None:
         # This rank holds nothing of it.
         return LocalNonpersistentObject(tensor)
-    local = tensor.detach().to_local()
+    local = cast(Any, tensor.detach()).to_local()
     if hasattr(local, "wait"):
         local = local.wait()
     made = tensor

@@ -1,8 +1,9 @@
 """Pure: which parts of a tensor a coordinate of a device mesh holds, and how evenly it is cut.
 
 Placements are applied to the mesh's dimensions from left to right, as ``torch.distributed.tensor``
-does: ``Shard`` cuts what is held by the rule of ``torch.chunk``; ``_StridedShard`` first cuts it into
-``split_factor`` blocks and then each block, so that a coordinate may hold several runs of an axis.
+does: ``Shard`` cuts what is held by the rule of ``torch.chunk``; ``_StridedShard`` first cuts it
+into ``split_factor`` blocks and then each block, so that a coordinate may hold several runs of an
+axis.
 Everybody can compute what everybody else holds, without asking. Knows integers alone.
 """
 
@@ -76,7 +77,7 @@ def _joined(runs: Sequence[tuple[int, int]]) -> Runs:
 
 
 def held(length: int, cuts: Sequence[AxisCut], indices: Sequence[int]) -> Runs:
-    """Runs ``(start, length)`` of an axis that a coordinate holds, in the order of its local tensor.
+    """Runs ``(start, length)`` of an axis that a coordinate holds, in its local tensor's order.
 
     Args:
         length: of the axis.

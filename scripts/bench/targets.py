@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from bench.cases import flattened, memory, planning, reshard, save_load, small
-from bench.clients import MEGATRON, OURS, RAW
+from bench.cases import dcp, flattened, memory, planning, reshard, save_load, small
+from bench.clients import DCP_OURS, MEGATRON, OURS, RAW
 from bench.results import LOAD_COLD, LOAD_WARM, SAVE, SAVE_SYNC, Results, Verdict
 
 MIB = 2**20
@@ -24,6 +24,7 @@ def verdicts(results: Results) -> list[Verdict]:
         (small.CASE, _small),
         (reshard.CASE, _reshard),
         (planning.CASE, _planning),
+        (dcp.CASE, _dcp),
     ):
         if case in run:
             found += judge(results)
@@ -75,6 +76,20 @@ def _save_load(results: Results) -> Iterator[Verdict]:
         value = against(MEGATRON, LOAD_WARM)
         yield at_least(case, at + "warm load 5x faster than megatron zarr", value, 5.0)
         yield at_most(case, at + "cold load at most 1.15x raw", to_raw(LOAD_COLD), 1.15)
+
+
+def _dcp(results: Results) -> Iterator[Verdict]:
+    case = dcp.CASE
+    for world in results.notes["ranks"]:
+
+        def against(measure: str, world: int = world) -> float | None:
+            ours = results.median(case, world, DCP_OURS, measure)
+            return _quotient(results.fastest(case, world, dcp.PEERS, measure), ours)
+
+        at = f"{world} rank(s): "
+        for measure, what in ((SAVE_SYNC, "save + sync"), (SAVE, "save, no sync")):
+            yield at_least(case, at + f"{what} no slower than DCP's own", against(measure), 1.0)
+        yield at_least(case, at + "warm load 2x faster than DCP's own", against(LOAD_WARM), 2.0)
 
 
 def _flattened(results: Results) -> Iterator[Verdict]:

@@ -49,13 +49,11 @@ class Extras:
 
 
 class Source(Protocol):
-    """An opened checkpoint.
+    """An opened checkpoint."""
 
-    Attributes:
-        arrays: key -> tensor.
-    """
-
-    arrays: Mapping[str, ArrayMeta]
+    @property
+    def arrays(self) -> Mapping[str, ArrayMeta]:
+        """Key -> tensor."""
 
     def boxes(self, key: str) -> list[Box]:
         """How the tensor is cut where it is stored."""
@@ -89,7 +87,7 @@ def detect(place: Path) -> str:
         return "megatron-zarr"
     if (place / METADATA_NAME).is_file():
         return "dcp"
-    if next(place.glob("*.safetensors"), None) is not None:
+    if any(True for pattern in ("*.safetensors", f"*{INDEX_SUFFIX}") for _ in place.glob(pattern)):
         return "safetensors"
     raise NotACheckpointError(
         f"{place} is no checkpoint of a known format ({', '.join(FORMATS)}); if it is one, name "

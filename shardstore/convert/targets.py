@@ -77,7 +77,7 @@ class Target(Protocol):
     """A checkpoint under construction."""
 
     def array(self, meta: ArrayMeta, boxes: Sequence[Box], most_bytes: int) -> ArrayMeta:
-        """The tensor on the grid that it is written by, in chunks of at most about so many bytes."""
+        """The tensor on the grid that it is written by, in chunks of about so many bytes."""
 
     def begin(self, arrays: Sequence[ArrayMeta], extras: Extras) -> None:
         """Make what is needed before the first chunk; what is there already stays."""
@@ -363,7 +363,8 @@ class DcpTarget:
         with open(self._work / self.FILE, "r+b" if self._end else "w+b") as file:
             for key, path, value in _values(self._extras):
                 about[key] = BytesStorageMetadata()
-                info = _StorageInfo(self.FILE, *self._append(file, value))
+                start, length = self._append(file, value)
+                info = _StorageInfo(self.FILE, start, length)
                 places[MetadataIndex(key)] = info
                 paths[key] = path
             file.truncate(self._end)

@@ -1,7 +1,7 @@
 """PyTorch Distributed Checkpoint (DCP) over shardstore, both ways.
 
 :class:`StorageWriter` and :class:`StorageReader` put plain Zarr under any program that uses
-``torch.distributed.checkpoint``; :mod:`shardstore.dcp.files` reads and writes DCP's own file format.
+``torch.distributed.checkpoint``; :mod:`shardstore.dcp.files` reads DCP's own file format.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import pickle
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -70,7 +70,7 @@ class StoredPart:
     first: int = 0
 
 
-# -- the metadata, without its classes ---------------------------------------------------------------
+# -- the metadata, without its classes -------------------------------------------------------------
 
 
 class _Inert:
@@ -339,8 +339,8 @@ def _unfolded(
 ) -> list[StoredPart]:
     """The boxes of a tensor that one flattened range of Megatron-Core is.
 
-    Megatron-Core keeps flattened ranges in an array of another shape: the grid of shards, and behind
-    it the elements of a flattened shard.
+    Megatron-Core keeps flattened ranges in an array of another shape: the grid of shards, and
+    behind it the elements of a flattened shard.
     """
     ndim = len(shape)
     counts, index = stored_shape[:ndim], part.box.offset[:ndim]
@@ -359,7 +359,7 @@ def _unfolded(
     return out
 
 
-# -- one item of a file -----------------------------------------------------------------------------
+# -- one item of a file ----------------------------------------------------------------------------
 
 
 class _Slice(io.RawIOBase):
@@ -398,7 +398,7 @@ class _Slice(io.RawIOBase):
 
 def _plain_start(view: _Slice, shape: tuple[int, ...], dtype: torch.dtype) -> int | None:
     """Where a saved tensor's elements begin, if they lie there one after the other."""
-    found = torch.load(view, map_location="meta", weights_only=True)
+    found = torch.load(cast(Any, view), map_location="meta", weights_only=True)
     if not isinstance(found, torch.Tensor) or tuple(found.shape) != shape or found.dtype != dtype:
         raise ValueError("another tensor")
     if not found.is_contiguous() or found.storage_offset():
@@ -418,7 +418,7 @@ def _plain_start(view: _Slice, shape: tuple[int, ...], dtype: torch.dtype) -> in
 
 
 def _loaded(view: _Slice, shape: tuple[int, ...]) -> torch.Tensor:
-    found = torch.load(view, map_location="cpu", weights_only=True)
+    found = torch.load(cast(Any, view), map_location="cpu", weights_only=True)
     assert isinstance(found, torch.Tensor)
     if tuple(found.shape) != shape:
         raise ValueError("another tensor")

@@ -16,12 +16,12 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from shardstore.dcp.files import ORIGINAL_SHAPE, DcpFiles
 from shardstore.dict_utils import dict_list_map_outplace, nested_values
@@ -99,7 +99,7 @@ class TorchDistSaveShardedStrategy(SaveShardedStrategy):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                dcp.save(state, storage_writer=writer, planner=_Planner(shapes), no_dist=alone)
+                save(state, storage_writer=writer, planner=_Planner(shapes), no_dist=alone)
         except CheckpointException as error:
             # Derived from BaseException, and not to be missed by who catches errors.
             raise _own(error) from error

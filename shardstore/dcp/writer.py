@@ -548,5 +548,6 @@ def _joined(meta: ArrayMeta, index: tuple[int, ...], pieces: Sequence[_Piece]) -
     out: NDArray[Any] = np.empty(box.shape, dtype)
     for piece in pieces:
         data = np.frombuffer(piece.data, np.uint8).view(dtype).reshape(piece.within.shape)
-        out[(..., *piece.within.slices)] = data
+        where: tuple[Any, ...] = (..., *piece.within.slices)
+        out[where] = data
     return out

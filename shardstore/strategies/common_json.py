@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ class StateRecord:
         state: StateDict = {}
         for key in self.values:
             _set(state, self.paths.get(key, (key,)), self.value(key, url))
-        return _lists_restored(state)
+        return {name: _lists_restored(value) for name, value in state.items()}
 
 
 class _Listed(dict[int, Any]):
@@ -101,7 +102,7 @@ class _Listed(dict[int, Any]):
 
 def _set(state: dict[Any, Any], path: StatePath, value: Any) -> None:
     place: dict[Any, Any] = state
-    for name, following in zip(path, path[1:], strict=False):
+    for name, following in pairwise(path):
         fresh: dict[Any, Any] = _Listed() if isinstance(following, int) else {}
         place = place.setdefault(name, fresh)
     place[path[-1]] = value

@@ -5,6 +5,7 @@ Four ranks save everything in one spawn, two ranks and a world of one load it.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Callable
@@ -61,7 +62,7 @@ class Opaque:
         self.number = number
 
 
-# -- a model under FSDP2 ----------------------------------------------------------------------------
+# -- a model under FSDP2 ---------------------------------------------------------------------------
 
 
 class Net(nn.Module):
@@ -181,7 +182,7 @@ def fsdp_resumes_otherwise(rank: int, world_size: int, folder: Path) -> None:
         assert resumed(kind, saved, place) == []
 
 
-# -- every placement --------------------------------------------------------------------------------
+# -- every placement -------------------------------------------------------------------------------
 
 
 def mixed(world_size: int, **options: Any) -> Value:
@@ -264,7 +265,7 @@ def explicit_shard(rank: int, world_size: int, folder: Path) -> None:
     assert wanted["a"]["b"].tolist() == [0, 1, 2, 3]
 
 
-# -- DCP alone ---------------------------------------------------------------------------------------
+# -- DCP alone -------------------------------------------------------------------------------------
 
 
 def row_state(world_size: int, rows: int, fill: float | None = None) -> DTensor:
@@ -458,7 +459,7 @@ def test_dcp_reads_what_our_own_save_wrote(saved: Path) -> None:
     assert wanted["step"] == 3
 
 
-# -- a world of one ----------------------------------------------------------------------------------
+# -- a world of one --------------------------------------------------------------------------------
 
 
 def cause(call: Callable[[], object]) -> BaseException:
@@ -513,9 +514,8 @@ def test_damage_is_found(tmp_path: Path) -> None:
 
 def test_an_unstorable_tensor_leaves_nothing(tmp_path: Path) -> None:
     state = {"w": torch.zeros(2), "odd": torch.zeros(2, 2).to_sparse()}
-    writer = StorageWriter(tmp_path / "c")
-    cause(lambda: dcp.save(state, storage_writer=writer, no_dist=True))
-    del writer
+    cause(lambda: dcp.save(state, storage_writer=StorageWriter(tmp_path / "c"), no_dist=True))
+    gc.collect()
     assert remains(tmp_path) == []
 
 

@@ -52,7 +52,7 @@ def test_the_summary_holds_for_every_coordinate(length: int, cuts: tuple[AxisCut
         assert start + n == length or (start + n) % found.edge == 0
     if found.fragments is not None and length:
         assert found.fragments == len(pieces)
-        assert {runs for runs in pieces} == {
+        assert set(pieces) == {
             ((i * length // len(pieces), length // len(pieces)),) for i in range(len(pieces))
         }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bench.cases import flattened, memory, planning, reshard, save_load, small
+from bench.cases import dcp, flattened, memory, planning, reshard, save_load, small
 from bench.context import Context
 
 DISK: dict[str, Callable[[Context], None]] = {
@@ -14,4 +14,5 @@ DISK: dict[str, Callable[[Context], None]] = {
     small.CASE: small.run,
     reshard.CASE: reshard.run,
     planning.CASE: planning.run,
+    dcp.CASE: dcp.run,
 }

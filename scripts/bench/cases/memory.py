@@ -25,7 +25,7 @@ OPERATIONS = 2
 def run(context: Context) -> None:
     """Measure every client alone, in every world that the context names."""
     for world in context.ranks:
-        for name in clients.NAMES:
+        for name in clients.DIRECT:
             if name not in context.clients:
                 continue
             with Field(context, CASE, world, "tiny", 1.0, [name]) as field:

@@ -6,6 +6,9 @@ saves without a sync. Its files are emptied and the disk is at rest before the n
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from bench import clients
 from bench.context import Context
 from bench.crew import Crew
@@ -19,11 +22,16 @@ CASE = "save-load"
 def run(context: Context) -> None:
     """Measure every world that the context names."""
     for world in context.ranks:
-        with Field(context, CASE, world, "gpt", context.scale, clients.NAMES) as field:
-            field.rounds(_round, range(-1, context.repeats))
+        with Field(context, CASE, world, "gpt", context.scale, clients.DIRECT) as field:
+            field.rounds(measured(CASE), range(-1, context.repeats))
 
 
-def _round(context: Context, crew: Crew, client: str, repeat: int) -> None:
+def measured(case: str) -> Callable[[Context, Crew, str, int], None]:
+    """A round of a case: what is measured of one client."""
+    return partial(_round, case)
+
+
+def _round(case: str, context: Context, crew: Crew, client: str, repeat: int) -> None:
     path = context.root / client
     taken: dict[str, float] = {}
     taken[SAVE_SYNC] = crew.save(client, path, sync=True).seconds
@@ -38,7 +46,7 @@ def _round(context: Context, crew: Crew, client: str, repeat: int) -> None:
     context.results.notes.setdefault("loads into given tensors", {})[client] = in_place
     line = ", ".join(f"{measure} {seconds:.2f} s" for measure, seconds in taken.items())
     label = "warm-up" if repeat < 0 else f"round {repeat + 1}/{context.repeats}"
-    context.say(f"  {CASE}, {crew.world} rank(s), {label}, {client}: {line}")
+    context.say(f"  {case}, {crew.world} rank(s), {label}, {client}: {line}")
     if repeat >= 0:
         for measure, seconds in taken.items():
-            context.results.add(Sample(CASE, crew.world, client, measure, repeat, seconds))
+            context.results.add(Sample(case, crew.world, client, measure, repeat, seconds))

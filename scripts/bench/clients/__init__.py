@@ -13,11 +13,15 @@ _CLIENTS: dict[str, tuple[str, str, tuple[int, ...]]] = {
     "shardstore": ("ours", "Ours", ()),
     "dcp-best": ("dcp", "Dcp", (2,)),
     "dcp-default": ("dcp", "Dcp", (1,)),
+    "dcp-shardstore": ("dcp", "DcpOverShardstore", ()),
     "megatron-zarr": ("megatron", "Megatron", ()),
     "safetensors": ("safetensors_file", "SafetensorsFile", ()),
 }
 
 NAMES = tuple(_CLIENTS)
+DCP_OURS = "dcp-shardstore"
+DIRECT = tuple(name for name in NAMES if name != DCP_OURS)
+"""All but DCP over our storage, which is measured against DCP alone."""
 RAW = ("raw-1", "raw-2")
 MEGATRON = "megatron-zarr"
 OURS = "shardstore"

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from bench.clients.base import Share, sync_once
+from shardstore.dcp import StorageReader, StorageWriter
 
 
 class Dcp:
@@ -55,3 +56,23 @@ class Dcp:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             load(dict(prepared), storage_reader=FileSystemReader(path))
+
+
+class DcpOverShardstore(Dcp):
+    """The same program with one line changed: our storage under DCP."""
+
+    def __init__(self) -> None:
+        super().__init__(threads=0)
+        self.settings = "StorageWriter, checksums written and verified; sync: durable=True"
+
+    def save(self, prepared: dict[str, torch.Tensor], path: Path, sync: bool) -> None:
+        """`torch.distributed.checkpoint.save`, planning and commit included."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            save(dict(prepared), storage_writer=StorageWriter(path, durable=sync))
+
+    def load(self, prepared: dict[str, torch.Tensor], path: Path) -> None:
+        """`torch.distributed.checkpoint.load`, every byte verified."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            load(dict(prepared), storage_reader=StorageReader(path))

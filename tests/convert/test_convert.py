@@ -1,0 +1,345 @@
+"""Conversions between all formats: to the bit, within a budget, resumed after a kill, verified.
+
+Other formats are written and read by their own libraries: safetensors, PyTorch DCP, and the golden
+checkpoints of Megatron-Core.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import tempfile
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import zarr
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+import shardstore
+from shardstore.convert import Progress, convert
+from shardstore.errors import (
+    CheckpointExistsError,
+    CheckpointingException,
+    DamagedCheckpointError,
+    DTypeMismatchError,
+    NotACheckpointError,
+)
+from shardstore.serialization import load_sharded_metadata
+from tests.golden import states
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+GOLDENS = [
+    "megatron-core-0.15.3-zarr/tp2dp2",
+    "megatron-core-0.15.3-zarr/tp1dp4",
+    "megatron-core-0.15.3-torch_dist/tp2dp1",
+    "megatron-core-0.15.3-torch_dist/tp1dp2",
+]
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.uint8]
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(
+        a[k].shape == b[k].shape
+        and a[k].dtype == b[k].dtype
+        and torch.equal(bits(a[k]), bits(b[k]))
+        for k in a
+    )
+
+
+def tensors_of(place: Path) -> dict[str, torch.Tensor]:
+    loaded = shardstore.load_plain_tensors(place)
+    return {key: value for key, value in loaded.items() if isinstance(value, torch.Tensor)}
+
+
+def some_tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {
+        "model.w": torch.rand(300, 70, generator=generator),
+        "model.b": torch.rand(300, generator=generator).bfloat16(),
+        "scalar": torch.tensor(4.5),
+        "empty": torch.zeros(0, 3),
+        "flags": torch.arange(50) % 3 == 0,
+        "a/b": torch.arange(24).reshape(2, 3, 4),
+    }
+
+
+# -- from other formats ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_what_megatron_wrote(name: str, tmp_path: Path) -> None:
+    with torch.serialization.safe_globals([io.BytesIO]):
+        done = convert(GOLDEN / name, tmp_path / "c", memory_budget=500)
+        assert done.verified
+        assert done.tensors == len({**states.MODEL, **states.OPTIMIZER})
+        found = load_sharded_metadata(tmp_path / "c")
+        assert {key for key in found if "/shard_" in key} == {
+            f"objects.{kind}/shard_{i}_2" for kind in ("rng", "fp8_meta", "amax") for i in range(2)
+        }
+        from shardstore import mapping
+
+        wanted = states.build(mapping, states.Layout(1, 1), 0, empty=True)
+        loaded = shardstore.load(wanted, tmp_path / "c")
+    assert isinstance(loaded, dict)
+    assert loaded.pop("content_metadata") == states.CONTENT_METADATA
+    expected = states.expected(mapping, states.Layout(1, 1), 0)
+    assert states.differences(loaded, expected) == []
+    group = zarr.open_group(str(tmp_path / "c"), mode="r")
+    values = states.values("token_counts").numpy()
+    assert np.array_equal(np.asarray(group["token_counts"][...]), values)
+
+
+def test_dcp(tmp_path: Path) -> None:
+    tensors = some_tensors()
+    state = {**tensors, "optim": {"lr": 0.1, "betas": (0.9, 0.95), "groups": [{"params": [0, 1]}]}}
+    dcp.save(state, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    convert(tmp_path / "dcp", tmp_path / "c")
+    assert same(tensors_of(tmp_path / "c"), tensors)
+    common = shardstore.load_common_state_dict(tmp_path / "c")
+    assert common == {"optim": state["optim"]}
+    convert(tmp_path / "c", tmp_path / "back", target_format="dcp", memory_budget=20_000)
+    wanted: dict[str, Any] = {key: torch.zeros_like(value) for key, value in tensors.items()}
+    wanted["optim"] = {"lr": 0, "betas": (), "groups": [{"params": [0]}]}
+    dcp.load(wanted, checkpoint_id=str(tmp_path / "back"), no_dist=True)
+    assert wanted.pop("optim") == state["optim"]
+    assert same(wanted, tensors)
+
+
+def test_safetensors_files_and_index(tmp_path: Path) -> None:
+    tensors = some_tensors()
+    save_file(tensors, tmp_path / "m.safetensors", metadata={"format": "pt", "who": "me"})
+    convert(tmp_path / "m.safetensors", tmp_path / "c", memory_budget=10_000)
+    assert same(tensors_of(tmp_path / "c"), tensors)
+    attributes = dict(zarr.open_group(str(tmp_path / "c"), mode="r").attrs)
+    assert attributes["safetensors"] == {"who": "me"}
+
+    convert(tmp_path / "c", tmp_path / "several", target_format="safetensors", file_bytes=50_000)
+    index = json.loads((tmp_path / "several" / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert len(files) > 1
+    found: dict[str, torch.Tensor] = {}
+    for name in files:
+        loaded = load_file(tmp_path / "several" / name)
+        assert {key for key, file in index["weight_map"].items() if file == name} == set(loaded)
+        found |= loaded
+    assert same(found, tensors)
+
+    convert(tmp_path / "several", tmp_path / "again")
+    assert same(tensors_of(tmp_path / "again"), tensors)
+    convert(tmp_path / "again", tmp_path / "one.safetensors")
+    assert same(load_file(tmp_path / "one.safetensors"), tensors)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "again", "c", "m.safetensors", "one.safetensors", "several",
+    ]  # fmt: skip
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=1, max_size=4),
+    dtype=st.sampled_from(DTYPES),
+    memory_budget=st.sampled_from([1, 64, 1000, 10**6]),
+)
+def test_round_trip_through_everything(
+    shapes: list[list[int]], dtype: torch.dtype, memory_budget: int
+) -> None:
+    generator = torch.Generator().manual_seed(len(shapes))
+    tensors = {}
+    for i, shape in enumerate(shapes):
+        values = torch.randint(0, 120, shape, generator=generator, dtype=torch.uint8)
+        tensors[f"t{i}"] = (values % 2).bool() if dtype == torch.bool else values.to(dtype)
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        save_file(tensors, place / "a.safetensors")
+        convert(place / "a.safetensors", place / "b", memory_budget=memory_budget)
+        convert(place / "b", place / "c", target_format="dcp", memory_budget=memory_budget)
+        convert(place / "c", place / "d", memory_budget=memory_budget)
+        convert(place / "d", place / "e.safetensors", memory_budget=memory_budget)
+        assert same(load_file(place / "e.safetensors"), tensors)
+
+
+# -- budget, progress, resumption ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target_format", ["shardstore", "safetensors", "dcp"])
+def test_the_budget_is_kept(tmp_path: Path, target_format: str) -> None:
+    mib = 2**20
+    big = torch.arange(16 * mib, dtype=torch.float32).reshape(-1, 1024)
+    save_file({"w": big, "v": big[:4096].clone()}, tmp_path / "m.safetensors")
+    del big
+    budget = 16 * mib
+    reports: list[Progress] = []
+    tracemalloc.start()
+    try:
+        convert(
+            tmp_path / "m.safetensors",
+            tmp_path / "c",
+            target_format=target_format,
+            memory_budget=budget,
+            progress=reports.append,
+        )
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1.5 * budget
+    assert len(reports) >= 8
+    for stage in ("write", "verify"):
+        done = [report.done_bytes for report in reports if report.stage == stage]
+        assert done == sorted(done)
+        assert done[-1] == reports[0].total_bytes == 80 * mib
+
+
+KILLED = """
+import os, sys
+from shardstore.convert import convert
+seen = []
+def stop(progress):
+    seen.append(progress)
+    if len(seen) == 4:
+        os._exit(9)
+convert(sys.argv[1], sys.argv[2], target_format=sys.argv[3], memory_budget=200_000, progress=stop)
+"""
+
+
+@pytest.mark.parametrize("target_format", ["shardstore", "safetensors", "dcp"])
+def test_a_killed_conversion_goes_on(tmp_path: Path, target_format: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    tensors = {f"t{i}": torch.rand(200, 200, generator=generator) for i in range(8)}
+    save_file(tensors, tmp_path / "m.safetensors")
+    arguments = [str(tmp_path / "m.safetensors"), str(tmp_path / "c"), target_format]
+    run = subprocess.run([sys.executable, "-c", KILLED, *arguments], check=False)
+    assert run.returncode == 9
+    assert not (tmp_path / "c").exists()
+    # The last line of the journal was cut short, and something was half written.
+    journal = tmp_path / ".c.convert.journal"
+    journal.write_bytes(journal.read_bytes()[:-3])
+    done = convert(*arguments[:2], target_format=target_format, memory_budget=200_000)
+    assert 0 < done.resumed_bytes < done.total_bytes
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c", "m.safetensors"]
+    if target_format != "shardstore":
+        convert(tmp_path / "c", tmp_path / "d")
+    assert same(tensors_of(tmp_path / ("c" if target_format == "shardstore" else "d")), tensors)
+
+
+def test_another_source_starts_anew(tmp_path: Path) -> None:
+    save_file({"t": torch.zeros(1000)}, tmp_path / "m.safetensors")
+    arguments = [str(tmp_path / "m.safetensors"), str(tmp_path / "c"), "shardstore"]
+
+    def stop(_: Progress) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(*arguments[:2], progress=stop)
+    save_file({"t": torch.ones(1000), "u": torch.ones(3)}, tmp_path / "m.safetensors")
+    done = convert(*arguments[:2])
+    assert done.resumed_bytes == 0
+    assert tensors_of(tmp_path / "c")["t"].sum() == 1000
+
+
+def test_a_work_folder_that_was_changed_is_found_out(tmp_path: Path) -> None:
+    tensors = {f"t{i}": torch.rand(100) for i in range(4)}
+    save_file(tensors, tmp_path / "m.safetensors")
+
+    def stop(progress: Progress) -> None:
+        if progress.stage == "verify":
+            raise KeyboardInterrupt
+
+    def run(**options: Any) -> None:
+        convert(tmp_path / "m.safetensors", tmp_path / "c.safetensors", **options)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(progress=stop)
+    work = tmp_path / ".c.safetensors.convert" / "c.safetensors"
+    data = bytearray(work.read_bytes())
+    data[-1] ^= 1
+    work.write_bytes(data)
+    with pytest.raises(DamagedCheckpointError, match="resume=False"):
+        run()
+    assert not (tmp_path / "c.safetensors").exists()
+    run(resume=False)
+    assert same(load_file(tmp_path / "c.safetensors"), tensors)
+
+
+# -- wrong input -----------------------------------------------------------------------------------
+
+
+def test_wrong_places_and_formats(tmp_path: Path) -> None:
+    (tmp_path / "nothing").mkdir()
+    for place in ("nothing", "absent", "absent.safetensors"):
+        with pytest.raises(NotACheckpointError, match=place):
+            convert(tmp_path / place, tmp_path / "c")
+    save_file({"t": torch.zeros(3)}, tmp_path / "m.safetensors")
+    for options in ({"source_format": "npz"}, {"target_format": "npz"}, {"memory_budget": 0}):
+        with pytest.raises(CheckpointingException, match=next(iter(options))):
+            convert(tmp_path / "m.safetensors", tmp_path / "c", **options)  # type: ignore[arg-type]
+    assert not (tmp_path / "c").exists()
+
+
+def test_nothing_is_replaced_unasked(tmp_path: Path) -> None:
+    save_file({"t": torch.zeros(3)}, tmp_path / "m.safetensors")
+    convert(tmp_path / "m.safetensors", tmp_path / "c")
+    save_file({"t": torch.ones(3)}, tmp_path / "m.safetensors")
+    with pytest.raises(CheckpointExistsError, match="overwrite=True"):
+        convert(tmp_path / "m.safetensors", tmp_path / "c")
+    convert(tmp_path / "m.safetensors", tmp_path / "c", overwrite=True)
+    assert tensors_of(tmp_path / "c")["t"].tolist() == [1, 1, 1]
+    with pytest.raises(CheckpointExistsError):
+        convert(tmp_path / "c", tmp_path / "m.safetensors")
+
+
+@pytest.mark.parametrize("cut", [0, 4, 20, 100])
+def test_truncated_safetensors(tmp_path: Path, cut: int) -> None:
+    save_file({"t": torch.zeros(300)}, tmp_path / "m.safetensors")
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(path.read_bytes()[:cut])
+    with pytest.raises(DamagedCheckpointError, match=r"m\.safetensors"):
+        convert(path, tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"t": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}},
+        {"t": {"dtype": "F32", "shape": [-2], "data_offsets": [0, -8]}},
+        {"t": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}},
+        {"t": {"shape": [2], "data_offsets": [0, 8]}},
+        ["t"],
+    ],
+)
+def test_hostile_headers(tmp_path: Path, header: object) -> None:
+    text = json.dumps(header).encode()
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * 8)
+    with pytest.raises(DamagedCheckpointError):
+        convert(path, tmp_path / "c")
+
+
+def test_an_index_that_points_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "secret.safetensors").write_bytes(b"")
+    folder = tmp_path / "m"
+    folder.mkdir()
+    text = json.dumps({"weight_map": {"t": "../secret.safetensors"}})
+    (folder / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(DamagedCheckpointError, match="beside"):
+        convert(folder, tmp_path / "c")
+
+
+def test_a_type_that_safetensors_lacks(tmp_path: Path) -> None:
+    shardstore.save(shardstore.shard({"z": torch.zeros(3, dtype=torch.complex128)}), tmp_path / "c")
+    with pytest.raises(DTypeMismatchError, match="'z'"):
+        convert(tmp_path / "c", tmp_path / "m.safetensors")
+    assert not (tmp_path / "m.safetensors").exists()
