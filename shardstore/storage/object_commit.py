@@ -199,7 +199,9 @@ class ObjectAttempt:
                 return True
             if failure is not None and there is None:
                 raise failure
-            return False
+            break
+        # Somebody else's, or one that a newer attempt has deleted again.
+        self.check()
         return False
 
     def _look_once_more(self, name: str, data: bytes) -> None:

@@ -35,6 +35,9 @@ FILE_SYSTEM_THREADS = 8
 ABSENT = b"\x02"
 """The generation of a key that is not there; TensorStore sends it as ``If-None-Match: *``."""
 
+_RANGES = "byte_range" in (ts.KvStore.read.__doc__ or "")
+"""Whether this TensorStore reads parts of objects; older ones read the whole."""
+
 _BODY = re.compile(r"\s*\[(?!http_response_code)[\w-]+='(?:[^'\\]|\\.)*'\]")
 _CODE = re.compile(r"<Code>([\w.]+)</Code>")
 
@@ -59,8 +62,8 @@ class ObjectIO(Protocol):
         """Start reading bytes ``start:stop`` of an object.
 
         Returns:
-            Waits for them; ``None``: there is no such object. Fewer bytes where it ends before
-            ``stop``. Raises :class:`StorageError`.
+            Waits for them; ``None``: there is no such object. Fewer bytes, or none, where it ends
+            before ``stop``. Raises :class:`StorageError`.
         """
 
     def close(self) -> None:
@@ -126,17 +129,19 @@ class _TensorStoreIO:
         return finish
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> Callable[[], bytes | None]:
-        # An open end is a request without a range.
-        wanted = None if start == 0 and stop is None else slice(start, stop)
-        future = self._store.read(key, byte_range=wanted)
+        ranged = _RANGES and (start, stop) != (0, None)
+        limits: dict[str, Any] = {"byte_range": slice(start, stop)} if ranged else {}
+        future = self._store.read(key, **limits)
 
         def finish() -> bytes | None:
             try:
                 found = self._result("reading", key, future)
             except _RangeError:
                 return b""
-            value: bytes | None = None if found.state == "missing" else found.value
-            return value
+            if found.state == "missing":
+                return None
+            value: bytes = found.value
+            return value if ranged else value[start:stop]
 
         return finish
 

@@ -158,7 +158,8 @@ class ObjectMover:
             for read in reads:
                 for part in chunk_parts(read):
                     wanted = _wanted(part, manifest)
-                    flight.make_room(wanted.size)
+                    # Twice while the bytes that came are handed over.
+                    flight.make_room(2 * wanted.size)
                     finish = io.get(_key(part.array, part.index), *wanted.request)
                     flight.add(wanted.size, finish, self._read(part, wanted, manifest), part)
             flight.land()
@@ -207,7 +208,8 @@ class _Flight(Generic[T]):
     """Requests under way, finished in the order in which they were started."""
 
     def __init__(self, budget_bytes: int) -> None:
-        self._budget = budget_bytes
+        # An eighth for connections, and for what the allocator keeps back.
+        self._budget = budget_bytes - budget_bytes // 8
         self._bytes = 0
         self._pending: deque[
             tuple[int, Callable[[], T], Callable[[T], None], ChunkWrite | ChunkPart]

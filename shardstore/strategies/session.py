@@ -23,7 +23,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from shardstore.errors import AccessPatternError
+from shardstore.errors import AccessPatternError, StorageError
 from shardstore.ranks import Ranks
 from shardstore.storage import commit, documents, names
 from shardstore.storage.attempt import Attempt
@@ -92,6 +92,12 @@ class SaveSession:
             CheckpointExistsError, StorageError: on every rank.
         """
         target = Location.of(place)
+        if error is None and ranks.world_size > 1 and target.url.startswith("memory://"):
+            error = StorageError(
+                f"{target.url} is the memory of one process, but {ranks.world_size} ranks save; "
+                "give a folder or an object store that all of them see",
+                url=target.url,
+            )
 
         def decide(reports: list[bytes]) -> bytes:
             _same_target([json.loads(report) for report in reports])

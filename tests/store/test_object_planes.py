@@ -1,0 +1,244 @@
+"""The two planes to object stores: bytes alike everywhere, limits in time and memory, and errors
+that say what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import shardstore
+from scripts.s3_servers import S3Server
+from shardstore import ShardedTensor
+from shardstore.errors import NotACheckpointError, StorageError
+from shardstore.storage import object_io as object_io_module
+from shardstore.storage.chunks import ChunkWrite, RegionRead
+from shardstore.storage.documents import ArrayMeta
+from shardstore.storage.files import FileMover
+from shardstore.storage.grid import Box, Grid
+from shardstore.storage.location import Location, StoreUrl
+from shardstore.storage.manifest import ChunkRecord
+from shardstore.storage.object_io import object_io, read_objects
+from shardstore.storage.object_mover import ObjectMover
+from shardstore.storage.sweep import delete_checkpoint, latest
+from tests.ranks_helper import run_ranks
+from tests.store_suite import small_state, tensor
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.lists(st.integers(1, 9), max_size=3),
+    st.data(),
+    st.sampled_from(["float32", "bfloat16", "bool", "complex128"]),
+    st.booleans(),
+)
+def test_objects_are_the_bytes_that_files_are(
+    tmp_path_factory: pytest.TempPathFactory,
+    shape: list[int],
+    data: st.DataObject,
+    dtype: str,
+    crc: bool,
+) -> None:
+    chunk = tuple(data.draw(st.integers(1, n + 1)) for n in shape)
+    meta = ArrayMeta("w", "w", Grid(tuple(shape), chunk), dtype, ("crc32c",) if crc else ())
+    size = int(np.prod(shape, dtype=np.int64))
+    kind = shardstore.storage.dtypes.numpy_dtype(dtype)
+    raw = np.random.default_rng(0).integers(0, 2, size * kind.itemsize, dtype=np.uint8)
+    array = raw.view(kind).reshape(shape)
+    whole = Box((0,) * len(shape), tuple(shape))
+    writes = [
+        ChunkWrite(meta, index, array[(..., *meta.grid.box(index).slices)])
+        for index in meta.grid.overlapping(whole)
+    ]
+    files = Location.of(tmp_path_factory.mktemp("files"))
+    objects = Location.of(f"memory://{uuid.uuid4().hex}/c")
+    records: list[dict[tuple[int, ...], ChunkRecord]] = [{}, {}]
+    for mover, found in zip((FileMover(files), ObjectMover(objects)), records, strict=True):
+        mover.write(writes, lambda item, record, found=found: found.update({item.index: record}))
+    assert records[0] == records[1]
+    for name in files.listing("w"):
+        assert files.read(f"w/{name}") == objects.read(f"w/{name}")
+    assert files.listing("w") == objects.listing("w")
+    start = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
+    length = tuple(data.draw(st.integers(1, n - s)) for n, s in zip(shape, start, strict=True))
+    out = np.zeros(tuple(reversed(length)), kind).transpose()
+    ObjectMover(objects).read([RegionRead(meta, Box(start, length), out)], lambda: None)
+    assert out.tobytes() == array[(..., *Box(start, length).slices)].tobytes()
+
+
+def test_requests_stay_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted at the object interface: bytes that were handed over and not yet waited for."""
+    place = Location.of(f"memory://{uuid.uuid4().hex}/c")
+    flying, peak = 0, 0
+
+    class Counting:
+        def __init__(self, location: Location) -> None:
+            self.inner = object_io_module.object_io(location)
+
+        def put(self, key: str, data: bytes, *, create: bool) -> Any:
+            return self._count(len(data), self.inner.put(key, data, create=create))
+
+        def get(self, key: str, start: int = 0, stop: int | None = None) -> Any:
+            return self._count(65540, self.inner.get(key, start, stop))
+
+        def _count(self, size: int, finish: Any) -> Any:
+            nonlocal flying, peak
+            flying += size
+            peak = max(peak, flying)
+
+            def finished() -> Any:
+                nonlocal flying
+                flying -= size
+                return finish()
+
+            return finished
+
+        def close(self) -> None:
+            self.inner.close()
+
+    monkeypatch.setattr("shardstore.storage.object_mover.object_io", Counting)
+    meta = ArrayMeta("w", "w", Grid((64, 16384), (1, 16384)), "float32")
+    array = np.random.default_rng(0).random((64, 16384), np.float32)
+    mover = ObjectMover(place, budget_bytes=1 << 20)
+    mover.write(
+        [ChunkWrite(meta, (i, 0), array[i : i + 1]) for i in range(64)], lambda item, record: None
+    )
+    assert flying == 0
+    assert 4 * 65540 < peak <= 1 << 20
+    peak = 0
+    out = np.zeros_like(array)
+    mover.read([RegionRead(meta, Box((0, 0), array.shape), out)], lambda: None)
+    assert flying == 0
+    assert 4 * 65540 < peak <= 1 << 20
+    assert np.array_equal(out, array)
+
+
+def test_an_object_io_creates_once_and_reads_ranges(s3_server: S3Server) -> None:
+    where = f"{s3_server.new_bucket()}/io"
+    for place in (
+        Location.of(f"memory://{where}"),
+        Location.of(f"s3://{where}", **s3_server.storage_options),
+    ):
+        io = object_io(place)
+        assert io.put("a/b", b"0123456789", create=True)()
+        assert not io.put("a/b", b"other", create=True)()
+        assert io.get("a/b")() == b"0123456789"
+        assert io.get("a/b", 2, 5)() == b"234"
+        assert io.get("a/b", 8, 20)() in (b"89", b"")
+        assert io.get("a/b", 30, 40)() == b""
+        assert io.get("none")() is None
+        assert io.put("a/b", b"new", create=False)()
+        io.close()
+        assert read_objects(place, ["a/b", "none", "a/b"]) == [b"new", None, b"new"]
+        assert read_objects(place, []) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"url": "s3://no-such-bucket-here/step"}, "the bucket does not exist"),
+        ({"key": "AKNOBODY000000000000"}, "refuses the credentials"),
+        ({"client_kwargs": {"endpoint_url": "http://127.0.0.1:9"}}, "does not answer"),
+        ({"bogus": 1}, "storage options"),
+        ({"profile": "no-such-profile", "key": None, "secret": None}, "AWS_PROFILE"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["save", "load", "check", "latest", "delete"])
+def test_what_is_wrong_with_the_store_is_said_soon(
+    s3_server: S3Server, verb: str, change: dict[str, Any], text: str
+) -> None:
+    options = {**s3_server.storage_options, **change}
+    url = options.pop("url", None) or f"s3://{s3_server.new_bucket()}/step"
+    calls = {
+        "save": lambda: shardstore.save(small_state(), url, storage_options=options),
+        "load": lambda: shardstore.load(small_state(), url, storage_options=options),
+        "check": lambda: shardstore.check_is_distributed_checkpoint(url, storage_options=options),
+        "latest": lambda: latest(url, storage_options=options),
+        "delete": lambda: delete_checkpoint(url, storage_options=options),
+    }
+    started = time.monotonic()
+    with pytest.raises(StorageError, match=text):
+        calls[verb]()
+    assert time.monotonic() - started < 30
+
+
+def test_a_bucket_without_a_checkpoint_is_no_error_of_the_store(s3_server: S3Server) -> None:
+    url = f"s3://{s3_server.new_bucket()}/step"
+    with pytest.raises(NotACheckpointError, match="is not a distributed checkpoint"):
+        shardstore.load(small_state(), url, storage_options=s3_server.storage_options)
+    assert latest(url, storage_options=s3_server.storage_options) is None
+
+
+def test_tensorstore_without_limits_is_refused(s3_server: S3Server) -> None:
+    program = """
+        import sys, tensorstore
+        import shardstore, torch
+        from shardstore import ShardedTensor
+        state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}
+        try:
+            shardstore.save(state, sys.argv[1])
+        except shardstore.CheckpointingException as error:
+            print("refused:", error)
+    """
+    environment = {**os.environ, **s3_server.environment}
+    for name in list(environment):
+        if name.startswith("TENSORSTORE_CURL"):
+            del environment[name]
+    url = f"s3://{s3_server.new_bucket()}/step"
+
+    def run() -> str:
+        command = [sys.executable, "-c", textwrap.dedent(program), url]
+        return subprocess.run(
+            command, env=environment, check=True, capture_output=True, text=True
+        ).stdout
+
+    said = run()
+    assert said.startswith("refused:")
+    assert "import shardstore first" in said
+    environment["TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS"] = "10"
+    environment["TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES"] = "1"
+    assert run() == ""
+
+
+def test_a_url_keeps_its_options_on_the_way(tmp_path: Path) -> None:
+    place = Location.of("s3://bucket//run/step", key="k").place
+    assert isinstance(place, StoreUrl)
+    assert place == "s3://bucket//run/step"
+    assert Location.of(place).options == {"key": "k"}
+    assert Location.of(Location.of(place), secret="s").options == {"key": "k", "secret": "s"}
+    assert Location.of(str(tmp_path)).place == tmp_path
+    assert json.dumps({"url": place}) == '{"url": "s3://bucket//run/step"}'
+
+
+def _memory_of_many(rank: int, world_size: int) -> None:
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, rank, world_size))}
+    with pytest.raises(StorageError, match="memory of one process"):
+        shardstore.save(state, "memory://bucket/step")
+
+
+def test_ranks_can_not_share_the_memory_of_one() -> None:
+    run_ranks(_memory_of_many, 2)
+
+
+def test_many_arrays_are_one_document(s3_server: S3Server) -> None:
+    """Counted by what it costs: no array's own document is asked for."""
+    url = f"s3://{s3_server.new_bucket()}/step"
+    options = s3_server.storage_options
+    state = {f"k{i}": tensor(f"k{i}", torch.full((2,), float(i))) for i in range(60)}
+    shardstore.save(state, url, storage_options=options)
+    where = Location.of(url, **options)
+    where.remote.delete([f"k{i}/zarr.json" for i in range(60)])
+    assert len(shardstore.load_tensors_metadata(url, storage_options=options)) == 60
+    assert shardstore.load(state, url, storage_options=options)["k7"][0] == 7.0
