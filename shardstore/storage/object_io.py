@@ -181,6 +181,8 @@ class _RangeError(StorageError):
 def _remedy(text: str) -> str:
     if text.startswith("PERMISSION_DENIED"):
         return "check the credentials, and what they are allowed to do in this bucket"
+    if "SlowDown" in text or "http_response_code='503'" in text:
+        return "the store is overloaded: save less often, or with fewer requests at a time"
     if "CURL" in text or text.startswith(("ABORTED", "UNAVAILABLE", "DEADLINE_EXCEEDED")):
         return "the store does not answer: check the endpoint and the network"
     return "see the store's own words"

@@ -44,6 +44,7 @@ def committers(server: S3Server, work: Callable[[int, Location], None]) -> tuple
         told = list(pool.map(one, range(COMMITTERS)))
     won = [number for number, failure in enumerate(told) if not failure]
     assert all(url in failure for failure in told if failure)
+    assert len(won) == 1, told
     there = server.client().get_object(Bucket=bucket, Key="run/step-1/zarr.json")["Body"].read()
     return won, there
 
@@ -55,7 +56,6 @@ def test_one_of_racing_saves_wins(any_s3_server: S3Server) -> None:
         attempt.commit([("zarr.json", b"%d" % number)], durable=True)
 
     won, there = committers(any_s3_server, work)
-    assert len(won) == 1
     assert there == b"%d" % won[0]
 
 
@@ -97,10 +97,14 @@ def test_a_foreign_chunk_is_found_even_with_a_checksum_that_fits(any_s3_server: 
     run.save(2)
     client = run.direct.client()
     for chunk in ("w/c.0.0", "flat/c.0.0"):
+        place = {"Bucket": run.bucket, "Key": f"run/step-2/{chunk}"}
+        own = client.get_object(**place)["Body"].read()
         source = {"Bucket": run.bucket, "Key": f"run/step-1/{chunk}"}
-        client.copy_object(Bucket=run.bucket, Key=f"run/step-2/{chunk}", CopySource=source)
+        client.copy_object(**place, CopySource=source)
         with pytest.raises(ChunkCorruptError, match=chunk):
             run.version(2)
+        client.put_object(**place, Body=own)
+        assert run.version(2) == 2
 
 
 def test_a_store_that_ignores_conditions_is_refused_or_taken_as_it_is(s3_server: S3Server) -> None:
@@ -188,9 +192,9 @@ def test_a_store_that_fails_one_rank_is_an_error_on_every_rank(s3_server: S3Serv
         assert rule.hits > 1
         for kind, text, seconds in outcomes:
             assert kind != "saved"
-            assert "rank 1" in text
             assert run.bucket in text
             assert seconds < 60
+        assert "rank 1" in outcomes[0][1]
         assert run.version(1) == 1
         assert run.version(2) is None
         proxy.clear()

@@ -142,7 +142,7 @@ options, bucket = about["options"], about["bucket"]
 given = dict(storage_options=options) if options else {}
 def attempt(work):
     try:
-        print("did", work())
+        print("SUCCEEDED", work())
     except Exception as error:
         print(repr(error), vars(error))
         traceback.print_exc()
@@ -182,7 +182,7 @@ def test_credentials_are_in_nothing_written_printed_or_logged(
     )
     said = ran.stdout + ran.stderr
     assert ran.returncode == 0, said
-    assert said.count("did ") == 2, said
+    assert said.count("SUCCEEDED ") == 2, said
     for path in tmp_path.rglob("*"):
         if path.is_file():
             said += path.read_bytes().decode("latin-1")
