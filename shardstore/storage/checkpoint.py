@@ -17,9 +17,6 @@ from shardstore.storage.documents import ArrayMeta, RootDocument
 from shardstore.storage.files import FileMover
 from shardstore.storage.location import Location
 from shardstore.storage.manifest import MANIFEST_NAME, Manifest
-from shardstore.storage.object_io import read_objects
-from shardstore.storage.object_mover import ObjectMover
-from shardstore.storage.tensorstore_mover import TensorStoreMover
 
 __all__ = ["StoredCheckpoint"]
 
@@ -108,6 +105,8 @@ class StoredCheckpoint:
         store = self.location.remote
         wanted = [entry for entry in store.walk() if entry.endswith(f"/{name}")]
         found = {}
+        from shardstore.storage.object_io import read_objects
+
         for entry, text in zip(wanted, read_objects(self.location, wanted), strict=True):
             node = entry.rpartition("/")[0]
             url = f"{self.location.url}/{entry}"
@@ -142,9 +141,14 @@ class StoredCheckpoint:
             mover = FileMover(self.location, threads=self._threads)
             mover.read(plain, self._manifest)
         elif plain:
+            from shardstore.storage.object_mover import ObjectMover
+
             mover = ObjectMover(self.location)
             mover.read(plain, self._manifest)
         if other:
+            # Not before it is needed: TensorStore takes longer to import than most files to read.
+            from shardstore.storage.tensorstore_mover import TensorStoreMover
+
             mover = TensorStoreMover(self.location)
             mover.read(other, self._manifest)
 

@@ -8,15 +8,16 @@ some names that it does not know make it abort the process.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import ml_dtypes
 import numpy as np
-import torch
 
 from shardstore.errors import DTypeMismatchError
 
 if TYPE_CHECKING:
+    # At run time torch comes with its first tensor: listing and verifying do without it.
+    import torch
     from numpy.typing import NDArray
 
 __all__ = [
@@ -31,34 +32,32 @@ __all__ = [
     "zarr_name",
 ]
 
-_TYPES: dict[str, tuple[torch.dtype, np.dtype[Any]]] = {
-    "bool": (torch.bool, np.dtype(np.bool_)),
-    "int8": (torch.int8, np.dtype("<i1")),
-    "int16": (torch.int16, np.dtype("<i2")),
-    "int32": (torch.int32, np.dtype("<i4")),
-    "int64": (torch.int64, np.dtype("<i8")),
-    "uint8": (torch.uint8, np.dtype("<u1")),
-    "uint16": (torch.uint16, np.dtype("<u2")),
-    "uint32": (torch.uint32, np.dtype("<u4")),
-    "uint64": (torch.uint64, np.dtype("<u8")),
-    "float16": (torch.float16, np.dtype("<f2")),
-    "float32": (torch.float32, np.dtype("<f4")),
-    "float64": (torch.float64, np.dtype("<f8")),
-    "bfloat16": (torch.bfloat16, np.dtype(ml_dtypes.bfloat16)),
-    "float8_e4m3fn": (torch.float8_e4m3fn, np.dtype(ml_dtypes.float8_e4m3fn)),
-    "float8_e4m3fnuz": (torch.float8_e4m3fnuz, np.dtype(ml_dtypes.float8_e4m3fnuz)),
-    "float8_e5m2": (torch.float8_e5m2, np.dtype(ml_dtypes.float8_e5m2)),
-    "float8_e5m2fnuz": (torch.float8_e5m2fnuz, np.dtype(ml_dtypes.float8_e5m2fnuz)),
-    "complex64": (torch.complex64, np.dtype("<c8")),
-    "complex128": (torch.complex128, np.dtype("<c16")),
+_TYPES: dict[str, np.dtype[Any]] = {
+    "bool": np.dtype(np.bool_),
+    "int8": np.dtype("<i1"),
+    "int16": np.dtype("<i2"),
+    "int32": np.dtype("<i4"),
+    "int64": np.dtype("<i8"),
+    "uint8": np.dtype("<u1"),
+    "uint16": np.dtype("<u2"),
+    "uint32": np.dtype("<u4"),
+    "uint64": np.dtype("<u8"),
+    "float16": np.dtype("<f2"),
+    "float32": np.dtype("<f4"),
+    "float64": np.dtype("<f8"),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
+    "float8_e4m3fnuz": np.dtype(ml_dtypes.float8_e4m3fnuz),
+    "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
+    "float8_e5m2fnuz": np.dtype(ml_dtypes.float8_e5m2fnuz),
+    "complex64": np.dtype("<c8"),
+    "complex128": np.dtype("<c16"),
 }
 
-_BY_TORCH = {pair[0]: name for name, pair in _TYPES.items()}
-_BY_NUMPY = {pair[1]: name for name, pair in _TYPES.items()}
+_BY_NUMPY = {dtype: name for name, dtype in _TYPES.items()}
+_TORCH = "torch."
 _FOREIGN = frozenset(n for n in _TYPES if n == "bfloat16" or n.startswith("float8"))
 """Types that NumPy does not have itself: named, not coded, in Zarr v2 documents."""
-
-_BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
 def _known() -> str:
@@ -76,9 +75,11 @@ def zarr_name(dtype: torch.dtype | np.dtype[Any]) -> str:
     Raises:
         DTypeMismatchError: the type can not be stored (quantised, sub-byte, or unknown).
     """
-    name = (
-        _BY_TORCH.get(dtype) if isinstance(dtype, torch.dtype) else _BY_NUMPY.get(np.dtype(dtype))
-    )
+    text = str(dtype)
+    if text.startswith(_TORCH):  # torch calls every type that can be stored what Zarr calls it
+        name = text[len(_TORCH) :] if text[len(_TORCH) :] in _TYPES else None
+    else:
+        name = _BY_NUMPY.get(np.dtype(cast("np.dtype[Any]", dtype)))
     if name is None:
         raise DTypeMismatchError(
             f"data type {dtype} can not be stored as a Zarr array; convert the tensor to one of: "
@@ -94,7 +95,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
         DTypeMismatchError: the name is not one that this version reads.
     """
     try:
-        return _TYPES[name][1]
+        return _TYPES[name]
     except (KeyError, TypeError):
         raise DTypeMismatchError(
             f"stored data type {name!r} is not one that this version reads; known: {_known()}"
@@ -103,8 +104,10 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 def torch_dtype(name: str) -> torch.dtype:
     """Torch data type of a Zarr name; errors as :func:`numpy_dtype`."""
+    import torch
+
     numpy_dtype(name)
-    return _TYPES[name][0]
+    return cast("torch.dtype", getattr(torch, name))
 
 
 def itemsize(name: str) -> int:
@@ -153,7 +156,8 @@ def as_numpy(tensor: torch.Tensor) -> NDArray[Any]:
         tensor = tensor.resolve_neg()
     if name in _FOREIGN:
         # NumPy does not know the type, so the bits go across as integers of its size.
-        return tensor.view(_BITS[tensor.element_size()]).numpy().view(_TYPES[name][1])
+        bits = torch_dtype(f"uint{8 * tensor.element_size()}")
+        return tensor.view(bits).numpy().view(_TYPES[name])
     return tensor.numpy()
 
 
@@ -163,7 +167,9 @@ def as_tensor(array: NDArray[Any]) -> torch.Tensor:
     Raises:
         DTypeMismatchError: torch has no such data type.
     """
+    import torch
+
     name = zarr_name(array.dtype)
     if name in _FOREIGN:
-        return torch.from_numpy(array.view(f"u{array.dtype.itemsize}")).view(_TYPES[name][0])
+        return torch.from_numpy(array.view(f"u{array.dtype.itemsize}")).view(torch_dtype(name))
     return torch.from_numpy(array)

@@ -21,8 +21,6 @@ import pickle
 import re
 import types
 import uuid
-import zipfile
-import zlib
 from collections.abc import Iterator, Sequence
 from logging import getLogger
 from pathlib import Path
@@ -46,6 +44,7 @@ from shardstore.ranks import Ranks
 from shardstore.storage.handed import read_document
 from shardstore.storage.location import Location
 from shardstore.storage.names import key_of, node_name
+from shardstore.storage.torch_archive import verify_archive
 from shardstore.strategies.base import (
     LoadCommonStrategy,
     SaveCommonStrategy,
@@ -132,35 +131,6 @@ def _dump(value: object) -> bytes:
     return out.getvalue()
 
 
-def _verify(data: bytes) -> None:
-    """Compare the records of a file of torch with their checksums, which torch itself ignores.
-
-    Raises:
-        ValueError: a record is damaged.
-    """
-    if not data.startswith(b"PK"):
-        return  # written by torch before 1.6
-    try:
-        with zipfile.ZipFile(io.BytesIO(data)) as file:
-            records = file.infolist()
-            damaged = [record.filename for record in records if not _is_whole(file, record)]
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, OSError) as error:
-        raise ValueError(str(error)) from error
-    # Where no checksum at all is right, they were switched off when another program wrote this.
-    if damaged and len(damaged) < len(records):
-        raise ValueError(f"record {damaged[0]} fails its checksum")
-
-
-def _is_whole(file: zipfile.ZipFile, record: zipfile.ZipInfo) -> bool:
-    try:
-        with file.open(record) as stream:
-            while stream.read(1 << 20):
-                pass
-    except (zipfile.BadZipFile, zlib.error):
-        return False
-    return True
-
-
 def _load(data: bytes, url: str, key: str | None = None) -> Any:
     """Load without running code from the file.
 
@@ -170,7 +140,7 @@ def _load(data: bytes, url: str, key: str | None = None) -> Any:
     """
     about = f" (object {key!r})" if key is not None else ""
     try:
-        _verify(data)
+        verify_archive(data)
         with torch.serialization.safe_globals(_safe_classes()):
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:

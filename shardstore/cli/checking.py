@@ -1,0 +1,137 @@
+"""``verify`` and ``diff``: what is wrong with a checkpoint, and how two of them differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from shardstore.cli.shared import (
+    DAMAGE,
+    UsageProblem,
+    emit,
+    human_bytes,
+    matcher,
+    progress_bar,
+)
+from shardstore.errors import CheckpointingException
+from shardstore.inspection.difference import ArrayDifference, Difference, compare
+from shardstore.inspection.layout import array_bytes
+from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.verify import Finding, verify
+
+__all__ = ["run_diff", "run_verify"]
+
+
+def run_verify(
+    stored: StoredCheckpoint,
+    patterns: Sequence[str],
+    *,
+    hashes: bool,
+    strict: bool,
+    threads: int | None,
+    as_json: bool,
+    limit: int,
+) -> int:
+    """Verify and print; returns the exit code."""
+    findings: list[Finding] = []
+    shown = 0
+
+    def found(finding: Finding) -> None:
+        nonlocal shown
+        findings.append(finding)
+        if not as_json and shown < limit:
+            shown += 1
+            print(f"{finding.severity.upper():<7}{finding.kind:<18}{finding.message}", flush=True)
+
+    last = 0
+    with progress_bar("verifying", _total(stored), quiet=as_json) as advance:
+
+        def progress(done: int, total: int) -> None:
+            nonlocal last
+            advance(done - last)
+            last = done
+
+        result = verify(
+            stored, found, keys=patterns, hashes=hashes, threads=threads, progress=progress
+        )
+    if patterns and not result.arrays and not result.objects:
+        raise UsageProblem(f"no key matches {', '.join(patterns)}; `shardstore ls` lists all keys")
+    if as_json:
+        emit(
+            {
+                "url": stored.location.url,
+                **result.as_dict(),
+                "findings": [asdict(f) for f in findings],
+            }
+        )
+    else:
+        if len(findings) > shown:
+            print(f"... and {len(findings) - shown} more (--limit shows them)")
+        rate = result.bytes / max(result.seconds, 1e-9)
+        state = "OK" if result.ok else f"DAMAGED: {result.damage} finding(s)"
+        unchecked = f", {result.unchecked} without checksums" if result.unchecked else ""
+        notes = f", {result.notes} note(s)" if result.notes else ""
+        print(
+            f"{state}: {result.arrays} arrays, {result.chunks} chunks{unchecked}, {result.objects} "
+            f"objects{notes}; {human_bytes(result.bytes)} in {result.seconds:.2f} s "
+            f"({human_bytes(rate)}/s)"
+        )
+    return 0 if result.ok and not (strict and findings) else DAMAGE
+
+
+def _total(stored: StoredCheckpoint) -> int:
+    try:
+        return sum(meta.grid.size * meta.chunk_bytes for meta in stored.arrays.values())
+    except CheckpointingException:
+        return 0
+
+
+def run_diff(
+    a: StoredCheckpoint,
+    b: StoredCheckpoint,
+    patterns: Sequence[str],
+    *,
+    files: bool,
+    budget_bytes: int,
+    as_json: bool,
+) -> int:
+    """Compare and print; returns the exit code."""
+    wants = matcher(patterns)
+    if patterns and not any(wants(key) for key in {**a.arrays, **b.arrays}):
+        raise UsageProblem(f"neither side has a key that matches {', '.join(patterns)}")
+    total = sum(array_bytes(meta) for key, meta in a.arrays.items() if wants(key))
+    with progress_bar("comparing", total, quiet=as_json) as advance:
+        found = compare(a, b, wants, files=files, budget_bytes=budget_bytes, progress=advance)
+    if as_json:
+        emit({"a": a.location.url, "b": b.location.url, **found.as_dict()})
+    else:
+        _print(found)
+    return 0 if found.same else DAMAGE
+
+
+def _print(found: Difference) -> None:
+    for side, keys in (("A", found.only_a), ("B", found.only_b)):
+        for key in keys:
+            print(f"only in {side}  {key}")
+    for key, parts in found.described.items():
+        text = ", ".join(f"{name} {a} -> {b}" for name, (a, b) in parts.items())
+        print(f"described  {key}  {text}")
+    width = max((len(key) for key in found.values), default=0)
+    for key, difference in found.values.items():
+        print(f"differs    {key:<{width}}  {_values(difference)}")
+        for damage in difference.damage:
+            print(f"damaged    {key}  {damage}")
+    for name, how in found.files.items():
+        print(f"file       {name}  {how}")
+    how = f" ({found.hashed} by their hashes alone)" if found.hashed else ""
+    read = f", {human_bytes(found.bytes_read)} of values read" if found.bytes_read else ""
+    print(f"{found.equal} equal{how}, {len(found.values)} with other values{read}")
+
+
+def _values(found: ArrayDifference) -> str:
+    relative = f" ({found.norm / found.norm_a:.3g} of |A|)" if found.norm_a else ""
+    nonfinite = f", {found.nonfinite} not finite" if found.nonfinite else ""
+    return (
+        f"max abs {found.max_abs:.6g}, norm {found.norm:.6g}{relative}, {found.elements} of "
+        f"{found.of} elements in {found.chunks} of {found.chunks_of} chunks{nonfinite}"
+    )

@@ -1,0 +1,192 @@
+"""``ls`` and ``info``: what is in a checkpoint. Plain text put together by hand: ten thousand lines
+shall not wait for a table to be laid out."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from shardstore.cli.shared import choose, emit, human_bytes
+from shardstore.errors import DamagedCheckpointError
+from shardstore.inspection.layout import Module, array_bytes, modules, shard_counts
+from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.documents import ArrayMeta
+
+__all__ = ["about", "describe", "info", "ls"]
+
+BOLD, DIM, END = "\x1b[1m", "\x1b[2m", "\x1b[0m"
+
+
+def describe(meta: ArrayMeta) -> dict[str, Any]:
+    """An array for JSON."""
+    shards = shard_counts(meta)
+    return {
+        "key": meta.key,
+        "node": meta.node,
+        "shape": list(meta.shape),
+        "dtype": meta.dtype,
+        "chunk_shape": list(meta.grid.chunk_shape),
+        "chunks": meta.grid.size,
+        "bytes": array_bytes(meta),
+        "shard_shape": None if meta.shard_shape is None else list(meta.shard_shape),
+        "shards": None if shards is None else list(shards),
+        "codecs": None if meta.codecs is None else list(meta.codecs),
+    }
+
+
+def ls(
+    stored: StoredCheckpoint,
+    patterns: Sequence[str],
+    *,
+    flat: bool,
+    depth: int | None,
+    as_json: bool,
+) -> None:
+    """List arrays as a tree."""
+    arrays = choose(stored.arrays, patterns)
+    if as_json:
+        emit(
+            {
+                "url": stored.location.url,
+                "arrays": [describe(arrays[key]) for key in sorted(arrays)],
+                "bytes": sum(map(array_bytes, arrays.values())),
+            }
+        )
+        return
+    tree = modules(arrays.values())
+    if flat:
+        rows: list[Row] = [(meta.key, meta, None) for meta in _leaves(tree)]
+    else:
+        rows = [_row(level, node, depth) for level, node in tree.walk() if _shown(level, depth)]
+    _print_rows(rows)
+    total = human_bytes(tree.bytes)
+    print(f"{len(arrays)} array{'s' * (len(arrays) != 1)}, {total}")
+
+
+def _shown(level: int, depth: int | None) -> bool:
+    return depth is None or level < depth
+
+
+def _leaves(tree: Module) -> list[ArrayMeta]:
+    return [node.array for _, node in tree.walk() if node.array is not None]
+
+
+Row = tuple[str, ArrayMeta | None, Module | None]
+
+
+def _row(level: int, node: Module, depth: int | None) -> Row:
+    label = "  " * level + node.name
+    collapsed = depth is not None and level + 1 >= depth and bool(node.below)
+    return label, None if collapsed else node.array, node if node.below else None
+
+
+def _print_rows(rows: Sequence[Row]) -> None:
+    color = sys.stdout.isatty()
+    name_width = min(60, max((len(label) for label, _, _ in rows), default=0))
+    columns = [_columns(meta) for _, meta, _ in rows]
+    widths = [max((len(cells[i]) for cells in columns), default=0) for i in range(4)]
+    lines = []
+    for (label, meta, module), texts in zip(rows, columns, strict=True):
+        dtype, shape, chunks, shards = texts
+        if meta is None:
+            assert module is not None
+            tail = f"{module.arrays} arrays, {human_bytes(module.bytes)}"
+            line = f"{BOLD}{label}{END}  {DIM}{tail}{END}" if color else f"{label}  ({tail})"
+        else:
+            cells = f"{dtype:<{widths[0]}}  {shape:<{widths[1]}}  {chunks:<{widths[2]}}"
+            size = human_bytes(array_bytes(meta))
+            line = f"{label:<{name_width}}  {cells}  {shards:<{widths[3]}}  {size:>10}"
+        lines.append(line)
+    if lines:
+        print("\n".join(lines))
+
+
+def _columns(meta: ArrayMeta | None) -> tuple[str, str, str, str]:
+    if meta is None:
+        return "", "", "", ""
+    counts = shard_counts(meta)
+    shards = "" if counts is None else f"{'x'.join(map(str, counts)) or '1'} shards"
+    chunk = f"{meta.grid.size} of {_shape(meta.grid.chunk_shape)}" if meta.grid.size else "no chunk"
+    return meta.dtype, _shape(meta.shape), chunk, shards
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"
+
+
+def about(stored: StoredCheckpoint) -> dict[str, Any]:
+    """What is known of a checkpoint as a whole, for JSON."""
+    root = stored.root
+    arrays = stored.arrays
+    record = (root.attributes.get("shardstore") or {}) if root is not None else {}
+    try:
+        config = json.loads(stored.location.read("metadata.json"))
+    except (OSError, ValueError):
+        config = None
+    try:
+        manifest = stored.manifest
+        damaged = None
+    except DamagedCheckpointError as error:
+        manifest, damaged = None, str(error)
+    ranks = {} if manifest is None else Counter(int(rank) for rank in manifest.rank)
+    dtypes = Counter({meta.dtype: 0 for meta in arrays.values()})
+    for meta in arrays.values():
+        dtypes[meta.dtype] += array_bytes(meta)
+    return {
+        "url": stored.location.url,
+        "zarr_format": 2 if root is None else 3,
+        "backend": config,
+        "format_version": None if root is None else root.format_version,
+        "commit": record.get("commit") if isinstance(record, dict) else None,
+        "content_metadata": None if root is None else root.attributes.get("content_metadata"),
+        "arrays": len(arrays),
+        "elements": sum(math.prod(meta.shape) for meta in arrays.values()),
+        "bytes": sum(map(array_bytes, arrays.values())),
+        "bytes_by_dtype": dict(dtypes.most_common()),
+        "chunks": sum(meta.grid.size for meta in arrays.values()),
+        "stored_bytes": None if manifest is None else int(manifest.stored.sum()),
+        "writers": len(ranks) or None,
+        "manifest_damage": damaged,
+    }
+
+
+def _writers(commit: dict[str, Any], writers: int | None) -> str:
+    wrote = f", {writers} of which wrote arrays" if writers else ""
+    return f"{commit.get('world_size')} rank(s){wrote}, shardstore {commit.get('shardstore')}"
+
+
+def info(stored: StoredCheckpoint, *, as_json: bool) -> None:
+    """Print what is known of a checkpoint as a whole."""
+    found = about(stored)
+    if as_json:
+        emit(found)
+        return
+    commit = found["commit"] or {}
+    config = found["backend"] or {}
+    by_dtype = ", ".join(
+        f"{name} {human_bytes(size)}" for name, size in found["bytes_by_dtype"].items()
+    )
+    lines = {
+        "checkpoint": found["url"],
+        "layout": f"Zarr v{found['zarr_format']}"
+        + (
+            f", backend {config.get('sharded_backend')!r} {config.get('sharded_backend_version')}"
+            if config
+            else ""
+        ),
+        "arrays": f"{found['arrays']} in {found['chunks']} chunks, {found['elements']:,} elements",
+        "size": f"{human_bytes(found['bytes'])}" + (f" ({by_dtype})" if by_dtype else ""),
+        "stored": None if found["stored_bytes"] is None else human_bytes(found["stored_bytes"]),
+        "saved": commit.get("created"),
+        "by": None if not commit else _writers(commit, found["writers"]),
+        "took": None if "seconds" not in commit else f"{commit['seconds']} s",
+        "content": json.dumps(found["content_metadata"]) if found["content_metadata"] else None,
+        "manifest": found["manifest_damage"],
+    }
+    for name, value in lines.items():
+        if value:
+            print(f"{name:<11}{value}")

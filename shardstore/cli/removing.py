@@ -1,0 +1,78 @@
+"""``gc`` and ``rm``: what is removed is listed first, and nothing is removed unasked."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import timedelta
+
+from shardstore.cli.shared import UsageProblem, emit, human_bytes
+from shardstore.errors import CheckpointingException, NotACheckpointError
+from shardstore.inspection.layout import array_bytes
+from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.location import Location
+
+__all__ = ["run_gc", "run_rm"]
+
+
+def run_gc(root: Location, *, delete: bool, older_than_h: float, as_json: bool) -> None:
+    """List, and if asked remove, what saves that did not finish left behind."""
+    from shardstore.storage.sweep import sweep
+
+    if root.is_local and not root.is_dir():
+        raise NotACheckpointError(
+            f"{root.url} is no folder; give the one that checkpoints are saved in", url=root.url
+        )
+    found = sweep(root, dry_run=not delete, older_than=timedelta(hours=older_than_h))
+    size = sum(leftover.stored_bytes for leftover in found)
+    if as_json:
+        leftovers = [asdict(leftover) for leftover in found]
+        emit({"url": root.url, "deleted": delete, "bytes": size, "leftovers": leftovers})
+        return
+    for leftover in found:
+        about = f"{human_bytes(leftover.stored_bytes):>10}  {leftover.objects:>8} files"
+        print(f"{leftover.kind:<8}{about}  {leftover.url}")
+    if not found:
+        print(f"nothing left behind by dead saves below {root.url}")
+    elif delete:
+        print(f"removed {human_bytes(size)} in {len(found)} attempt(s)")
+    else:
+        print(
+            f"{human_bytes(size)} in {len(found)} attempt(s); run again with --delete to remove "
+            "them"
+        )
+
+
+def run_rm(location: Location, *, yes: bool, as_json: bool, confirm: Callable[[str], bool]) -> None:
+    """Remove a checkpoint, after a question unless ``yes``."""
+    from shardstore.storage.commit import is_checkpoint
+    from shardstore.storage.sweep import delete_checkpoint
+
+    if not is_checkpoint(location):
+        raise NotACheckpointError(
+            f"{location.url} is not a checkpoint; nothing was removed", url=location.url
+        )
+    what = f"{location.url}{_size(location)}"
+    if not yes:
+        if as_json or not sys.stdin.isatty():
+            raise UsageProblem(f"nobody can be asked whether to remove {what}: give --yes")
+        if not confirm(f"Remove {what}?"):
+            raise UsageProblem("nothing was removed")
+    delete_checkpoint(location)
+    left = location.listing()
+    if as_json:
+        emit({"url": location.url, "removed": True, "left": left})
+        return
+    print(f"removed {what}")
+    if left:
+        print(f"left what is not the checkpoint's: {', '.join(left[:8])}")
+
+
+def _size(location: Location) -> str:
+    """What would be lost, for the question; a damaged checkpoint can be removed all the same."""
+    try:
+        arrays = StoredCheckpoint(location).arrays.values()
+    except CheckpointingException:
+        return " (damaged)"
+    return f" ({len(arrays)} arrays, {human_bytes(sum(map(array_bytes, arrays)))})"

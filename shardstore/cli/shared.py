@@ -1,0 +1,243 @@
+"""What all commands share: opening a checkpoint, choosing keys, printing, exit codes.
+
+Exit codes: 0 all is well, 1 a difference or damage was found, 2 the command was used wrongly or
+could not be carried out. Results go to standard output, everything else to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any, NoReturn
+
+from shardstore.errors import CheckpointingException, MissingKeyError, NotACheckpointError
+from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.documents import ArrayMeta
+from shardstore.storage.location import Location
+
+__all__ = [
+    "DAMAGE",
+    "WRONG_USE",
+    "UsageProblem",
+    "choose",
+    "complain",
+    "emit",
+    "get_array",
+    "human_bytes",
+    "matcher",
+    "open_stored",
+    "parse_options",
+    "parse_size",
+    "progress_bar",
+]
+
+DAMAGE = 1
+WRONG_USE = 2
+
+
+class UsageProblem(CheckpointingException, ValueError):  # noqa: N818 (it is the user's)
+    """The command was used wrongly; the text says how to use it."""
+
+
+def parse_options(given: Sequence[str]) -> dict[str, Any]:
+    """Storage options from ``name=value``; dots nest, values that are JSON are taken as such.
+
+    Raises:
+        UsageProblem: not of that form.
+    """
+    out: dict[str, Any] = {}
+    for text in given:
+        name, found, value = text.partition("=")
+        if not found or not name:
+            raise UsageProblem(
+                f"--storage-option {text!r}: give NAME=VALUE, such as endpoint_url=http://host:9000"
+            )
+        try:
+            parsed = json.loads(value)
+        except ValueError:
+            parsed = value
+        # Keys and secrets may look like numbers and must stay what they are.
+        parsed = (
+            value if isinstance(parsed, int | float) and not isinstance(parsed, bool) else parsed
+        )
+        place = out
+        *path, last = name.split(".")
+        for part in path:
+            place = place.setdefault(part, {})
+            if not isinstance(place, dict):
+                raise UsageProblem(f"--storage-option {text!r}: {part!r} has a value already")
+        place[last] = parsed
+    return out
+
+
+def open_stored(place: str, options: Sequence[str] = ()) -> StoredCheckpoint:
+    """A checkpoint from a path or URL, its root document read.
+
+    Raises:
+        NotACheckpointError: nothing of ours is there; says what is.
+    """
+    stored = StoredCheckpoint(Location.of(place, **parse_options(options)))
+    if stored.root is None:
+        _require_zarr(stored.location)
+    return stored
+
+
+def _require_zarr(location: Location) -> None:
+    try:
+        backend = json.loads(location.read("metadata.json"))
+        name = backend["sharded_backend"]
+    except FileNotFoundError:
+        _not_a_checkpoint(location)
+    except (ValueError, KeyError, TypeError):
+        raise NotACheckpointError(f"{location.url}/metadata.json is damaged") from None
+    if name != "zarr":
+        raise NotACheckpointError(
+            f"{location.url} was written by the backend {name!r}, not as Zarr "
+            "arrays; convert it first"
+        )
+
+
+def _not_a_checkpoint(location: Location) -> NoReturn:
+    if not location.exists():
+        raise NotACheckpointError(f"{location.url} does not exist")
+    if not location.is_dir():
+        raise NotACheckpointError(f"{location.url} is a file; give the folder that save() wrote")
+    names = [name for name in location.listing() if location.is_dir(name)][:200]
+    inside = [name for name in names if location.exists(f"{name}/zarr.json")]
+    inside = [name for name in inside if location.exists(f"{name}/metadata.json")]
+    if inside:
+        raise NotACheckpointError(
+            f"{location.url} is no checkpoint itself, but {', '.join(inside[-3:])} below it: give "
+            f"{location.url}/{inside[-1]}"
+        )
+    raise NotACheckpointError(
+        f"{location.url} is not a checkpoint (it has neither zarr.json nor metadata.json)"
+    )
+
+
+def matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
+    """Whether a key is chosen: by name, by prefix up to a dot, or by shell pattern; all if none."""
+
+    def wanted(key: str) -> bool:
+        return not patterns or any(
+            key == pattern
+            or key.startswith((f"{pattern}.", f"{pattern}/"))
+            or fnmatchcase(key, pattern)
+            for pattern in patterns
+        )
+
+    return wanted
+
+
+def choose(arrays: Mapping[str, ArrayMeta], patterns: Sequence[str]) -> dict[str, ArrayMeta]:
+    """The arrays that patterns choose.
+
+    Raises:
+        MissingKeyError: a pattern chooses nothing.
+    """
+    for pattern in patterns:
+        if not any(map(matcher([pattern]), arrays)):
+            raise _missing(arrays, pattern)
+    wanted = matcher(patterns)
+    return {key: meta for key, meta in arrays.items() if wanted(key)}
+
+
+def get_array(stored: StoredCheckpoint, key: str) -> ArrayMeta:
+    """The array of a key.
+
+    Raises:
+        MissingKeyError: says which keys come near.
+    """
+    if key not in stored.arrays:
+        raise _missing(stored.arrays, key)
+    return stored.arrays[key]
+
+
+def _missing(arrays: Mapping[str, ArrayMeta], key: str) -> MissingKeyError:
+    near = get_close_matches(key, arrays, n=3, cutoff=0.5)
+    near = near or [known for known in arrays if key.lower() in known.lower()][:3]
+    hint = f"; did you mean {', '.join(near)}?" if near else "; `shardstore ls` lists all keys"
+    return MissingKeyError(f"no key {key!r} among {len(arrays)}{hint}", key=key)
+
+
+def parse_size(text: str) -> int:
+    """Bytes from ``512MiB``, ``2G``, ``1000``.
+
+    Raises:
+        UsageProblem: no size.
+    """
+    units = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+    number = (
+        text.strip().lower().removesuffix("ib") if len(text.strip()) > 2 else text.strip().lower()
+    )
+    digits = number.rstrip("bkmgt")
+    unit = number[len(digits) :].removesuffix("b") if number[len(digits) :] != "b" else ""
+    try:
+        size = int(float(digits) * units[unit])
+    except (KeyError, ValueError, OverflowError):
+        size = 0
+    if size < 1:
+        raise UsageProblem(f"{text!r} is no size; give one such as 512MiB or 2GiB")
+    return size
+
+
+def human_bytes(size: float) -> str:
+    """``1.5 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            return f"{int(size)} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError
+
+
+def emit(value: object) -> None:
+    """Print a JSON document. Numbers that JSON lacks are the strings that Zarr has for them."""
+    print(json.dumps(_plain(value), indent=2, ensure_ascii=False))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(name): _plain(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def complain(message: object) -> None:
+    """One line to standard error."""
+    print("shardstore: " + " ".join(str(message).split("\n")), file=sys.stderr)
+
+
+@contextmanager
+def progress_bar(what: str, total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error while a command works, where that is a terminal."""
+    if quiet or not sys.stderr.isatty() or total <= 0:
+        yield lambda done: None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.update(task, advance=done)

@@ -1,0 +1,228 @@
+"""Norm, range, mean and histogram of stored arrays, in float64, by streaming.
+
+Every value goes into the sums as the float64 that it is exactly (bfloat16 and the 8-bit floats
+included; 64-bit integers above 2**53 are rounded), and sums of pieces are added without rounding,
+so that results do not depend on which thread was first.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardstore.inspection.streaming import DEFAULT_BUDGET_BYTES, read_box, stream
+from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.documents import ArrayMeta
+from shardstore.storage.grid import Box
+
+__all__ = ["Statistics", "as_float64", "blocks", "histogram", "measure"]
+
+BLOCK = 128 * 1024
+"""Elements at a time: as float64 they stay in the processor's cache."""
+SAFE = 1e150
+"""Squares and sums of values above this may overflow float64: such blocks are scaled."""
+TINY = 2.0**-64
+
+
+@lru_cache(maxsize=32)
+def _table(dtype: np.dtype[Any]) -> NDArray[np.float64]:
+    """float64 of every bit pattern of a type of one or two bytes."""
+    patterns = np.arange(1 << (8 * dtype.itemsize)).astype(f"u{dtype.itemsize}")
+    with np.errstate(invalid="ignore"):
+        return patterns.view(dtype).astype(np.float64)
+
+
+def as_float64(values: NDArray[Any]) -> NDArray[np.float64]:
+    """Values as float64; magnitudes of complex ones."""
+    out: NDArray[np.float64]
+    if values.dtype.kind == "c":
+        out = np.abs(values.astype(np.complex128))
+        return out
+    if values.dtype.itemsize <= 2 and values.dtype.kind != "b":
+        out = _table(values.dtype)[values.view(f"u{values.dtype.itemsize}")]
+        return out
+    return values.astype(np.float64)
+
+
+def blocks(values: NDArray[Any]) -> Iterator[NDArray[np.float64]]:
+    """An array as consecutive one-dimensional float64 blocks."""
+    flat = values.reshape(-1)
+    for start in range(0, flat.size, BLOCK):
+        yield as_float64(flat[start : start + BLOCK])
+
+
+@dataclass
+class Statistics:
+    """Of some values. Sums, range and norm are over the finite ones.
+
+    Attributes:
+        count: number of values; ``nan`` and ``inf`` of them are not finite, ``zeros`` are 0.
+        min, max: ``None`` where no value is finite.
+    """
+
+    count: int = 0
+    nan: int = 0
+    inf: int = 0
+    zeros: int = 0
+    min: float | None = None
+    max: float | None = None
+    _sums: list[float] = field(default_factory=list, repr=False)
+    _large: list[float] = field(default_factory=list, repr=False)
+    _norms: list[float] = field(default_factory=list, repr=False)
+
+    @classmethod
+    def of(cls, values: NDArray[Any]) -> Statistics:
+        """Of an array in memory."""
+        out = cls()
+        for block in blocks(values):
+            out.add(block)
+        out._sums = [math.fsum(out._sums)]
+        return out
+
+    def add(self, block: NDArray[np.float64]) -> None:
+        """Take a block of values in."""
+        self.count += block.size
+        with np.errstate(over="ignore", invalid="ignore"):
+            squares = float(np.dot(block, block))
+        if not math.isfinite(squares):
+            nan = int(np.isnan(block).sum())
+            finite = block[np.isfinite(block)]
+            self.nan += nan
+            self.inf += block.size - nan - finite.size
+            block = finite
+            scale = float(np.abs(block).max()) if block.size else 0.0
+            scaled = block / scale if scale > SAFE else block
+            squares = float(np.dot(scaled, scaled))
+            norm = math.sqrt(squares) * (scale if scale > SAFE else 1.0)
+        else:
+            norm = math.sqrt(squares)
+        if not block.size:
+            return
+        low, high = float(block.min()), float(block.max())
+        if low <= 0.0 <= high:
+            self.zeros += block.size - int(np.count_nonzero(block))
+        self.min = low if self.min is None else min(self.min, low)
+        self.max = high if self.max is None else max(self.max, high)
+        if max(-low, high) > SAFE:  # the sum may overflow where the mean does not
+            self._large.append(float((block * TINY).sum()))
+        else:
+            self._sums.append(float(block.sum()))
+        self._norms.append(norm)
+
+    def merge(self, other: Statistics) -> None:
+        """Take the values of another one in."""
+        self.count += other.count
+        self.nan += other.nan
+        self.inf += other.inf
+        self.zeros += other.zeros
+        ends = [x for x in (self.min, other.min) if x is not None]
+        self.min = min(ends, default=None)
+        self.max = max((x for x in (self.max, other.max) if x is not None), default=None)
+        self._sums += other._sums
+        self._large += other._large
+        self._norms += other._norms
+
+    @property
+    def mean(self) -> float | None:
+        """Arithmetic mean of the finite values."""
+        finite = self.count - self.nan - self.inf
+        if not finite:
+            return None
+        return math.fsum(self._sums) / finite + math.fsum(self._large) / finite / TINY
+
+    @property
+    def norm(self) -> float:
+        """Euclidean norm of the finite values."""
+        largest = max(self._norms, default=0.0)
+        if largest in (0.0, math.inf):
+            return largest
+        return largest * math.sqrt(math.fsum((n / largest) ** 2 for n in self._norms))
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "count": self.count,
+            "norm": self.norm,
+            "mean": self.mean,
+            "min": self.min,
+            "max": self.max,
+            "zeros": self.zeros,
+            "nan": self.nan,
+            "inf": self.inf,
+        }
+
+
+def measure(
+    stored: StoredCheckpoint,
+    arrays: Sequence[ArrayMeta],
+    *,
+    budget_bytes: int = DEFAULT_BUDGET_BYTES,
+    progress: Callable[[int], None] | None = None,
+) -> tuple[dict[str, Statistics], dict[str, list[str]]]:
+    """Statistics of stored arrays.
+
+    Args:
+        stored: the checkpoint.
+        arrays: of it.
+        budget_bytes: memory for values at a time.
+        progress: called with bytes done since the last call.
+
+    Returns:
+        Key -> statistics, over what could be read; and key -> damage, where some could not.
+    """
+    found = {array.key: Statistics() for array in arrays}
+    damage: dict[str, list[str]] = {}
+    lock = threading.Lock()
+
+    def work(array: ArrayMeta, box: Box) -> None:
+        part = Statistics.of(read_box(stored, array, box))
+        with lock:
+            found[array.key].merge(part)
+
+    def failed(array: ArrayMeta, error: Exception) -> None:
+        damage.setdefault(array.key, []).append(str(error))
+
+    stream(arrays, work, failed, budget_bytes=budget_bytes, progress=progress)
+    return found, damage
+
+
+def histogram(
+    stored: StoredCheckpoint,
+    array: ArrayMeta,
+    statistics: Statistics,
+    bins: int = 60,
+    *,
+    budget_bytes: int = DEFAULT_BUDGET_BYTES,
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Counts of the finite values between the array's minimum and maximum, in equal bins.
+
+    A second pass over the array. Damaged chunks are left out, as they are in ``statistics``.
+
+    Returns:
+        Counts ``(bins,)`` and edges ``(bins + 1,)``.
+    """
+    low, high = statistics.min, statistics.max
+    if low is None or high is None:
+        return np.zeros(bins, np.int64), np.linspace(0.0, 1.0, bins + 1)
+    if not math.isfinite(high - low) or high == low:
+        low, high = low - 0.5 if high == low else low / 2, high + 0.5 if high == low else high / 2
+    counts = np.zeros(bins, np.int64)
+    lock = threading.Lock()
+    ends = (low, high)
+
+    def work(array: ArrayMeta, box: Box) -> None:
+        mine = np.zeros(bins, np.int64)
+        for block in blocks(read_box(stored, array, box)):
+            mine += np.histogram(block[np.isfinite(block)], bins, ends)[0]
+        with lock:
+            counts[:] += mine
+
+    stream([array], work, lambda array, error: None, budget_bytes=budget_bytes)
+    return counts, np.linspace(*ends, bins + 1)

@@ -1,0 +1,467 @@
+"""Verifies a stored checkpoint: every chunk, every document, every file that should be there.
+
+Answers for what is wrong with the files of one checkpoint, in parallel and without torch: checksums
+of all chunks, array documents against the root's copy, files that are missing or do not belong,
+checksums inside ``common.pt`` and the sharded objects. Damage is reported, not raised, so that one
+run finds all of it. It does not know what to do about it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from itertools import islice
+from time import perf_counter
+from typing import Any, Literal
+
+from shardstore.errors import CheckpointingException, DamagedCheckpointError
+from shardstore.storage import documents
+from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.chunk_check import ChunkChecker, free_memory
+from shardstore.storage.documents import ArrayMeta
+from shardstore.storage.grid import Box
+from shardstore.storage.location import Location
+from shardstore.storage.manifest import MANIFEST_NAME, Manifest
+from shardstore.storage.names import key_of
+from shardstore.storage.parallel import default_threads, run_batched
+from shardstore.storage.torch_archive import verify_archive
+
+__all__ = ["Finding", "Verified", "object_place", "verify"]
+
+BATCH_BYTES = 64 * 1024 * 1024
+RUN_BYTES = 32 * 1024 * 1024
+"""Chunks of one array are shared out to the threads in runs of about this size."""
+RUN_CHUNKS = 256
+SHOWN_OBJECTS = 10
+"""Of one key that are missing; a name alone can claim a grid of any size."""
+OWN_FILES = frozenset({"zarr.json", "metadata.json", "common.pt", MANIFEST_NAME, ".owner.json"})
+REMOTE_THREADS = 16
+
+Severity = Literal["damage", "note"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that is not as it was saved.
+
+    Attributes:
+        kind: one word or two, such as ``chunk-missing``; does not change between versions.
+        severity: ``damage``, or ``note`` for what hinders no reader (a foreign file).
+        message: one sentence that names key, chunk, writer and path.
+        path: file or object concerned.
+        key: key of the tensor or object.
+        chunk: chunk index in the array's grid.
+        rank: global rank that wrote it, where the manifest knows.
+    """
+
+    kind: str
+    severity: Severity
+    message: str
+    path: str
+    key: str | None = None
+    chunk: tuple[int, ...] | None = None
+    rank: int | None = None
+
+
+@dataclass
+class Verified:
+    """What a verification covered.
+
+    Attributes:
+        arrays, chunks, objects: how many were looked at.
+        bytes: read for it, chunks alone.
+        unchecked: chunks without any checksum (the Zarr v2 layout), of which only presence and
+            size were compared.
+        damage, notes: findings of each severity.
+        seconds: it took.
+    """
+
+    arrays: int = 0
+    chunks: int = 0
+    objects: int = 0
+    bytes: int = 0
+    unchecked: int = 0
+    damage: int = 0
+    notes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """No damage was found."""
+        return self.damage == 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"ok": self.ok, **asdict(self)}
+
+
+def verify(
+    stored: StoredCheckpoint,
+    found: Callable[[Finding], None],
+    *,
+    keys: Sequence[str] = (),
+    hashes: bool = False,
+    threads: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Verified:
+    """Verify a checkpoint. One process calls it; it changes nothing.
+
+    Args:
+        stored: the checkpoint.
+        found: called for each finding, from any thread, one call at a time.
+        keys: patterns (``fnmatch``) of the keys to look at; all, and foreign files too, if empty.
+        hashes: compare the 128-bit hashes of the manifest beside the checksums.
+        threads: threads that read; default: one a processor, more where the store is far away.
+        progress: called with ``(bytes done, bytes in all)``, one call at a time.
+
+    Raises:
+        NotACheckpointError: nothing like a checkpoint is there.
+        StorageError: the store refused to list it.
+    """
+    return _Verification(stored, found, keys, hashes, threads, progress).run()
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Some consecutive chunks of an array, and with the first of them its document and folder."""
+
+    array: ArrayMeta
+    first: int
+    last: int
+
+    @property
+    def weight(self) -> int:
+        return (self.last - self.first) * self.array.chunk_bytes
+
+
+class _Verification:
+    def __init__(
+        self,
+        stored: StoredCheckpoint,
+        found: Callable[[Finding], None],
+        keys: Sequence[str],
+        hashes: bool,
+        threads: int | None,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self.stored = stored
+        self.location = stored.location
+        self.threads = threads or (default_threads() if self.location.is_local else REMOTE_THREADS)
+        self.result = Verified()
+        self._found = found
+        self._keys = keys
+        self._hashes = hashes
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._done = self._total = 0
+        self._manifest: Manifest | None = None
+        self._consolidated: dict[str, dict[str, Any]] = {}
+
+    def run(self) -> Verified:
+        start = perf_counter()
+        top = self.location.listing()
+        if not {"zarr.json", "metadata.json"} & set(top):
+            self.stored.require()
+        arrays = self._arrays(top)
+        self._config(top)
+        self._manifest = self._read_manifest(arrays)
+        self._checker = ChunkChecker(self.stored, self._manifest, hashes=self._hashes)
+        self._whole_files(top, {meta.node.split("/")[0] for meta in arrays})
+        wanted = [meta for meta in arrays if self._wants(meta.key)]
+        self.result.arrays = len(wanted)
+        runs = [run for meta in wanted for run in _runs(meta)]
+        self._total = sum(run.weight for run in runs)
+        run_batched(
+            runs,
+            self._work,
+            threads=self.threads,
+            weight=lambda run: run.weight,
+            batch_weight=BATCH_BYTES if self.location.is_local else 1,
+            batch_items=64 if self.location.is_local else 1,
+        )
+        self.result.seconds = perf_counter() - start
+        return self.result
+
+    # -- what there is ------------------------------------------------------------------------
+
+    def _arrays(self, top: Sequence[str]) -> list[ArrayMeta]:
+        """All arrays; from their own documents where the root's can not be used."""
+        try:
+            if self.stored.root is not None:
+                self._consolidated = self.stored.root.documents
+                return list(self.stored.arrays.values())
+        except CheckpointingException as error:
+            self._report("root-damaged", str(error), "zarr.json")
+            return self._arrays_alone(top)
+        if "manifest.npz" in top:
+            self._report(
+                "root-missing",
+                f"{self.location.url}/zarr.json is missing: without it the checkpoint does not "
+                "open",
+                "zarr.json",
+            )
+            return self._arrays_alone(top)
+        return list(self.stored.arrays.values())
+
+    def _arrays_alone(self, top: Sequence[str]) -> list[ArrayMeta]:
+        found = []
+        for node in top:
+            url = f"{self.location.url}/{node}/zarr.json"
+            try:
+                text = self.location.read(f"{node}/zarr.json")
+                found.append(documents.parse_array_text(node, text, url))
+            except FileNotFoundError:
+                continue
+            except CheckpointingException as error:
+                self._report("document-damaged", str(error), f"{node}/zarr.json", key=key_of(node))
+        return found
+
+    def _config(self, top: Sequence[str]) -> None:
+        name = "metadata.json"
+        path = f"{self.location.url}/{name}"
+        if name not in top:
+            if self.stored_by_us:
+                self._report(
+                    "config-missing",
+                    f"{path} is missing: load() takes the folder for no checkpoint",
+                    name,
+                )
+            return
+        try:
+            document = json.loads(self.location.read(name))
+            if not isinstance(document, dict) or "sharded_backend" not in document:
+                raise ValueError("it names no sharded_backend")
+        except (OSError, ValueError) as error:
+            self._report("config-damaged", f"{path} is damaged: {error}", name)
+
+    @property
+    def stored_by_us(self) -> bool:
+        """Whether the root says that shardstore wrote it (a damaged root counts as ours)."""
+        try:
+            return self.stored.root is None or self.stored.root.format_version is not None
+        except CheckpointingException:
+            return True
+
+    def _read_manifest(self, arrays: Sequence[ArrayMeta]) -> Manifest | None:
+        path = f"{self.location.url}/{MANIFEST_NAME}"
+        try:
+            manifest = self.stored.manifest
+        except DamagedCheckpointError as error:
+            self._report("manifest-damaged", str(error), MANIFEST_NAME)
+            return None
+        if manifest is None:
+            if self._consolidated and self.stored_by_us:
+                text = f"{path} is missing: chunks are held against their own checksums alone"
+                self._report("manifest-missing", text, MANIFEST_NAME, severity="note")
+            return None
+        for meta in arrays:
+            if not _knows(manifest, meta):
+                self._report(
+                    "manifest-stale",
+                    f"{path} does not know key {meta.key!r} as it is now; another program "
+                    "rewrote or added it, and it is held against its own checksums alone",
+                    MANIFEST_NAME,
+                    severity="note",
+                    key=meta.key,
+                )
+        return manifest
+
+    # -- files that are not chunks -------------------------------------------------------------
+
+    def _whole_files(self, top: Sequence[str], nodes: set[str]) -> None:
+        if not self._keys:
+            if "common.pt" in top:
+                self._check_archive("common.pt", "common-damaged")
+            elif self.stored_by_us:
+                path = f"{self.location.url}/common.pt"
+                text = f"{path} is missing: the non-sharded part of the state is gone"
+                self._report("common-missing", text, "common.pt")
+        for name in top:
+            key = key_of(name) or name
+            if name in OWN_FILES or name in nodes or not self._wants(key):
+                continue
+            below = self.location.listing(name) if self.location.is_dir(name) else []
+            objects = [entry for entry in below if object_place(entry)]
+            self._objects(name, key, objects)
+            self._foreign(name, below, objects)
+
+    def _objects(self, node: str, key: str, names: Sequence[str]) -> None:
+        with self._lock:
+            self.result.objects += len(names)
+        shapes = {place[1] for name in names if (place := object_place(name))}
+        for name in names:
+            self._check_archive(f"{node}/{name}", "object-damaged", key=key)
+        places = {place for name in names if (place := object_place(name))}
+        for shape in shapes:
+            missing = (index for index in _grid(shape) if (index, shape) not in places)
+            for index in islice(missing, SHOWN_OBJECTS):
+                name = f"shard_{'.'.join(map(str, index))}_{'.'.join(map(str, shape))}.pt"
+                path = f"{self.location.url}/{node}/{name}"
+                text = f"object {index} of key {key!r} is missing: {path}"
+                self._report("object-missing", text, f"{node}/{name}", key=key)
+
+    def _check_archive(self, name: str, kind: str, key: str | None = None) -> None:
+        path = f"{self.location.url}/{name}"
+        about = "" if key is None else f" (object of key {key!r})"
+        try:
+            data = self.location.read(name)
+            if not data:
+                raise ValueError("it is empty")
+            if data[:1] not in (b"P", b"\x80"):
+                raise ValueError("it is no file of torch.save")
+            verify_archive(data)
+        except (OSError, ValueError) as error:
+            self._report(kind, f"{path}{about} is damaged: {error}", name, key=key)
+
+    def _foreign(self, name: str, below: Sequence[str], objects: Sequence[str]) -> None:
+        strangers = [f"{name}/{entry}" for entry in below if entry not in objects]
+        if name.endswith(".sync") and self.stored.root is None:
+            return  # locks that Megatron-Core left behind
+        if not below:
+            strangers = [name]
+        for stranger in strangers:
+            path = f"{self.location.url}/{stranger}"
+            self._report("foreign", f"{path} is no part of the checkpoint", stranger, "note")
+
+    # -- arrays ---------------------------------------------------------------------------------
+
+    def _work(self, batch: Sequence[_Run]) -> None:
+        try:
+            for run in batch:
+                self._check_run(run)
+        finally:
+            free_memory()
+
+    def _check_run(self, run: _Run) -> None:
+        array = run.array
+        if run.first == 0:
+            self._check_document(array)
+            self._check_folder(array)
+        size = 0
+        for index in map(array.grid.index, range(run.first, run.last)):
+            read, problem = self._checker.check(array, index)
+            size += read
+            if problem is not None:
+                self._report_chunk(array, index, problem.kind, problem.text)
+        checked = array.has_crc or (self._manifest is not None and _knows(self._manifest, array))
+        with self._lock:
+            self.result.chunks += run.last - run.first
+            self.result.bytes += size
+            self.result.unchecked += 0 if checked else run.last - run.first
+            self._done += run.weight
+            if self._progress is not None:
+                self._progress(self._done, self._total)
+
+    def _report_chunk(self, array: ArrayMeta, index: tuple[int, ...], kind: str, text: str) -> None:
+        name = f"{array.node}/{array.chunk_key(index)}"
+        rank = None if self._manifest is None else self._manifest.writer(array, index)
+        by = "" if rank is None else f", written by rank {rank}"
+        path = f"{self.location.url}/{name}"
+        message = f"chunk {index} of key {array.key!r} {text}: {path}{by}"
+        self._report(f"chunk-{kind}", message, name, key=array.key, chunk=index, rank=rank)
+
+    def _check_document(self, array: ArrayMeta) -> None:
+        if array.node not in self._consolidated:
+            return
+        name = f"{array.node}/{array.document_name}"
+        path = f"{self.location.url}/{name}"
+        try:
+            own = json.loads(self.location.read(name))
+        except FileNotFoundError:
+            text = f"{path} is missing: readers that open key {array.key!r} alone do not find it"
+            self._report("document-missing", text, name, key=array.key)
+            return
+        except (OSError, ValueError) as error:
+            text = f"{path} (key {array.key!r}) is damaged: {error}"
+            self._report("document-damaged", text, name, key=array.key)
+            return
+        copy = self._consolidated[array.node]
+        if own != copy:
+            parts = sorted(set(own) | set(copy)) if isinstance(own, dict) else []
+            differ = [part for part in parts if own.get(part) != copy.get(part)]
+            text = (
+                f"{path} (key {array.key!r}) differs from the root's copy in "
+                f"{', '.join(differ) or 'everything'}"
+            )
+            self._report("document-differs", text, name, key=array.key)
+
+    def _check_folder(self, array: ArrayMeta) -> None:
+        if array.codecs is None:
+            return  # codecs of others may keep chunks under names of their own
+        names = set(_names_below(self.location, array.node))
+        names.discard(array.document_name)
+        indices = array.grid.overlapping(Box((0,) * len(array.shape), array.shape))
+        names.difference_update(array.chunk_key(index) for index in indices)
+        objects = sorted(name for name in names if object_place(name))
+        if objects:
+            self._objects(array.node, array.key, objects)
+        for name in sorted(names.difference(objects, (".zattrs", ".zarray"))):
+            text = f"{self.location.url}/{array.node}/{name} is no chunk of key {array.key!r}"
+            self._report("foreign", text, f"{array.node}/{name}", "note", key=array.key)
+
+    def _wants(self, key: str) -> bool:
+        return not self._keys or any(fnmatchcase(key, pattern) for pattern in self._keys)
+
+    def _report(
+        self,
+        kind: str,
+        message: str,
+        name: str,
+        severity: Severity = "damage",
+        *,
+        key: str | None = None,
+        chunk: tuple[int, ...] | None = None,
+        rank: int | None = None,
+    ) -> None:
+        path = f"{self.location.url}/{name}"
+        finding = Finding(kind, severity, message.replace("\n", " "), path, key, chunk, rank)
+        with self._lock:
+            if severity == "damage":
+                self.result.damage += 1
+            else:
+                self.result.notes += 1
+            self._found(finding)
+
+
+def _knows(manifest: Manifest, array: ArrayMeta) -> bool:
+    return manifest.row(array, (0,) * len(array.shape)) is not None
+
+
+def object_place(name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Offset and grid shape in the name of a sharded object's file, ``None`` for other names."""
+    if not (name.startswith("shard_") and name.endswith(".pt")):
+        return None
+    parts = name[len("shard_") : -len(".pt")].split("_")
+    try:
+        offset, shape = (tuple(int(n) for n in part.split(".") if n) for part in parts)
+    except ValueError:
+        return None
+    return offset, shape
+
+
+def _grid(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    if not shape:
+        yield ()
+        return
+    for first in range(shape[0]):
+        for rest in _grid(shape[1:]):
+            yield (first, *rest)
+
+
+def _runs(array: ArrayMeta) -> Iterator[_Run]:
+    step = max(1, min(RUN_CHUNKS, RUN_BYTES // array.chunk_bytes))
+    for first in range(0, max(1, array.grid.size), step):
+        yield _Run(array, first, min(first + step, array.grid.size))
+
+
+def _names_below(location: Location, node: str, prefix: str = "") -> Iterator[str]:
+    """Names of all files below a node, relative to it."""
+    for name in location.listing(f"{node}/{prefix}".rstrip("/")):
+        is_chunk = "." in name or name.isdigit() or name == "c"
+        if (prefix or name == "c" or not is_chunk) and location.is_dir(f"{node}/{prefix}{name}"):
+            yield from _names_below(location, node, f"{prefix}{name}/")
+        else:
+            yield f"{prefix}{name}"
