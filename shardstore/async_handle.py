@@ -12,7 +12,7 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ import torch
 
 from shardstore.errors import SaveInProgressError
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
+from shardstore.progress import ProgressCallback
 from shardstore.ranks import Ranks
 from shardstore.serialization import begin_save
 from shardstore.storage.manifest import RankManifest
@@ -60,6 +61,10 @@ def async_save(
     replica_group: Any = None,
     when_busy: Literal["wait", "refuse"] = "wait",
     at_exit: Literal["wait", "abort"] = "wait",
+    storage_options: Mapping[str, Any] | None = None,
+    allow_unconditional: bool = False,
+    progress: ProgressCallback | Literal["bar"] | None = None,
+    _error: BaseException | None = None,
 ) -> AsyncSave:
     """Save a sharded state dict while training goes on.
 
@@ -88,6 +93,10 @@ def async_save(
         replica_group: ranks that share the writing of what all hold, see :func:`shardstore.save`.
         when_busy: while the save before this one runs, wait for it, or refuse with an error.
         at_exit: an interpreter that exits waits for the save, or aborts it (nothing is committed).
+        storage_options: of an object store, see :func:`shardstore.save`.
+        allow_unconditional: see :func:`shardstore.save`.
+        progress: see :func:`shardstore.save`; it is called from the background.
+        _error: what went wrong on this rank before, to be raised on every rank.
 
     Returns:
         A handle on the save.
@@ -99,7 +108,7 @@ def async_save(
             begins: the target exists, the input is wrong on some rank.
     """
     global _latest
-    error: BaseException | None = None
+    error = _error
     ranks = Ranks.current(RANKS_PURPOSE)
     options = SaveOptions()
     try:
@@ -110,9 +119,10 @@ def async_save(
             staging_budget_bytes=staging_budget_bytes,
             overlap_staging=overlap_staging,
             compression=compression,
+            allow_unconditional=allow_unconditional,
         )
     except ValueError as problem:
-        error = problem  # met by all ranks together
+        error = error or problem  # met by all ranks together
     if _latest is not None and not _latest.done():
         if when_busy == "wait":
             _latest.wait()
@@ -133,7 +143,9 @@ def async_save(
         content_metadata,
         base=base,
         replica_group=replica_group,
+        storage_options=storage_options,
         error=error,
+        progress=progress,
     )
     assert request is not None
     session.ranks = ranks

@@ -14,7 +14,8 @@ import logging
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from time import perf_counter
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 
@@ -49,6 +50,7 @@ from shardstore.mapping import (
     StateDict,
     apply_factory_merges,
 )
+from shardstore.progress import Meter, ProgressCallback, callback_of
 from shardstore.ranks import Ranks
 from shardstore.shard_reports import check_reports, report_shards, shards_of_report
 from shardstore.state_dict_utils import check_lists, load_preprocess, save_preprocess
@@ -75,6 +77,7 @@ from shardstore.strategies.shared_reads import (
     shared_reads,
     sharing_of,
 )
+from shardstore.strategies.watched import watched
 from shardstore.strategies.zarr import needs_layouts, sharded_tensors_of
 from shardstore.utils import extract_sharded_base
 from shardstore.validation import (
@@ -126,6 +129,7 @@ def save(
     base: str | Path | None = None,
     compression: str | None = None,
     replica_group: Any = None,
+    progress: ProgressCallback | Literal["bar"] | None = None,
 ) -> AsyncRequest | None:
     """Save a sharded state dict as one checkpoint, whole or not at all.
 
@@ -169,6 +173,8 @@ def save(
         replica_group: a process group (this rank's data-parallel group) whose ranks hold the same
             shards: they share out the chunks by size. Where they do not, main replicas write. With
             a group given, those whose ``replica_id`` is not the main one need their data too.
+        progress: called with a :class:`shardstore.progress.Progress` as this rank's chunks are
+            written, from any thread; or ``"bar"``: a bar on standard error, on rank 0 alone.
 
     Returns:
         ``None``, or the request if ``async_sharded_save``: the state may be changed by then; an
@@ -208,6 +214,7 @@ def save(
         replica_group=replica_group,
         storage_options=storage_options,
         error=error,
+        progress=progress,
     )
     return request
 
@@ -227,6 +234,7 @@ def begin_save(
     replica_group: Any = None,
     storage_options: Mapping[str, Any] | None = None,
     error: BaseException | None = None,
+    progress: ProgressCallback | Literal["bar"] | None = None,
 ) -> tuple[SaveSession, AsyncRequest | None]:
     """What :func:`save` does, with the session beside the request.
 
@@ -235,6 +243,7 @@ def begin_save(
         replica_group: see :func:`save`.
         storage_options: see :func:`save`.
         error: what went wrong on this rank before; it is raised here on every rank.
+        progress: see :func:`save`.
     """
     ranks = Ranks.current()
     validate_access_integrity = options.validate
@@ -243,7 +252,9 @@ def begin_save(
     common: StateDict = {}
     compared = b""
     wanted = False
+    callback: ProgressCallback | None = None
     try:
+        callback = callback_of(progress, shows=ranks.is_coordinator)
         sharded_strategy, common_strategy = _save_strategies(sharded_strategy, common_strategy)
         if async_sharded_save and not isinstance(sharded_strategy, AsyncSaveShardedStrategy):
             raise CheckpointingException(
@@ -272,6 +283,8 @@ def begin_save(
         tensors=sharded_tensors_of(sharded),
         replica_group=replica_group,
     )
+    if callback is not None:
+        session.meter = Meter("save", target.url, callback)
     # What begin() let pass has both.
     sharded_strategy = cast(SaveShardedStrategy, sharded_strategy)
     common_strategy = cast(SaveCommonStrategy, common_strategy)
@@ -431,6 +444,7 @@ def load(
     replica_group: Any = None,
     share_replicas: str = "auto",
     exchange_budget_bytes: int = DEFAULT_BUDGET_BYTES,
+    progress: ProgressCallback | Literal["bar"] | None = None,
 ) -> StateDict | tuple[StateDict, set[str], set[str]]:
     """Load a checkpoint under any layout.
 
@@ -457,6 +471,7 @@ def load(
         share_replicas: ``"always"``, ``"never"`` or ``"auto"``: where the bytes come over a
             network (an object store, or a group on more than one host).
         exchange_budget_bytes: host memory for chunks under way between ranks.
+        progress: called as this rank's tensors fill, see :func:`save`.
 
     Returns:
         The common state with the loaded state merged in; with a ``RETURN_*`` mode a tuple of it,
@@ -481,7 +496,10 @@ def load(
     wanted: ShardedStateDict = {}
     adopted = Adopted(sharded_state_dict)
     reported = compared = False
+    started = perf_counter()
+    callback: ProgressCallback | None = None
     try:
+        callback = callback_of(progress, shows=ranks.is_coordinator)
         checkpoint_dir = _place(location).place
         mode = parse_strict_flag(strict)
         compared = StrictHandling.requires_global_app_metadata(mode)
@@ -506,7 +524,8 @@ def load(
 
     answer = ranks.together(report, what=what, error=error, decide=decide)
     documents, checked = pickle.loads(answer)
-    with handed_out(documents):
+    meter = Meter("load", location.url, callback)
+    with handed_out(documents), watched(meter):
         if checked is None:
             # What plain tensors and DTensors stand for takes the stored keys, and who holds them.
             try:
@@ -549,9 +568,28 @@ def load(
         except Exception as problem:
             error = problem
         ranks.together(what=what, error=error)
+    if ranks.is_coordinator:
+        _log_load(location.url, meter.bytes_total, perf_counter() - started, ranks.world_size)
     if StrictHandling.requires_returning_mismatch_keys(mode):
         return result, missing, unexpected
     return result
+
+
+def _log_load(url: str, size: int, seconds: float, world_size: int) -> None:
+    logger.info(
+        "%s: loaded, %d bytes on rank 0 in %.3f s",
+        url,
+        size,
+        seconds,
+        extra={
+            "event": "load",
+            "url": url,
+            "bytes": size,
+            "seconds": round(seconds, 3),
+            "bytes_per_second": round(size / max(seconds, 1e-9)),
+            "world_size": world_size,
+        },
+    )
 
 
 def _read(

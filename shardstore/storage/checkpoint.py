@@ -11,7 +11,7 @@ from typing import Any
 
 from shardstore.errors import NotACheckpointError
 from shardstore.storage import documents
-from shardstore.storage.chunks import Mover, RegionRead
+from shardstore.storage.chunks import Mover, ReadDone, RegionRead
 from shardstore.storage.collector import collector_paused
 from shardstore.storage.documents import ArrayMeta, RootDocument
 from shardstore.storage.location import Location
@@ -127,8 +127,9 @@ class StoredCheckpoint:
             return None
         return Manifest.from_bytes(data, f"{self.location.url}/{MANIFEST_NAME}")
 
-    def read(self, reads: Sequence[RegionRead]) -> None:
-        """Read regions into their destinations, every byte that has a checksum verified.
+    def read(self, reads: Sequence[RegionRead], done: ReadDone | None = None) -> None:
+        """Read regions into their destinations, every byte that has a checksum verified; ``done``
+        as for :meth:`Mover.read`.
 
         Raises:
             ChunkMissingError, ChunkCorruptError: name key, chunk and the rank that wrote it.
@@ -140,18 +141,18 @@ class StoredCheckpoint:
             from shardstore.storage.files import FileMover
 
             mover = FileMover(self.location, threads=self._threads)
-            mover.read(plain, self._manifest)
+            mover.read(plain, self._manifest, done)
         elif plain:
             from shardstore.storage.object_mover import ObjectMover
 
             mover = ObjectMover(self.location)
-            mover.read(plain, self._manifest)
+            mover.read(plain, self._manifest, done)
         if other:
             # Not before it is needed: TensorStore takes longer to import than most files to read.
             from shardstore.storage.tensorstore_mover import TensorStoreMover
 
             mover = TensorStoreMover(self.location)
-            mover.read(other, self._manifest)
+            mover.read(other, self._manifest, done)
 
     def _is_plain(self, array: ArrayMeta) -> bool:
         return self._mover != "tensorstore" and array.is_plain
@@ -202,6 +203,9 @@ class StoredCheckpoint:
             return self.root.attributes
         kept = {node: crcs for node, crcs in sums.items() if node not in nodes}
         about = {**self.root.attributes["shardstore"], documents.CHUNK_SUMS: kept}
+        if isinstance(about.get("commit"), dict):
+            # Of all arrays together: it does not hold for those that stay.
+            about["commit"] = {n: v for n, v in about["commit"].items() if n != "content"}
         return {**self.root.attributes, "shardstore": about}
 
     def require(self) -> None:

@@ -18,9 +18,11 @@ from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import Box
 from shardstore.storage.manifest import ChunkRecord, Manifest
 
-__all__ = ["ChunkPart", "ChunkWrite", "Mover", "RegionRead", "chunk_parts"]
+__all__ = ["ChunkPart", "ChunkWrite", "Mover", "ReadDone", "RegionRead", "chunk_parts"]
 
 Source = NDArray[Any] | Callable[[], NDArray[Any]]
+ReadDone = Callable[[int, int], None]
+"""Told the bytes that have reached their destination, and of how many chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +125,14 @@ class Mover(Protocol):
             StorageError: the store refused; nothing more is started, what runs is waited for.
         """
 
-    def read(self, reads: Sequence[RegionRead], manifest: Callable[[], Manifest | None]) -> None:
-        """Read regions into their destinations, verifying every byte that has a checksum.
+    def read(
+        self,
+        reads: Sequence[RegionRead],
+        manifest: Callable[[], Manifest | None],
+        done: ReadDone | None = None,
+    ) -> None:
+        """Read regions into their destinations, verifying every byte that has a checksum; ``done``
+        is called as they arrive, from any thread.
 
         Raises:
             ChunkMissingError, ChunkCorruptError: name key, chunk and, where the manifest knows it,

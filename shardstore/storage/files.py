@@ -21,7 +21,7 @@ import xxhash
 from shardstore.errors import ChunkCorruptError, ChunkMissingError
 from shardstore.storage.chunk_bytes import checksums, free_scratch, pieces
 from shardstore.storage.chunk_reader import CRC, CRC_BYTES, read_part
-from shardstore.storage.chunks import ChunkPart, ChunkWrite, RegionRead, chunk_parts
+from shardstore.storage.chunks import ChunkPart, ChunkWrite, ReadDone, RegionRead, chunk_parts
 from shardstore.storage.collector import collector_paused
 from shardstore.storage.counters import counters
 from shardstore.storage.documents import ArrayMeta
@@ -83,7 +83,12 @@ class FileMover:
 
     # -- reading -------------------------------------------------------------------------------
 
-    def read(self, reads: Sequence[RegionRead], manifest: Callable[[], Manifest | None]) -> None:
+    def read(
+        self,
+        reads: Sequence[RegionRead],
+        manifest: Callable[[], Manifest | None],
+        done: ReadDone | None = None,
+    ) -> None:
         """See :meth:`Mover.read`."""
         with collector_paused():
             parts = [part for read in reads for part in chunk_parts(read)]
@@ -94,6 +99,8 @@ class FileMover:
                 with store_errors("reading", path, key=part.array.key):
                     size = _read_chunk(path, part, manifest)
                 counters.add(bytes_read=size, chunks_read=1)
+                if done is not None:
+                    done(part.out.nbytes, 1)
 
         self._run(parts, work, lambda part: part.out.nbytes)
 

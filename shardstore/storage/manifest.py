@@ -29,6 +29,7 @@ from shardstore.errors import AccessPatternError, DamagedCheckpointError
 from shardstore.storage import documents
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import inner_blocks
+from shardstore.storage.rank_record import RankRow
 
 __all__ = ["MANIFEST_NAME", "ChunkRecord", "Manifest", "RankManifest", "merge"]
 
@@ -62,6 +63,7 @@ class RankManifest:
         rank: the writer's global rank.
         objects: unique keys of the sharded objects that it wrote.
         reused_bytes: bytes of the chunks that it took over from a base.
+        seconds: what it did -> seconds, for the commit record.
     """
 
     rank: int
@@ -75,6 +77,7 @@ class RankManifest:
     _running: list[int] = field(default_factory=list)
     objects: list[str] = field(default_factory=list)
     reused_bytes: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
 
     def add_array(self, meta: ArrayMeta, *, created: bool) -> str:
         """Note an array that this rank writes to, and whether it wrote the document. Returns the
@@ -123,6 +126,7 @@ class RankManifest:
         head = {"rank": self.rank, "arrays": arrays, "created": sorted(self._created)}
         head["objects"] = self.objects
         head["reused_bytes"] = self.reused_bytes
+        head["seconds"] = self.seconds
         return _pack(
             {
                 "head": _json_column(head),
@@ -328,6 +332,7 @@ class Merged:
         arrays: the arrays themselves.
         objects: unique key of each sharded object -> ranks that wrote it.
         reused_bytes: bytes of the chunks that were taken over from a base.
+        ranks: what each rank wrote and how long it took.
     """
 
     manifest: Manifest
@@ -335,6 +340,7 @@ class Merged:
     arrays: list[ArrayMeta]
     objects: dict[str, list[int]]
     reused_bytes: int = 0
+    ranks: Sequence[RankRow] = ()
 
 
 def merge(reports: Sequence[bytes], *, check: bool = True) -> Merged:
@@ -395,6 +401,10 @@ def merge(reports: Sequence[bytes], *, check: bool = True) -> Merged:
         metas,
         objects,
         sum(head["reused_bytes"] for head in heads),
+        [
+            RankRow(head["rank"], int(part["stored"].sum()), len(part["chunk"]), head["seconds"])
+            for head, part in zip(heads, parts, strict=True)
+        ],
     )
 
 

@@ -28,7 +28,14 @@ from shardstore.storage.chunk_bytes import (
     view_in_chunk,
 )
 from shardstore.storage.chunk_reader import CRC, CRC_BYTES
-from shardstore.storage.chunks import ChunkPart, ChunkWrite, RegionRead, as_bytes, chunk_parts
+from shardstore.storage.chunks import (
+    ChunkPart,
+    ChunkWrite,
+    ReadDone,
+    RegionRead,
+    as_bytes,
+    chunk_parts,
+)
 from shardstore.storage.counters import counters
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import block_bytes, inner_blocks
@@ -147,9 +154,14 @@ class ObjectMover:
 
     # -- reading -------------------------------------------------------------------------------
 
-    def read(self, reads: Sequence[RegionRead], manifest: Callable[[], Manifest | None]) -> None:
-        """See :meth:`Mover.read`. Whole chunks are also held against what the commit says of them,
-        so that what a late writer of another save left is found."""
+    def read(
+        self,
+        reads: Sequence[RegionRead],
+        manifest: Callable[[], Manifest | None],
+        done: ReadDone | None = None,
+    ) -> None:
+        """See :meth:`Mover.read`. Whole chunks are also held against the commit, so that what a
+        late writer of another save left is found."""
         if not reads:
             return
         io = object_io(self.location)
@@ -161,14 +173,18 @@ class ObjectMover:
                     # Twice while the bytes that came are handed over.
                     flight.make_room(2 * wanted.size)
                     finish = io.get(_key(part.array, part.index), *wanted.request)
-                    flight.add(wanted.size, finish, self._read(part, wanted, manifest), part)
+                    flight.add(wanted.size, finish, self._read(part, wanted, manifest, done), part)
             flight.land()
         finally:
             flight.drain()
             io.close()
 
     def _read(
-        self, part: ChunkPart, wanted: _Wanted, manifest: Callable[[], Manifest | None]
+        self,
+        part: ChunkPart,
+        wanted: _Wanted,
+        manifest: Callable[[], Manifest | None],
+        done: ReadDone | None,
     ) -> Callable[[bytes | None], None]:
         def landed(data: bytes | None) -> None:
             if data is None:
@@ -178,6 +194,8 @@ class ObjectMover:
                 raise self._damage(part, problem, manifest, ChunkCorruptError)
             _scatter(part, wanted.first, data)
             counters.add(bytes_read=len(data), chunks_read=1)
+            if done is not None:
+                done(part.out.nbytes, 1)
 
         return landed
 

@@ -17,9 +17,11 @@ from typing import Any
 from shardstore.storage import arrays, documents, names
 from shardstore.storage.attempt import Attempt
 from shardstore.storage.chunks import ChunkWrite
+from shardstore.storage.content import content_digest
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.manifest import MANIFEST_NAME, ChunkRecord, Merged, RankManifest, merge
 from shardstore.storage.options import SaveOptions
+from shardstore.storage.rank_record import rank_record
 
 __all__ = ["About", "commit_record", "last_documents", "publish", "write_chunks"]
 
@@ -112,7 +114,7 @@ def commit_record(
     attempt: Attempt, merged: Merged, world_size: int, seconds: float
 ) -> dict[str, Any]:
     """What the commit says of itself, for people."""
-    return {
+    record = {
         "attempt": attempt.id,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "world_size": world_size,
@@ -122,7 +124,10 @@ def commit_record(
         "reused_bytes": merged.reused_bytes,
         "seconds": round(seconds, 3),
         "shardstore": _version(),
+        "ranks": rank_record(merged.ranks),
     }
+    content = content_digest(merged.arrays, merged.manifest)
+    return record if content is None else {**record, "content": content}
 
 
 def last_documents(

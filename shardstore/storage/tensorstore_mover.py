@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from shardstore.errors import ChunkCorruptError, ChunkMissingError, FormatVersionError, StorageError
 from shardstore.storage import documents, dtypes
 from shardstore.storage.chunk_bytes import checksums, free_scratch, pieces
-from shardstore.storage.chunks import ChunkWrite, RegionRead
+from shardstore.storage.chunks import ChunkWrite, ReadDone, RegionRead
 from shardstore.storage.counters import counters
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import block_bytes, inner_blocks
@@ -146,7 +146,12 @@ class TensorStoreMover:
             done(item, record)
         return array.chunk_bytes
 
-    def read(self, reads: Sequence[RegionRead], manifest: Callable[[], Manifest | None]) -> None:
+    def read(
+        self,
+        reads: Sequence[RegionRead],
+        manifest: Callable[[], Manifest | None],
+        done: ReadDone | None = None,
+    ) -> None:
         """See :meth:`Mover.read`."""
         stores = _Stores(self.location)
         pending: deque[tuple[RegionRead, Any]] = deque()
@@ -160,14 +165,17 @@ class TensorStoreMover:
                 pending.append((read, target.write(source)))
                 flying += read.out.nbytes
                 while pending and flying >= self.in_flight_bytes:
-                    flying -= self._finish_read(pending.popleft(), manifest)
+                    flying -= self._finish_read(pending.popleft(), manifest, done)
             while pending:
-                self._finish_read(pending.popleft(), manifest)
+                self._finish_read(pending.popleft(), manifest, done)
         finally:
             _wait(future for _, future in pending)
 
     def _finish_read(
-        self, entry: tuple[RegionRead, Any], manifest: Callable[[], Manifest | None]
+        self,
+        entry: tuple[RegionRead, Any],
+        manifest: Callable[[], Manifest | None],
+        done: ReadDone | None,
     ) -> int:
         read, future = entry
         array = read.array
@@ -177,6 +185,8 @@ class TensorStoreMover:
             raise self._explained(read, str(error), manifest) from error
         touched = sum(1 for _ in array.grid.overlapping(read.box))
         counters.add(bytes_read=touched * array.chunk_bytes, chunks_read=touched)
+        if done is not None:
+            done(read.out.nbytes, touched)
         return read.out.nbytes
 
     def _explained(

@@ -95,8 +95,9 @@ class BackgroundWrite:
                 staging.wait_queued()  # copying comes first: somebody may be waiting for it
                 if staging.error is not None:
                     raise staging.error
-            self._mover.write(staging.writes, self._done)
-            self._mover.write(self._owned, self._done)
+            with self._session.timed("write"):
+                self._mover.write(staging.writes, self._done)
+                self._mover.write(self._owned, self._done)
         except BaseException as error:
             staging.fail(error)
             raise
@@ -105,7 +106,7 @@ class BackgroundWrite:
             staging.close()
 
     def _done(self, item: ChunkWrite, record: ChunkRecord) -> None:
-        self._session.manifest.add_chunk(item.array, item.index, record)
+        self._session.written(item, record)
         if isinstance(item.source, StagedChunk):
             item.source.release()
         if self._session.failure is not None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,12 +24,15 @@ from typing import Any
 
 from shardstore.errors import AccessPatternError, StorageError
 from shardstore.mapping import ShardedTensor
+from shardstore.progress import Meter
 from shardstore.ranks import Ranks
 from shardstore.storage import arrays, commit, names
 from shardstore.storage.attempt import Attempt
+from shardstore.storage.chunks import ChunkWrite
 from shardstore.storage.collector import collector_paused
+from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.location import Location
-from shardstore.storage.manifest import Merged, RankManifest, merge
+from shardstore.storage.manifest import ChunkRecord, Merged, RankManifest, merge
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.publish import commit_record, last_documents
 from shardstore.storage.reuse import BaseChunks, ReusingMover, Writer, read_base
@@ -66,6 +69,7 @@ class SaveSession:
         shared: the shards whose chunks this rank's group shares out, if it does.
         staging: the copy of the state that an asynchronous save writes from, if it made one.
         record: after the commit, on every rank: what was committed (bytes, chunks, seconds).
+        meter: counts for a progress callback, if there is one.
     """
 
     ranks: Ranks
@@ -83,6 +87,7 @@ class SaveSession:
     shared: SharedWrites | None = None
     staging: Staging | None = None
     record: dict[str, Any] = field(default_factory=dict)
+    meter: Meter | None = None
 
     @classmethod
     def begin(
@@ -172,6 +177,28 @@ class SaveSession:
         return ReusingMover(mover, self.base, location, reused, threads=options.threads)
 
     @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the seconds that the block takes to this rank's part of the commit record."""
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            seconds = self.manifest.seconds
+            seconds[name] = seconds.get(name, 0.0) + perf_counter() - start
+
+    def expect(self, writes: Iterable[ArrayMeta]) -> None:
+        """Tell who watches what this rank is going to write: the array of each chunk."""
+        if self.meter is not None:
+            sizes = [array.chunk_bytes for array in writes]
+            self.meter.expect(sum(sizes), len(sizes))
+
+    def written(self, item: ChunkWrite, record: ChunkRecord) -> None:
+        """Note a chunk that is written. One call at a time."""
+        self.manifest.add_chunk(item.array, item.index, record)
+        if self.meter is not None and self.meter.add is not None:
+            self.meter.add(item.array.chunk_bytes, 1)
+
+    @contextmanager
     def active(self) -> Iterator[Location]:
         """While active, strategies that write to the attempt's folder find this session."""
         _open[self.attempt.location.url] = self
@@ -218,6 +245,8 @@ class SaveSession:
         """
         report = b""
         error = error if error is not None else self.failure
+        if self.meter is not None and error is None:
+            self.meter.enter("commit")
         if error is None:
             try:
                 if self.options.durable and not self.ranks.is_coordinator:
@@ -256,6 +285,7 @@ class SaveSession:
             else:
                 answer = self.ranks.together(report, what=what, error=error, decide=decide)
             self.record = json.loads(answer)
+            self._committed()
             if self.base is not None and self.ranks.is_coordinator:
                 logger.info(
                     "%s: %d of %d bytes were taken over from %s",
@@ -265,9 +295,34 @@ class SaveSession:
                     self.base.location.url,
                 )
         except BaseException:
+            if self.meter is not None:
+                self.meter.enter("failed")
             if self.ranks.is_coordinator:
                 self.attempt.abandon()
             raise
+
+    def _committed(self) -> None:
+        if self.meter is not None:
+            self.meter.enter("done")
+        if not self.ranks.is_coordinator:
+            return
+        seconds = perf_counter() - self.started
+        size = self.record.get("stored_bytes", 0)
+        logger.info(
+            "%s: committed, %d bytes in %.3f s",
+            self.target.url,
+            size,
+            seconds,
+            extra={
+                "event": "commit",
+                "url": self.target.url,
+                "bytes": size,
+                "chunks": self.record.get("chunks", 0),
+                "seconds": round(seconds, 3),
+                "bytes_per_second": round(size / max(seconds, 1e-9)),
+                "world_size": self.ranks.world_size,
+            },
+        )
 
     def _publish(
         self, merged: Merged, attributes: Mapping[str, Any], further: Mapping[str, bytes]

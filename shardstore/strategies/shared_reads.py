@@ -33,7 +33,7 @@ from shardstore.exchange_utils import (
 )
 from shardstore.storage import dtypes
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.chunks import ChunkPart, RegionRead, chunk_parts
+from shardstore.storage.chunks import ChunkPart, ReadDone, RegionRead, chunk_parts
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import Box
 from shardstore.storage.location import Location
@@ -102,7 +102,10 @@ def shared_reads(sharing: Sharing | None) -> Iterator[None]:
 
 
 def read_regions(
-    stored: StoredCheckpoint, regions: Sequence[RegionRead], error: Exception | None = None
+    stored: StoredCheckpoint,
+    regions: Sequence[RegionRead],
+    error: Exception | None = None,
+    done: ReadDone | None = None,
 ) -> None:
     """Read regions into their destinations, together with a group if there is one.
 
@@ -110,6 +113,7 @@ def read_regions(
         stored: the checkpoint.
         regions: what this rank wants.
         error: what went wrong on this rank before; it is raised on every rank of the group.
+        done: told as the regions fill.
 
     Raises:
         RanksError: another rank of the group failed.
@@ -119,13 +123,13 @@ def read_regions(
     if sharing is None:
         if error is not None:
             raise error
-        stored.read(regions)
+        stored.read(regions, done)
         return
     group, what = sharing.group, f"loading {stored.location.url} together"
     exchange = None
     if error is None:
         try:
-            exchange = _Exchange(stored, regions, sharing)
+            exchange = _Exchange(stored, regions, sharing, done)
         except Exception as problem:
             error = problem
     raise_together(error, group, what)
@@ -161,9 +165,14 @@ class _Exchange:
     """One load of one rank of the group."""
 
     def __init__(
-        self, stored: StoredCheckpoint, regions: Sequence[RegionRead], sharing: Sharing
+        self,
+        stored: StoredCheckpoint,
+        regions: Sequence[RegionRead],
+        sharing: Sharing,
+        done: ReadDone | None = None,
     ) -> None:
         self._stored = stored
+        self._done = done
         self._group = sharing.group
         self._rank, self._size = _group_rank(sharing.group), _group_size(sharing.group)
         self._budget = sharing.budget_bytes
@@ -272,7 +281,7 @@ class _Exchange:
             corner = part.array.grid.box(part.index).offset
             offset = tuple(a + b for a, b in zip(corner, part.within.offset, strict=True))
             reads.append(RegionRead(part.array, Box(offset, part.within.shape), part.out))
-        self._stored.read(reads)
+        self._stored.read(reads, self._done)
         # Boxes of a flat range may meet in a chunk: it is read once all the same.
         for chunks in self._batches(several):
             self._scatter(self._read_whole(chunks), chunks)
@@ -303,6 +312,8 @@ class _Exchange:
             for part in self._parts.get(chunk.number, ()):
                 where: tuple[Any, ...] = (..., *part.within.slices)
                 copy_bits(part.out, view[where])
+                if self._done is not None:
+                    self._done(part.out.nbytes, 1)
 
 
 def _views(

@@ -30,12 +30,11 @@ from shardstore.mapping import ShardedStateDict, ShardedTensor, StateDict, is_ma
 from shardstore.ranks import Ranks
 from shardstore.storage import arrays, dtypes
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.chunks import ChunkWrite, as_bytes
+from shardstore.storage.chunks import ChunkWrite, ReadDone, RegionRead, as_bytes, chunk_parts
 from shardstore.storage.collector import collector_paused
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import DEFAULT_TARGET_CHUNK_BYTES, flat_range_boxes
 from shardstore.storage.location import Location
-from shardstore.storage.manifest import ChunkRecord
 from shardstore.storage.names import check_collisions, key_of
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES, SaveOptions
 from shardstore.strategies.async_utils import AsyncRequest
@@ -51,6 +50,7 @@ from shardstore.strategies.read_plan import TensorRead, find_array, plan_read
 from shardstore.strategies.session import SaveSession, session_of
 from shardstore.strategies.shared_reads import read_regions
 from shardstore.strategies.staging import Staging
+from shardstore.strategies.watched import current_meter
 from shardstore.strategies.write_plan import (
     CutChunk,
     Layouts,
@@ -223,9 +223,10 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
         what = f"planning the save to {session.target.url}"
         if session.exchange_layouts:
             report = local_layouts(tensors, ranks.rank)
-            answer = ranks.together(
-                report, what=what, decide=lambda reports: pickle.dumps(merge_layouts(reports))
-            )
+            with session.timed("exchange"):
+                answer = ranks.together(
+                    report, what=what, decide=lambda reports: pickle.dumps(merge_layouts(reports))
+                )
             layouts = pickle.loads(answer)
         error: Exception | None = None
         plan = WritePlan()
@@ -235,7 +236,7 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
                     "the Zarr v2 layout of Megatron-Core is never compressed: leave compression "
                     "out, or save with backend ('zarr', 2)"
                 )
-            with collector_paused():
+            with session.timed("plan"), collector_paused():
                 check_collisions(tensor.key for tensor in tensors)
                 plan = plan_writes(
                     tensors,
@@ -259,6 +260,9 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
             ranks.together(what=what, error=error)
         if error is not None:
             raise error
+        if session.meter is not None:
+            session.expect(write.array for write in plan.writes)
+            session.expect(cut.array for cut in plan.cut if cut.owner == ranks.rank)
         return plan, created
 
 
@@ -269,7 +273,10 @@ def stage(
     created: Sequence[tuple[ArrayMeta, str]],
 ) -> AsyncRequest:
     """Exchange pieces of shared chunks, copy the rest; what is left needs no other rank."""
-    owned = [write for batch in _rounds(plan.cut) for write in _put_together(session.ranks, batch)]
+    with session.timed("exchange"):
+        owned = [
+            write for batch in _rounds(plan.cut) for write in _put_together(session.ranks, batch)
+        ]
     budget = session.options.staging_budget_bytes or options.staging_budget_bytes
     staging = Staging(plan.writes, budget_bytes=budget, threads=options.threads)
     plan.writes.clear()  # their memory is the caller's
@@ -281,8 +288,9 @@ def stage(
     if session.options.overlap_staging:
         threading.Thread(target=staging.run, name="shardstore-stage", daemon=True).start()
     else:
-        staging.run()
-        staging.wait(host=True)
+        with session.timed("stage"):
+            staging.run()
+            staging.wait(host=True)
     return AsyncRequest(background, (), [])
 
 
@@ -296,18 +304,15 @@ def _carry_out(
 
     An error of this rank's disk waits until all pieces are exchanged.
     """
-    location, manifest = session.attempt.location, session.manifest
+    location = session.attempt.location
     mover = session.mover(options)
-
-    def done(item: ChunkWrite, record: ChunkRecord) -> None:
-        manifest.add_chunk(item.array, item.index, record)
-
     failed: list[Exception] = []
 
     def attempt(step: Callable[[], None]) -> None:
         if not failed:
             try:
-                step()
+                with session.timed("write"):
+                    step()
             except Exception as problem:
                 failed.append(problem)
 
@@ -317,10 +322,11 @@ def _carry_out(
         ]
     else:
         attempt(lambda: arrays.create_arrays(location, created, threads=options.threads))
-    attempt(lambda: mover.write(plan.writes, done))
+    attempt(lambda: mover.write(plan.writes, session.written))
     for batch in _rounds(plan.cut):
-        writes = _put_together(session.ranks, batch)
-        attempt(lambda writes=writes: mover.write(writes, done))  # type: ignore[misc]
+        with session.timed("exchange"):
+            writes = _put_together(session.ranks, batch)
+        attempt(lambda writes=writes: mover.write(writes, session.written))  # type: ignore[misc]
     if failed:
         raise failed[0]
 
@@ -399,7 +405,7 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):
         except Exception as problem:
             error = problem  # met by all that read together
         regions = [region for read in planned.values() for region in read.regions]
-        read_regions(stored, regions, error)
+        read_regions(stored, regions, error, _watched(regions))
 
         def loaded(value: Any) -> Any:
             if not isinstance(value, ShardedTensor):
@@ -444,6 +450,18 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):
                 "version of shardstore "
                 f"reads {V2_LAYOUT} and {V3_LAYOUT}: upgrade shardstore to load it"
             )
+
+
+def _watched(regions: Sequence[RegionRead]) -> ReadDone | None:
+    """Tell who watches this load what is to come; returns whom to tell what has come."""
+    meter = current_meter()
+    if meter is None:
+        return None
+    chunks = 0
+    if meter.is_watched:
+        chunks = sum(1 for region in regions for _ in chunk_parts(region))
+    meter.expect(sum(region.out.nbytes for region in regions), chunks)
+    return meter.add
 
 
 def _whole_tensor(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> ShardedTensor:

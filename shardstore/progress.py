@@ -1,0 +1,208 @@
+"""How far a save, a load or a verification is, as events; and a bar that shows them.
+
+Answers for the events, for who is called with them (one call at a time, and a callback that fails
+spoils nothing but itself) and for the bar. It does not know what is saved or loaded, imports
+neither torch nor, before a bar is asked for, rich.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["Meter", "Progress", "ProgressCallback", "bar", "callback_of"]
+
+logger = logging.getLogger(__name__)
+
+Operation: TypeAlias = Literal["save", "load", "verify"]
+Phase: TypeAlias = Literal["begin", "move", "commit", "done", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far this rank is.
+
+    The totals are known once it is planned what moves; until then they are 0.
+
+    Attributes:
+        operation: ``"save"``, ``"load"`` or ``"verify"``.
+        phase: ``"begin"``; ``"move"`` while chunks move; ``"commit"`` while a save waits for all
+            ranks and commits; ``"done"`` or ``"failed"``, which is the last event.
+        url: the checkpoint.
+        bytes_done: bytes of tensors that are written, or read and verified, on this rank.
+        bytes_total: of how many.
+        chunks_done: chunks, the same.
+        chunks_total: of how many.
+    """
+
+    operation: Operation
+    phase: Phase
+    url: str
+    bytes_done: int = 0
+    bytes_total: int = 0
+    chunks_done: int = 0
+    chunks_total: int = 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether no event of this operation comes after this one."""
+        return self.phase in ("done", "failed")
+
+
+ProgressCallback: TypeAlias = Callable[[Progress], None]
+"""Called from any thread, one call at a time. What it raises is logged, and it is not called again:
+a checkpoint is worth more than a picture of it."""
+
+
+class Meter:
+    """Counts one operation of this rank, and tells a callback.
+
+    Args:
+        operation: see :class:`Progress`.
+        url: see :class:`Progress`.
+        callback: who is told; ``None``: nobody, and then nothing is counted chunk by chunk.
+    """
+
+    def __init__(
+        self, operation: Operation, url: str, callback: ProgressCallback | None = None
+    ) -> None:
+        self.bytes_total = 0
+        self._operation: Operation = operation
+        self._url = url
+        self._callback = callback
+        self._lock = threading.Lock()
+        self._phase: Phase = "begin"
+        self._bytes = self._chunks = self._chunks_total = 0
+        self._tell()
+
+    @property
+    def add(self) -> Callable[[int, int], None] | None:
+        """To be called with bytes and chunks that are done; ``None`` where nobody wants to know."""
+        return None if self._callback is None else self._add
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether somebody is told."""
+        return self._callback is not None
+
+    def expect(self, size: int, chunks: int = 0) -> None:
+        """So many more bytes and chunks are to come."""
+        with self._lock:
+            self.bytes_total += size
+            self._chunks_total += chunks
+            self._phase = "move"
+            self._tell()
+
+    def enter(self, phase: Phase) -> None:
+        """Another phase begins."""
+        with self._lock:
+            self._phase = phase
+            self._tell()
+
+    def _add(self, size: int, chunks: int = 1) -> None:
+        with self._lock:
+            self._bytes += size
+            self._chunks += chunks
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._callback is None:
+            return
+        event = Progress(
+            self._operation,
+            self._phase,
+            self._url,
+            self._bytes,
+            self.bytes_total,
+            self._chunks,
+            self._chunks_total,
+        )
+        try:
+            self._callback(event)
+        except Exception as error:
+            self._callback = None
+            logger.warning(
+                "%s of %s goes on without its progress callback, which raised %s: %s",
+                self._operation,
+                self._url,
+                type(error).__name__,
+                error,
+            )
+
+
+def callback_of(
+    progress: ProgressCallback | Literal["bar"] | None, *, shows: bool = True
+) -> ProgressCallback | None:
+    """The callback that a ``progress`` argument stands for.
+
+    Args:
+        progress: a callback, ``"bar"``, or nothing.
+        shows: whether this rank is the one that shows the bar.
+
+    Raises:
+        ValueError: something else.
+    """
+    if progress is None or callable(progress):
+        return progress
+    if progress == "bar":
+        return bar() if shows else None
+    raise ValueError(f"progress={progress!r} must be a callable, 'bar' or None")
+
+
+def bar(console: Console | None = None) -> ProgressCallback:
+    """A callback that draws a bar on standard error: bytes, rate, time left.
+
+    It may serve any number of operations, one after the other or at a time. Where standard error is
+    no terminal, each operation leaves one line at its end.
+
+    Args:
+        console: where to draw instead.
+    """
+    return _Bar(console)
+
+
+class _Bar:
+    _PHASES = {"begin": "planning", "commit": "committing", "done": "done", "failed": "failed"}  # noqa: RUF012
+
+    def __init__(self, console: Console | None) -> None:
+        self._console = console
+        self._shown: dict[tuple[str, str], tuple[Any, Any]] = {}
+
+    def __call__(self, event: Progress) -> None:
+        about = (event.operation, event.url)
+        if about not in self._shown:
+            self._shown[about] = self._start()
+        shown, task = self._shown[about]
+        phase = self._PHASES.get(event.phase, "")
+        name = event.url.rpartition("/")[2]
+        shown.update(
+            task,
+            description=f"{event.operation} {name} {phase}".rstrip(),
+            completed=event.bytes_done,
+            total=event.bytes_total if event.bytes_total or event.finished else None,
+        )
+        if event.finished:
+            del self._shown[about]
+            shown.stop()
+
+    def _start(self) -> tuple[Any, Any]:
+        from rich import progress as parts
+        from rich.console import Console
+
+        shown = parts.Progress(
+            parts.TextColumn("{task.description}", markup=False),
+            parts.BarColumn(),
+            parts.DownloadColumn(binary_units=True),
+            parts.TransferSpeedColumn(),
+            parts.TimeRemainingColumn(),
+            console=self._console or Console(stderr=True),
+        )
+        task = shown.add_task("", total=None)
+        shown.start()
+        return shown, task

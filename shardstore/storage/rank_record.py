@@ -1,0 +1,63 @@
+"""What each rank wrote and how long it took, as columns of numbers for the commit record.
+
+Pure: values in, values out. Where there are many ranks, a summary takes the columns' place, so that
+the root document, which every load reads, does not grow with the number of ranks.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["MAX_COLUMNS_RANKS", "RankRow", "rank_record"]
+
+MAX_COLUMNS_RANKS = 256
+"""Up to so many ranks each has its number in each column."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankRow:
+    """One rank's part of a save.
+
+    Attributes:
+        rank: global rank.
+        stored_bytes: bytes of the chunks that it wrote, or took over from a base.
+        chunks: how many.
+        seconds: what it did -> seconds (``plan``, ``exchange``, ``stage``, ``write``).
+    """
+
+    rank: int
+    stored_bytes: int
+    chunks: int
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+def rank_record(rows: Sequence[RankRow]) -> dict[str, Any]:
+    """The columns ``bytes``, ``chunks`` and ``NAME_s`` in the order of the ranks; of more than 256
+    ranks the least, median and largest value of each, and which rank took longest.
+
+    Args:
+        rows: one of each rank, in any order.
+    """
+    rows = sorted(rows, key=lambda row: row.rank)
+    if not rows:
+        return {}
+    names = sorted({name for row in rows for name in row.seconds})
+    columns: dict[str, list[float]] = {
+        "bytes": [row.stored_bytes for row in rows],
+        "chunks": [row.chunks for row in rows],
+    }
+    for name in names:
+        columns[f"{name}_s"] = [round(row.seconds.get(name, 0.0), 4) for row in rows]
+    took = [sum(row.seconds.values()) for row in rows]
+    record: dict[str, Any] = {"slowest": rows[took.index(max(took))].rank}
+    for name, values in columns.items():
+        record[name] = values if len(rows) <= MAX_COLUMNS_RANKS else _summary(values)
+    return record
+
+
+def _summary(values: Sequence[float]) -> dict[str, float]:
+    # A value that occurs, not a mean of two: bytes and chunks stay whole numbers.
+    return {"min": min(values), "median": statistics.median_low(values), "max": max(values)}
