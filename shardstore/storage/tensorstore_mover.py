@@ -28,7 +28,7 @@ from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import block_bytes, inner_blocks
 from shardstore.storage.location import Location
 from shardstore.storage.manifest import ChunkRecord, Manifest
-from shardstore.storage.tensorstore_store import s3_context
+from shardstore.storage.tensorstore_store import plain_words, s3_context
 
 __all__ = ["TensorStoreMover", "open_array", "shared_context"]
 
@@ -133,11 +133,12 @@ class TensorStoreMover:
         except Exception as error:
             url = f"{self.location.url}/{array.node}/{array.chunk_key(item.index)}"
             raise StorageError(
-                f"writing chunk {item.index} of key {array.key!r} to {url} failed: {error}",
+                f"writing chunk {item.index} of key {array.key!r} to {url} failed: "
+                f"{plain_words(str(error))}",
                 key=array.key,
                 chunk=item.index,
                 url=url,
-            ) from error
+            ) from self._cause(error)
         if not array.is_plain and self.location.is_local:
             path = f"{self.location.url}/{array.node}/{array.chunk_key(item.index)}"
             record = replace(record, stored_bytes=os.stat(path).st_size)
@@ -182,12 +183,17 @@ class TensorStoreMover:
         try:
             future.result()
         except Exception as error:
-            raise self._explained(read, str(error), manifest) from error
+            text = plain_words(str(error)) if not self.location.is_local else str(error)
+            raise self._explained(read, text, manifest) from self._cause(error)
         touched = sum(1 for _ in array.grid.overlapping(read.box))
         counters.add(bytes_read=touched * array.chunk_bytes, chunks_read=touched)
         if done is not None:
             done(read.out.nbytes, touched)
         return read.out.nbytes
+
+    def _cause(self, error: Exception) -> Exception | None:
+        """What is shown as the cause: a store's own answer in it may have the access key."""
+        return error if self.location.is_local else None
 
     def _explained(
         self, read: RegionRead, text: str, manifest: Callable[[], Manifest | None]
