@@ -383,7 +383,8 @@ def load(
         except Exception as problem:
             error = problem
         held = claims(wanted) if error is None else b""
-        apply_claims(wanted, ranks.together(held, what=what, error=error, decide=decide_claims))
+        decided = ranks.together(held, what=what, error=error, decide=decide_claims)
+        apply_claims(wanted, decided)
 
         local: Any = None
         everyone: Any = None
