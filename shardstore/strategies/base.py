@@ -55,7 +55,10 @@ _BUILTIN_STRATEGIES: dict[str, str | None] = {
     "shardstore.strategies.zarr": "register_default_zarr_strategies",
     "shardstore.strategies.common": None,
     "shardstore.strategies.common_json": "register_default_json_strategies",
-    "shardstore.dcp.torch_dist": "register_default_torch_dist_strategies",
+}
+# Backend -> the same, for what takes half a second to import and is seldom asked for.
+_ON_DEMAND = {
+    "torch_dist": ("shardstore.dcp.torch_dist", "register_default_torch_dist_strategies"),
 }
 _builtin_registered: set[str] = set()
 
@@ -82,6 +85,11 @@ def get_default_strategy(
     problems: list[str] = []
     if wanted not in default_strategies[action.value]:
         problems = _register_builtin_strategies()
+    if wanted not in default_strategies[action.value] and backend in _ON_DEMAND:
+        module_name, function_name = _ON_DEMAND[backend]
+        if module_name not in _builtin_registered:
+            getattr(importlib.import_module(module_name), function_name)()
+            _builtin_registered.add(module_name)
     try:
         strategy: SaveStrategyBase | LoadStrategyBase = default_strategies[action.value][wanted]
     except KeyError:
