@@ -142,8 +142,8 @@ def _reshard(context: Context, before: int, after: int) -> None:
 
     def load(context: Context, crew: Crew, client: str, _: int) -> None:
         counters("reset")
+        # What ranks of another number hold is another state by the workload's rules: no check.
         crew.load(client, url)
-        crew.check()
         wanted = sum(reply["wanted_bytes"] for reply in crew.setup)
         ratio = counters("counters")["received_bytes"] / wanted
         context.say(f"  {RESHARD}, {before} -> {after}: {ratio:.3f}")
