@@ -13,14 +13,10 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from shardstore.errors import CheckpointingException
+from shardstore.errors import StructureError
 
 U = TypeVar("U")
 V = TypeVar("V")
-
-
-class StructureError(CheckpointingException, ValueError):
-    """Two nested structures that should fit together do not."""
 
 
 def extract_matching_values(

@@ -19,6 +19,7 @@ where it has no meaning), and its text names them together with the remedy::
     ├── DamagedCheckpointError     (OSError)            bytes are not those that were written
     │   ├── ChunkMissingError      (FileNotFoundError)
     │   └── ChunkCorruptError
+    ├── StructureError             (ValueError)         nested structures that do not fit together
     ├── StorageError               (OSError)            the store refused: full disk, read-only,
     dead
     ├── UnsafeObjectError          (pickle.UnpicklingError)  a class that was not allowed to load
@@ -46,6 +47,7 @@ __all__ = [
     "RanksError",
     "ShapeMismatchError",
     "StorageError",
+    "StructureError",
     "UnsafeObjectError",
 ]
 
@@ -89,7 +91,8 @@ def _rebuild(
     cls: type[CheckpointingException], message: str, about: dict[str, object]
 ) -> CheckpointingException:
     error = cls(message)
-    error.__dict__.update(about)
+    for name, value in about.items():
+        setattr(error, name, value)
     return error
 
 
@@ -137,8 +140,20 @@ class ChunkCorruptError(DamagedCheckpointError):
     """A chunk of a committed checkpoint fails its checksum or has another size."""
 
 
+class StructureError(CheckpointingException, ValueError):
+    """Two nested structures that should fit together do not, or one can not be taken apart."""
+
+
 class StorageError(CheckpointingException, OSError):
-    """The store refused an operation."""
+    """The store refused an operation.
+
+    Attributes:
+        errno: of the operating system, ``None`` where the store has none.
+    """
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # The builtin keeps it outside of the instance's own dictionary.
+        return _rebuild, (type(self), self.message, {**self.__dict__, "errno": self.errno})
 
 
 class UnsafeObjectError(CheckpointingException, pickle.UnpicklingError):

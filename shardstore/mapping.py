@@ -20,13 +20,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardstore.dict_utils import StructureError, dict_list_map_inplace
+from shardstore.dict_utils import dict_list_map_inplace
 from shardstore.errors import (
     AccessPatternError,
     CheckpointingException,
     DTypeMismatchError,
     KeyNameError,
     ShapeMismatchError,
+    StructureError,
 )
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from shardstore.dict_utils import StructureError, nested_values
-from shardstore.errors import CheckpointingException, ShapeMismatchError
+from shardstore.dict_utils import nested_values
+from shardstore.errors import CheckpointingException, ShapeMismatchError, StructureError
 from shardstore.mapping import (
     LocalNonpersistentObject,
     ShardedStateDict,

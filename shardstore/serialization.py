@@ -38,9 +38,10 @@ from shardstore.mapping import (
     apply_factory_merges,
 )
 from shardstore.ranks import Ranks
-from shardstore.state_dict_utils import load_preprocess, save_preprocess
+from shardstore.shard_reports import check_reports, report_shards, shards_of_report
+from shardstore.state_dict_utils import check_lists, load_preprocess, save_preprocess
+from shardstore.storage.collector import collector_paused
 from shardstore.storage.location import Location
-from shardstore.storage.manifest import MANIFEST_NAME
 from shardstore.storage.options import SaveOptions
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import (
@@ -59,7 +60,6 @@ from shardstore.strategies.zarr import needs_layouts
 from shardstore.utils import extract_sharded_base
 from shardstore.validation import (
     StrictHandling,
-    determine_global_metadata,
     parse_strict_flag,
     validate_integrity_and_strict_load,
     validate_sharded_objects_handling,
@@ -169,6 +169,7 @@ def save(
                 f"Cannot apply async_save to non-async strategy {sharded_strategy}; leave "
                 "async_sharded_save out"
             )
+        check_lists(sharded_state_dict)
         sharded, common = save_preprocess(sharded_state_dict, validate_access_integrity=False)
         if content_metadata is not None:
             common[_CONTENT_METADATA_KEY] = content_metadata
@@ -365,36 +366,44 @@ def load(
     location = Location.of(checkpoint_dir, **(storage_options or {}))
     what = f"loading {location.url}"
     error: BaseException | None = None
+    report = b""
+    mode = StrictHandling.ASSUME_OK_UNEXPECTED
+    wanted: ShardedStateDict = {}
+    compared = False
     try:
         checkpoint_dir = _place(location).place
+        mode = parse_strict_flag(strict)
+        wanted, nonpersistent, factories = load_preprocess(sharded_state_dict)
+        wanted, _ = extract_sharded_base(wanted)
+        compared = StrictHandling.requires_global_app_metadata(mode)
+        if validate_access_integrity or compared:
+            report = report_shards(nested_values(wanted))
     except Exception as problem:
         error = problem
-    with handed_out(_documents_for_all(ranks, location, what, error)):
+
+    def decide(reports: list[bytes]) -> bytes:
+        documents = _documents_for_all(location)
+        if validate_access_integrity and documents[location.url, CONFIG_FNAME] is not None:
+            with collector_paused():
+                check_reports(reports)
+        return pickle.dumps((documents, reports if compared else None))
+
+    answer = ranks.together(report, what=what, error=error, decide=decide)
+    documents, reports = pickle.loads(answer)
+    with handed_out(documents):
         try:
-            mode = parse_strict_flag(strict)
             for_tensors, for_common = verify_checkpoint_and_load_strategy(
                 checkpoint_dir, sharded_strategy, common_strategy
             )
             common_state = for_common.load_common(checkpoint_dir)
-            wanted, nonpersistent, factories = load_preprocess(sharded_state_dict)
             merge(common_state, nonpersistent)
-            wanted, _ = extract_sharded_base(wanted)
-            stored = None
+            local = stored = None
             if StrictHandling.requires_explicit_ckpt_mismatch_check(mode):
                 stored = load_sharded_metadata(checkpoint_dir, for_tensors, for_common)
-        except Exception as problem:
-            error = problem
-        ranks.together(what=what, error=error)
-
-        local: Any = None
-        everyone: Any = None
-        if validate_access_integrity or StrictHandling.requires_global_app_metadata(mode):
-            local, everyone = determine_global_metadata(wanted)
-        elif stored is not None:
-            local = [v.without_data() for v in nested_values(wanted)]
-        try:
+                local = [v.without_data() for v in nested_values(wanted)]
+            everyone = None if reports is None else [shards_of_report(r) for r in reports]
             wanted, missing, unexpected = validate_integrity_and_strict_load(
-                wanted, mode, validate_access_integrity, local, everyone, stored
+                wanted, mode, False, local, everyone, stored
             )
         except Exception as problem:
             error = problem
@@ -428,28 +437,15 @@ def _read(
     return loaded
 
 
-def _documents_for_all(
-    ranks: Ranks, location: Location, what: str, error: BaseException | None
-) -> Mapping[tuple[str, str], bytes | None]:
+def _documents_for_all(location: Location) -> Mapping[tuple[str, str], bytes | None]:
     """The documents that every rank needs, read by one and handed to all."""
-    wanted = [ROOT_DOCUMENT, CONFIG_FNAME, COMMON_STATE_FNAME]
-    if not location.is_local:
-        # There every whole chunk is checked against it.
-        wanted.append(MANIFEST_NAME)
-
-    def read(_: list[bytes]) -> bytes:
-        found: dict[tuple[str, str], bytes | None] = {}
-        for name in wanted:
-            try:
-                found[location.url, name] = location.read(name)
-            except FileNotFoundError:
-                found[location.url, name] = None
-        return pickle.dumps(found)
-
-    documents: Mapping[tuple[str, str], bytes | None] = pickle.loads(
-        ranks.together(what=what, error=error, decide=read)
-    )
-    return documents
+    found: dict[tuple[str, str], bytes | None] = {}
+    for name in (ROOT_DOCUMENT, CONFIG_FNAME, COMMON_STATE_FNAME):
+        try:
+            found[location.url, name] = location.read(name)
+        except FileNotFoundError:
+            found[location.url, name] = None
+    return found
 
 
 def load_common_state_dict(

@@ -14,9 +14,11 @@ from shardstore.dict_utils import (
     dict_list_map_outplace,
     extract_matching_values,
 )
+from shardstore.errors import StructureError
 from shardstore.mapping import (
     CommonStateDict,
     LocalNonpersistentObject,
+    ShardedBase,
     ShardedStateDict,
     ShardedTensor,
     ShardedTensorFactory,
@@ -96,6 +98,42 @@ def load_preprocess(
 
     dict_list_map_inplace(unwrapped, nonpersistent)
     return wanted, nonpersistent, factories
+
+
+def check_lists(x: dict[Any, Any] | list[Any], path: tuple[Any, ...] = ()) -> tuple[bool, bool]:
+    """Refuse lists whose elements are in part sharded and in part common.
+
+    The two parts are stored apart and put together by position, but a part of a list does not know
+    its positions: such a list would fail to load, or come back with its elements mixed up.
+
+    Args:
+        x: nested state dict as it is given to a save. Non-persistent objects do not count.
+        path: where it is within the whole, for the error text.
+
+    Returns:
+        Whether there are sharded values in it, and whether there are others.
+
+    Raises:
+        StructureError: there is such a list.
+    """
+    found = []
+    for key, value in x.items() if isinstance(x, dict) else enumerate(x):
+        if isinstance(value, dict | list):
+            sharded, common = check_lists(value, (*path, key))
+            if sharded or common or not value:
+                found.append((sharded, common or not value))
+        elif not isinstance(value, LocalNonpersistentObject):
+            is_sharded = isinstance(value, ShardedBase)
+            found.append((is_sharded, not is_sharded))
+    sharded, common = any(s for s, _ in found), any(c for _, c in found)
+    if sharded and common and isinstance(x, list) and not all(s and c for s, c in found):
+        kinds = ["both" if s and c else "sharded" if s else "common" for s, c in found]
+        raise StructureError(
+            f"the list at {'.'.join(map(str, path)) or 'the top'} mixes sharded values with "
+            f"others ({', '.join(kinds[:8])}), and could not be put together again on loading; "
+            "make it a dict"
+        )
+    return sharded, common
 
 
 def filter_out_empty_flatten_tensor(

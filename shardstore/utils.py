@@ -16,11 +16,11 @@ from typing import Any, TypeAlias
 import torch
 
 from shardstore.dict_utils import (
-    StructureError,
     dict_list_map_inplace,
     extract_matching_values,
     nested_values,
 )
+from shardstore.errors import StructureError
 from shardstore.mapping import (
     LocalNonpersistentObject,
     ShardedBase,

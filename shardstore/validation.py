@@ -32,6 +32,7 @@ from shardstore.errors import (
     AccessPatternError,
     CheckpointingException,
     DTypeMismatchError,
+    FormatVersionError,
     MissingKeyError,
     NotACheckpointError,
     ShapeMismatchError,
@@ -48,8 +49,10 @@ from shardstore.mapping import (
 from shardstore.strategies.base import (
     LoadCommonStrategy,
     LoadShardedStrategy,
+    LoadStrategyBase,
     SaveCommonStrategy,
     SaveShardedStrategy,
+    SaveStrategyBase,
     StrategyAction,
     get_default_strategy,
 )
@@ -238,12 +241,12 @@ def verify_checkpoint_and_load_strategy(
     if sharded_strategy is None:
         sharded_strategy = (backend, version)
     if isinstance(sharded_strategy, tuple):
-        found = get_default_strategy(StrategyAction.LOAD_SHARDED, *sharded_strategy)
+        found = _strategy_for(checkpoint_dir, StrategyAction.LOAD_SHARDED, *sharded_strategy)
         sharded_strategy = cast(LoadShardedStrategy, found)
     if common_strategy is None:
         common_strategy = (config.common_backend, config.common_backend_version)
     if isinstance(common_strategy, tuple):
-        found = get_default_strategy(StrategyAction.LOAD_COMMON, *common_strategy)
+        found = _strategy_for(checkpoint_dir, StrategyAction.LOAD_COMMON, *common_strategy)
         common_strategy = cast(LoadCommonStrategy, found)
     for name, given, kind in (
         ("sharded_strategy", sharded_strategy, LoadShardedStrategy),
@@ -259,6 +262,19 @@ def verify_checkpoint_and_load_strategy(
     common_strategy.check_backend_compatibility(config.common_backend)
     common_strategy.check_version_compatibility(config.common_backend_version)
     return sharded_strategy, common_strategy
+
+
+def _strategy_for(
+    checkpoint_dir: str | Path, action: StrategyAction, backend: str, version: int
+) -> SaveStrategyBase | LoadStrategyBase:
+    try:
+        return get_default_strategy(action, backend, version)
+    except CheckpointingException as error:
+        raise FormatVersionError(
+            f"the checkpoint {checkpoint_dir} can not be loaded with backend {backend!r}, version "
+            f"{version!r}: {error}",
+            url=str(checkpoint_dir),
+        ) from error
 
 
 def adjust_non_strict_load(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from bench.clients import MEGATRON
 from bench.context import Context
 from bench.crew import ClientError, Crew
-from bench.disk_state import remove
+from bench.disk_state import ATTIC, retire
 
 Action = Callable[[Context, Crew, str, int], None]
 
@@ -68,8 +68,9 @@ class Field:
         except ClientError as error:
             self._leave(name, str(error))
             self._crews.pop(python).close()
-            for path in self._context.root.iterdir():
-                remove(path, self._context.root)
+            for path in list(self._context.root.iterdir()):
+                if path.name != ATTIC:
+                    retire(path, self._context.root)
             self._start(python)
 
     def _python(self, name: str) -> str:

@@ -7,10 +7,12 @@ import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 from shardstore.errors import NotACheckpointError
 from shardstore.storage import documents
 from shardstore.storage.chunks import Mover, RegionRead
+from shardstore.storage.collector import collector_paused
 from shardstore.storage.documents import ArrayMeta, RootDocument
 from shardstore.storage.files import FileMover
 from shardstore.storage.location import Location
@@ -59,7 +61,8 @@ class StoredCheckpoint:
             text = self._read_document(self.location, "zarr.json")
         except FileNotFoundError:
             return None
-        return documents.parse_root(text, f"{self.location.url}/zarr.json")
+        with collector_paused():
+            return documents.parse_root(text, f"{self.location.url}/zarr.json")
 
     @cached_property
     def arrays(self) -> Mapping[str, ArrayMeta]:
@@ -70,7 +73,8 @@ class StoredCheckpoint:
             FormatVersionError, DTypeMismatchError: written by what this version can not read.
         """
         if self.root is not None and self.root.consolidated:
-            return self.root.arrays()
+            with collector_paused():
+                return self.root.arrays()
         name = ".zarray" if self.root is None else "zarr.json"
         if not self.location.is_local:
             return self._listed(name)
@@ -165,7 +169,7 @@ class StoredCheckpoint:
                 for node, document in self.root.documents.items()
                 if node not in doomed
             ]
-            text = documents.root_document(kept, self.root.attributes)
+            text = documents.root_document(kept, self._attributes_without(set(doomed)))
             self.location.replace("zarr.json", text.encode())
             if self.manifest is not None:
                 manifest = self.manifest.without(set(doomed))
@@ -184,6 +188,16 @@ class StoredCheckpoint:
                 self.location.delete(node)
         for name in ("root", "arrays", "manifest"):
             self.__dict__.pop(name, None)
+
+    def _attributes_without(self, nodes: set[str]) -> dict[str, Any]:
+        """Attributes of the root group, less the checksums of some arrays."""
+        assert self.root is not None
+        sums = self.root.chunk_sums
+        if not sums:
+            return self.root.attributes
+        kept = {node: crcs for node, crcs in sums.items() if node not in nodes}
+        about = {**self.root.attributes["shardstore"], documents.CHUNK_SUMS: kept}
+        return {**self.root.attributes, "shardstore": about}
 
     def require(self) -> None:
         """Raise :class:`NotACheckpointError` unless there is a checkpoint with arrays of ours."""

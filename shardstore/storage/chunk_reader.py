@@ -29,6 +29,7 @@ from shardstore.storage.chunk_bytes import (
 from shardstore.storage.chunks import ChunkPart, as_bytes
 from shardstore.storage.grid import block_bytes, inner_blocks
 from shardstore.storage.manifest import Manifest
+from shardstore.storage.mapped import read_mapped
 
 __all__ = ["CRC", "CRC_BYTES", "read_part"]
 
@@ -60,7 +61,7 @@ def read_part(
     array, out = part.array, part.out
     shape, total = array.grid.chunk_shape, array.chunk_bytes
     if array.has_crc and out.nbytes == total and out.flags.c_contiguous:
-        done = _read_whole(fd, as_bytes(out).data, total, corrupt)
+        done = _read_whole(fd, as_bytes(out), array.expected_crc(part.index), corrupt)
         if done:
             return done
     low, high = span(part.within, shape, out.dtype.itemsize)
@@ -72,7 +73,15 @@ def read_part(
         first, last = 0, total
     else:
         first, last = low, high
-    file = _Verified(fd, corrupt, total, first, sums, check=array.has_crc)
+    file = _Verified(
+        fd,
+        corrupt,
+        total,
+        first,
+        sums,
+        check=array.has_crc,
+        expected=array.expected_crc(part.index),
+    )
     if out.flags.c_contiguous and out.nbytes == high - low:
         file.read(low, as_bytes(out).data)
     else:
@@ -83,27 +92,51 @@ def read_part(
     return file.finish(last)
 
 
-def _read_whole(fd: int, out: memoryview, total: int, corrupt: Corrupt) -> int:
+def _read_whole(fd: int, out: NDArray[np.uint8], expected: int | None, corrupt: Corrupt) -> int:
     """A whole chunk that lies in memory as it lies in the file: most of what a load does.
+
+    Args:
+        expected: the checksum that the commit has of this chunk, if it has one.
 
     Returns:
         Number of bytes read; 0 where a read came up short, for the caller to go step by step.
     """
-    crc = 0
+    total = len(out)
     tail = bytearray(CRC_BYTES)
+    crc = read_mapped(fd, out, tail)
+    if crc is None:
+        crc = _read_ahead(fd, out.data, tail)
+        if crc is None:
+            return 0
+    (stored,) = CRC.unpack(tail)
+    if crc != stored:
+        raise corrupt(_mismatch(stored, crc))
+    if expected is not None and crc != expected:
+        raise corrupt(_foreign(expected, crc))
+    return total + CRC_BYTES
+
+
+def _read_ahead(fd: int, out: memoryview, tail: bytearray) -> int | None:
+    """Read a whole chunk by ordinary reads; its checksum, ``None`` where one came up short."""
+    total = len(out)
+    crc = 0
     for start in range(0, total, READ_BYTES):
         piece = out[start : start + READ_BYTES]
         size = len(piece)
         if start + size == total:
             if os.preadv(fd, (piece, tail), start) != size + CRC_BYTES:
-                return 0
+                return None
         elif os.preadv(fd, (piece,), start) != size:
-            return 0
+            return None
         crc = crc32c(piece, crc)
-    (stored,) = CRC.unpack(tail)
-    if crc != stored:
-        raise corrupt(_mismatch(stored, crc))
-    return total + CRC_BYTES
+    return crc
+
+
+def _foreign(expected: int, found: int) -> str:
+    return (
+        f"is whole, but it is not the chunk that was committed (crc32c {expected:#010x} expected, "
+        f"{found:#010x} found): it was exchanged or written over"
+    )
 
 
 def _mismatch(expected: int, found: int) -> str:
@@ -139,6 +172,7 @@ class _Verified:
         sums: Sequence[int] | None,
         *,
         check: bool,
+        expected: int | None,
     ) -> None:
         self._fd = fd
         self._corrupt = corrupt
@@ -150,6 +184,7 @@ class _Verified:
         self._block = block_bytes(total)
         self._crc = sums[first // self._block - 1] if sums is not None and first else 0
         self._tail = bytearray(CRC_BYTES) if check and sums is None else None
+        self._expected = expected
 
     def read(self, offset: int, view: memoryview) -> None:
         """Read the bytes from ``offset`` on, which is not before what was read last."""
@@ -163,6 +198,8 @@ class _Verified:
         if self._tail is not None:
             (stored,) = CRC.unpack(self._tail)
             self._compare(stored, self._crc)
+            if self._expected is not None and self._crc != self._expected:
+                raise self._corrupt(_foreign(self._expected, self._crc))
         return self._size
 
     def _skip_to(self, offset: int) -> None:

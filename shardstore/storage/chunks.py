@@ -97,12 +97,13 @@ class ChunkPart:
 def chunk_parts(read: RegionRead) -> Iterator[ChunkPart]:
     """Split a region along the chunk grid."""
     grid = read.array.grid
+    whole = grid.chunk_at(read.box)
+    if whole is not None:
+        # What most shards of a small or unchanged layout are.
+        yield ChunkPart(read.array, whole, Box((0,) * len(whole), read.box.shape), read.out)
+        return
     for index in grid.overlapping(read.box):
         chunk = grid.box(index)
-        if chunk == read.box:
-            # One chunk, whole: what most shards of a small or unchanged layout are.
-            yield ChunkPart(read.array, index, Box((0,) * len(index), chunk.shape), read.out)
-            return
         common = chunk.intersect(read.box)
         assert common is not None
         # The ellipsis keeps a 0-d part an array: indexing with () alone copies the element.

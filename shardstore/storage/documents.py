@@ -9,6 +9,9 @@ out: nothing here reads or writes a file.
 from __future__ import annotations
 
 import json
+import math
+import struct
+from base64 import b64decode
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,12 +34,18 @@ __all__ = [
 FORMAT_VERSION = 1
 """Of ``attributes.shardstore`` in the root document; a reader refuses a larger one."""
 
+CHUNK_SUMS = "chunk_crc32c"
+"""In ``attributes.shardstore`` of the root: checksums that tie each chunk to the commit."""
+
 SEPARATOR = "."
 """Of chunk keys: ``c.0.1`` needs no folders below the array's own (a third of the creations of a
 small array)."""
 
+_CRC = struct.Struct("<I")
+
 CRC32C = "crc32c"
 ZSTD = "zstd"
+_CHAINS = ((), (CRC32C,), (ZSTD, CRC32C))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +63,8 @@ class ArrayMeta:
         separator: between the numbers of a chunk key.
         shard_shape: edges of the shards it was saved from, if known.
         document: the parsed document where it was read and not built.
+        crcs: crc32c of each chunk in C order over the grid, little-endian uint32, where the commit
+            has them.
     """
 
     key: str
@@ -65,6 +76,7 @@ class ArrayMeta:
     separator: str = SEPARATOR
     shard_shape: tuple[int, ...] | None = None
     document: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
+    crcs: bytes | None = field(default=None, compare=False, repr=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -74,10 +86,14 @@ class ArrayMeta:
     @property
     def chunk_bytes(self) -> int:
         """Bytes of a decoded chunk."""
-        size = dtypes.itemsize(self.dtype)
-        for edge in self.grid.chunk_shape:
-            size *= edge
-        return size
+        return math.prod(self.grid.chunk_shape) * dtypes.itemsize(self.dtype)
+
+    def expected_crc(self, index: Sequence[int]) -> int | None:
+        """crc32c that the commit has of a decoded chunk; ``None`` where it has none."""
+        if self.crcs is None:
+            return None
+        crc: int = _CRC.unpack_from(self.crcs, 4 * self.grid.linear(index))[0]
+        return crc
 
     @property
     def has_crc(self) -> bool:
@@ -224,12 +240,20 @@ class RootDocument:
             FormatVersionError, DTypeMismatchError: an array uses what this version does not read.
         """
         out: dict[str, ArrayMeta] = {}
+        sums = self.chunk_sums
         for node, document in self.documents.items():
             if isinstance(document, dict) and document.get("node_type") == "array":
                 _check_node(node, self.url)
-                meta = parse_array(node, document, f"{self.url}/{node}")
+                meta = parse_array(node, document, f"{self.url}/{node}", sums.get(node))
                 out[meta.key] = meta
         return out
+
+    @property
+    def chunk_sums(self) -> dict[str, str]:
+        """Node -> base64 of :attr:`ArrayMeta.crcs`, as the commit wrote them."""
+        about = self.attributes.get("shardstore")
+        sums = about.get(CHUNK_SUMS) if isinstance(about, dict) else None
+        return sums if isinstance(sums, dict) else {}
 
 
 def _check_node(node: str, url: str) -> None:
@@ -270,8 +294,15 @@ def parse_root(text: str | bytes, url: str) -> RootDocument:
     return RootDocument(url, attributes, documents, version, isinstance(inline, dict))
 
 
-def parse_array(node: str, document: Mapping[str, Any], url: str) -> ArrayMeta:
+def parse_array(node: str, document: Mapping[str, Any], url: str, sums: object = None) -> ArrayMeta:
     """Parse an array's ``zarr.json``.
+
+    Args:
+        node: its node name.
+        document: the parsed JSON.
+        url: for error texts.
+        sums: base64 of its :attr:`ArrayMeta.crcs`, if known; those of another grid are of no use
+            and left out.
 
     Raises:
         FormatVersionError: grid, key encoding or shape is of a kind that this version does not
@@ -283,7 +314,7 @@ def parse_array(node: str, document: Mapping[str, Any], url: str) -> ArrayMeta:
         grid_document, encoding = document["chunk_grid"], document["chunk_key_encoding"]
         chunk_shape = _shape(grid_document["configuration"]["chunk_shape"])
         separator = (encoding.get("configuration") or {}).get("separator", "/")
-        codecs = [codec["name"] for codec in document["codecs"]]
+        codecs = [codec["name"] for codec in document["codecs"]] or [""]
         data_type = document["data_type"]
         if grid_document["name"] != "regular" or encoding["name"] != "default":
             raise ValueError(f"grid {grid_document['name']!r}, keys {encoding['name']!r}")
@@ -302,18 +333,28 @@ def parse_array(node: str, document: Mapping[str, Any], url: str) -> ArrayMeta:
     key = about.get("key") or names.key_of(node) or node
     shards = about.get("shard_shape")
     chain: tuple[str, ...] | None = tuple(codecs[1:])
-    if codecs[:1] != ["bytes"] or chain not in ((), (CRC32C,), (ZSTD, CRC32C)) or _big(document):
+    if codecs[0] != "bytes" or chain not in _CHAINS or _big(document):
         chain = None
+    grid = Grid(shape, chunk_shape)
     return ArrayMeta(
         key=key,
         node=node,
-        grid=Grid(shape, chunk_shape),
+        grid=grid,
         dtype=data_type,
         codecs=chain,
         separator=separator,
         shard_shape=_shape(shards) if shards is not None else None,
         document=document,
+        crcs=_crcs(sums, grid) if isinstance(sums, str) else None,
     )
+
+
+def _crcs(sums: str, grid: Grid) -> bytes | None:
+    try:
+        crcs = b64decode(sums, validate=True)
+    except ValueError:
+        return None
+    return crcs if len(crcs) == 4 * grid.size else None
 
 
 def _big(document: Mapping[str, Any]) -> bool:
@@ -356,8 +397,9 @@ def parse_v2_array(node: str, text: str | bytes, url: str) -> ArrayMeta:
 
 def _shape(value: Any) -> tuple[int, ...]:
     shape = tuple(value)
-    if any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in shape):
-        raise ValueError(f"shape {value!r}")
+    for n in shape:
+        if type(n) is not int or n < 0:
+            raise ValueError(f"shape {value!r}")
     return shape
 
 

@@ -22,6 +22,7 @@ from shardstore.errors import ChunkCorruptError, ChunkMissingError
 from shardstore.storage.chunk_bytes import checksums, free_scratch, pieces
 from shardstore.storage.chunk_reader import CRC, CRC_BYTES, read_part
 from shardstore.storage.chunks import ChunkPart, ChunkWrite, RegionRead, chunk_parts
+from shardstore.storage.collector import collector_paused
 from shardstore.storage.counters import counters
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import block_bytes, inner_blocks
@@ -84,7 +85,8 @@ class FileMover:
 
     def read(self, reads: Sequence[RegionRead], manifest: Callable[[], Manifest | None]) -> None:
         """See :meth:`Mover.read`."""
-        parts = [part for read in reads for part in chunk_parts(read)]
+        with collector_paused():
+            parts = [part for read in reads for part in chunk_parts(read)]
 
         def work(batch: Sequence[ChunkPart]) -> None:
             for part in batch:

@@ -121,6 +121,18 @@ class Grid:
             out.append(i)
         return tuple(reversed(out))
 
+    def chunk_at(self, region: Box) -> Shape | None:
+        """Index of the chunk that holds ``region`` and nothing else; ``None`` if there is none."""
+        index = []
+        for o, s, c, n in zip(
+            region.offset, region.shape, self.chunk_shape, self.shape, strict=True
+        ):
+            i, rest = divmod(o, c)
+            if rest or s <= 0 or s != (c if o + c <= n else n - o):
+                return None
+            index.append(i)
+        return tuple(index)
+
     def overlapping(self, region: Box) -> Iterator[Shape]:
         """Indices of the chunks that share elements with ``region``, in C order."""
         if any(s <= 0 for s in region.shape):

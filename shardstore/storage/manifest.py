@@ -16,6 +16,7 @@ from __future__ import annotations
 import io
 import json
 import zlib
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -113,8 +114,8 @@ class RankManifest:
     def to_bytes(self) -> bytes:
         """For sending to the coordinator."""
         arrays = [
-            [key, text if key in self._created else _digest_of(text)]
-            for key, (_, _, text) in self._arrays.items()
+            [key, text if key in self._created else [_digest_of(text), _summary(meta)]]
+            for key, (_, meta, text) in self._arrays.items()
         ]
         head = {"rank": self.rank, "arrays": arrays, "created": sorted(self._created)}
         head["objects"] = self.objects
@@ -129,6 +130,15 @@ class RankManifest:
                 "running": np.array(self._running, dtype=np.uint32),
             }
         )
+
+
+def _summary(meta: ArrayMeta) -> str:
+    """What ranks may disagree about, in words."""
+    sharding = "" if meta.shard_shape is None else f", shards of {meta.shard_shape}"
+    return (
+        f"global shape {meta.shape}, data type {meta.dtype}{sharding}, chunks of "
+        f"{meta.grid.chunk_shape}"
+    )
 
 
 def _digest_of(text: str) -> int:
@@ -227,6 +237,14 @@ class Manifest:
         """Global rank that wrote a chunk."""
         row = self.row(meta, index)
         return None if row is None else int(self.rank[row])
+
+    def chunk_sums(self) -> dict[str, str]:
+        """Node -> base64 of the crc32c of its chunks in order, little-endian, for the commit."""
+        crcs = self.crc.astype("<u4").tobytes()
+        return {
+            node: b64encode(crcs[4 * start[0] : 4 * (start[0] + start[3])]).decode()
+            for node, start in self._start.items()
+        }
 
     def without(self, nodes: set[str]) -> Manifest:
         """The manifest less some arrays."""
@@ -432,9 +450,10 @@ def _agree(
     digests = {key: _digest_of(text) for key, text in texts.items()}
     for head in heads:
         created = set(head["created"])
-        for key, digest in head["arrays"]:
+        for key, entry in head["arrays"]:
             if key in created:
                 continue
+            digest, summary = entry
             if key not in texts:
                 raise AccessPatternError(
                     f"Invalid access pattern: rank {head['rank']} wrote a part of key {key!r}, "
@@ -447,8 +466,8 @@ def _agree(
             if digests[key] != digest:
                 raise AccessPatternError(
                     f"Invalid access pattern: rank {head['rank']} and rank {creators[key]} "
-                    f"describe key {key!r} differently "
-                    f"(global shape, data type or sharding); rank {creators[key]} has {texts[key]}",
+                    f"describe key {key!r} differently: rank {head['rank']} has {summary}; rank "
+                    f"{creators[key]} has {_summary(_meta(key, texts[key]))}; give both the same",
                     key=key,
                     rank=head["rank"],
                 )

@@ -6,7 +6,6 @@ bytes; not what they mean.
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,7 +19,7 @@ from shardstore.storage.counters import counters
 from shardstore.storage.location import Location
 from shardstore.storage.remote import RemoteStore
 from shardstore.storage.tensorstore_mover import shared_context
-from shardstore.storage.tensorstore_store import has_driver, kvstore_spec
+from shardstore.storage.tensorstore_store import has_driver, kvstore_spec, plain_words
 
 __all__ = ["IN_FLIGHT", "MAX_OBJECT_BYTES", "ObjectIO", "object_io", "read_objects"]
 
@@ -37,9 +36,6 @@ ABSENT = b"\x02"
 
 _RANGES = "byte_range" in (ts.KvStore.read.__doc__ or "")
 """Whether this TensorStore reads parts of objects; older ones read the whole."""
-
-_BODY = re.compile(r"\s*\[(?!http_response_code)[\w-]+='(?:[^'\\]|\\.)*'\]")
-_CODE = re.compile(r"<Code>([\w.]+)</Code>")
 
 
 class ObjectIO(Protocol):
@@ -167,11 +163,7 @@ class _TensorStoreIO:
         url = f"{self._url}/{key}" if key else self._url
         if text.startswith("OUT_OF_RANGE"):
             return _RangeError(f"{doing} {url}: it ends before the range", url=url)
-        code = _CODE.search(text)
-        shown = _BODY.sub("", text).splitlines()[0][:400]
-        if code is not None and code.group(1) not in shown:
-            shown = f"{code.group(1)}: {shown}"
-        return StorageError(f"{doing} {url} failed: {shown}; {_remedy(text)}", url=url)
+        return StorageError(f"{doing} {url} failed: {plain_words(text)}; {_remedy(text)}", url=url)
 
 
 class _RangeError(StorageError):

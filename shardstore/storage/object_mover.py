@@ -148,8 +148,8 @@ class ObjectMover:
     # -- reading -------------------------------------------------------------------------------
 
     def read(self, reads: Sequence[RegionRead], manifest: Callable[[], Manifest | None]) -> None:
-        """See :meth:`Mover.read`. Whole chunks are also held against the manifest, so that what a
-        late writer of another save left is found."""
+        """See :meth:`Mover.read`. Whole chunks are also held against what the commit says of them,
+        so that what a late writer of another save left is found."""
         if not reads:
             return
         io = object_io(self.location)
@@ -266,7 +266,7 @@ class _Wanted:
         last: one past the last byte of the chunk that is asked for.
         stored: size of the object if it is read whole, else ``None``.
         sums: running checksums of the manifest, at the ends of blocks, for a part.
-        crc: of the whole chunk, by the manifest.
+        crc: of the whole chunk, by the root document or the manifest.
     """
 
     first: int
@@ -291,14 +291,15 @@ def _wanted(part: ChunkPart, manifest: Callable[[], Manifest | None]) -> _Wanted
     if not array.has_crc:
         whole = (low, high) == (0, total)
         return _Wanted(low, high, total if whole else None, None, None)
-    found = manifest()
-    sums = None if found is None else found.running_of(array, part.index)
-    if sums is not None and inner_blocks(total):
-        block = block_bytes(total)
-        first, last = low // block * block, min(-(-high // block) * block, total)
-        if (first, last) != (0, total):
+    block = block_bytes(total)
+    first, last = low // block * block, min(-(-high // block) * block, total)
+    crc = array.expected_crc(part.index)
+    if (first, last) != (0, total) or crc is None:
+        found = manifest()
+        sums = None if found is None else found.running_of(array, part.index)
+        if sums is not None and (first, last) != (0, total):
             return _Wanted(first, last, None, sums, None)
-    crc = None if sums is None else int(sums[-1])
+        crc = int(sums[-1]) if sums is not None else crc
     return _Wanted(0, total, _stored_bytes(array), None, crc)
 
 
@@ -328,9 +329,8 @@ def _problem(part: ChunkPart, wanted: _Wanted, data: bytes) -> str | None:
         return _mismatch(stored, crc)
     if wanted.crc is not None and crc != wanted.crc:
         return (
-            "is whole but not what the save wrote that is committed here, a late writer of "
-            f"another save changed it (crc32c {wanted.crc:#010x} in the manifest, {crc:#010x} "
-            "found)"
+            "is whole, but it is not the chunk that was committed, a late writer of another save "
+            f"changed it (crc32c {wanted.crc:#010x} expected, {crc:#010x} found)"
         )
     return None
 

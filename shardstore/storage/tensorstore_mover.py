@@ -26,7 +26,7 @@ from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import block_bytes, inner_blocks
 from shardstore.storage.location import Location
 from shardstore.storage.manifest import ChunkRecord, Manifest
-from shardstore.storage.tensorstore_store import s3_context
+from shardstore.storage.tensorstore_store import plain_words, s3_context
 
 __all__ = ["TensorStoreMover", "open_array", "shared_context"]
 
@@ -131,11 +131,12 @@ class TensorStoreMover:
         except Exception as error:
             url = f"{self.location.url}/{array.node}/{array.chunk_key(item.index)}"
             raise StorageError(
-                f"writing chunk {item.index} of key {array.key!r} to {url} failed: {error}",
+                f"writing chunk {item.index} of key {array.key!r} to {url} failed: "
+                f"{plain_words(str(error))}",
                 key=array.key,
                 chunk=item.index,
                 url=url,
-            ) from error
+            ) from self._cause(error)
         counters.add(bytes_written=record.stored_bytes, chunks_written=1)
         with self._done:
             done(item, record)
@@ -169,10 +170,15 @@ class TensorStoreMover:
         try:
             future.result()
         except Exception as error:
-            raise self._explained(read, str(error), manifest) from error
+            text = plain_words(str(error)) if not self.location.is_local else str(error)
+            raise self._explained(read, text, manifest) from self._cause(error)
         touched = sum(1 for _ in array.grid.overlapping(read.box))
         counters.add(bytes_read=touched * array.chunk_bytes, chunks_read=touched)
         return read.out.nbytes
+
+    def _cause(self, error: Exception) -> Exception | None:
+        """What is shown as the cause: a store's own answer in it may have the access key."""
+        return error if self.location.is_local else None
 
     def _explained(
         self, read: RegionRead, text: str, manifest: Callable[[], Manifest | None]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -22,7 +23,7 @@ from shardstore.storage.location import Location
 from shardstore.storage.remote import FIRST_DEADLINE_S, explained
 from shardstore.storage.tensorstore_environment import BOUNDED, LIMITS
 
-__all__ = ["has_driver", "kvstore_spec", "s3_context"]
+__all__ = ["has_driver", "kvstore_spec", "plain_words", "s3_context"]
 
 PROFILE = "shardstore"
 CONCURRENCY = 32
@@ -30,6 +31,9 @@ CONCURRENCY = 32
 
 _REFRESHED = ("iam-role", "container-role")
 """Credentials that change with time and that TensorStore knows how to get by itself."""
+
+_BODY = re.compile(r"\s*\[(?!http_response_code)[\w-]+='(?:[^'\\]|\\.)*'\]")
+_CODE = re.compile(r"<Code>([\w.]+)</Code>")
 
 _lock = threading.Lock()
 _files: dict[int, tuple[bytes, int | str]] = {}
@@ -39,6 +43,14 @@ _found: dict[int, dict[str, Any]] = {}
 def has_driver(location: Location) -> bool:
     """Whether TensorStore has a driver that meets the control plane in the same store."""
     return location.is_local or location.url.startswith(("s3://", "s3a://"))
+
+
+def plain_words(text: str) -> str:
+    """What TensorStore says of an error, without the store's own answer, which may have the access
+    key in it."""
+    code = _CODE.search(text)
+    shown = (_BODY.sub("", text).splitlines() or [""])[0][:400]
+    return shown if code is None or code.group(1) in shown else f"{code.group(1)}: {shown}"
 
 
 def s3_context() -> dict[str, Any]:

@@ -109,12 +109,9 @@ def plan_read(tensor: ShardedTensor, meta: ArrayMeta) -> TensorRead:
     """
     tensor.validate_metadata_integrity()
     box = local_box(tensor)
-    if tensor.flattened_range is None:
-        shape = tensor.local_shape
-    else:
-        start, stop = flat_bounds(tensor)
-        shape = (stop - start,)
-    if box.size and any(e > n for e, n in zip(box.end, tensor.global_shape, strict=True)):
+    flat = flat_bounds(tensor) if tensor.flattened_range is not None else None
+    shape = tensor.local_shape if flat is None else (flat[1] - flat[0],)
+    if not (_inside(box, tensor.global_shape) or box.size == 0):
         raise AccessPatternError(
             f"key {tensor.key!r}: the shard at offset {box.offset} of shape {box.shape} reaches "
             f"beyond the global shape {tensor.global_shape}; correct global_offset",
@@ -123,32 +120,40 @@ def plan_read(tensor: ShardedTensor, meta: ArrayMeta) -> TensorRead:
     read = _destination(tensor, shape)
     host = read.staged if read.staged is not None else read.result
     out = dtypes.as_numpy(host)
-    stored = Box((0,) * len(meta.shape), meta.shape)
-    whole = all(e <= n for e, n in zip(box.end, meta.shape, strict=True))
+    whole = meta.shape == tensor.global_shape or _inside(box, meta.shape)
     if not whole:
         with torch.no_grad():
             host.zero_()
-    if tensor.flattened_range is None:
-        _add(read, meta, stored, box, out[(*(None,) * tensor.prepend_axis_num, ...)], whole)
+    if flat is None:
+        if tensor.prepend_axis_num:
+            out = out[(*(None,) * tensor.prepend_axis_num, ...)]
+        _add(read, meta, box, out, whole)
         return read
+    start, stop = flat
     position = 0
     for part in flat_range_boxes(box.shape, start, stop):
         region = Box(tuple(a + b for a, b in zip(box.offset, part.offset, strict=True)), part.shape)
         piece = out[position : position + part.size].reshape(part.shape)
-        _add(read, meta, stored, region, piece, whole)
+        _add(read, meta, region, piece, whole)
         position += part.size
     return read
 
 
-def _add(
-    read: TensorRead, meta: ArrayMeta, stored: Box, region: Box, out: NDArray[Any], whole: bool
-) -> None:
+def _inside(box: Box, shape: tuple[int, ...]) -> bool:
+    """Whether a box of as many axes lies within a shape."""
+    for o, s, n in zip(box.offset, box.shape, shape, strict=True):  # noqa: SIM110 - twice as fast
+        if o + s > n:
+            return False
+    return True
+
+
+def _add(read: TensorRead, meta: ArrayMeta, region: Box, out: NDArray[Any], whole: bool) -> None:
     """Read the part of a region that is stored."""
     if whole:
-        if region.size:
+        if out.size:
             read.regions.append(RegionRead(meta, region, out))
         return
-    common = stored.intersect(region)
+    common = Box((0,) * len(meta.shape), meta.shape).intersect(region)
     if common is None:
         return
     where: tuple[Any, ...] = (..., *common.relative_to(region.offset).slices)

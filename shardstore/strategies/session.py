@@ -27,6 +27,7 @@ from shardstore.errors import AccessPatternError, StorageError
 from shardstore.ranks import Ranks
 from shardstore.storage import commit, documents, names
 from shardstore.storage.attempt import Attempt
+from shardstore.storage.collector import collector_paused
 from shardstore.storage.location import Location
 from shardstore.storage.manifest import MANIFEST_NAME, Merged, RankManifest, merge
 from shardstore.storage.options import SaveOptions
@@ -156,7 +157,8 @@ class SaveSession:
         merged: list[Merged] = []
 
         def check(reports: list[bytes]) -> bytes:
-            merged.append(merge(reports, check=self.options.validate))
+            with collector_paused():
+                merged.append(merge(reports, check=self.options.validate))
             if self.options.validate:
                 _check_objects(merged[0].objects)
                 _check_kinds(merged[0])
@@ -195,6 +197,7 @@ class SaveSession:
             written.append((MANIFEST_NAME, merged.manifest.to_bytes()))
             record = {
                 "format_version": documents.FORMAT_VERSION,
+                documents.CHUNK_SUMS: merged.manifest.chunk_sums(),
                 "commit": {
                     "attempt": self.attempt.id,
                     "created": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -30,6 +30,7 @@ from shardstore.ranks import Ranks
 from shardstore.storage import arrays, dtypes
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.chunks import ChunkWrite, as_bytes
+from shardstore.storage.collector import collector_paused
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import DEFAULT_TARGET_CHUNK_BYTES, flat_range_boxes
 from shardstore.storage.location import Location
@@ -181,20 +182,21 @@ class ZarrSaveShardedStrategy(SaveShardedStrategy):
         error: Exception | None = None
         plan = WritePlan()
         try:
-            check_collisions(tensor.key for tensor in tensors)
-            plan = plan_writes(
-                tensors,
-                ranks.rank,
-                zarr_format=session.zarr_format,
-                target_chunk_bytes=self.options.target_chunk_bytes,
-                layouts=layouts,
-            )
-            created = [
-                (meta, text)
-                for meta, first in plan.arrays
-                for text in [session.manifest.add_array(meta, created=first)]
-                if first
-            ]
+            with collector_paused():
+                check_collisions(tensor.key for tensor in tensors)
+                plan = plan_writes(
+                    tensors,
+                    ranks.rank,
+                    zarr_format=session.zarr_format,
+                    target_chunk_bytes=self.options.target_chunk_bytes,
+                    layouts=layouts,
+                )
+                created = [
+                    (meta, text)
+                    for meta, first in plan.arrays
+                    for text in [session.manifest.add_array(meta, created=first)]
+                    if first
+                ]
         except Exception as problem:
             error, created = problem, []
         if session.exchange_layouts:
@@ -310,8 +312,9 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):
         stored = open_checkpoint(checkpoint_dir)
         stored.require()
         planned: dict[int, TensorRead] = {}
-        for tensor in sharded_tensors_of(sharded_state_dict):
-            planned[id(tensor)] = _plan(stored, tensor)
+        with collector_paused():
+            for tensor in sharded_tensors_of(sharded_state_dict):
+                planned[id(tensor)] = _plan(stored, tensor)
         stored.read([region for read in planned.values() for region in read.regions])
 
         def loaded(value: Any) -> Any:

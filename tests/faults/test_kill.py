@@ -115,7 +115,9 @@ def run(folder: Path, victim: int = -1, moment: int = -1) -> list[dict[str, Any]
             ranks[rank].join()
         assert not hung, f"rank(s) {hung} wait for the dead one"
         codes = [process.exitcode for process in ranks]
-        assert codes == [-signal.SIGKILL if rank == victim else 0 for rank in range(WORLD)]
+        wanted = [-signal.SIGKILL if rank == victim else 0 for rank in range(WORLD)]
+        # Which rank makes a folder is a race: a victim may be done before its last moment comes.
+        assert codes in (wanted, [0] * WORLD)
         files = [Path(rendezvous, f"{rank}.json") for rank in range(WORLD)]
         return [json.loads(file.read_text()) if file.exists() else {} for file in files]
 
@@ -159,6 +161,11 @@ def test_the_previous_checkpoint_survives(
     previous(tmp_path)
     moment = min(int(calls[victim] * part), calls[victim] - 1)
     outcomes = run(tmp_path, victim, moment)
+    if all(outcomes):
+        assert part == 1.0
+        assert [outcome["error"] for outcome in outcomes] == [""] * WORLD
+        assert version_of(tmp_path / "c") == 2
+        return
     for rank, outcome in enumerate(outcomes):
         if rank != victim:
             assert f"rank {victim}" in outcome["error"], outcome

@@ -139,7 +139,7 @@ def ranks_disagree_about_a_tensor(rank: int, world_size: int, folder: Path) -> N
     refused({"w": tensor}, folder, *words, kind=AccessPatternError)
     rows = 3 if rank == 1 else 2
     tensor = ShardedTensor.from_rank_offsets("w", torch.ones(rows), (0, rank, world_size))
-    words = ("'w'", "rank 1", "rank 0", "global shape", "[6]")
+    words = ("'w'", "rank 1", "rank 0", "global shape (6,)", "global shape (9,)")
     refused({"w": tensor}, folder, *words, kind=AccessPatternError)
     tensor = ShardedTensor(
         "w", torch.ones(2), torch.float32, (2,), (6 + rank // 2,), (2 * rank,), None
@@ -246,7 +246,7 @@ def what_is_asked_for_is_not_what_is_stored(rank: int, world_size: int, folder: 
     checked(error, MissingKeyError, "o/shard_0_1", str(place))
     # All ranks, and the whole is asked for twice.
     error = raised(lambda: shardstore.load({"one": shard("one", 0)}, place))
-    assert isinstance(error, RanksError if rank else AccessPatternError), repr(error)
+    assert isinstance(error, AccessPatternError), repr(error)
     assert "Invalid access pattern" in str(error)
     assert "'one'" in str(error)
 

@@ -136,6 +136,8 @@ def test_ranks_that_mean_different_arrays() -> None:
     with pytest.raises(AccessPatternError, match="differently") as caught:
         merge(reports_of([(A, [(0,), (1,)], True)], [(other, [(1,)], False)]))
     assert "rank 1 and rank 0" in str(caught.value)
+    assert "rank 1 has global shape (6,), data type float32, chunks of (3,)" in str(caught.value)
+    assert "rank 0 has global shape (6,), data type float32, chunks of (2,)" in str(caught.value)
     with pytest.raises(AccessPatternError, match="chunk_grid"):
         merge(reports_of([(A, [(0,), (1,)], True)], [(other, [(1,)], True)]))
 

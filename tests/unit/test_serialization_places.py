@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import pickle
 import shutil
 from pathlib import Path
 
@@ -10,7 +13,12 @@ import torch
 
 import shardstore
 from shardstore import ShardedObject, ShardedTensor
-from shardstore.errors import AccessPatternError, StorageError
+from shardstore.errors import (
+    AccessPatternError,
+    FormatVersionError,
+    NotACheckpointError,
+    StorageError,
+)
 
 
 def _state(value: float = 1.0) -> dict[str, object]:
@@ -73,3 +81,34 @@ def test_what_is_no_strategy_is_named_at_the_load(name: str, tmp_path: Path) -> 
     shardstore.save(_state(), tmp_path / "a")
     with pytest.raises(shardstore.CheckpointingException, match=f"{name}='zarr' is neither"):
         shardstore.load(_state(), tmp_path / "a", **{name: "zarr"})
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"), [("sharded_backend", "nobody's"), ("common_backend_version", 99)]
+)
+def test_a_checkpoint_of_an_unknown_backend_is_named(
+    tmp_path: Path, entry: str, value: object
+) -> None:
+    place = tmp_path / "c"
+    shardstore.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}, place)
+    config = json.loads((place / "metadata.json").read_text())
+    (place / "metadata.json").write_text(json.dumps({**config, entry: value}))
+    with pytest.raises(FormatVersionError, match="Registered for") as caught:
+        shardstore.load({}, place)
+    assert str(place) in str(caught.value)
+    assert repr(value) in str(caught.value)
+    assert caught.value.url == str(place)
+
+
+def test_metadata_that_is_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "c" / "metadata.json").mkdir(parents=True)
+    with pytest.raises(NotACheckpointError, match="is not a distributed checkpoint"):
+        shardstore.load({}, tmp_path / "c")
+
+
+def test_a_storage_error_keeps_its_number_on_other_ranks() -> None:
+    error = StorageError("the disk is full", key="w", url="/x")
+    error.errno = errno.ENOSPC
+    again = pickle.loads(pickle.dumps(error))
+    assert (again.errno, again.key, again.url) == (errno.ENOSPC, "w", "/x")
+    assert str(again) == "the disk is full"

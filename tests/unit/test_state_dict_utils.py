@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardstore.errors import CheckpointingException
+from shardstore.errors import CheckpointingException, StructureError
 from shardstore.mapping import (
     LocalNonpersistentObject,
     ShardedObject,
@@ -16,6 +16,7 @@ from shardstore.mapping import (
     apply_factory_merges,
 )
 from shardstore.state_dict_utils import (
+    check_lists,
     filter_out_empty_flatten_tensor,
     load_preprocess,
     save_preprocess,
@@ -152,3 +153,33 @@ def test_filter_out_empty_flattened() -> None:
     assert [s.key for s in filter_out_empty_flatten_tensor([flat(1, 1), flat(0, 1)])] == ["flat0"]
     with pytest.raises(ValueError, match="int"):
         filter_out_empty_flatten_tensor(5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "mixed",
+    [
+        [tensor("a"), 5],
+        [5, tensor("a"), 6],
+        [{"w": tensor("a")}, {"n": 2}],
+        [{"w": tensor("a"), "n": 1}, 3],
+        [{"w": tensor("a"), "n": 1}, {}],
+    ],
+    ids=["beside", "between", "nested", "uneven", "empty"],
+)
+def test_a_list_that_could_not_be_put_together_again_is_refused(mixed: list[Any]) -> None:
+    """Its parts would come back in other places, or not at all."""
+    with pytest.raises(StructureError, match=r"the list at model\.layers mixes .*make it a dict"):
+        check_lists({"model": {"layers": mixed}})
+
+
+def test_lists_of_one_kind_and_of_both_kinds_throughout_are_fine() -> None:
+    state = {
+        "sharded": [tensor("a"), tensor("b")],
+        "common": [1, [2, {}], []],
+        "both": [{"w": tensor("c"), "n": 1}, {"w": tensor("d"), "n": 2}],
+        "not kept": [LocalNonpersistentObject(1), tensor("e")],
+    }
+    assert check_lists(state) == (True, True)
+    sharded, common = save_preprocess(state, validate_access_integrity=False)
+    assert [list(part) for part in sharded["both"]] == [["w"], ["w"]]
+    assert common["both"] == [{"n": 1}, {"n": 2}]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bench import clients
 from bench.context import Context
 from bench.crew import Crew
-from bench.disk_state import remove
+from bench.disk_state import retire
 from bench.field_of_clients import Field
 from bench.results import LOAD_WARM, SAVE, SAVE_SYNC, Sample
 
@@ -28,9 +28,9 @@ def _round(context: Context, crew: Crew, client: str, repeat: int) -> None:
     saved = crew.save(client, path, sync=True)
     loaded = crew.load(client, path)
     crew.check()
-    remove(path, context.root)
+    retire(path, context.root)
     unsynced = crew.save(client, path, sync=False)
-    remove(path, context.root)
+    retire(path, context.root)
     # The kernel counts what goes through read calls, ours also what goes through mappings;
     # neither may flatter, so the larger one counts.
     worst = max(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bench import clients
 from bench.context import Context
 from bench.crew import Crew
-from bench.disk_state import remove
+from bench.disk_state import retire
 from bench.field_of_clients import Field
 from bench.results import Sample
 
@@ -37,13 +37,13 @@ def _measure(context: Context, crew: Crew, client: str, _: int) -> None:
     crew.save(client, path, sync=True)
     crew.load(client, path)
     crew.check()
-    remove(path, context.root)
+    retire(path, context.root)
     crew.change_workload("gpt", context.scale)
     for repeat in range(OPERATIONS):
         saved = crew.save(client, path, sync=True, sample=True)
         loaded = crew.load(client, path, sample=True)
         crew.check()
-        remove(path, context.root)
+        retire(path, context.root)
         for measure, timing in ((SAVE, saved), (LOAD, loaded)):
             grown = timing.anonymous_peak_bytes or 0
             context.results.add(Sample(CASE, crew.world, client, measure, repeat, grown, "bytes"))

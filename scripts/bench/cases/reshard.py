@@ -11,7 +11,7 @@ import torch
 
 from bench import clients, io_counters
 from bench.context import Context
-from bench.disk_state import remove
+from bench.disk_state import retire
 from bench.results import Sample
 from bench.workload import Entry, build, gpt
 
@@ -97,7 +97,7 @@ def _change(
         want = sum(part.nbytes for part in expected.values())
         got = max(moved["bytes_read"], moved["rchar"])
         read, wanted, worst = read + got, wanted + want, max(worst, got / want)
-    remove(path, context.root)
+    retire(path, context.root)
     context.say(
         f"  {CASE}, {before} -> {after} along axis {axis}: {read / wanted:.3f} bytes read for "
         f"each wanted, {worst:.3f} on the worst rank"

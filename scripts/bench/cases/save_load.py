@@ -1,7 +1,7 @@
 """Saves and loads of the GPT state: all clients in turn, round after round, on the same disk.
 
 In a round a client saves with one sync, loads from the warm cache, loads from a cold one, and
-saves without a sync. Its files are deleted and the disk is at rest before the next client begins.
+saves without a sync. Its files are emptied and the disk is at rest before the next client begins.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from bench import clients
 from bench.context import Context
 from bench.crew import Crew
-from bench.disk_state import drop_from_cache, remove
+from bench.disk_state import drop_from_cache, retire
 from bench.field_of_clients import Field
 from bench.results import LOAD_COLD, LOAD_WARM, SAVE, SAVE_SYNC, Sample
 
@@ -32,9 +32,9 @@ def _round(context: Context, crew: Crew, client: str, repeat: int) -> None:
     drop_from_cache(path)
     taken[LOAD_COLD] = crew.load(client, path).seconds
     crew.check()
-    remove(path, context.root)
+    retire(path, context.root)
     taken[SAVE] = crew.save(client, path, sync=False).seconds
-    remove(path, context.root)
+    retire(path, context.root)
     context.results.notes.setdefault("loads into given tensors", {})[client] = in_place
     line = ", ".join(f"{measure} {seconds:.2f} s" for measure, seconds in taken.items())
     label = "warm-up" if repeat < 0 else f"round {repeat + 1}/{context.repeats}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bench import clients
 from bench.context import Context
 from bench.crew import Crew
-from bench.disk_state import remove, usage
+from bench.disk_state import retire, usage
 from bench.field_of_clients import Field
 from bench.results import LOAD_WARM, SAVE, SAVE_SYNC, Sample
 
@@ -32,9 +32,9 @@ def _round(context: Context, crew: Crew, client: str, repeat: int) -> None:
     crew.check()
     files, _ = usage(path)
     context.results.notes.setdefault("files for the small arrays", {})[client] = files
-    remove(path, context.root)
+    retire(path, context.root)
     taken[SAVE] = crew.save(client, path, sync=False).seconds
-    remove(path, context.root)
+    retire(path, context.root)
     line = ", ".join(f"{measure} {seconds:.2f} s" for measure, seconds in taken.items())
     context.say(f"  {CASE}, {client}: {line}, {files} files")
     if repeat < 0:
@@ -50,5 +50,5 @@ def _one_array(context: Context, crew: Crew, client: str, repeat: int) -> None:
     path = context.root / client
     crew.save(client, path, sync=False)
     read = crew.load(client, path).ranks[0]["io"]["documents_read"]
-    remove(path, context.root)
+    retire(path, context.root)
     context.results.add(Sample(CASE, 1, client, DOCUMENTS_OF_ONE, repeat, read, "count"))

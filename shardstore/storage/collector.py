@@ -1,0 +1,36 @@
+"""Pauses Python's cyclic garbage collector where very many small objects are made at once.
+
+Planning a checkpoint of thousands of arrays makes no cycles, but sets off collections that walk
+every object of the program: four fifths of the time to parse a root document of 4,000 arrays.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["collector_paused"]
+
+_lock = threading.Lock()
+_pauses = 0
+_was_enabled = False
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Within, no automatic collection runs, in any thread. Pauses may nest and overlap."""
+    global _pauses, _was_enabled
+    with _lock:
+        if _pauses == 0:
+            _was_enabled = gc.isenabled()
+            gc.disable()
+        _pauses += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _pauses -= 1
+            if _pauses == 0 and _was_enabled:
+                gc.enable()
