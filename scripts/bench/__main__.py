@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench import asynchronous, clients, gpu, machine, report
-from bench.cases import DISK
+from bench.cases import DISK, S3
 from bench.context import Context
 from bench.results import Results
 from bench.targets import verdicts
@@ -73,6 +74,32 @@ def _parser() -> argparse.ArgumentParser:
         default=str(MEGATRON_PYTHON) if MEGATRON_PYTHON.exists() else None,
         help="interpreter with megatron-core 0.15.3 (default: that of scripts/megatron_env)",
     )
+    s3 = commands.add_parser(
+        "s3",
+        help="saves and loads on an S3 server",
+        description="All clients in turn in one run, on Ceph's gateway (scripts/s3_server start) "
+        "or on the server that AWS_ENDPOINT_URL, AWS_REGION, AWS_ACCESS_KEY_ID and "
+        "AWS_SECRET_ACCESS_KEY name. Works in a bucket of its own.",
+    )
+    s3.set_defaults(run=_s3)
+    s3.add_argument("--json", type=Path, metavar="FILE", help="every sample, as JSON")
+    s3.add_argument("--markdown", type=Path, metavar="FILE", help="the tables, as Markdown")
+    s3.add_argument("--repeats", type=int, default=5, help="rounds that count (default 5)")
+    s3.add_argument("--scale", type=float, default=1.0, help="factor on the sizes (default 1)")
+    s3.add_argument(
+        "--only",
+        type=_names(tuple(S3)),
+        default=tuple(S3),
+        metavar="CASE,...",
+        help=f"cases to run: {', '.join(S3)}",
+    )
+    s3.add_argument(
+        "--clients",
+        type=_names(clients.S3_NAMES),
+        default=clients.S3_NAMES,
+        metavar="NAME,...",
+        help=f"clients to run: {', '.join(clients.S3_NAMES)}",
+    )
     asynchronous.add_parser(commands)
     gpu.add_parser(commands)
     return parser
@@ -122,6 +149,57 @@ def _disk(options: argparse.Namespace) -> int:
         for name in options.only:
             context.say(f"{name}:")
             DISK[name](context)
+    return _report(results, options)
+
+
+def _s3(options: argparse.Namespace) -> int:
+    import s3_servers
+
+    if "AWS_ENDPOINT_URL" not in os.environ:
+        server = s3_servers.radosgw()
+        if server is None:
+            print("no S3 server: scripts/s3_server start, or set AWS_ENDPOINT_URL", file=sys.stderr)
+            return 2
+        os.environ.update(server.environment)
+    given = s3_servers.S3Server(
+        name=os.environ.get("BENCH_SERVER", "radosgw"),
+        endpoint_url=os.environ["AWS_ENDPOINT_URL"],
+        key=os.environ["AWS_ACCESS_KEY_ID"],
+        secret=os.environ["AWS_SECRET_ACCESS_KEY"],
+        region=os.environ.get("AWS_REGION", "us-east-1"),
+    )
+    os.environ["AWS_REGION"] = given.region
+    os.environ["BENCH_BUCKET"] = bucket = given.new_bucket()
+    results = Results()
+    with tempfile.TemporaryDirectory(prefix="shardstore-bench-") as folder:
+        results.notes.update(
+            machine=machine.describe(Path(folder)),
+            server=given.name,
+            cases=list(options.only),
+            ranks=[1],
+            repeats=options.repeats,
+            scale=options.scale,
+        )
+        context = Context(
+            root=Path(folder),
+            repeats=options.repeats,
+            scale=options.scale,
+            ranks=(1,),
+            megatron_python=None,
+            clients=options.clients,
+            results=results,
+        )
+        for name in options.only:
+            context.say(f"{name}:")
+            S3[name](context)
+    client = given.client()
+    for key in given.keys(bucket):
+        client.delete_object(Bucket=bucket, Key=key)
+    client.delete_bucket(Bucket=bucket)
+    return _report(results, options)
+
+
+def _report(results: Results, options: argparse.Namespace) -> int:
     judged = verdicts(results)
     print(report.text(results, judged))
     if options.json:

@@ -99,12 +99,12 @@ class Crew:
         """Give up the state in memory for another one; the clients stay."""
         self.setup = self._ask(op="setup", workload=workload, scale=scale, names=[])
 
-    def save(self, client: str, path: Path, *, sync: bool, sample: bool = False) -> Timing:
+    def save(self, client: str, path: Path | str, *, sync: bool, sample: bool = False) -> Timing:
         """All ranks save to `path`."""
         self._ask(op="prepare_save", client=client)
         return self._time(sample, op="save", client=client, path=str(path), sync=sync)
 
-    def load(self, client: str, path: Path, *, sample: bool = False) -> Timing:
+    def load(self, client: str, path: Path | str, *, sample: bool = False) -> Timing:
         """All ranks load from `path`."""
         self._ask(op="prepare_load", client=client)
         return self._time(sample, op="load", client=client, path=str(path))

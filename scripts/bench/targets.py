@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from bench.cases import dcp, flattened, memory, planning, reshard, save_load, small
+from bench.cases import (
+    dcp,
+    flattened,
+    memory,
+    object_store,
+    planning,
+    reshard,
+    save_load,
+    small,
+)
 from bench.clients import DCP_OURS, MEGATRON, OURS, RAW
 from bench.results import LOAD_COLD, LOAD_WARM, SAVE, SAVE_SYNC, Results, Verdict
 
 MIB = 2**20
 # Times of a plan are microseconds: "flat" allows them this much of noise.
 FLAT = 1.5
+BUDGET_MIB = 256
 
 
 def verdicts(results: Results) -> list[Verdict]:
@@ -25,6 +35,12 @@ def verdicts(results: Results) -> list[Verdict]:
         (reshard.CASE, _reshard),
         (planning.CASE, _planning),
         (dcp.CASE, _dcp),
+        (object_store.CHUNKS, _object_chunks),
+        (object_store.ARRAYS, _object_arrays),
+        (object_store.LATENCY, _object_latency),
+        (object_store.METADATA, _object_metadata),
+        (object_store.MEMORY, _object_memory),
+        (object_store.RESHARD, _object_reshard),
     ):
         if case in run:
             found += judge(results)
@@ -148,3 +164,53 @@ def _planning(results: Results) -> Iterator[Verdict]:
     spread = _quotient(times[-1], times[0])
     target = f"flat: world of {planning.WORLDS[-1]:,} at most {FLAT}x a world of 16"
     yield at_most(case, target, spread, FLAT)
+
+
+def _object_chunks(results: Results) -> Iterator[Verdict]:
+    case = object_store.CHUNKS
+    for measure in (object_store.SAVE, object_store.LOAD):
+        ours = results.median(case, 1, OURS, measure)
+        raw = _quotient(results.fastest(case, 1, RAW, measure), ours)
+        yield at_least(case, f"{measure}: at least 0.9 of plain puts or gets", raw, 0.9)
+        dcp = _quotient(results.median(case, 1, "dcp-s3", measure), ours)
+        yield at_least(case, f"{measure}: 2x faster than DCP over s3fs", dcp, 2.0)
+
+
+def _object_arrays(results: Results) -> Iterator[Verdict]:
+    case = object_store.ARRAYS
+    for measure in (object_store.SAVE, object_store.LOAD):
+        ours = results.median(case, 1, OURS, measure)
+        raw = _quotient(results.fastest(case, 1, RAW, measure), ours)
+        yield at_least(case, f"{measure}: at least 0.8 of plain puts or gets", raw, 0.8)
+
+
+def _object_latency(results: Results) -> Iterator[Verdict]:
+    case = object_store.LATENCY
+    ours = results.median(case, 1, OURS, object_store.SAVE)
+    ideal = results.median(case, 1, "ideal", object_store.IDEAL)
+    target = f"save with {object_store.LATENCY_MS} ms a request: at most 3x the ideal"
+    yield at_most(case, target, _quotient(ours, ideal), 3.0)
+
+
+def _object_metadata(results: Results) -> Iterator[Verdict]:
+    number = results.notes.get("metadata arrays", 0)
+    gets = results.median(object_store.METADATA, 1, OURS, object_store.GETS)
+    target = f"metadata of {number:,} arrays: one GET"
+    yield at_most(object_store.METADATA, target, gets, 1.0)
+
+
+def _object_memory(results: Results) -> Iterator[Verdict]:
+    case = object_store.MEMORY
+    for measure in (object_store.MEMORY_SAVE, object_store.MEMORY_LOAD):
+        grown = results.values(case, 1, OURS, measure)
+        value = max(grown) / MIB if grown else None
+        target = f"{measure}: at most the budget of {BUDGET_MIB} MiB and a tenth"
+        yield at_most(case, target, value, 1.1 * BUDGET_MIB)
+
+
+def _object_reshard(results: Results) -> Iterator[Verdict]:
+    case = object_store.RESHARD
+    for before, after in object_store.CHANGES:
+        measure = f"{object_store.READ}, {before} -> {after}"
+        value = results.median(case, 1, OURS, measure)
+        yield at_most(case, f"{before} -> {after}: at most 1.25 bytes for each wanted", value, 1.25)

@@ -85,13 +85,13 @@ class Worker:
     def save(self, client: str, path: str, sync: bool) -> dict[str, Any]:
         """Save what was prepared; start and end are on the clock shared by all processes."""
         mark = self._start()
-        self._clients[client].save(self._prepared, Path(path), sync)
+        self._clients[client].save(self._prepared, _place(path), sync)
         return self._end(mark)
 
     def load(self, client: str, path: str) -> dict[str, Any]:
         """Load into what was prepared."""
         mark = self._start()
-        self._loaded = self._clients[client].load(self._prepared, Path(path))
+        self._loaded = self._clients[client].load(self._prepared, _place(path))
         return self._end(mark)
 
     def check(self) -> dict[str, Any]:
@@ -132,6 +132,11 @@ class Worker:
         }
         dist.barrier()
         return reply
+
+
+def _place(path: str) -> Any:
+    """A folder, or the URL as it is."""
+    return path if "://" in path else Path(path)
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

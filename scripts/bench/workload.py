@@ -20,6 +20,8 @@ HIDDEN = 1280
 VOCABULARY = 12800
 POSITIONS = 1024
 SMALL_ARRAYS = 20_000
+OBJECT_ARRAYS = 2_000
+METADATA_ARRAYS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +143,22 @@ def small(rank: int, world: int, scale: float) -> list[Entry]:
     ]
 
 
+def chunks(rank: int, world: int, scale: float) -> list[Entry]:
+    """2 GiB (at scale 1) in tensors of 32 MiB, all on rank 0 of a world of one."""
+    return [
+        Entry(key=f"part_{i}", dtype=torch.float32, global_shape=(8192, 1024))
+        for i in range(max(2, round(64 * scale)))
+    ]
+
+
+def arrays(rank: int, world: int, scale: float) -> list[Entry]:
+    """2,000 arrays of 16 KiB (at scale 1), all on rank 0 of a world of one."""
+    return [
+        Entry(key=f"block_{i // 100}.item_{i % 100}", dtype=torch.float32, global_shape=(64, 64))
+        for i in range(max(10, round(OBJECT_ARRAYS * scale)))
+    ]
+
+
 def tiny(rank: int, world: int, scale: float) -> list[Entry]:
     """One tensor of 4 KiB a rank: what a client needs to import and start its threads."""
     return [Entry(key="tiny", dtype=torch.float32, global_shape=(world, 1024), axis=0)]
@@ -150,6 +168,8 @@ WORKLOADS: dict[str, Callable[[int, int, float], list[Entry]]] = {
     "gpt": gpt,
     "flattened": flattened,
     "small": small,
+    "chunks": chunks,
+    "arrays": arrays,
     "tiny": tiny,
 }
 

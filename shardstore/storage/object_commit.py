@@ -7,9 +7,10 @@ created and not replaced, and because it asks for the claims wherever there is o
 commit is one conditional PUT of the last document, whose own content says whose it is: where the
 answer is lost, or is an error, it is read back. No clock, lease or rename is involved.
 
-The one race that claims alone leave open (a new claim between the last look at the claims and the
-commit) is closed by a mark ``NNNNNN.committing`` which the older attempt sets before it looks, and
-which the newer one, having claimed, waits for to be settled: one of the two always sees the other.
+The races that claims alone leave open (a new claim between the last look at the claims and the
+commit, or the deletion of leftovers) are closed by marks ``NNNNNN.committing`` and
+``NNNNNN.clearing`` which the older attempt sets before it looks, and which the newer one, having
+claimed, waits for to be settled: one of the two always sees the other.
 
 Called by one process where it is not said otherwise. It knows documents, names and claims; not
 what is in them. (Create-if-absent: Amazon S3 user guide, "Conditional writes".)
@@ -48,7 +49,8 @@ POLL_S = 0.2
 _OWN = frozenset({"zarr.json", "metadata.json", "common.pt", "manifest.npz", ".metadata"})
 _COMMITS = ("zarr.json", "metadata.json")
 _CLAIM = re.compile(r"(\d{6,})\.json")
-_MARK = re.compile(r"(\d{6,})\.committing")
+_COMMITTING = re.compile(r"(\d{6,})\.committing")
+_CLEARING = re.compile(r"(\d{6,})\.clearing")
 _PART = re.compile(r"zarr\.json|\.zarray|\.zattrs|c([./]\d+)*|\d+([./]\d+)*|shard_[\d._]*\.pt")
 
 _honest: set[str] = set()
@@ -92,8 +94,7 @@ class ObjectAttempt:
         Raises:
             StorageError: names the newer attempt, or says that another one was committed.
         """
-        claims, _ = _claims(self.target)
-        newest = max(claims, default=0)
+        newest = max(_claims(self.target), default=0)
         if newest > self.number:
             raise self._superseded(_describe(self.target, newest))
         if newest < self.number or _read_claim(self.target, newest).get("id") != self.id:
@@ -208,8 +209,7 @@ class ObjectAttempt:
         """A claim that came between: it withdraws when it sees this commit, or has replaced it."""
         deadline = time.monotonic() + SETTLE_S
         while True:
-            claims, _ = _claims(self.target)
-            newest = max(claims, default=0)
+            newest = max(_claims(self.target), default=0)
             if newest <= self.number:
                 return
             try:
@@ -242,10 +242,22 @@ class ObjectAttempt:
     def abandon(self) -> None:
         """Remove what was written, as far as the store lets us; the next attempt does the rest."""
         with contextlib.suppress(StorageError, FileNotFoundError):
-            self.check()
-            _delete_leftovers(self.target, keep_attempts=True)
+            self._clear()
         with contextlib.suppress(StorageError):
             self._withdraw()
+
+    def _clear(self) -> None:
+        """Delete what other attempts left, unless a newer one owns the target already."""
+        leftovers = _leftovers(self.target)
+        if not leftovers:
+            return
+        mark = f"{ATTEMPTS}/{self.number:06d}.clearing"
+        self.target.remote.write(mark, self.id.encode())
+        try:
+            self.check()
+            _delete(self.target, leftovers)
+        finally:
+            self.target.remote.delete([mark])
 
     def _withdraw(self) -> None:
         number = f"{ATTEMPTS}/{self.number:06d}"
@@ -284,7 +296,7 @@ def begin(
         _await_commits(attempt)
         if not overwrite and is_committed(place):
             raise _exists(place)
-        _delete_leftovers(place, keep_attempts=True)
+        attempt._clear()
     except BaseException:
         with contextlib.suppress(StorageError):
             attempt._withdraw()
@@ -345,8 +357,7 @@ def _claim(place: Location, overwrite: bool) -> ObjectAttempt:
     store = place.remote
     token = f"{time.time_ns():x}-{secrets.token_hex(4)}"
     while True:
-        claims, marks = _claims(place)
-        number = max([*claims, *marks, 0]) + 1
+        number = max(_claims(place, _CLAIM, _COMMITTING, _CLEARING), default=0) + 1
         attempt = ObjectAttempt(place, f"{number:06d}-{token}", overwrite)
         about = {
             "id": attempt.id,
@@ -363,13 +374,16 @@ def _claim(place: Location, overwrite: bool) -> ObjectAttempt:
 
 
 def _await_commits(attempt: ObjectAttempt) -> None:
-    """Wait until no older attempt is between its last look at the claims and its commit."""
+    """Wait until no older attempt is between its last look at the claims and what follows it."""
     deadline = time.monotonic() + SETTLE_S
     while time.monotonic() < deadline:
-        _, marks = _claims(attempt.target)
-        if not any(number < attempt.number for number in marks):
+        older = [
+            min(_claims(attempt.target, kind), default=attempt.number) < attempt.number
+            for kind in (_CLEARING, _COMMITTING)
+        ]
+        if older == [False, False]:
             return
-        if is_committed(attempt.target):
+        if older == [False, True] and is_committed(attempt.target):
             return
         time.sleep(POLL_S)
     logger.warning(
@@ -378,12 +392,15 @@ def _await_commits(attempt: ObjectAttempt) -> None:
     )
 
 
-def _claims(target: Location) -> tuple[list[int], list[int]]:
-    """Numbers of the claims, and of the attempts that are about to commit."""
+def _claims(target: Location, *kinds: re.Pattern[str]) -> list[int]:
+    """Numbers of the claims, or of marks of the given kinds."""
     names = target.remote.listing(ATTEMPTS)
-    claims = [int(found.group(1)) for name in names if (found := _CLAIM.fullmatch(name))]
-    marks = [int(found.group(1)) for name in names if (found := _MARK.fullmatch(name))]
-    return claims, marks
+    return [
+        int(found.group(1))
+        for kind in kinds or (_CLAIM,)
+        for name in names
+        if (found := kind.fullmatch(name))
+    ]
 
 
 def _read_claim(target: Location, number: int) -> dict[str, object]:
@@ -411,23 +428,25 @@ def _number_of(name: str) -> int:
     return int(found.group()) if found else 0
 
 
-def _delete_leftovers(place: Location, *, keep_attempts: bool) -> None:
-    """Remove what checkpoints and dead attempts left at a target, the commits first."""
-    store = place.remote
-    own = own_names(store.walk())
-    if keep_attempts:
-        own = [name for name in own if not name.startswith(f"{ATTEMPTS}/")]
+def _leftovers(place: Location) -> list[str]:
+    """What checkpoints and dead attempts left at a target, but for the claims."""
+    own = own_names(place.remote.walk())
+    return [name for name in own if not name.startswith(f"{ATTEMPTS}/")]
+
+
+def _delete(place: Location, names: Sequence[str]) -> None:
+    """Delete objects, the commits first."""
     for name in _COMMITS:
-        if name in own:
-            store.delete([name])
-    rest = [name for name in own if name not in _COMMITS]
+        if name in names:
+            place.remote.delete([name])
+    rest = [name for name in names if name not in _COMMITS]
     if rest:
-        store.delete(rest)
+        place.remote.delete(rest)
 
 
 def delete_all(place: Location) -> None:
     """Delete a checkpoint, its commit first; foreign objects stay. Called by one process."""
-    _delete_leftovers(place, keep_attempts=True)
+    _delete(place, _leftovers(place))
 
 
 def _exists(place: Location) -> CheckpointExistsError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import threading
@@ -89,6 +90,31 @@ def test_a_late_writer_of_a_dead_attempt_changes_nothing(any_s3_server: S3Server
     late.abandon()
     assert run.version(1) == 1
     assert run.direct.keys(run.bucket) == before
+
+
+def test_a_late_deletion_of_leftovers_takes_nothing_of_a_newer_save(
+    any_s3_server: S3Server,
+) -> None:
+    """The older attempt has decided what to delete, and its request is long on the way."""
+    with FaultProxy(any_s3_server.endpoint_url) as proxy:
+        run = Run.new(any_s3_server.at(proxy.endpoint_url), any_s3_server)
+        dead = object_commit.begin(Location.of(run.url(1), **run.with_direct().options))
+        dead.put("w/c.0.0", b"left over")
+        slow = proxy.add(Fault.DELAY, methods=("POST",), path="delete", skip=1, delay_s=2.0)
+
+        def older() -> None:
+            with contextlib.suppress(CheckpointingException):
+                object_commit.begin(Location.of(run.url(1), **run.options))
+
+        thread = threading.Thread(target=older)
+        thread.start()
+        while not slow.hits and thread.is_alive():
+            time.sleep(0.005)
+        run.with_direct().save(1)
+        assert run.version(1) == 1
+        thread.join()
+        assert slow.hits == 1
+        assert run.version(1) == 1
 
 
 def test_a_foreign_chunk_is_found_even_with_a_checksum_that_fits(any_s3_server: S3Server) -> None:

@@ -1,12 +1,22 @@
-"""The cases of `benchmark disk` by name, in the order in which they run."""
+"""The cases of `benchmark disk` and `benchmark s3` by name, in the order in which they run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from bench.cases import dcp, flattened, memory, planning, reshard, save_load, small
+from bench.cases import (
+    dcp,
+    flattened,
+    memory,
+    object_store,
+    planning,
+    reshard,
+    save_load,
+    small,
+)
 from bench.context import Context
 
+S3 = object_store.CASES
 DISK: dict[str, Callable[[Context], None]] = {
     save_load.CASE: save_load.run,
     flattened.CASE: flattened.run,

@@ -17,18 +17,25 @@ _CLIENTS: dict[str, tuple[str, str, tuple[int, ...]]] = {
     "megatron-zarr": ("megatron", "Megatron", ()),
     "safetensors": ("safetensors_file", "SafetensorsFile", ()),
 }
+_S3_CLIENTS: dict[str, tuple[str, str, tuple[int, ...]]] = {
+    "raw-tensorstore": ("raw_s3", "TensorStorePuts", ()),
+    "raw-obstore": ("raw_s3", "ObstorePuts", ()),
+    "shardstore": _CLIENTS["shardstore"],
+    "dcp-s3": ("dcp_s3", "DcpS3", (2,)),
+}
 
 NAMES = tuple(_CLIENTS)
+S3_NAMES = tuple(_S3_CLIENTS)
 DCP_OURS = "dcp-shardstore"
 DIRECT = tuple(name for name in NAMES if name != DCP_OURS)
 """All but DCP over our storage, which is measured against DCP alone."""
-RAW = ("raw-1", "raw-2")
+RAW = ("raw-1", "raw-2", "raw-tensorstore", "raw-obstore")
 MEGATRON = "megatron-zarr"
 OURS = "shardstore"
 
 
 def create(name: str) -> Client:
     """The client of that name; ImportError where what it needs is not installed."""
-    module, kind, arguments = _CLIENTS[name]
+    module, kind, arguments = {**_CLIENTS, **_S3_CLIENTS}[name]
     made: Client = getattr(import_module(f"bench.clients.{module}"), kind)(*arguments)
     return made

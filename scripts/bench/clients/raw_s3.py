@@ -1,0 +1,150 @@
+"""The limit on an object store: the same bytes by plain puts and gets, one object a tensor.
+
+Two clients, of which the faster one is the limit: TensorStore's key-value store and obstore, both
+with 32 requests at a time. No condition, no checksum, no commit. Endpoint and credentials come
+from the environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import torch
+
+from bench.clients.base import Share
+
+CONCURRENCY = 32
+
+Part = tuple[str, memoryview]
+
+
+def _parts(share: Share) -> list[Part]:
+    if share.world != 1:
+        raise NotImplementedError("plain puts are measured in a world of one")
+    return [
+        (key, tensor.reshape(-1).view(torch.uint8).numpy().data)
+        for key, tensor in share.tensors.items()
+    ]
+
+
+def _bucket_and_prefix(url: str) -> tuple[str, str]:
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    return bucket, prefix
+
+
+class TensorStorePuts:
+    """TensorStore's s3 driver at the key-value level."""
+
+    settings = f"tensorstore KvStore, {CONCURRENCY} requests at a time, unconditional, no checksum"
+
+    def prepare(self, share: Share) -> list[Part]:
+        """Name and memory of each tensor."""
+        return _parts(share)
+
+    def save(self, prepared: list[Part], path: str, sync: bool) -> None:
+        """One put a tensor."""
+        store, pending = self._open(path), deque[Any]()
+        for name, memory in prepared:
+            if len(pending) >= CONCURRENCY:
+                pending.popleft().result()
+            pending.append(store.write(name, bytes(memory)))
+        for future in pending:
+            future.result()
+
+    def load(self, prepared: list[Part], path: str) -> None:
+        """One get a tensor, copied into its memory."""
+        store, pending = self._open(path), deque[tuple[memoryview, Any]]()
+
+        def land() -> None:
+            memory, future = pending.popleft()
+            memory[:] = future.result().value
+
+        for name, memory in prepared:
+            if len(pending) >= CONCURRENCY:
+                land()
+            pending.append((memory, store.read(name)))
+        while pending:
+            land()
+
+    def _open(self, url: str) -> Any:
+        import tensorstore as ts
+
+        bucket, prefix = _bucket_and_prefix(url)
+        return ts.KvStore.open(
+            {
+                "driver": "s3",
+                "bucket": bucket,
+                "path": f"{prefix}/",
+                "endpoint": os.environ["AWS_ENDPOINT_URL"],
+                "aws_region": os.environ["AWS_REGION"],
+                "aws_credentials": {"type": "environment"},
+                "context": {"s3_request_concurrency": {"limit": CONCURRENCY}},
+            }
+        ).result()
+
+
+class ObstorePuts:
+    """obstore, the object_store library of Rust."""
+
+    def __init__(self) -> None:
+        import obstore  # noqa: F401 (absent where it is not installed)
+
+        self.settings = f"obstore, {CONCURRENCY} requests at a time, unconditional, no checksum"
+
+    def prepare(self, share: Share) -> list[Part]:
+        """Name and memory of each tensor."""
+        return _parts(share)
+
+    def save(self, prepared: list[Part], path: str, sync: bool) -> None:
+        """One put a tensor."""
+        import obstore
+
+        store = self._open(path)
+
+        async def put(part: Part) -> None:
+            await obstore.put_async(store, part[0], part[1], use_multipart=False)
+
+        self._each(put, prepared)
+
+    def load(self, prepared: list[Part], path: str) -> None:
+        """One get a tensor, copied into its memory."""
+        import obstore
+
+        store = self._open(path)
+
+        async def get(part: Part) -> None:
+            answer = await obstore.get_async(store, part[0])
+            part[1][:] = memoryview(await answer.bytes_async()).cast("B")
+
+        self._each(get, prepared)
+
+    def _each(self, action: Callable[[Part], Awaitable[None]], parts: list[Part]) -> None:
+        async def run() -> None:
+            free = asyncio.Semaphore(CONCURRENCY)
+
+            async def one(part: Part) -> None:
+                async with free:
+                    await action(part)
+
+            await asyncio.gather(*map(one, parts))
+
+        asyncio.run(run())
+
+    def _open(self, url: str) -> Any:
+        from obstore.store import S3Store
+
+        bucket, prefix = _bucket_and_prefix(url)
+        return S3Store(
+            bucket,
+            prefix=prefix,
+            endpoint=os.environ["AWS_ENDPOINT_URL"],
+            region=os.environ["AWS_REGION"],
+            access_key_id=os.environ["AWS_ACCESS_KEY_ID"],
+            secret_access_key=os.environ["AWS_SECRET_ACCESS_KEY"],
+            virtual_hosted_style_request=False,
+            client_options={"allow_http": True},
+        )
