@@ -120,6 +120,33 @@ class StoreTests:
         assert (group["layer%2F0.w"][3:5, 7] == 4.0).all()
         assert float(group["half"][2]) == 4.0
 
+    def test_compressed_chunks(self, place: Place) -> None:
+        url, options = place("zstd")
+        data = torch.arange(40_000, dtype=torch.int32).reshape(200, 200) % 7
+        state = {"w": tensor("w", data), "empty": tensor("empty", torch.zeros(0))}
+        strategy = ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=40_000)
+        shardstore.save(state, url, strategy, storage_options=options, compression="zstd")
+        location = Location.of(url, **options)
+        chunk = location.read("w/c.1.0")
+        assert len(chunk) < 20_000
+        out = torch.zeros_like(data)
+        shardstore.load({"w": tensor("w", out)}, url, storage_options=options)
+        assert torch.equal(out, data)
+        if self.reads_with_plain_zarr:
+            group = zarr.open_group(url, mode="r", storage_options=options or None)
+            assert (group["w"][55:60, 3] == data[55:60, 3].numpy()).all()
+        flipped = chunk[:9] + bytes([chunk[9] ^ 1]) + chunk[10:]
+        for damaged in (flipped, chunk[:-1], b""):
+            location.write("w/c.1.0", damaged)
+            with pytest.raises(ChunkCorruptError) as caught:
+                shardstore.load({"w": tensor("w", out)}, url, storage_options=options)
+            assert caught.value.key == "w"
+        # Whole, but of another place.
+        location.write("w/c.1.0", location.read("w/c.2.0"))
+        if not location.is_local:
+            with pytest.raises(ChunkCorruptError, match="not the chunk that was committed"):
+                shardstore.load({"w": tensor("w", out)}, url, storage_options=options)
+
     @pytest.mark.parametrize("seed", range(3))
     def test_any_layout_saved_and_any_other_loaded(self, place: Place, seed: int) -> None:
         @settings(

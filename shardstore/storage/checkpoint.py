@@ -155,7 +155,10 @@ class StoredCheckpoint:
             mover.read(other, self._manifest, done)
 
     def _is_plain(self, array: ArrayMeta) -> bool:
-        return self._mover != "tensorstore" and array.is_plain
+        """Whether a mover of ours reads it, and not TensorStore."""
+        if self._mover == "tensorstore":
+            return False
+        return array.is_plain or (array.is_packed and not self.location.is_local)
 
     def _manifest(self) -> Manifest | None:
         with self._lock:  # one of the threads that read asks the store, the others wait

@@ -45,6 +45,7 @@ _CRC = struct.Struct("<I")
 
 CRC32C = "crc32c"
 ZSTD = "zstd"
+ZSTD_LEVEL = 1
 _CHAINS = ((), (CRC32C,), (ZSTD, CRC32C))
 
 
@@ -105,6 +106,11 @@ class ArrayMeta:
         """Whether a chunk object is the chunk's bytes, with or without a crc32c behind them."""
         return self.codecs in ((), (CRC32C,))
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether a chunk object is the compressed chunk with a crc32c behind it."""
+        return self.codecs == (ZSTD, CRC32C)
+
     def chunk_key(self, index: Sequence[int]) -> str:
         """Key of a chunk below the array (Zarr v3 core specification, "Chunk key encoding":
         default; or v2)."""
@@ -137,7 +143,9 @@ def _codec_documents(meta: ArrayMeta) -> list[dict[str, Any]]:
     documents = [bytes_codec]
     for name in meta.codecs or ():
         if name == ZSTD:
-            documents.append({"name": ZSTD, "configuration": {"level": 1, "checksum": False}})
+            documents.append(
+                {"name": ZSTD, "configuration": {"level": ZSTD_LEVEL, "checksum": False}}
+            )
         else:
             documents.append({"name": name})
     return documents

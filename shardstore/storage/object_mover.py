@@ -1,4 +1,4 @@
-"""The mover for object stores: whole uncompressed chunks, one PUT each; ranged GETs, verified.
+"""The mover for object stores: whole chunks, one PUT each; ranged GETs, verified.
 
 Chunks are the same bytes as in files (the chunk, then its crc32c). A PUT creates: where an object
 of that name is there already, it is either our own (the answer to an earlier try was lost), or the
@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 import xxhash
+from numcodecs.zstd import Zstd  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
 from shardstore.errors import ChunkCorruptError, ChunkMissingError, StorageError
@@ -37,7 +38,7 @@ from shardstore.storage.chunks import (
     chunk_parts,
 )
 from shardstore.storage.counters import counters
-from shardstore.storage.documents import ArrayMeta
+from shardstore.storage.documents import ZSTD_LEVEL, ArrayMeta
 from shardstore.storage.grid import block_bytes, inner_blocks
 from shardstore.storage.location import Location
 from shardstore.storage.manifest import ChunkRecord, Manifest
@@ -79,7 +80,7 @@ class ObjectMover:
     ) -> None:
         """See :meth:`Mover.write`."""
         for array in {item.array for item in writes}:
-            if not array.is_plain:
+            if not (array.is_plain or array.is_packed):
                 raise ValueError(f"chunks of key {array.key!r} have codecs {array.codecs}")
         if not writes:
             return
@@ -189,7 +190,11 @@ class ObjectMover:
         def landed(data: bytes | None) -> None:
             if data is None:
                 raise self._damage(part, "is missing", manifest, ChunkMissingError)
-            problem = _problem(part, wanted, data)
+            problem = None
+            if wanted.packed:
+                data, problem = _unpacked(part, wanted, data)
+            else:
+                problem = _problem(part, wanted, data)
             if problem is not None:
                 raise self._damage(part, problem, manifest, ChunkCorruptError)
             _scatter(part, wanted.first, data)
@@ -285,6 +290,7 @@ class _Wanted:
         stored: size of the object if it is read whole, else ``None``.
         sums: running checksums of the manifest, at the ends of blocks, for a part.
         crc: of the whole chunk, by the root document or the manifest.
+        packed: whether the object is compressed, and its size not known.
     """
 
     first: int
@@ -292,6 +298,7 @@ class _Wanted:
     stored: int | None
     sums: NDArray[np.uint32] | None
     crc: int | None
+    packed: bool = False
 
     @property
     def size(self) -> int:
@@ -306,6 +313,8 @@ def _wanted(part: ChunkPart, manifest: Callable[[], Manifest | None]) -> _Wanted
     array = part.array
     total = array.chunk_bytes
     low, high = span(part.within, array.grid.chunk_shape, part.out.dtype.itemsize)
+    if array.is_packed:
+        return _Wanted(0, total, total, None, array.expected_crc(part.index), packed=True)
     if not array.has_crc:
         whole = (low, high) == (0, total)
         return _Wanted(low, high, total if whole else None, None, None)
@@ -319,6 +328,33 @@ def _wanted(part: ChunkPart, manifest: Callable[[], Manifest | None]) -> _Wanted
             return _Wanted(first, last, None, sums, None)
         crc = int(sums[-1]) if sums is not None else crc
     return _Wanted(0, total, _stored_bytes(array), None, crc)
+
+
+def _unpacked(part: ChunkPart, wanted: _Wanted, data: bytes) -> tuple[bytes, str | None]:
+    """The chunk behind a compressed object, or what is wrong with it."""
+    packed = memoryview(data)[:-CRC_BYTES]
+    if not len(packed):
+        return b"", f"has {len(data)} bytes, fewer than any chunk"
+    (stored,) = CRC.unpack(data[-CRC_BYTES:])
+    crc = crc32c(packed, 0)
+    if crc != stored:
+        return b"", _mismatch(stored, crc)
+    try:
+        chunk: bytes = Zstd().decode(packed)
+    except RuntimeError as error:
+        return b"", f"can not be decompressed ({error})"
+    if len(chunk) != part.array.chunk_bytes:
+        return b"", f"decompresses to {len(chunk)} bytes, not {part.array.chunk_bytes}"
+    if wanted.crc is not None and crc32c(chunk, 0) != wanted.crc:
+        return b"", _foreign(wanted.crc, crc32c(chunk, 0))
+    return chunk, None
+
+
+def _foreign(expected: int, found: int) -> str:
+    return (
+        "is whole, but it is not the chunk that was committed, a late writer of another save "
+        f"changed it (crc32c {expected:#010x} expected, {found:#010x} found)"
+    )
 
 
 def _problem(part: ChunkPart, wanted: _Wanted, data: bytes) -> str | None:
@@ -346,10 +382,7 @@ def _problem(part: ChunkPart, wanted: _Wanted, data: bytes) -> str | None:
     if crc != stored:
         return _mismatch(stored, crc)
     if wanted.crc is not None and crc != wanted.crc:
-        return (
-            "is whole, but it is not the chunk that was committed, a late writer of another save "
-            f"changed it (crc32c {wanted.crc:#010x} expected, {crc:#010x} found)"
-        )
+        return _foreign(wanted.crc, crc)
     return None
 
 
@@ -384,9 +417,13 @@ def _encode(item: ChunkWrite) -> tuple[bytes, ChunkRecord]:
         position += len(piece)
         # A piece that is not the whole chunk is gathered in memory that the next one needs.
         parts.append(piece if len(piece) == total else bytes(piece))
-    if array.has_crc:
-        parts.append(CRC.pack(crc))
-    data = b"".join(parts)
+    if not array.is_packed:
+        if array.has_crc:
+            parts.append(CRC.pack(crc))
+        data = b"".join(parts)
+    else:
+        packed = Zstd(level=ZSTD_LEVEL).encode(b"".join(parts))
+        data = packed + CRC.pack(crc32c(packed, 0))
     return data, ChunkRecord(len(data), crc, hasher.digest(), running[: inner_blocks(total)])
 
 
