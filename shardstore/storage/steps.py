@@ -157,7 +157,12 @@ class Steps:
         for name in self.root.listing():
             found = _ATTEMPT.fullmatch(name) if self.root.is_local else None
             step = self.step_of(found.group(1) if found else name)
-            if step is None or bool(found) != self.root.is_local or not take(step):
+            if step is None or bool(found) != self.root.is_local:
+                continue
+            # Before it is taken: somebody may be about to read it.
+            if not found and commit.is_checkpoint(self.place(step)):
+                continue
+            if not take(step):
                 continue
             try:
                 if found:
