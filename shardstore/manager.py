@@ -269,13 +269,15 @@ class CheckpointManager:
         """Once a save has ended: note it, compare it, delete old steps. Rank 0's background."""
         step = self._steps.step_of(place.name)
         assert step is not None
+        # Now: by the time of the job the process group may be gone.
+        first = self._is_first
 
         def job() -> None:
             record = committed()
             if record is None:
                 return
             self._damaged.discard(step)
-            if not self._is_first:
+            if not first:
                 return
             self._infos[step] = StepInfo(step, True, metrics, record.get("content"))
             _log_step(step, place.url, record, metrics)
@@ -286,7 +288,7 @@ class CheckpointManager:
 
         if not everywhere:
             self._damaged.discard(step)
-        if everywhere or self._is_first:
+        if everywhere or first:
             self._house.put(job)
 
     # -- restoring -----------------------------------------------------------------------------

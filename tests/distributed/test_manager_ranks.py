@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,7 @@ def a_rank_s_failure_is_no_damage(rank: int, world_size: int, folder: Path) -> N
         state["flat"] = ShardedTensor.from_rank_offsets("flat", torch.zeros(7), (0, 1, world_size))
     error = raised(lambda: manager.restore(state, validate_access_integrity=False))
     kinds = [DamagedCheckpointError, ShapeMismatchError, RanksError]
-    assert type(error) is kinds[rank], error
+    assert isinstance(error, kinds[rank]), error
     # A wrong argument on one rank, at a save and at a load.
     metrics = {"loss": "low"} if rank == 0 else {"loss": 1.0}
     state = state_of(rank, world_size, 3)
@@ -251,6 +252,32 @@ def on_a_store(rank: int, world_size: int, url: str, options: dict[str, Any]) ->
     check(state, rank, 2)
     manager.wait()
     return manager.steps()
+
+
+def group_ends_first(rank: int, world_size: int, folder: str) -> None:
+    manager = CheckpointManager(folder, keep_last=1)
+    manager.save(1, state_of(rank, world_size, 1))
+    handle = manager.async_save(2, state_of(rank, world_size, 2))
+    handle.result(60)
+    gate = threading.Event()
+    manager._house.put(lambda: _held(gate))  # what is to be done has to wait
+    manager.async_save(3, state_of(rank, world_size, 3)).result(60)
+    dist.barrier()
+    dist.destroy_process_group()
+    gate.set()
+    assert manager.wait(60)
+    Path(folder, f"ranks-{rank}").write_text(str(sorted(manager._infos)))
+
+
+def _held(gate: threading.Event) -> None:
+    assert gate.wait(60)
+
+
+def test_only_rank_0_deletes_after_the_group_has_ended(tmp_path: Path) -> None:
+    run_ranks(group_ends_first, 2, str(tmp_path))
+    assert remains(tmp_path) == ["ranks-0", "ranks-1", "step-3"]
+    assert (tmp_path / "ranks-0").read_text() == "[3]"
+    assert (tmp_path / "ranks-1").read_text() == "[]"
 
 
 def test_ranks_manage_alike_on_a_store(s3_server: S3Server) -> None:

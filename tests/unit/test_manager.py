@@ -341,6 +341,24 @@ def test_what_a_dead_process_left_is_swept(tmp_path: Path, moment: str) -> None:
     assert sorted(os.listdir(root)) == [".mine.attempt-1", *steps]
 
 
+ENDS = """
+import sys, torch, shardstore
+from shardstore import ShardedTensor
+manager = shardstore.CheckpointManager(sys.argv[1], keep_last=1)
+for step, save in ((1, manager.save), (2, manager.async_save)):
+    save(step, {"w": ShardedTensor.from_rank_offsets("w", torch.ones(8) * step)}, progress=print)
+"""
+
+
+def test_a_program_that_ends_leaves_nothing_undone(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", ENDS, str(tmp_path)]
+    ended = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    assert os.listdir(tmp_path) == ["step-2"]
+    assert ended.stdout.count("phase='done'") == 2
+    assert ended.stderr == ""
+
+
 def test_an_interrupted_save_to_a_store_is_swept(s3_server: S3Server) -> None:
     url, options = f"s3://{s3_server.new_bucket()}/run", s3_server.storage_options
     root = Location.of(url, **options)
