@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shardstore.core import CheckpointingException as CheckpointingException
     from shardstore.core import check_is_distributed_checkpoint as check_is_distributed_checkpoint
     from shardstore.dtensor import shard as shard
+    from shardstore.manager import CheckpointManager as CheckpointManager
     from shardstore.mapping import LocalNonpersistentObject as LocalNonpersistentObject
     from shardstore.mapping import ShardedObject as ShardedObject
     from shardstore.mapping import ShardedTensor as ShardedTensor
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "AsyncSave": "async_handle",
+    "CheckpointManager": "manager",
     "CheckpointingException": "core",
     "LocalNonpersistentObject": "mapping",
     "ShardedObject": "mapping",
@@ -60,8 +62,10 @@ _MODULES = frozenset(
         "dtensor",
         "errors",
         "exchange_utils",
+        "manager",
         "mapping",
         "optimizer",
+        "progress",
         "ranks",
         "serialization",
         "state_dict_utils",

@@ -133,6 +133,11 @@ class Ranks:
         """Whether this rank collects the reports and decides."""
         return self.rank == 0
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether a rank was lost, so that there is nothing these can do together any more."""
+        return self._group is not None and self._group.broken
+
     def together(
         self,
         report: bytes = b"",

@@ -185,7 +185,22 @@ def remove_attempt(attempt: Location) -> None:
 
 
 def delete_folder(location: Location) -> None:
-    """Delete a checkpoint: its commit first. Foreign files, and then the folder, stay."""
+    """Delete a checkpoint: its commit first. Foreign files, and then the folder, stay.
+
+    Where all of it is ours it goes in one step to the name of an attempt, which the next save or
+    sweep clears if this process dies on the way.
+    """
+    paths = [os.path.join(location.url, name) for name in location.listing()]
+    if not os.path.islink(location.url) and all(map(_is_ours, paths)):
+        doomed = _attempt_location(location, f"{_fresh_id()}.deleted")
+        try:
+            location.write(OWNER_NAME, json.dumps(_owner()).encode())
+            os.rename(location.url, doomed.url)
+        except OSError:  # a full disk, a mount point
+            pass
+        else:
+            remove_attempt(doomed)
+            return
     for name in (*MARKERS, *location.listing()):
         if name in MARKERS or _is_ours(os.path.join(location.url, name)):
             location.delete(name)
@@ -253,7 +268,7 @@ def begin(
             url=target.url,
         )
     sweep(target)
-    attempt_id = f"{time.time_ns():x}-{secrets.token_hex(4)}"
+    attempt_id = _fresh_id()
     location = _attempt_location(target, attempt_id)
     # Under another name until its owner's note is there: an attempt without one is a dead one's
     # last remains.
@@ -289,6 +304,10 @@ def sweep(target: Location) -> list[str]:
                 remove_attempt(attempt)
                 swept.append(attempt.url)
     return swept
+
+
+def _fresh_id() -> str:
+    return f"{time.time_ns():x}-{secrets.token_hex(4)}"
 
 
 def _owner() -> dict[str, object]:

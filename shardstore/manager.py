@@ -1,0 +1,505 @@
+"""The checkpoints of one training run: saved by step, the old ones deleted, the newest restored.
+
+Answers for names, retention, falling back from a damaged checkpoint, and for what is done in the
+background by rank 0 alone. How a checkpoint is saved and loaded is :mod:`serialization`'s business,
+which steps are kept is :mod:`retention`'s, and what a step is on the store :mod:`storage.steps`'.
+There is no state beside the checkpoints themselves: what is there is what was committed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from functools import partial
+from types import TracebackType
+from typing import Any, Literal, Unpack
+
+import torch.distributed as dist
+
+from shardstore.async_handle import AsyncSave, async_save
+from shardstore.fallback import Damage, agree_on_damage, choose, damage_of
+from shardstore.housekeeping import Claims, Housekeeping
+from shardstore.mapping import ShardedStateDict
+from shardstore.progress import ProgressCallback, callback_of
+from shardstore.ranks import Ranks
+from shardstore.retention import Retention
+from shardstore.serialization import begin_save, load
+from shardstore.step_arguments import (
+    AsyncSaveArguments,
+    SaveArguments,
+    metrics_of,
+    number_of,
+    without_mark,
+)
+from shardstore.storage.location import Location
+from shardstore.storage.options import SaveOptions
+from shardstore.storage.steps import MARK, StepInfo, Steps, mark_of, what_is_missing
+
+__all__ = ["CheckpointManager", "Restored"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What was restored.
+
+    Attributes:
+        step: which step.
+        state: what :func:`shardstore.load` returned.
+        url: the checkpoint.
+        damaged: newer steps that are damaged and were passed over, newest first.
+    """
+
+    step: int
+    state: Any
+    url: str
+    damaged: tuple[int, ...] = ()
+
+
+class CheckpointManager:
+    """Saves, keeps and restores the checkpoints of one run. Every rank makes one, alike.
+
+    Steps lie directly below the root, named by number. What is not exactly so named, or was not
+    saved by a manager, is never deleted. Deleting goes on in the background of rank 0: never the
+    newest whole step, never one that this manager is writing, basing a save on, or restoring. One
+    manager (one run) at a time writes below a root; a reader elsewhere may find a step gone that it
+    is still reading, unless the policy keeps it.
+
+    Args:
+        root: folder or URL.
+        keep_last: keep the newest so many steps. With no rule at all everything is kept.
+        keep_every: keep each step that is divisible by this.
+        best: keep the best so many by ``metric``.
+        metric: name of one of the metrics given to :meth:`save`.
+        mode: ``"min"`` if the least is best, ``"max"`` if the greatest.
+        prefix: of the names of steps.
+        storage_options: of an object store, see :func:`shardstore.save`.
+        sweep_after: in an object store: remove what a save left that did not finish, once nothing
+            was written to it for so long. On local disks: at once, if its process ran on this host
+            and is gone.
+
+    Raises:
+        ValueError: a policy or prefix that makes no sense.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        best: int | None = None,
+        metric: str | None = None,
+        mode: Literal["min", "max"] = "min",
+        prefix: str = "step-",
+        storage_options: Mapping[str, Any] | None = None,
+        sweep_after: timedelta = timedelta(days=1),
+    ) -> None:
+        self.root = Location.of(root, **(storage_options or {}))
+        self.policy = Retention(
+            keep_last=keep_last, keep_every=keep_every, best=best, metric=metric, mode=mode
+        )
+        self._steps = Steps(self.root, prefix)
+        self._sweep_after = sweep_after
+        self._house = Housekeeping(self.root.url)
+        self._swept = False
+        self._damaged: set[int] = set()
+        self._infos: dict[int, StepInfo] = {}  # the background's alone
+        self._using = Claims()
+
+    # -- what is there -------------------------------------------------------------------------
+
+    def steps(self) -> list[int]:
+        """All committed steps, ascending. Any rank may call it; it waits for no other.
+
+        Raises:
+            StorageError: the store refused.
+        """
+        return self._steps.committed()
+
+    def latest(self) -> int | None:
+        """The newest committed step, ``None`` if there is none. Any rank may call it; it waits for
+        no other.
+
+        Raises:
+            StorageError: the store refused.
+        """
+        return max(self.steps(), default=None)
+
+    def url(self, step: int) -> str:
+        """Where a step is, or would be."""
+        return self._steps.place(step).url
+
+    # -- saving --------------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        state: ShardedStateDict,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        **options: Unpack[SaveArguments],
+    ) -> dict[str, Any]:
+        """Save a step, and have old ones deleted in the background. Called by every rank, which
+        waits for all others as in :func:`shardstore.save`.
+
+        A step that :meth:`restore` found damaged is replaced; any other that is there already only
+        with ``overwrite=True``.
+
+        Args:
+            step: its number, the same on every rank.
+            state: see :func:`shardstore.save`.
+            metrics: name -> number; rank 0's are kept, in the checkpoint.
+            **options: see :func:`shardstore.save`.
+
+        Returns:
+            The commit record, the same on every rank: bytes, chunks, seconds, what each rank did.
+
+        Raises:
+            ValueError, TypeError: the step, a metric or an option; on every rank an error.
+            CheckpointingException: as :func:`shardstore.save`.
+        """
+        place, numbers, given, error = self._prepare(step, metrics, options, SaveArguments)
+        named = {f.name for f in fields(SaveOptions)}
+        settings = {name: given.pop(name) for name in named & set(given)}
+        settings["validate"] = given.pop("validate_access_integrity", True)
+        chosen = SaveOptions()
+        try:
+            chosen = SaveOptions(**settings)
+        except (ValueError, TypeError) as problem:
+            error = error or problem
+        with self._using.of(self._used_by(place, given)):
+            session, _ = begin_save(state, place.place, chosen, error=error, **given)
+        self._after(place, numbers, lambda: session.record)
+        return dict(session.record)
+
+    def async_save(
+        self,
+        step: int,
+        state: ShardedStateDict,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        **options: Unpack[AsyncSaveArguments],
+    ) -> AsyncSave:
+        """As :meth:`save`, in the background, as :func:`shardstore.async_save`. Called by every
+        rank. Old steps are deleted once it is committed.
+
+        Returns:
+            A handle on the save.
+
+        Raises:
+            ValueError, TypeError, CheckpointingException: see :meth:`save`; what goes wrong in the
+                background is the handle's.
+        """
+        place, numbers, given, error = self._prepare(step, metrics, options, AsyncSaveArguments)
+        used = self._using.of(self._used_by(place, given))
+        used.__enter__()
+        try:
+            handle = async_save(state, place.place, **given, _error=error)
+        except BaseException:
+            used.__exit__(None, None, None)
+            raise
+
+        def record() -> Mapping[str, Any] | None:
+            try:
+                return None if handle.exception() is not None else handle.result()
+            finally:
+                used.__exit__(None, None, None)
+
+        self._after(place, numbers, record, everywhere=True)
+        return handle
+
+    def _prepare(
+        self,
+        step: int,
+        metrics: Mapping[str, Any] | None,
+        options: Mapping[str, Any],
+        known: type,
+    ) -> tuple[Location, dict[str, float], dict[str, Any], BaseException | None]:
+        """Place, metrics and arguments of a save, and what is wrong with them on this rank."""
+        error: BaseException | None = None
+        place, numbers = self._steps.place(0), {}
+        allowed: Collection[str] = known.__annotations__
+        given = {name: value for name, value in options.items() if name in allowed}
+        try:
+            unknown = sorted(set(options) - set(given))
+            if unknown:
+                raise TypeError(
+                    f"saving a step takes no {', '.join(unknown)}; what it takes: "
+                    f"{', '.join(sorted(allowed))}"
+                )
+            number = number_of(step)
+            place = self._steps.place(number)
+            if self._is_first:
+                numbers = metrics_of(metrics)
+            if number in self._damaged:
+                given["overwrite"] = True
+            mark = {MARK: mark_of(number, numbers)}
+            given["content_metadata"] = {**(given.get("content_metadata") or {}), **mark}
+            given["preprocess_common_before_consistancy_check"] = without_mark(
+                given.get("preprocess_common_before_consistancy_check")
+            )
+        except (TypeError, ValueError) as problem:
+            error = problem
+        self._open()
+        return place, numbers, given, error
+
+    def _used_by(self, place: Location, given: Mapping[str, Any]) -> set[int]:
+        """Steps that must not go while a save runs: its own, and its base."""
+        steps = {self._steps.step_of(place.name)}
+        if given.get("base") is not None:
+            base = Location.of(given["base"])
+            if base == self.root.child(base.name):
+                steps.add(self._steps.step_of(base.name))
+        return {step for step in steps if step is not None}
+
+    def _after(
+        self,
+        place: Location,
+        metrics: Mapping[str, float],
+        committed: Callable[[], Mapping[str, Any] | None],
+        *,
+        everywhere: bool = False,
+    ) -> None:
+        """Once a save has ended: note it, compare it, delete old steps. Rank 0's background."""
+        step = self._steps.step_of(place.name)
+        assert step is not None
+        # Now: by the time of the job the process group may be gone.
+        first = self._is_first
+
+        def job() -> None:
+            record = committed()
+            if record is None:
+                return
+            self._damaged.discard(step)
+            if not first:
+                return
+            self._infos[step] = StepInfo(step, True, metrics, record.get("content"))
+            _log_step(step, place.url, record, metrics)
+            try:
+                self._compare(step)
+            finally:
+                self._retain()
+
+        if not everywhere:
+            self._damaged.discard(step)
+        if everywhere or first:
+            self._house.put(job)
+
+    # -- restoring -----------------------------------------------------------------------------
+
+    def restore(
+        self,
+        state: ShardedStateDict,
+        step: int | None = None,
+        *,
+        verify_first: bool = False,
+        progress: ProgressCallback | Literal["bar"] | None = None,
+        **options: Any,
+    ) -> Restored | None:
+        """Load the newest step, or the newest before it that is not damaged.
+
+        Called by every rank, which waits for all others. Every byte that is loaded is verified;
+        where that fails on any rank, all of them warn, naming what is damaged, and go back to the
+        step before together. The tensors given may hold a part of a damaged step meanwhile, and
+        do if an error is raised in the end.
+
+        Args:
+            state: see :func:`shardstore.load`.
+            step: this step and no other; then damage is an error.
+            verify_first: rank 0 reads all of a checkpoint, also what no rank asks for, before
+                anything is loaded; the others wait for it (``SHARDSTORE_DEADLINE_S``).
+            progress: see :func:`shardstore.save`.
+            **options: see :func:`shardstore.load`.
+
+        Returns:
+            What was restored; ``None`` where there is no step at all (and none was asked for).
+
+        Raises:
+            NotACheckpointError: the step asked for is not there.
+            DamagedCheckpointError: the step asked for, or every one, is damaged.
+            CheckpointingException: as :func:`shardstore.load`; what is no damage (another shape, a
+                store that does not answer) is never fallen back from.
+        """
+        ranks = Ranks.current()
+        self._open()
+        what = f"restoring from {self.root.url}"
+        error: BaseException | None = None
+        callback: ProgressCallback | None = None
+        try:
+            callback = callback_of(progress, shows=ranks.is_coordinator)
+            step = None if step is None else number_of(step)
+        except (TypeError, ValueError) as problem:
+            error = problem
+        passed: list[Damage] = []
+        while True:
+            choosing = partial(self._choose, step, passed, verify_first, callback)
+            answer = ranks.together(what=what, error=error, decide=choosing)
+            chosen, found = json.loads(answer)
+            passed += self._warn_of(found)
+            if chosen is None:
+                return None
+            place = self._steps.place(chosen)
+            try:
+                loaded = load(state, place.place, progress=callback, **options)
+                return Restored(chosen, loaded, place.url, tuple(number for number, _ in passed))
+            except Exception as problem:
+                if step is not None or ranks.is_broken:
+                    raise
+                text = agree_on_damage(ranks, problem, what)
+                if text is None:
+                    raise
+            finally:
+                if ranks.is_coordinator:
+                    self._using.release(chosen)
+            passed += self._warn_of([(chosen, text)])
+
+    def _choose(
+        self,
+        step: int | None,
+        passed: Sequence[Damage],
+        verify_first: bool,
+        callback: ProgressCallback | None,
+        _: list[bytes],
+    ) -> bytes:
+        check = partial(damage_of, callback=callback) if verify_first else None
+        return json.dumps(choose(self._steps, self._using, step, passed, check)).encode()
+
+    def _warn_of(self, found: Sequence[Damage]) -> list[Damage]:
+        for number, text in found:
+            self._damaged.add(number)
+            logger.warning(
+                "step %d below %s is damaged and is passed over for the one before it: %s",
+                number,
+                self.root.url,
+                text,
+                extra={"event": "damaged", "step": number, "url": self.url(number)},
+            )
+        return [(number, text) for number, text in found]
+
+    # -- the background --------------------------------------------------------------------------
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the background has nothing left to do: saves of this manager committed, old
+        steps deleted. Any rank may call it; it waits for no other.
+
+        Args:
+            timeout: seconds; ``None``: as long as it takes.
+
+        Returns:
+            Whether nothing is left to do.
+        """
+        return self._house.wait(timeout)
+
+    def close(self) -> None:
+        """The same as :meth:`wait` with no limit; the manager can still be used afterwards."""
+        self.wait()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether this is rank 0, which alone changes what is there."""
+        return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+    def _open(self) -> None:
+        """Once: have what dead saves left swept."""
+        if self._swept or not self._is_first:
+            return
+        self._swept = True
+
+        def job() -> None:
+            for url in self._steps.sweep(
+                self._using.doom, self._using.gone, older_than=self._sweep_after
+            ):
+                logger.info("removed what a save that did not finish left: %s", url)
+
+        self._house.put(job)
+
+    def _info(self, step: int) -> StepInfo:
+        if step not in self._infos:
+            self._infos[step] = self._steps.info(step)
+        return self._infos[step]
+
+    def _compare(self, step: int) -> None:
+        """Warn if an earlier step has the same arrays."""
+        content = self._infos[step].content
+        if content is None:
+            return
+        for earlier in reversed(self._steps.committed()):
+            if earlier < step and self._info(earlier).content == content:
+                logger.warning(
+                    "every tensor of step %d is the same as in step %d (%s): was the model trained "
+                    "in between, and is it the live state that is saved?",
+                    step,
+                    earlier,
+                    self.url(earlier),
+                    extra={"event": "same_content", "step": step, "earlier": earlier},
+                )
+                return
+
+    def _retain(self) -> None:
+        """Delete what the policy does not keep, and only steps before the newest whole one."""
+        if not self.policy.deletes:
+            return
+        there = [step for step in self._steps.committed() if step not in self._damaged]
+        managed = [step for step in there if self._info(step).managed]
+        newest = self._newest_whole(managed)
+        if newest is None:
+            return
+        metrics = {step: self._info(step).metrics for step in managed if step <= newest}
+        keep = self.policy.kept(metrics)
+        for step in sorted(set(metrics) - keep - {newest}):
+            if not self._using.doom(step):
+                continue
+            try:
+                self._steps.remove(step)
+                logger.info(
+                    "step %d is deleted: %s",
+                    step,
+                    self.url(step),
+                    extra={"event": "delete", "step": step, "url": self.url(step)},
+                )
+            finally:
+                self._infos.pop(step, None)
+                self._using.gone(step)
+
+    def _newest_whole(self, steps: Sequence[int]) -> int | None:
+        for step in sorted(steps, reverse=True):
+            missing = what_is_missing(self._steps.place(step))
+            if missing is None:
+                return step
+            logger.warning("step %d is not whole, and does not count as kept: %s", step, missing)
+        return None
+
+
+def _log_step(step: int, url: str, record: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+    size, seconds = record.get("stored_bytes", 0), record.get("seconds", 0.0)
+    logger.info(
+        "step %d is saved: %s",
+        step,
+        url,
+        extra={
+            "event": "step",
+            "step": step,
+            "url": url,
+            "bytes": size,
+            "seconds": seconds,
+            "bytes_per_second": round(size / max(seconds, 1e-9)),
+            "metrics": dict(metrics),
+        },
+    )
