@@ -385,7 +385,7 @@ def _attributes(content_metadata: dict[str, Any] | None) -> dict[str, Any]:
     kept = {}
     for name, value in content_metadata.items():
         try:
-            kept[str(name)] = json.loads(json.dumps(value))
+            kept[str(name)] = json.loads(json.dumps(value, allow_nan=False))
         except (TypeError, ValueError):
             kept[str(name)] = str(value)
     return {_CONTENT_METADATA_KEY: kept}

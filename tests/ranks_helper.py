@@ -92,6 +92,8 @@ def _main(
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
         )
+        # A rank that is done at once would close its connections while others still connect.
+        dist.barrier()
         outcome = ("returned", fn(rank, world_size, *args), "", 0.0)
         payload = pickle.dumps(outcome)
     except BaseException as error:

@@ -464,8 +464,6 @@ def test_retention_keeps_what_each_rule_says(
 def test_progress_counts_what_moves(
     place: tuple[str, dict[str, Any]], options: dict[str, Any]
 ) -> None:
-    if options and place[1]:
-        pytest.skip("compressed chunks do not go to object stores yet")
     sharded = ShardedTensor.from_rank_offsets
     state = {"a": sharded("a", torch.rand(100, 50)), "b": sharded("b", torch.rand(33).double())}
     size = 100 * 50 * 4 + 33 * 8

@@ -112,3 +112,17 @@ def test_a_storage_error_keeps_its_number_on_other_ranks() -> None:
     again = pickle.loads(pickle.dumps(error))
     assert (again.errno, again.key, again.url) == (errno.ENOSPC, "w", "/x")
     assert str(again) == "the disk is full"
+
+
+def test_what_json_does_not_have_is_text_in_the_root_document(tmp_path: Path) -> None:
+    """A reader of strict JSON must be able to read the root document, whatever the metadata."""
+    metadata = {"loss": float("nan"), "kind": {"a": [1, 2]}, "odd": {1, 2}}
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}
+    shardstore.save(state, tmp_path / "c", content_metadata=metadata)
+
+    def never(constant: str) -> object:
+        raise AssertionError(constant)
+
+    root = json.loads((tmp_path / "c" / "zarr.json").read_text(), parse_constant=never)
+    kept = root["attributes"]["content_metadata"]
+    assert kept == {"loss": "nan", "kind": {"a": [1, 2]}, "odd": str({1, 2})}
