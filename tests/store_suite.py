@@ -178,6 +178,8 @@ class StoreTests:
             }
             got = shardstore.load(wanted, url, storage_options=options)
             for i, piece in enumerate(loaded.pieces):
+                if piece.flat is not None and piece.flat[0] == piece.flat[1]:
+                    continue  # shards with an empty flat range are left out of what is loaded
                 expected = layouts.expected_part(whole, piece, loaded.prepended)
                 assert layouts.raw_bytes(got[str(i)]) == layouts.raw_bytes(expected)
 
