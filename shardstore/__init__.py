@@ -9,9 +9,20 @@ their entry point.
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from typing import TYPE_CHECKING
 
-from shardstore.storage import tensorstore_environment as _limits  # noqa: F401  (sets them)
+TENSORSTORE_LIMITS = {
+    "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "15",
+    "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": "1",
+}
+"""Without them a silent server holds a request of TensorStore for ever: one that moves less than a
+byte a second for so many seconds is given up. TensorStore reads them once, when it is imported."""
+
+if "tensorstore" not in sys.modules:
+    for _name, _value in TENSORSTORE_LIMITS.items():
+        os.environ.setdefault(_name, _value)
 
 if TYPE_CHECKING:
     from shardstore.async_handle import AsyncSave as AsyncSave

@@ -17,6 +17,7 @@ It knows nothing of tensors, arrays or checkpoints.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import pickle
@@ -80,6 +81,8 @@ class _Control:
 
 
 _controls: dict[str, _Control] = {}
+# Groups that outlive the interpreter's end may abort the process when their threads are torn down.
+atexit.register(_controls.clear)
 
 
 def _control_group(deadline_s: float, purpose: str) -> _Control:

@@ -1,30 +1,16 @@
-"""Limits that TensorStore reads once, when it is first imported: without them a silent server holds
-a request for ever.
+"""Whether TensorStore's requests end: it reads their limits once, when it is first imported.
 
-Imported with the package itself, and so before any module of it that imports TensorStore.
+The package sets them when it is imported (:data:`shardstore.TENSORSTORE_LIMITS`), which is in time
+unless the program imported TensorStore before.
 """
 
 from __future__ import annotations
 
 import os
-import sys
+
+from shardstore import TENSORSTORE_LIMITS as LIMITS
 
 __all__ = ["BOUNDED", "LIMITS"]
 
-LIMITS = {
-    "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "15",
-    "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": "1",
-}
-"""A request that moves less than a byte a second for this many seconds is given up."""
-
-
-def _bound() -> bool:
-    if "tensorstore" in sys.modules:
-        return all(os.environ.get(name) for name in LIMITS)
-    for name, value in LIMITS.items():
-        os.environ.setdefault(name, value)
-    return True
-
-
-BOUNDED = _bound()
-"""Whether requests of this process end; ``False`` where TensorStore was there before us."""
+BOUNDED = all(os.environ.get(name) for name in LIMITS)
+"""``False`` where TensorStore was there before us, and nobody else had set them."""

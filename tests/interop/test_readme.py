@@ -1,7 +1,8 @@
 """The README is true: its programs run as they are printed, in order, in one folder.
 
 A comment before a block says on how many ranks it runs: ``<!-- ranks: 4 -->``; ``none`` stands for
-a reader that must not need torch. What ``print(...)  # text`` claims has to be what comes out.
+a reader that must not need torch, ``s3`` for one rank and a bucket of an embedded server. What
+``print(...)  # text`` claims has to be what comes out.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import shardstore.errors
+from scripts.s3_servers import S3Server
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -24,7 +26,8 @@ _CLAIM = re.compile(r"^ *print\(.*\)  # (.*)$", re.MULTILINE)
 _LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 
 
-def test_programs(tmp_path: Path) -> None:
+def test_programs(tmp_path: Path, s3_server: S3Server) -> None:
+    store = {**s3_server.environment, "BUCKET": s3_server.new_bucket()}
     blocks = _BLOCK.findall(README)
     assert len(blocks) == README.count("```python") >= 6
     for number, (ranks, program) in enumerate(blocks):
@@ -40,7 +43,12 @@ def test_programs(tmp_path: Path) -> None:
         done = subprocess.run(
             [*command, str(file)],
             cwd=tmp_path,
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                **(store if ranks == "s3" else {}),
+                "GLOO_SOCKET_IFNAME": "lo",
+                "OMP_NUM_THREADS": "1",
+            },
             capture_output=True,
             text=True,
             timeout=200,
