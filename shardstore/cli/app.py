@@ -29,7 +29,7 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="shardstore",
-    help="Look into, check, compare and remove checkpoints, on local disks and in object stores.",
+    help="Look into, check, compare, convert and remove checkpoints, local or in object stores.",
     no_args_is_help=False,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -227,6 +227,37 @@ def report(
         stored, output, values=values, check=check, budget_bytes=parse_size(memory), as_json=as_json
     )
     raise typer.Exit(code)
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(help="Folder, safetensors file or its index; local.")],
+    target: Annotated[str, typer.Argument(help="Folder, or NAME.safetensors; local.")],
+    source_format: Annotated[
+        str | None, typer.Option("--from", metavar="FORMAT", help="Default: what it looks like.")
+    ] = None,
+    target_format: Annotated[
+        str | None,
+        typer.Option("--to", metavar="FORMAT", help="shardstore, safetensors or dcp."),
+    ] = None,
+    memory_budget: Memory = "512MiB",
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a shardstore checkpoint at TARGET.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Convert a checkpoint, verified at the end. One that died goes on when run again."""
+    from shardstore.cli.converting import run_convert
+
+    run_convert(
+        source,
+        target,
+        source_format=source_format,
+        target_format=target_format,
+        memory_budget=parse_size(memory_budget),
+        overwrite=overwrite,
+        as_json=as_json,
+    )
 
 
 @app.command()

@@ -159,6 +159,8 @@ class _Verification:
         self._done = self._total = 0
         self._manifest: Manifest | None = None
         self._consolidated: dict[str, dict[str, Any]] = {}
+        # Other backends keep what is not sharded elsewhere: ("json", 1) in the root document.
+        self._common_backend: object = "torch"
 
     def run(self) -> Verified:
         start = perf_counter()
@@ -234,6 +236,7 @@ class _Verification:
             document = json.loads(self.location.read(name))
             if not isinstance(document, dict) or "sharded_backend" not in document:
                 raise ValueError("it names no sharded_backend")
+            self._common_backend = document.get("common_backend", "torch")
         except (OSError, ValueError) as error:
             self._report("config-damaged", f"{path} is damaged: {error}", name)
 
@@ -275,7 +278,7 @@ class _Verification:
         if not self._keys:
             if "common.pt" in top:
                 self._check_archive("common.pt", "common-damaged")
-            elif self.stored_by_us:
+            elif self.stored_by_us and self._common_backend == "torch":
                 path = f"{self.location.url}/common.pt"
                 text = f"{path} is missing: the non-sharded part of the state is gone"
                 self._report("common-missing", text, "common.pt")

@@ -1,0 +1,64 @@
+"""``convert``: from one checkpoint format to another.
+
+Answers for what is printed; formats, resuming and verification are :mod:`shardstore.convert`'s.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import asdict
+
+from shardstore.cli.shared import counted, emit, human_bytes, progress_bar
+from shardstore.convert import Progress, convert
+
+__all__ = ["run_convert"]
+
+
+def run_convert(
+    source: str,
+    target: str,
+    *,
+    source_format: str | None,
+    target_format: str | None,
+    memory_budget: int,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Convert and print what was done."""
+    with ExitStack() as bars:
+        progress = _Bars(bars, quiet=as_json)
+        done = convert(
+            source,
+            target,
+            source_format=source_format,
+            target_format=target_format,
+            memory_budget=memory_budget,
+            overwrite=overwrite,
+            progress=progress,
+        )
+    if as_json:
+        emit({"source": source, "target": target, **asdict(done)})
+        return
+    resumed = f", {human_bytes(done.resumed_bytes)} of it before" if done.resumed_bytes else ""
+    print(
+        f"{done.source_format} -> {done.target_format}: {counted(done.tensors, 'tensor')}, "
+        f"{human_bytes(done.total_bytes)}{resumed}; verified"
+    )
+
+
+class _Bars:
+    """One bar a stage; each ends where the next begins."""
+
+    def __init__(self, bars: ExitStack, *, quiet: bool) -> None:
+        self._bars, self._quiet = bars, quiet
+        self._stage = ""
+        self._last = 0
+
+    def __call__(self, event: Progress) -> None:
+        if event.stage != self._stage:
+            self._bars.close()
+            self._stage, self._last = event.stage, 0
+            bar = progress_bar(event.stage, event.total_bytes, quiet=self._quiet)
+            self._advance = self._bars.enter_context(bar)
+        self._advance(event.done_bytes - self._last)
+        self._last = event.done_bytes
