@@ -104,6 +104,7 @@ def async_save(
     Raises:
         SaveInProgressError: the save before this one still runs on some rank, and ``when_busy`` is
             ``"refuse"``; raised on every rank.
+        ValueError: ``when_busy`` or ``at_exit`` is none of the choices.
         CheckpointingException: as :func:`shardstore.save`, for what is found before the background
             begins: the target exists, the input is wrong on some rank.
     """
@@ -112,6 +113,10 @@ def async_save(
     ranks = Ranks.current(RANKS_PURPOSE)
     options = SaveOptions()
     try:
+        if when_busy not in ("wait", "refuse"):
+            raise ValueError(f"when_busy={when_busy!r} must be 'wait' or 'refuse'")
+        if at_exit not in ("wait", "abort"):
+            raise ValueError(f"at_exit={at_exit!r} must be 'wait' or 'abort'")
         options = SaveOptions(
             overwrite=overwrite,
             durable=durable,
@@ -124,7 +129,7 @@ def async_save(
     except ValueError as problem:
         error = error or problem  # met by all ranks together
     if _latest is not None and not _latest.done():
-        if when_busy == "wait":
+        if when_busy != "refuse":
             _latest.wait()
         else:
             error = SaveInProgressError(
