@@ -203,6 +203,7 @@ def test_importing_the_package_imports_neither_torch_nor_tensorstore() -> None:
         ("mapping", "ShardedObject"),
         ("mapping", "ShardedTensor"),
         ("mapping", "ShardedTensorFactory"),
+        ("validation", "StrictHandling"),
     ],
 )
 def test_pickles_name_the_public_module(module: str, name: str) -> None:
