@@ -42,7 +42,6 @@ from shardstore.dtensor import (
     needs_adoption,
 )
 from shardstore.errors import NotACheckpointError
-from shardstore.exchange_utils import raise_together
 from shardstore.mapping import (
     CommonStateDict,
     ShardedObject,
@@ -50,6 +49,7 @@ from shardstore.mapping import (
     StateDict,
     apply_factory_merges,
 )
+from shardstore.process_groups import raise_together
 from shardstore.progress import Meter, ProgressCallback, callback_of
 from shardstore.ranks import Ranks
 from shardstore.shard_reports import check_reports, report_shards, shards_of_report

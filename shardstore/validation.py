@@ -25,13 +25,13 @@ from shardstore.errors import (
     FormatVersionError,
     NotACheckpointError,
 )
-from shardstore.exchange_utils import raise_together
 from shardstore.mapping import (
     CommonStateDict,
     ShardedObject,
     ShardedStateDict,
     ShardedTensor,
 )
+from shardstore.process_groups import has_ranks, raise_together
 from shardstore.strategies.base import (
     LoadCommonStrategy,
     LoadShardedStrategy,
@@ -245,15 +245,11 @@ def determine_global_metadata(
         for value in nested_values(sharded_state_dict)
         if isinstance(value, ShardedTensor | ShardedObject)
     ]
-    if not _has_ranks():
+    if not has_ranks():
         return local, [local]
     by_rank: GlobalMetadata = [[] for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather_object(by_rank, local)
     return local, by_rank
-
-
-def _has_ranks() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _validate_common_state_dict(common_state_dict: CommonStateDict) -> None:
@@ -261,7 +257,7 @@ def _validate_common_state_dict(common_state_dict: CommonStateDict) -> None:
 
     Every rank calls it and waits for rank 0.
     """
-    if not _has_ranks() or torch.distributed.get_world_size() == 1:
+    if not has_ranks() or torch.distributed.get_world_size() == 1:
         return
     rank = torch.distributed.get_rank()
     payload: list[bytes | None] = [None]
@@ -315,6 +311,6 @@ def validate_sharding_integrity(
     """
     if common_state_dict is not None:
         _validate_common_state_dict(common_state_dict)
-    if _has_ranks() and torch.distributed.get_rank() != 0:
+    if has_ranks() and torch.distributed.get_rank() != 0:
         return
     check_access(global_metadata)
