@@ -18,8 +18,9 @@ import torch
 
 from shardstore.access_pattern import _compute_shards_access as _compute_shards_access
 from shardstore.access_pattern import check_access
+from shardstore.common_state import log_differences
 from shardstore.core import maybe_load_config
-from shardstore.dict_utils import dict_list_map_outplace, diff, nested_values
+from shardstore.dict_utils import dict_list_map_outplace, nested_values
 from shardstore.errors import (
     CheckpointingException,
     FormatVersionError,
@@ -278,17 +279,7 @@ def _validate_common_state_dict(common_state_dict: CommonStateDict) -> None:
     here = dict_list_map_outplace(
         lambda value: value.cpu() if isinstance(value, torch.Tensor) else value, common_state_dict
     )
-    only_on_0, only_here, mismatch = diff(of_rank_0, here)
-    if only_on_0 or only_here or mismatch:
-        logger.warning(
-            "Rank %d common state dict differs from rank 0 common state dict. "
-            "Keys only on rank 0: %s, Keys only on %d: %s, Mismatched keys: %s",
-            rank,
-            only_on_0,
-            rank,
-            only_here,
-            mismatch,
-        )
+    log_differences(of_rank_0, here, rank)
 
 
 def validate_sharding_integrity(
