@@ -50,12 +50,12 @@ def load_content_metadata(
     preloaded_state_dict: StateDict | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any] | None:
-    """What was given to :func:`save` as ``content_metadata``; ``None`` if nothing was.
+    """What was given to :func:`shardstore.save` as ``content_metadata``; ``None`` if nothing was.
 
     Args:
         checkpoint_dir: a checkpoint, unless ``preloaded_state_dict`` is given.
         preloaded_state_dict: a loaded state dict or common state dict to take it from.
-        storage_options: see :func:`save`.
+        storage_options: see :func:`shardstore.save`.
 
     Raises:
         CheckpointingException: neither was given.
@@ -77,9 +77,9 @@ def load_tensors_metadata(
     *,
     storage_options: Mapping[str, Any] | None = None,
 ) -> CkptShardedMetadata:
-    """Key -> sharded tensor without data, whole and unsharded; can be handed to :func:`load`.
+    """Key -> sharded tensor without data, whole and unsharded.
 
-    Any rank may call it; it waits for no other.
+    It can be handed to :func:`shardstore.load`. Any rank may call it; it waits for no other.
     """
     checkpoint_dir = place_of(checkpoint_dir, storage_options).place
     strategy, _ = verify_checkpoint_and_load_strategy(checkpoint_dir, sharded_strategy)

@@ -9,7 +9,6 @@ their interfaces.
 from __future__ import annotations
 
 import io
-import logging
 import os
 from pathlib import Path
 from typing import cast
@@ -65,8 +64,6 @@ __all__ = [
     "validate_sharding_integrity",
     "verify_checkpoint_and_load_strategy",
 ]
-
-logger = logging.getLogger(__name__)
 
 
 def validate_integrity_and_strict_load(
