@@ -193,3 +193,20 @@ def test_importing_the_package_imports_neither_torch_nor_tensorstore() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("mapping", "LocalNonpersistentObject"),
+        ("mapping", "ShardedBase"),
+        ("mapping", "ShardedObject"),
+        ("mapping", "ShardedTensor"),
+        ("mapping", "ShardedTensorFactory"),
+        ("validation", "StrictHandling"),
+    ],
+)
+def test_pickles_name_the_public_module(module: str, name: str) -> None:
+    """Pickles and allow-lists of classes go by the name of the module, wherever the code lies."""
+    found = getattr(importlib.import_module(f"shardstore.{module}"), name)
+    assert (found.__module__, found.__qualname__) == (f"shardstore.{module}", name)
