@@ -46,8 +46,6 @@ class ShardedTensorFactory(ShardedBase):
         flattened_range: range of the flattened tensor that is held; passed to ``build_fn``.
     """
 
-    __module__ = "shardstore.mapping"  # the name that programs and their pickles know it by
-
     key: str
     data: torch.Tensor
     build_fn: FactoryBuildFn
@@ -65,6 +63,9 @@ class ShardedTensorFactory(ShardedBase):
     def without_data(self) -> ShardedTensorFactory:
         """A copy with ``data=None``."""
         return replace(self, data=None)  # type: ignore[arg-type]
+
+
+ShardedTensorFactory.__module__ = "shardstore.mapping"  # what programs and pickles know it by
 
 
 def apply_factories(sharded_state_dict: ShardedStateDict) -> None:

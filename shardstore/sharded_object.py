@@ -33,8 +33,6 @@ class ShardedObject(ShardedBase):
         CheckpointingException: on construction, where shape and offset do not have as many axes.
     """
 
-    __module__ = "shardstore.mapping"  # the name that programs and their pickles know it by
-
     key: str
     data: object
     global_shape: tuple[int, ...]
@@ -102,3 +100,6 @@ class ShardedObject(ShardedBase):
         # Names written when only the first length was recorded leave the others unknown.
         lengths = tuple(-1 if n is None else n for _, n in zip_longest(offset, shape))
         return cls(key, None, lengths, tuple(offset), replica_id)
+
+
+ShardedObject.__module__ = "shardstore.mapping"  # what programs and their pickles know it by
