@@ -1,3 +1,6 @@
+from typing import Any
+
+from numpy.typing import NDArray
 from typing_extensions import Buffer
 
 KERNELS: list[str]
@@ -5,4 +8,4 @@ KERNELS: list[str]
 def copy_crc32c(
     source: Buffer, target: Buffer, crc: int = 0, kernel: str | None = None, /
 ) -> int: ...
-def read_resident(fd: int, target: Buffer, tail: Buffer, /) -> int | None: ...
+def read_file(path: str, target: NDArray[Any], tail: bytearray, /) -> int | None: ...

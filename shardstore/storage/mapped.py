@@ -1,40 +1,30 @@
-"""Reads a whole chunk file out of the page cache by mapping it.
+"""Reads a whole chunk file out of the page cache by mapping it, for destinations at odd addresses.
 
-Where the compiled :mod:`shardstore.storage._copy_crc` is there (Linux on x86-64, a C compiler at the
-installation), copy and checksum are one pass over memory, faster than read(2) alone. Where it is
-not, only destinations at odd addresses are worth a mapping: the kernel copies to an address that is
-no multiple of 32 at a fraction of its usual rate (3 to 8 times slower on an AMD EPYC), and views
-into a flat parameter buffer begin anywhere.
+The kernel copies to an address that is no multiple of 32 at a fraction of its usual rate (3 to 8
+times slower on an AMD EPYC), and views into a flat parameter buffer begin anywhere. Copying from
+mapped pages does not care. Only files that are in memory altogether are read this way (mincore(2),
+Linux man-pages): others are left to ordinary reads, which report a disk's errors as errors where a
+mapping would kill the process. It knows one open file and one destination.
 
-Only files that are in memory altogether are read this way (mincore(2), Linux man-pages): others are
-left to ordinary reads, which report a disk's errors as errors where a mapping would kill the
-process. It knows one open file and one destination.
+Where :mod:`shardstore.storage.whole_file` is compiled, few chunks come here.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardstore.storage.checksums import crc32c
 
-try:
-    from shardstore.storage import _copy_crc
-except ImportError:  # no compiler at the installation, or another processor
-    _read_resident: Callable[[int, NDArray[np.uint8], bytearray], int | None] | None = None
-else:
-    _read_resident = _copy_crc.read_resident
-
 __all__ = ["MIN_MAPPED_BYTES", "read_mapped"]
 
 MIN_MAPPED_BYTES = 512 * 1024
 """Below it setting up the mapping costs more than it spares."""
 GOOD_ALIGNMENT = 32
-"""Of a destination, in bytes, from which on read(2) is as fast as the kernel gets."""
+"""Of a destination, in bytes, from which on read(2) is as fast as it gets."""
 STEP_BYTES = 1024 * 1024
 """Checksummed and copied at once, so that the copy finds the bytes in the processor's cache."""
 
@@ -54,11 +44,7 @@ def read_mapped(fd: int, out: NDArray[np.uint8], tail: bytearray) -> int | None:
         nothing was done.
     """
     total = len(out)
-    if total < MIN_MAPPED_BYTES:
-        return None
-    if _read_resident is not None:
-        return _read_resident(fd, out, tail)
-    if out.ctypes.data % GOOD_ALIGNMENT == 0:
+    if total < MIN_MAPPED_BYTES or out.ctypes.data % GOOD_ALIGNMENT == 0:
         return None
     try:
         mapping = mmap.mmap(fd, total + len(tail), mmap.MAP_SHARED, mmap.PROT_READ)
