@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -46,36 +47,19 @@ class PositionedShard(ShardedBase):
 
     def _validate_position(self) -> None:
         """Raises where shapes, offsets and fragmentations do not fit together."""
-        ndim = len(self.global_shape)
-        if len(self.global_offset) != ndim:
-            raise self._wrong(
-                f"global_offset has {len(self.global_offset)} axes, global_shape has {ndim}; "
-                "give one offset for each global axis"
-            )
-        if len(self.local_shape) + self.prepend_axis_num != ndim:
-            raise self._wrong(
-                f"local_shape has {len(self.local_shape)} axes and prepend_axis_num is "
-                f"{self.prepend_axis_num}, but global_shape has {ndim} axes; "
-                "the first two must add up to the third"
-            )
-        if any(n < 0 for n in (*self.local_shape, *self.global_shape, *self.global_offset)):
-            raise self._wrong("shapes and offsets must not be negative")
-        if self.axis_fragmentations is None:
-            return
-        if len(self.axis_fragmentations) != ndim or any(n < 1 for n in self.axis_fragmentations):
-            raise self._wrong(
-                f"axis_fragmentations {self.axis_fragmentations} must be one positive number "
-                f"for each of the {ndim} global axes, or None for an irregular cut"
-            )
-        for axis, (offset, size) in enumerate(
-            zip(self.global_offset[self.prepend_axis_num :], self.local_shape, strict=True),
+        about = (
+            self.local_shape,
+            self.global_shape,
+            self.global_offset,
+            self.axis_fragmentations,
             self.prepend_axis_num,
-        ):
-            if offset % max(1, size):
-                raise self._wrong(
-                    f"along global axis {axis} the offset {offset} is not a multiple of the local "
-                    f"length {size}; for an irregular cut pass axis_fragmentations=None"
-                )
+        )
+        try:
+            problem = _misfit(*about)
+        except TypeError:  # lists, set by hand, can not be looked up
+            problem = _misfit.__wrapped__(*about)
+        if problem is not None:
+            raise self._wrong(problem)
 
     def _flat_bounds(self) -> tuple[int, int]:
         """First and last-plus-one flat element of the local tensor that the range names."""
@@ -196,6 +180,47 @@ class PositionedShard(ShardedBase):
                 f"{length} elements from {start} on"
             )
         return dim, first
+
+
+@lru_cache(maxsize=4096)
+def _misfit(
+    local_shape: tuple[int, ...],
+    global_shape: tuple[int, ...],
+    global_offset: tuple[int, ...],
+    axis_fragmentations: tuple[int, ...] | None,
+    prepend_axis_num: int,
+) -> str | None:
+    """What does not fit together, if anything; many shards of a model are cut alike."""
+    ndim = len(global_shape)
+    if len(global_offset) != ndim:
+        return (
+            f"global_offset has {len(global_offset)} axes, global_shape has {ndim}; "
+            "give one offset for each global axis"
+        )
+    if len(local_shape) + prepend_axis_num != ndim:
+        return (
+            f"local_shape has {len(local_shape)} axes and prepend_axis_num is "
+            f"{prepend_axis_num}, but global_shape has {ndim} axes; "
+            "the first two must add up to the third"
+        )
+    if any(n < 0 for n in (*local_shape, *global_shape, *global_offset)):
+        return "shapes and offsets must not be negative"
+    if axis_fragmentations is None:
+        return None
+    if len(axis_fragmentations) != ndim or any(n < 1 for n in axis_fragmentations):
+        return (
+            f"axis_fragmentations {axis_fragmentations} must be one positive number "
+            f"for each of the {ndim} global axes, or None for an irregular cut"
+        )
+    for axis, (offset, size) in enumerate(
+        zip(global_offset[prepend_axis_num:], local_shape, strict=True), prepend_axis_num
+    ):
+        if offset % max(1, size):
+            return (
+                f"along global axis {axis} the offset {offset} is not a multiple of the local "
+                f"length {size}; for an irregular cut pass axis_fragmentations=None"
+            )
+    return None
 
 
 def ints(values: Sequence[int]) -> tuple[int, ...]:

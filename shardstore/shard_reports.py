@@ -93,6 +93,8 @@ def check_reports(reports: Sequence[bytes]) -> None:
             :func:`shardstore.access_pattern.check_access`.
     """
     by_key: dict[str, list[tuple[int, _Shard]]] = {}
+    # Many tensors are cut alike: what holds for one holds for all that differ in the key alone.
+    known: dict[tuple[Any, ...], bool] = {}
     suspects: list[list[ShardedTensor | ShardedObject]] = []
     object_keys: set[str] = set()
     for rank, report in enumerate(reports):
@@ -102,11 +104,26 @@ def check_reports(reports: Sequence[bytes]) -> None:
         object_keys.update(item.key for item in objects)
         suspects.append(list(objects))
     for key, held in by_key.items():
-        if key in object_keys or not _tiles([shard for _, shard in held]):
+        if key in object_keys or not _tile(held, known):
             for rank, shard in held:
                 suspects[rank].append(shard.tensor())
     if any(suspects):
         check_access(suspects)
+
+
+def _tile(held: Sequence[tuple[int, _Shard]], known: dict[tuple[Any, ...], bool]) -> bool:
+    """:func:`_tiles`, from what is known of tensors that are cut in the same way."""
+    shards = [shard for _, shard in held]
+    if shards[0].flattened_range is not None:  # a slice can not be looked up
+        return _tiles(shards)
+    cut = tuple([shard[1:] for shard in shards])
+    try:
+        found = known.get(cut)
+    except TypeError:
+        return _tiles(shards)
+    if found is None:
+        found = known[cut] = _tiles(shards)
+    return found
 
 
 def _tiles(shards: Sequence[_Shard]) -> bool:

@@ -1,9 +1,9 @@
 """Whole chunk files from memory, checked on the way: what most of a load is.
 
 The compiled part (:mod:`shardstore.storage._copy_crc`: Linux on x86-64, a C compiler at the
-installation) opens, maps, copies and checksums a file in one call, in one pass over memory, which is
-faster than read(2) alone. It says ``None`` to whatever is out of the ordinary, and the caller goes
-the long way, which knows every error. It maps only files that are in memory altogether
+installation) opens, maps, copies and checksums a file in one call, in one pass over memory, which
+is faster than read(2) alone. It says ``None`` to whatever is out of the ordinary, and the caller
+goes the long way, which knows every error. It maps only files that are in memory altogether
 (cachestat(2), mincore(2), Linux man-pages): reading others through a mapping would make a disk's
 error the death of the process. It knows one file and one destination.
 """

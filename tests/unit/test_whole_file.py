@@ -1,0 +1,159 @@
+"""Chunk files read at once by the compiled part: the right bytes, the right checksum, or no."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardstore import ShardedTensor, load, save
+from shardstore.errors import ChunkCorruptError
+from shardstore.storage import whole_file
+from shardstore.storage.checksums import crc32c
+from shardstore.storage.counters import counters
+from shardstore.storage.whole_file import read_whole_file
+
+compiled = pytest.mark.skipif(
+    not whole_file.COMPILED, reason="no compiler at the installation, or not Linux on x86-64"
+)
+
+
+@pytest.fixture(params=["compiled", "plain"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "plain":
+        monkeypatch.setattr(whole_file, "COMPILED", False)
+    elif not whole_file.COMPILED:
+        pytest.skip("no compiler at the installation, or not Linux on x86-64")
+    return str(request.param)
+
+
+@compiled
+@given(
+    st.integers(0, 3000),
+    st.integers(0, 70),
+    st.integers(0, 70),
+    st.integers(0, 2**32 - 1),
+    st.data(),
+)
+def test_kernels_copy_and_carry_the_checksum(
+    size: int, source_at: int, target_at: int, crc: int, data: st.DataObject
+) -> None:
+    from shardstore.storage import _copy_crc
+
+    kernel = data.draw(st.sampled_from(_copy_crc.KERNELS))
+    memory = np.random.default_rng(size).integers(0, 256, source_at + size, np.uint8)
+    target = np.zeros(target_at + size + 64, np.uint8)
+    found = _copy_crc.copy_crc32c(
+        memory[source_at:], target[target_at : target_at + size], crc, kernel
+    )
+    assert found == crc32c(memory[source_at:].tobytes(), crc)
+    assert (target[target_at : target_at + size] == memory[source_at:]).all()
+    assert not target[:target_at].any()
+    assert not target[target_at + size :].any()
+
+
+@compiled
+def test_kernels_refuse_what_does_not_fit() -> None:
+    from shardstore.storage import _copy_crc
+
+    with pytest.raises(ValueError, match="3 bytes do not go into 2"):
+        _copy_crc.copy_crc32c(b"abc", bytearray(2))
+    with pytest.raises(ValueError, match="no kernel sse17"):
+        _copy_crc.copy_crc32c(b"abc", bytearray(3), 0, "sse17")
+    with pytest.raises(ValueError, match="last axis"):
+        _copy_crc.read_file("/", np.zeros((4, 4), np.uint8)[:, ::2], bytearray(4))
+
+
+@compiled
+@pytest.mark.parametrize("dtype", ["<f4", "<i8", "u1"])
+@pytest.mark.parametrize(
+    ("shape", "wanted"),
+    [
+        ((40, 50), np.s_[:, 3:29]),
+        ((7, 300, 64), np.s_[1:6, ::2, 8:40]),
+        ((3, 5, 8, 64), np.s_[:, 1:4]),
+        ((900, 700), np.s_[:, :640]),
+        ((70_000,), np.s_[:]),
+        ((9, 1), np.s_[::3]),
+        ((), np.s_[...]),
+        ((0, 4), np.s_[:]),
+    ],
+)
+def test_any_destination_gets_its_rows(
+    tmp_path: Path, dtype: str, shape: tuple[int, ...], wanted: tuple[slice, ...]
+) -> None:
+    memory = np.zeros(shape, dtype)
+    out = memory[wanted]
+    values = np.random.default_rng(1).integers(1, 100, out.shape).astype(dtype)
+    path = tmp_path / "chunk"
+    path.write_bytes(values.tobytes() + b"tail")
+    tail = bytearray(4)
+    crc = read_whole_file(str(path), out, tail)
+    if crc is None:  # a single column: its elements do not follow one another
+        assert out.strides[-1] != out.itemsize
+        return
+    assert crc == crc32c(values.tobytes(), 0)
+    assert tail == b"tail"
+    assert (out == values).all()
+    out[...] = 0
+    assert not memory.any()  # nothing was written beside it
+
+
+@compiled
+def test_another_size_or_no_file_is_left_to_others(tmp_path: Path) -> None:
+    path = tmp_path / "chunk"
+    out, tail = np.zeros(100, np.uint8), bytearray(4)
+    assert read_whole_file(str(path), out, tail) is None
+    for size in (0, 103, 105):
+        path.write_bytes(bytes(size))
+        assert read_whole_file(str(path), out, tail) is None
+    assert read_whole_file(str(tmp_path), out, tail) is None
+
+
+@compiled
+def test_a_large_file_that_is_not_in_memory_is_left_to_others(tmp_path: Path) -> None:
+    path = tmp_path / "chunk"
+    size = 1 << 20
+    path.write_bytes(os.urandom(size + 4))
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    out = np.zeros(size, np.uint8)
+    crc = read_whole_file(str(path), out, bytearray(4))
+    # A file system in memory keeps it there.
+    assert crc is None or (out == np.fromfile(path, np.uint8)[:size]).all()
+
+
+def _state(values: torch.Tensor) -> dict[str, ShardedTensor]:
+    """A tensor in the columns of a wider one, cut along them."""
+    return {"w": ShardedTensor.from_rank_offsets("w", values, (1, 0, 1))}
+
+
+@pytest.mark.parametrize("columns", [64, 60, 1])
+def test_loads_into_columns_of_a_wider_tensor(tmp_path: Path, way: str, columns: int) -> None:
+    values = torch.randn(3000, columns)
+    save(_state(values), str(tmp_path / "c"), durable=False)
+    wide = torch.zeros(3000, columns + 16)
+    before = counters.snapshot()["bytes_read"]
+    load(_state(wide[:, 8 : 8 + columns]), str(tmp_path / "c"))
+    assert torch.equal(wide[:, 8 : 8 + columns], values)
+    assert not wide[:, :8].any()
+    assert not wide[:, 8 + columns :].any()
+    assert counters.snapshot()["bytes_read"] - before == values.nbytes + 4
+
+
+@pytest.mark.parametrize("at", [0, 100_001, -5, -1])
+def test_a_flipped_byte_is_found(tmp_path: Path, way: str, at: int) -> None:
+    values = torch.randn(500, 512)
+    save(_state(values), str(tmp_path / "c"), durable=False)
+    (chunk,) = (tmp_path / "c" / "w").glob("c.*")
+    data = bytearray(chunk.read_bytes())
+    data[at] ^= 1
+    chunk.write_bytes(data)
+    with pytest.raises(ChunkCorruptError, match="checksum"):
+        load(_state(torch.zeros(500, 512)), str(tmp_path / "c"))
