@@ -50,13 +50,16 @@ class Field:
     def rounds(self, action: Action, rounds: Iterable[int]) -> None:
         """Run `action` for one client after the other, in every round.
 
+        What a client leaves behind (caches, discards of freed space) may slow down the next one: the
+        rounds begin with another client each, and every other one goes backwards.
+
         Args:
             action: called with the context, the client's crew and name, and the number of the
                 round; a ClientError makes the client leave the field.
             rounds: numbers of the rounds.
         """
         for number in rounds:
-            for name in list(self.names):
+            for name in _order(list(self.names), number):
                 # It may have left with another client of its interpreter.
                 if name in self.names:
                     self._attempt(action, name, number)
@@ -106,3 +109,9 @@ class Field:
         self._context.say(f"  {name} leaves: {reason.splitlines()[0] if reason else 'unknown'}")
         self._context.results.fail(self._case, self._world, name, reason)
         self.names.remove(name)
+
+
+def _order(names: list[str], number: int) -> list[str]:
+    first = number % len(names) if names else 0
+    order = names[first:] + names[:first]
+    return order[::-1] if number % 2 else order
