@@ -50,8 +50,8 @@ class Field:
     def rounds(self, action: Action, rounds: Iterable[int]) -> None:
         """Run `action` for one client after the other, in every round.
 
-        What a client leaves behind (caches, discards of freed space) may slow down the next one: the
-        rounds begin with another client each, and every other one goes backwards.
+        What a client leaves behind (caches, discards of freed space) may slow down the next one.
+        Each round begins with another client, and every other one goes backwards.
 
         Args:
             action: called with the context, the client's crew and name, and the number of the
