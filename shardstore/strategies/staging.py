@@ -194,6 +194,10 @@ class StagedChunk:
         """The chunk is written: its memory may be used again."""
         self._staging.release(self._number)
 
+    def fail(self, error: BaseException) -> None:
+        """The chunk can not be written: who waits for its memory shall not wait for ever."""
+        self._staging.fail(error)
+
 
 class Staging:
     """The copy of one save's chunks.
