@@ -35,7 +35,7 @@ from shardstore.storage.location import Location
 from shardstore.storage.manifest import ChunkRecord, Merged, RankManifest, merge
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.publish import commit_record, last_documents
-from shardstore.storage.reuse import BaseChunks, ReusingMover, Writer, read_base
+from shardstore.storage.reuse import BaseChunks, ReusingMover, Writer, adopter, read_base
 from shardstore.strategies import shared_writes
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.shared_writes import SharedWrites
@@ -174,7 +174,17 @@ class SaveSession:
         def reused(size: int) -> None:
             self.manifest.reused_bytes += size
 
-        return ReusingMover(mover, self.base, location, reused, threads=options.threads)
+        adopt = adopter(self.base.location, location, self.attempt)
+        if adopt is None:
+            return mover
+        return ReusingMover(
+            mover,
+            self.base,
+            adopt,
+            reused,
+            threads=options.threads,
+            budget_bytes=options.budget_bytes,
+        )
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
