@@ -166,10 +166,7 @@ class ReusingMover:
             )
 
         if isinstance(self._adopt, ServerCopies):
-            try:
-                self._over_requests(hashed, locked)
-            finally:
-                self._adopt.close()
+            self._over_requests(hashed, locked)
         else:
             hashed(lambda item, record: self._place(item, record, locked))
 

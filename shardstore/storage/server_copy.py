@@ -18,7 +18,6 @@ from collections.abc import Callable
 from shardstore.errors import StorageError
 from shardstore.storage.attempt import Attempt
 from shardstore.storage.location import Location
-from shardstore.storage.object_io import ObjectIO, object_io
 
 __all__ = ["COPY_THREADS", "ServerCopies", "same_store"]
 
@@ -32,6 +31,9 @@ MIN_COPIED_BYTES = 4096
 
 TAIL_BYTES = 4
 """The crc32c at the end of a chunk's object."""
+
+_ENDS_BEFORE = "InvalidRange"
+"""What S3 says where an object ends before the range begins (Amazon S3 API, "Error responses")."""
 
 _conditional: dict[str, bool] = {}
 """Stores of this process -> whether a copy there creates only."""
@@ -63,8 +65,6 @@ class ServerCopies:
         self._location = location
         self._refused = threading.Event()
         self._ask = _Together(attempt.check) if attempt is not None else None
-        self._io: ObjectIO | None = None
-        self._io_lock = threading.Lock()
 
     def __call__(self, name: str, stored_bytes: int, tail: bytes | None) -> bool:
         """Copy an object.
@@ -83,11 +83,11 @@ class ServerCopies:
         if self._refused.is_set() or stored_bytes < max(MIN_COPIED_BYTES, TAIL_BYTES):
             return False
         try:
-            found = self._reader().get(name, stored_bytes - TAIL_BYTES)()
-            if found is None or len(found) != TAIL_BYTES or tail not in (None, found):
-                return False  # the base is damaged there; the new checkpoint shall not be
+            found = self._base.remote.read_range(name, stored_bytes - TAIL_BYTES, None)
         except StorageError as error:
-            return self._give_up(error)
+            return False if _ENDS_BEFORE in str(error) else self._give_up(error)
+        if found is None or len(found) != TAIL_BYTES or tail not in (None, found):
+            return False  # the base is damaged there; the new checkpoint shall not be
         store = f"{self._location.url.partition('://')[0]} {id(self._location.remote.fs)}"
         conditional = _conditional.get(store)
         if conditional is None:
@@ -98,19 +98,6 @@ class ServerCopies:
         if not conditional and self._ask is not None:
             self._ask()
         return self._copy(name, create=conditional) is True
-
-    def close(self) -> None:
-        """End what threads there are."""
-        with self._io_lock:
-            io, self._io = self._io, None
-        if io is not None:
-            io.close()
-
-    def _reader(self) -> ObjectIO:
-        with self._io_lock:
-            if self._io is None:
-                self._io = object_io(self._base)
-            return self._io
 
     def _try_out(self, store: str, name: str) -> bool:
         """Copy one object twice, the second time where it is there: does the store say so?"""

@@ -186,7 +186,6 @@ def test_a_late_attempt_copies_nothing(place: Place) -> None:
     newer.put("w0/c.0.0", b"what the newer one wrote")
     with pytest.raises(StorageError, match="newer attempt"):
         copies("w0/c.0.0", len(chunk), None)
-    copies.close()
     assert target.read("w0/c.0.0") == b"what the newer one wrote"
     newer.abandon()
 
