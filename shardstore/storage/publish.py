@@ -19,7 +19,8 @@ from shardstore.storage.attempt import Attempt
 from shardstore.storage.chunks import ChunkWrite
 from shardstore.storage.content import content_digest
 from shardstore.storage.documents import ArrayMeta
-from shardstore.storage.manifest import MANIFEST_NAME, ChunkRecord, Merged, RankManifest, merge
+from shardstore.storage.manifest import MANIFEST_NAME, ChunkRecord, RankManifest
+from shardstore.storage.merging import Merged, merge
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.rank_record import rank_record
 

@@ -32,7 +32,8 @@ from shardstore.storage.chunks import ChunkWrite
 from shardstore.storage.collector import collector_paused
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.location import Location
-from shardstore.storage.manifest import ChunkRecord, Merged, RankManifest, merge
+from shardstore.storage.manifest import ChunkRecord, RankManifest
+from shardstore.storage.merging import Merged, merge
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.publish import commit_record, last_documents
 from shardstore.storage.reuse import BaseChunks, ReusingMover, Writer, adopter, read_base
