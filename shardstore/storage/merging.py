@@ -140,8 +140,12 @@ def _order_running(
     if not len(given):
         return out
     count = lengths[array]
+    found = np.unique(count).tolist()
+    if len(found) == 1 and len(out) == found[0] * int(starts[-1]):
+        out.reshape(-1, found[0])[rows] = given.reshape(-1, found[0])
+        return out
     source = np.cumsum(count) - count
-    for length in np.unique(count).tolist():
+    for length in found:
         if not length:
             continue
         here = np.flatnonzero(count == length)

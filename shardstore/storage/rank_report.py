@@ -8,6 +8,7 @@ microseconds each. It knows names and columns, not what they mean.
 from __future__ import annotations
 
 import json
+import math
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
@@ -37,6 +38,12 @@ COLUMNS: dict[str, tuple[str, tuple[int, ...]]] = {
 boundary, the others one a chunk.
 """
 
+_ROWS = {
+    name: (np.dtype(kind), math.prod(row), np.dtype(kind).itemsize * math.prod(row), row)
+    for name, (kind, row) in COLUMNS.items()
+}
+"""Data type, numbers a row, bytes a row, shape of a row: worked out once, not for each report."""
+
 _HEAD = struct.Struct(f"<Q{len(COLUMNS)}Q")
 """Bytes of the packed JSON, then rows of each column."""
 _ALIGNMENT = 8
@@ -65,11 +72,11 @@ def pack_report(head: Mapping[str, Any], columns: Mapping[str, Sequence[int] | b
     packed = zlib.compress(json.dumps(head).encode(), 1)
     packed += bytes(-len(packed) % _ALIGNMENT)
     parts, rows = [packed], []
-    for name, (kind, row) in COLUMNS.items():
+    for name, (kind, _, row_bytes, _) in _ROWS.items():
         given = columns[name]
         column = given if isinstance(given, bytes) else np.array(given, dtype=kind).tobytes()
         parts.append(column)
-        rows.append(len(column) // _row_bytes(kind, row))
+        rows.append(len(column) // row_bytes)
     return b"".join([_HEAD.pack(len(packed), *rows), *parts])
 
 
@@ -88,11 +95,10 @@ def unpack_report(report: bytes, number: int) -> RankReport:
         position = _HEAD.size + length
         head = json.loads(zlib.decompressobj().decompress(report[_HEAD.size : position]))
         columns = {}
-        for (name, (kind, row)), count in zip(COLUMNS.items(), rows, strict=True):
-            size = count * _row_bytes(kind, row)
-            column = np.frombuffer(report, kind, size // np.dtype(kind).itemsize, position)
-            columns[name] = column.reshape(count, *row)
-            position += size
+        for (name, (kind, numbers, row_bytes, row)), count in zip(_ROWS.items(), rows, strict=True):
+            column = np.frombuffer(report, kind, count * numbers, position)
+            columns[name] = column.reshape(count, *row) if row else column
+            position += count * row_bytes
         if position != len(report):
             raise ValueError(f"{position} bytes announced, {len(report)} there")
     except (struct.error, ValueError, zlib.error) as error:
@@ -102,7 +108,3 @@ def unpack_report(report: bytes, number: int) -> RankReport:
             rank=number,
         ) from error
     return RankReport(head, columns)
-
-
-def _row_bytes(kind: str, row: tuple[int, ...]) -> int:
-    return int(np.dtype(kind).itemsize * np.prod(row, dtype=np.int64))
