@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from bench import asynchronous, clients, gpu, machine, report
+from bench import asynchronous, clients, gpu, machine, page, plot, report, scale
 from bench.cases import DISK, S3
 from bench.context import Context
 from bench.results import Results
@@ -101,7 +101,10 @@ def _parser() -> argparse.ArgumentParser:
         help=f"clients to run: {', '.join(clients.S3_NAMES)}",
     )
     asynchronous.add_parser(commands)
+    scale.add_parser(commands)
     gpu.add_parser(commands)
+    plot.add_parser(commands)
+    page.add_parser(commands)
     return parser
 
 
