@@ -19,6 +19,7 @@ from bench.targets import verdicts
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MEGATRON_PYTHON = REPOSITORY / ".envs" / "megatron" / "bin" / "python"
+ORBAX_PYTHON = REPOSITORY / ".envs" / "orbax" / "bin" / "python"
 NEEDED_BYTES = 8 * 2**30
 
 
@@ -73,6 +74,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PYTHON",
         default=str(MEGATRON_PYTHON) if MEGATRON_PYTHON.exists() else None,
         help="interpreter with megatron-core 0.15.3 (default: that of scripts/megatron_env)",
+    )
+    disk.add_argument(
+        "--orbax-python",
+        metavar="PYTHON",
+        default=str(ORBAX_PYTHON) if ORBAX_PYTHON.exists() else None,
+        help="interpreter with orbax-checkpoint (default: that of scripts/orbax_env)",
     )
     s3 = commands.add_parser(
         "s3",
@@ -146,6 +153,7 @@ def _disk(options: argparse.Namespace) -> int:
             scale=options.scale,
             ranks=options.ranks,
             megatron_python=options.megatron_python,
+            orbax_python=options.orbax_python,
             clients=options.clients,
             results=results,
         )

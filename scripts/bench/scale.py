@@ -10,6 +10,7 @@ processes, and multiplied.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import multiprocessing
@@ -39,6 +40,8 @@ STAR = "one report over gloo, times the ranks"
 MAX_DTENSORS = 10_000
 LIMIT_S = 10.0
 CHUNK_SIDE = 1024
+REPORT_BYTES = 184
+"""Of a chunk of 2 MiB in a rank's report."""
 RECORDS = 64
 """Distinct chunk records; what is in them costs nothing."""
 
@@ -258,6 +261,7 @@ def _commit(results: Results, place: Path, world: int, tensors: int, chunks: int
     reports = reports_of(world, tensors, chunks)
     attempt = commit.begin(Location.of(place))
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     before = reset_peak()
     begin = time.perf_counter()
     with collector_paused():
@@ -310,14 +314,17 @@ def _layouts(results: Results, world: int, ranges: int, number: int) -> None:
 
 # -- between them ------------------------------------------------------------------------------
 
-ROUNDS = 200
+ROUNDS = 1000
 
 
 def _star(results: Results, worlds: Sequence[int], chunks: int, number: int) -> None:
-    """Time of one report and its answer between two processes, times the ranks of each world."""
+    """Time in which the coordinator takes a report and answers it, times the ranks of the world.
+
+    One process sends it one report after the other, as many ranks would that are ready.
+    """
     context = multiprocessing.get_context("spawn")
     for world in worlds:
-        size = max(1, chunks // world) * 180
+        size = max(1, chunks // world) * REPORT_BYTES
         answers = context.Queue()
         with tempfile.TemporaryDirectory() as folder:
             processes = [
@@ -339,14 +346,20 @@ def _talker(rank: int, folder: str, size: int, answers: Any) -> None:
 
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     ranks = Ranks.current()
-    mine = bytes(size)
-    begin = 0.0
-    for round_ in range(-20, ROUNDS):
-        if round_ == 0:
-            begin = time.perf_counter()
-        ranks.together(mine, what="measuring", decide=lambda reports: b"done")
+    ranks.together(what="measuring")
+    begin = time.perf_counter()
     if rank == 0:
+        for _ in range(ROUNDS):
+            ranks._receive(1)
+        for _ in range(ROUNDS):
+            ranks._send(1, 0, b"done")
         answers.put((time.perf_counter() - begin) / ROUNDS)
+    else:
+        mine = bytes(size)
+        for _ in range(ROUNDS):
+            ranks._send(0, 0, mine)
+        for _ in range(ROUNDS):
+            ranks._receive(0)
     dist.barrier()
     dist.destroy_process_group()
 
