@@ -33,6 +33,7 @@ CASE = "scale"
 OURS = "shardstore"
 PREPARE, PREPARE_DTENSORS = "preparation of one rank", "preparation of one rank, DTensors"
 PACK, PACKED = "manifest of one rank", "manifest of one rank, bytes"
+COMMIT_CPU = "commit, processor time"
 COMMIT, PEAK = "commit", "commit, peak memory beyond the reports"
 REPORTS, WRITTEN = "all reports, bytes", "documents of the commit, bytes"
 LAYOUTS, ANSWER = "layouts of flattened ranges", "layouts, bytes sent to each rank"
@@ -253,7 +254,6 @@ def reports_of(world: int, tensors: int, chunks: int) -> list[bytes]:
 def _commit(results: Results, place: Path, world: int, tensors: int, chunks: int) -> None:
     """Everything between the last report and the published checkpoint, on the disk."""
     from shardstore.storage import commit
-    from shardstore.storage.collector import collector_paused
     from shardstore.storage.location import Location
     from shardstore.storage.options import SaveOptions
     from shardstore.storage.publish import About, publish
@@ -263,12 +263,10 @@ def _commit(results: Results, place: Path, world: int, tensors: int, chunks: int
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     before = reset_peak()
-    begin = time.perf_counter()
-    with collector_paused():
-        publish(
-            attempt, SaveOptions(), reports, About(common_backend=("torch", 1), world_size=world)
-        )
-    seconds = time.perf_counter() - begin
+    about = About(common_backend=("torch", 1), world_size=world)
+    begin, processor = time.perf_counter(), time.process_time()
+    publish(attempt, SaveOptions(), reports, about)
+    seconds, processor = time.perf_counter() - begin, time.process_time() - processor
     peak = peak_rss_bytes() - before.rss_bytes
     number = sum(
         1
@@ -276,6 +274,7 @@ def _commit(results: Results, place: Path, world: int, tensors: int, chunks: int
         if (s.world, s.measure) == (world, label(COMMIT, chunks, "chunks"))
     )
     _add(results, world, label(COMMIT, chunks, "chunks"), number, seconds)
+    _add(results, world, label(COMMIT_CPU, chunks, "chunks"), number, processor)
     _add(results, world, label(PEAK, chunks, "chunks"), number, peak, "bytes")
     size = sum(map(len, reports))
     _add(results, world, label(REPORTS, chunks, "chunks"), number, size, "bytes")

@@ -77,8 +77,8 @@ def merge(reports: Sequence[bytes], *, check: bool = True) -> Merged:
             objects.setdefault(unique_key, []).append(part.head["rank"])
 
     array = _joined([one[p.columns["array"]] for one, p in zip(lookups, parts, strict=True)])
-    sizes = np.array([meta.grid.size for meta in metas], dtype=np.int64)
-    starts = np.concatenate([[0], np.cumsum(sizes)])
+    entries = [(meta.node, meta.grid.size, meta.chunk_bytes) for meta in metas]
+    starts = np.concatenate([[0], np.cumsum([size for _, size, _ in entries], dtype=np.int64)])
     chunk = _column(parts, "chunk").astype(np.int64)
     rows = starts[array] + chunk
     del chunk
@@ -87,10 +87,10 @@ def merge(reports: Sequence[bytes], *, check: bool = True) -> Merged:
     total = int(starts[-1])
     if check:
         _check_coverage(rows, total, starts, metas, rank)
-    lengths = np.array([inner_blocks(meta.chunk_bytes) for meta in metas], dtype=np.int64)
+    lengths = np.array([inner_blocks(size) for _, _, size in entries], dtype=np.int64)
     return Merged(
         Manifest(
-            [(meta.node, meta.grid.size, meta.chunk_bytes) for meta in metas],
+            entries,
             _ordered(_column(parts, "stored"), rows, total),
             _ordered(_column(parts, "crc"), rows, total),
             _ordered(_column(parts, "digest"), rows, total),

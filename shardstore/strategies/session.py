@@ -341,8 +341,9 @@ class SaveSession:
         written = list(further.items())
         if self.zarr_format != 2 and (self.zarr_format == 3 or merged.arrays):
             seconds = perf_counter() - self.started
-            self.record = commit_record(self.attempt, merged, self.ranks.world_size, seconds)
-            written += last_documents(merged, self.record, attributes)
+            with collector_paused():
+                self.record = commit_record(self.attempt, merged, self.ranks.world_size, seconds)
+                written += last_documents(merged, self.record, attributes)
         self.attempt.commit(written, durable=self.options.durable)
 
 
