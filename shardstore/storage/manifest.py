@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 from shardstore.errors import AccessPatternError, DamagedCheckpointError
 from shardstore.storage import documents
 from shardstore.storage.documents import ArrayMeta
-from shardstore.storage.grid import inner_blocks
+from shardstore.storage.grid import Grid, inner_blocks
+from shardstore.storage.names import node_name
 from shardstore.storage.rank_report import pack_report
 
 __all__ = ["MANIFEST_NAME", "ChunkRecord", "Manifest", "RankManifest"]
@@ -123,7 +124,11 @@ class RankManifest:
             {
                 "rank": self.rank,
                 "keys": list(self._arrays),
-                "created": {key: text for key, (_, _, text) in arrays if key in self._created},
+                "created": {
+                    key: [text, *fields_of(meta)]
+                    for key, (_, meta, text) in arrays
+                    if key in self._created
+                },
                 "summaries": summaries,
                 "objects": self.objects,
                 "reused_bytes": self.reused_bytes,
@@ -143,6 +148,28 @@ class RankManifest:
                 "running": self._running,
             },
         )
+
+
+def fields_of(meta: ArrayMeta) -> list[Any]:
+    """An array as JSON, beside its document, which takes much longer to parse."""
+    grid = meta.grid
+    about = (meta.dtype, meta.codecs, meta.zarr_format, meta.separator, meta.shard_shape)
+    return [grid.shape, grid.chunk_shape, *about]
+
+
+def array_of(key: str, fields: Sequence[Any]) -> ArrayMeta:
+    """The array of :func:`fields_of`."""
+    shape, chunk_shape, dtype, codecs, zarr_format, separator, shard_shape = fields
+    return ArrayMeta(
+        key,
+        node_name(key),
+        Grid(tuple(shape), tuple(chunk_shape)),
+        dtype,
+        None if codecs is None else tuple(codecs),
+        zarr_format,
+        separator,
+        None if shard_shape is None else tuple(shard_shape),
+    )
 
 
 def summary_of(meta: ArrayMeta) -> str:

@@ -7,7 +7,6 @@ is done chunk by chunk in Python. It knows reports and arrays; nothing of files 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +16,9 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from shardstore.errors import AccessPatternError
-from shardstore.storage import documents
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import inner_blocks
-from shardstore.storage.manifest import Manifest, differences, digest_of, summary_of
-from shardstore.storage.names import node_name
+from shardstore.storage.manifest import Manifest, array_of, differences, digest_of, summary_of
 from shardstore.storage.rank_record import RankRow
 from shardstore.storage.rank_report import RankReport, unpack_report
 
@@ -66,11 +63,11 @@ def merge(reports: Sequence[bytes], *, check: bool = True) -> Merged:
         AccessPatternError: "Invalid access pattern", with key, region and ranks.
     """
     parts = [unpack_report(report, number) for number, report in enumerate(reports)]
-    texts, creators = _documents(parts)
-    order = {key: i for i, key in enumerate(sorted(texts))}
-    metas = [_meta(key, texts[key]) for key in order]
-    wanted = np.array([digest_of(texts[key]) for key in order], dtype=np.uint64)
-    lookups = [_lookup(part, order, wanted, texts, creators) for part in parts]
+    created, creators = _created(parts)
+    order = {key: i for i, key in enumerate(sorted(created))}
+    metas = [array_of(key, created[key][1:]) for key in order]
+    wanted = np.array([digest_of(created[key][0]) for key in order], dtype=np.uint64)
+    lookups = [_lookup(part, order, wanted, metas, creators) for part in parts]
     objects: dict[str, list[int]] = {}
     for part in parts:
         for unique_key in part.head["objects"]:
@@ -97,7 +94,7 @@ def merge(reports: Sequence[bytes], *, check: bool = True) -> Merged:
             _ordered(rank, rows, total),
             _order_running(_column(parts, "running"), array, rows, starts, lengths),
         ),
-        [(meta.node, texts[meta.key]) for meta in metas],
+        [(meta.node, created[meta.key][0]) for meta in metas],
         metas,
         objects,
         sum(part.head["reused_bytes"] for part in parts),
@@ -156,35 +153,29 @@ def _order_running(
     return out
 
 
-def _meta(key: str, text: str) -> ArrayMeta:
-    document = json.loads(text)
-    if document["zarr_format"] == 2:
-        return documents.parse_v2_array(node_name(key), text, key)
-    return documents.parse_array(node_name(key), document, key)
-
-
-def _documents(parts: Sequence[RankReport]) -> tuple[dict[str, str], dict[str, int]]:
-    """Document text and creating rank of every array, from the ranks that wrote the documents."""
-    texts: dict[str, str] = {}
+def _created(parts: Sequence[RankReport]) -> tuple[dict[str, list[Any]], dict[str, int]]:
+    """Document and fields of every array, and its creating rank, from the ranks that created."""
+    created: dict[str, list[Any]] = {}
     creators: dict[str, int] = {}
     for part in parts:
-        for key, text in part.head["created"].items():
-            if texts.setdefault(key, text) != text:
+        for key, entry in part.head["created"].items():
+            first = created.setdefault(key, entry)
+            if first[0] != entry[0]:
                 raise AccessPatternError(
                     f"Invalid access pattern: rank {creators[key]} and rank {part.head['rank']} "
                     f"both hold the first shard of key {key!r} but describe the tensor "
-                    f"differently: {differences(texts[key], text)}",
+                    f"differently: {differences(first[0], entry[0])}",
                     key=key,
                 )
             creators.setdefault(key, part.head["rank"])
-    return texts, creators
+    return created, creators
 
 
 def _lookup(
     part: RankReport,
     order: Mapping[str, int],
     wanted: NDArray[np.uint64],
-    texts: Mapping[str, str],
+    metas: Sequence[ArrayMeta],
     creators: Mapping[str, int],
 ) -> NDArray[np.int64]:
     """Places of a rank's arrays in the order of the keys.
@@ -215,7 +206,7 @@ def _lookup(
         raise AccessPatternError(
             f"Invalid access pattern: rank {rank} and rank {creators[key]} describe key {key!r} "
             f"differently: rank {rank} has {mine}; rank {creators[key]} has "
-            f"{summary_of(_meta(key, texts[key]))}; give both the same",
+            f"{summary_of(metas[order[key]])}; give both the same",
             key=key,
             rank=rank,
         )

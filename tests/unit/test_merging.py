@@ -7,6 +7,7 @@ import gc
 import sys
 import tracemalloc
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -80,23 +81,26 @@ def peak_of(work: Callable[[], None]) -> int:
 
 
 GROWTH = {
-    "more arrays": [(8, 40 * n, 25) for n in (1, 2, 4)],
-    "more chunks an array": [(8, 40, 25 * n) for n in (1, 2, 4)],
-    "more ranks": [(16 * n, 40, 25 * n) for n in (1, 2, 4)],
+    "more arrays": [(8, 80 * n, 50) for n in (1, 2, 4)],
+    "more chunks an array": [(8, 40, 100 * n) for n in (1, 2, 4)],
+    "more ranks": [(16 * n, 40, 100 * n) for n in (1, 2, 4)],
 }
 
 
 @pytest.mark.parametrize("what", GROWTH)
 def test_the_commit_is_linear(tmp_path: Path, what: str) -> None:
-    """Twice the growth costs at most twice the more (and a tenth)."""
+    """Twice as much more takes at most twice as many more calls, and twice as much at most twice
+    the memory (and a tenth)."""
     committed(tmp_path / "warm", reports_of(2, 4, 4))()
-    for measure in (calls_of, peak_of):
-        found = [
-            measure(committed(tmp_path / f"{measure.__name__}-{number}", reports_of(*sizes)))
-            for number, sizes in enumerate(GROWTH[what])
-        ]
-        first, second = found[1] - found[0], found[2] - found[1]
-        assert second <= 2.2 * max(first, 0) + 500, found
+    found: dict[str, list[int]] = {"calls": [], "peaks": []}
+    for number, sizes in enumerate(GROWTH[what]):
+        reports = reports_of(*sizes)
+        found["calls"].append(calls_of(committed(tmp_path / f"calls-{number}", reports)))
+        found["peaks"].append(peak_of(committed(tmp_path / f"peaks-{number}", reports)))
+    few, more, most = found["calls"]
+    assert most - more <= 2.2 * (more - few) + 500, found
+    for half, whole in pairwise(found["peaks"]):
+        assert whole <= 2.2 * half, found
 
 
 def test_no_work_in_python_a_chunk(tmp_path: Path) -> None:
