@@ -165,10 +165,15 @@ class ReusingMover:
                 batch_weight=1 << 20,
             )
 
+        def place(item: ChunkWrite, record: ChunkRecord | None) -> None:
+            if not self._taken_over(item, record, locked):
+                # One at a time: what a staged source waits for may be what others hold.
+                self._mover.write([item], locked)
+
         if isinstance(self._adopt, ServerCopies):
             self._over_requests(hashed, locked)
         else:
-            hashed(lambda item, record: self._place(item, record, locked))
+            hashed(place)
 
     def _over_requests(
         self,
@@ -180,12 +185,11 @@ class ReusingMover:
 
         def finish(item: ChunkWrite, record: ChunkRecord | None) -> None:
             with told(item):
-                if record is not None:
-                    self._place(item, record, done)
+                if self._taken_over(item, record, done):
                     return
                 # Twice: ours, and the copy of who sends them.
                 with self._limit.taken(2 * item.array.chunk_bytes):
-                    self._place(item, None, done)
+                    self._mover.write([item], done)
 
         try:
             hashed(lambda item, record: jobs.add(partial(finish, item, record)))
@@ -193,21 +197,24 @@ class ReusingMover:
             # Why a request failed says more than who could not wait for it.
             jobs.finish()
 
-    def _place(
+    def _taken_over(
         self,
         item: ChunkWrite,
         record: ChunkRecord | None,
         done: Callable[[ChunkWrite, ChunkRecord], None],
-    ) -> None:
-        """Take a chunk over from the base, or write it."""
-        if record is not None and self._taken_over(item.array, item.index, record):
-            counters.add(bytes_reused=record.stored_bytes)
-            with self._lock:
-                self._reused(record.stored_bytes)
-            done(item, record)
-            return
-        # One at a time: what a staged source waits for may be what others hold.
-        self._mover.write([item], done)
+    ) -> bool:
+        """Take a chunk over from the base, if it has the same and gives it."""
+        if record is None:
+            return False
+        array, stored = item.array, record.stored_bytes
+        tail = CRC.pack(record.crc) if array.has_crc and array.is_plain else None
+        if not self._adopt(f"{array.node}/{array.chunk_key(item.index)}", stored, tail):
+            return False
+        counters.add(bytes_reused=stored)
+        with self._lock:
+            self._reused(stored)
+        done(item, record)
+        return True
 
     def _same(self, item: ChunkWrite) -> ChunkRecord | None:
         """The base's record of a chunk, if it has the same."""
@@ -215,10 +222,6 @@ class ReusingMover:
         for piece in pieces(item.data(), item.array.grid.chunk_shape):
             hasher.update(piece)
         return self._base.record(item.array, item.index, hasher.digest())
-
-    def _taken_over(self, array: ArrayMeta, index: Sequence[int], record: ChunkRecord) -> bool:
-        tail = CRC.pack(record.crc) if array.has_crc and array.is_plain else None
-        return self._adopt(f"{array.node}/{array.chunk_key(index)}", record.stored_bytes, tail)
 
 
 def adopter(base: Location, location: Location, attempt: Attempt | None = None) -> Adopt | None:
