@@ -59,8 +59,14 @@ class ChunkWrite:
 
 @contextmanager
 def told(item: ChunkWrite) -> Iterator[None]:
-    """Tell a chunk's source of an error within, if it wants to know: other threads may be waiting
-    for chunks that come only once this one is written."""
+    """Begin once a chunk's source is ready, and tell it of an error within, if it wants to know.
+
+    For movers of several threads. A source may wait for others to be written: so nothing that
+    those need (a share of a budget) may be held by who waits, and who waits must hear of an error.
+    """
+    ready = getattr(item.source, "wait", None)
+    if ready is not None:
+        ready()
     try:
         yield
     except BaseException as error:

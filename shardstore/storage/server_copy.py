@@ -48,7 +48,9 @@ def same_store(one: Location, other: Location) -> bool:
     """
     if one.is_local or other.is_local:
         return False
-    return bool(one.remote.fs == other.remote.fs)
+    # Not their own "==", which is about the thread that made them too.
+    first, second = one.remote.fs, other.remote.fs
+    return type(first) is type(second) and first.storage_options == second.storage_options
 
 
 class ServerCopies:

@@ -190,6 +190,10 @@ class StagedChunk:
     def __call__(self) -> NDArray[Any]:
         return self._staging.copied(self._number)
 
+    def wait(self) -> None:
+        """Return once the chunk has been copied; errors as :meth:`Staging.copied`."""
+        self._staging.copied(self._number)
+
     def release(self) -> None:
         """The chunk is written: its memory may be used again."""
         self._staging.release(self._number)
