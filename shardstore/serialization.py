@@ -114,9 +114,10 @@ def save(
         allow_unconditional: see :attr:`SaveOptions.allow_unconditional`.
         staging_budget_bytes: host memory for the copy of an asynchronous save; default: as much as
             this rank's state takes.
-        base: an earlier checkpoint: chunks that are the same there, by a 128-bit hash, are linked
-            and not written again. Each checkpoint is whole by itself, any may be deleted. What was
-            spared is ``reused_bytes`` in the commit record, and logged.
+        base: an earlier checkpoint: chunks that are the same there, by a 128-bit hash, are linked,
+            or in the same object store copied by the store itself, and not sent again. Each
+            checkpoint is whole by itself, any may be deleted. What was spared is ``reused_bytes``
+            in the commit record, and logged.
         compression: ``"zstd"`` (level 1) for each chunk; default: none.
         replica_group: a process group (this rank's data-parallel group) whose ranks hold the same
             shards: they share out the chunks by size. Where they do not, main replicas write. With

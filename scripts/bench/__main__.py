@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from bench import asynchronous, clients, gpu, machine, report
+from bench import asynchronous, clients, gpu, machine, page, plot, report, scale
 from bench.cases import DISK, S3
 from bench.context import Context
 from bench.results import Results
@@ -19,6 +19,7 @@ from bench.targets import verdicts
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MEGATRON_PYTHON = REPOSITORY / ".envs" / "megatron" / "bin" / "python"
+ORBAX_PYTHON = REPOSITORY / ".envs" / "orbax" / "bin" / "python"
 NEEDED_BYTES = 8 * 2**30
 
 
@@ -74,6 +75,12 @@ def _parser() -> argparse.ArgumentParser:
         default=str(MEGATRON_PYTHON) if MEGATRON_PYTHON.exists() else None,
         help="interpreter with megatron-core 0.15.3 (default: that of scripts/megatron_env)",
     )
+    disk.add_argument(
+        "--orbax-python",
+        metavar="PYTHON",
+        default=str(ORBAX_PYTHON) if ORBAX_PYTHON.exists() else None,
+        help="interpreter with orbax-checkpoint (default: that of scripts/orbax_env)",
+    )
     s3 = commands.add_parser(
         "s3",
         help="saves and loads on an S3 server",
@@ -101,7 +108,10 @@ def _parser() -> argparse.ArgumentParser:
         help=f"clients to run: {', '.join(clients.S3_NAMES)}",
     )
     asynchronous.add_parser(commands)
+    scale.add_parser(commands)
     gpu.add_parser(commands)
+    plot.add_parser(commands)
+    page.add_parser(commands)
     return parser
 
 
@@ -143,6 +153,7 @@ def _disk(options: argparse.Namespace) -> int:
             scale=options.scale,
             ranks=options.ranks,
             megatron_python=options.megatron_python,
+            orbax_python=options.orbax_python,
             clients=options.clients,
             results=results,
         )

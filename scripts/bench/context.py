@@ -21,6 +21,7 @@ class Context:
         megatron_python: interpreter with megatron-core, None where there is none.
         clients: names of the clients to run.
         results: where samples go.
+        orbax_python: interpreter with orbax-checkpoint, None where there is none.
     """
 
     root: Path
@@ -30,6 +31,7 @@ class Context:
     megatron_python: str | None
     clients: tuple[str, ...]
     results: Results
+    orbax_python: str | None = None
 
     def say(self, text: str) -> None:
         """Tell the person who waits."""

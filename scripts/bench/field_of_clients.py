@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 
-from bench.clients import MEGATRON
+from bench.clients import MEGATRON, ORBAX
 from bench.context import Context
 from bench.crew import ClientError, Crew
 from bench.disk_state import ATTIC, retire
@@ -37,6 +37,10 @@ class Field:
         self.names: list[str] = [name for name in names if name in context.clients]
         if MEGATRON in self.names and context.megatron_python is None:
             self._leave(MEGATRON, "no interpreter with megatron-core")
+        if ORBAX in self.names and context.orbax_python is None:
+            self._leave(ORBAX, "no interpreter with Orbax: scripts/orbax_env makes one")
+        elif ORBAX in self.names and world != 1:
+            self._leave(ORBAX, "one rank only: JAX starts its processes itself")
 
     def __enter__(self) -> Field:
         for python in {self._python(name): None for name in self.names}:
@@ -80,6 +84,9 @@ class Field:
         if name == MEGATRON:
             assert self._context.megatron_python is not None
             return self._context.megatron_python
+        if name == ORBAX:
+            assert self._context.orbax_python is not None
+            return self._context.orbax_python
         return sys.executable
 
     def _start(self, python: str) -> None:
@@ -97,7 +104,9 @@ class Field:
             self._leave(name, f"not available: {reason}")
         notes = self._context.results.notes
         notes.setdefault("settings", {}).update(crew.setup[0]["settings"])
-        interpreter = "megatron" if python != sys.executable else "shardstore"
+        interpreter = {self._context.megatron_python: "megatron", sys.executable: "shardstore"}.get(
+            python, "orbax"
+        )
         notes.setdefault("versions", {})[interpreter] = crew.setup[0]["versions"]
         notes.setdefault("states", {})[f"{self._case}, {self._world} rank(s)"] = {
             "tensors_on_rank_0": crew.setup[0]["tensors"],

@@ -68,15 +68,24 @@ def text(results: Results, verdicts: Sequence[Verdict]) -> str:
 
 def markdown(results: Results, verdicts: Sequence[Verdict]) -> str:
     """The same for a page, with the machine and the settings of each client."""
+    return "\n\n".join(["# Benchmark", about(results), tables(results, verdicts, "##")]) + "\n"
+
+
+def about(results: Results) -> str:
+    """Machine, command, versions, settings and states of a run, as Markdown."""
     notes = results.notes
     machine = "; ".join(
         f"{name.replace('_', ' ')} {value}" for name, value in notes["machine"].items()
     )
-    parts = [
-        "# Benchmark",
-        f"Machine: {machine}.",
-        f"Rounds: {notes['repeats']}, after one that does not count; scale {notes['scale']}.",
-    ]
+    parts = [f"Machine: {machine}."]
+    if "device" in notes:
+        parts.append(f"Device: {notes['device']}.")
+    if "server" in notes:
+        parts.append(f"Server: {notes['server']}.")
+    if "command" in notes:
+        parts.append(f"Command: `{notes['command']}`, {notes['date']}.")
+    rounds = notes.get("repeats", notes.get("rounds", 1))
+    parts.append(f"Rounds: {rounds}; scale {notes['scale']}.")
     for name, versions in notes.get("versions", {}).items():
         listed = ", ".join(f"{package} {version}" for package, version in versions.items())
         parts.append(f"Environment of {name}: {listed}.")
@@ -89,14 +98,21 @@ def markdown(results: Results, verdicts: Sequence[Verdict]) -> str:
         f"{s['bytes_loaded'] / 2**20:,.0f} MiB loaded"
         for name, s in notes.get("states", {}).items()
     ]
-    parts += [
-        "States:",
-        "\n".join(states),
-        "## Targets",
-        _pipes(_VERDICTS, _verdict_rows(verdicts)),
+    if states:
+        parts += ["States:", "\n".join(states)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def tables(results: Results, verdicts: Sequence[Verdict], level: str) -> str:
+    """Targets and figures as Markdown, under headings of a level such as `##`."""
+    parts = [
+        f"{level} Targets",
+        pipes(_VERDICTS, _verdict_rows(verdicts)),
+        f"{level} Figures",
+        pipes(_SUMMARY, summary(results)),
+        *_failures(results),
     ]
-    parts += ["## Figures", _pipes(_SUMMARY, summary(results)), *_failures(results)]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return "\n\n".join(part for part in parts if part)
 
 
 def _failures(results: Results) -> list[str]:
@@ -126,5 +142,6 @@ def _plain(head: Row, rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def _pipes(head: Row, rows: Sequence[Row]) -> str:
+def pipes(head: Row, rows: Sequence[Row]) -> str:
+    """A table in Markdown."""
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])

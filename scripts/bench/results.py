@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from statistics import median
 from typing import Any
+
+_PLACES = ("--json", "--markdown", "--plot", "--dir", "--megatron-python", "--orbax-python")
 
 SAVE_SYNC = "save + one sync"
 SAVE = "save, no sync"
@@ -46,12 +51,28 @@ class Verdict:
     ok: bool | None
 
 
+def command() -> str:
+    """The command line of this run, without options that name places of this machine."""
+    words, given = ["scripts/benchmark"], iter(sys.argv[1:])
+    for word in given:
+        if word in _PLACES:
+            next(given, None)
+        elif word.partition("=")[0] not in _PLACES:
+            words.append(word)
+    return shlex.join(words)
+
+
+def today() -> str:
+    """The day, in UTC."""
+    return datetime.now(UTC).date().isoformat()
+
+
 @dataclass
 class Results:
     """Samples, notes on how they were taken, and what failed."""
 
     samples: list[Sample] = field(default_factory=list)
-    notes: dict[str, Any] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=lambda: {"command": command(), "date": today()})
     failures: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, sample: Sample) -> None:

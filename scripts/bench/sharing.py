@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import queue
 import shutil
 import tempfile
 import time
@@ -78,7 +79,7 @@ def replicas(results: Results, root: Path, scale: float, number: int) -> None:
         ]
         for process in ranks:
             process.start()
-        found = [answers.get(timeout=600) for _ in ranks]
+        found = [_answer(answers, ranks) for _ in ranks]
         for process in ranks:
             process.join()
     shutil.rmtree(place)
@@ -91,6 +92,18 @@ def replicas(results: Results, root: Path, scale: float, number: int) -> None:
     results.add(Sample("replicas", RANKS, "stored", READ, number, stored, "bytes"))
 
 
+def _answer(answers: Any, ranks: Sequence[Any]) -> dict[str, Any]:
+    """The next rank's answer; raises once a rank has died without one."""
+    while True:
+        try:
+            answer: dict[str, Any] = answers.get(timeout=5)
+        except queue.Empty:
+            if any(process.exitcode for process in ranks):
+                raise RuntimeError("a rank of the shared load failed; see above") from None
+        else:
+            return answer
+
+
 def _rank(rank: int, place: str, rendezvous: str, tap: Any, answers: Any) -> None:
     import shardstore
     from shardstore.storage.checkpoint import StoredCheckpoint
@@ -101,12 +114,12 @@ def _rank(rank: int, place: str, rendezvous: str, tap: Any, answers: Any) -> Non
     class Tapped(StoredCheckpoint):
         """Reads chunk by chunk, each when it has come out of the tap."""
 
-        def read(self, reads: Sequence[RegionRead]) -> None:
+        def read(self, reads: Sequence[RegionRead], *more: Any) -> None:
             for read in reads:
                 chunks = sum(1 for _ in chunk_parts(read))
                 with tap:
                     time.sleep(chunks * read.array.chunk_bytes / BANDWIDTH)
-            super().read(reads)
+            super().read(reads, *more)
 
     opened.StoredCheckpoint = Tapped  # type: ignore[misc]
     torch.set_num_threads(1)

@@ -26,7 +26,17 @@ from bench.clients.base import Client, Share
 from bench.workload import WORKLOADS, build, wanted_bytes, written_bytes
 
 _LIBC = ctypes.CDLL(None)
-_PACKAGES = ("torch", "numpy", "zarr", "tensorstore", "safetensors", "megatron-core", "crc32c")
+_PACKAGES = (
+    "torch",
+    "numpy",
+    "zarr",
+    "tensorstore",
+    "safetensors",
+    "megatron-core",
+    "crc32c",
+    "orbax-checkpoint",
+    "jax",
+)
 
 
 class Worker:

@@ -7,6 +7,7 @@ and one location; not who else writes, and not what a checkpoint is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import Box
 from shardstore.storage.manifest import ChunkRecord, Manifest
 
-__all__ = ["ChunkPart", "ChunkWrite", "Mover", "ReadDone", "RegionRead", "chunk_parts"]
+__all__ = ["ChunkPart", "ChunkWrite", "Mover", "ReadDone", "RegionRead", "chunk_parts", "told"]
 
 Source = NDArray[Any] | Callable[[], NDArray[Any]]
 ReadDone = Callable[[int, int], None]
@@ -54,6 +55,25 @@ class ChunkWrite:
                 f"not {data.dtype} of shape {data.shape}"
             )
         return data
+
+
+@contextmanager
+def told(item: ChunkWrite) -> Iterator[None]:
+    """Begin once a chunk's source is ready, and tell it of an error within, if it wants to know.
+
+    For movers of several threads. A source may wait for others to be written: so nothing that
+    those need (a share of a budget) may be held by who waits, and who waits must hear of an error.
+    """
+    ready = getattr(item.source, "wait", None)
+    if ready is not None:
+        ready()
+    try:
+        yield
+    except BaseException as error:
+        fail = getattr(item.source, "fail", None)
+        if fail is not None:
+            fail(error)
+        raise
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,11 +99,15 @@ class FolderAttempt:
         self.put_all(documents)
         if durable:
             self.flush()
-        self.publish(durable=durable)
+        self.publish(durable=durable, synced=durable)
 
-    def publish(self, *, durable: bool = True) -> None:
+    def publish(self, *, durable: bool = True, synced: bool = False) -> None:
         """Put the finished attempt in its target's place, in one atomic step. Called by one
         process.
+
+        Args:
+            durable: wait until that is on the disk.
+            synced: the whole file system was synchronised since the last write.
 
         Raises:
             CheckpointExistsError: another checkpoint was committed there in the meantime.
@@ -111,7 +115,7 @@ class FolderAttempt:
         """
         source, target = self.location.url, self.target.url
         with store_errors("committing", target):
-            if durable:
+            if durable and not synced:
                 _fsync(source)
             if not os.path.isdir(target) or not os.listdir(target):
                 try:

@@ -21,7 +21,14 @@ import xxhash
 from shardstore.errors import ChunkCorruptError, ChunkMissingError
 from shardstore.storage.chunk_bytes import checksums, free_scratch, pieces
 from shardstore.storage.chunk_reader import CRC, CRC_BYTES, read_part
-from shardstore.storage.chunks import ChunkPart, ChunkWrite, ReadDone, RegionRead, chunk_parts
+from shardstore.storage.chunks import (
+    ChunkPart,
+    ChunkWrite,
+    ReadDone,
+    RegionRead,
+    chunk_parts,
+    told,
+)
 from shardstore.storage.collector import collector_paused
 from shardstore.storage.counters import counters
 from shardstore.storage.documents import ArrayMeta
@@ -74,7 +81,7 @@ class FileMover:
         def work(batch: Sequence[ChunkWrite]) -> None:
             for item in batch:
                 path = self._path(item.array, item.index)
-                with store_errors("writing", path, key=item.array.key):
+                with told(item), store_errors("writing", path, key=item.array.key):
                     record = _write_chunk(path, item)
                 counters.add(bytes_written=record.stored_bytes, chunks_written=1)
                 with self._done:

@@ -1,11 +1,10 @@
-"""What was written: per rank while saving, merged and checked at the commit, kept beside the
-arrays.
+"""What was written: per rank while saving, and kept beside the arrays.
 
 A rank's manifest lists the arrays that it touched and, for each chunk that it wrote, size, crc32c,
 a 128-bit hash and the running crc32c at block boundaries. The coordinator merges the ranks'
-manifests into columns with one row a chunk, in the order of the arrays and of the chunks within an
-array, which also proves that each chunk was written exactly once. All columns are NumPy arrays: the
-work is linear in chunks, and the file (``manifest.npz``, no pickle) opens in any NumPy.
+manifests (:mod:`merging`) into one with a row a chunk, in the order of the arrays and of the chunks
+within an array. All columns are NumPy arrays; the file (``manifest.npz``, no pickle) opens in any
+NumPy.
 
 Checksums and hashes are over the decoded chunk: little-endian, C order, padded to the full chunk
 shape.
@@ -28,13 +27,13 @@ from numpy.typing import NDArray
 from shardstore.errors import AccessPatternError, DamagedCheckpointError
 from shardstore.storage import documents
 from shardstore.storage.documents import ArrayMeta
-from shardstore.storage.grid import inner_blocks
-from shardstore.storage.rank_record import RankRow
+from shardstore.storage.grid import Grid, inner_blocks
+from shardstore.storage.names import node_name
+from shardstore.storage.rank_report import pack_report
 
-__all__ = ["MANIFEST_NAME", "ChunkRecord", "Manifest", "RankManifest", "merge"]
+__all__ = ["MANIFEST_NAME", "ChunkRecord", "Manifest", "RankManifest"]
 
 MANIFEST_NAME = "manifest.npz"
-SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,7 @@ class RankManifest:
             if known is not None and known[2] != text:
                 raise AccessPatternError(
                     f"key {meta.key!r} is used for two different tensors on rank {self.rank}: "
-                    f"{_differences(known[2], text)}; give them different keys",
+                    f"{differences(known[2], text)}; give them different keys",
                     key=meta.key,
                     rank=self.rank,
                 )
@@ -118,29 +117,62 @@ class RankManifest:
         return sum(self._stored)
 
     def to_bytes(self) -> bytes:
-        """For sending to the coordinator."""
-        arrays = [
-            [key, text if key in self._created else [_digest_of(text), _summary(meta)]]
-            for key, (_, meta, text) in self._arrays.items()
-        ]
-        head = {"rank": self.rank, "arrays": arrays, "created": sorted(self._created)}
-        head["objects"] = self.objects
-        head["reused_bytes"] = self.reused_bytes
-        head["seconds"] = self.seconds
-        return _pack(
+        """For sending to the coordinator, see :mod:`rank_report`."""
+        summaries: dict[str, int] = {}
+        arrays = self._arrays.items()
+        return pack_report(
             {
-                "head": _json_column(head),
-                "array": np.array(self._array, dtype=np.uint32),
-                "chunk": np.array(self._chunk, dtype=np.uint64),
-                "stored": np.array(self._stored, dtype=np.uint64),
-                "crc": np.array(self._crc, dtype=np.uint32),
-                "digest": np.frombuffer(b"".join(self._digest), dtype=np.uint8).reshape(-1, 16),
-                "running": np.array(self._running, dtype=np.uint32),
-            }
+                "rank": self.rank,
+                "keys": list(self._arrays),
+                "created": {
+                    key: [text, *fields_of(meta)]
+                    for key, (_, meta, text) in arrays
+                    if key in self._created
+                },
+                "summaries": summaries,
+                "objects": self.objects,
+                "reused_bytes": self.reused_bytes,
+                "seconds": self.seconds,
+            },
+            {
+                "document": [digest_of(text) for _, (_, _, text) in arrays],
+                "summary": [
+                    summaries.setdefault(summary_of(meta), len(summaries))
+                    for _, (_, meta, _) in arrays
+                ],
+                "array": self._array,
+                "chunk": self._chunk,
+                "stored": self._stored,
+                "crc": self._crc,
+                "digest": b"".join(self._digest),
+                "running": self._running,
+            },
         )
 
 
-def _summary(meta: ArrayMeta) -> str:
+def fields_of(meta: ArrayMeta) -> list[Any]:
+    """An array as JSON, beside its document, which takes much longer to parse."""
+    grid = meta.grid
+    about = (meta.dtype, meta.codecs, meta.zarr_format, meta.separator, meta.shard_shape)
+    return [grid.shape, grid.chunk_shape, *about]
+
+
+def array_of(key: str, fields: Sequence[Any]) -> ArrayMeta:
+    """The array of :func:`fields_of`."""
+    shape, chunk_shape, dtype, codecs, zarr_format, separator, shard_shape = fields
+    return ArrayMeta(
+        key,
+        node_name(key),
+        Grid(tuple(shape), tuple(chunk_shape)),
+        dtype,
+        None if codecs is None else tuple(codecs),
+        zarr_format,
+        separator,
+        None if shard_shape is None else tuple(shard_shape),
+    )
+
+
+def summary_of(meta: ArrayMeta) -> str:
     """What ranks may disagree about, in words."""
     sharding = "" if meta.shard_shape is None else f", shards of {meta.shard_shape}"
     return (
@@ -149,7 +181,8 @@ def _summary(meta: ArrayMeta) -> str:
     )
 
 
-def _digest_of(text: str) -> int:
+def digest_of(text: str) -> int:
+    """Which document an array has, in 64 bits."""
     return xxhash.xxh3_64_intdigest(text.encode())
 
 
@@ -177,7 +210,8 @@ def _unpack(data: bytes, url: str) -> dict[str, NDArray[Any]]:
         ) from error
 
 
-def _differences(one: str, other: str) -> str:
+def differences(one: str, other: str) -> str:
+    """In what two documents of an array differ, in words."""
     a, b = json.loads(one), json.loads(other)
     parts = [
         f"{name} {json.dumps(a.get(name))} against {json.dumps(b.get(name))}"
@@ -320,205 +354,3 @@ class Manifest:
                 f"{url} is damaged ({type(error).__name__}: {error})", url=url
             ) from error
         return manifest
-
-
-@dataclass
-class Merged:
-    """All ranks' manifests as one.
-
-    Attributes:
-        manifest: the columns.
-        documents: ``(node, document text)`` of every array.
-        arrays: the arrays themselves.
-        objects: unique key of each sharded object -> ranks that wrote it.
-        reused_bytes: bytes of the chunks that were taken over from a base.
-        ranks: what each rank wrote and how long it took.
-    """
-
-    manifest: Manifest
-    documents: list[tuple[str, str]]
-    arrays: list[ArrayMeta]
-    objects: dict[str, list[int]]
-    reused_bytes: int = 0
-    ranks: Sequence[RankRow] = ()
-
-
-def merge(reports: Sequence[bytes], *, check: bool = True) -> Merged:
-    """Merge the manifests of all ranks and check that every chunk was written exactly once.
-
-    Args:
-        reports: :meth:`RankManifest.to_bytes` of each rank.
-        check: raise if chunks are missing or were written twice. Without it a chunk that several
-            ranks wrote counts for the last of them, and missing ones are left to readers to find.
-
-    Raises:
-        AccessPatternError: "Invalid access pattern", with key, region and ranks.
-    """
-    parts = [_unpack(report, f"manifest of rank {r}") for r, report in enumerate(reports)]
-    heads = [_json_of(part["head"]) for part in parts]
-    texts, creators = _documents(heads)
-    order = {key: i for i, key in enumerate(sorted(texts))}
-    metas = [_meta(key, texts[key]) for key in order]
-    objects: dict[str, list[int]] = {}
-    for head in heads:
-        for unique_key in head["objects"]:
-            objects.setdefault(unique_key, []).append(head["rank"])
-
-    lookup = [
-        np.array([order.get(key, -1) for key, _ in head["arrays"]] or [0], dtype=np.int64)
-        for head in heads
-    ]
-    _agree(heads, texts, creators)
-    array = np.concatenate([lookup[i][part["array"]] for i, part in enumerate(parts)])
-    chunk = np.concatenate([part["chunk"] for part in parts]).astype(np.int64)
-    rank = np.concatenate(
-        [
-            np.full(len(part["chunk"]), head["rank"], np.uint32)
-            for head, part in zip(heads, parts, strict=True)
-        ]
-    )
-    sizes = np.array([meta.grid.size for meta in metas], dtype=np.int64)
-    starts = np.concatenate([[0], np.cumsum(sizes)])
-    rows = starts[array] + chunk if len(array) else np.zeros(0, np.int64)
-    total = int(starts[-1])
-    if check:
-        _check_coverage(rows, total, starts, metas, rank)
-
-    lengths = np.array([inner_blocks(meta.chunk_bytes) for meta in metas] or [0], dtype=np.int64)
-    stored = np.zeros(total, np.uint64)
-    crc = np.zeros(total, np.uint32)
-    digest = np.zeros((total, 16), np.uint8)
-    writer = np.zeros(total, np.uint32)
-    stored[rows] = np.concatenate([part["stored"] for part in parts])
-    crc[rows] = np.concatenate([part["crc"] for part in parts])
-    digest[rows] = np.concatenate([part["digest"] for part in parts])
-    writer[rows] = rank
-    running = _order_running(parts, array, rows, sizes, starts, lengths)
-    entries = [(meta.node, meta.grid.size, meta.chunk_bytes) for meta in metas]
-    return Merged(
-        Manifest(entries, stored, crc, digest, writer, running),
-        [(meta.node, texts[meta.key]) for meta in metas],
-        metas,
-        objects,
-        sum(head["reused_bytes"] for head in heads),
-        [
-            RankRow(head["rank"], int(part["stored"].sum()), len(part["chunk"]), head["seconds"])
-            for head, part in zip(heads, parts, strict=True)
-        ],
-    )
-
-
-def _order_running(
-    parts: Sequence[Mapping[str, NDArray[Any]]],
-    array: NDArray[np.int64],
-    rows: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    starts: NDArray[np.int64],
-    lengths: NDArray[np.int64],
-) -> NDArray[np.uint32]:
-    """The ranks' running checksums put into the order of the rows."""
-    bases = np.concatenate([[0], np.cumsum(sizes * lengths[: len(sizes)])])
-    out = np.zeros(int(bases[-1]), np.uint32)
-    given = np.concatenate([part["running"] for part in parts])
-    count = lengths[array] if len(array) else np.zeros(0, np.int64)
-    if not int(count.sum()):
-        return out
-    target = bases[array] + (rows - starts[array]) * count
-    source = np.cumsum(count) - count
-    within = np.arange(int(count.sum())) - np.repeat(source, count)
-    out[np.repeat(target, count) + within] = given
-    return out
-
-
-def _meta(key: str, text: str) -> ArrayMeta:
-    from shardstore.storage.names import node_name
-
-    document = json.loads(text)
-    if document["zarr_format"] == 2:
-        return documents.parse_v2_array(node_name(key), text, key)
-    return documents.parse_array(node_name(key), document, key)
-
-
-def _documents(heads: Sequence[Mapping[str, Any]]) -> tuple[dict[str, str], dict[str, int]]:
-    """Document text and creating rank of every array, from the ranks that wrote the documents."""
-    texts: dict[str, str] = {}
-    creators: dict[str, int] = {}
-    for head in heads:
-        created = set(head["created"])
-        for key, text in head["arrays"]:
-            if key not in created:
-                continue
-            if texts.setdefault(key, text) != text:
-                raise AccessPatternError(
-                    f"Invalid access pattern: rank {creators[key]} and rank {head['rank']} both "
-                    "hold the first shard "
-                    f"of key {key!r} but describe the tensor differently: "
-                    f"{_differences(texts[key], text)}",
-                    key=key,
-                )
-            creators.setdefault(key, head["rank"])
-    return texts, creators
-
-
-def _agree(
-    heads: Sequence[Mapping[str, Any]], texts: Mapping[str, str], creators: Mapping[str, int]
-) -> None:
-    """Every rank that wrote to an array must mean the same array as the rank that created it."""
-    digests = {key: _digest_of(text) for key, text in texts.items()}
-    for head in heads:
-        created = set(head["created"])
-        for key, entry in head["arrays"]:
-            if key in created:
-                continue
-            digest, summary = entry
-            if key not in texts:
-                raise AccessPatternError(
-                    f"Invalid access pattern: rank {head['rank']} wrote a part of key {key!r}, "
-                    "but no rank holds its first "
-                    "shard (offset 0 along every axis) as main replica; check offsets and "
-                    "replica ids",
-                    key=key,
-                    rank=head["rank"],
-                )
-            if digests[key] != digest:
-                raise AccessPatternError(
-                    f"Invalid access pattern: rank {head['rank']} and rank {creators[key]} "
-                    f"describe key {key!r} differently: rank {head['rank']} has {summary}; rank "
-                    f"{creators[key]} has {_summary(_meta(key, texts[key]))}; give both the same",
-                    key=key,
-                    rank=head["rank"],
-                )
-
-
-def _check_coverage(
-    rows: NDArray[np.int64],
-    total: int,
-    starts: NDArray[np.int64],
-    metas: Sequence[ArrayMeta],
-    rank: NDArray[np.uint32],
-) -> None:
-    times = np.bincount(rows, minlength=total)
-    wrong = np.flatnonzero(times != 1)
-    if not len(wrong):
-        return
-    shown = []
-    for row in wrong[:SHOWN]:
-        number = int(np.searchsorted(starts, row, side="right")) - 1
-        meta = metas[number]
-        box = meta.grid.box(meta.grid.index(int(row - starts[number])))
-        region = f"key {meta.key!r} offset {box.offset} shape {box.shape}"
-        if times[row] == 0:
-            shown.append(f"{region} was written by no rank (no main replica holds it)")
-        else:
-            ranks = sorted({int(r) for r in rank[rows == row]})
-            shown.append(
-                f"{region} was written {int(times[row])} times, by rank(s) {ranks} "
-                "(they overlap as main replicas)"
-            )
-    more = f"; and {len(wrong) - SHOWN} more regions" if len(wrong) > SHOWN else ""
-    first = metas[int(np.searchsorted(starts, wrong[0], side="right")) - 1]
-    raise AccessPatternError(
-        f"Invalid access pattern: {'; '.join(shown)}{more}. Nothing was committed; "
-        "check global_offset and replica_id of these shards",
-        key=first.key,
-    )

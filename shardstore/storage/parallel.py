@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
-__all__ = ["default_threads", "run_batched", "yield_to_others"]
+__all__ = ["ByteLimit", "Jobs", "default_threads", "run_batched", "yield_to_others"]
 
 T = TypeVar("T")
 
@@ -34,6 +35,96 @@ def yield_to_others() -> None:
         thread = threading.get_native_id()
         if thread != os.getpid():
             os.setpriority(os.PRIO_PROCESS, thread, min(19, of_process + NICENESS))
+
+
+class ByteLimit:
+    """Lets threads hold no more than so many bytes together; one that wants more holds them alone.
+
+    Args:
+        limit_bytes: how many.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit = limit_bytes
+        self._held = 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def taken(self, size: int) -> Iterator[None]:
+        """Hold ``size`` bytes within; waits for room."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._held or self._held + size <= self._limit)
+            self._held += size
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._held -= size
+                self._changed.notify_all()
+
+
+class Jobs:
+    """Jobs that wait more than they work, in plain threads: a pool of :mod:`concurrent.futures`
+    takes none any more once the interpreter is about to end.
+
+    Args:
+        threads: the most at a time; as many are started as there are jobs for.
+        name: of the threads.
+    """
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._most = threads
+        self._name = name
+        self._threads: list[threading.Thread] = []
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._idle = 0
+        self._closed = False
+        self._error: BaseException | None = None
+
+    def add(self, job: Callable[[], None]) -> None:
+        """Have a job done; after the first that failed none is begun."""
+        with self._changed:
+            self._waiting.append(job)
+            if self._idle >= len(self._waiting) or len(self._threads) >= self._most:
+                self._changed.notify()
+                return
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._threads.append(thread)
+        thread.start()
+
+    def finish(self) -> None:
+        """Wait for all, and end the threads. Called once.
+
+        Raises:
+            BaseException: what the first job that failed raised.
+        """
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._idle += 1
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                self._idle -= 1
+                if self._error is not None:
+                    self._waiting.clear()
+                if not self._waiting:
+                    if self._closed:
+                        return
+                    continue
+                job = self._waiting.popleft()
+            try:
+                job()
+            except BaseException as error:
+                with self._changed:
+                    self._error = self._error or error
 
 
 def run_batched(

@@ -17,9 +17,11 @@ from typing import Any
 from shardstore.storage import arrays, documents, names
 from shardstore.storage.attempt import Attempt
 from shardstore.storage.chunks import ChunkWrite
+from shardstore.storage.collector import collector_paused
 from shardstore.storage.content import content_digest
 from shardstore.storage.documents import ArrayMeta
-from shardstore.storage.manifest import MANIFEST_NAME, ChunkRecord, Merged, RankManifest, merge
+from shardstore.storage.manifest import MANIFEST_NAME, ChunkRecord, RankManifest
+from shardstore.storage.merging import Merged, merge
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.rank_record import rank_record
 
@@ -93,7 +95,8 @@ def publish(attempt: Attempt, options: SaveOptions, reports: Sequence[bytes], ab
         AccessPatternError: chunks are missing or were written twice; nothing is committed.
         StorageError: the store refused; the target is as it was.
     """
-    merged = merge(reports, check=options.validate)
+    with collector_paused():
+        merged = merge(reports, check=options.validate)
     names.check_collisions(meta.key for meta in merged.arrays)
     backend, backend_version = about.common_backend
     config = {
@@ -102,11 +105,12 @@ def publish(attempt: Attempt, options: SaveOptions, reports: Sequence[bytes], ab
         "common_backend": backend,
         "common_backend_version": backend_version,
     }
-    record = commit_record(attempt, merged, about.world_size, about.seconds)
+    with collector_paused():
+        record = commit_record(attempt, merged, about.world_size, about.seconds)
+        last = [(CONFIG_NAME, json.dumps(config).encode())]
+        last += last_documents(merged, record, about.attributes, about.record)
     if attempt.defers_documents:
         attempt.put_all([(f"{node}/zarr.json", t.encode()) for node, t in merged.documents])
-    last = [(CONFIG_NAME, json.dumps(config).encode())]
-    last += last_documents(merged, record, about.attributes, about.record)
     attempt.commit(last, durable=options.durable)
 
 

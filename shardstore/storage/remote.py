@@ -33,6 +33,8 @@ DELETE_BATCH = 1000
 
 READING = "reading"
 
+_THERE_ALREADY = ("PreconditionFailed", "ConditionalRequestConflict", "412")
+
 _S3 = ("s3", "s3a")
 _DENIED = (
     "the store refuses the credentials: check key, secret and token (or AWS_ACCESS_KEY_ID, "
@@ -148,10 +150,45 @@ class RemoteStore:
             except FileExistsError:
                 return False
             except OSError as error:
-                if _code(error) in ("PreconditionFailed", "ConditionalRequestConflict", "412"):
+                if _code(error) in _THERE_ALREADY:
                     return False
                 raise
             return True
+
+    def copy_from(self, source: RemoteStore, from_name: str, name: str, *, create: bool) -> bool:
+        """Copy an object of another place in the same store, which moves the bytes on its own side
+        (Amazon S3 API, "CopyObject").
+
+        Args:
+            source: where it is.
+            from_name: its name there.
+            name: its name here.
+            create: ask for the copy only if there is no object of that name. Many stores take no
+                notice of it and overwrite.
+
+        Returns:
+            Whether it was copied; ``False``: the store says that there is one of that name.
+
+        Raises:
+            FileNotFoundError: there is nothing to copy.
+            StorageError: the store refused, or did not answer.
+        """
+        with self._errors(READING, name):
+            paths = (source._path(from_name), self._path(name))
+            try:
+                if hasattr(self.fs, "_copy_basic"):
+                    self._call("copy_basic", *paths, **({"IfNoneMatch": "*"} if create else {}))
+                else:
+                    if not isinstance(self.fs, AsyncFileSystem):
+                        self.fs.makedirs(paths[1].rsplit("/", 1)[0], exist_ok=True)
+                    self._call("cp_file", *paths)
+            except FileExistsError:
+                return False
+            except OSError as error:
+                if _code(error) in _THERE_ALREADY:
+                    return False
+                raise
+        return True
 
     def exists(self, name: str = "") -> bool:
         """Whether there is a document, or anything below that name."""

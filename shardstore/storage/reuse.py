@@ -2,8 +2,8 @@
 
 A chunk is the earlier one where both lie at the same place of the same grid, are encoded alike, and
 have the same 128-bit hash (xxh3, kept in the manifest; a 32-bit checksum would be no proof). On one
-file system it becomes a hard link: each checkpoint is whole by itself, and any may be deleted. It
-knows two locations and a mover; not who saves.
+file system it becomes a hard link, in one object store a copy that the store makes: each checkpoint
+is whole by itself, and any may be deleted. It knows two locations and a mover; not who saves.
 """
 
 from __future__ import annotations
@@ -12,29 +12,35 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import xxhash
 
 from shardstore.errors import NotACheckpointError
+from shardstore.storage.attempt import Attempt
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.chunk_bytes import free_scratch, pieces
-from shardstore.storage.chunks import ChunkWrite
+from shardstore.storage.chunk_reader import CRC
+from shardstore.storage.chunks import ChunkWrite, told
 from shardstore.storage.counters import counters
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.location import Location
 from shardstore.storage.manifest import MANIFEST_NAME, ChunkRecord
-from shardstore.storage.parallel import default_threads, run_batched
+from shardstore.storage.options import DEFAULT_BUDGET_BYTES
+from shardstore.storage.parallel import ByteLimit, Jobs, default_threads, run_batched
+from shardstore.storage.server_copy import COPY_THREADS, ServerCopies, same_store
 
-__all__ = ["BASE_DOCUMENTS", "BaseChunks", "ReusingMover", "Writer", "read_base"]
+__all__ = ["BASE_DOCUMENTS", "BaseChunks", "ReusingMover", "Writer", "adopter", "read_base"]
 
 logger = logging.getLogger(__name__)
 
 BASE_DOCUMENTS = ("zarr.json", MANIFEST_NAME)
 """What must be known of a base."""
 
-Adopt = Callable[[str, int], bool]
-"""``(name below the checkpoint, bytes)`` -> whether the base's object is at the new place now."""
+Adopt = Callable[[str, int, bytes | None], bool]
+"""``(name below the checkpoint, bytes, the last four bytes if known)`` -> whether the base's object
+is at the new place now."""
 
 
 def read_base(location: Location) -> dict[str, bytes]:
@@ -108,27 +114,29 @@ class ReusingMover:
     Args:
         mover: writes the rest.
         base: what is there already.
-        location: root of the new checkpoint.
+        adopt: brings an object of the base to its new place, see :func:`adopter`.
         reused: called with the bytes of each chunk that was not sent, one call at a time.
-        threads: threads that hash and write.
+        threads: threads that hash, and write files.
+        budget_bytes: memory for chunks that are on their way to an object store.
     """
 
     def __init__(
         self,
         mover: Writer,
         base: BaseChunks,
-        location: Location,
+        adopt: Adopt,
         reused: Callable[[int], None],
         *,
         threads: int | None = None,
+        budget_bytes: int = DEFAULT_BUDGET_BYTES,
     ) -> None:
         self._mover = mover
         self._base = base
-        self._location = location
+        self._adopt = adopt
         self._reused = reused
         self._threads = threads or default_threads()
+        self._limit = ByteLimit(budget_bytes)
         self._lock = threading.Lock()
-        self._adopt = adopter(base.location, location)
 
     def write(
         self, writes: Sequence[ChunkWrite], done: Callable[[ChunkWrite, ChunkRecord], None]
@@ -140,55 +148,104 @@ class ReusingMover:
             with self._lock:
                 done(item, record)
 
-        def work(batch: Sequence[ChunkWrite]) -> None:
-            try:
-                for item in batch:
-                    if not (known[item.array] and self._reuse(item, locked)):
-                        # One at a time: what a staged source waits for may be what others hold.
-                        self._mover.write([item], locked)
-            finally:
-                free_scratch()
+        def hashed(place: Callable[[ChunkWrite, ChunkRecord | None], None]) -> None:
+            def work(batch: Sequence[ChunkWrite]) -> None:
+                try:
+                    for item in batch:
+                        with told(item):
+                            place(item, self._same(item) if known[item.array] else None)
+                finally:
+                    free_scratch()
 
-        run_batched(
-            writes,
-            work,
-            threads=self._threads,
-            weight=lambda item: item.array.chunk_bytes,
-            batch_weight=1 << 20,
-        )
+            run_batched(
+                writes,
+                work,
+                threads=self._threads,
+                weight=lambda item: item.array.chunk_bytes,
+                batch_weight=1 << 20,
+            )
 
-    def _reuse(self, item: ChunkWrite, done: Callable[[ChunkWrite, ChunkRecord], None]) -> bool:
-        adopt, array = self._adopt, item.array
-        if adopt is None:
-            return False
-        hasher = xxhash.xxh3_128()
-        for piece in pieces(item.data(), array.grid.chunk_shape):
-            hasher.update(piece)
-        record = self._base.record(array, item.index, hasher.digest())
+        def place(item: ChunkWrite, record: ChunkRecord | None) -> None:
+            if not self._taken_over(item, record, locked):
+                # One at a time: what a staged source waits for may be what others hold.
+                self._mover.write([item], locked)
+
+        if isinstance(self._adopt, ServerCopies):
+            self._over_requests(hashed, locked)
+        else:
+            hashed(place)
+
+    def _over_requests(
+        self,
+        hashed: Callable[[Callable[[ChunkWrite, ChunkRecord | None], None]], None],
+        done: Callable[[ChunkWrite, ChunkRecord], None],
+    ) -> None:
+        """Who hashes does not wait for requests; many of them are under way."""
+        jobs = Jobs(COPY_THREADS, "shardstore-copy")
+
+        def finish(item: ChunkWrite, record: ChunkRecord | None) -> None:
+            with told(item):
+                if self._taken_over(item, record, done):
+                    return
+                # Twice: ours, and the copy of who sends them.
+                with self._limit.taken(2 * item.array.chunk_bytes):
+                    self._mover.write([item], done)
+
+        try:
+            hashed(lambda item, record: jobs.add(partial(finish, item, record)))
+        finally:
+            # Why a request failed says more than who could not wait for it.
+            jobs.finish()
+
+    def _taken_over(
+        self,
+        item: ChunkWrite,
+        record: ChunkRecord | None,
+        done: Callable[[ChunkWrite, ChunkRecord], None],
+    ) -> bool:
+        """Take a chunk over from the base, if it has the same and gives it."""
         if record is None:
             return False
-        if not adopt(f"{array.node}/{array.chunk_key(item.index)}", record.stored_bytes):
+        array, stored = item.array, record.stored_bytes
+        tail = CRC.pack(record.crc) if array.has_crc and array.is_plain else None
+        if not self._adopt(f"{array.node}/{array.chunk_key(item.index)}", stored, tail):
             return False
-        counters.add(bytes_reused=record.stored_bytes)
+        counters.add(bytes_reused=stored)
         with self._lock:
-            self._reused(record.stored_bytes)
+            self._reused(stored)
         done(item, record)
         return True
 
+    def _same(self, item: ChunkWrite) -> ChunkRecord | None:
+        """The base's record of a chunk, if it has the same."""
+        hasher = xxhash.xxh3_128()
+        for piece in pieces(item.data(), item.array.grid.chunk_shape):
+            hasher.update(piece)
+        return self._base.record(item.array, item.index, hasher.digest())
 
-def adopter(base: Location, location: Location) -> Adopt | None:
-    """How objects of one location become another's without being sent; ``None``: they can not.
 
-    A hard link between local folders. A store that copies on its own side would be the other way.
+def adopter(base: Location, location: Location, attempt: Attempt | None = None) -> Adopt | None:
+    """How objects of one place become another's without being sent; ``None``: they can not.
+
+    A hard link between local folders, a copy within an object store.
+
+    Args:
+        base: where they are.
+        location: where they shall be.
+        attempt: what is written at ``location``.
     """
+    if same_store(base, location):
+        return ServerCopies(base, location, attempt)
     if not (base.is_local and location.is_local):
         logger.warning(
-            "chunks of %s can not be reused at %s: everything is sent", base.url, location.url
+            "chunks of %s can not be reused at %s, which is another store: everything is sent",
+            base.url,
+            location.url,
         )
         return None
     refused = threading.Event()
 
-    def link(name: str, stored_bytes: int) -> bool:
+    def link(name: str, stored_bytes: int, tail: bytes | None) -> bool:
         if refused.is_set():
             return False
         source, target = f"{base.url}/{name}", f"{location.url}/{name}"

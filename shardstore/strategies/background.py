@@ -14,6 +14,7 @@ from shardstore.storage import arrays
 from shardstore.storage.chunks import ChunkWrite
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.manifest import ChunkRecord
+from shardstore.storage.object_mover import ObjectMover
 from shardstore.storage.parallel import yield_to_others
 from shardstore.storage.reuse import Writer
 from shardstore.storage.tensorstore_mover import TensorStoreMover
@@ -53,11 +54,14 @@ class BackgroundWrite:
         self._staging = staging
         self._owned = list(owned)
         self._threads = threads
-        if isinstance(mover, TensorStoreMover) and not staging.all_at_once:
+        if not staging.all_at_once:
             # What is under way is not released: leave room for the chunk that is asked for next,
             # and for one that the ring's end is too short for.
             room = staging.arena_bytes - 2 * staging.largest_bytes
-            mover.in_flight_bytes = max(1, min(mover.in_flight_bytes, room))
+            if isinstance(mover, TensorStoreMover):
+                mover.in_flight_bytes = max(1, min(mover.in_flight_bytes, room))
+            elif isinstance(mover, ObjectMover):
+                mover.budget_bytes = max(1, min(mover.budget_bytes, room))
 
     def start(self) -> None:
         """Write in a thread, from now on: where the copy has not room for all, who copies waits for

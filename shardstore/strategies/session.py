@@ -32,10 +32,11 @@ from shardstore.storage.chunks import ChunkWrite
 from shardstore.storage.collector import collector_paused
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.location import Location
-from shardstore.storage.manifest import ChunkRecord, Merged, RankManifest, merge
+from shardstore.storage.manifest import ChunkRecord, RankManifest
+from shardstore.storage.merging import Merged, merge
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.publish import commit_record, last_documents
-from shardstore.storage.reuse import BaseChunks, ReusingMover, Writer, read_base
+from shardstore.storage.reuse import BaseChunks, ReusingMover, Writer, adopter, read_base
 from shardstore.strategies import shared_writes
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.shared_writes import SharedWrites
@@ -174,7 +175,17 @@ class SaveSession:
         def reused(size: int) -> None:
             self.manifest.reused_bytes += size
 
-        return ReusingMover(mover, self.base, location, reused, threads=options.threads)
+        adopt = adopter(self.base.location, location, self.attempt)
+        if adopt is None:
+            return mover
+        return ReusingMover(
+            mover,
+            self.base,
+            adopt,
+            reused,
+            threads=options.threads,
+            budget_bytes=options.budget_bytes,
+        )
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -330,8 +341,9 @@ class SaveSession:
         written = list(further.items())
         if self.zarr_format != 2 and (self.zarr_format == 3 or merged.arrays):
             seconds = perf_counter() - self.started
-            self.record = commit_record(self.attempt, merged, self.ranks.world_size, seconds)
-            written += last_documents(merged, self.record, attributes)
+            with collector_paused():
+                self.record = commit_record(self.attempt, merged, self.ranks.world_size, seconds)
+                written += last_documents(merged, self.record, attributes)
         self.attempt.commit(written, durable=self.options.durable)
 
 

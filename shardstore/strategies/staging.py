@@ -190,9 +190,17 @@ class StagedChunk:
     def __call__(self) -> NDArray[Any]:
         return self._staging.copied(self._number)
 
+    def wait(self) -> None:
+        """Return once the chunk has been copied; errors as :meth:`Staging.copied`."""
+        self._staging.copied(self._number)
+
     def release(self) -> None:
         """The chunk is written: its memory may be used again."""
         self._staging.release(self._number)
+
+    def fail(self, error: BaseException) -> None:
+        """The chunk can not be written: who waits for its memory shall not wait for ever."""
+        self._staging.fail(error)
 
 
 class Staging:

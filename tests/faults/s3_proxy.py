@@ -57,6 +57,7 @@ class Rule:
         methods: HTTP methods; empty for all.
         path: regular expression searched for in the decoded ``/bucket/key?query``.
         conditional: only requests with If-None-Match or If-Match.
+        copies: only requests for a copy on the server's side.
         skip: how many matching requests pass unharmed first.
         count: how many are hit after that; None for all.
         delay_s: seconds to wait, for ``Fault.DELAY``.
@@ -67,6 +68,7 @@ class Rule:
     methods: tuple[str, ...] = ()
     path: str = ""
     conditional: bool = False
+    copies: bool = False
     skip: int = 0
     count: int | None = 1
     delay_s: float = 0.0
@@ -79,6 +81,8 @@ class Rule:
         if not re.search(self.path, head.path):
             return False
         if self.conditional and not (head.fields("if-none-match") or head.fields("if-match")):
+            return False
+        if self.copies and not head.fields("x-amz-copy-source"):
             return False
         if self.skip:
             self.skip -= 1

@@ -29,7 +29,8 @@ from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.files import FileMover
 from shardstore.storage.grid import Box, Grid, block_bytes
 from shardstore.storage.location import Location
-from shardstore.storage.manifest import ChunkRecord, Manifest, RankManifest, merge
+from shardstore.storage.manifest import ChunkRecord, Manifest, RankManifest
+from shardstore.storage.merging import merge
 from shardstore.storage.names import node_name
 from shardstore.storage.tensorstore_mover import TensorStoreMover, open_array
 

@@ -27,7 +27,8 @@ from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.files import FileMover
 from shardstore.storage.grid import Box, Grid
 from shardstore.storage.location import Location
-from shardstore.storage.manifest import MANIFEST_NAME, RankManifest, merge
+from shardstore.storage.manifest import MANIFEST_NAME, RankManifest
+from shardstore.storage.merging import merge
 from shardstore.storage.names import node_name
 
 assert zarr_dtypes is not None  # teaches zarr bfloat16 and float8

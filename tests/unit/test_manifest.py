@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from shardstore.errors import AccessPatternError, DamagedCheckpointError
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import Grid, inner_blocks
-from shardstore.storage.manifest import ChunkRecord, Manifest, RankManifest, merge
+from shardstore.storage.manifest import ChunkRecord, Manifest, RankManifest
+from shardstore.storage.merging import merge
 from shardstore.storage.names import node_name
 
 

@@ -16,6 +16,7 @@ _CLIENTS: dict[str, tuple[str, str, tuple[int, ...]]] = {
     "dcp-shardstore": ("dcp", "DcpOverShardstore", ()),
     "megatron-zarr": ("megatron", "Megatron", ()),
     "safetensors": ("safetensors_file", "SafetensorsFile", ()),
+    "orbax": ("orbax_arrays", "Orbax", ()),
 }
 _S3_CLIENTS: dict[str, tuple[str, str, tuple[int, ...]]] = {
     "raw-tensorstore": ("raw_s3", "TensorStorePuts", ()),
@@ -31,6 +32,7 @@ DIRECT = tuple(name for name in NAMES if name != DCP_OURS)
 """All but DCP over our storage, which is measured against DCP alone."""
 RAW = ("raw-1", "raw-2", "raw-tensorstore", "raw-obstore")
 MEGATRON = "megatron-zarr"
+ORBAX = "orbax"
 OURS = "shardstore"
 
 

@@ -1,0 +1,201 @@
+"""Saves upon a base in an object store: what is equal is copied by the store, counted on the wire;
+each checkpoint stands alone; nobody's newer chunks are overwritten."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardstore
+from scripts.s3_servers import S3Server
+from shardstore.errors import StorageError
+from shardstore.mapping import ShardedTensor
+from shardstore.storage import object_commit
+from shardstore.storage.counters import counters
+from shardstore.storage.location import Location
+from shardstore.storage.server_copy import ServerCopies
+from shardstore.storage.sweep import delete_checkpoint
+from shardstore.strategies.zarr import ZarrSaveShardedStrategy
+from tests.faults.s3_proxy import Fault, FaultProxy
+
+CHUNK = 64 * 1024
+SMALL = ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=CHUNK)
+Place = Callable[[str], tuple[str, dict[str, Any]]]
+
+
+@pytest.fixture(params=["s3", "memory", "local"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """A server, memory, and files by way of fsspec."""
+    if request.param == "memory":
+        bucket = uuid.uuid4().hex
+        return lambda name: (f"memory://{bucket}-{name}/step", {})
+    if request.param == "local":
+        return lambda name: (f"local://{tmp_path}/{name}", {})
+    server: S3Server = request.getfixturevalue("s3_server")
+    first, second = server.new_bucket(), server.new_bucket()
+    return lambda name: (f"s3://{second if name == 'b' else first}/{name}", server.storage_options)
+
+
+def state_of(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()}
+
+
+def save(tensors: dict[str, torch.Tensor], at: tuple[str, Any], **options: Any) -> dict[str, int]:
+    """Save in small chunks; what the store was given."""
+    before = counters.snapshot()
+    shardstore.save(state_of(tensors), at[0], SMALL, storage_options=at[1], **options)
+    return {name: value - before[name] for name, value in counters.snapshot().items()}
+
+
+def check(tensors: dict[str, torch.Tensor], at: tuple[str, Any]) -> None:
+    loaded = shardstore.load_plain_tensors(at[0], storage_options=at[1])
+    for key, tensor in tensors.items():
+        assert torch.equal(loaded[key], tensor)
+
+
+def record_of(at: tuple[str, Any]) -> dict[str, Any]:
+    root = json.loads(Location.of(at[0], **at[1]).read("zarr.json"))
+    record: dict[str, Any] = root["attributes"]["shardstore"]["commit"]
+    return record
+
+
+def random_state() -> dict[str, torch.Tensor]:
+    return {f"w{i}": torch.randn(20, CHUNK // 4) for i in range(3)}
+
+
+@pytest.mark.parametrize("how", ["at once", "in the background", "compressed"])
+def test_only_what_changed_is_sent(place: Place, how: str) -> None:
+    """Also between buckets; and the base may go."""
+    tensors = random_state()
+    options = {"compression": "zstd"} if how == "compressed" else {}
+    first = save(tensors, place("a"), **options)
+    for tensor in tensors.values():
+        tensor[7, 3] += 1
+    if how == "in the background":
+        before = counters.snapshot()
+        handle = shardstore.async_save(
+            state_of(tensors),
+            place("b")[0],
+            SMALL,
+            base=place("a")[0],
+            storage_options=place("b")[1],
+            staging_budget_bytes=3 * CHUNK,
+        )
+        handle.result(60)
+        second = {name: value - before[name] for name, value in counters.snapshot().items()}
+    else:
+        second = save(tensors, place("b"), base=place("a")[0], **options)
+    assert second["chunks_written"] == 3
+    assert second["bytes_written"] <= 0.06 * first["bytes_written"]
+    record = record_of(place("b"))
+    assert record["reused_bytes"] == second["bytes_reused"]
+    assert record["stored_bytes"] == record["reused_bytes"] + second["bytes_written"]
+    delete_checkpoint(Location.of(place("a")[0], **place("a")[1]))
+    check(tensors, place("b"))
+
+
+def test_a_base_that_is_replaced_is_sent(place: Place) -> None:
+    """An object store has the old checkpoint deleted before the new one is written."""
+    tensors = random_state()
+    save(tensors, place("a"))
+    counted = save(tensors, place("a"), base=place("a")[0], overwrite=True)
+    assert counted["chunks_written"] == 60
+    check(tensors, place("a"))
+
+
+def test_damaged_chunks_of_the_base_are_not_taken_over(place: Place) -> None:
+    """Truncated, longer, gone, or another chunk of the same size."""
+    tensors = random_state()
+    save(tensors, place("a"))
+    base = Location.of(place("a")[0], **place("a")[1])
+    whole = base.read("w0/c.2.0")
+    base.write("w0/c.2.0", whole[:100])
+    base.write("w0/c.3.0", whole + b"more")
+    base.write("w0/c.4.0", whole)
+    base.remote.delete(["w0/c.5.0"])
+    counted = save(tensors, place("b"), base=place("a")[0])
+    assert counted["chunks_written"] == 4
+    check(tensors, place("b"))
+
+
+def test_tiny_chunks_are_sent(place: Place) -> None:
+    tensors = {f"b{i}": torch.randn(16) for i in range(8)}
+    save(tensors, place("a"))
+    assert save(tensors, place("b"), base=place("a")[0])["chunks_written"] == 8
+    check(tensors, place("b"))
+
+
+def test_a_base_in_another_store_is_sent(
+    s3_server: S3Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors = random_state()
+    save(tensors, (str(tmp_path / "a"), {}))
+    at = (f"s3://{s3_server.new_bucket()}/b", s3_server.storage_options)
+    assert save(tensors, at, base=tmp_path / "a")["bytes_reused"] == 0
+    assert "is another store: everything is sent" in caplog.text
+    check(tensors, at)
+
+
+def test_bytes_on_the_wire(s3_server: S3Server) -> None:
+    """Counted between this process and the server, requests and all."""
+    bucket, tensors = s3_server.new_bucket(), random_state()
+    with FaultProxy(s3_server.endpoint_url) as proxy:
+        options = s3_server.at(proxy.endpoint_url).storage_options
+        sent = []
+        for name, base in (("a", {}), ("b", {"base": f"s3://{bucket}/a"})):
+            proxy.clear()
+            save(tensors, (f"s3://{bucket}/{name}", options), **base)
+            sent.append(proxy.counters()["sent_bytes"])
+            for tensor in tensors.values():
+                tensor[7, 3] += 1
+    assert sent[1] <= 0.06 * sent[0]
+
+
+def test_a_store_that_refuses_copies(s3_server: S3Server, caplog: pytest.LogCaptureFixture) -> None:
+    """Everything is sent then, and that is said once."""
+    bucket, tensors = s3_server.new_bucket(), random_state()
+    save(tensors, (f"s3://{bucket}/a", s3_server.storage_options))
+    with FaultProxy(s3_server.endpoint_url) as proxy:
+        options = s3_server.at(proxy.endpoint_url).storage_options
+        options["config_kwargs"]["retries"] = {"total_max_attempts": 1}
+        rule = proxy.add(Fault.SLOW_DOWN, copies=True, count=None)
+        counted = save(tensors, (f"s3://{bucket}/b", options), base=f"s3://{bucket}/a")
+    assert rule.hits
+    assert counted["chunks_written"] == 60
+    assert caplog.text.count("can not be copied") == 1
+    check(tensors, (f"s3://{bucket}/b", s3_server.storage_options))
+
+
+def test_a_late_attempt_copies_nothing(place: Place) -> None:
+    """It asks for the claims before it copies, and is told who took its target over."""
+    tensors = random_state()
+    save(tensors, place("a"))
+    base = Location.of(place("a")[0], **place("a")[1])
+    target = Location.of(place("b")[0], **place("b")[1])
+    late = object_commit.begin(target)
+    chunk = base.read("w0/c.0.0")
+    copies = ServerCopies(base, target, late)
+    assert copies("w0/c.1.0", len(chunk), None)
+    newer = object_commit.begin(target)
+    newer.put("w0/c.0.0", b"what the newer one wrote")
+    with pytest.raises(StorageError, match="newer attempt"):
+        copies("w0/c.0.0", len(chunk), None)
+    assert target.read("w0/c.0.0") == b"what the newer one wrote"
+    newer.abandon()
+
+
+def test_leftovers_of_a_dead_save_are_replaced(place: Place) -> None:
+    """What lies at the target before this attempt has another content."""
+    tensors = random_state()
+    save(tensors, place("a"))
+    target = Location.of(place("b")[0], **place("b")[1])
+    for number in range(20):
+        target.write(f"w0/c.{number}.0", b"left over" * 100)
+    save(tensors, place("b"), base=place("a")[0])
+    check(tensors, place("b"))

@@ -1,0 +1,163 @@
+"""What a commit costs grows with the chunks and no faster: in calls made and in memory taken, which
+no clock and no neighbour changes."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import tracemalloc
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardstore.errors import DamagedCheckpointError
+from shardstore.storage import commit
+from shardstore.storage.documents import ArrayMeta
+from shardstore.storage.grid import Grid, inner_blocks
+from shardstore.storage.location import Location
+from shardstore.storage.manifest import ChunkRecord, Manifest, RankManifest
+from shardstore.storage.merging import merge
+from shardstore.storage.options import SaveOptions
+from shardstore.storage.publish import About, publish
+from shardstore.storage.rank_report import COLUMNS, pack_report, unpack_report
+
+SIDE = 128
+
+
+def reports_of(ranks: int, arrays: int, each: int) -> list[bytes]:
+    """Arrays of `each` chunks, dealt out to the ranks one by one."""
+    grid = Grid((each * SIDE, SIDE), (SIDE, SIDE))
+    metas = [ArrayMeta(f"w{i}", f"w{i}", grid, "float32") for i in range(arrays)]
+    record = ChunkRecord(4, 5, bytes(16), list(range(inner_blocks(metas[0].chunk_bytes))))
+    found = []
+    for rank in range(ranks):
+        manifest = RankManifest(rank)
+        for place in range(rank, arrays * each, ranks):
+            number, index = divmod(place, each)
+            manifest.add_array(metas[number], created=index == 0)
+            manifest.add_chunk(metas[number], (index, 0), record)
+        found.append(manifest.to_bytes())
+    return found
+
+
+def committed(place: Path, reports: list[bytes]) -> Callable[[], None]:
+    """The whole commit of these reports."""
+    attempt = commit.begin(Location.of(place))
+    about = About(common_backend=("torch", 1), world_size=len(reports))
+    return lambda: publish(attempt, SaveOptions(durable=False), reports, about)
+
+
+def calls_of(work: Callable[[], None]) -> int:
+    """Calls of functions, those written in C too."""
+    count = 0
+
+    def counting(_: Any, event: str, __: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    gc.disable()
+    sys.setprofile(counting)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return count
+
+
+def peak_of(work: Callable[[], None]) -> int:
+    """Most memory held at a time, in bytes; NumPy's too."""
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+GROWTH = {
+    "more arrays": [(8, 80 * n, 50) for n in (1, 2, 4)],
+    "more chunks an array": [(8, 40, 100 * n) for n in (1, 2, 4)],
+    "more ranks": [(16 * n, 40, 100 * n) for n in (1, 2, 4)],
+}
+
+
+@pytest.mark.parametrize("what", GROWTH)
+def test_the_commit_is_linear(tmp_path: Path, what: str) -> None:
+    """Twice as much more takes at most twice as many more calls, and twice as much at most twice
+    the memory (and a tenth)."""
+    committed(tmp_path / "warm", reports_of(2, 4, 4))()
+    found: dict[str, list[int]] = {"calls": [], "peaks": []}
+    for number, sizes in enumerate(GROWTH[what]):
+        reports = reports_of(*sizes)
+        found["calls"].append(calls_of(committed(tmp_path / f"calls-{number}", reports)))
+        found["peaks"].append(peak_of(committed(tmp_path / f"peaks-{number}", reports)))
+    few, more, most = found["calls"]
+    assert most - more <= 2.2 * (more - few) + 500, found
+    for half, whole in pairwise(found["peaks"]):
+        assert whole <= 2.2 * half, found
+
+
+def test_no_work_in_python_a_chunk(tmp_path: Path) -> None:
+    """Four times the chunks of as many arrays and ranks: not a tenth more calls."""
+    few, many = (
+        calls_of(committed(tmp_path / f"{each}", reports_of(4, 10, each))) for each in (50, 200)
+    )
+    assert many <= 1.1 * few
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 6), st.sampled_from([1, 30, 2000, 40_000])), min_size=1, max_size=6
+    ),
+    st.integers(1, 5),
+    st.randoms(use_true_random=False),
+)
+def test_running_checksums_of_many_lengths(
+    arrays: list[tuple[int, int]], ranks: int, random: Any
+) -> None:
+    """Chunks with none, few and many boundaries, in any mixture, come out where they belong."""
+    metas = [
+        ArrayMeta(f"w{i}", f"w{i}", Grid((count * size,), (size,)), "float32")
+        for i, (count, size) in enumerate(arrays)
+    ]
+    manifests = [RankManifest(rank) for rank in range(ranks)]
+    wanted = {}
+    chunks = [(meta, (i,)) for meta in metas for i in range(meta.grid.size)]
+    random.shuffle(chunks)
+    for meta in metas:
+        manifests[0].add_array(meta, created=True)
+    for number, (meta, index) in enumerate(chunks):
+        running = [1000 * number + i for i in range(inner_blocks(meta.chunk_bytes))]
+        wanted[meta.key, index] = [*running, number]
+        manifest = manifests[random.randrange(ranks)]
+        manifest.add_array(meta, created=False)
+        manifest.add_chunk(meta, index, ChunkRecord(4, number, bytes(16), running))
+    merged = merge([manifest.to_bytes() for manifest in manifests]).manifest
+    again = Manifest.from_bytes(merged.to_bytes(), "x")
+    for meta, index in chunks:
+        found = again.running_of(meta, index)
+        assert found is not None
+        assert found.tolist() == wanted[meta.key, index]
+
+
+def test_a_report_that_is_cut_or_longer() -> None:
+    (whole,) = reports_of(1, 2, 3)
+    assert unpack_report(whole, 0).head["keys"] == ["w0", "w1"]
+    for wrong in (b"", whole[:10], whole[:-1], whole[:-400], whole + b"\0"):
+        with pytest.raises(DamagedCheckpointError, match=r"rank 7 .*same version"):
+            unpack_report(wrong, 7)
+
+
+def test_an_empty_report() -> None:
+    report = unpack_report(pack_report({"rank": 3}, {name: [] for name in COLUMNS}), 3)
+    assert report.head == {"rank": 3}
+    assert {name: len(column) for name, column in report.columns.items()} == dict.fromkeys(
+        COLUMNS, 0
+    )
+    assert report.columns["digest"].shape == (0, 16)
