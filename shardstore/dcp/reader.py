@@ -26,14 +26,14 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader as DcpStorageReader
 from torch.futures import Future
 
-from shardstore.errors import CheckpointingException, DTypeMismatchError, MissingKeyError
+from shardstore.dcp.place import Placed
+from shardstore.errors import DTypeMismatchError, MissingKeyError
 from shardstore.mapping import ShardedObject
 from shardstore.storage import dtypes
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.chunks import RegionRead
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import Box
-from shardstore.storage.location import Location
 from shardstore.strategies.common import TorchCommonLoadStrategy
 from shardstore.strategies.common_json import StatePath, StateRecord
 from shardstore.validation import verify_checkpoint_and_load_strategy
@@ -43,7 +43,7 @@ __all__ = ["StorageReader"]
 STAGING_BYTES = 256 * 1024 * 1024
 
 
-class StorageReader(DcpStorageReader):
+class StorageReader(Placed, DcpStorageReader):
     """Reads a shardstore checkpoint for ``torch.distributed.checkpoint.load``.
 
     DCP calls each method on the ranks that its docstring names; no method waits for other ranks.
@@ -57,6 +57,8 @@ class StorageReader(DcpStorageReader):
         storage_options: options of the store behind the URL.
     """
 
+    _purpose = "read from:load"
+
     def __init__(
         self,
         url: str | os.PathLike[str] | None = None,
@@ -65,38 +67,17 @@ class StorageReader(DcpStorageReader):
         threads: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__()
-        self._storage_options = dict(storage_options or {})
-        self._location = None if url is None else Location.of(url, **self._storage_options)
+        super().__init__(url, storage_options)
         self._cast = cast
         self._threads = threads
         self._stored: StoredCheckpoint | None = None
         self._record = StateRecord()
         self._values: dict[str, Any] = {}
 
-    @property
-    def checkpoint_id(self) -> str:
-        """Where the checkpoint is read from."""
-        return self._source.url
-
-    @property
-    def _source(self) -> Location:
-        if self._location is None:
-            raise CheckpointingException(
-                "the StorageReader has no place to read from: give it a URL, or give "
-                "torch.distributed.checkpoint.load a checkpoint_id"
-            )
-        return self._location
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether a checkpoint can be read from there: a local path or a URL."""
-        return bool(os.fspath(checkpoint_id))
-
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another load. Called by all ranks."""
         if checkpoint_id is not None:
-            self._location = Location.of(checkpoint_id, **self._storage_options)
+            self._go_to(checkpoint_id)
         self._stored, self._record, self._values = None, StateRecord(), {}
 
     def read_metadata(self) -> Metadata:
@@ -105,18 +86,18 @@ class StorageReader(DcpStorageReader):
         Raises:
             NotACheckpointError: nothing there that can be loaded.
         """
-        stored = StoredCheckpoint(self._source, threads=self._threads)
+        stored = StoredCheckpoint(self._place, threads=self._threads)
         stored.require()
         found: dict[str, Any] = {key: _described(meta) for key, meta in stored.arrays.items()}
         paths: dict[str, StatePath] = {key: (key,) for key in found}
         record = None
         if stored.root is not None:
-            record = StateRecord.from_root(stored.root.attributes, self._source.url)
+            record = StateRecord.from_root(stored.root.attributes, self._place.url)
         if record is None:
             # Not written by DCP: the common part, leaf by leaf.
-            _, common = verify_checkpoint_and_load_strategy(self._source.url)
+            _, common = verify_checkpoint_and_load_strategy(self._place.url)
             self._values = {}
-            _flatten(common.load_common(self._source.url), (), self._values, paths)
+            _flatten(common.load_common(self._place.url), (), self._values, paths)
             record = StateRecord(paths)
         else:
             paths.update({key: (key,) for key in (*record.values, *record.files)})
