@@ -47,8 +47,9 @@ def test_megatron_to_dcp(tmp_path: Path, cli: Cli) -> None:
     assert cli("convert", "--from", "dcp", theirs, back).code == 0
     expected = shardstore.load_plain_tensors(str(ours))
     found = shardstore.load_plain_tensors(str(back))
-    # A tensor among the common values becomes an object of DCP, and is a common value again.
-    assert expected.keys() == found.keys()
+    # A tensor among the common values becomes an object of DCP, and is a common value again. So
+    # are the parts of sharded objects, which DCP knows nothing of.
+    assert all("/shard_" in key for key in found.keys() ^ expected.keys())
     assert torch.equal(expected["loss_history"], found["loss_history"])
     for key in shardstore.load_tensors_metadata(str(ours)):
         assert torch.equal(_bits(expected[key]), _bits(found[key])), key
