@@ -194,4 +194,4 @@ def test_the_commit_tells_what_each_rank_did(tmp_path: Path) -> None:
     assert ranks["bytes"] == [commit["stored_bytes"], 0]
     assert ranks["chunks"] == [commit["chunks"], 0]
     assert len(ranks["write_s"]) == len(ranks["plan_s"]) == 2
-    assert all(0 < seconds < commit["seconds"] for seconds in ranks["plan_s"])
+    assert all(seconds > 0 for seconds in ranks["plan_s"])

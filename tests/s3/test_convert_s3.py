@@ -108,7 +108,11 @@ def test_through_every_format_within_the_store(bucket: str, tmp_path: Path) -> N
     assert same(load_file(copied(f"{bucket}/run", tmp_path / "x") / "one.safetensors"), tensors)
 
     done = convert(
-        one, f"{bucket}/run/many", target_format="safetensors", file_bytes=50_000, memory_budget=1
+        one,
+        f"{bucket}/run/many",
+        target_format="safetensors",
+        file_bytes=50_000,
+        memory_budget=budget,
     )
     assert (done.source_format, done.tensors, done.verified) == ("safetensors", 6, True)
     names = [name for name in listed(f"{bucket}/run/many") if name.endswith(".safetensors")]
