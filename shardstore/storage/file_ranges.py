@@ -20,7 +20,6 @@ from shardstore.errors import StorageError
 from shardstore.storage.chunk_bytes import slabs, view_in_chunk
 from shardstore.storage.grid import Box
 from shardstore.storage.location import Location, store_errors
-from shardstore.storage.object_io import ObjectIO, object_io
 
 __all__ = ["FileRanges", "RangeFile", "bytes_stamp"]
 
@@ -37,7 +36,6 @@ class FileRanges:
 
     def __init__(self, location: Location) -> None:
         self.location = location
-        self._io: ObjectIO | None = None if location.is_local else object_io(location)
         self._sizes: dict[str, int] = {}
 
     def size(self, name: str) -> int:
@@ -58,11 +56,11 @@ class FileRanges:
             FileNotFoundError: there is none of that name.
             StorageError: the store refused.
         """
-        if self._io is None:
+        if self.location.is_local:
             with _reading(self.path(name)):
                 status = os.stat(self.path(name))
             return [name, status.st_size, status.st_mtime_ns]
-        for entry, size, when in self.location.remote.details(name.rpartition("/")[0]):
+        for entry, size, when in self.location.remote.details(name):
             if entry == name:
                 return [name, size, None if when is None else when.isoformat()]
         raise FileNotFoundError(self.path(name))
@@ -78,13 +76,15 @@ class FileRanges:
             FileNotFoundError: there is no such file.
             StorageError: the store refused.
         """
-        if stop <= start:
-            return b""
-        if self._io is not None:
-            found = self._io.get(name, start, stop)()
+        if not self.location.is_local:
+            # A store refuses ranges that begin behind the end.
+            stop = min(stop, self.size(name))
+            found = self.location.remote.read_range(name, start, stop) if start < stop else b""
             if found is None:
                 raise FileNotFoundError(self.path(name))
             return found
+        if stop <= start:
+            return b""
         with _reading(self.path(name)), open(self.path(name), "rb") as file:
             return os.pread(file.fileno(), stop - start, start)
 
@@ -107,7 +107,7 @@ class FileRanges:
         """
         if not out.size:
             return
-        if self._io is None:
+        if self.location.is_local:
             where: tuple[Any, ...] = (..., *box.slices)
             out[...] = self._mapped(name, start, shape, out.dtype)[where]
             return
