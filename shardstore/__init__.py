@@ -1,28 +1,17 @@
 """Sharded training checkpoints as plain Zarr.
 
 The public names are loaded on first use (PEP 562): importing the package alone imports neither
-torch nor anything
-else of weight, for the command line's sake and for zarr's, which imports our data types through
-their entry point.
+torch nor anything else of weight, for the command line's sake and for zarr's, which imports our
+data types through their entry point.
 """
 
 from __future__ import annotations
 
 import importlib
-import os
-import sys
 from typing import TYPE_CHECKING
 
-TENSORSTORE_LIMITS = {
-    "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "15",
-    "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": "1",
-}
-"""Without them a silent server holds a request of TensorStore for ever: one that moves less than a
-byte a second for so many seconds is given up. TensorStore reads them once, when it is imported."""
-
-if "tensorstore" not in sys.modules:
-    for _name, _value in TENSORSTORE_LIMITS.items():
-        os.environ.setdefault(_name, _value)
+# First of all, before anything imports TensorStore.
+from shardstore.storage.tensorstore_environment import LIMITS as TENSORSTORE_LIMITS  # noqa: F401
 
 if TYPE_CHECKING:
     from shardstore.async_handle import AsyncSave as AsyncSave

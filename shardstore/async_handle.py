@@ -22,9 +22,9 @@ from shardstore.errors import SaveInProgressError
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
 from shardstore.progress import ProgressCallback
 from shardstore.ranks import Ranks
+from shardstore.saving import SaveCall, options_of
 from shardstore.serialization import begin_save
 from shardstore.storage.manifest import RankManifest
-from shardstore.storage.options import SaveOptions
 from shardstore.storage.parallel import yield_to_others
 from shardstore.strategies import background
 from shardstore.strategies.async_utils import AsyncRequest
@@ -76,26 +76,16 @@ def async_save(
 
     Args:
         sharded_state_dict: see :func:`shardstore.save`; so for all arguments not described here.
-        checkpoint_dir: where to.
         sharded_strategy: must be one that can save asynchronously, as the default.
         common_strategy: how the rest is stored; it is written before the call returns.
-        validate_access_integrity: refuse the commit unless everything is covered exactly once.
-        preprocess_common_before_consistancy_check: applied before common values are compared.
-        content_metadata: kept in the checkpoint.
-        overwrite: replace a checkpoint that is there.
         durable: wait, in the background, until everything is on the disk before the commit.
         overlap_staging: return at once and copy in the background; call
             :meth:`AsyncSave.wait_staged` before the state is changed.
         staging_budget_bytes: host memory for the copy, on each rank; default: as much as the
             rank's state. With less, copying waits for writing, chunk by chunk.
-        base: an earlier checkpoint whose chunks are not written again, see :func:`shardstore.save`.
-        compression: ``"zstd"`` or none.
-        replica_group: ranks that share the writing of what all hold, see :func:`shardstore.save`.
         when_busy: while the save before this one runs, wait for it, or refuse with an error.
         at_exit: an interpreter that exits waits for the save, or aborts it (nothing is committed).
-        storage_options: of an object store, see :func:`shardstore.save`.
-        allow_unconditional: see :func:`shardstore.save`.
-        progress: see :func:`shardstore.save`; it is called from the background.
+        progress: called from the background.
         _error: what went wrong on this rank before, to be raised on every rank.
 
     Returns:
@@ -111,23 +101,23 @@ def async_save(
     global _latest
     error = _error
     ranks = Ranks.current(RANKS_PURPOSE)
-    options = SaveOptions()
     try:
         if when_busy not in ("wait", "refuse"):
             raise ValueError(f"when_busy={when_busy!r} must be 'wait' or 'refuse'")
         if at_exit not in ("wait", "abort"):
             raise ValueError(f"at_exit={at_exit!r} must be 'wait' or 'abort'")
-        options = SaveOptions(
-            overwrite=overwrite,
-            durable=durable,
-            validate=validate_access_integrity,
-            staging_budget_bytes=staging_budget_bytes,
-            overlap_staging=overlap_staging,
-            compression=compression,
-            allow_unconditional=allow_unconditional,
-        )
     except ValueError as problem:
         error = error or problem  # met by all ranks together
+    options, error = options_of(
+        error,
+        overwrite=overwrite,
+        durable=durable,
+        validate=validate_access_integrity,
+        staging_budget_bytes=staging_budget_bytes,
+        overlap_staging=overlap_staging,
+        compression=compression,
+        allow_unconditional=allow_unconditional,
+    )
     if _latest is not None and not _latest.done():
         if when_busy != "refuse":
             _latest.wait()
@@ -137,21 +127,22 @@ def async_save(
                 "save less often, or pass when_busy='wait'",
                 url=_latest.url,
             )
-    session, request = begin_save(
-        sharded_state_dict,
-        checkpoint_dir,
-        options,
-        sharded_strategy,
-        common_strategy,
-        True,
-        preprocess_common_before_consistancy_check,
-        content_metadata,
+    call = SaveCall(
+        sharded_state_dict=sharded_state_dict,
+        checkpoint_dir=checkpoint_dir,
+        options=options,
+        sharded_strategy=sharded_strategy,
+        common_strategy=common_strategy,
+        async_sharded_save=True,
+        preprocess_common_before_consistancy_check=preprocess_common_before_consistancy_check,
+        content_metadata=content_metadata,
         base=base,
         replica_group=replica_group,
         storage_options=storage_options,
-        error=error,
         progress=progress,
+        error=error,
     )
+    session, request = begin_save(call)
     assert request is not None
     session.ranks = ranks
     _latest = AsyncSave(session, request, at_exit)

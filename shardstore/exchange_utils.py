@@ -1,23 +1,36 @@
-"""Sharing out shards that several ranks hold, and sending what one rank loaded to the others.
+"""Sending what one rank of a process group loaded to the others that hold the same shard.
 
-Answers for who of a process group saves or loads which shard (computed alike on every rank), and
-for moving loaded tensors within the group. Knows nothing of files or strategies. Ranks are numbered
-within the group throughout.
+Answers for moving loaded tensors within the group, by three algorithms; who loads which shard is
+:mod:`shardstore.shard_distribution`'s to share out. Knows nothing of files or strategies. Ranks are
+numbered within the group throughout.
 """
 
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Hashable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
-from shardstore.dict_utils import nested_values
-from shardstore.errors import CheckpointingException, RanksError
-from shardstore.mapping import ShardedStateDict, ShardedTensor, is_main_replica
-from shardstore.utils import _sharded_tensor_shard_id, _ShardId, debug_time
+from shardstore.errors import CheckpointingException
+from shardstore.mapping import ShardedTensor
+from shardstore.process_groups import (
+    Group,
+    exchange_device,
+    global_rank,
+    group_rank,
+    group_size,
+    raise_together,
+)
+from shardstore.shard_distribution import (
+    ShardDistribution,
+    _shard_size,
+    data_shape,
+    determine_main_replica_uniform_distribution,
+    distribute_shards_to_ranks,
+)
+from shardstore.utils import _ShardId, debug_time
 
 __all__ = [
     "ShardDistribution",
@@ -33,150 +46,10 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T", bound=Hashable)
-Group = Any
-"""A ``torch.distributed`` process group, or None for the default one."""
-
-
-class ShardDistribution(NamedTuple):
-    """Which rank of a group saves or loads which shard.
-
-    Attributes:
-        main_rank_for_shard: shard -> the rank (in the group) that saves or loads it.
-        shards_in_this_group: shards that this group is responsible for.
-        shard_to_metadata: shard -> ShardedTensor without data, for all shards that any rank holds.
-        all_ranks_for_shard: shard -> the ranks (in the group) that hold it, ascending.
-    """
-
-    main_rank_for_shard: dict[_ShardId, int]
-    shards_in_this_group: set[_ShardId]
-    shard_to_metadata: dict[_ShardId, ShardedTensor]
-    all_ranks_for_shard: dict[_ShardId, list[int]]
-
 
 def is_float8tensor(tensor: object) -> bool:
     """Whether this is a float8 tensor of TransformerEngine (a class that wraps scaled bytes)."""
     return type(tensor).__name__ == "Float8Tensor"
-
-
-def distribute_shards_to_ranks(
-    shard_to_ranks: dict[T, list[int]],
-    shard_to_size: dict[T, int],
-    num_ranks: int,
-    cross_parallelization_group_loads: set[T],
-) -> dict[T, int]:
-    """Give each shard to one of the ranks that hold it, so that the bytes are spread evenly.
-
-    Greedy and deterministic: shards with the fewest candidates first, then the largest, then by
-    shard id, each to the candidate with the least so far (the lowest number among equals).
-
-    Args:
-        shard_to_ranks: shard -> ranks that hold it, none of them empty.
-        shard_to_size: shard -> size in bytes.
-        num_ranks: number of ranks.
-        cross_parallelization_group_loads: shards that other groups are responsible for; they come
-            after all others, so that they even out what is left.
-
-    Returns:
-        Shard -> rank, in the order in which the shards were given out.
-
-    Raises:
-        CheckpointingException: a shard has no candidate.
-    """
-    load_bytes = [0] * num_ranks
-    assignment: dict[T, int] = {}
-
-    def order(shard: T) -> tuple[bool, int, int, Any]:
-        return (
-            shard in cross_parallelization_group_loads,
-            len(shard_to_ranks[shard]),
-            -shard_to_size[shard],
-            _orderable(shard),
-        )
-
-    for shard in sorted(shard_to_ranks, key=order):
-        candidates = shard_to_ranks[shard]
-        if not candidates:
-            raise CheckpointingException(f"No rank holds shard {shard!r}, so none can be given it")
-        rank = min(candidates, key=lambda candidate: (load_bytes[candidate], candidate))
-        assignment[shard] = rank
-        load_bytes[rank] += shard_to_size[shard]
-    return assignment
-
-
-def _orderable(shard_id: Any) -> Any:
-    """A shard id in a form that compares: a whole shard (None) comes before its flat ranges."""
-    if shard_id is None:
-        return ()
-    if isinstance(shard_id, tuple):
-        return tuple(_orderable(part) for part in shard_id)
-    return shard_id
-
-
-def _shard_size(sh_ten: ShardedTensor) -> int:
-    """Bytes of a shard's data."""
-    return math.prod(_data_shape(sh_ten)) * sh_ten.dtype.itemsize
-
-
-def _data_shape(sh_ten: ShardedTensor) -> tuple[int, ...]:
-    """Shape of a shard's local data: flat for a flattened range."""
-    if sh_ten.flattened_range is not None:
-        start, stop, _ = sh_ten.flattened_range.indices(math.prod(sh_ten.local_shape))
-        return (max(0, stop - start),)
-    return tuple(sh_ten.local_shape)
-
-
-def determine_main_replica_uniform_distribution(
-    sharded_state_dict: ShardedStateDict,
-    parallelization_group: Group,
-    ignore_groups: bool = False,
-) -> ShardDistribution | None:
-    """Share the shards of a group out among its ranks by size.
-
-    Every rank of the group calls it and waits for the others (one gather of descriptions).
-
-    Args:
-        sharded_state_dict: this rank's state dict; leaves other than ShardedTensors are ignored.
-        parallelization_group: ranks that share the work; None for all.
-        ignore_groups: share out every shard, also those whose main replica is in another group.
-            That is what loading needs; for saving only one group may write a shard.
-
-    Returns:
-        The distribution, equal on all ranks, or None for a group of one rank.
-    """
-    if _group_size(parallelization_group) <= 1:
-        return None
-    local = [
-        value.without_data()
-        for value in nested_values(sharded_state_dict)
-        if isinstance(value, ShardedTensor)
-    ]
-    by_rank: list[list[ShardedTensor]] = [[] for _ in range(_group_size(parallelization_group))]
-    torch.distributed.all_gather_object(by_rank, local, group=parallelization_group)
-
-    ranks: dict[_ShardId, list[int]] = {}
-    metadata: dict[_ShardId, ShardedTensor] = {}
-    in_group: set[_ShardId] = set()
-    for rank, shards in enumerate(by_rank):
-        for sh_ten in shards:
-            shard_id = _sharded_tensor_shard_id(sh_ten)
-            metadata.setdefault(shard_id, sh_ten)
-            holders = ranks.setdefault(shard_id, [])
-            if not holders or holders[-1] != rank:
-                holders.append(rank)
-            if is_main_replica(sh_ten.replica_id):
-                in_group.add(shard_id)
-    elsewhere = set(ranks) - in_group
-    if ignore_groups:
-        in_group = set(ranks)
-    ranks = {shard_id: holders for shard_id, holders in ranks.items() if shard_id in in_group}
-    main_ranks = distribute_shards_to_ranks(
-        ranks,
-        {shard_id: _shard_size(metadata[shard_id]) for shard_id in ranks},
-        len(by_rank),
-        elsewhere if ignore_groups else set(),
-    )
-    return ShardDistribution(main_ranks, in_group, metadata, ranks)
 
 
 def exchange_by_distribution(
@@ -235,7 +108,7 @@ def exchange_loaded_tensors_broadcast(
     does not hold itself.
     """
     _check_loaded(loaded_tensors, unloaded_shards, shard_distribution, parallelization_group)
-    device = _exchange_device(parallelization_group)
+    device = exchange_device(parallelization_group)
     results = dict(loaded_tensors)
     for shard_id, main_rank in _shared_shards(shard_distribution):
         tensor, final_device = _get_empty_tensor_for_exchange(
@@ -244,7 +117,7 @@ def exchange_loaded_tensors_broadcast(
         wire = _bytes_on(tensor, device)
         torch.distributed.broadcast(
             wire,
-            src=_global_rank(parallelization_group, main_rank),
+            src=global_rank(parallelization_group, main_rank),
             group=parallelization_group,
         )
         if shard_id in unloaded_shards:
@@ -270,10 +143,10 @@ def exchange_loaded_tensors_gather_rounds(
             "Exchange in rounds needs the shard distribution that the loading was based on"
         )
     _check_loaded(loaded_tensors, unloaded_shards, shard_distribution, parallelization_group)
-    device = _exchange_device(parallelization_group)
+    device = exchange_device(parallelization_group)
     metadata = shard_distribution.shard_to_metadata
-    rank = _group_rank(parallelization_group)
-    offers: list[list[_ShardId]] = [[] for _ in range(_group_size(parallelization_group))]
+    rank = group_rank(parallelization_group)
+    offers: list[list[_ShardId]] = [[] for _ in range(group_size(parallelization_group))]
     for shard_id, main_rank in _shared_shards(shard_distribution):
         offers[main_rank].append(shard_id)
     for offered in offers:
@@ -319,7 +192,7 @@ def exchange_loaded_tensors_gather_object(
         if shard_id in shared
     }
     by_rank: list[dict[_ShardId, torch.Tensor]]
-    by_rank = [{} for _ in range(_group_size(parallelization_group))]
+    by_rank = [{} for _ in range(group_size(parallelization_group))]
     if len(by_rank) > 1:
         torch.distributed.all_gather_object(by_rank, offered, group=parallelization_group)
     results = dict(loaded_tensors)
@@ -352,7 +225,7 @@ def exchange_loaded_objects_gather_object(
     Raises:
         CheckpointingException: two ranks loaded the same object; raised on every rank.
     """
-    size = _group_size(None)
+    size = group_size(None)
     by_rank: list[dict[_ShardId, Any]] = [loaded_objects] * size
     if size > 1:
         torch.distributed.all_gather_object(by_rank, loaded_objects)
@@ -394,13 +267,13 @@ def _get_empty_tensor_for_exchange(
     wanted = needed_shards.get(shard_id)
     if wanted is None:
         unneeded = unneeded_shards[shard_id]
-        return torch.empty(_data_shape(unneeded), dtype=unneeded.dtype), None
+        return torch.empty(data_shape(unneeded), dtype=unneeded.dtype), None
     data = wanted.data
     if data is None:
-        return torch.empty(_data_shape(wanted), dtype=wanted.dtype), None
+        return torch.empty(data_shape(wanted), dtype=wanted.dtype), None
     if data.is_contiguous() and data.dtype == wanted.dtype and data.device.type != "meta":
         return data.detach(), data.device
-    return torch.empty(_data_shape(wanted), dtype=wanted.dtype), data.device
+    return torch.empty(data_shape(wanted), dtype=wanted.dtype), data.device
 
 
 def _settle(
@@ -433,7 +306,7 @@ def _check_loaded(
     group: Group,
 ) -> None:
     """Raise on every rank if any rank has not what it should, before bytes of it are on the way."""
-    rank = _group_rank(group)
+    rank = group_rank(group)
     problems: list[str] = []
     for shard_id, main_rank in _shared_shards(distribution):
         expected = distribution.shard_to_metadata[shard_id]
@@ -441,18 +314,18 @@ def _check_loaded(
             tensor = loaded_tensors.get(shard_id)
             if tensor is None:
                 problems.append(f"{shard_id} was not loaded")
-            elif tensor.dtype != expected.dtype or tuple(tensor.shape) != _data_shape(expected):
+            elif tensor.dtype != expected.dtype or tuple(tensor.shape) != data_shape(expected):
                 problems.append(
                     f"{shard_id} was loaded as {tensor.dtype} {tuple(tensor.shape)}, but described "
-                    f"as {expected.dtype} {_data_shape(expected)}"
+                    f"as {expected.dtype} {data_shape(expected)}"
                 )
         wanted = unloaded_shards.get(shard_id)
         if wanted is not None and (
-            wanted.dtype != expected.dtype or _data_shape(wanted) != _data_shape(expected)
+            wanted.dtype != expected.dtype or data_shape(wanted) != data_shape(expected)
         ):
             problems.append(
-                f"{shard_id} is wanted as {wanted.dtype} {_data_shape(wanted)}, but another rank "
-                f"describes it as {expected.dtype} {_data_shape(expected)}"
+                f"{shard_id} is wanted as {wanted.dtype} {data_shape(wanted)}, but another rank "
+                f"describes it as {expected.dtype} {data_shape(expected)}"
             )
     for shard_id in unloaded_shards:
         if shard_id not in distribution.main_rank_for_shard:
@@ -462,60 +335,3 @@ def _check_loaded(
         group,
         "Exchange of loaded tensors",
     )
-
-
-def raise_together(error: BaseException | None, group: Group, what: str) -> None:
-    """Raise on every rank of a group if any of them has an error.
-
-    Every rank of the group calls it and waits for the others: one reduction of a number; only after
-    a failure are the texts gathered.
-
-    Args:
-        error: this rank's error, or None.
-        group: ranks that take part; None for all.
-        what: what was being done, for the text.
-
-    Raises:
-        RanksError: naming each rank (globally numbered) that failed and how; on the rank itself its
-            own error is raised.
-    """
-    size = _group_size(group)
-    if size > 1:
-        failed = torch.tensor([int(error is not None)], device=_exchange_device(group))
-        torch.distributed.all_reduce(failed, op=torch.distributed.ReduceOp.MAX, group=group)
-        if failed.item():
-            texts: list[str | None] = [None] * size
-            text = None if error is None else f"{type(error).__name__}: {error}"
-            torch.distributed.all_gather_object(texts, text, group=group)
-            failures = {_global_rank(group, r): t for r, t in enumerate(texts) if t is not None}
-            if error is None:
-                listed = "; ".join(f"rank {r}: {t}" for r, t in sorted(failures.items()))
-                raise RanksError(f"{what} failed on {listed}", failures=failures)
-    if error is not None:
-        raise error
-
-
-def _has_ranks() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _group_size(group: Group) -> int:
-    """Ranks in a group; 1 without a process group, or where this rank is not a member."""
-    return max(1, torch.distributed.get_world_size(group)) if _has_ranks() else 1
-
-
-def _group_rank(group: Group) -> int:
-    return max(0, torch.distributed.get_rank(group)) if _has_ranks() else 0
-
-
-def _global_rank(group: Group, rank: int) -> int:
-    if group is None or not _has_ranks():
-        return rank
-    return torch.distributed.get_global_rank(group, rank)
-
-
-def _exchange_device(group: Group) -> torch.device:
-    """Where tensors must be for this group to move them."""
-    if _has_ranks() and "nccl" in torch.distributed.get_backend(group):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

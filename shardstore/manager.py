@@ -27,6 +27,7 @@ from shardstore.mapping import ShardedStateDict
 from shardstore.progress import ProgressCallback, callback_of
 from shardstore.ranks import Ranks
 from shardstore.retention import Retention
+from shardstore.saving import SaveCall, options_of
 from shardstore.serialization import begin_save, load
 from shardstore.step_arguments import (
     AsyncSaveArguments,
@@ -168,13 +169,16 @@ class CheckpointManager:
         named = {f.name for f in fields(SaveOptions)}
         settings = {name: given.pop(name) for name in named & set(given)}
         settings["validate"] = given.pop("validate_access_integrity", True)
-        chosen = SaveOptions()
-        try:
-            chosen = SaveOptions(**settings)
-        except (ValueError, TypeError) as problem:
-            error = error or problem
+        chosen, error = options_of(error, **settings)
         with self._using.of(self._used_by(place, given)):
-            session, _ = begin_save(state, place.place, chosen, error=error, **given)
+            call = SaveCall(
+                sharded_state_dict=state,
+                checkpoint_dir=place.place,
+                options=chosen,
+                error=error,
+                **given,
+            )
+            session, _ = begin_save(call)
         self._after(place, numbers, lambda: session.record)
         return dict(session.record)
 

@@ -1,70 +1,72 @@
 """How local tensors and objects map onto global ones.
 
-Answers for the descriptions that a sharded state dict is made of: which box (or flattened range) of
-which global tensor a rank holds, how a local object is one of a grid of objects, and how factories
-turn a tensor into several shards and back. Knows nothing of files, formats or process groups.
+Answers for the descriptions that a sharded state dict is made of: here the shard of a tensor, that
+is which box (or flattened range) of which global tensor a rank holds; its other public names come
+from :mod:`shardstore.sharded_base`, ``sharded_object`` and ``sharded_factory``. Knows nothing of
+files, formats or process groups.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
-from numbers import Integral
-from typing import Any, TypeAlias
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from shardstore.dict_utils import dict_list_map_inplace
 from shardstore.errors import (
     AccessPatternError,
     CheckpointingException,
     DTypeMismatchError,
-    KeyNameError,
     ShapeMismatchError,
-    StructureError,
 )
+from shardstore.shard_position import PositionedShard, grid_position, ints, with_item
+from shardstore.sharded_base import (
+    CommonStateDict,
+    LocalNonpersistentObject,
+    ReplicaId,
+    ShardedBase,
+    ShardedStateDict,
+    StateDict,
+    is_main_replica,
+)
+from shardstore.sharded_factory import (
+    FactoryBuildFn,
+    FactoryMergeFn,
+    ShardedTensorFactory,
+    apply_factories,
+    apply_factory_merges,
+)
+from shardstore.sharded_object import ShardedObject
+
+__all__ = [
+    "CheckpointingException",
+    "CommonStateDict",
+    "FactoryBuildFn",
+    "FactoryMergeFn",
+    "LocalNonpersistentObject",
+    "ReplicaId",
+    "ShardedBase",
+    "ShardedObject",
+    "ShardedStateDict",
+    "ShardedTensor",
+    "ShardedTensorFactory",
+    "StateDict",
+    "apply_factories",
+    "apply_factory_merges",
+    "is_main_replica",
+]
 
 logger = logging.getLogger(__name__)
-
-StateDict: TypeAlias = dict[str, Any]
-CommonStateDict: TypeAlias = dict[str, Any]
-ShardedStateDict: TypeAlias = dict[str, Any]
-ReplicaId: TypeAlias = int | tuple[int, ...]
 
 # What has been remarked upon once in this process, so that it is not remarked upon for every shard.
 _logged_deprecations: dict[str, bool] = {}
 
 
-class ShardedBase(ABC):
-    """Anything in a sharded state dict that stands for a part of something global.
-
-    Attributes:
-        key: identifies the global entity, the same on every rank.
-        data: the local part, or ``None`` where only the description matters.
-        replica_id: which copy of the local part this is (see :func:`is_main_replica`).
-    """
-
-    key: str
-    data: object
-    replica_id: ReplicaId
-
-    @abstractmethod
-    def validate_metadata_integrity(self) -> None:
-        """Raises a :class:`CheckpointingException` where the attributes contradict each other."""
-
-    @abstractmethod
-    def without_data(self) -> ShardedBase:
-        """A copy of the description alone, with ``data=None``."""
-
-
 @dataclass
-class ShardedTensor(ShardedBase):
+class ShardedTensor(PositionedShard):
     """A local tensor as a box of a global tensor.
 
     Every length and offset is in elements. The global tensor has
@@ -102,11 +104,11 @@ class ShardedTensor(ShardedBase):
     flattened_range: slice | None = None
 
     def __post_init__(self) -> None:
-        self.local_shape = _ints(self.local_shape)
-        self.global_shape = _ints(self.global_shape)
-        self.global_offset = _ints(self.global_offset)
+        self.local_shape = ints(self.local_shape)
+        self.global_shape = ints(self.global_shape)
+        self.global_offset = ints(self.global_offset)
         if self.axis_fragmentations is not None:
-            self.axis_fragmentations = _ints(self.axis_fragmentations)
+            self.axis_fragmentations = ints(self.axis_fragmentations)
         if self.flattened_range is not None and "flattened_range" not in _logged_deprecations:
             # Upstream trainers are moving away from flattened ranges; here they stay first-class.
             _logged_deprecations["flattened_range"] = True
@@ -128,45 +130,7 @@ class ShardedTensor(ShardedBase):
         self._validate_range()
         if self.data is not None:
             self._validate_data(self.data)
-        ndim = len(self.global_shape)
-        if len(self.global_offset) != ndim:
-            raise self._wrong(
-                f"global_offset has {len(self.global_offset)} axes, global_shape has {ndim}; "
-                "give one offset for each global axis"
-            )
-        if len(self.local_shape) + self.prepend_axis_num != ndim:
-            raise self._wrong(
-                f"local_shape has {len(self.local_shape)} axes and prepend_axis_num is "
-                f"{self.prepend_axis_num}, but global_shape has {ndim} axes; "
-                "the first two must add up to the third"
-            )
-        if any(n < 0 for n in (*self.local_shape, *self.global_shape, *self.global_offset)):
-            raise self._wrong("shapes and offsets must not be negative")
-        if self.axis_fragmentations is None:
-            return
-        if len(self.axis_fragmentations) != ndim or any(n < 1 for n in self.axis_fragmentations):
-            raise self._wrong(
-                f"axis_fragmentations {self.axis_fragmentations} must be one positive number "
-                f"for each of the {ndim} global axes, or None for an irregular cut"
-            )
-        for axis, (offset, size) in enumerate(
-            zip(self.global_offset[self.prepend_axis_num :], self.local_shape, strict=True),
-            self.prepend_axis_num,
-        ):
-            if offset % max(1, size):
-                raise self._wrong(
-                    f"along global axis {axis} the offset {offset} is not a multiple of the local "
-                    f"length {size}; for an irregular cut pass axis_fragmentations=None"
-                )
-
-    def _validate_range(self) -> None:
-        flat = self.flattened_range
-        if flat is None:
-            return
-        if not isinstance(flat, slice):
-            raise self._wrong(f"flattened_range must be a slice, not {flat!r}")
-        if flat.step is not None:
-            raise self._wrong(f"flattened_range {flat} must not have a step")
+        self._validate_position()
 
     def _validate_data(self, data: torch.Tensor) -> None:
         if data.dtype != self.dtype:
@@ -196,111 +160,6 @@ class ShardedTensor(ShardedBase):
                 f"{stop - start} of the {math.prod(self.local_shape)} local ones; they must agree",
                 key=self.key,
             )
-
-    def _flat_bounds(self) -> tuple[int, int]:
-        """First and last-plus-one flat element of the local tensor that the range names."""
-        assert self.flattened_range is not None
-        start, stop, _ = self.flattened_range.indices(math.prod(self.local_shape))
-        return start, max(start, stop)
-
-    def _wrong(self, what: str) -> AccessPatternError:
-        return AccessPatternError(f"{self}: {what}", key=self.key)
-
-    @property
-    def has_regular_grid(self) -> bool:
-        """Whether the global tensor is cut into equal parts along each axis."""
-        return self.axis_fragmentations is not None
-
-    def global_slice(self) -> tuple[int | slice, ...]:
-        """The box of the global tensor, ready to index it with.
-
-        Prepended axes give integers, so that the indexed result has the local shape. A
-        flattened range plays no part: the box is the whole local tensor's.
-        """
-        prepended = self.prepend_axis_num
-        box = (
-            slice(offset, offset + size)
-            for offset, size in zip(self.global_offset[prepended:], self.local_shape, strict=True)
-        )
-        return (*self.global_offset[:prepended], *box)
-
-    def global_coordinates(self) -> tuple[int | npt.NDArray[np.intp], ...]:
-        """Global index of each element of a flattened range.
-
-        Returns:
-            One entry for each global axis: an integer for a prepended axis, otherwise an array as
-            long as the range.
-
-        Raises:
-            CheckpointingException: there is no flattened range.
-        """
-        local = self._coordinates("global_coordinates")
-        prepended = self.prepend_axis_num
-        shifted = (
-            indices + offset
-            for indices, offset in zip(local, self.global_offset[prepended:], strict=True)
-        )
-        return (*self.global_offset[:prepended], *shifted)
-
-    def local_coordinates(self) -> tuple[npt.NDArray[np.intp], ...]:
-        """Index in the unflattened local tensor of each element of a flattened range.
-
-        Returns:
-            One array, as long as the range, for each local axis.
-
-        Raises:
-            CheckpointingException: there is no flattened range.
-        """
-        return self._coordinates("local_coordinates")
-
-    def _coordinates(self, name: str) -> tuple[npt.NDArray[np.intp], ...]:
-        if self.flattened_range is None:
-            raise self._wrong(f"{name} needs a flattened_range; use global_slice for a whole box")
-        start, stop = self._flat_bounds()
-        if not self.local_shape:
-            return ()
-        return tuple(np.unravel_index(np.arange(start, stop), self.local_shape))
-
-    def local_chunk_offset_in_global(self) -> tuple[int, ...]:
-        """Index of this shard in the grid of shards, one number for each global axis.
-
-        Raises:
-            CheckpointingException: the cut is not regular, so that there is no such grid.
-        """
-        if self.axis_fragmentations is None:
-            raise self._wrong("an irregular cut has no grid of chunks to number this one in")
-        prepended = self.prepend_axis_num
-        index = (
-            # A zero-length shard carries no position of its own.
-            offset // size if size else 0
-            for offset, size in zip(self.global_offset[prepended:], self.local_shape, strict=True)
-        )
-        return (*self.global_offset[:prepended], *index)
-
-    def max_allowed_chunks(self) -> tuple[int, ...]:
-        """Largest chunk shape under which every shard of a regular cut is whole chunks.
-
-        Returns:
-            One length in elements for each global axis.
-
-        Raises:
-            CheckpointingException: the cut is not regular, or an axis does not divide evenly and
-                ``allow_shape_mismatch`` is not set.
-        """
-        if self.axis_fragmentations is None:
-            raise self._wrong("an irregular cut has no common chunk shape")
-        for axis, (size, parts) in enumerate(
-            zip(self.global_shape, self.axis_fragmentations, strict=True)
-        ):
-            if size % parts and not self.allow_shape_mismatch:
-                raise self._wrong(
-                    f"global axis {axis} of length {size} cannot be cut into {parts} equal parts; "
-                    "pad it (allow_shape_mismatch=True) or pass axis_fragmentations=None"
-                )
-        return tuple(
-            size // parts
-            for size, parts in zip(self.global_shape, self.axis_fragmentations, strict=True)
-        )
 
     def without_data(self) -> ShardedTensor:
         """A copy of the description alone, with ``data=None``."""
@@ -346,7 +205,7 @@ class ShardedTensor(ShardedBase):
             data,
             data.dtype,
             local_shape,
-            *_grid_position(key, local_shape, rank_offsets, prepend_axis_num),
+            *grid_position(key, local_shape, rank_offsets, prepend_axis_num),
             replica_id=replica_id,
             prepend_axis_num=prepend_axis_num,
             **init_kwargs,
@@ -382,13 +241,13 @@ class ShardedTensor(ShardedBase):
                 "use from_rank_offsets for a whole local tensor",
                 key=key,
             )
-        local_shape = _ints(non_flat_local_shape)
+        local_shape = ints(non_flat_local_shape)
         return cls(
             key,
             data,
             data.dtype,
             local_shape,
-            *_grid_position(key, local_shape, args, kwargs.get("prepend_axis_num", 0)),
+            *grid_position(key, local_shape, args, kwargs.get("prepend_axis_num", 0)),
             flattened_range=flattened_range,
             **kwargs,
         )
@@ -455,9 +314,9 @@ class ShardedTensor(ShardedBase):
             self,
             data=None,
             flattened_range=None,
-            local_shape=_with(self.local_shape, dim, length),
-            global_shape=_with(self.global_shape, axis, parts * length),
-            global_offset=_with(self.global_offset, axis, index * length),
+            local_shape=with_item(self.local_shape, dim, length),
+            global_shape=with_item(self.global_shape, axis, parts * length),
+            global_offset=with_item(self.global_offset, axis, index * length),
         )
         if self.flattened_range is None:
             data = None if self.data is None else self.data.narrow(dim, start, length)
@@ -471,306 +330,3 @@ class ShardedTensor(ShardedBase):
         flat = slice(kept_first - start * row, kept_last - start * row)
         data = None if self.data is None else self.data[kept_first - first : kept_last - first]
         return [replace(whole, data=data, flattened_range=flat)]
-
-    def _narrow_bounds(self, dim: int, start: int, length: int) -> tuple[int, int]:
-        """``dim`` and ``start`` counted from 0, checked."""
-        ndim = len(self.local_shape)
-        if not -ndim <= dim < ndim:
-            raise self._wrong(f"axis {dim} to narrow is not one of the {ndim} local axes")
-        dim %= ndim
-        size = self.local_shape[dim]
-        first = start + size if start < 0 else start
-        if first < 0 or length < 0 or first + length > size:
-            raise self._wrong(
-                f"cannot narrow axis {dim} of local length {size} to "
-                f"{length} elements from {start} on"
-            )
-        return dim, first
-
-
-def is_main_replica(replica_id: ReplicaId) -> bool:
-    """Whether a replica is the one that is saved: 0, or a tuple of zeros.
-
-    It is the caller's part to hand out replica ids such that each shard has one main replica.
-    """
-    if isinstance(replica_id, Integral):
-        return bool(replica_id == 0)
-    assert not isinstance(replica_id, int)
-    return all(part == 0 for part in replica_id)
-
-
-class LocalNonpersistentObject:
-    """Keeps an object out of the checkpoint; loading puts the local one back in its place."""
-
-    def __init__(self, obj: Any) -> None:
-        self.obj = obj
-
-    def unwrap(self) -> Any:
-        """The object itself."""
-        return self.obj
-
-
-@dataclass
-class ShardedObject(ShardedBase):
-    """A local object as one cell of a global grid of objects.
-
-    Unlike a tensor's, the cut of a global object cannot change between saving and loading.
-
-    Attributes:
-        key: identifies the global object, the same on every rank.
-        data: the local object; ``None`` where only the description matters.
-        global_shape: shape of the grid, in objects.
-        global_offset: cell of this object in the grid.
-        replica_id: which copy this is.
-
-    Raises:
-        CheckpointingException: on construction, where shape and offset do not have as many axes.
-    """
-
-    key: str
-    data: object
-    global_shape: tuple[int, ...]
-    global_offset: tuple[int, ...]
-    replica_id: ReplicaId = 0
-
-    def __post_init__(self) -> None:
-        self.global_shape = _ints(self.global_shape)
-        self.global_offset = _ints(self.global_offset)
-        self.validate_metadata_integrity()
-
-    def validate_metadata_integrity(self) -> None:
-        """Checks that shape and offset have as many axes.
-
-        Raises:
-            AccessPatternError: they do not.
-        """
-        if len(self.global_shape) != len(self.global_offset):
-            raise AccessPatternError(
-                f"{self}: global_offset {self.global_offset} and global_shape "
-                f"{self.global_shape} must have as many axes",
-                key=self.key,
-            )
-
-    def without_data(self) -> ShardedObject:
-        """A copy of the description alone, with ``data=None``."""
-        return replace(self, data=None)
-
-    @property
-    def unique_key(self) -> str:
-        """Names this very cell: ``<key>/shard_<offset>_<shape>``, numbers joined by dots."""
-        offset = ".".join(map(str, self.global_offset))
-        shape = ".".join(map(str, self.global_shape))
-        return f"{self.key}/shard_{offset}_{shape}"
-
-    def __str__(self) -> str:
-        return f"{type(self).__name__}(key={self.key!r})"
-
-    @classmethod
-    def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> ShardedObject:
-        """The description that a :attr:`unique_key` was made from, without data.
-
-        Args:
-            unique_key: ``<key>/shard_<offset>_<shape>``; the key itself may contain slashes.
-            replica_id: which copy the result stands for.
-
-        Raises:
-            KeyNameError: (a ``ValueError``) the text is not of that form.
-        """
-        key, separator, cell = unique_key.rpartition("/shard_")
-        try:
-            if not separator:
-                raise ValueError("no /shard_")
-            offset_text, shape_text = cell.split("_")
-            offset = [int(n) for n in offset_text.split(".") if offset_text]
-            shape = [int(n) for n in shape_text.split(".") if shape_text]
-            if len(shape) > len(offset):
-                raise ValueError("more lengths than offsets")
-        except ValueError as error:
-            raise KeyNameError(
-                f"{unique_key!r} names no sharded object; expected <key>/shard_<offset>_<shape>, "
-                "numbers joined by dots",
-                key=unique_key,
-            ) from error
-        # Names written when only the first length was recorded leave the others unknown.
-        lengths = tuple(-1 if n is None else n for _, n in zip_longest(offset, shape))
-        return cls(key, None, lengths, tuple(offset), replica_id)
-
-
-FactoryBuildFn: TypeAlias = Callable[[str, torch.Tensor, ReplicaId, slice | None], ShardedStateDict]
-FactoryMergeFn: TypeAlias = Callable[[StateDict], torch.Tensor]
-
-
-@dataclass
-class ShardedTensorFactory(ShardedBase):
-    """Stands for a tensor that is saved in another form than it lives in.
-
-    What ``build_fn`` returns must depend on its arguments alone: an optimizer calls it with other
-    keys and its own tensors, to have its state cut as the parameter is.
-
-    Attributes:
-        key: passed to ``build_fn``.
-        data: the tensor in the form it lives in.
-        build_fn: called as ``build_fn(key, data, replica_id, flattened_range)`` before saving and
-            loading; returns a sharded state dict.
-        merge_fn: takes what was loaded in place of that state dict and returns one tensor.
-        replica_id: which copy this is; passed to ``build_fn``.
-        flattened_range: range of the flattened tensor that is held; passed to ``build_fn``.
-    """
-
-    key: str
-    data: torch.Tensor
-    build_fn: FactoryBuildFn
-    merge_fn: FactoryMergeFn
-    replica_id: ReplicaId = 0
-    flattened_range: slice | None = None
-
-    def build(self) -> ShardedStateDict:
-        """The sharded state dict that takes this factory's place."""
-        return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
-
-    def validate_metadata_integrity(self) -> None:
-        """Nothing can be checked before the factory is built."""
-
-    def without_data(self) -> ShardedTensorFactory:
-        """A copy with ``data=None``."""
-        return replace(self, data=None)  # type: ignore[arg-type]
-
-
-def apply_factories(sharded_state_dict: ShardedStateDict) -> None:
-    """Replaces every factory in nested dicts and lists by what it builds, in place.
-
-    Factories inside what a factory built are left as they are.
-    """
-
-    def built(value: Any) -> Any:
-        return value.build() if isinstance(value, ShardedTensorFactory) else value
-
-    dict_list_map_inplace(built, sharded_state_dict)
-
-
-def apply_factory_merges(
-    x1: StateDict, x2: ShardedStateDict, key: tuple[str | int, ...] = ()
-) -> StateDict:
-    """Turns what was loaded in place of each factory back into one tensor, in place.
-
-    Args:
-        x1: what was loaded.
-        x2: factories, at the places where they stood; a part of ``x1``'s structure. A dict of
-            integers in ``x2`` may stand for some elements of a list in ``x1``.
-        key: where ``x1`` and ``x2`` are within the whole; for error texts.
-
-    Returns:
-        ``x1``, or what the factory makes of it if ``x2`` itself is one.
-
-    Raises:
-        StructureError: (a ``CheckpointingException`` and ``ValueError``) the structures differ.
-    """
-    merged: StateDict = _merged(x1, x2, key)
-    return merged
-
-
-def _merged(x1: Any, x2: Any, at: tuple[str | int, ...]) -> Any:
-    if isinstance(x2, ShardedTensorFactory):
-        try:
-            return x2.merge_fn(x1)
-        except Exception as error:
-            error.add_note(f"while merging what was loaded for the factory {x2.key!r} at {at}")
-            raise
-    places: Iterable[Any]
-    if isinstance(x1, dict) and isinstance(x2, dict):
-        absent = [k for k in x2 if k not in x1]
-        if absent:
-            raise StructureError(
-                f"factories at {at} stand for {absent}, which were not loaded; there is {list(x1)}"
-            )
-        places = list(x2)
-    elif isinstance(x1, list) and isinstance(x2, list):
-        if len(x1) != len(x2):
-            raise StructureError(
-                f"{len(x1)} elements were loaded at {at} but the factories stand for {len(x2)}"
-            )
-        places = range(len(x2))
-    elif isinstance(x1, list) and isinstance(x2, dict):
-        for k in x2:
-            if not isinstance(k, int) or not 0 <= k < len(x1):
-                raise StructureError(
-                    f"factories at {at} name element {k!r} of a list of {len(x1)} elements"
-                )
-        places = list(x2)
-    else:
-        raise StructureError(
-            f"at {at} a {type(x1).__name__} was loaded, where the factories have a "
-            f"{type(x2).__name__}: neither a factory nor a matching dict or list"
-        )
-    for k in places:
-        x1[k] = _merged(x1[k], x2[k], (*at, k))
-    return x1
-
-
-def _ints(values: Sequence[int]) -> tuple[int, ...]:
-    return tuple(int(value) for value in values)
-
-
-def _with(values: tuple[int, ...], position: int, value: int) -> tuple[int, ...]:
-    return (*values[:position], value, *values[position + 1 :])
-
-
-def _grid_position(
-    key: str,
-    local_shape: tuple[int, ...],
-    rank_offsets: Sequence[tuple[int, int, int]],
-    prepend_axis_num: int,
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Global shape, global offset and fragmentations that rank offsets stand for."""
-    sizes = (1,) * prepend_axis_num + local_shape
-    cuts: dict[int, tuple[int, int]] = {}
-    for rank_offset in rank_offsets:
-        try:
-            axis, index, parts = rank_offset
-        except (TypeError, ValueError) as error:
-            raise AccessPatternError(
-                f"{key}: rank offset {rank_offset!r} is not (axis, index, parts)", key=key
-            ) from error
-        if not 0 <= axis < len(sizes):
-            raise AccessPatternError(
-                f"{key}: rank offset {rank_offset} names axis {axis}, the global tensor has "
-                f"{len(sizes)} axes ({prepend_axis_num} of them prepended); count them from 0",
-                key=key,
-            )
-        if not 0 <= index < parts:
-            raise AccessPatternError(
-                f"{key}: rank offset {rank_offset} asks for part {index} of {parts}; "
-                "parts are numbered from 0 and there must be at least one",
-                key=key,
-            )
-        if cuts.setdefault(axis, (index, parts)) != (index, parts):
-            raise AccessPatternError(
-                f"{key}: axis {axis} has two different rank offsets, {(axis, *cuts[axis])} and "
-                f"{tuple(rank_offset)}; give one",
-                key=key,
-            )
-    places = [cuts.get(axis, (0, 1)) for axis in range(len(sizes))]
-    return (
-        tuple(size * parts for size, (_, parts) in zip(sizes, places, strict=True)),
-        tuple(size * index for size, (index, _) in zip(sizes, places, strict=True)),
-        tuple(parts for _, parts in places),
-    )
-
-
-__all__ = [
-    "CheckpointingException",
-    "CommonStateDict",
-    "FactoryBuildFn",
-    "FactoryMergeFn",
-    "LocalNonpersistentObject",
-    "ReplicaId",
-    "ShardedBase",
-    "ShardedObject",
-    "ShardedStateDict",
-    "ShardedTensor",
-    "ShardedTensorFactory",
-    "StateDict",
-    "apply_factories",
-    "apply_factory_merges",
-    "is_main_replica",
-]

@@ -3,7 +3,7 @@
 A report is a list of plain tuples, a fraction of the work of pickling the shards themselves. The
 coordinator looks through all of them: arrangements that are plainly right (equal boxes on a regular
 grid, flat ranges end to end) are recognised in a few microseconds a shard; for everything else
-:func:`shardstore.validation.validate_sharding_integrity` decides and words the error. Knows nothing
+:func:`shardstore.access_pattern.check_access` decides and words the error. Knows nothing
 of files or process groups.
 """
 
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shardstore.access_pattern import check_access
 from shardstore.mapping import ReplicaId, ShardedObject, ShardedTensor, is_main_replica
 
 __all__ = ["check_reports", "report_shards", "shards_of_report"]
@@ -89,10 +90,8 @@ def check_reports(reports: Sequence[bytes]) -> None:
 
     Raises:
         AccessPatternError, ShapeMismatchError, DTypeMismatchError: see
-            :func:`shardstore.validation.validate_sharding_integrity`.
+            :func:`shardstore.access_pattern.check_access`.
     """
-    from shardstore.validation import validate_sharding_integrity
-
     by_key: dict[str, list[tuple[int, _Shard]]] = {}
     suspects: list[list[ShardedTensor | ShardedObject]] = []
     object_keys: set[str] = set()
@@ -107,7 +106,7 @@ def check_reports(reports: Sequence[bytes]) -> None:
             for rank, shard in held:
                 suspects[rank].append(shard.tensor())
     if any(suspects):
-        validate_sharding_integrity(suspects)
+        check_access(suspects)
 
 
 def _tiles(shards: Sequence[_Shard]) -> bool:

@@ -1,51 +1,37 @@
 """Checks before saving and loading: who holds what, and what the checkpoint lacks or has too much.
 
-Answers for the access pattern (the main replicas of each tensor cover it exactly once, each object
-has one main replica), for agreement between ranks, and for the eight ways of treating keys that do
-not match. Knows nothing of file formats; strategies are asked through their interfaces. Geometry
-is the business of :mod:`shardstore.tiling`.
+Answers for asking the ranks and strategies concerned and for putting the checks together: that main
+replicas cover everything once is :mod:`shardstore.access_pattern`'s to decide, which keys do not
+match :mod:`shardstore.strictness`'s. Knows nothing of file formats; strategies are asked through
+their interfaces.
 """
 
 from __future__ import annotations
 
 import io
-import logging
-import math
 import os
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from enum import Enum
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import cast
 
-import numpy as np
 import torch
 
+from shardstore.access_pattern import _compute_shards_access as _compute_shards_access
+from shardstore.access_pattern import check_access
+from shardstore.common_state import log_differences
 from shardstore.core import maybe_load_config
-from shardstore.dict_utils import (
-    dict_list_map_outplace,
-    diff,
-    extract_matching_values,
-    nested_values,
-)
+from shardstore.dict_utils import dict_list_map_outplace, nested_values
 from shardstore.errors import (
-    AccessPatternError,
     CheckpointingException,
-    DTypeMismatchError,
     FormatVersionError,
-    MissingKeyError,
     NotACheckpointError,
-    ShapeMismatchError,
 )
-from shardstore.exchange_utils import raise_together
 from shardstore.mapping import (
     CommonStateDict,
-    ShardedBase,
     ShardedObject,
     ShardedStateDict,
     ShardedTensor,
-    is_main_replica,
 )
+from shardstore.process_groups import has_ranks, raise_together
 from shardstore.strategies.base import (
     LoadCommonStrategy,
     LoadShardedStrategy,
@@ -56,7 +42,16 @@ from shardstore.strategies.base import (
     StrategyAction,
     get_default_strategy,
 )
-from shardstore.tiling import find_range_fault, find_tiling_fault
+from shardstore.strictness import (
+    CkptShardedMetadata,
+    GlobalMetadata,
+    LocalMetadata,
+    StrictHandling,
+    adjust_non_strict_load,
+    maybe_report_missing_and_unexpected_keys,
+    missing_and_unexpected_keys,
+    parse_strict_flag,
+)
 
 __all__ = [
     "StrictHandling",
@@ -70,82 +65,13 @@ __all__ = [
     "verify_checkpoint_and_load_strategy",
 ]
 
-logger = logging.getLogger(__name__)
-
-CkptShardedMetadata: TypeAlias = dict[str, Any]
-_LocalMetadata: TypeAlias = list[ShardedTensor | ShardedObject]
-_GlobalMetadata: TypeAlias = list[_LocalMetadata]
-
-
-class StrictHandling(Enum):
-    """What to do about keys that the state dict and the checkpoint do not have in common.
-
-    An *unexpected* key is asked for by this rank and not in the checkpoint. A *missing* key is in
-    the checkpoint and asked for by no rank.
-    """
-
-    ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
-    """Compare nothing; an unexpected key fails when it is read."""
-    LOG_UNEXPECTED = "log_unexpected"
-    """Log unexpected keys and leave them out."""
-    LOG_ALL = "log_all"
-    """Log unexpected and missing keys and leave the unexpected ones out."""
-    RAISE_UNEXPECTED = "raise_unexpected"
-    """Raise if there are unexpected keys."""
-    RAISE_ALL = "raise_all"
-    """Raise if there are unexpected or missing keys."""
-    RETURN_UNEXPECTED = "return_unexpected"
-    """Leave unexpected keys out and return them."""
-    RETURN_ALL = "return_all"
-    """Leave unexpected keys out, and return them and the missing ones."""
-    IGNORE_ALL = "ignore_all"
-    """Leave unexpected keys out and say nothing."""
-
-    @staticmethod
-    def requires_explicit_ckpt_mismatch_check(val: StrictHandling) -> bool:
-        """Whether the checkpoint's keys have to be known before loading."""
-        return val is not StrictHandling.ASSUME_OK_UNEXPECTED
-
-    @staticmethod
-    def requires_global_app_metadata(val: StrictHandling) -> bool:
-        """Whether all ranks' keys have to be known before loading."""
-        return val in (
-            StrictHandling.IGNORE_ALL,
-            StrictHandling.LOG_ALL,
-            StrictHandling.RAISE_ALL,
-            StrictHandling.RETURN_ALL,
-        )
-
-    @staticmethod
-    def requires_returning_mismatch_keys(val: StrictHandling) -> bool:
-        """Whether loading returns the two sets of keys beside the state dict."""
-        return val in (StrictHandling.RETURN_UNEXPECTED, StrictHandling.RETURN_ALL)
-
-
-def parse_strict_flag(strict: str | StrictHandling) -> StrictHandling:
-    """Turn a mode or its value into the mode.
-
-    Args:
-        strict: a :class:`StrictHandling` or the value of one, such as ``"raise_all"``.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if isinstance(strict, StrictHandling):
-        return strict
-    try:
-        return StrictHandling(strict)
-    except ValueError:
-        modes = ", ".join(mode.value for mode in StrictHandling)
-        raise ValueError(f"Invalid strict flag: {strict!r}; it is one of {modes}") from None
-
 
 def validate_integrity_and_strict_load(
     sharded_state_dict: ShardedStateDict,
     strict: StrictHandling,
     validate_access_integrity: bool,
-    local_metadata: _LocalMetadata | None = None,
-    global_metadata: _GlobalMetadata | None = None,
+    local_metadata: LocalMetadata | None = None,
+    global_metadata: GlobalMetadata | None = None,
     ckpt_sharded_metadata: CkptShardedMetadata | None = None,
 ) -> tuple[ShardedStateDict, set[str], set[str]]:
     """Check a state dict against the checkpoint and the other ranks, before anything is read.
@@ -183,7 +109,7 @@ def validate_integrity_and_strict_load(
                 f"Strict mode {strict.value!r} looks for keys that no rank asks for: "
                 f"global_metadata must not be None"
             )
-        missing_keys, unexpected_keys = _determine_missing_and_unexpected_keys(
+        missing_keys, unexpected_keys = missing_and_unexpected_keys(
             ckpt_sharded_metadata, local_metadata, global_metadata if all_ranks else None
         )
         sharded_state_dict = adjust_non_strict_load(sharded_state_dict, unexpected_keys)
@@ -277,77 +203,6 @@ def _strategy_for(
         ) from error
 
 
-def adjust_non_strict_load(
-    sharded_state_dict: ShardedStateDict, sharded_keys_to_remove: Iterable[str]
-) -> ShardedStateDict:
-    """Leave the shards of some keys out of a state dict.
-
-    Args:
-        sharded_state_dict: state dict; it is left as it is.
-        sharded_keys_to_remove: keys of ShardedTensors and ShardedObjects.
-
-    Returns:
-        A state dict without them, and without containers that held nothing else.
-    """
-    keys = set(sharded_keys_to_remove)
-    if not keys:
-        return sharded_state_dict
-    _, kept = extract_matching_values(
-        sharded_state_dict, lambda value: isinstance(value, ShardedBase) and value.key in keys
-    )
-    return dict(kept)
-
-
-def _determine_missing_and_unexpected_keys(
-    ckpt_sharded_metadata: CkptShardedMetadata,
-    local_metadata: _LocalMetadata,
-    global_metadata: _GlobalMetadata | None = None,
-) -> tuple[set[str], set[str]]:
-    """Keys stored that no rank asks for (if all are known), and asked for here but not stored."""
-    stored = {item.key for item in ckpt_sharded_metadata.values()}
-    wanted_here = {item.key for item in local_metadata}
-    missing: set[str] = set()
-    if global_metadata is not None:
-        missing = stored - {item.key for one_rank in global_metadata for item in one_rank}
-    return missing, wanted_here - stored
-
-
-def maybe_report_missing_and_unexpected_keys(
-    missing_keys: set[str], unexpected_keys: set[str], raise_error: bool = True
-) -> None:
-    """Raise or log if there are keys that do not match.
-
-    Args:
-        missing_keys: in the checkpoint, asked for by no rank.
-        unexpected_keys: asked for by this rank, not in the checkpoint.
-        raise_error: raise; otherwise log a warning.
-
-    Raises:
-        CheckpointingException: there are such keys; a :class:`MissingKeyError` if some are
-            unexpected.
-    """
-    if not missing_keys and not unexpected_keys:
-        return
-    sentences = []
-    if missing_keys:
-        sentences.append(
-            f"Missing keys (in the checkpoint, asked for by no rank): {sorted(missing_keys)}."
-        )
-    if unexpected_keys:
-        sentences.append(
-            f"Unexpected keys (asked for by this rank, not in the checkpoint): "
-            f"{sorted(unexpected_keys)}."
-        )
-    text = " ".join(sentences)
-    if not raise_error:
-        logger.warning("%s", text)
-        return
-    text += " Another `strict` mode logs, returns or ignores them."
-    if unexpected_keys:
-        raise MissingKeyError(text, key=min(unexpected_keys))
-    raise CheckpointingException(text)
-
-
 def validate_sharded_objects_handling(
     sharded_strategy: SaveShardedStrategy | LoadShardedStrategy,
     common_strategy: SaveCommonStrategy | LoadCommonStrategy,
@@ -372,7 +227,7 @@ def validate_sharded_objects_handling(
 
 def determine_global_metadata(
     sharded_state_dict: ShardedStateDict,
-) -> tuple[_LocalMetadata, _GlobalMetadata]:
+) -> tuple[LocalMetadata, GlobalMetadata]:
     """Gather the descriptions of all shards on all ranks.
 
     Every rank calls it and waits for the others.
@@ -383,20 +238,16 @@ def determine_global_metadata(
     Returns:
         This rank's shards without data, and those of every rank, by rank.
     """
-    local: _LocalMetadata = [
+    local: LocalMetadata = [
         value.without_data()
         for value in nested_values(sharded_state_dict)
         if isinstance(value, ShardedTensor | ShardedObject)
     ]
-    if not _has_ranks():
+    if not has_ranks():
         return local, [local]
-    by_rank: _GlobalMetadata = [[] for _ in range(torch.distributed.get_world_size())]
+    by_rank: GlobalMetadata = [[] for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather_object(by_rank, local)
     return local, by_rank
-
-
-def _has_ranks() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _validate_common_state_dict(common_state_dict: CommonStateDict) -> None:
@@ -404,7 +255,7 @@ def _validate_common_state_dict(common_state_dict: CommonStateDict) -> None:
 
     Every rank calls it and waits for rank 0.
     """
-    if not _has_ranks() or torch.distributed.get_world_size() == 1:
+    if not has_ranks() or torch.distributed.get_world_size() == 1:
         return
     rank = torch.distributed.get_rank()
     payload: list[bytes | None] = [None]
@@ -425,21 +276,11 @@ def _validate_common_state_dict(common_state_dict: CommonStateDict) -> None:
     here = dict_list_map_outplace(
         lambda value: value.cpu() if isinstance(value, torch.Tensor) else value, common_state_dict
     )
-    only_on_0, only_here, mismatch = diff(of_rank_0, here)
-    if only_on_0 or only_here or mismatch:
-        logger.warning(
-            "Rank %d common state dict differs from rank 0 common state dict. "
-            "Keys only on rank 0: %s, Keys only on %d: %s, Mismatched keys: %s",
-            rank,
-            only_on_0,
-            rank,
-            only_here,
-            mismatch,
-        )
+    log_differences(of_rank_0, here, rank)
 
 
 def validate_sharding_integrity(
-    global_metadata: _GlobalMetadata, common_state_dict: CommonStateDict | None = None
+    global_metadata: GlobalMetadata, common_state_dict: CommonStateDict | None = None
 ) -> None:
     """Check that the main replicas of all ranks cover every tensor and object exactly once.
 
@@ -458,191 +299,6 @@ def validate_sharding_integrity(
     """
     if common_state_dict is not None:
         _validate_common_state_dict(common_state_dict)
-    if _has_ranks() and torch.distributed.get_rank() != 0:
+    if has_ranks() and torch.distributed.get_rank() != 0:
         return
-    tensors: dict[str, list[tuple[int, ShardedTensor]]] = defaultdict(list)
-    objects: dict[str, list[tuple[int, ShardedObject]]] = defaultdict(list)
-    for rank, items in enumerate(global_metadata):
-        for item in items:
-            if isinstance(item, ShardedTensor):
-                tensors[item.key].append((rank, item))
-            else:
-                objects[item.key].append((rank, item))
-    for key in sorted(tensors.keys() & objects.keys()):
-        raise AccessPatternError(
-            f"Invalid access pattern: {key!r} is a ShardedTensor on ranks "
-            f"{_ranks(tensors[key])} and a ShardedObject on ranks {_ranks(objects[key])}; "
-            f"rename one",
-            key=key,
-        )
-    for sharding in tensors.values():
-        _validate_sharding_for_key(sharding)
-    for sharded_objects in objects.values():
-        _validate_objects_for_key(sharded_objects)
-
-
-def _validate_sharding_for_key(rank_sharding: list[tuple[int, ShardedTensor]]) -> None:
-    """Check one tensor: ranks agree about it, and its main replicas tile it."""
-    _validate_agreement(rank_sharding)
-    mains = [(rank, ten) for rank, ten in rank_sharding if is_main_replica(ten.replica_id)]
-    # Flat ranges of one box count as one tile of the global tensor and are checked within it.
-    tiles: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, ShardedTensor]]] = {}
-    boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-    owners: list[list[tuple[int, ShardedTensor]]] = []
-    for rank, ten in mains:
-        box = (ten.global_offset, (1,) * ten.prepend_axis_num + tuple(ten.local_shape))
-        if ten.flattened_range is not None and box in tiles:
-            tiles[box].append((rank, ten))
-            continue
-        members = [(rank, ten)]
-        if ten.flattened_range is not None:
-            tiles[box] = members
-        boxes.append(box)
-        owners.append(members)
-
-    sample = rank_sharding[0][1]
-    ndim = len(sample.global_shape)
-    fault = find_tiling_fault(
-        np.array([offset for offset, _ in boxes], dtype=np.int64).reshape(len(boxes), ndim),
-        np.array([shape for _, shape in boxes], dtype=np.int64).reshape(len(boxes), ndim),
-        sample.global_shape,
-    )
-    if fault is not None:
-        concerned = [one for number in fault.shards for one in owners[number]]
-        held = (
-            f"has {len(concerned)} main replicas, on ranks {_ranks(concerned)}"
-            if concerned
-            else "has no main replica on any rank"
-        )
-        raise AccessPatternError(
-            f"Invalid access pattern for {sample.key!r}, of global shape {sample.global_shape} and "
-            f"held by ranks {_ranks(rank_sharding)}: the region at offset {fault.offset} of shape "
-            f"{fault.shape} {held}. Each element must belong to exactly one shard with replica_id "
-            f"0; check offsets and replica ids. One of the shards: {sample.without_data()}",
-            key=sample.key,
-            rank=concerned[0][0] if concerned else None,
-        )
-    for members in tiles.values():
-        _validate_sharding_for_key_flattened(members)
-
-
-def _validate_agreement(rank_sharding: list[tuple[int, ShardedTensor]]) -> None:
-    """All ranks, replicas included, describe one and the same global tensor."""
-    first_rank, first = rank_sharding[0]
-    regular = first.axis_fragmentations is not None
-    for rank, ten in rank_sharding[1:]:
-        sides = f"on rank {first_rank} and {{}} on rank {rank}; ranks must agree"
-        if ten.dtype != first.dtype:
-            raise DTypeMismatchError(
-                f"{ten.key!r} has dtype {first.dtype} {sides.format(ten.dtype)}",
-                key=ten.key,
-                rank=rank,
-            )
-        if tuple(ten.global_shape) != tuple(first.global_shape):
-            raise ShapeMismatchError(
-                f"{ten.key!r} has global shape {first.global_shape} "
-                f"{sides.format(ten.global_shape)}",
-                key=ten.key,
-                rank=rank,
-            )
-        if (ten.axis_fragmentations is not None) != regular:
-            raise AccessPatternError(
-                f"Invalid access pattern: {ten.key!r} has axis_fragmentations "
-                f"{first.axis_fragmentations} {sides.format(ten.axis_fragmentations)} about "
-                f"whether the grid is regular",
-                key=ten.key,
-                rank=rank,
-            )
-    for rank, ten in rank_sharding:
-        shape = (1,) * ten.prepend_axis_num + tuple(ten.local_shape)
-        for offset, length, limit in zip(ten.global_offset, shape, ten.global_shape, strict=True):
-            if offset < 0 or offset + length > limit:
-                raise AccessPatternError(
-                    f"Invalid access pattern for {ten.key!r}: the shard of rank {rank} at offset "
-                    f"{ten.global_offset} of shape {shape} reaches outside the global shape "
-                    f"{ten.global_shape}",
-                    key=ten.key,
-                    rank=rank,
-                )
-
-
-def _validate_sharding_for_key_flattened(
-    tensors_by_shard: Sequence[tuple[int, ShardedTensor]],
-) -> None:
-    """Check that the flat ranges of one shard cover it exactly once."""
-    _, sample = tensors_by_shard[0]
-    size = math.prod(sample.local_shape)
-    ranges = []
-    for _, ten in tensors_by_shard:
-        assert ten.flattened_range is not None
-        ranges.append((int(ten.flattened_range.start), int(ten.flattened_range.stop)))
-    fault = find_range_fault(ranges, size)
-    if fault is None:
-        return
-    concerned = [tensors_by_shard[number] for number in fault.shards]
-    held = (
-        f"is held {len(concerned)} times, by ranks {_ranks(concerned)}"
-        if concerned
-        else "is held by no rank"
-    )
-    raise AccessPatternError(
-        f"Flattened ranges dont cover the whole shard {sample.without_data()} of {size} elements "
-        f"exactly once: elements {fault.offset[0]} to {fault.offset[0] + fault.shape[0]} of the "
-        f"shard of {sample.key!r} at offset {sample.global_offset} "
-        f"{held} (main replicas alone count). Invalid access pattern",
-        key=sample.key,
-        rank=concerned[0][0] if concerned else None,
-    )
-
-
-def _compute_shards_access(
-    rank_sharding: Iterable[tuple[int, ShardedTensor]],
-) -> torch.Tensor:
-    """How many main replicas each cell of a regular grid has, as an int32 tensor over the grid."""
-    access = torch.empty(0, dtype=torch.int32)
-    for number, (_, ten) in enumerate(rank_sharding):
-        if number == 0:
-            access = torch.zeros(ten.axis_fragmentations or (), dtype=torch.int32)
-        if is_main_replica(ten.replica_id):
-            access[ten.local_chunk_offset_in_global()] += 1
-    return access
-
-
-def _validate_objects_for_key(sharded_objects: list[tuple[int, ShardedObject]]) -> None:
-    """Check that each element of a global object has exactly one main replica."""
-    _, first = sharded_objects[0]
-    ranks_by_shard: Mapping[str, list[tuple[int, ShardedObject]]] = defaultdict(list)
-    for rank, item in sharded_objects:
-        if tuple(item.global_shape) != tuple(first.global_shape):
-            raise ShapeMismatchError(
-                f"Ranks do not agree about the global shape of ShardedObject {item.key!r}: "
-                f"{first.global_shape} on rank {sharded_objects[0][0]}, {item.global_shape} on "
-                f"rank {rank}",
-                key=item.key,
-                rank=rank,
-            )
-        if is_main_replica(item.replica_id):
-            ranks_by_shard[item.unique_key].append((rank, item))
-    duplicates = {k: _ranks(held) for k, held in ranks_by_shard.items() if len(held) > 1}
-    if duplicates:
-        shown = "; ".join(f"{k} on ranks {ranks}" for k, ranks in duplicates.items())
-        raise AccessPatternError(
-            f"Duplicate ShardedObject keys: {sorted(duplicates)}. Invalid access pattern: {shown} "
-            f"all with replica_id 0; give the copies different replica ids",
-            key=first.key,
-            rank=next(iter(duplicates.values()))[0],
-        )
-    missing = math.prod(first.global_shape) - len(ranks_by_shard)
-    if missing:
-        raise AccessPatternError(
-            f"Invalid access pattern: {missing} ShardedObject are missing of {first.key!r}, of "
-            f"global shape {first.global_shape}. There are main replicas of: "
-            f"{sorted(ranks_by_shard)}",
-            key=first.key,
-        )
-
-
-def _ranks(held: Iterable[tuple[int, object]]) -> list[int]:
-    """The ranks among ``(rank, shard)`` pairs, at most a handful of them."""
-    ranks = sorted({rank for rank, _ in held})
-    return ranks if len(ranks) <= 16 else ranks[:16]
+    check_access(global_metadata)

@@ -5,6 +5,8 @@ times slower on an AMD EPYC), and views into a flat parameter buffer begin anywh
 mapped pages does not care. Only files that are in memory altogether are read this way (mincore(2),
 Linux man-pages): others are left to ordinary reads, which report a disk's errors as errors where a
 mapping would kill the process. It knows one open file and one destination.
+
+Where :mod:`shardstore.storage.whole_file` is compiled, few chunks come here.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from shardstore.errors import CheckpointingException, RanksError
+from shardstore.process_groups import exchange_device, group_rank, has_ranks
 from shardstore.storage.parallel import yield_to_others
 
 __all__ = [
@@ -377,16 +378,15 @@ def _agree(
 
     One reduction of four integers; only after a failure are the texts gathered.
     """
-    has_ranks = dist.is_available() and dist.is_initialized()
-    rank = dist.get_rank() if has_ranks else 0
-    if no_dist or not has_ranks:
+    rank = group_rank(None)
+    if no_dist or not has_ranks():
         if error is not None:
             raise _failure({rank: _describe(error)}, call_idx, doing) from error
         return done
     state = torch.tensor(
         [int(not done), int(error is not None), call_idx, -call_idx],
         dtype=torch.int64,
-        device=_collective_device(),
+        device=exchange_device(None),
     )
     dist.all_reduce(state, op=dist.ReduceOp.MAX)
     in_flight, failed, newest, minus_oldest = state.tolist()
@@ -415,10 +415,3 @@ def _failure(failures: dict[int, str], call_idx: int, doing: str) -> RanksError:
 
 def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _collective_device() -> torch.device:
-    """Where a tensor must be for the default process group to reduce it."""
-    if "nccl" in dist.get_backend():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

@@ -33,7 +33,6 @@ from shardstore.dict_utils import dict_list_map_outplace, nested_values
 from shardstore.errors import (
     CheckpointingException,
     DamagedCheckpointError,
-    FormatVersionError,
     KeyNameError,
     MissingKeyError,
     NotACheckpointError,
@@ -51,6 +50,7 @@ from shardstore.strategies.base import (
     StrategyAction,
     register_default_strategy,
 )
+from shardstore.strategies.compatibility import require_backend, require_version
 from shardstore.strategies.session import session_of
 
 __all__ = [
@@ -318,20 +318,11 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         """Raise unless the common part was written by this backend."""
-        if loaded_backend != BACKEND:
-            raise NotACheckpointError(
-                f"the common part was written by backend {loaded_backend!r}, this strategy reads "
-                f"{BACKEND!r}"
-            )
+        require_backend("the common part", loaded_backend, BACKEND, "common_strategy")
 
     def check_version_compatibility(self, loaded_version: int) -> None:
         """Raise unless the common part was written by a version that this one reads."""
-        if loaded_version != VERSION:
-            raise FormatVersionError(
-                f"the common part has version {loaded_version!r} of the {BACKEND!r} backend, "
-                "this version of "
-                f"shardstore reads {VERSION}: upgrade shardstore to load it"
-            )
+        require_version("the common part", loaded_version, BACKEND, VERSION)
 
 
 def _object_files(location: Location) -> Iterator[tuple[str, str]]:

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from shardstore import plain_values
-from shardstore.errors import DamagedCheckpointError, FormatVersionError, NotACheckpointError
+from shardstore.errors import DamagedCheckpointError, NotACheckpointError
 from shardstore.mapping import ShardedObject, StateDict
 from shardstore.storage import documents
 from shardstore.storage.handed import read_document
 from shardstore.storage.location import Location
 from shardstore.strategies.base import StrategyAction, register_default_strategy
 from shardstore.strategies.common import TorchCommonLoadStrategy
+from shardstore.strategies.compatibility import require_backend, require_version
 
 __all__ = ["BACKEND", "MEMBER", "VERSION", "JsonCommonLoadStrategy", "StateRecord", "as_json"]
 
@@ -161,19 +162,11 @@ class JsonCommonLoadStrategy(TorchCommonLoadStrategy):
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         """Raise unless the common part was written by this backend."""
-        if loaded_backend != BACKEND:
-            raise NotACheckpointError(
-                f"the common part was written by backend {loaded_backend!r}, this strategy reads "
-                f"{BACKEND!r}; leave common_strategy out to have the right one chosen"
-            )
+        require_backend("the common part", loaded_backend, BACKEND, "common_strategy")
 
     def check_version_compatibility(self, loaded_version: int) -> None:
         """Raise unless the common part was written by a version that this one reads."""
-        if loaded_version != VERSION:
-            raise FormatVersionError(
-                f"the common part has version {loaded_version!r} of the {BACKEND!r} backend, "
-                f"this version of shardstore reads {VERSION}: upgrade shardstore to load it"
-            )
+        require_version("the common part", loaded_version, BACKEND, VERSION)
 
 
 def as_json(value: object) -> Any:

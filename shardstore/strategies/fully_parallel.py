@@ -22,15 +22,10 @@ from shardstore.dict_utils import (
 )
 from shardstore.errors import CheckpointingException
 from shardstore.exchange_utils import (
-    Group,
     ShardDistribution,
-    _exchange_device,
-    _group_rank,
-    _group_size,
     determine_main_replica_uniform_distribution,
     exchange_by_distribution,
     exchange_loaded_objects_gather_object,
-    raise_together,
 )
 from shardstore.mapping import (
     ShardedBase,
@@ -40,6 +35,7 @@ from shardstore.mapping import (
     StateDict,
     is_main_replica,
 )
+from shardstore.process_groups import Group, exchange_device, group_rank, group_size, raise_together
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import (
     AsyncSaveShardedStrategy,
@@ -185,7 +181,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         Raises:
             RanksError: reading failed on another rank of the group.
         """
-        if _group_size(self.parallelization_group) <= 1:
+        if group_size(self.parallelization_group) <= 1:
             return self.base_strategy.load(sharded_state_dict, checkpoint_dir)
         if self.exchange_algo == "chunks":
             with shared_reads(Sharing(self.parallelization_group)):
@@ -352,9 +348,9 @@ def distribute_main_replicas_with_precomputed_distribution(
         parallelization_group: group whose ranks the distribution numbers.
         precomputed_distribution: None, for a group of one rank, changes nothing.
     """
-    if precomputed_distribution is None or _group_size(parallelization_group) <= 1:
+    if precomputed_distribution is None or group_size(parallelization_group) <= 1:
         return
-    rank = _group_rank(parallelization_group)
+    rank = group_rank(parallelization_group)
     seen: set[_ShardId] = set()
     for sh_ten in nested_values(sharded_state_dict):
         if not isinstance(sh_ten, ShardedTensor):
@@ -380,8 +376,8 @@ def _cached_or_new_distribution(
     """The cached distribution if it still fits on every rank, else a new one."""
     if cached is not None:
         stale = torch.tensor(
-            [int(not _fits(cached, sharded_state_dict, _group_rank(group)))],
-            device=_exchange_device(group),
+            [int(not _fits(cached, sharded_state_dict, group_rank(group)))],
+            device=exchange_device(group),
         )
         torch.distributed.all_reduce(stale, op=torch.distributed.ReduceOp.MAX, group=group)
         if not stale.item():

@@ -16,7 +16,7 @@ import torch
 from shardstore.dict_utils import dict_list_map_outplace
 from shardstore.errors import MissingKeyError
 from shardstore.mapping import ShardedStateDict, ShardedTensor
-from shardstore.strategies.write_plan import flat_bounds
+from shardstore.strategies.layouts import flat_bounds
 
 __all__ = ["part_of", "with_destinations"]
 

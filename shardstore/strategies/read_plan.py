@@ -29,7 +29,7 @@ from shardstore.storage import dtypes
 from shardstore.storage.chunks import RegionRead
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import Box, flat_range_boxes
-from shardstore.strategies.write_plan import flat_bounds, local_box
+from shardstore.strategies.layouts import flat_bounds, local_box
 
 __all__ = ["TensorRead", "plan_read"]
 

@@ -24,11 +24,11 @@ import torch.distributed as dist
 import xxhash
 from numpy.typing import NDArray
 
-from shardstore.exchange_utils import (
-    _exchange_device,
-    _global_rank,
-    _group_rank,
-    _group_size,
+from shardstore.process_groups import (
+    exchange_device,
+    global_rank,
+    group_rank,
+    group_size,
     raise_together,
 )
 from shardstore.storage import dtypes
@@ -83,9 +83,9 @@ def sharing_of(
     """
     if share not in ("auto", "always", "never"):
         raise ValueError(f"share_replicas={share!r} must be 'auto', 'always' or 'never'")
-    if group is None or share == "never" or _group_size(group) < 2:
+    if group is None or share == "never" or group_size(group) < 2:
         return None
-    hosts = _group_size(group) > int(os.environ.get("LOCAL_WORLD_SIZE", _group_size(group)))
+    hosts = group_size(group) > int(os.environ.get("LOCAL_WORLD_SIZE", group_size(group)))
     if share == "auto" and place.is_local and not hosts:
         return None
     return Sharing(group, budget_bytes)
@@ -174,7 +174,7 @@ class _Exchange:
         self._stored = stored
         self._done = done
         self._group = sharing.group
-        self._rank, self._size = _group_rank(sharing.group), _group_size(sharing.group)
+        self._rank, self._size = group_rank(sharing.group), group_size(sharing.group)
         self._budget = sharing.budget_bytes
         self._metas = [stored.arrays[key] for key in sorted(stored.arrays)]
         sizes = [meta.grid.size for meta in self._metas]
@@ -189,7 +189,7 @@ class _Exchange:
     def run(self, what: str) -> None:
         wanted = np.array(sorted(self._parts), np.int64)
         plan = self._plan(_everybodys(wanted, self._stored.location.url, self._group))
-        device = _exchange_device(self._group)
+        device = exchange_device(self._group)
         most = max((sum(c.size for c in r) for rs in plan.rounds for r in rs), default=0)
         received = np.empty(most, np.uint8)
         with ThreadPoolExecutor(1, thread_name_prefix="shardstore-read") as reader:
@@ -302,7 +302,7 @@ class _Exchange:
     def _broadcast(self, buffer: NDArray[np.uint8], rank: int, device: torch.device) -> None:
         host = torch.from_numpy(buffer)
         wire = host.to(device) if device.type != "cpu" else host
-        source = _global_rank(self._group, rank)
+        source = global_rank(self._group, rank)
         dist.broadcast(wire, src=source, group=self._group)
         if wire is not host and rank != self._rank:
             host.copy_(wire)
@@ -330,7 +330,7 @@ def _views(
 
 def _everybodys(wanted: NDArray[np.int64], url: str, group: Any) -> Sequence[NDArray[np.int64]]:
     """The chunks that each rank of the group wants; the same object where all want the same."""
-    size, device = _group_size(group), _exchange_device(group)
+    size, device = group_size(group), exchange_device(group)
     digest = xxhash.xxh3_64_intdigest(wanted.tobytes() + url.encode()) >> 1
     mine = torch.tensor([digest, len(wanted)], dtype=torch.int64, device=device)
     found = [torch.empty_like(mine) for _ in range(size)]

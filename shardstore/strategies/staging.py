@@ -28,7 +28,7 @@ from shardstore.errors import StorageError
 from shardstore.storage import dtypes
 from shardstore.storage.chunks import ChunkWrite
 from shardstore.storage.parallel import default_threads, run_batched
-from shardstore.strategies.write_plan import DevicePart
+from shardstore.strategies.planned_writes import DevicePart
 
 __all__ = ["HostPool", "StagedChunk", "Staging", "copy_bits", "default_pool"]
 

@@ -1,73 +1,72 @@
 """Strategies using Zarr as the underlying format: who creates, who writes what, who reads what.
 
 Backend ``("zarr", 2)`` is Zarr v3 and the default; ``("zarr", 1)`` is the Zarr v2 layout of
-Megatron-Core up to 0.15. The bytes are moved by :mod:`shardstore.storage`; this module is policy.
+Megatron-Core up to 0.15. This module is policy: plans are made in :mod:`.write_plan` and
+:mod:`.read_plan` and carried out in :mod:`.carry_out`, and :mod:`shardstore.storage`
+moves the bytes.
 """
 
 from __future__ import annotations
 
 import pickle
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from logging import getLogger
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, cast
 
-import numpy as np
 import torch
-import torch.distributed as dist
-import zarr
-from numpy.typing import NDArray
 
 from shardstore.dict_utils import dict_list_map_outplace, nested_values
 from shardstore.errors import (
     CheckpointingException,
     FormatVersionError,
     NotACheckpointError,
-    ShapeMismatchError,
 )
 from shardstore.mapping import ShardedStateDict, ShardedTensor, StateDict, is_main_replica
 from shardstore.ranks import Ranks
-from shardstore.storage import arrays, dtypes
+from shardstore.storage import dtypes
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.chunks import ChunkWrite, ReadDone, RegionRead, as_bytes, chunk_parts
+from shardstore.storage.chunks import ReadDone, RegionRead, chunk_parts
 from shardstore.storage.collector import collector_paused
 from shardstore.storage.documents import ArrayMeta
-from shardstore.storage.grid import DEFAULT_TARGET_CHUNK_BYTES, flat_range_boxes
+from shardstore.storage.grid import DEFAULT_TARGET_CHUNK_BYTES
 from shardstore.storage.location import Location
-from shardstore.storage.names import check_collisions, key_of
+from shardstore.storage.names import check_collisions
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES, SaveOptions
 from shardstore.strategies.async_utils import AsyncRequest
-from shardstore.strategies.background import BackgroundWrite
 from shardstore.strategies.base import (
     AsyncSaveShardedStrategy,
     LoadShardedStrategy,
     StrategyAction,
     register_default_strategy,
 )
+from shardstore.strategies.carry_out import _carry_out, stage
+from shardstore.strategies.layouts import Layouts, is_alone, local_layouts, merge_layouts
 from shardstore.strategies.opened import open_checkpoint
+from shardstore.strategies.planned_writes import WritePlan
+from shardstore.strategies.postprocess import (
+    flatten_range,
+    pad_to_expected_shape,
+    postprocess_numpy_array,
+)
 from shardstore.strategies.read_plan import TensorRead, find_array, plan_read
 from shardstore.strategies.session import SaveSession, session_of
 from shardstore.strategies.shared_reads import read_regions
-from shardstore.strategies.staging import Staging
 from shardstore.strategies.watched import current_meter
-from shardstore.strategies.write_plan import (
-    CutChunk,
-    Layouts,
-    WritePlan,
-    array_meta,
-    flat_bounds,
-    is_alone,
-    is_first,
-    local_box,
-    local_layouts,
-    merge_layouts,
-    plan_writes,
+from shardstore.strategies.write_plan import plan_writes
+from shardstore.strategies.zarr_arrays import (  # noqa: F401  (names of the reference page)
+    ZarrArray,
+    _create_or_open_zarr_arrays,
+    _create_zarr_array,
+    _load_from_array,
+    _open_zarr_array_verbose,
+    _save_to_existing_array,
+    _should_create_array,
+    _whole_tensor,
+    load_zarr_based_sharded_metadata,
 )
 
 logger = getLogger(__name__)
-
-ZarrArray: TypeAlias = "zarr.Array[Any]"
 
 numpy_to_torch_dtype_dict: dict[Any, torch.dtype] = {
     dtypes.numpy_dtype(name): dtypes.torch_dtype(name) for name in dtypes.names()
@@ -79,9 +78,6 @@ torch_to_numpy_dtype_dict: dict[torch.dtype, Any] = {
 BACKEND = "zarr"
 V2_LAYOUT, V3_LAYOUT = 1, 2
 """Backend versions: Megatron-Core's Zarr v2 layout, and ours."""
-
-ROUND_BYTES = 16 * 1024 * 1024
-"""Cut chunks are put together in rounds of about this many bytes."""
 
 
 def register_default_zarr_strategies() -> None:
@@ -266,114 +262,6 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
         return plan, created
 
 
-def stage(
-    session: SaveSession,
-    options: SaveOptions,
-    plan: WritePlan,
-    created: Sequence[tuple[ArrayMeta, str]],
-) -> AsyncRequest:
-    """Exchange pieces of shared chunks, copy the rest; what is left needs no other rank."""
-    with session.timed("exchange"):
-        owned = [
-            write for batch in _rounds(plan.cut) for write in _put_together(session.ranks, batch)
-        ]
-    budget = session.options.staging_budget_bytes or options.staging_budget_bytes
-    staging = Staging(plan.writes, budget_bytes=budget, threads=options.threads)
-    plan.writes.clear()  # their memory is the caller's
-    session.staging = staging
-    mover = session.mover(options)
-    background = BackgroundWrite(session, mover, created, staging, owned, options.threads)
-    if not staging.all_at_once:
-        background.start()
-    if session.options.overlap_staging:
-        threading.Thread(target=staging.run, name="shardstore-stage", daemon=True).start()
-    else:
-        with session.timed("stage"):
-            staging.run()
-            staging.wait(host=True)
-    return AsyncRequest(background, (), [])
-
-
-def _carry_out(
-    session: SaveSession,
-    options: SaveOptions,
-    plan: WritePlan,
-    created: Sequence[tuple[ArrayMeta, str]],
-) -> None:
-    """Create, write, and put cut chunks together.
-
-    An error of this rank's disk waits until all pieces are exchanged.
-    """
-    location = session.attempt.location
-    mover = session.mover(options)
-    failed: list[Exception] = []
-
-    def attempt(step: Callable[[], None]) -> None:
-        if not failed:
-            try:
-                with session.timed("write"):
-                    step()
-            except Exception as problem:
-                failed.append(problem)
-
-    if session.attempt.defers_documents:
-        session.deferred += [
-            (f"{meta.node}/{meta.document_name}", text.encode()) for meta, text in created
-        ]
-    else:
-        attempt(lambda: arrays.create_arrays(location, created, threads=options.threads))
-    attempt(lambda: mover.write(plan.writes, session.written))
-    for batch in _rounds(plan.cut):
-        with session.timed("exchange"):
-            writes = _put_together(session.ranks, batch)
-        attempt(lambda writes=writes: mover.write(writes, session.written))  # type: ignore[misc]
-    if failed:
-        raise failed[0]
-
-
-def _rounds(chunks: Sequence[CutChunk]) -> Iterator[list[CutChunk]]:
-    batch: list[CutChunk] = []
-    size = 0
-    for chunk in chunks:
-        batch.append(chunk)
-        size += chunk.array.chunk_bytes
-        if size >= ROUND_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _put_together(ranks: Ranks, chunks: Sequence[CutChunk]) -> list[ChunkWrite]:
-    """Send pieces to the owners of their chunks, receive those of the chunks that this rank owns.
-
-    Every rank goes through its chunks in the same global order, so that no two can wait for each
-    other.
-    """
-    sends: list[tuple[int, NDArray[np.uint8]]] = []
-    receives: list[tuple[int, NDArray[np.uint8]]] = []
-    writes = []
-    for chunk in chunks:
-        itemsize = dtypes.itemsize(chunk.array.dtype)
-        if chunk.owner != ranks.rank:
-            if chunk.local is not None:
-                sends.append((chunk.owner, as_bytes(np.ascontiguousarray(chunk.local()))))
-            continue
-        size = int(np.prod(chunk.shape, dtype=np.int64)) * itemsize
-        buffer = np.empty(size, np.uint8)
-        for rank, start, stop in chunk.pieces:
-            part = buffer[start * itemsize : stop * itemsize]
-            if rank != ranks.rank:
-                receives.append((rank, part))
-            elif chunk.local is not None:
-                part[:] = as_bytes(np.ascontiguousarray(chunk.local()))
-        data = buffer.view(dtypes.numpy_dtype(chunk.array.dtype)).reshape(chunk.shape)
-        writes.append(ChunkWrite(chunk.array, chunk.index, data))
-    if sends or receives:
-        ranks.exchange(sends, receives)
-    return writes
-
-
 class ZarrLoadShardedStrategy(LoadShardedStrategy):
     """Load strategy for the Zarr backend, both versions."""
 
@@ -464,227 +352,8 @@ def _watched(regions: Sequence[RegionRead]) -> ReadDone | None:
     return meter.add
 
 
-def _whole_tensor(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> ShardedTensor:
-    zeros, ones = (0,) * len(shape), (1,) * len(shape)
-    return ShardedTensor(key, None, dtype, shape, shape, zeros, ones)
-
-
 def _plan(stored: StoredCheckpoint, tensor: ShardedTensor) -> TensorRead:
     return plan_read(tensor, find_array(stored.arrays, tensor, stored.location.url))
-
-
-# -- array by array, over zarr handles: the names that the reference pages have
-# -----------------------------
-
-
-def _create_or_open_zarr_arrays(
-    sharded_tensors: list[ShardedTensor], checkpoint_dir: str | Path
-) -> list[ZarrArray | None]:
-    """Zarr arrays for a rank's sharded tensors: created by the main replica of the first shard,
-    opened by other main replicas.
-
-    Called by every rank of the process group, if there is one: those that open wait for those that
-        create.
-
-    Returns:
-        One entry a tensor; ``None`` for replicas, which write nothing.
-    """
-    found: list[ZarrArray | None] = [
-        _create_zarr_array(tensor, checkpoint_dir) if _should_create_array(tensor) else None
-        for tensor in sharded_tensors
-    ]
-    if dist.is_available() and dist.is_initialized():
-        dist.barrier()
-    for i, tensor in enumerate(sharded_tensors):
-        if found[i] is None and is_main_replica(tensor.replica_id):
-            location = Location.of(checkpoint_dir)
-            node = location.child(arrays.read_array_meta(location, tensor.key).node)
-            found[i] = _open_zarr_array_verbose(node.place, "r+")
-    return found
-
-
-def _should_create_array(ten: ShardedTensor) -> bool:
-    """Whether this tensor's holder creates the array: main replica of the first shard."""
-    return is_first(ten)
-
-
-def _save_to_existing_array(sharded_tensor: ShardedTensor, arr: ZarrArray | None) -> None:
-    """Write a local tensor to its place in an array; replicas (and ``None``) write nothing."""
-    if arr is None or not is_main_replica(sharded_tensor.replica_id):
-        return
-    if sharded_tensor.data is None:
-        raise CheckpointingException(
-            f"key {sharded_tensor.key!r} has no data to write", key=sharded_tensor.key
-        )
-    data = dtypes.as_numpy(sharded_tensor.data.detach().cpu())
-    box = local_box(sharded_tensor)
-    if sharded_tensor.flattened_range is None:
-        arr[box.slices or ...] = data.reshape(box.shape)
-        return
-    position = 0
-    for part in flat_range_boxes(box.shape, *flat_bounds(sharded_tensor)):
-        slices = tuple(
-            slice(a + b, a + b + n)
-            for a, b, n in zip(box.offset, part.offset, part.shape, strict=True)
-        )
-        arr[slices or ...] = data[position : position + part.size].reshape(part.shape)
-        position += part.size
-
-
-def _create_zarr_array(sharded_tensor: ShardedTensor, checkpoint_dir: str | Path) -> ZarrArray:
-    """Create the array that a sharded tensor is a part of.
-
-    Raises:
-        CheckpointExistsError: it exists.
-    """
-    meta = array_meta(sharded_tensor, zarr_format=3, target_chunk_bytes=DEFAULT_TARGET_CHUNK_BYTES)
-    return arrays.open_zarr_array(Location.of(checkpoint_dir), meta, create=True)
-
-
-def _load_from_array(sharded_tensor: ShardedTensor, checkpoint_dir: str | Path) -> torch.Tensor:
-    """Load one sharded tensor from its array, committed or not."""
-    location = Location.of(checkpoint_dir)
-    stored = StoredCheckpoint(location)
-    meta = arrays.read_array_meta(location, sharded_tensor.key)
-    read = plan_read(sharded_tensor, find_array({meta.key: meta}, sharded_tensor, location.url))
-    stored.read(read.regions)
-    return read.finish()
-
-
-def _open_zarr_array_verbose(path: str | Path, mode: str, **open_kwargs: Any) -> ZarrArray:
-    """Open an array with zarr; where that fails, say what is there instead.
-
-    Raises:
-        NotACheckpointError: there is no array, or nothing at all.
-    """
-    known = cast(Literal["r", "r+", "a", "w", "w-"], mode)
-    location = Location.of(path)
-    if location.options:
-        open_kwargs.setdefault("storage_options", dict(location.options))
-    try:
-        return zarr.open_array(location.url, mode=known, **open_kwargs)
-    except (FileNotFoundError, KeyError, ValueError) as error:
-        if not location.is_local:
-            raise NotACheckpointError(
-                f"Array {path} could not be opened: {type(error).__name__}: {error} (below it are "
-                f"{location.listing()[:8]})",
-                url=location.url,
-            ) from error
-        folder = Path(path)
-        if folder.is_dir():
-            beside = sorted(entry.name for entry in folder.iterdir())[:8]
-            there = f"the folder exists and holds {beside}"
-        elif folder.parent.is_dir():
-            near = sorted(entry.name for entry in folder.parent.iterdir())[:8]
-            there = f"its parent exists and holds {near}"
-        else:
-            there = "not even its parent exists"
-        raise NotACheckpointError(
-            f"Array {path} could not be opened: {type(error).__name__}: {error} ({there})",
-            url=str(path),
-        ) from error
-
-
-def postprocess_numpy_array(
-    loaded_array: NDArray[Any], sharded_tensor: ShardedTensor, apply_flattened_range: bool = True
-) -> torch.Tensor:
-    """Turn a NumPy array of a whole shard into the torch tensor that is asked for.
-
-    Args:
-        loaded_array: the shard as it was stored, of the local shape unless
-            ``allow_shape_mismatch``.
-        sharded_tensor: what is asked for.
-        apply_flattened_range: cut out the flattened range, if there is one.
-
-    Raises:
-        ShapeMismatchError: another shape, without ``allow_shape_mismatch``.
-    """
-    x = dtypes.as_tensor(np.ascontiguousarray(loaded_array).reshape(loaded_array.shape))
-    if tuple(x.shape) != sharded_tensor.local_shape:
-        if not sharded_tensor.allow_shape_mismatch:
-            raise ShapeMismatchError(
-                f"Local shape mismatch for key {sharded_tensor.key!r}: loaded {tuple(x.shape)}, "
-                "expected "
-                f"{sharded_tensor.local_shape}; set allow_shape_mismatch=True to zero-pad",
-                key=sharded_tensor.key,
-            )
-        x = pad_to_expected_shape(x, sharded_tensor)
-    if apply_flattened_range and sharded_tensor.flattened_range is not None:
-        x = flatten_range(sharded_tensor, x)
-    return x
-
-
-def flatten_range(sharded_tensor: ShardedTensor, x: torch.Tensor) -> torch.Tensor:
-    """The flattened range of a whole local tensor, one-dimensional.
-
-    The tensor itself where there is no range.
-    """
-    if sharded_tensor.flattened_range is None:
-        return x
-    return x.reshape(-1)[sharded_tensor.flattened_range]
-
-
-def pad_to_expected_shape(x: torch.Tensor, expected_sharded_ten: ShardedTensor) -> torch.Tensor:
-    """A tensor in the expected local shape, zero beyond the tensor's own extent.
-
-    Raises:
-        ShapeMismatchError: another number of axes, or the tensor is longer than expected along one.
-    """
-    expected = expected_sharded_ten.local_shape
-    if x.ndim != len(expected):
-        raise ShapeMismatchError(
-            f"key {expected_sharded_ten.key!r}: loaded {x.ndim} axes {tuple(x.shape)}, expected "
-            f"{len(expected)} {expected}; "
-            "padding changes lengths, not the number of axes",
-            key=expected_sharded_ten.key,
-        )
-    if tuple(x.shape) == expected:
-        return x
-    if any(a > b for a, b in zip(x.shape, expected, strict=True)):
-        raise ShapeMismatchError(
-            f"key {expected_sharded_ten.key!r}: loaded {tuple(x.shape)} is larger than expected "
-            f"{expected}; padding "
-            "never drops data",
-            key=expected_sharded_ten.key,
-        )
-    out = x.new_zeros(expected)
-    out[tuple(slice(n) for n in x.shape)] = x
-    return out
-
-
-def load_zarr_based_sharded_metadata(
-    checkpoint_dir: str | Path,
-    get_shape_dtype_fn: Callable[[str], tuple[tuple[int, ...], np.dtype[Any]]],
-) -> ShardedStateDict:
-    """Metadata of the Zarr arrays below a folder, of either format.
-
-    Args:
-        checkpoint_dir: root of the checkpoint.
-        get_shape_dtype_fn: path of an array -> its shape and NumPy data type.
-
-    Returns:
-        Key -> sharded tensor without data, whole.
-    """
-    found = {}
-    root = Location.of(checkpoint_dir)
-    for node in root.listing():
-        if not root.is_dir(node) or not any(
-            _is_filled(root, f"{node}/{name}") for name in ("zarr.json", ".zarray")
-        ):
-            continue
-        key = key_of(node) or arrays.read_array_meta(root, node).key
-        shape, dtype = get_shape_dtype_fn(str(root.child(node).place))
-        torch_dtype = dtypes.torch_dtype(dtypes.zarr_name(np.dtype(dtype)))
-        found[key] = _whole_tensor(key, tuple(int(n) for n in shape), torch_dtype)
-    return found
-
-
-def _is_filled(root: Location, name: str) -> bool:
-    """Whether a document is there and not empty, as Megatron-Core's locks are."""
-    try:
-        return bool(root.read(name))
-    except FileNotFoundError:
-        return False
 
 
 __all__ = [

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import pickle
 import shutil
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
 import shardstore
-from shardstore import ShardedObject, ShardedTensor
+from shardstore import ShardedObject, ShardedTensor, serialization
 from shardstore.errors import (
     AccessPatternError,
     FormatVersionError,
@@ -126,3 +128,42 @@ def test_what_json_does_not_have_is_text_in_the_root_document(tmp_path: Path) ->
     root = json.loads((tmp_path / "c" / "zarr.json").read_text(), parse_constant=never)
     kept = root["attributes"]["content_metadata"]
     assert kept == {"loss": "nan", "kind": {"a": [1, 2]}, "odd": str({1, 2})}
+
+
+def test_programs_replace_the_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They set these names of the module, which are looked up when save and load are called."""
+    layouts, asked = [], []
+    default, metadata = (
+        serialization.get_default_save_sharded_strategy,
+        serialization.load_sharded_metadata,
+    )
+
+    def old_layout() -> object:
+        layouts.append(1)
+        return default("zarr", 1)
+
+    def counted(place: object, *strategies: object) -> object:
+        asked.append(place)
+        return metadata(place, *strategies)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(serialization, "get_default_save_sharded_strategy", old_layout)
+    monkeypatch.setattr(serialization, "load_sharded_metadata", counted)
+    shardstore.save(_state(), tmp_path / "a")
+    shardstore.async_save(_state(), tmp_path / "b").result()
+    assert len(layouts) == 2
+    for name in ("a", "b"):
+        assert (tmp_path / name / "w" / ".zarray").exists()
+    loaded, missing, unexpected = shardstore.load(_state(), tmp_path / "a", strict="return_all")
+    assert (list(loaded["w"].shape), missing, unexpected) == ([2, 3], set(), set())
+    assert len(asked) == 1
+
+
+def test_a_pending_save_does_not_keep_the_state(tmp_path: Path) -> None:
+    state = _state()
+    tensor = weakref.ref(state["w"])
+    request = shardstore.save(state, tmp_path / "a", async_sharded_save=True)
+    del state
+    gc.collect()
+    assert tensor() is None
+    request.execute_sync()
+    assert list(shardstore.load_tensors_metadata(tmp_path / "a")) == ["w"]

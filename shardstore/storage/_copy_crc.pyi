@@ -1,0 +1,11 @@
+from typing import Any
+
+from numpy.typing import NDArray
+from typing_extensions import Buffer
+
+KERNELS: list[str]
+
+def copy_crc32c(
+    source: Buffer, target: Buffer, crc: int = 0, kernel: str | None = None, /
+) -> int: ...
+def read_file(path: str, target: NDArray[Any], tail: bytearray, /) -> int | None: ...

@@ -1,0 +1,138 @@
+"""A plan carried out on one rank: arrays created, chunks written, pieces of chunks exchanged.
+
+Answers for the order of these steps, at once or staged for the background, and for meeting other
+ranks in one order whatever fails here. What is planned is :mod:`.write_plan`'s business, how bytes
+move :mod:`shardstore.storage`'s.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardstore.ranks import Ranks
+from shardstore.storage import arrays, dtypes
+from shardstore.storage.chunks import ChunkWrite, as_bytes
+from shardstore.storage.documents import ArrayMeta
+from shardstore.storage.options import SaveOptions
+from shardstore.strategies.async_utils import AsyncRequest
+from shardstore.strategies.background import BackgroundWrite
+from shardstore.strategies.planned_writes import CutChunk, WritePlan
+from shardstore.strategies.session import SaveSession
+from shardstore.strategies.staging import Staging
+
+__all__ = ["ROUND_BYTES", "stage"]
+
+ROUND_BYTES = 16 * 1024 * 1024
+"""Cut chunks are put together in rounds of about this many bytes."""
+
+
+def stage(
+    session: SaveSession,
+    options: SaveOptions,
+    plan: WritePlan,
+    created: Sequence[tuple[ArrayMeta, str]],
+) -> AsyncRequest:
+    """Exchange pieces of shared chunks, copy the rest; what is left needs no other rank."""
+    with session.timed("exchange"):
+        owned = [
+            write for batch in _rounds(plan.cut) for write in _put_together(session.ranks, batch)
+        ]
+    budget = session.options.staging_budget_bytes or options.staging_budget_bytes
+    staging = Staging(plan.writes, budget_bytes=budget, threads=options.threads)
+    plan.writes.clear()  # their memory is the caller's
+    session.staging = staging
+    mover = session.mover(options)
+    background = BackgroundWrite(session, mover, created, staging, owned, options.threads)
+    if not staging.all_at_once:
+        background.start()
+    if session.options.overlap_staging:
+        threading.Thread(target=staging.run, name="shardstore-stage", daemon=True).start()
+    else:
+        with session.timed("stage"):
+            staging.run()
+            staging.wait(host=True)
+    return AsyncRequest(background, (), [])
+
+
+def _carry_out(
+    session: SaveSession,
+    options: SaveOptions,
+    plan: WritePlan,
+    created: Sequence[tuple[ArrayMeta, str]],
+) -> None:
+    """Create, write, and put cut chunks together.
+
+    An error of this rank's disk waits until all pieces are exchanged.
+    """
+    location = session.attempt.location
+    mover = session.mover(options)
+    failed: list[Exception] = []
+
+    def attempt(step: Callable[[], None]) -> None:
+        if not failed:
+            try:
+                with session.timed("write"):
+                    step()
+            except Exception as problem:
+                failed.append(problem)
+
+    if session.attempt.defers_documents:
+        session.deferred += [
+            (f"{meta.node}/{meta.document_name}", text.encode()) for meta, text in created
+        ]
+    else:
+        attempt(lambda: arrays.create_arrays(location, created, threads=options.threads))
+    attempt(lambda: mover.write(plan.writes, session.written))
+    for batch in _rounds(plan.cut):
+        with session.timed("exchange"):
+            writes = _put_together(session.ranks, batch)
+        attempt(lambda writes=writes: mover.write(writes, session.written))  # type: ignore[misc]
+    if failed:
+        raise failed[0]
+
+
+def _rounds(chunks: Sequence[CutChunk]) -> Iterator[list[CutChunk]]:
+    batch: list[CutChunk] = []
+    size = 0
+    for chunk in chunks:
+        batch.append(chunk)
+        size += chunk.array.chunk_bytes
+        if size >= ROUND_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _put_together(ranks: Ranks, chunks: Sequence[CutChunk]) -> list[ChunkWrite]:
+    """Send pieces to the owners of their chunks, receive those of the chunks that this rank owns.
+
+    Every rank goes through its chunks in the same global order, so that no two can wait for each
+    other.
+    """
+    sends: list[tuple[int, NDArray[np.uint8]]] = []
+    receives: list[tuple[int, NDArray[np.uint8]]] = []
+    writes = []
+    for chunk in chunks:
+        itemsize = dtypes.itemsize(chunk.array.dtype)
+        if chunk.owner != ranks.rank:
+            if chunk.local is not None:
+                sends.append((chunk.owner, as_bytes(np.ascontiguousarray(chunk.local()))))
+            continue
+        size = int(np.prod(chunk.shape, dtype=np.int64)) * itemsize
+        buffer = np.empty(size, np.uint8)
+        for rank, start, stop in chunk.pieces:
+            part = buffer[start * itemsize : stop * itemsize]
+            if rank != ranks.rank:
+                receives.append((rank, part))
+            elif chunk.local is not None:
+                part[:] = as_bytes(np.ascontiguousarray(chunk.local()))
+        data = buffer.view(dtypes.numpy_dtype(chunk.array.dtype)).reshape(chunk.shape)
+        writes.append(ChunkWrite(chunk.array, chunk.index, data))
+    if sends or receives:
+        ranks.exchange(sends, receives)
+    return writes

@@ -1,0 +1,98 @@
+"""What a plan of a save is made of: chunks that one rank writes or shares, and where data is from.
+
+Answers for the plan as a value, and for tensors as sources of chunks. Decides nothing; moves no
+bytes until it is called for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+
+from shardstore.errors import DTypeMismatchError
+from shardstore.storage import dtypes
+from shardstore.storage.chunks import ChunkWrite
+from shardstore.storage.documents import ArrayMeta
+
+__all__ = ["CutChunk", "DevicePart", "WritePlan"]
+
+
+@dataclass(frozen=True)
+class CutChunk:
+    """A chunk whose elements several ranks hold.
+
+    Attributes:
+        array: its array.
+        index: its index in the grid.
+        shape: shape of the part within the array.
+        owner: rank that writes it.
+        pieces: ``(rank, start, stop)`` in elements of the chunk's part: what each rank gives.
+        start: where this rank's own elements begin.
+        local: this rank's own elements, if it has any.
+    """
+
+    array: ArrayMeta
+    index: tuple[int, ...]
+    shape: tuple[int, ...]
+    owner: int
+    pieces: tuple[tuple[int, int, int], ...]
+    start: int
+    local: Callable[[], NDArray[Any]] | None
+
+
+@dataclass
+class WritePlan:
+    """What one rank does.
+
+    Attributes:
+        arrays: arrays that it writes to, and whether it creates them.
+        writes: chunks that it writes alone.
+        cut: chunks that it shares with others, in an order that all ranks follow.
+    """
+
+    arrays: list[tuple[ArrayMeta, bool]] = field(default_factory=list)
+    writes: list[ChunkWrite] = field(default_factory=list)
+    cut: list[CutChunk] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class DevicePart:
+    """Part of a tensor on a device: fetched when it is called, or by who copies it himself."""
+
+    tensor: torch.Tensor
+
+    def __call__(self) -> NDArray[Any]:
+        return dtypes.as_numpy(self.tensor.contiguous().cpu())
+
+    def reshape(self, shape: tuple[int, ...]) -> DevicePart:
+        """The same elements in another shape."""
+        return DevicePart(self.tensor.reshape(shape))
+
+
+class _Source:
+    """A local tensor as the source of chunks.
+
+    A view on the host, fetched chunk by chunk from a device.
+    """
+
+    def __init__(self, tensor: torch.Tensor, key: str) -> None:
+        if tensor.layout is not torch.strided or tensor.device.type == "meta":
+            raise DTypeMismatchError(
+                f"key {key!r} is a tensor of layout {tensor.layout} on {tensor.device}, which "
+                "has no plain memory to "
+                "write; make it a dense tensor with data",
+                key=key,
+            )
+        self._tensor = tensor
+        self._array = dtypes.as_numpy(tensor) if tensor.device.type == "cpu" else None
+
+    def part(self, slices: tuple[slice, ...]) -> NDArray[Any] | Callable[[], NDArray[Any]]:
+        if self._array is not None:
+            where: tuple[Any, ...] = (..., *slices)
+            view: NDArray[Any] = self._array[where]
+            return view
+        return DevicePart(self._tensor[slices])
