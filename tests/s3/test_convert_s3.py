@@ -25,6 +25,7 @@ from shardstore.errors import (
 )
 from shardstore.storage.location import Location
 from tests.cli.checkpoints import Cli
+from tests.convert.samples import KILLED, same, some_tensors, tensors_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -42,36 +43,6 @@ def bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
     return Cli(capsys)
-
-
-def some_tensors() -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return {
-        "model.w": torch.rand(300, 70, generator=generator),
-        "model.b": torch.rand(300, generator=generator).bfloat16(),
-        "scalar": torch.tensor(4.5),
-        "empty": torch.zeros(0, 3),
-        "flags": torch.arange(50) % 3 == 0,
-        "a/b": torch.arange(24).reshape(2, 3, 4),
-    }
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    return a.keys() == b.keys() and all(
-        a[k].shape == b[k].shape
-        and a[k].dtype == b[k].dtype
-        and torch.equal(bits(a[k]), bits(b[k]))
-        for k in a
-    )
-
-
-def tensors_of(place: str | Path) -> dict[str, torch.Tensor]:
-    loaded = shardstore.load_plain_tensors(place)
-    return {key: value for key, value in loaded.items() if isinstance(value, torch.Tensor)}
 
 
 def copied(source: str, target: Path) -> Path:
@@ -175,26 +146,13 @@ def test_the_budget_is_kept(bucket: str, tmp_path: Path, target_format: str) -> 
     assert reports[-1].done_bytes == reports[-1].total_bytes == 96 * MIB
 
 
-KILLED = """
-import os, sys
-from shardstore.convert import convert
-seen = []
-def stop(progress):
-    seen.append(progress)
-    if len(seen) == 4:
-        os._exit(9)
-convert(sys.argv[1], sys.argv[2], target_format=sys.argv[3], memory_budget=200_000,
-        file_bytes=250_000, progress=stop)
-"""
-
-
 @pytest.mark.parametrize("target_format", FORMATS)
 def test_a_killed_conversion_goes_on(bucket: str, tmp_path: Path, target_format: str) -> None:
     generator = torch.Generator().manual_seed(1)
     tensors = {f"t{i}": torch.rand(200, 200, generator=generator) for i in range(8)}
     save_file(tensors, tmp_path / "m.safetensors")
     source, target = str(tmp_path / "m.safetensors"), f"{bucket}/c"
-    arguments = [source, target, target_format]
+    arguments = [source, target, target_format, "250000"]
     run = subprocess.run([sys.executable, "-c", KILLED, *arguments], check=False)
     assert run.returncode == 9
     with pytest.raises((NotACheckpointError, CheckpointingException)):
@@ -211,7 +169,9 @@ def test_a_save_that_came_between_is_not_mixed_with(bucket: str, tmp_path: Path)
     tensors = {f"t{i}": torch.rand(200, 200) for i in range(8)}
     save_file(tensors, tmp_path / "m.safetensors")
     source, target = str(tmp_path / "m.safetensors"), f"{bucket}/c"
-    run = subprocess.run([sys.executable, "-c", KILLED, source, target, "shardstore"], check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", KILLED, source, target, "shardstore", "250000"], check=False
+    )
     assert run.returncode == 9
     shardstore.save(shardstore.shard({"t0": torch.zeros(200, 200)}), target)
     with pytest.raises(CheckpointExistsError):
