@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from bench.cases import (
     dcp,
+    dcp_s3,
     flattened,
     memory,
     object_store,
@@ -41,6 +42,7 @@ def verdicts(results: Results) -> list[Verdict]:
         (object_store.METADATA, _object_metadata),
         (object_store.MEMORY, _object_memory),
         (object_store.RESHARD, _object_reshard),
+        (dcp_s3.CASE, _dcp_s3),
     ):
         if case in run:
             found += judge(results)
@@ -214,3 +216,11 @@ def _object_reshard(results: Results) -> Iterator[Verdict]:
         measure = f"{object_store.READ}, {before} -> {after}"
         value = results.median(case, 1, OURS, measure)
         yield at_most(case, f"{before} -> {after}: at most 1.25 bytes for each wanted", value, 1.25)
+
+
+def _dcp_s3(results: Results) -> Iterator[Verdict]:
+    case = dcp_s3.CASE
+    for measure in (object_store.SAVE, object_store.LOAD):
+        ours = results.median(case, 1, DCP_OURS, measure)
+        value = _quotient(results.median(case, 1, dcp_s3.PEER, measure), ours)
+        yield at_least(case, f"{measure} through DCP: 2x faster than DCP over s3fs", value, 2.0)

@@ -231,8 +231,8 @@ def report(
 
 @app.command()
 def convert(
-    source: Annotated[str, typer.Argument(help="Folder, safetensors file or its index; local.")],
-    target: Annotated[str, typer.Argument(help="Folder, or NAME.safetensors; local.")],
+    source: Annotated[str, typer.Argument(help="Folder, safetensors file or its index; or URL.")],
+    target: Annotated[str, typer.Argument(help="Folder, or NAME.safetensors; or URL.")],
     source_format: Annotated[
         str | None, typer.Option("--from", metavar="FORMAT", help="Default: what it looks like.")
     ] = None,
@@ -245,10 +245,16 @@ def convert(
         bool, typer.Option("--overwrite", help="Replace a shardstore checkpoint at TARGET.")
     ] = False,
     as_json: Json = False,
+    storage_option: Options = None,
+    target_storage_option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="Of TARGET, where its store is another one."),
+    ] = None,
 ) -> None:
     """Convert a checkpoint, verified at the end. One that died goes on when run again."""
     from shardstore.cli.converting import run_convert
 
+    of_source = storage_option or []
     run_convert(
         source,
         target,
@@ -257,6 +263,8 @@ def convert(
         memory_budget=parse_size(memory_budget),
         overwrite=overwrite,
         as_json=as_json,
+        source_options=parse_options(of_source),
+        target_options=parse_options(target_storage_option or of_source),
     )
 
 

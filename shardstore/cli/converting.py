@@ -5,8 +5,10 @@ Answers for what is printed; formats, resuming and verification are :mod:`shards
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
+from typing import Any
 
 from shardstore.cli.shared import counted, emit, human_bytes, progress_bar
 from shardstore.convert import Progress, convert
@@ -23,6 +25,8 @@ def run_convert(
     memory_budget: int,
     overwrite: bool,
     as_json: bool,
+    source_options: Mapping[str, Any],
+    target_options: Mapping[str, Any],
 ) -> None:
     """Convert and print what was done."""
     with ExitStack() as bars:
@@ -35,6 +39,8 @@ def run_convert(
             memory_budget=memory_budget,
             overwrite=overwrite,
             progress=progress,
+            source_options=source_options,
+            target_options=target_options,
         )
     if as_json:
         emit({"source": source, "target": target, **asdict(done)})

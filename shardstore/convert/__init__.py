@@ -1,32 +1,29 @@
 """Conversion between checkpoint formats: without ranks, piece by piece, resumable, verified.
 
 Tensors go through buffers of a bounded size and never exist as a whole. What is written lies in a
-work folder beside the target, with a journal of what is done; a conversion that died goes on from
-there when it is started again. Before the result takes its place it is read back and compared with
-the source to the bit.
+work folder beside the target, or in an object store where no reader takes it for a checkpoint yet,
+with a journal of what is done; a conversion that died goes on from there when it is started again.
+Before the result takes its place it is read back and compared with the source to the bit.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardstore.convert.dcp_target import DcpObjects, DcpTarget
+from shardstore.convert.journal import Journal, Receipts
+from shardstore.convert.safetensors_files import INDEX_SUFFIX, is_file_name
+from shardstore.convert.safetensors_target import SafetensorsObjects, SafetensorsTarget
+from shardstore.convert.shardstore_target import ShardstoreTarget
 from shardstore.convert.sources import FORMATS, Source, detect, open_source
-from shardstore.convert.targets import (
-    DcpTarget,
-    SafetensorsTarget,
-    ShardstoreTarget,
-    Target,
-    Written,
-)
+from shardstore.convert.targets import Target, Written
+from shardstore.dcp.files import METADATA_NAME
 from shardstore.errors import CheckpointExistsError, CheckpointingException, DamagedCheckpointError
 from shardstore.storage import dtypes
 from shardstore.storage.chunks import RegionRead, as_bytes
@@ -40,6 +37,7 @@ TARGET_FORMATS = ("shardstore", "safetensors", "dcp")
 DEFAULT_MEMORY_BUDGET = 512 * 1024 * 1024
 DEFAULT_FILE_BYTES = 5 * 1000**3
 SLAB_BYTES = 1024 * 1024
+_MISSING = object()
 
 
 @dataclass(frozen=True)
@@ -92,12 +90,14 @@ def convert(
     resume: bool = True,
     verify: bool = True,
     file_bytes: int = DEFAULT_FILE_BYTES,
+    source_options: Mapping[str, Any] | None = None,
+    target_options: Mapping[str, Any] | None = None,
 ) -> Conversion:
     """Convert a checkpoint. Called by one process; it needs no ranks.
 
     Args:
-        source: a checkpoint: a folder, a safetensors file or its index. Local.
-        target: where to: a folder, or for safetensors a file ``NAME.safetensors``. Local.
+        source: a checkpoint: a folder, a safetensors file or its index; a path or a URL.
+        target: where to: a folder, or for safetensors a file ``NAME.safetensors``; a path or a URL.
         source_format: one of :data:`FORMATS`; default: what it looks like.
         target_format: one of :data:`TARGET_FORMATS`; default: safetensors for a target of such a
             name, else shardstore.
@@ -107,6 +107,8 @@ def convert(
         resume: go on with a conversion of the same source that died.
         verify: read the result back and compare it with the source before it takes its place.
         file_bytes: size of each of several safetensors files, about.
+        source_options: storage options of the store behind the source's URL.
+        target_options: the same of the target's.
 
     Returns:
         What was done.
@@ -116,53 +118,75 @@ def convert(
         CheckpointExistsError: something is at the target.
         DTypeMismatchError: the target's format lacks a data type.
         UnsafeObjectError: an object of the source needs a class that was not allowed.
-        StorageError: the disk refused. What was done is kept for the next run.
+        StorageError: a disk or a store refused. What was done is kept for the next run.
     """
     if memory_budget < 1:
         raise CheckpointingException(f"memory_budget={memory_budget} must be at least 1 byte")
-    place, goal = _local(source), _local(target)
+    place = Location.of(source, **(source_options or {}))
+    goal = Location.of(target, **(target_options or {}))
     found = source_format or detect(place)
     wanted = _target_format(goal, target_format)
+    beside = _beside(goal)
     _check_free(goal, wanted, overwrite)
     opened = open_source(place, found)
-    work = goal.parent / f".{goal.name}.convert"
-    journal = _Journal(goal.parent / f".{goal.name}.convert.journal")
+    work = beside.child(f".{goal.name}.convert")
+    journal = Journal(beside, f".{goal.name}.convert.journal")
     head = {
-        "source": str(place),
+        "source": place.url,
         "formats": [found, wanted],
         "identity": opened.identity(),
         "memory_budget": memory_budget,
         "file_bytes": file_bytes,
     }
-    receipts = journal.open(head) if resume and work.is_dir() else {}
-    if not receipts:
-        shutil.rmtree(work, ignore_errors=True)
-        journal.start(head)
-    work.mkdir(parents=True, exist_ok=True)
     built: Target
+    # Where a result is verified, two buffers of a batch exist at a time.
+    batch_bytes = max(1, memory_budget // 2)
     if wanted == "shardstore":
-        built = ShardstoreTarget(work, goal, overwrite=overwrite, source=found)
-    elif wanted == "safetensors":
+        built = ShardstoreTarget(
+            work, goal, source=found, overwrite=overwrite, budget_bytes=batch_bytes
+        )
+    elif wanted == "safetensors" and goal.is_local:
         built = SafetensorsTarget(work, goal, file_bytes=file_bytes)
+    elif wanted == "safetensors":
+        built = SafetensorsObjects(work, goal, file_bytes=file_bytes, budget_bytes=batch_bytes)
     else:
-        built = DcpTarget(work, goal)
-    run = _Run(opened, built, memory_budget, progress)
-    resumed = run.write(journal, receipts)
-    read = built.reader()
-    if verify:
-        run.compare(read, str(place), str(goal))
-    built.publish()
+        built = DcpTarget(work, goal) if goal.is_local else DcpObjects(goal)
+    run = _Run(opened, built, batch_bytes, progress)
+    try:
+        if wanted != "shardstore" and not goal.is_local and not journal.exists():
+            _check_empty(goal)
+        resumed = run.write(journal, _begun(built, journal, head, resume))
+        read = built.reader()
+        if verify:
+            run.compare(read, place.url, goal.url)
+        built.publish()
+    except BaseException:
+        built.stop()
+        raise
     journal.remove()
     return Conversion(found, wanted, len(run.arrays), run.total_bytes, resumed, verify)
 
 
-def _local(place: str | os.PathLike[str]) -> Path:
-    location = Location.of(place)
-    location.require_local("converting")
-    return location.path
+def _begun(built: Target, journal: Journal, head: dict[str, Any], resume: bool) -> Receipts:
+    """What an earlier run wrote that this one goes on with; nothing where it begins anew."""
+    known = journal.open(head)
+    if resume and known is not None and built.resume(known[1]):
+        return known[0]
+    journal.start(head, built.start())
+    return {}
 
 
-def _target_format(target: Path, given: str | None) -> str:
+def _beside(goal: Location) -> Location:
+    """The folder that a target is in."""
+    parent, _, name = goal.url.rpartition("/")
+    if not name or (not goal.is_local and parent.endswith("/")):
+        raise CheckpointingException(
+            f"{goal.url} is all of a store: name a folder in it to convert to", url=goal.url
+        )
+    return Location(parent or "/", goal.options)
+
+
+def _target_format(target: Location, given: str | None) -> str:
     wanted = given or ("safetensors" if target.name.endswith(".safetensors") else "shardstore")
     if wanted not in TARGET_FORMATS:
         raise CheckpointingException(
@@ -171,51 +195,37 @@ def _target_format(target: Path, given: str | None) -> str:
     return wanted
 
 
-def _check_free(target: Path, wanted: str, overwrite: bool) -> None:
-    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+def _check_free(target: Location, wanted: str, overwrite: bool) -> None:
+    if target.is_local:
+        taken = target.exists() and not (target.is_dir() and not target.listing())
+    elif wanted == "shardstore":
+        taken = is_checkpoint(target)
+    else:
+        # Files of an earlier run may be there already; what makes them a checkpoint may not.
+        names = target.listing()
+        taken = any(name == METADATA_NAME or name.endswith(INDEX_SUFFIX) for name in names)
+        taken = taken or (is_file_name(target.name) and target.exists())
+    if not taken or (overwrite and wanted == "shardstore" and is_checkpoint(target)):
         return
-    if overwrite and wanted == "shardstore" and is_checkpoint(Location.of(target)):
-        return
-    raise CheckpointExistsError(
-        f"{target} already exists; convert to elsewhere"
+    raise _exists(target, wanted)
+
+
+def _check_empty(target: Location) -> None:
+    """Nothing at all may be where objects are written side by side that no attempt fences off."""
+    names = target.listing()
+    if names:
+        raise CheckpointExistsError(
+            f"{target.url} already holds {', '.join(names[:4])}; convert to elsewhere",
+            url=target.url,
+        )
+
+
+def _exists(target: Location, wanted: str) -> CheckpointExistsError:
+    return CheckpointExistsError(
+        f"{target.url} already exists; convert to elsewhere"
         + (", or pass overwrite=True to replace a checkpoint" if wanted == "shardstore" else ""),
-        url=str(target),
+        url=target.url,
     )
-
-
-class _Journal:
-    """What is done, line by line; a last line that was cut short does not count."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def open(self, head: dict[str, Any]) -> dict[tuple[str, int], Any]:
-        """Receipts of an earlier run of the same conversion, by key and position of the chunk."""
-        try:
-            lines = self._path.read_bytes().split(b"\n")[:-1]
-            if not lines or json.loads(lines[0]) != json.loads(json.dumps(head)):
-                return {}
-            rows = [json.loads(line) for line in lines[1:]]
-            found = {(str(key), int(chunk)): receipt for row in rows for key, chunk, receipt in row}
-        except (OSError, ValueError, TypeError):
-            return {}
-        size = sum(len(line) + 1 for line in lines)
-        os.truncate(self._path, size)
-        return found
-
-    def start(self, head: dict[str, Any]) -> None:
-        """A journal with nothing done."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps(head) + "\n")
-
-    def add(self, rows: Sequence[tuple[str, int, Any]]) -> None:
-        """Note chunks that are written."""
-        with open(self._path, "a") as file:
-            file.write(json.dumps(rows) + "\n")
-
-    def remove(self) -> None:
-        """The conversion is complete."""
-        self._path.unlink(missing_ok=True)
 
 
 class _Run:
@@ -225,28 +235,29 @@ class _Run:
         self,
         source: Source,
         target: Target,
-        memory_budget: int,
+        batch_bytes: int,
         progress: Callable[[Progress], None] | None,
     ) -> None:
         self._source, self._target = source, target
         self._progress = progress
-        # Where a result is verified, two buffers of a batch exist at a time.
-        self._batch_bytes = max(1, memory_budget // 2)
+        self._batch_bytes = batch_bytes
         self.arrays = [
             target.array(meta, source.boxes(key), self._batch_bytes)
             for key, meta in sorted(source.arrays.items())
         ]
         self.total_bytes = sum(_chunk_bytes(a, i) for a in self.arrays for i in _chunks(a))
 
-    def write(self, journal: _Journal, receipts: dict[tuple[str, int], Any]) -> int:
+    def write(self, journal: Journal, receipts: Receipts) -> int:
         """Write what is not written yet. Returns the bytes that were."""
         self._target.begin(self.arrays, self._source.extras())
         resumed = 0
         left: list[tuple[ArrayMeta, int]] = []
         for array in self.arrays:
             for i in _chunks(array):
-                if (array.key, i) in receipts:
-                    self._target.restore(array, array.grid.index(i), receipts[array.key, i])
+                known = receipts.get((array.key, i), _MISSING)
+                index = array.grid.index(i)
+                if known is not _MISSING and self._target.has(array, index, known):
+                    self._target.restore(array, index, known)
                     resumed += _chunk_bytes(array, i)
                 else:
                     left.append((array, i))
@@ -257,7 +268,7 @@ class _Run:
             self._report("write", done, batch[-1][0].key)
         return resumed
 
-    def _write_batch(self, batch: Sequence[tuple[ArrayMeta, int]], journal: _Journal) -> int:
+    def _write_batch(self, batch: Sequence[tuple[ArrayMeta, int]], journal: Journal) -> int:
         chunks = self._read(batch)
         receipts = self._target.write(chunks)
         places = zip(batch, receipts, strict=True)

@@ -1,4 +1,4 @@
-"""The safetensors format: headers, and tensors mapped from or written to their place in a file.
+"""The safetensors format: headers, indices, and where in a file a tensor is.
 
 A file is the length of the header (8 bytes, little-endian), the header (JSON: name -> ``dtype``,
 ``shape``, ``data_offsets``) and the tensors' bytes. The library of that name reads and writes files
@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from shardstore.errors import DamagedCheckpointError, DTypeMismatchError, NotACheckpointError
 from shardstore.storage import dtypes
+from shardstore.storage.file_ranges import FileRanges
+from shardstore.storage.location import Location
 
-__all__ = ["INDEX_SUFFIX", "Entry", "header_bytes", "open_files", "read_header"]
+__all__ = ["INDEX_SUFFIX", "Entry", "header_bytes", "is_file_name", "open_files", "read_header"]
 
 INDEX_SUFFIX = ".safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000
@@ -41,13 +38,13 @@ class Entry:
     """A tensor in a file.
 
     Attributes:
-        path: the file.
+        file: name of the file.
         dtype: Zarr name of the data type.
         shape: its shape.
         start: byte of the file that it begins at.
     """
 
-    path: Path
+    file: str
     dtype: str
     shape: tuple[int, ...]
     start: int
@@ -57,116 +54,126 @@ class Entry:
         """Its size in bytes."""
         return math.prod(self.shape) * dtypes.itemsize(self.dtype)
 
-    def mapped(self) -> NDArray[Any]:
-        """Its elements, mapped from the file."""
-        dtype = dtypes.numpy_dtype(self.dtype)
-        if not self.nbytes:
-            return np.empty(self.shape, dtype)
-        raw = np.memmap(self.path, np.uint8, "r", self.start, (self.nbytes,))
-        found: NDArray[Any] = np.asarray(raw).view(dtype).reshape(self.shape)
-        return found
 
-
-def _damaged(path: Path, what: str) -> DamagedCheckpointError:
+def damaged(path: str, what: str) -> DamagedCheckpointError:
+    """An error that says what is wrong with a file."""
     return DamagedCheckpointError(
-        f"{path} is no whole safetensors file ({what}); get it anew", url=str(path)
+        f"{path} is no whole safetensors file ({what}); get it anew", url=path
     )
 
 
-def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+def read_header(ranges: FileRanges, name: str) -> tuple[dict[str, Entry], dict[str, str]]:
     """The tensors of a file, and its metadata.
 
     Raises:
         DamagedCheckpointError: the file is truncated, or no safetensors file.
         DTypeMismatchError: a data type that can not be stored.
     """
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            raise _damaged(path, f"a header of {length} bytes in a file of {size}")
-        text = file.read(length)
+    path, size = ranges.path(name), ranges.size(name)
+    length = int.from_bytes(ranges.read(name, 0, 8), "little")
+    if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+        raise damaged(path, f"a header of {length} bytes in a file of {size}")
+    text = ranges.read(name, 8, 8 + length)
     try:
         header = json.loads(text)
         metadata = {str(k): str(v) for k, v in header.pop(METADATA, {}).items()}
-        found = {key: _entry(path, key, about, 8 + length) for key, about in header.items()}
+        found = {key: _entry(path, name, key, about, 8 + length) for key, about in header.items()}
     except (ValueError, AttributeError, KeyError, TypeError) as error:
         if isinstance(error, DTypeMismatchError):
             raise
-        raise _damaged(path, f"{type(error).__name__}: {error}") from error
+        raise damaged(path, f"{type(error).__name__}: {error}") from error
     for key, entry in found.items():
         if entry.start + entry.nbytes > size:
-            raise _damaged(path, f"{key!r} ends beyond the file's end")
+            raise damaged(path, f"{key!r} ends beyond the file's end")
     return found, metadata
 
 
-def _entry(path: Path, key: str, about: Mapping[str, Any], base: int) -> Entry:
+def _entry(path: str, name: str, key: str, about: Mapping[str, Any], base: int) -> Entry:
     code = about["dtype"]
     if code not in _NAMES:
         raise DTypeMismatchError(
             f"key {key!r} of {path} has data type {code!r}, which can not be stored as a Zarr "
             f"array; known: {', '.join(_NAMES)}",
             key=key,
-            url=str(path),
+            url=path,
         )
     shape = tuple(int(n) for n in about["shape"])
     start, stop = (int(n) for n in about["data_offsets"])
-    entry = Entry(path, _NAMES[code], shape, base + start)
+    entry = Entry(name, _NAMES[code], shape, base + start)
     if start < 0 or any(n < 0 for n in shape) or stop - start != entry.nbytes:
         raise ValueError(f"{key!r} of shape {shape} in {stop - start} bytes")
     return entry
 
 
-def open_files(place: Path) -> tuple[dict[str, Entry], dict[str, str], list[Path]]:
+def open_files(
+    place: Location,
+) -> tuple[FileRanges, dict[str, Entry], dict[str, str], list[str]]:
     """All tensors of a file, of an index, or of a folder with either.
 
     Returns:
-        Key -> tensor, the metadata, and the files.
+        What reads the files, key -> tensor, the metadata, and the names of the files.
 
     Raises:
         NotACheckpointError: there is no such file.
         DamagedCheckpointError: a file is damaged, or not what the index says.
     """
-    if place.is_dir():
-        indices = sorted(place.glob(f"*{INDEX_SUFFIX}"))
-        files = sorted(place.glob("*.safetensors"))
-        if len(indices) == 1:
-            place = indices[0]
-        elif len(files) == 1:
-            place = files[0]
-        else:
-            raise NotACheckpointError(
-                f"{place} holds {len(indices)} safetensors indices and {len(files)} files; name "
-                "the one that is meant",
-                url=str(place),
-            )
-    if not place.is_file():
-        raise NotACheckpointError(f"{place} does not exist", url=str(place))
-    if not place.name.endswith(INDEX_SUFFIX):
-        found, metadata = read_header(place)
-        return found, metadata, [place]
-    return _of_index(place)
-
-
-def _of_index(index: Path) -> tuple[dict[str, Entry], dict[str, str], list[Path]]:
+    folder, name = _named(place)
+    ranges = FileRanges(folder)
     try:
-        weight_map: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+        if name.endswith(INDEX_SUFFIX):
+            return ranges, *_of_index(ranges, name)
+        found, metadata = read_header(ranges, name)
+    except FileNotFoundError:
+        path = ranges.path(name)
+        raise NotACheckpointError(f"{path} does not exist", url=path) from None
+    return ranges, found, metadata, [name]
+
+
+def _named(place: Location) -> tuple[Location, str]:
+    """The folder and the name of the file that is meant."""
+    if is_file_name(place.name):
+        folder = Location(place.url.rpartition("/")[0], place.options)
+        if not place.is_local or not place.is_dir():
+            return folder, place.name
+    names = place.listing()
+    indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    files = [name for name in names if name.endswith(".safetensors")]
+    if len(indices) == 1:
+        return place, indices[0]
+    if len(files) == 1:
+        return place, files[0]
+    raise NotACheckpointError(
+        f"{place.url} holds {len(indices)} safetensors indices and {len(files)} files; name the "
+        "one that is meant",
+        url=place.url,
+    )
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a name is that of a safetensors file, or of an index of some."""
+    return name.endswith((".safetensors", INDEX_SUFFIX))
+
+
+def _of_index(ranges: FileRanges, index: str) -> tuple[dict[str, Entry], dict[str, str], list[str]]:
+    path = ranges.path(index)
+    try:
+        weight_map: dict[str, str] = dict(json.loads(ranges.location.read(index))["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
-        raise _damaged(index, f"{type(error).__name__}: {error}") from error
+        raise damaged(path, f"{type(error).__name__}: {error}") from error
     found: dict[str, Entry] = {}
     metadata: dict[str, str] = {}
-    paths = []
+    files = []
+    beside = set(ranges.location.listing())
     for name in dict.fromkeys(weight_map.values()):
-        path = index.parent / name
-        if path.name != name or not path.is_file():
-            raise _damaged(index, f"it names {name!r}, which is not beside it")
-        entries, about = read_header(path)
+        if "/" in str(name) or name not in beside:
+            raise damaged(path, f"it names {name!r}, which is not beside it")
+        entries, about = read_header(ranges, name)
         metadata.update(about)
-        paths.append(path)
+        files.append(name)
         found.update({key: entry for key, entry in entries.items() if weight_map.get(key) == name})
     if missing := sorted(set(weight_map) - set(found)):
-        raise _damaged(index, f"{missing[:4]} are in no file")
-    return found, metadata, paths
+        raise damaged(path, f"{missing[:4]} are in no file")
+    return found, metadata, files
 
 
 def header_bytes(
@@ -205,12 +212,3 @@ def header_bytes(
     text += b" " * (-len(text) % 8)
     begin = len(text).to_bytes(8, "little") + text
     return begin, {key: len(begin) + start for key, start in starts.items()}
-
-
-def fingerprint(paths: Sequence[Path]) -> list[list[Any]]:
-    """What tells files from others of the same names: sizes and times."""
-    found = []
-    for path in sorted(paths):
-        status = os.stat(path)
-        found.append([path.name, status.st_size, status.st_mtime_ns])
-    return found

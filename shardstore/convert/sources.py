@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
-from shardstore.convert.safetensors_files import INDEX_SUFFIX, Entry, fingerprint, open_files
+from shardstore.convert.safetensors_files import Entry, is_file_name, open_files
 from shardstore.core import CONFIG_FNAME, maybe_load_config
 from shardstore.dcp.files import METADATA_NAME, DcpFiles
-from shardstore.errors import CheckpointingException, NotACheckpointError
+from shardstore.errors import (
+    CheckpointingException,
+    DamagedCheckpointError,
+    NotACheckpointError,
+)
 from shardstore.plain_values import NotPlainError
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.chunks import RegionRead
 from shardstore.storage.documents import ArrayMeta
+from shardstore.storage.file_ranges import FileRanges, bytes_stamp
 from shardstore.storage.grid import Box, Grid
 from shardstore.storage.location import Location
 from shardstore.storage.parallel import default_threads, run_batched
@@ -68,35 +73,37 @@ class Source(Protocol):
         """JSON that tells this checkpoint from what may be at its place another time."""
 
 
-def detect(place: Path) -> str:
+def detect(place: Location) -> str:
     """The format of what is at a place.
 
     Raises:
         NotACheckpointError: nothing that is known.
+        StorageError: the store refused.
     """
-    if place.is_file() or place.name.endswith(INDEX_SUFFIX):
+    if is_file_name(place.name) or (place.is_local and place.path.is_file()):
         return "safetensors"
-    if not place.is_dir():
-        raise NotACheckpointError(f"{place} does not exist", url=str(place))
-    config = maybe_load_config(place)
+    names = place.listing()
+    if not names and not (place.is_local and place.is_dir()):
+        raise NotACheckpointError(f"{place.url} does not exist", url=place.url)
+    config = maybe_load_config(place.place)
     if config is not None and config.sharded_backend == "torch_dist":
         return "torch_dist"
-    if (place / "zarr.json").is_file():
+    if "zarr.json" in names:
         return "shardstore"
     if config is not None:
         return "megatron-zarr"
-    if (place / METADATA_NAME).is_file():
+    if METADATA_NAME in names:
         return "dcp"
-    if any(True for pattern in ("*.safetensors", f"*{INDEX_SUFFIX}") for _ in place.glob(pattern)):
+    if any(is_file_name(name) for name in names):
         return "safetensors"
     raise NotACheckpointError(
-        f"{place} is no checkpoint of a known format ({', '.join(FORMATS)}); if it is one, name "
-        "its folder or file itself",
-        url=str(place),
+        f"{place.url} is no checkpoint of a known format ({', '.join(FORMATS)}); if it is one, "
+        "name its folder or file itself",
+        url=place.url,
     )
 
 
-def open_source(place: Path, source_format: str) -> Source:
+def open_source(place: Location, source_format: str) -> Source:
     """Open a checkpoint of a known format for reading.
 
     Raises:
@@ -116,8 +123,8 @@ def open_source(place: Path, source_format: str) -> Source:
 class ZarrSource:
     """Checkpoints of this package, and of Megatron-Core's zarr backend."""
 
-    def __init__(self, place: Path) -> None:
-        self._location = Location.of(place)
+    def __init__(self, place: Location) -> None:
+        self._location = place
         self._stored = StoredCheckpoint(self._location)
         self._stored.require()
         self.arrays = self._stored.arrays
@@ -136,19 +143,20 @@ class ZarrSource:
         """The common part as it is, and sharded objects."""
         loader = TorchCommonLoadStrategy()
         url = self._location.url
+        at = self._location.place
         attributes: dict[str, Any] = {}
         record = None
         if self._stored.root is not None:
             attributes = dict(self._stored.root.attributes)
             attributes.pop("shardstore", None)
             record = StateRecord.from_root(self._stored.root.attributes, url)
-        sharded = loader.load_sharded_metadata(url)
+        sharded = loader.load_sharded_metadata(at)
         if record is not None:
             # Their files are listed with the sharded objects.
             record = StateRecord(record.paths, record.values)
 
         def value_of(key: str) -> Callable[[], Any]:
-            return lambda: loader.load_sharded_objects({key: sharded[key]}, url)[key]
+            return lambda: loader.load_sharded_objects({key: sharded[key]}, at)[key]
 
         common = None
         if record is None and self._location.exists(COMMON_STATE_FNAME):
@@ -157,15 +165,14 @@ class ZarrSource:
         return Extras(common, record or StateRecord(), objects, attributes)
 
     def identity(self) -> list[Any]:
-        """Times of the documents."""
-        found = [self._location.path / name for name in ("zarr.json", CONFIG_FNAME)]
-        return fingerprint([path for path in found if path.is_file()])
+        """What its documents are."""
+        return _stamps(self._location, ("zarr.json", CONFIG_FNAME))
 
 
 class DcpSource:
     """Checkpoints of PyTorch DCP, and of Megatron-Core's torch_dist backend."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Location) -> None:
         self._place = place
         self._files = DcpFiles.open(place)
         self.arrays = self._files.arrays
@@ -180,10 +187,9 @@ class DcpSource:
 
     def extras(self) -> Extras:
         """Values as JSON where they have such a form."""
-        common = self._place / COMMON_STATE_FNAME
-        if common.is_file():
+        if self._place.exists(COMMON_STATE_FNAME):
             objects = {key: self._object(key, unwrap=True) for key in self._files.objects}
-            return Extras(common.read_bytes(), objects=objects)
+            return Extras(self._place.read(COMMON_STATE_FNAME), objects=objects)
         values: dict[str, Any] = {}
         found: dict[str, Callable[[], Any]] = {}
         for key in self._files.objects:
@@ -203,15 +209,15 @@ class DcpSource:
         return read
 
     def identity(self) -> list[Any]:
-        """Size and time of the metadata."""
-        return fingerprint([self._place / METADATA_NAME])
+        """What its metadata is."""
+        return _stamps(self._place, (METADATA_NAME,))
 
 
 class SafetensorsSource:
     """One safetensors file, or several with an index."""
 
-    def __init__(self, place: Path) -> None:
-        self._entries, self._metadata, self._paths = open_files(place)
+    def __init__(self, place: Location) -> None:
+        self._ranges, self._entries, self._metadata, self._names = open_files(place)
         self.arrays = {key: _meta(key, entry) for key, entry in self._entries.items()}
 
     def boxes(self, key: str) -> list[Box]:
@@ -224,8 +230,8 @@ class SafetensorsSource:
 
         def work(batch: Sequence[RegionRead]) -> None:
             for read in batch:
-                where: tuple[Any, ...] = (..., *read.box.slices)
-                read.out[...] = self._entries[read.array.key].mapped()[where]
+                entry = self._entries[read.array.key]
+                read_entry(self._ranges, entry, read)
 
         run_batched(
             reads,
@@ -242,13 +248,39 @@ class SafetensorsSource:
         record = StateRecord()
         if kept is not None:
             about = {"shardstore": {"state_dict": json.loads(kept)}}
-            record = StateRecord.from_root(about, str(self._paths[0])) or record
+            record = StateRecord.from_root(about, self._names[0]) or record
         metadata.pop("format", None)
         return Extras(None, record, {}, {"safetensors": metadata} if metadata else {})
 
     def identity(self) -> list[Any]:
         """Sizes and times of the files."""
-        return fingerprint(self._paths)
+        return [self._ranges.stamp(name) for name in sorted(self._names)]
+
+
+def read_entry(ranges: FileRanges, entry: Entry, read: RegionRead) -> None:
+    """Read a region of a tensor in a safetensors file.
+
+    Raises:
+        DamagedCheckpointError: the file is gone, or truncated.
+    """
+    try:
+        ranges.read_box(entry.file, entry.start, entry.shape, read.box, read.out)
+    except (FileNotFoundError, ValueError) as error:
+        path = ranges.path(entry.file)
+        raise DamagedCheckpointError(
+            f"key {read.array.key!r}: {path} changed while it was read ({error})",
+            key=read.array.key,
+            url=path,
+        ) from error
+
+
+def _stamps(place: Location, names: Sequence[str]) -> list[Any]:
+    """Documents as they are now."""
+    found = []
+    for name in names:
+        with suppress(FileNotFoundError):
+            found.append([name, bytes_stamp(place.read(name))])
+    return found
 
 
 def _meta(key: str, entry: Entry) -> ArrayMeta:

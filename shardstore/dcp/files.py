@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -27,12 +26,14 @@ from shardstore.errors import (
     FormatVersionError,
     MissingKeyError,
     NotACheckpointError,
+    StorageError,
 )
 from shardstore.storage import dtypes
 from shardstore.storage.chunks import RegionRead
 from shardstore.storage.documents import ArrayMeta
+from shardstore.storage.file_ranges import FileRanges, RangeFile
 from shardstore.storage.grid import Box, Grid, flat_range_boxes
-from shardstore.storage.location import Location, store_errors
+from shardstore.storage.location import Location
 from shardstore.storage.parallel import default_threads, run_batched
 from shardstore.strategies.common import load_bytes
 
@@ -155,6 +156,9 @@ class DcpFiles:
     objects: Mapping[str, Extent] = field(default_factory=dict)
     paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self._ranges = FileRanges(self.location)
+
     @classmethod
     def open(cls, place: str | os.PathLike[str] | Location) -> DcpFiles:
         """Read the metadata. Any rank may call it; it waits for no other.
@@ -164,7 +168,6 @@ class DcpFiles:
             DamagedCheckpointError: it can not be read.
         """
         location = Location.of(place)
-        location.require_local("reading files of PyTorch DCP")
         url = f"{location.url}/{METADATA_NAME}"
         try:
             data = location.read(METADATA_NAME)
@@ -172,6 +175,19 @@ class DcpFiles:
             raise NotACheckpointError(
                 f"{url} is missing: {location.url} is no whole DCP checkpoint", url=url
             ) from None
+        return cls.parse(location, data)
+
+    @classmethod
+    def parse(cls, location: Location, data: bytes) -> DcpFiles:
+        """The checkpoint that a document of metadata describes.
+
+        Args:
+            location: where its files are.
+            data: the document.
+
+        Raises: as :meth:`open`.
+        """
+        url = f"{location.url}/{METADATA_NAME}"
         metadata = _unpickled(data, url)
         try:
             return _parsed(location, metadata)
@@ -209,10 +225,8 @@ class DcpFiles:
             if common is None and box.size and part.box.shape:
                 continue
             common = common or box
-            source = self._mapped(key, read.array, part)
-            where: tuple[Any, ...] = (..., *common.relative_to(part.box.offset).slices)
             into: tuple[Any, ...] = (..., *common.relative_to(box.offset).slices)
-            read.out[into] = source[where]
+            self._read_part(read.array, part, common.relative_to(part.box.offset), read.out[into])
             seen += common.size
         if seen != box.size:
             raise DamagedCheckpointError(
@@ -222,29 +236,22 @@ class DcpFiles:
                 url=self.location.url,
             )
 
-    def _mapped(self, key: str, meta: ArrayMeta, part: StoredPart) -> NDArray[Any]:
-        """A part's elements, mapped from its file."""
-        path = f"{self.location.url}/{part.extent.file}"
-        dtype = dtypes.numpy_dtype(meta.dtype)
+    def _read_part(self, meta: ArrayMeta, part: StoredPart, within: Box, out: NDArray[Any]) -> None:
+        """Read a box of a part; the box is counted from the part's corner."""
+        key, extent = meta.key, part.extent
+        path = self._ranges.path(extent.file)
         try:
-            with open(path, "rb") as file:
-                view = _Slice(file, part.extent)
-                start = _plain_start(view, part.stored_shape, dtypes.torch_dtype(meta.dtype))
-                if start is None:
-                    view.seek(0)
-                    flat = dtypes.as_numpy(_loaded(view, part.stored_shape)).reshape(-1)
-                    return flat[part.first : part.first + part.box.size].reshape(part.box.shape)
-                if not part.box.size:
-                    return np.empty(part.box.shape, dtype)
-                raw = np.memmap(
-                    file,
-                    np.uint8,
-                    "r",
-                    part.extent.offset + start + part.first * dtype.itemsize,
-                    (part.box.size * dtype.itemsize,),
-                )
-                found: NDArray[Any] = np.asarray(raw).view(dtype).reshape(part.box.shape)
-                return found
+            view = RangeFile(self._ranges, extent.file, extent.offset, extent.length)
+            start = _plain_start(view, part.stored_shape, dtypes.torch_dtype(meta.dtype))
+            if start is None:
+                view.seek(0)
+                flat = dtypes.as_numpy(_loaded(view, part.stored_shape)).reshape(-1)
+                found = flat[part.first : part.first + part.box.size].reshape(part.box.shape)
+                where: tuple[Any, ...] = (..., *within.slices)
+                out[...] = found[where]
+                return
+            first = extent.offset + start + part.first * out.dtype.itemsize
+            self._ranges.read_box(extent.file, first, part.box.shape, within, out)
         except FileNotFoundError:
             raise ChunkMissingError(
                 f"key {key!r} at offset {part.box.offset}: {path} is missing; the checkpoint is "
@@ -252,9 +259,9 @@ class DcpFiles:
                 key=key,
                 url=path,
             ) from None
-        except OSError as error:
-            with store_errors("reading", path, key=key):
-                raise error
+        except StorageError as error:
+            error.key = error.key or key
+            raise
         except (RuntimeError, ValueError, zipfile.BadZipFile, EOFError, KeyError) as error:
             raise DamagedCheckpointError(
                 f"key {key!r} at offset {part.box.offset}: {path} holds no such tensor at byte "
@@ -279,10 +286,16 @@ class DcpFiles:
                 key=key,
                 url=self.location.url,
             )
-        path = f"{self.location.url}/{extent.file}"
-        with store_errors("reading", path, key=key), open(path, "rb") as file:
-            file.seek(extent.offset)
-            data = file.read(extent.length)
+        path = self._ranges.path(extent.file)
+        try:
+            data = self._ranges.read(extent.file, extent.offset, extent.offset + extent.length)
+        except FileNotFoundError:
+            raise ChunkMissingError(
+                f"object {key!r}: {path} is missing; the checkpoint is damaged, load an earlier "
+                "one",
+                key=key,
+                url=path,
+            ) from None
         return load_bytes(data, path, key)
 
 
@@ -362,41 +375,7 @@ def _unfolded(
 # -- one item of a file ----------------------------------------------------------------------------
 
 
-class _Slice(io.RawIOBase):
-    """The bytes of an extent as a file of their own."""
-
-    def __init__(self, file: Any, extent: Extent) -> None:
-        self._file, self._start, self._length = file, extent.offset, extent.length
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
-        self._position = max(0, base + offset)
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def read(self, size: int | None = -1) -> bytes:
-        left = max(0, self._length - self._position)
-        count = left if size is None or size < 0 else min(size, left)
-        data: bytes = os.pread(self._file.fileno(), count, self._start + self._position)
-        self._position += len(data)
-        return data
-
-    def readinto(self, buffer: Any) -> int:
-        data = self.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
-
-def _plain_start(view: _Slice, shape: tuple[int, ...], dtype: torch.dtype) -> int | None:
+def _plain_start(view: RangeFile, shape: tuple[int, ...], dtype: torch.dtype) -> int | None:
     """Where a saved tensor's elements begin, if they lie there one after the other."""
     found = torch.load(cast(Any, view), map_location="meta", weights_only=True)
     if not isinstance(found, torch.Tensor) or tuple(found.shape) != shape or found.dtype != dtype:
@@ -417,7 +396,7 @@ def _plain_start(view: _Slice, shape: tuple[int, ...], dtype: torch.dtype) -> in
     return record.header_offset + 30 + name + extra
 
 
-def _loaded(view: _Slice, shape: tuple[int, ...]) -> torch.Tensor:
+def _loaded(view: RangeFile, shape: tuple[int, ...]) -> torch.Tensor:
     found = torch.load(cast(Any, view), map_location="cpu", weights_only=True)
     assert isinstance(found, torch.Tensor)
     if tuple(found.shape) != shape:

@@ -8,42 +8,34 @@ with ``weights_only``.
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader as DcpStorageReader
 from torch.futures import Future
 
-from shardstore.errors import CheckpointingException, DTypeMismatchError, MissingKeyError
-from shardstore.mapping import ShardedObject
+from shardstore.dcp.place import Placed
+from shardstore.dcp.stored_values import StoredValues, described
+from shardstore.errors import DTypeMismatchError
 from shardstore.storage import dtypes
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.chunks import RegionRead
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import Box
-from shardstore.storage.location import Location
-from shardstore.strategies.common import TorchCommonLoadStrategy
-from shardstore.strategies.common_json import StatePath, StateRecord
-from shardstore.validation import verify_checkpoint_and_load_strategy
 
 __all__ = ["StorageReader"]
 
 STAGING_BYTES = 256 * 1024 * 1024
 
 
-class StorageReader(DcpStorageReader):
+class StorageReader(Placed, DcpStorageReader):
     """Reads a shardstore checkpoint for ``torch.distributed.checkpoint.load``.
 
     DCP calls each method on the ranks that its docstring names; no method waits for other ranks.
@@ -57,6 +49,8 @@ class StorageReader(DcpStorageReader):
         storage_options: options of the store behind the URL.
     """
 
+    _purpose = "read from:load"
+
     def __init__(
         self,
         url: str | os.PathLike[str] | None = None,
@@ -65,39 +59,17 @@ class StorageReader(DcpStorageReader):
         threads: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__()
-        self._storage_options = dict(storage_options or {})
-        self._location = None if url is None else Location.of(url, **self._storage_options)
+        super().__init__(url, storage_options)
         self._cast = cast
         self._threads = threads
         self._stored: StoredCheckpoint | None = None
-        self._record = StateRecord()
-        self._values: dict[str, Any] = {}
-
-    @property
-    def checkpoint_id(self) -> str:
-        """Where the checkpoint is read from."""
-        return self._source.url
-
-    @property
-    def _source(self) -> Location:
-        if self._location is None:
-            raise CheckpointingException(
-                "the StorageReader has no place to read from: give it a URL, or give "
-                "torch.distributed.checkpoint.load a checkpoint_id"
-            )
-        return self._location
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether a checkpoint can be read from there: a local path or a URL."""
-        return bool(os.fspath(checkpoint_id))
+        self._values: StoredValues | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another load. Called by all ranks."""
         if checkpoint_id is not None:
-            self._location = Location.of(checkpoint_id, **self._storage_options)
-        self._stored, self._record, self._values = None, StateRecord(), {}
+            self._go_to(checkpoint_id)
+        self._stored = self._values = None
 
     def read_metadata(self) -> Metadata:
         """What is stored: one document. Called by all ranks.
@@ -105,28 +77,18 @@ class StorageReader(DcpStorageReader):
         Raises:
             NotACheckpointError: nothing there that can be loaded.
         """
-        stored = StoredCheckpoint(self._source, threads=self._threads)
+        stored = StoredCheckpoint(self._place, threads=self._threads)
         stored.require()
-        found: dict[str, Any] = {key: _described(meta) for key, meta in stored.arrays.items()}
-        paths: dict[str, StatePath] = {key: (key,) for key in found}
-        record = None
-        if stored.root is not None:
-            record = StateRecord.from_root(stored.root.attributes, self._source.url)
-        if record is None:
-            # Not written by DCP: the common part, leaf by leaf.
-            _, common = verify_checkpoint_and_load_strategy(self._source.url)
-            self._values = {}
-            _flatten(common.load_common(self._source.url), (), self._values, paths)
-            record = StateRecord(paths)
-        else:
-            paths.update({key: (key,) for key in (*record.values, *record.files)})
-            paths.update(record.paths)
-        for key in (*record.values, *record.files, *self._values):
-            found[key] = BytesStorageMetadata()
-        self._stored, self._record = stored, record
+        values = StoredValues.of(stored)
+        found: dict[str, Any] = {
+            key: described(dtypes.torch_dtype(meta.dtype), meta.shape)
+            for key, meta in stored.arrays.items()
+        }
+        found.update(values.described())
+        self._stored, self._values = stored, values
         return Metadata(
             state_dict_metadata=found,
-            planner_data={key: paths[key] for key in found},
+            planner_data={key: values.paths.get(key, (key,)) for key in found},
             storage_meta=StorageMeta(checkpoint_id=self.checkpoint_id),
         )
 
@@ -153,16 +115,26 @@ class StorageReader(DcpStorageReader):
             UnsafeObjectError: an object needs a class that was not allowed.
         """
         assert self._stored is not None
+        assert self._values is not None
         direct: list[RegionRead] = []
         targets: list[tuple[ReadItem, torch.Tensor]] = []
         staged: list[_Staged] = []
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, self._value(item.storage_index.fqn))
+                planner.load_bytes(item, self._values.pickled(item.storage_index.fqn))
                 continue
             target = planner.resolve_tensor(item).detach()
-            meta, box = self._region(item, target)
             targets.append((item, target))
+            common = self._values.tensors.get(item.storage_index.fqn)
+            if common is not None:
+                self._check_dtype(item, target, common.dtype)
+                where: tuple[Any, ...] = (..., *_box(item, common.ndim).slices)
+                with torch.no_grad():
+                    target.copy_(common[where])
+                continue
+            meta = self._stored.arrays[item.storage_index.fqn]
+            self._check_dtype(item, target, dtypes.torch_dtype(meta.dtype))
+            box = _box(item, len(meta.shape))
             if _is_direct(target, meta):
                 direct.append(RegionRead(meta, box, dtypes.as_numpy(target)))
             else:
@@ -176,13 +148,8 @@ class StorageReader(DcpStorageReader):
         future.set_result(None)
         return future
 
-    def _region(self, item: ReadItem, target: torch.Tensor) -> tuple[ArrayMeta, Box]:
-        assert self._stored is not None
+    def _check_dtype(self, item: ReadItem, target: torch.Tensor, stored: torch.dtype) -> None:
         key = item.storage_index.fqn
-        meta = self._stored.arrays[key]
-        start = item.storage_index.offset or (0,) * len(meta.shape)
-        offset = tuple(a + b for a, b in zip(start, item.storage_offsets, strict=True))
-        stored = dtypes.torch_dtype(meta.dtype)
         if target.dtype != stored and not self._cast:
             raise DTypeMismatchError(
                 f"key {key!r} is stored as {stored} in {self.checkpoint_id} but is to be loaded "
@@ -191,44 +158,13 @@ class StorageReader(DcpStorageReader):
                 key=key,
                 url=self.checkpoint_id,
             )
-        return meta, Box(offset, tuple(item.lengths))
-
-    def _value(self, key: str) -> io.BytesIO:
-        """A value as the planner wants it: what ``torch.load`` reads, made anew in this process."""
-        url = self.checkpoint_id
-        if key in self._values:
-            value = self._values[key]
-        elif key in self._record.values:
-            value = self._record.value(key, url)
-        elif key in self._record.files:
-            wanted = {key: ShardedObject(key, None, (1,), (0,))}
-            value = TorchCommonLoadStrategy().load_sharded_objects(wanted, url)[key]
-        else:
-            raise MissingKeyError(f"value {key!r} is not in the checkpoint {url}", key=key, url=url)
-        stream = io.BytesIO()
-        torch.save(value, stream)
-        stream.seek(0)
-        return stream
 
 
-def _described(meta: ArrayMeta) -> TensorStorageMetadata:
-    """A tensor to DCP's planner: of one piece, since any region of it can be read."""
-    shape = torch.Size(meta.shape)
-    whole = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
-    return TensorStorageMetadata(TensorProperties(dtypes.torch_dtype(meta.dtype)), shape, [whole])
-
-
-def _flatten(
-    state: Any, path: StatePath, values: dict[str, Any], paths: dict[str, StatePath]
-) -> None:
-    if isinstance(state, Mapping):
-        for name, value in state.items():
-            _flatten(value, (*path, str(name)), values, paths)
-        return
-    key = ".".join(map(str, path))
-    if key in paths:
-        return
-    values[key], paths[key] = state, path
+def _box(item: ReadItem, ndim: int) -> Box:
+    """The region of the stored tensor that an item is."""
+    start = item.storage_index.offset or (0,) * ndim
+    offset = tuple(a + b for a, b in zip(start, item.storage_offsets, strict=True))
+    return Box(offset, tuple(item.lengths))
 
 
 def _is_direct(target: torch.Tensor, meta: ArrayMeta) -> bool:

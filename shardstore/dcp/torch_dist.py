@@ -39,6 +39,7 @@ from shardstore.mapping import (
     is_main_replica,
 )
 from shardstore.storage import dtypes
+from shardstore.storage.location import Location
 from shardstore.strategies.base import (
     LoadShardedStrategy,
     SaveShardedStrategy,
@@ -88,8 +89,10 @@ class TorchDistSaveShardedStrategy(SaveShardedStrategy):
 
         Raises:
             AccessPatternError: a flattened range of an irregular shard, which the format lacks.
+            StorageError: the place is in an object store.
             CheckpointingException: DCP failed, here or on another rank.
         """
+        Location.of(checkpoint_dir).require_local(f"writing the {BACKEND!r} format")
         state, shapes = _for_dcp(sharded_state_dict)
         folder = str(checkpoint_dir)
         writer = FileSystemWriter(

@@ -39,9 +39,9 @@ def rank_record(rows: Sequence[RankRow]) -> dict[str, Any]:
     ranks the least, median and largest value of each, and which rank took longest.
 
     Args:
-        rows: one of each rank, in any order.
+        rows: of each rank, in any order; several of one rank add up.
     """
-    rows = sorted(rows, key=lambda row: row.rank)
+    rows = _added_up(rows)
     if not rows:
         return {}
     names = sorted({name for row in rows for name in row.seconds})
@@ -56,6 +56,21 @@ def rank_record(rows: Sequence[RankRow]) -> dict[str, Any]:
     for name, values in columns.items():
         record[name] = values if len(rows) <= MAX_COLUMNS_RANKS else _summary(values)
     return record
+
+
+def _added_up(rows: Sequence[RankRow]) -> list[RankRow]:
+    """One row a rank, in the order of the ranks."""
+    found: dict[int, RankRow] = {}
+    for row in rows:
+        before = found.get(row.rank)
+        if before is not None:
+            seconds = dict(before.seconds)
+            for name, more in row.seconds.items():
+                seconds[name] = seconds.get(name, 0.0) + more
+            stored, chunks = before.stored_bytes + row.stored_bytes, before.chunks + row.chunks
+            row = RankRow(row.rank, stored, chunks, seconds)
+        found[row.rank] = row
+    return [found[rank] for rank in sorted(found)]
 
 
 def _summary(values: Sequence[float]) -> dict[str, float]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -189,6 +189,30 @@ class RemoteStore:
                     return False
                 raise
         return True
+    def stream(self, name: str, part_bytes: int) -> Any:
+        """A file to write an object of any size to, from its beginning to its end: an upload in
+        parts of so many bytes, which is there once it is closed. Wrap writing in :meth:`errors`.
+
+        Raises:
+            StorageError: the store refused, or did not answer.
+        """
+        with self._errors("writing", name):
+            if not isinstance(self.fs, AsyncFileSystem):
+                self.fs.makedirs(self._path(name).rsplit("/", 1)[0], exist_ok=True)
+            return self.fs.open(self._path(name), "wb", block_size=part_bytes)
+
+    def copy(self, name: str, url: str) -> None:
+        """Copy an object to another URL of the same store, which does it by itself where it can.
+
+        Raises:
+            StorageError: the store refused, or did not answer.
+        """
+        with self._errors("copying", name):
+            self.fs.copy(self._path(name), self.fs._strip_protocol(url))
+
+    def errors(self, doing: str, name: str) -> AbstractContextManager[None]:
+        """What the store's library raises inside, as :class:`StorageError` in our words."""
+        return self._errors(doing, name)
 
     def exists(self, name: str = "") -> bool:
         """Whether there is a document, or anything below that name."""

@@ -8,7 +8,7 @@ have no JSON form are files of sharded objects, as in the ``torch`` backend.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 
 from shardstore import plain_values
 from shardstore.errors import DamagedCheckpointError, NotACheckpointError
-from shardstore.mapping import StateDict
+from shardstore.mapping import ShardedObject, StateDict
 from shardstore.storage import documents
 from shardstore.storage.handed import read_document
 from shardstore.storage.location import Location
@@ -89,16 +89,31 @@ class StateRecord:
                 url=url,
             ) from error
 
-    def nested(self, url: str) -> StateDict:
-        """All values in the nested state dict that they came from."""
+    def nested(self, url: str, objects: Mapping[str, Any]) -> StateDict:
+        """All values in the nested state dict that they came from.
+
+        A list that holds tensors too, which are not here, is a dict from position to value.
+
+        Args:
+            url: of the checkpoint, for error texts.
+            objects: flat key -> object, for those in files.
+        """
         state: StateDict = {}
-        for key in self.values:
-            _set(state, self.paths.get(key, (key,)), self.value(key, url))
-        return {name: _lists_restored(value) for name, value in state.items()}
+        known = {**{key: self.value(key, url) for key in self.values}, **objects}
+        for key, value in known.items():
+            _set(state, self.paths.get(key, (key,)), value)
+        mixed = {
+            path[:i]
+            for key, path in self.paths.items()
+            if key not in known
+            for i, name in enumerate(path)
+            if isinstance(name, int)
+        }
+        return {name: _lists_restored(value, (name,), mixed) for name, value in state.items()}
 
 
 class _Listed(dict[int, Any]):
-    """A list under construction, by index: other elements may be tensors, which are not here."""
+    """A list under construction, by index."""
 
 
 def _set(state: dict[Any, Any], path: StatePath, value: Any) -> None:
@@ -109,12 +124,14 @@ def _set(state: dict[Any, Any], path: StatePath, value: Any) -> None:
     place[path[-1]] = value
 
 
-def _lists_restored(state: Any) -> Any:
-    if isinstance(state, _Listed):
-        return [_lists_restored(state[i]) for i in sorted(state)]
-    if type(state) is dict:
-        return {name: _lists_restored(value) for name, value in state.items()}
-    return state
+def _lists_restored(state: Any, path: StatePath, mixed: Container[StatePath]) -> Any:
+    if not isinstance(state, dict) or type(state) not in (dict, _Listed):
+        return state
+    items = {name: _lists_restored(value, (*path, name), mixed) for name, value in state.items()}
+    if type(state) is dict or path in mixed or sorted(items) != list(range(len(items))):
+        # A dict of numbers has such a path too.
+        return items
+    return [items[i] for i in range(len(items))]
 
 
 class JsonCommonLoadStrategy(TorchCommonLoadStrategy):
@@ -126,6 +143,7 @@ class JsonCommonLoadStrategy(TorchCommonLoadStrategy):
         Raises:
             NotACheckpointError: there is no root document.
             DamagedCheckpointError: the record in it is malformed.
+            UnsafeObjectError: an object without a JSON form needs a class that was not allowed.
         """
         location = Location.of(checkpoint_dir)
         try:
@@ -137,7 +155,10 @@ class JsonCommonLoadStrategy(TorchCommonLoadStrategy):
             ) from None
         root = documents.parse_root(text, f"{location.url}/zarr.json")
         record = StateRecord.from_root(root.attributes, location.url)
-        return {} if record is None else record.nested(location.url)
+        if record is None:
+            return {}
+        wanted = {key: ShardedObject(key, None, (1,), (0,)) for key in record.files}
+        return record.nested(location.url, self.load_sharded_objects(wanted, checkpoint_dir))
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         """Raise unless the common part was written by this backend."""

@@ -47,9 +47,10 @@ def test_megatron_to_dcp(tmp_path: Path, cli: Cli) -> None:
     assert cli("convert", "--from", "dcp", theirs, back).code == 0
     expected = shardstore.load_plain_tensors(str(ours))
     found = shardstore.load_plain_tensors(str(back))
-    # A tensor among the common values becomes an object of DCP, and comes back as one.
-    assert expected.keys() - found.keys() == {"loss_history"}
-    assert shardstore.load_sharded_metadata(str(back)).keys() >= {"loss_history/shard_0_1"}
+    # A tensor among the common values becomes an object of DCP, and is a common value again. So
+    # are the parts of sharded objects, which DCP knows nothing of.
+    assert all("/shard_" in key for key in found.keys() ^ expected.keys())
+    assert torch.equal(expected["loss_history"], found["loss_history"])
     for key in shardstore.load_tensors_metadata(str(ours)):
         assert torch.equal(_bits(expected[key]), _bits(found[key])), key
 
@@ -90,5 +91,5 @@ def test_wrong_options(
 
 def test_wrong_places(tmp_path: Path, cli: Cli) -> None:
     assert "does not exist" in cli.refused("convert", tmp_path / "none", tmp_path / "t")
-    assert "s3://" in cli.refused("convert", "s3://bucket/none", tmp_path / "t")
+    assert "nosuch://" in cli.refused("convert", "nosuch://bucket/none", tmp_path / "t")
     assert "target" in cli.refused("convert", tmp_path)

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import shardstore
-from shardstore.convert import Progress, convert
+from shardstore.convert import DEFAULT_FILE_BYTES, Progress, convert
 from shardstore.errors import (
     CheckpointExistsError,
     CheckpointingException,
@@ -34,6 +34,7 @@ from shardstore.errors import (
     NotACheckpointError,
 )
 from shardstore.serialization import load_sharded_metadata
+from tests.convert.samples import KILLED, same, some_tensors, tensors_of
 from tests.golden import states
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -45,37 +46,8 @@ GOLDENS = [
     "megatron-core-0.15.3-torch_dist/tp2dp1",
     "megatron-core-0.15.3-torch_dist/tp1dp2",
 ]
+FILE_BYTES = str(DEFAULT_FILE_BYTES)
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.uint8]
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    return a.keys() == b.keys() and all(
-        a[k].shape == b[k].shape
-        and a[k].dtype == b[k].dtype
-        and torch.equal(bits(a[k]), bits(b[k]))
-        for k in a
-    )
-
-
-def tensors_of(place: Path) -> dict[str, torch.Tensor]:
-    loaded = shardstore.load_plain_tensors(place)
-    return {key: value for key, value in loaded.items() if isinstance(value, torch.Tensor)}
-
-
-def some_tensors() -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return {
-        "model.w": torch.rand(300, 70, generator=generator),
-        "model.b": torch.rand(300, generator=generator).bfloat16(),
-        "scalar": torch.tensor(4.5),
-        "empty": torch.zeros(0, 3),
-        "flags": torch.arange(50) % 3 == 0,
-        "a/b": torch.arange(24).reshape(2, 3, 4),
-    }
 
 
 # -- from other formats ----------------------------------------------------------------------------
@@ -203,25 +175,13 @@ def test_the_budget_is_kept(tmp_path: Path, target_format: str) -> None:
         assert done[-1] == reports[0].total_bytes == 80 * mib
 
 
-KILLED = """
-import os, sys
-from shardstore.convert import convert
-seen = []
-def stop(progress):
-    seen.append(progress)
-    if len(seen) == 4:
-        os._exit(9)
-convert(sys.argv[1], sys.argv[2], target_format=sys.argv[3], memory_budget=200_000, progress=stop)
-"""
-
-
 @pytest.mark.parametrize("target_format", ["shardstore", "safetensors", "dcp"])
 def test_a_killed_conversion_goes_on(tmp_path: Path, target_format: str) -> None:
     generator = torch.Generator().manual_seed(1)
     tensors = {f"t{i}": torch.rand(200, 200, generator=generator) for i in range(8)}
     save_file(tensors, tmp_path / "m.safetensors")
     arguments = [str(tmp_path / "m.safetensors"), str(tmp_path / "c"), target_format]
-    run = subprocess.run([sys.executable, "-c", KILLED, *arguments], check=False)
+    run = subprocess.run([sys.executable, "-c", KILLED, *arguments, FILE_BYTES], check=False)
     assert run.returncode == 9
     assert not (tmp_path / "c").exists()
     # The last line of the journal was cut short, and something was half written.

@@ -23,8 +23,10 @@ from shardstore.errors import (
     DamagedCheckpointError,
     MissingKeyError,
     NotACheckpointError,
+    StorageError,
 )
 from shardstore.serialization import load_sharded_metadata
+from shardstore.storage.location import Location
 from tests.golden import states
 from tests.ranks_helper import run_ranks
 
@@ -214,3 +216,18 @@ def test_irregular_flattened_ranges_are_refused(tmp_path: Path) -> None:
     with pytest.raises(AccessPatternError, match="'w'"):
         shardstore.save({"a": part, "b": rest}, tmp_path / "c", ("torch_dist", 1))
     assert not (tmp_path / "c").exists()
+
+
+def test_an_object_store_is_read_but_not_written(tmp_path: Path) -> None:
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(4.0)), "n": 3}
+    with pytest.raises(StorageError, match="torch_dist"):
+        shardstore.save(state, "memory://written", ("torch_dist", 1))
+    assert not Path("memory:").exists()
+    shardstore.save(state, tmp_path / "c", ("torch_dist", 1))
+    for path in (tmp_path / "c").iterdir():
+        Location.of("memory://read").write(path.name, path.read_bytes())
+    wanted = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(4))}
+    loaded = shardstore.load(wanted, "memory://read")
+    assert isinstance(loaded, dict)
+    assert loaded["n"] == 3
+    assert loaded["w"].tolist() == [0, 1, 2, 3]

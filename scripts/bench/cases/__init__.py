@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from bench.cases import (
     dcp,
+    dcp_s3,
     flattened,
     memory,
     object_store,
@@ -16,7 +17,7 @@ from bench.cases import (
 )
 from bench.context import Context
 
-S3 = object_store.CASES
+S3: dict[str, Callable[[Context], None]] = {**object_store.CASES, dcp_s3.CASE: dcp_s3.run}
 DISK: dict[str, Callable[[Context], None]] = {
     save_load.CASE: save_load.run,
     flattened.CASE: flattened.run,

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench.clients import OURS, S3_NAMES
+from bench.clients import OURS, S3_DIRECT
 from bench.context import Context
 from bench.crew import Crew
 from bench.field_of_clients import Field
@@ -50,11 +50,11 @@ def latency(context: Context) -> None:
     """The same arrays, each request 50 ms late. The ideal: every object that the checkpoint has to
     have (a chunk and a document an array), 32 at a time, nothing but the wait."""
     with _proxy(LATENCY_MS) as counters:
-        with Field(context, LATENCY, 1, "arrays", context.scale, S3_NAMES) as field:
+        with Field(context, LATENCY, 1, "arrays", context.scale, S3_DIRECT) as field:
 
             def one(context: Context, crew: Crew, client: str, repeat: int) -> None:
                 counters("reset")
-                _round(LATENCY, context, crew, client, repeat)
+                one_round(LATENCY, context, crew, client, repeat)
 
             field.rounds(one, range(context.repeats))
             if OURS in field.names:
@@ -105,7 +105,7 @@ def metadata(context: Context) -> None:
 
 def memory(context: Context) -> None:
     """Growth of anonymous memory, each client in a process of its own."""
-    for name in S3_NAMES:
+    for name in S3_DIRECT:
         if name in context.clients:
             with Field(context, MEMORY, 1, "tiny", 1.0, [name]) as field:
                 field.rounds(_memory, range(1))
@@ -171,14 +171,15 @@ CASES: dict[str, Callable[[Context], None]] = {
 
 
 def _save_and_load(context: Context, case: str, workload: str) -> None:
-    with Field(context, case, 1, workload, context.scale, S3_NAMES) as field:
+    with Field(context, case, 1, workload, context.scale, S3_DIRECT) as field:
         field.rounds(
-            lambda context, crew, client, repeat: _round(case, context, crew, client, repeat),
+            lambda context, crew, client, repeat: one_round(case, context, crew, client, repeat),
             range(-1, context.repeats),
         )
 
 
-def _round(case: str, context: Context, crew: Crew, client: str, repeat: int) -> None:
+def one_round(case: str, context: Context, crew: Crew, client: str, repeat: int) -> None:
+    """A save and a load of one client."""
     url = _place(client)
     try:
         taken = {SAVE: crew.save(client, url, sync=True).seconds}

@@ -23,6 +23,7 @@ _S3_CLIENTS: dict[str, tuple[str, str, tuple[int, ...]]] = {
     "raw-obstore": ("raw_s3", "ObstorePuts", ()),
     "shardstore": _CLIENTS["shardstore"],
     "dcp-s3": ("dcp_s3", "DcpS3", (2,)),
+    "dcp-shardstore": _CLIENTS["dcp-shardstore"],
 }
 
 NAMES = tuple(_CLIENTS)
@@ -30,6 +31,7 @@ S3_NAMES = tuple(_S3_CLIENTS)
 DCP_OURS = "dcp-shardstore"
 DIRECT = tuple(name for name in NAMES if name != DCP_OURS)
 """All but DCP over our storage, which is measured against DCP alone."""
+S3_DIRECT = tuple(name for name in S3_NAMES if name != DCP_OURS)
 RAW = ("raw-1", "raw-2", "raw-tensorstore", "raw-obstore")
 MEGATRON = "megatron-zarr"
 ORBAX = "orbax"

@@ -1,0 +1,21 @@
+"""PyTorch DCP over our storage and over its own in an object store: the GPT state, one rank."""
+
+from __future__ import annotations
+
+from bench import clients
+from bench.cases.object_store import one_round
+from bench.context import Context
+from bench.field_of_clients import Field
+
+CASE = "s3-dcp"
+PEER = "dcp-s3"
+
+
+def run(context: Context) -> None:
+    """Save and load, client by client in every round."""
+    names = (clients.DCP_OURS, PEER)
+    with Field(context, CASE, 1, "gpt", context.scale, names) as field:
+        field.rounds(
+            lambda context, crew, client, repeat: one_round(CASE, context, crew, client, repeat),
+            range(-1, context.repeats),
+        )

@@ -1,0 +1,166 @@
+"""A checkpoint of this package as the target of a conversion: root document, manifest and all.
+
+On a disk it grows in a work folder beside the target. In an object store it is an attempt at the
+target itself, as every save is, which a later run goes on with as long as no other has claimed it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any
+
+from shardstore.convert.sources import Extras
+from shardstore.convert.targets import Read, Receipt, Written
+from shardstore.dcp.layout import grid_of
+from shardstore.errors import StorageError
+from shardstore.mapping import ShardedObject
+from shardstore.storage import arrays as stored_arrays
+from shardstore.storage import commit, dtypes
+from shardstore.storage.attempt import Attempt
+from shardstore.storage.chunks import ChunkWrite
+from shardstore.storage.commit import FolderAttempt
+from shardstore.storage.documents import SEPARATOR, ArrayMeta
+from shardstore.storage.grid import DEFAULT_TARGET_CHUNK_BYTES, Box
+from shardstore.storage.location import Location
+from shardstore.storage.manifest import ChunkRecord, RankManifest
+from shardstore.storage.names import node_name
+from shardstore.storage.options import SaveOptions
+from shardstore.storage.publish import About, publish
+from shardstore.strategies.common import TorchCommonSaveStrategy
+from shardstore.strategies.common_json import BACKEND, MEMBER, VERSION, StateRecord
+
+__all__ = ["ShardstoreTarget"]
+
+
+class ShardstoreTarget:
+    """A checkpoint of this package.
+
+    Args:
+        work: folder beside a local target; it is not used in an object store.
+        target: where the checkpoint shall be.
+        source: name of the source's format, for the record.
+        overwrite: a checkpoint at the target may be replaced.
+        budget_bytes: memory for chunks on their way to a store.
+    """
+
+    def __init__(
+        self,
+        work: Location,
+        target: Location,
+        *,
+        source: str,
+        overwrite: bool,
+        budget_bytes: int,
+    ) -> None:
+        self._work, self._target = work, target
+        self._options = SaveOptions(overwrite=overwrite, budget_bytes=budget_bytes)
+        self._manifest = RankManifest(0)
+        self._attempt: Attempt = self._folder_attempt()
+        self._source = source
+        self._extras = Extras()
+        self._started = perf_counter()
+
+    def _folder_attempt(self) -> FolderAttempt:
+        return FolderAttempt(self._target, self._work, "convert", self._options.overwrite)
+
+    def start(self) -> Any:
+        """An empty work folder, or a new attempt."""
+        if self._target.is_local:
+            self._work.delete()
+            self._work.write(commit.OWNER_NAME, b"{}")
+            return None
+        self._attempt = commit.begin(self._target, overwrite=self._options.overwrite)
+        return self._attempt.id
+
+    def resume(self, state: Any) -> bool:
+        """Go on in the folder, or with the attempt if it still owns the target."""
+        if self._target.is_local:
+            return self._work.is_dir()
+        self._attempt = commit.join(self._target, str(state), overwrite=self._options.overwrite)
+        try:
+            self._attempt.check()
+        except StorageError:
+            return False
+        return True
+
+    def has(self, array: ArrayMeta, index: tuple[int, ...], receipt: Receipt) -> bool:
+        """Yes: a chunk is written before its receipt is, and found out by the comparison if not."""
+        return True
+
+    def array(self, meta: ArrayMeta, boxes: Sequence[Box], most_bytes: int) -> ArrayMeta:
+        """Chunks that straddle no shard of the source."""
+        size = dtypes.itemsize(meta.dtype)
+        most = min(DEFAULT_TARGET_CHUNK_BYTES, most_bytes)
+        grid, edges, straddled = grid_of(meta.shape, boxes, size, most)
+        return ArrayMeta(
+            meta.key,
+            node_name(meta.key),
+            grid,
+            meta.dtype,
+            separator=SEPARATOR,
+            shard_shape=None if straddled else edges,
+        )
+
+    def begin(self, arrays: Sequence[ArrayMeta], extras: Extras) -> None:
+        """Array documents, and what is no tensor."""
+        self._extras = extras
+        for meta in arrays:
+            text = self._manifest.add_array(meta, created=True)
+            if not self._attempt.defers_documents:
+                self._attempt.put(f"{meta.node}/{meta.document_name}", text.encode())
+        place = self._attempt.location.place
+        for key, value in extras.objects.items():
+            sharded = ShardedObject.empty_from_unique_key(key)
+            sharded.data = value()
+            TorchCommonSaveStrategy().save_sharded_objects({key: sharded}, place)
+        if extras.common is not None:
+            self._attempt.put("common.pt", extras.common)
+
+    def write(self, chunks: Sequence[Written]) -> list[Receipt]:
+        """Write chunks; their records are the receipts."""
+        found: dict[tuple[str, tuple[int, ...]], ChunkRecord] = {}
+
+        def done(item: ChunkWrite, record: ChunkRecord) -> None:
+            found[item.array.key, tuple(item.index)] = record
+
+        mover = stored_arrays.mover_for(self._attempt.location, self._options, self._attempt)
+        mover.write([ChunkWrite(c.array, c.index, c.data) for c in chunks], done)
+        receipts = []
+        for chunk in chunks:
+            record = found[chunk.array.key, chunk.index]
+            self._manifest.add_chunk(chunk.array, chunk.index, record)
+            running = [int(n) for n in record.running]
+            receipts.append([record.stored_bytes, record.crc, record.digest.hex(), running])
+        return receipts
+
+    def restore(self, array: ArrayMeta, index: tuple[int, ...], receipt: Receipt) -> None:
+        """A row of the manifest."""
+        stored, crc, digest, running = receipt
+        record = ChunkRecord(stored, crc, bytes.fromhex(digest), running)
+        self._manifest.add_chunk(array, index, record)
+
+    def reader(self) -> Read:
+        """Chunks are read with their checksums verified."""
+        mover = stored_arrays.mover_for(self._attempt.location, self._options, self._attempt)
+        return lambda reads: mover.read(reads, lambda: None)
+
+    def publish(self) -> None:
+        """Root document and commit."""
+        extras = self._extras
+        record: dict[str, Any] = {"converted_from": self._source}
+        backend = ("torch", 1)
+        if extras.common is None:
+            backend = (BACKEND, VERSION)
+            files = sorted(key.rpartition("/")[0] for key in extras.objects)
+            about = StateRecord(extras.record.paths, extras.record.values, files)
+            record[MEMBER] = about.to_json()
+        seconds = perf_counter() - self._started
+        self._manifest.seconds = {"write": seconds}
+        about_root = About(
+            common_backend=backend, attributes=extras.attributes, record=record, seconds=seconds
+        )
+        publish(self._attempt, self._options, [self._manifest.to_bytes()], about_root)
+
+    def stop(self) -> None:
+        """Nothing is held; a later run goes on with the attempt."""

@@ -1,0 +1,211 @@
+"""One rank's part of a save through DCP: its items become chunks, values and files of an attempt.
+
+What other ranks hold of the same chunk goes to the coordinator as pieces (:mod:`gathered`). Knows
+the planner, which is asked for the data, and the attempt; no other rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
+
+from shardstore.dcp.layout import contains
+from shardstore.dcp.save_plan import Task, array_of, box_of
+from shardstore.errors import CheckpointingException, DTypeMismatchError
+from shardstore.mapping import ShardedObject
+from shardstore.plain_values import NotPlainError
+from shardstore.storage import dtypes
+from shardstore.storage.attempt import Attempt
+from shardstore.storage.chunks import ChunkWrite, as_bytes
+from shardstore.storage.documents import ArrayMeta
+from shardstore.storage.grid import Box
+from shardstore.storage.manifest import RankManifest
+from shardstore.storage.options import SaveOptions
+from shardstore.storage.publish import write_chunks
+from shardstore.strategies.common import object_file
+from shardstore.strategies.common_json import as_json
+
+__all__ = ["Piece", "Report", "write_items"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Piece:
+    """A part of a chunk that other ranks hold too; the coordinator puts them together.
+
+    Attributes:
+        key: of the tensor.
+        index: of the chunk.
+        within: the part, counted from the chunk's corner.
+        data: its elements in C order.
+    """
+
+    key: str
+    index: tuple[int, ...]
+    within: Box
+    data: bytes
+
+
+@dataclass
+class Report:
+    """What a rank wrote, for the coordinator.
+
+    Attributes:
+        manifest: its chunks, :meth:`RankManifest.to_bytes`.
+        metas: arrays of its pieces.
+        pieces: parts of chunks, which it did not write.
+        values: flat key -> JSON form of what is no tensor.
+        files: flat keys of what has no such form and lies in a file.
+    """
+
+    manifest: bytes
+    metas: dict[str, ArrayMeta] = field(default_factory=dict)
+    pieces: list[Piece] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+    files: list[str] = field(default_factory=list)
+
+
+def write_items(
+    items: Iterable[WriteItem],
+    planner: SavePlanner,
+    task: Task,
+    attempt: Attempt,
+    options: SaveOptions,
+    *,
+    plan_seconds: float = 0.0,
+) -> Report:
+    """Write a rank's items. Called by every rank; it waits for no other.
+
+    Args:
+        items: the rank's.
+        planner: gives their data.
+        task: what the coordinator says of them.
+        attempt: where to.
+        options: how.
+        plan_seconds: what the rank has done for this save so far, for the commit record.
+
+    Raises:
+        StorageError: the store refused.
+        DTypeMismatchError: a tensor has no plain memory.
+    """
+    start = perf_counter()
+    manifest, report = RankManifest(task.rank), Report(b"")
+    metas: dict[str, ArrayMeta] = {}
+    writes: list[ChunkWrite] = []
+    for item in items:
+        if item.type == WriteItemType.BYTE_IO:
+            _write_value(item, planner, attempt, report)
+            continue
+        key = item.index.fqn
+        meta = metas.get(key) or array_of(item, task.grids[key])
+        metas[key] = meta
+        straddled = key in task.straddled
+        _plan_item(item, planner, meta, straddled, writes, report)
+        if straddled:
+            report.metas[key] = meta
+    created = [(meta, key in task.creates) for key, meta in metas.items()]
+    write_chunks(attempt, options, manifest, created, writes)
+    manifest.seconds = {"plan": plan_seconds, "write": perf_counter() - start}
+    report.manifest = manifest.to_bytes()
+    return report
+
+
+def _plan_item(
+    item: WriteItem,
+    planner: SavePlanner,
+    meta: ArrayMeta,
+    straddled: bool,
+    writes: list[ChunkWrite],
+    report: Report,
+) -> None:
+    """An item's whole chunks, and its pieces of chunks that a boundary cuts."""
+    box = box_of(item)
+    source = _Source(item, planner)
+    for index in meta.grid.overlapping(box):
+        chunk = meta.grid.box(index)
+        if not straddled or contains(box, chunk):
+            writes.append(ChunkWrite(meta, index, source.part(chunk.relative_to(box.offset))))
+            continue
+        common = chunk.intersect(box)
+        assert common is not None
+        data = source.part(common.relative_to(box.offset))()
+        piece = as_bytes(np.ascontiguousarray(data)).tobytes()
+        report.pieces.append(Piece(meta.key, index, common.relative_to(chunk.offset), piece))
+
+
+class _Source:
+    """The tensor of an item, asked of the planner when its first chunk is written.
+
+    It is held until the last chunk is: planners may make tensors only when they are asked.
+    """
+
+    def __init__(self, item: WriteItem, planner: SavePlanner) -> None:
+        self._item = item
+        self._planner = planner
+        self._lock = threading.Lock()
+        self._tensor: torch.Tensor | None = None
+        self._left = 0
+
+    def part(self, box: Box) -> Any:
+        """A function that gives a part of the tensor, on the host."""
+        self._left += 1
+
+        def fetch() -> NDArray[Any]:
+            with self._lock:
+                if self._tensor is None:
+                    self._tensor = self._resolved()
+                tensor = self._tensor
+                self._left -= 1
+                if self._left == 0:
+                    self._tensor = None
+            if box.shape != tuple(tensor.shape):
+                where: tuple[Any, ...] = (..., *box.slices)
+                tensor = tensor[where]
+            if tensor.device.type != "cpu":
+                tensor = tensor.contiguous().cpu()
+            return dtypes.as_numpy(tensor)
+
+        return fetch
+
+    def _resolved(self) -> torch.Tensor:
+        found = self._planner.resolve_data(self._item)
+        key = self._item.index.fqn
+        if not isinstance(found, torch.Tensor):
+            raise CheckpointingException(
+                f"the planner resolved key {key!r} to a {type(found).__name__}, not to a tensor",
+                key=key,
+            )
+        found = found.detach()
+        if found.layout is not torch.strided or found.device.type == "meta":
+            raise DTypeMismatchError(
+                f"key {key!r} is a tensor of layout {found.layout} on {found.device}, which has "
+                "no plain memory to write; make it a dense tensor with data",
+                key=key,
+            )
+        return found
+
+
+def _write_value(item: WriteItem, planner: SavePlanner, attempt: Attempt, report: Report) -> None:
+    """A value that is no tensor: JSON for the coordinator, or else a file of its own."""
+    key = item.index.fqn
+    stream = cast(Any, planner.resolve_data(item))
+    data: bytes = stream.getvalue()
+    try:
+        stream.seek(0)
+        # What the planner pickled a moment ago, in this process.
+        value = torch.load(stream, map_location="cpu", weights_only=False)
+        report.values[key] = as_json(value)
+    except NotPlainError as reason:
+        logger.info("%s: %s; it is kept in a file of its own", key, reason)
+        attempt.put(object_file(ShardedObject(key, None, (1,), (0,))), data)
+        report.files.append(key)

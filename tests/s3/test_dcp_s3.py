@@ -1,0 +1,147 @@
+"""PyTorch DCP over shardstore in an object store: saves by two ranks, loads by other numbers."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import zarr
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import shardstore
+from scripts.s3_servers import S3Server
+from shardstore.dcp import StorageReader, StorageWriter
+from shardstore.errors import CheckpointExistsError, NotACheckpointError
+from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.location import Location
+from tests import dtensor_states
+from tests.ranks_helper import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+ROWS = 13  # 7 and 6 on two ranks; 5, 5 and 3 on three
+VALUES: dict[str, Any] = {"step": 7, "lr": float("nan"), "betas": (0.9, 0.95), "names": ["a", 1]}
+
+
+def whole(shift: int = 0) -> torch.Tensor:
+    return torch.arange(ROWS * 4.0).reshape(ROWS, 4) + shift
+
+
+def state(world_size: int, full: torch.Tensor) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (world_size,))
+    local = dtensor_states.part_of(full, mesh, [Shard(0)])
+    rows = DTensor.from_local(
+        local, mesh, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride()
+    )
+    return {"m": {"rows": rows, "half": full[:3].bfloat16()}, "v": dict(VALUES)}
+
+
+def differences(found: dict[str, Any], shift: int = 0) -> list[str]:
+    full, rows = whole(shift), found["m"]["rows"]
+    expected = dtensor_states.part_of(full, rows.device_mesh, rows.placements)
+    wrong = [] if torch.equal(rows.to_local(), expected) else ["rows"]
+    wrong += [] if torch.equal(found["m"]["half"], full[:3].bfloat16()) else ["half"]
+    values = {**found["v"], "lr": str(found["v"]["lr"])}
+    return wrong + ([] if values == {**VALUES, "lr": "nan"} else ["values"])
+
+
+def save(rank: int, world_size: int, server: S3Server, root: str) -> None:
+    os.environ.update(server.environment)
+    made = state(world_size, whole())
+    dcp.save(made, storage_writer=StorageWriter(f"{root}/plain"))
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save(made, storage_writer=StorageWriter(f"{root}/plain"))
+    assert isinstance(caught.value.failures[0][0], CheckpointExistsError)
+    dcp.save(state(world_size, whole(5)), storage_writer=StorageWriter(f"{root}/over"))
+    dcp.save(made, storage_writer=StorageWriter(f"{root}/over", overwrite=True))
+    writer = StorageWriter(storage_options=server.storage_options)
+    future = dcp.async_save(made, checkpoint_id=f"{root}/async", storage_writer=writer)
+    made["m"]["rows"].to_local().zero_()
+    future.result()
+    for name in ("plain", "over", "async"):
+        assert load(rank, world_size, server, f"{root}/{name}") == []
+
+
+def load(rank: int, world_size: int, server: S3Server, place: str) -> list[str]:
+    for name in server.environment:
+        os.environ.pop(name, None)
+    wanted = state(world_size, whole() * 0 - 1)
+    wanted["v"] = dict.fromkeys(VALUES)
+    wanted["v"]["betas"], wanted["v"]["names"] = (), []
+    reader = StorageReader(place, storage_options=server.storage_options)
+    dcp.load(wanted, storage_reader=reader)
+    os.environ.update(server.environment)
+    return differences(wanted)
+
+
+@pytest.fixture(scope="module")
+def saved(s3_server: S3Server) -> str:
+    """What two ranks saved; all that they checked on the way held."""
+    root = f"s3://{s3_server.new_bucket()}/run"
+    run_ranks(save, 2, s3_server, root)
+    return root
+
+
+def test_loads_by_more_and_by_fewer_ranks(saved: str, s3_server: S3Server) -> None:
+    assert run_ranks(load, 3, s3_server, f"{saved}/async") == [[]] * 3
+    wanted = {"m": {"rows": torch.zeros(ROWS, 4)}}
+    reader = StorageReader(f"{saved}/plain", storage_options=s3_server.storage_options)
+    dcp.load(wanted, storage_reader=reader, no_dist=True)
+    assert torch.equal(wanted["m"]["rows"], whole())
+    assert not dist.is_initialized()
+
+
+def test_there_is_no_pickle_in_the_store(saved: str, s3_server: S3Server) -> None:
+    location = Location.of(f"{saved}/plain", **s3_server.storage_options)
+    names = location.remote.walk()
+    assert {"zarr.json", "m.rows/zarr.json", "m.rows/c.0.0", "manifest.npz"} <= set(names)
+    for name in names:
+        data = location.read(name)
+        if name.endswith(".json"):
+            json.loads(data)
+        elif name == "manifest.npz":
+            columns = np.load(io.BytesIO(data), allow_pickle=False)
+            assert all(column.dtype != object for column in columns.values())
+        else:
+            # A chunk and nothing else: of the size that its array says.
+            node, _, chunk = name.rpartition("/")
+            assert chunk.startswith("c.")
+            assert len(data) == StoredCheckpoint(location).arrays[node].chunk_bytes + 4
+
+
+def test_other_readers_see_the_same(saved: str, s3_server: S3Server) -> None:
+    options = s3_server.storage_options
+    group = zarr.open_group(f"{saved}/plain", mode="r", storage_options=options)
+    assert np.array_equal(np.asarray(group["m.rows"][...]), whole().numpy())
+    found = shardstore.load_plain_tensors(f"{saved}/over", storage_options=options)
+    assert torch.equal(found["m.rows"], whole())
+    assert found["v"]["betas"] == VALUES["betas"]
+
+
+def test_each_ranks_part_is_in_the_commit(saved: str, s3_server: S3Server) -> None:
+    stored = StoredCheckpoint(Location.of(f"{saved}/plain", **s3_server.storage_options))
+    assert stored.root is not None
+    commit = stored.root.attributes["shardstore"]["commit"]
+    assert commit["world_size"] == 2
+    assert len(commit["ranks"]["bytes"]) == 2
+    assert sum(commit["ranks"]["bytes"]) == commit["stored_bytes"]
+    assert all(seconds > 0 for seconds in commit["ranks"]["write_s"])
+
+
+def test_nothing_there(s3_server: S3Server) -> None:
+    place = f"s3://{s3_server.new_bucket()}/none"
+    reader = StorageReader(place, storage_options=s3_server.storage_options)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load({"w": torch.zeros(1)}, storage_reader=reader, no_dist=True)
+    assert f"{place} is not a distributed checkpoint" in str(caught.value.failures[0][0])
+    with pytest.raises(NotACheckpointError):
+        reader.read_metadata()
