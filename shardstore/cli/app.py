@@ -10,7 +10,6 @@ import gc as gc_module
 import os
 import sys
 from enum import StrEnum
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
 import typer
@@ -65,6 +64,8 @@ class Plot(StrEnum):
 
 def _version(wanted: bool) -> None:
     if wanted:
+        from importlib.metadata import PackageNotFoundError, version
+
         try:
             print(version("shardstore"))
         except PackageNotFoundError:

@@ -29,11 +29,11 @@ from shardstore.errors import AccessPatternError, DamagedCheckpointError
 from shardstore.storage import documents
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import inner_blocks
+from shardstore.storage.names import MANIFEST_NAME
 from shardstore.storage.rank_record import RankRow
 
 __all__ = ["MANIFEST_NAME", "ChunkRecord", "Manifest", "RankManifest", "merge"]
 
-MANIFEST_NAME = "manifest.npz"
 SHOWN = 4
 
 
