@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from bench import asynchronous, clients, gpu, machine, report
+from bench import asynchronous, clients, command_line, gpu, machine, report
 from bench.cases import DISK, S3
 from bench.context import Context
 from bench.results import Results
@@ -102,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     asynchronous.add_parser(commands)
     gpu.add_parser(commands)
+    command_line.add_parser(commands)
     return parser
 
 
