@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from pathlib import Path
@@ -41,6 +42,32 @@ def test_links_and_scripts_exist(page: str) -> None:
         assert (ROOT / page).parent.joinpath(target).exists(), target
     for script in re.findall(r"scripts/\w+", text):
         assert os.access(ROOT / script, os.X_OK), script
+
+
+def test_every_setting_is_listed() -> None:
+    """Each optional argument of what the table speaks of is in the table."""
+    from shardstore import CheckpointManager, async_save, load, load_plain_tensors, save
+    from shardstore.convert import convert
+    from shardstore.dcp import StorageWriter
+    from shardstore.strategies.zarr import ZarrSaveShardedStrategy
+
+    table = README[README.index("| setting | default |") :].split("\n\n", 1)[0]
+    told = set(re.findall(r"(\w+)=\)?`", table))
+    not_settings = {"checkpoint_dir", "source_format", "target_format", "url"}
+    for function in (
+        save,
+        async_save,
+        load,
+        load_plain_tensors,
+        ZarrSaveShardedStrategy,
+        CheckpointManager,
+        StorageWriter,
+        convert,
+    ):
+        for name, parameter in inspect.signature(function).parameters.items():
+            optional = parameter.default is not parameter.empty
+            if optional and not name.startswith("_") and name not in not_settings:
+                assert name in told, f"{function.__name__}({name}=)"
 
 
 def test_defaults_are_as_told() -> None:
