@@ -17,12 +17,12 @@ import typer
 from shardstore.cli.shared import (
     WRONG_USE,
     complain,
+    locate,
     open_stored,
-    parse_options,
     parse_size,
+    require_no_array,
 )
 from shardstore.errors import CheckpointingException, DamagedCheckpointError
-from shardstore.storage.location import Location
 
 __all__ = ["app", "main"]
 
@@ -127,9 +127,10 @@ def verify(
     from shardstore.cli.checking import run_verify
     from shardstore.storage.checkpoint import StoredCheckpoint
 
-    location = Location.of(checkpoint, **parse_options(storage_option or []))
+    location = locate(checkpoint, storage_option or [])
     if not location.exists("zarr.json"):
         open_stored(checkpoint, storage_option or [])
+    require_no_array(location)
     code = run_verify(
         StoredCheckpoint(location),
         keys or [],
@@ -275,7 +276,7 @@ def gc(
     """List, and with --delete remove, what saves that died left behind."""
     from shardstore.cli.removing import run_gc
 
-    location = Location.of(root, **parse_options(storage_option or []))
+    location = locate(root, storage_option or [])
     run_gc(location, delete=delete, older_than_h=older_than, as_json=as_json)
 
 
@@ -289,7 +290,7 @@ def rm(
     """Remove a checkpoint, its commit first; files of others in its folder stay."""
     from shardstore.cli.removing import run_rm
 
-    location = Location.of(checkpoint, **parse_options(storage_option or []))
+    location = locate(checkpoint, storage_option or [])
     run_rm(location, yes=yes, as_json=as_json, confirm=typer.confirm)
 
 
@@ -312,9 +313,12 @@ def run(arguments: list[str] | None = None) -> int:
         complain(error)
         return WRONG_USE
     except BrokenPipeError:
-        # The reader (head, less) has seen enough. Python would complain again at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return _seen_enough()
+    except SystemExit as error:
+        # How typer ends where the pipe broke while it was its turn.
+        if isinstance(error.__context__, BrokenPipeError):
+            return _seen_enough()
+        raise
     except ImportError as error:
         complain(f"{error}; a part that this needs is not installed")
         return WRONG_USE
@@ -324,6 +328,13 @@ def run(arguments: list[str] | None = None) -> int:
     except Exception as error:
         complain(_usage(error))
         return WRONG_USE
+
+
+def _seen_enough() -> int:
+    """The reader (head, less) has seen enough, and all is well; Python would complain again at its
+    end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)
+    return 0
 
 
 def _usage(error: Exception) -> str:

@@ -178,7 +178,11 @@ def _check_free(target: Path, wanted: str, overwrite: bool) -> None:
         return
     raise CheckpointExistsError(
         f"{target} already exists; convert to elsewhere"
-        + (", or pass overwrite=True to replace a checkpoint" if wanted == "shardstore" else ""),
+        + (
+            ", or pass overwrite=True (--overwrite) to replace a checkpoint"
+            if wanted == "shardstore"
+            else ""
+        ),
         url=str(target),
     )
 

@@ -13,26 +13,28 @@ import resource
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import islice
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any
 
 from shardstore.errors import CheckpointingException, DamagedCheckpointError
 from shardstore.storage import documents
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.chunk_check import ChunkChecker, free_memory
 from shardstore.storage.documents import ArrayMeta
+from shardstore.storage.findings import Finding, Severity, Verified
 from shardstore.storage.grid import Box
 from shardstore.storage.location import Location
 from shardstore.storage.manifest import MANIFEST_NAME, Manifest
 from shardstore.storage.names import key_of
+from shardstore.storage.object_files import beside_arrays, object_place
 from shardstore.storage.parallel import default_threads, run_batched
 from shardstore.storage.small_arrays import SMALL_CHUNK_BYTES, SmallArrays, document_texts
 from shardstore.storage.torch_archive import verify_archive
 
-__all__ = ["Finding", "Verified", "object_place", "verify"]
+__all__ = ["Finding", "Verified", "verify"]
 
 BATCH_BYTES = 64 * 1024 * 1024
 RUN_BYTES = 32 * 1024 * 1024
@@ -41,65 +43,7 @@ RUN_CHUNKS = 256
 SMALL_BATCH = 256
 SHOWN_OBJECTS = 10
 """Of one key that are missing; a name alone can claim a grid of any size."""
-OWN_FILES = frozenset({"zarr.json", "metadata.json", "common.pt", MANIFEST_NAME, ".owner.json"})
 REMOTE_THREADS = 16
-
-Severity = Literal["damage", "note"]
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """Something that is not as it was saved.
-
-    Attributes:
-        kind: one word or two, such as ``chunk-missing``; does not change between versions.
-        severity: ``damage``, or ``note`` for what hinders no reader (a foreign file).
-        message: one sentence that names key, chunk, writer and path.
-        path: file or object concerned.
-        key: key of the tensor or object.
-        chunk: chunk index in the array's grid.
-        rank: global rank that wrote it, where the manifest knows.
-    """
-
-    kind: str
-    severity: Severity
-    message: str
-    path: str
-    key: str | None = None
-    chunk: tuple[int, ...] | None = None
-    rank: int | None = None
-
-
-@dataclass
-class Verified:
-    """What a verification covered.
-
-    Attributes:
-        arrays, chunks, objects: how many were looked at.
-        bytes: read for it, chunks alone.
-        unchecked: chunks without any checksum (the Zarr v2 layout), of which only presence and
-            size were compared.
-        damage, notes: findings of each severity.
-        seconds: it took.
-    """
-
-    arrays: int = 0
-    chunks: int = 0
-    objects: int = 0
-    bytes: int = 0
-    unchecked: int = 0
-    damage: int = 0
-    notes: int = 0
-    seconds: float = 0.0
-
-    @property
-    def ok(self) -> bool:
-        """No damage was found."""
-        return self.damage == 0
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {"ok": self.ok, **asdict(self)}
 
 
 def verify(
@@ -298,14 +242,9 @@ class _Verification:
                 path = f"{self.location.url}/common.pt"
                 text = f"{path} is missing: the non-sharded part of the state is gone"
                 self._report("common-missing", text, "common.pt")
-        for name in top:
-            key = key_of(name) or name
-            if name in OWN_FILES or name in nodes or not self._wants(key):
-                continue
-            below = self.location.listing(name) if self.location.is_dir(name) else []
-            objects = [entry for entry in below if object_place(entry)]
-            self._objects(name, key, objects)
-            self._foreign(name, below, objects)
+        for found in beside_arrays(self.location, top, nodes, self._wants):
+            self._objects(found.name, found.key, found.objects)
+            self._foreign(found.name, found.entries, found.objects)
 
     def _objects(self, node: str, key: str, names: Sequence[str]) -> None:
         with self._lock:
@@ -502,18 +441,6 @@ def _waits() -> int:
 
 def _knows(manifest: Manifest, array: ArrayMeta) -> bool:
     return manifest.row(array, (0,) * len(array.shape)) is not None
-
-
-def object_place(name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Offset and grid shape in the name of a sharded object's file, ``None`` for other names."""
-    if not (name.startswith("shard_") and name.endswith(".pt")):
-        return None
-    parts = name[len("shard_") : -len(".pt")].split("_")
-    try:
-        offset, shape = (tuple(int(n) for n in part.split(".") if n) for part in parts)
-    except ValueError:
-        return None
-    return offset, shape
 
 
 def _grid(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:

@@ -140,3 +140,16 @@ def test_requests_to_an_object_store(
         # A document and a chunk of each array, and no listing of each.
         assert proxy.count("GET") <= 2 * SMALL_ARRAYS + 20
         assert proxy.count(path="list-type") <= 6
+
+
+def test_a_reader_that_has_seen_enough_is_no_failure(many: Path) -> None:
+    """`shardstore ls CKPT | head -1`, in a shell that minds how each command ends."""
+    loop = f"for i in 1 2 3 4; do {sys.executable} -m shardstore ls {many} --json | head -1; done"
+    done = subprocess.run(
+        ["bash", "-e", "-o", "pipefail", "-c", loop],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "{\n" * 4, "")
