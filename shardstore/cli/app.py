@@ -130,7 +130,8 @@ def verify(
     location = locate(checkpoint, storage_option or [])
     if not location.exists("zarr.json"):
         open_stored(checkpoint, storage_option or [])
-    require_no_array(location)
+    elif not location.exists("metadata.json"):
+        require_no_array(location)
     code = run_verify(
         StoredCheckpoint(location),
         keys or [],

@@ -67,10 +67,8 @@ def _types() -> dict[str, np.dtype[Any]]:
     import ml_dtypes
     import numpy as np
 
-    foreign = {name: np.dtype(getattr(ml_dtypes, name)) for name in _FOREIGN}
-    return {
-        name: foreign.get(name) or np.dtype(f"<{np.dtype(name).str[1:]}") for name in _ITEMSIZES
-    }
+    own = {n: np.dtype(f"<{np.dtype(n).str[1:]}") for n in _ITEMSIZES if n not in _FOREIGN}
+    return {**own, **{name: np.dtype(getattr(ml_dtypes, name)) for name in _FOREIGN}}
 
 
 @cache

@@ -11,17 +11,23 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from shardstore.storage.location import Location
+from shardstore.storage.location import Location, store_errors
 
 __all__ = ["node_type", "what_else"]
 
 
 def _document(location: Location) -> dict[str, Any]:
-    """The Zarr v3 document at a place; empty where there is none, or a damaged one."""
-    try:
-        document = json.loads(location.read("zarr.json"))
-    except (OSError, ValueError):
-        return {}
+    """The Zarr v3 document at a place; empty where there is none, or a damaged one.
+
+    Raises:
+        StorageError: the store refused to tell.
+    """
+    url = f"{location.url}/zarr.json"
+    with store_errors("reading", url):
+        try:
+            document = json.loads(location.read("zarr.json"))
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
+            return {}
     return document if isinstance(document, dict) else {}
 
 
@@ -37,7 +43,7 @@ def what_else(location: Location) -> str | None:
     ours; ``None`` for one, a damaged one included, so that it can be removed.
 
     Returns:
-        For error texts, such as ``"a single array (part of a checkpoint, or of another program)"``.
+        Words for an error text.
     """
     document = _document(location)
     if document.get("node_type") == "array":
