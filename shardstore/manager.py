@@ -1,34 +1,32 @@
 """The checkpoints of one training run: saved by step, the old ones deleted, the newest restored.
 
-Answers for names, retention, falling back from a damaged checkpoint, and for what is done in the
-background by rank 0 alone. How a checkpoint is saved and loaded is :mod:`serialization`'s business,
-which steps are kept is :mod:`retention`'s, and what a step is on the store :mod:`storage.steps`'.
+Answers for the one object that a trainer holds, for names, and for what is handed to the background
+of rank 0. How a checkpoint is saved and loaded is :mod:`serialization`'s business, falling back
+from a damaged one is :mod:`restoring`'s, comparing and deleting steps :mod:`upkeep`'s, which are
+kept :mod:`retention`'s, and what a step is on the store :mod:`storage.steps`'.
 There is no state beside the checkpoints themselves: what is there is what was committed.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields
 from datetime import timedelta
-from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Unpack
 
 import torch.distributed as dist
 
 from shardstore.async_handle import AsyncSave, async_save
-from shardstore.fallback import Damage, agree_on_damage, choose, damage_of
 from shardstore.housekeeping import Claims, Housekeeping
 from shardstore.mapping import ShardedStateDict
-from shardstore.progress import ProgressCallback, callback_of
-from shardstore.ranks import Ranks
+from shardstore.progress import ProgressCallback
+from shardstore.restoring import Restored, restore
 from shardstore.retention import Retention
 from shardstore.saving import SaveCall, options_of
-from shardstore.serialization import begin_save, load
+from shardstore.serialization import begin_save
 from shardstore.step_arguments import (
     AsyncSaveArguments,
     SaveArguments,
@@ -38,28 +36,12 @@ from shardstore.step_arguments import (
 )
 from shardstore.storage.location import Location
 from shardstore.storage.options import SaveOptions
-from shardstore.storage.steps import MARK, StepInfo, Steps, mark_of, what_is_missing
+from shardstore.storage.steps import MARK, StepInfo, Steps, mark_of
+from shardstore.upkeep import Upkeep
 
 __all__ = ["CheckpointManager", "Restored"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """What was restored.
-
-    Attributes:
-        step: which step.
-        state: what :func:`shardstore.load` returned.
-        url: the checkpoint.
-        damaged: newer steps that are damaged and were passed over, newest first.
-    """
-
-    step: int
-    state: Any
-    url: str
-    damaged: tuple[int, ...] = ()
 
 
 class CheckpointManager:
@@ -112,6 +94,7 @@ class CheckpointManager:
         self._damaged: set[int] = set()
         self._infos: dict[int, StepInfo] = {}  # the background's alone
         self._using = Claims()
+        self._upkeep = Upkeep(self._steps, self.policy, self._using, self._damaged, self._infos)
 
     # -- what is there -------------------------------------------------------------------------
 
@@ -283,12 +266,7 @@ class CheckpointManager:
             self._damaged.discard(step)
             if not first:
                 return
-            self._infos[step] = StepInfo(step, True, metrics, record.get("content"))
-            _log_step(step, place.url, record, metrics)
-            try:
-                self._compare(step)
-            finally:
-                self._retain()
+            self._upkeep.saved(step, record, metrics)
 
         if not everywhere:
             self._damaged.discard(step)
@@ -330,61 +308,17 @@ class CheckpointManager:
             CheckpointingException: as :func:`shardstore.load`; what is no damage (another shape, a
                 store that does not answer) is never fallen back from.
         """
-        ranks = Ranks.current()
         self._open()
-        what = f"restoring from {self.root.url}"
-        error: BaseException | None = None
-        callback: ProgressCallback | None = None
-        try:
-            callback = callback_of(progress, shows=ranks.is_coordinator)
-            step = None if step is None else number_of(step)
-        except (TypeError, ValueError) as problem:
-            error = problem
-        passed: list[Damage] = []
-        while True:
-            choosing = partial(self._choose, step, passed, verify_first, callback)
-            answer = ranks.together(what=what, error=error, decide=choosing)
-            chosen, found = json.loads(answer)
-            passed += self._warn_of(found)
-            if chosen is None:
-                return None
-            place = self._steps.place(chosen)
-            try:
-                loaded = load(state, place.place, progress=callback, **options)
-                return Restored(chosen, loaded, place.url, tuple(number for number, _ in passed))
-            except Exception as problem:
-                if step is not None or ranks.is_broken:
-                    raise
-                text = agree_on_damage(ranks, problem, what)
-                if text is None:
-                    raise
-            finally:
-                if ranks.is_coordinator:
-                    self._using.release(chosen)
-            passed += self._warn_of([(chosen, text)])
-
-    def _choose(
-        self,
-        step: int | None,
-        passed: Sequence[Damage],
-        verify_first: bool,
-        callback: ProgressCallback | None,
-        _: list[bytes],
-    ) -> bytes:
-        check = partial(damage_of, callback=callback) if verify_first else None
-        return json.dumps(choose(self._steps, self._using, step, passed, check)).encode()
-
-    def _warn_of(self, found: Sequence[Damage]) -> list[Damage]:
-        for number, text in found:
-            self._damaged.add(number)
-            logger.warning(
-                "step %d below %s is damaged and is passed over for the one before it: %s",
-                number,
-                self.root.url,
-                text,
-                extra={"event": "damaged", "step": number, "url": self.url(number)},
-            )
-        return [(number, text) for number, text in found]
+        return restore(
+            state,
+            self._steps,
+            self._using,
+            self._damaged,
+            step=step,
+            verify_first=verify_first,
+            progress=progress,
+            options=options,
+        )
 
     # -- the background --------------------------------------------------------------------------
 
@@ -433,77 +367,3 @@ class CheckpointManager:
                 logger.info("removed what a save that did not finish left: %s", url)
 
         self._house.put(job)
-
-    def _info(self, step: int) -> StepInfo:
-        if step not in self._infos:
-            self._infos[step] = self._steps.info(step)
-        return self._infos[step]
-
-    def _compare(self, step: int) -> None:
-        """Warn if an earlier step has the same arrays."""
-        content = self._infos[step].content
-        if content is None:
-            return
-        for earlier in reversed(self._steps.committed()):
-            if earlier < step and self._info(earlier).content == content:
-                logger.warning(
-                    "every tensor of step %d is the same as in step %d (%s): was the model trained "
-                    "in between, and is it the live state that is saved?",
-                    step,
-                    earlier,
-                    self.url(earlier),
-                    extra={"event": "same_content", "step": step, "earlier": earlier},
-                )
-                return
-
-    def _retain(self) -> None:
-        """Delete what the policy does not keep, and only steps before the newest whole one."""
-        if not self.policy.deletes:
-            return
-        there = [step for step in self._steps.committed() if step not in self._damaged]
-        managed = [step for step in there if self._info(step).managed]
-        newest = self._newest_whole(managed)
-        if newest is None:
-            return
-        metrics = {step: self._info(step).metrics for step in managed if step <= newest}
-        keep = self.policy.kept(metrics)
-        for step in sorted(set(metrics) - keep - {newest}):
-            if not self._using.doom(step):
-                continue
-            try:
-                self._steps.remove(step)
-                logger.info(
-                    "step %d is deleted: %s",
-                    step,
-                    self.url(step),
-                    extra={"event": "delete", "step": step, "url": self.url(step)},
-                )
-            finally:
-                self._infos.pop(step, None)
-                self._using.gone(step)
-
-    def _newest_whole(self, steps: Sequence[int]) -> int | None:
-        for step in sorted(steps, reverse=True):
-            missing = what_is_missing(self._steps.place(step))
-            if missing is None:
-                return step
-            logger.warning("step %d is not whole, and does not count as kept: %s", step, missing)
-        return None
-
-
-def _log_step(step: int, url: str, record: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-    size, seconds = record.get("stored_bytes", 0), record.get("seconds", 0.0)
-    logger.info(
-        "step %d is saved: %s",
-        step,
-        url,
-        extra={
-            "event": "step",
-            "step": step,
-            "url": url,
-            "bytes": size,
-            "seconds": seconds,
-            "bytes_per_second": round(size / max(seconds, 1e-9)),
-            "metrics": dict(metrics),
-        },
-    )

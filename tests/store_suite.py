@@ -26,6 +26,8 @@ from shardstore.errors import (
     NotACheckpointError,
 )
 from shardstore.ranks import Ranks
+from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.commit import is_checkpoint
 from shardstore.storage.counters import counters
 from shardstore.storage.location import Location
 from shardstore.storage.options import SaveOptions
@@ -314,6 +316,22 @@ class StoreTests:
         assert_small_state(shardstore.load(small_state(), below, storage_options=options), 3.0)
         with pytest.raises(NotACheckpointError):
             delete_checkpoint(url, storage_options=options)
+
+    def test_an_array_of_a_checkpoint_is_none(self, place: Place) -> None:
+        url, options = place("whole")
+        shardstore.save(small_state(2.0), url, storage_options=options)
+        key = next(iter(StoredCheckpoint(Location.of(url, **options)).arrays.values())).node
+        array = f"{url}/{key}"
+        assert is_checkpoint(Location.of(url, **options))
+        assert not is_checkpoint(Location.of(array, **options))
+        with pytest.raises(NotACheckpointError, match=r"single array.*nothing was deleted"):
+            delete_checkpoint(array, storage_options=options)
+        for overwrite in (False, True):
+            with pytest.raises(CheckpointExistsError):
+                shardstore.save(
+                    small_state(3.0), array, overwrite=overwrite, storage_options=options
+                )
+        assert_small_state(shardstore.load(small_state(), url, storage_options=options), 2.0)
 
     def test_options_are_not_shown(self, place: Place) -> None:
         url, options = place("shown")

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from bench import asynchronous, clients, gpu, machine, page, plot, report, scale
+from bench import asynchronous, clients, command_line, gpu, machine, page, plot, report, scale
 from bench.cases import DISK, S3
 from bench.context import Context
 from bench.results import Results
@@ -112,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     gpu.add_parser(commands)
     plot.add_parser(commands)
     page.add_parser(commands)
+    command_line.add_parser(commands)
     return parser
 
 

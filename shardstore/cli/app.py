@@ -10,7 +10,6 @@ import gc as gc_module
 import os
 import sys
 from enum import StrEnum
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
 import typer
@@ -18,12 +17,13 @@ import typer
 from shardstore.cli.shared import (
     WRONG_USE,
     complain,
+    locate,
     open_stored,
     parse_options,
     parse_size,
+    require_no_array,
 )
 from shardstore.errors import CheckpointingException, DamagedCheckpointError
-from shardstore.storage.location import Location
 
 __all__ = ["app", "main"]
 
@@ -65,6 +65,8 @@ class Plot(StrEnum):
 
 def _version(wanted: bool) -> None:
     if wanted:
+        from importlib.metadata import PackageNotFoundError, version
+
         try:
             print(version("shardstore"))
         except PackageNotFoundError:
@@ -126,9 +128,11 @@ def verify(
     from shardstore.cli.checking import run_verify
     from shardstore.storage.checkpoint import StoredCheckpoint
 
-    location = Location.of(checkpoint, **parse_options(storage_option or []))
+    location = locate(checkpoint, storage_option or [])
     if not location.exists("zarr.json"):
         open_stored(checkpoint, storage_option or [])
+    elif not location.exists("metadata.json"):
+        require_no_array(location)
     code = run_verify(
         StoredCheckpoint(location),
         keys or [],
@@ -282,7 +286,7 @@ def gc(
     """List, and with --delete remove, what saves that died left behind."""
     from shardstore.cli.removing import run_gc
 
-    location = Location.of(root, **parse_options(storage_option or []))
+    location = locate(root, storage_option or [])
     run_gc(location, delete=delete, older_than_h=older_than, as_json=as_json)
 
 
@@ -296,7 +300,7 @@ def rm(
     """Remove a checkpoint, its commit first; files of others in its folder stay."""
     from shardstore.cli.removing import run_rm
 
-    location = Location.of(checkpoint, **parse_options(storage_option or []))
+    location = locate(checkpoint, storage_option or [])
     run_rm(location, yes=yes, as_json=as_json, confirm=typer.confirm)
 
 
@@ -319,9 +323,12 @@ def run(arguments: list[str] | None = None) -> int:
         complain(error)
         return WRONG_USE
     except BrokenPipeError:
-        # The reader (head, less) has seen enough. Python would complain again at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return _seen_enough()
+    except SystemExit as error:
+        # How typer ends where the pipe broke while it was its turn.
+        if isinstance(error.__context__, BrokenPipeError):
+            return _seen_enough()
+        raise
     except ImportError as error:
         complain(f"{error}; a part that this needs is not installed")
         return WRONG_USE
@@ -331,6 +338,13 @@ def run(arguments: list[str] | None = None) -> int:
     except Exception as error:
         complain(_usage(error))
         return WRONG_USE
+
+
+def _seen_enough() -> int:
+    """The reader (head, less) has seen enough, and all is well; Python would complain again at its
+    end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)
+    return 0
 
 
 def _usage(error: Exception) -> str:

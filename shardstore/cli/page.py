@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shardstore.cli.rank_table import RankTable, rank_table
 from shardstore.cli.shared import counted, human_bytes
 from shardstore.inspection.layout import Cell, Module, array_bytes, shard_counts
 from shardstore.inspection.statistics import Statistics
@@ -36,6 +37,7 @@ details.array { padding-bottom: .2rem; } summary { cursor: pointer; padding: .1r
 .ok { color: #1a7f37; font-weight: 600; } .bad { color: #cf222e; font-weight: 600; }
 .pictures { display: flex; flex-wrap: wrap; gap: 1.5rem; margin: .4rem 0; }
 figure { margin: 0; } figcaption { color: var(--dim); font-size: .85em; max-width: 360px; }
+#ranks td, #ranks th { text-align: right; padding-left: .8rem; } .slowest { font-weight: 600; }
 svg { display: block; background: #8881; } li { overflow-wrap: anywhere; }
 """
 
@@ -71,6 +73,7 @@ def page(
     body = [
         f"<h1>{escape(str(about['url']))}</h1>",
         _record(about),
+        _ranks(rank_table((about["commit"] or {}).get("ranks"))),
         "<h2>Verification</h2>",
         _verification(verified, findings),
         "<h2>Arrays</h2>",
@@ -100,6 +103,8 @@ def _record(about: Mapping[str, Any]) -> str:
         "Content": json.dumps(about["content_metadata"]) if about["content_metadata"] else None,
     }
     known = {"created", "world_size", "seconds", "shardstore", "arrays", "chunks", "stored_bytes"}
+    if rank_table(commit.get("ranks")) is not None:
+        known.add("ranks")
     rows |= {name: json.dumps(value) for name, value in commit.items() if name not in known}
     cells = (
         f"<tr><th>{escape(name)}</th><td>{escape(str(value))}</td></tr>"
@@ -107,6 +112,21 @@ def _record(about: Mapping[str, Any]) -> str:
         if value is not None
     )
     return f'<table id="record">{"".join(cells)}</table>'
+
+
+def _ranks(table: RankTable | None) -> str:
+    if table is None:
+        return ""
+    head = "".join(f"<th>{escape(name)}</th>" for name in table.head)
+    rows = []
+    for row in table.rows:
+        mark = ' class="slowest"' if row[0] == str(table.slowest) else ""
+        rows.append(f"<tr{mark}>{''.join(f'<td>{escape(text)}</td>' for text in row)}</tr>")
+    slowest = "" if table.slowest is None else f"rank {table.slowest} took longest"
+    return (
+        f'<h2>Ranks</h2><table id="ranks"><thead><tr>{head}</tr></thead>'
+        f'<tbody>{"".join(rows)}</tbody></table><p class="dim">{slowest}</p>'
+    )
 
 
 def _verification(verified: Verified | None, findings: Sequence[Finding]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -48,12 +47,13 @@ def run_gc(root: Location, *, delete: bool, older_than_h: float, as_json: bool) 
 def run_rm(location: Location, *, yes: bool, as_json: bool, confirm: Callable[[str], bool]) -> None:
     """Remove a checkpoint, after a question unless ``yes``."""
     from shardstore.storage.commit import is_checkpoint
+    from shardstore.storage.identity import what_else
     from shardstore.storage.sweep import delete_checkpoint
 
-    if not is_checkpoint(location) or _is_of_others(location):
-        raise NotACheckpointError(
-            f"{location.url} is not a checkpoint; nothing was removed", url=location.url
-        )
+    if not is_checkpoint(location):
+        instead = what_else(location)
+        found = f"is {instead}, not a checkpoint" if instead else "is not a checkpoint"
+        raise NotACheckpointError(f"{location.url} {found}; nothing was removed", url=location.url)
     what = f"{location.url}{_size(location)}"
     if not yes:
         if as_json or not sys.stdin.isatty():
@@ -68,19 +68,6 @@ def run_rm(location: Location, *, yes: bool, as_json: bool, confirm: Callable[[s
     print(f"removed {what}")
     if left:
         print(f"left what is not the checkpoint's: {', '.join(left[:8])}")
-
-
-def _is_of_others(location: Location) -> bool:
-    """Whether the document that is there is a single array's, or of a group that is not ours.
-
-    A damaged one counts as ours: a damaged checkpoint can be removed.
-    """
-    try:
-        document = json.loads(location.read("zarr.json"))
-        ours = document["node_type"] == "group" and "shardstore" in document["attributes"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-    return not ours and not location.exists("metadata.json")
 
 
 def _size(location: Location) -> str:

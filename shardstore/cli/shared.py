@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,9 @@ from typing import Any, NoReturn
 from shardstore.errors import CheckpointingException, MissingKeyError, NotACheckpointError
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.documents import ArrayMeta
+from shardstore.storage.identity import node_type
 from shardstore.storage.location import Location
+from shardstore.storage.names import key_of
 
 __all__ = [
     "DAMAGE",
@@ -30,11 +33,13 @@ __all__ = [
     "emit",
     "get_array",
     "human_bytes",
+    "locate",
     "matcher",
     "open_stored",
     "parse_options",
     "parse_size",
     "progress_bar",
+    "require_no_array",
 ]
 
 DAMAGE = 1
@@ -82,10 +87,40 @@ def open_stored(place: str, options: Sequence[str] = ()) -> StoredCheckpoint:
     Raises:
         NotACheckpointError: nothing of ours is there; says what is.
     """
-    stored = StoredCheckpoint(Location.of(place, **parse_options(options)))
-    if stored.root is None:
+    stored = StoredCheckpoint(locate(place, options))
+    try:
+        root = stored.root
+    except NotACheckpointError:
+        require_no_array(stored.location)
+        raise
+    if root is None:
         _require_zarr(stored.location)
     return stored
+
+
+def locate(place: str, options: Sequence[str] = ()) -> Location:
+    """Where a path or URL leads.
+
+    Raises:
+        UsageProblem: a URL that names no bucket, or options of another form.
+    """
+    if re.fullmatch(r"\w+:/+", place):
+        raise UsageProblem(f"{place} names no bucket; give a URL such as s3://bucket/run/step-100")
+    return Location.of(place, **parse_options(options))
+
+
+def require_no_array(location: Location) -> None:
+    """Raise :class:`NotACheckpointError` for the folder of a single array, and say what to do."""
+    if node_type(location) != "array":
+        return
+    parent, _, node = location.url.rpartition("/")
+    above = Location(parent, location.options)
+    hint = "open it with zarr"
+    if node_type(above) == "group":
+        hint = f"give the checkpoint, {parent}, and its key, {key_of(node) or node}"
+    raise NotACheckpointError(
+        f"{location.url} is a single array, not a checkpoint: {hint}", url=location.url
+    )
 
 
 def _require_zarr(location: Location) -> None:
@@ -218,7 +253,7 @@ def _plain(value: Any) -> Any:
 
 def complain(message: object) -> None:
     """One line to standard error."""
-    print("shardstore: " + " ".join(str(message).split("\n")), file=sys.stderr)
+    print("shardstore: " + re.sub(r"\s*[\n\t]\s*", " ", str(message)), file=sys.stderr)
 
 
 @contextmanager

@@ -223,7 +223,11 @@ def _check_empty(target: Location) -> None:
 def _exists(target: Location, wanted: str) -> CheckpointExistsError:
     return CheckpointExistsError(
         f"{target.url} already exists; convert to elsewhere"
-        + (", or pass overwrite=True to replace a checkpoint" if wanted == "shardstore" else ""),
+        + (
+            ", or pass overwrite=True (--overwrite) to replace a checkpoint"
+            if wanted == "shardstore"
+            else ""
+        ),
         url=target.url,
     )
 

@@ -24,8 +24,7 @@ from shardstore.inspection.streaming import DEFAULT_BUDGET_BYTES, read_box, stre
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import Box
-from shardstore.storage.names import key_of
-from shardstore.storage.verify import object_place
+from shardstore.storage.object_files import beside_arrays
 
 __all__ = ["ArrayDifference", "Difference", "compare"]
 
@@ -267,14 +266,13 @@ def _contents(stored: StoredCheckpoint, wants: Callable[[str], bool]) -> dict[st
     """What stands for the content of each file of torch: its records' names and checksums."""
     out: dict[str, object] = {}
     nodes = {array.node for array in stored.arrays.values()}
-    for name in stored.location.listing():
-        if name == "common.pt":
-            out[name] = _records(stored.location.read(name))
-        elif name not in nodes and wants(key_of(name) or name) and stored.location.is_dir(name):
-            for entry in stored.location.listing(name):
-                if object_place(entry):
-                    path = f"{name}/{entry}"
-                    out[path] = _records(stored.location.read(path))
+    top = stored.location.listing()
+    if "common.pt" in top:
+        out["common.pt"] = _records(stored.location.read("common.pt"))
+    for found in beside_arrays(stored.location, top, nodes, wants):
+        for entry in found.objects:
+            path = f"{found.name}/{entry}"
+            out[path] = _records(stored.location.read(path))
     return out
 
 

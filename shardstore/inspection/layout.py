@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from shardstore.storage import dtypes
 from shardstore.storage.documents import ArrayMeta
-from shardstore.storage.manifest import Manifest
+
+if TYPE_CHECKING:
+    from shardstore.storage.manifest import Manifest
 
 __all__ = ["Cell", "Module", "array_bytes", "cells", "drawn_axes", "modules", "shard_counts"]
 

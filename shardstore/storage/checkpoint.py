@@ -7,15 +7,19 @@ import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardstore.errors import NotACheckpointError
 from shardstore.storage import documents
-from shardstore.storage.chunks import Mover, ReadDone, RegionRead
 from shardstore.storage.collector import collector_paused
 from shardstore.storage.documents import ArrayMeta, RootDocument
 from shardstore.storage.location import Location
-from shardstore.storage.manifest import MANIFEST_NAME, Manifest
+from shardstore.storage.names import MANIFEST_NAME
+
+if TYPE_CHECKING:
+    # What reads chunks brings NumPy; a listing reads none.
+    from shardstore.storage.chunks import Mover, ReadDone, RegionRead
+    from shardstore.storage.manifest import Manifest
 
 __all__ = ["StoredCheckpoint"]
 
@@ -125,6 +129,8 @@ class StoredCheckpoint:
             data = self._read_document(self.location, MANIFEST_NAME)
         except FileNotFoundError:
             return None
+        from shardstore.storage.manifest import Manifest
+
         return Manifest.from_bytes(data, f"{self.location.url}/{MANIFEST_NAME}")
 
     def read(self, reads: Sequence[RegionRead], done: ReadDone | None = None) -> None:

@@ -29,6 +29,7 @@ from pathlib import Path
 
 from shardstore.errors import CheckpointExistsError, StorageError
 from shardstore.storage.attempt import Attempt
+from shardstore.storage.identity import node_type, what_else
 from shardstore.storage.location import Location, store_errors
 
 __all__ = ["FolderAttempt", "begin", "is_checkpoint", "join", "sweep", "sync_file_system"]
@@ -46,11 +47,25 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def is_checkpoint(location: Location) -> bool:
     """Whether a committed checkpoint is there (ours, or one with a ``metadata.json`` of another
-    backend)."""
+    backend).
+
+    An array's folder inside a checkpoint is none, nor is a Zarr group of another program.
+    """
     if not location.is_local:
         from shardstore.storage import object_commit
 
-        return object_commit.is_committed(location)
+        names = location.remote.listing()
+        if not object_commit.is_committed(location, names):
+            return False
+        return "metadata.json" in names or what_else(location) is None
+    if location.exists("metadata.json"):
+        return True
+    return location.exists("zarr.json") and what_else(location) is None
+
+
+def _is_taken(location: Location) -> bool:
+    """Whether anything with a checkpoint's marks is at a local place: nothing may lie there that a
+    save writes over unasked."""
     return any(location.exists(marker) for marker in MARKERS)
 
 
@@ -142,10 +157,10 @@ class FolderAttempt:
 
     def _exchange(self) -> None:
         source, target = self.location.url, self.target.url
-        if is_checkpoint(self.target) and not self.overwrite:
+        if _is_taken(self.target) and not self.overwrite:
             raise self._exists()
         _exchange(source, target)
-        if is_checkpoint(self.location) and not self.overwrite:
+        if _is_taken(self.location) and not self.overwrite:
             # Committed by another process between the look and the exchange.
             _exchange(source, target)
             raise self._exists()
@@ -247,6 +262,12 @@ def begin(
         CheckpointExistsError: a checkpoint, or a file, is there and may not be replaced.
         StorageError: the folder can not be created.
     """
+    if overwrite and node_type(place) == "array":
+        raise CheckpointExistsError(
+            f"{place.url} is a single array, not a checkpoint, and is not written over: give the "
+            "folder of a checkpoint, or save elsewhere",
+            url=place.url,
+        )
     if not place.is_local:
         from shardstore.storage import object_commit
 
@@ -264,7 +285,7 @@ def begin(
             "to a folder below it",
             url=target.url,
         )
-    if is_checkpoint(target) and not overwrite:
+    if _is_taken(target) and not overwrite:
         raise CheckpointExistsError(
             f"{target.url} already exists and holds a checkpoint; pass overwrite=True to replace "
             "it, or save "

@@ -11,9 +11,10 @@ from __future__ import annotations
 import json
 import math
 import struct
-from base64 import b64decode
+from binascii import a2b_base64
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from shardstore.errors import FormatVersionError, NotACheckpointError
@@ -87,7 +88,7 @@ class ArrayMeta:
     @property
     def chunk_bytes(self) -> int:
         """Bytes of a decoded chunk."""
-        return math.prod(self.grid.chunk_shape) * dtypes.itemsize(self.dtype)
+        return _chunk_bytes(self.grid.chunk_shape, self.dtype)
 
     def expected_crc(self, index: Sequence[int]) -> int | None:
         """crc32c that the commit has of a decoded chunk; ``None`` where it has none."""
@@ -122,6 +123,11 @@ class ArrayMeta:
     def document_name(self) -> str:
         """Name of the array's own document below its node."""
         return ".zarray" if self.zarr_format == 2 else "zarr.json"
+
+
+@lru_cache(maxsize=4096)
+def _chunk_bytes(chunk_shape: tuple[int, ...], dtype: str) -> int:
+    return math.prod(chunk_shape) * dtypes.itemsize(dtype)
 
 
 def _dumps(document: object) -> str:
@@ -334,7 +340,7 @@ def parse_array(node: str, document: Mapping[str, Any], url: str, sums: object =
             f"{error})",
             url=url,
         ) from error
-    dtypes.numpy_dtype(data_type)
+    dtypes.check(data_type)
     attributes = document.get("attributes") or {}
     about = attributes.get("shardstore") if isinstance(attributes, dict) else None
     about = about if isinstance(about, dict) else {}
@@ -359,7 +365,7 @@ def parse_array(node: str, document: Mapping[str, Any], url: str, sums: object =
 
 def _crcs(sums: str, grid: Grid) -> bytes | None:
     try:
-        crcs = b64decode(sums, validate=True)
+        crcs = a2b_base64(sums, strict_mode=True)
     except ValueError:
         return None
     return crcs if len(crcs) == 4 * grid.size else None

@@ -8,21 +8,22 @@ some names that it does not know make it abort the process.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any, cast
-
-import ml_dtypes
-import numpy as np
 
 from shardstore.errors import DTypeMismatchError
 
 if TYPE_CHECKING:
-    # At run time torch comes with its first tensor: listing and verifying do without it.
+    # At run time torch comes with its first tensor, NumPy with the first values: listing does
+    # without both, verifying without torch.
+    import numpy as np
     import torch
     from numpy.typing import NDArray
 
 __all__ = [
     "as_numpy",
     "as_tensor",
+    "check",
     "itemsize",
     "names",
     "numpy_dtype",
@@ -32,41 +33,56 @@ __all__ = [
     "zarr_name",
 ]
 
-_TYPES: dict[str, np.dtype[Any]] = {
-    "bool": np.dtype(np.bool_),
-    "int8": np.dtype("<i1"),
-    "int16": np.dtype("<i2"),
-    "int32": np.dtype("<i4"),
-    "int64": np.dtype("<i8"),
-    "uint8": np.dtype("<u1"),
-    "uint16": np.dtype("<u2"),
-    "uint32": np.dtype("<u4"),
-    "uint64": np.dtype("<u8"),
-    "float16": np.dtype("<f2"),
-    "float32": np.dtype("<f4"),
-    "float64": np.dtype("<f8"),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
-    "float8_e4m3fnuz": np.dtype(ml_dtypes.float8_e4m3fnuz),
-    "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
-    "float8_e5m2fnuz": np.dtype(ml_dtypes.float8_e5m2fnuz),
-    "complex64": np.dtype("<c8"),
-    "complex128": np.dtype("<c16"),
+_ITEMSIZES = {
+    "bool": 1,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "uint8": 1,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
+    "float16": 2,
+    "float32": 4,
+    "float64": 8,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "complex64": 8,
+    "complex128": 16,
 }
+"""What can be stored, and the bytes of an element."""
 
-_BY_NUMPY = {dtype: name for name, dtype in _TYPES.items()}
+
 _TORCH = "torch."
-_FOREIGN = frozenset(n for n in _TYPES if n == "bfloat16" or n.startswith("float8"))
+_FOREIGN = frozenset(n for n in _ITEMSIZES if n == "bfloat16" or n.startswith("float8"))
 """Types that NumPy does not have itself: named, not coded, in Zarr v2 documents."""
 
 
+@cache
+def _types() -> dict[str, np.dtype[Any]]:
+    import ml_dtypes
+    import numpy as np
+
+    own = {n: np.dtype(f"<{np.dtype(n).str[1:]}") for n in _ITEMSIZES if n not in _FOREIGN}
+    return {**own, **{name: np.dtype(getattr(ml_dtypes, name)) for name in _FOREIGN}}
+
+
+@cache
+def _by_numpy() -> dict[np.dtype[Any], str]:
+    return {dtype: name for name, dtype in _types().items()}
+
+
 def _known() -> str:
-    return ", ".join(_TYPES)
+    return ", ".join(_ITEMSIZES)
 
 
 def names() -> tuple[str, ...]:
     """Zarr names of all data types that can be stored."""
-    return tuple(_TYPES)
+    return tuple(_ITEMSIZES)
 
 
 def zarr_name(dtype: torch.dtype | np.dtype[Any]) -> str:
@@ -77,9 +93,11 @@ def zarr_name(dtype: torch.dtype | np.dtype[Any]) -> str:
     """
     text = str(dtype)
     if text.startswith(_TORCH):  # torch calls every type that can be stored what Zarr calls it
-        name = text[len(_TORCH) :] if text[len(_TORCH) :] in _TYPES else None
+        name = text[len(_TORCH) :] if text[len(_TORCH) :] in _ITEMSIZES else None
     else:
-        name = _BY_NUMPY.get(np.dtype(cast("np.dtype[Any]", dtype)))
+        import numpy as np
+
+        name = _by_numpy().get(np.dtype(cast("np.dtype[Any]", dtype)))
     if name is None:
         raise DTypeMismatchError(
             f"data type {dtype} can not be stored as a Zarr array; convert the tensor to one of: "
@@ -88,31 +106,36 @@ def zarr_name(dtype: torch.dtype | np.dtype[Any]) -> str:
     return name
 
 
+def check(name: object) -> None:
+    """Raise :class:`DTypeMismatchError` unless this version reads a Zarr name."""
+    if not isinstance(name, str) or name not in _ITEMSIZES:
+        raise DTypeMismatchError(
+            f"stored data type {name!r} is not one that this version reads; known: {_known()}"
+        )
+
+
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """NumPy data type (of ml_dtypes for the foreign ones) of a Zarr name.
 
     Raises:
         DTypeMismatchError: the name is not one that this version reads.
     """
-    try:
-        return _TYPES[name]
-    except (KeyError, TypeError):
-        raise DTypeMismatchError(
-            f"stored data type {name!r} is not one that this version reads; known: {_known()}"
-        ) from None
+    check(name)
+    return _types()[name]
 
 
 def torch_dtype(name: str) -> torch.dtype:
     """Torch data type of a Zarr name; errors as :func:`numpy_dtype`."""
     import torch
 
-    numpy_dtype(name)
+    check(name)
     return cast("torch.dtype", getattr(torch, name))
 
 
 def itemsize(name: str) -> int:
     """Bytes an element; errors as :func:`numpy_dtype`."""
-    return numpy_dtype(name).itemsize
+    check(name)
+    return _ITEMSIZES[name]
 
 
 def v2_dtype(name: str) -> str:
@@ -130,8 +153,10 @@ def v2_dtype_name(code: object) -> str:
     if isinstance(code, str):
         if code in _FOREIGN:
             return code
+        import numpy as np
+
         try:
-            name = _BY_NUMPY.get(np.dtype(code))
+            name = _by_numpy().get(np.dtype(code))
         except TypeError:
             name = None
         if name is not None:
@@ -157,7 +182,7 @@ def as_numpy(tensor: torch.Tensor) -> NDArray[Any]:
     if name in _FOREIGN:
         # NumPy does not know the type, so the bits go across as integers of its size.
         bits = torch_dtype(f"uint{8 * tensor.element_size()}")
-        return tensor.view(bits).numpy().view(_TYPES[name])
+        return tensor.view(bits).numpy().view(numpy_dtype(name))
     return tensor.numpy()
 
 

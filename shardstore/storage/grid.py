@@ -91,7 +91,7 @@ class Grid:
     @property
     def counts(self) -> Shape:
         """Number of chunks along each axis; 0 along an empty axis."""
-        return tuple(-(-n // c) for n, c in zip(self.shape, self.chunk_shape, strict=True))
+        return _counts(self.shape, self.chunk_shape)
 
     @property
     def size(self) -> int:
@@ -151,6 +151,11 @@ class Grid:
                 region.offset, region.shape, self.chunk_shape, self.shape, strict=True
             )
         )
+
+
+@lru_cache(maxsize=4096)
+def _counts(shape: Shape, chunk_shape: Shape) -> Shape:
+    return tuple(-(-n // c) for n, c in zip(shape, chunk_shape, strict=True))
 
 
 def _product(ranges: Sequence[range]) -> Iterator[Shape]:

@@ -28,12 +28,10 @@ from shardstore.errors import AccessPatternError, DamagedCheckpointError
 from shardstore.storage import documents
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import Grid, inner_blocks
-from shardstore.storage.names import node_name
+from shardstore.storage.names import MANIFEST_NAME, node_name
 from shardstore.storage.rank_report import pack_report
 
 __all__ = ["MANIFEST_NAME", "ChunkRecord", "Manifest", "RankManifest"]
-
-MANIFEST_NAME = "manifest.npz"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,11 @@ from urllib.parse import unquote
 
 from shardstore.errors import KeyNameError
 
-__all__ = ["MAX_NAME_BYTES", "RESERVED", "check_collisions", "key_of", "node_name"]
+__all__ = ["MANIFEST_NAME", "MAX_NAME_BYTES", "RESERVED", "check_collisions", "key_of", "node_name"]
 
 MAX_NAME_BYTES = 200
-RESERVED = frozenset({"zarr.json", "metadata.json", "common.pt", "manifest.npz"})
+MANIFEST_NAME = "manifest.npz"
+RESERVED = frozenset({"zarr.json", "metadata.json", "common.pt", MANIFEST_NAME})
 """Names that the checkpoint itself uses, lower case."""
 
 _UNSAFE = re.compile(rb"[^A-Za-z0-9._-]")

@@ -309,14 +309,19 @@ def join(place: Location, attempt_id: str, *, overwrite: bool = False) -> Object
     return ObjectAttempt(place, attempt_id, overwrite)
 
 
-def is_committed(location: Location) -> bool:
+def is_committed(location: Location, names: Sequence[str] | None = None) -> bool:
     """Whether a committed checkpoint is there: ours, or one with a ``metadata.json`` of another
     backend.
+
+    Args:
+        location: the target.
+        names: what lies directly below it, where that is known already.
 
     Raises:
         StorageError: the store refused.
     """
-    names = location.remote.listing()
+    if names is None:
+        names = location.remote.listing()
     if "zarr.json" in names:
         return True
     if "metadata.json" not in names:

@@ -189,6 +189,7 @@ class RemoteStore:
                     return False
                 raise
         return True
+
     def stream(self, name: str, part_bytes: int) -> Any:
         """A file to write an object of any size to, from its beginning to its end: an upload in
         parts of so many bytes, which is there once it is closed. Wrap writing in :meth:`errors`.

@@ -18,6 +18,7 @@ from fsspec.asyn import sync  # type: ignore[import-untyped]
 
 from shardstore.errors import CheckpointExistsError, NotACheckpointError
 from shardstore.storage import commit, object_commit
+from shardstore.storage.identity import what_else
 from shardstore.storage.location import Location
 from shardstore.storage.object_commit import ATTEMPTS
 from shardstore.storage.remote import DEADLINE_S, explained
@@ -115,15 +116,15 @@ def delete_checkpoint(
     data. Foreign files stay. Called by one process.
 
     Raises:
-        NotACheckpointError: there is none.
+        NotACheckpointError: there is none; what is there instead (an array of a checkpoint, a group
+            of another program) is left as it is.
         StorageError: the store refused.
     """
     location = Location.of(place, **(storage_options or {}))
     if not commit.is_checkpoint(location):
-        raise NotACheckpointError(
-            f"{location.url} is not a distributed checkpoint; nothing was deleted",
-            url=location.url,
-        )
+        instead = what_else(location)
+        found = f"is {instead}, not a checkpoint" if instead else "is not a distributed checkpoint"
+        raise NotACheckpointError(f"{location.url} {found}; nothing was deleted", url=location.url)
     if location.is_local:
         commit.delete_folder(location)
     else:

@@ -9,93 +9,41 @@ run finds all of it. It does not know what to do about it.
 from __future__ import annotations
 
 import json
+import resource
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import islice
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any
 
 from shardstore.errors import CheckpointingException, DamagedCheckpointError
 from shardstore.storage import documents
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.chunk_check import ChunkChecker, free_memory
 from shardstore.storage.documents import ArrayMeta
+from shardstore.storage.findings import Finding, Severity, Verified
 from shardstore.storage.grid import Box
 from shardstore.storage.location import Location
 from shardstore.storage.manifest import MANIFEST_NAME, Manifest
 from shardstore.storage.names import key_of
+from shardstore.storage.object_files import beside_arrays, object_place
 from shardstore.storage.parallel import default_threads, run_batched
+from shardstore.storage.small_arrays import SMALL_CHUNK_BYTES, SmallArrays, document_texts
 from shardstore.storage.torch_archive import verify_archive
 
-__all__ = ["Finding", "Verified", "object_place", "verify"]
+__all__ = ["Finding", "Verified", "verify"]
 
 BATCH_BYTES = 64 * 1024 * 1024
 RUN_BYTES = 32 * 1024 * 1024
 """Chunks of one array are shared out to the threads in runs of about this size."""
 RUN_CHUNKS = 256
+SMALL_BATCH = 256
 SHOWN_OBJECTS = 10
 """Of one key that are missing; a name alone can claim a grid of any size."""
-OWN_FILES = frozenset({"zarr.json", "metadata.json", "common.pt", MANIFEST_NAME, ".owner.json"})
 REMOTE_THREADS = 16
-
-Severity = Literal["damage", "note"]
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """Something that is not as it was saved.
-
-    Attributes:
-        kind: one word or two, such as ``chunk-missing``; does not change between versions.
-        severity: ``damage``, or ``note`` for what hinders no reader (a foreign file).
-        message: one sentence that names key, chunk, writer and path.
-        path: file or object concerned.
-        key: key of the tensor or object.
-        chunk: chunk index in the array's grid.
-        rank: global rank that wrote it, where the manifest knows.
-    """
-
-    kind: str
-    severity: Severity
-    message: str
-    path: str
-    key: str | None = None
-    chunk: tuple[int, ...] | None = None
-    rank: int | None = None
-
-
-@dataclass
-class Verified:
-    """What a verification covered.
-
-    Attributes:
-        arrays, chunks, objects: how many were looked at.
-        bytes: read for it, chunks alone.
-        unchecked: chunks without any checksum (the Zarr v2 layout), of which only presence and
-            size were compared.
-        damage, notes: findings of each severity.
-        seconds: it took.
-    """
-
-    arrays: int = 0
-    chunks: int = 0
-    objects: int = 0
-    bytes: int = 0
-    unchecked: int = 0
-    damage: int = 0
-    notes: int = 0
-    seconds: float = 0.0
-
-    @property
-    def ok(self) -> bool:
-        """No damage was found."""
-        return self.damage == 0
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {"ok": self.ok, **asdict(self)}
 
 
 def verify(
@@ -131,10 +79,17 @@ class _Run:
     array: ArrayMeta
     first: int
     last: int
+    weight: int
+    is_all: bool
 
-    @property
-    def weight(self) -> int:
-        return (self.last - self.first) * self.array.chunk_bytes
+
+@dataclass
+class _Proved:
+    """What the small arrays of a batch come to: one lock for all of them."""
+
+    chunks: int = 0
+    bytes: int = 0
+    weight: int = 0
 
 
 class _Verification:
@@ -161,6 +116,9 @@ class _Verification:
         self._consolidated: dict[str, dict[str, Any]] = {}
         # Other backends keep what is not sharded elsewhere: ("json", 1) in the root document.
         self._common_backend: object = "torch"
+        self._small: SmallArrays | None = None
+        # All names of an object store's checkpoint, in order: one listing, not one an array.
+        self._listed: list[str] | None = None
 
     def run(self) -> Verified:
         start = perf_counter()
@@ -171,13 +129,15 @@ class _Verification:
         self._config(top)
         self._manifest = self._read_manifest(arrays)
         self._checker = ChunkChecker(self.stored, self._manifest, hashes=self._hashes)
+        if not self.location.is_local:
+            self._listed = self.location.remote.walk()
         self._whole_files(top, {meta.node.split("/")[0] for meta in arrays})
         wanted = [meta for meta in arrays if self._wants(meta.key)]
         self.result.arrays = len(wanted)
         runs = [run for meta in wanted for run in _runs(meta)]
         self._total = sum(run.weight for run in runs)
         run_batched(
-            runs,
+            self._small_ones(runs),
             self._work,
             threads=self.threads,
             weight=lambda run: run.weight,
@@ -282,14 +242,9 @@ class _Verification:
                 path = f"{self.location.url}/common.pt"
                 text = f"{path} is missing: the non-sharded part of the state is gone"
                 self._report("common-missing", text, "common.pt")
-        for name in top:
-            key = key_of(name) or name
-            if name in OWN_FILES or name in nodes or not self._wants(key):
-                continue
-            below = self.location.listing(name) if self.location.is_dir(name) else []
-            objects = [entry for entry in below if object_place(entry)]
-            self._objects(name, key, objects)
-            self._foreign(name, below, objects)
+        for found in beside_arrays(self.location, top, nodes, self._wants):
+            self._objects(found.name, found.key, found.objects)
+            self._foreign(found.name, found.entries, found.objects)
 
     def _objects(self, node: str, key: str, names: Sequence[str]) -> None:
         with self._lock:
@@ -331,12 +286,53 @@ class _Verification:
 
     # -- arrays ---------------------------------------------------------------------------------
 
+    def _small_ones(self, runs: Sequence[_Run]) -> Sequence[_Run]:
+        """Look at small arrays on this thread, for as long as it need not wait for the disk: the
+        threads would only wait for the interpreter, and for each other. Returns the other runs."""
+        small = [run for run in runs if run.is_all and run.array.chunk_bytes <= SMALL_CHUNK_BYTES]
+        if self._manifest is None or not self._consolidated or not self.location.is_local:
+            return runs
+        texts = document_texts(self.location.read("zarr.json"), self._consolidated)
+        self._small = SmallArrays(self.location.url, texts, self._manifest, hashes=self._hashes)
+        done = 0
+        while done < len(small):
+            waits = _waits()
+            self._work(small[done : done + SMALL_BATCH])
+            done += SMALL_BATCH
+            if _waits() - waits > SMALL_BATCH // 8:
+                break
+        looked_at = set(map(id, small[:done]))
+        return [run for run in runs if id(run) not in looked_at]
+
     def _work(self, batch: Sequence[_Run]) -> None:
         try:
+            proved = _Proved()
             for run in batch:
-                self._check_run(run)
+                if not self._proves(run, proved):
+                    self._check_run(run)
+            self._count(proved)
         finally:
             free_memory()
+
+    def _proves(self, run: _Run, proved: _Proved) -> bool:
+        """Whether the run is a whole small array, and sound; if so it is added to the sum."""
+        if self._small is None or not run.is_all:
+            return False
+        size = self._small.proves(run.array)
+        if size is None:
+            return False
+        proved.chunks += run.last
+        proved.bytes += size
+        proved.weight += run.weight
+        return True
+
+    def _count(self, proved: _Proved) -> None:
+        with self._lock:
+            self.result.chunks += proved.chunks
+            self.result.bytes += proved.bytes
+            self._done += proved.weight
+            if self._progress is not None and proved.weight:
+                self._progress(self._done, self._total)
 
     def _check_run(self, run: _Run) -> None:
         array = run.array
@@ -394,7 +390,7 @@ class _Verification:
     def _check_folder(self, array: ArrayMeta) -> None:
         if array.codecs is None:
             return  # codecs of others may keep chunks under names of their own
-        names = set(_names_below(self.location, array.node))
+        names = set(self._names_below(array.node))
         names.discard(array.document_name)
         indices = array.grid.overlapping(Box((0,) * len(array.shape), array.shape))
         names.difference_update(array.chunk_key(index) for index in indices)
@@ -404,6 +400,13 @@ class _Verification:
         for name in sorted(names.difference(objects, (".zattrs", ".zarray"))):
             text = f"{self.location.url}/{array.node}/{name} is no chunk of key {array.key!r}"
             self._report("foreign", text, f"{array.node}/{name}", "note", key=array.key)
+
+    def _names_below(self, node: str) -> Iterable[str]:
+        if self._listed is None:
+            return _names_below(self.location, node)
+        first = bisect_left(self._listed, f"{node}/")
+        last = bisect_left(self._listed, f"{node}0")  # "0" is the character after "/"
+        return (name[len(node) + 1 :] for name in self._listed[first:last])
 
     def _wants(self, key: str) -> bool:
         return not self._keys or any(fnmatchcase(key, pattern) for pattern in self._keys)
@@ -429,20 +432,15 @@ class _Verification:
             self._found(finding)
 
 
+def _waits() -> int:
+    """How often this thread gave up its processor to wait for something (Linux: getrusage(2));
+    being put off it by others does not count."""
+    of_thread = getattr(resource, "RUSAGE_THREAD", None)
+    return 0 if of_thread is None else resource.getrusage(of_thread).ru_nvcsw
+
+
 def _knows(manifest: Manifest, array: ArrayMeta) -> bool:
     return manifest.row(array, (0,) * len(array.shape)) is not None
-
-
-def object_place(name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Offset and grid shape in the name of a sharded object's file, ``None`` for other names."""
-    if not (name.startswith("shard_") and name.endswith(".pt")):
-        return None
-    parts = name[len("shard_") : -len(".pt")].split("_")
-    try:
-        offset, shape = (tuple(int(n) for n in part.split(".") if n) for part in parts)
-    except ValueError:
-        return None
-    return offset, shape
 
 
 def _grid(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -455,9 +453,14 @@ def _grid(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def _runs(array: ArrayMeta) -> Iterator[_Run]:
-    step = max(1, min(RUN_CHUNKS, RUN_BYTES // array.chunk_bytes))
-    for first in range(0, max(1, array.grid.size), step):
-        yield _Run(array, first, min(first + step, array.grid.size))
+    size, count = array.chunk_bytes, array.grid.size
+    step = max(1, min(RUN_CHUNKS, RUN_BYTES // size))
+    if count <= step:
+        yield _Run(array, 0, count, count * size, True)
+        return
+    for first in range(0, count, step):
+        last = min(first + step, count)
+        yield _Run(array, first, last, (last - first) * size, False)
 
 
 def _names_below(location: Location, node: str, prefix: str = "") -> Iterator[str]:

@@ -259,6 +259,10 @@ WRONG = [
     (["gc", "/no/such/place"], "is no folder"),
     (["rm", "PLACE"], "--yes"),
     (["rm", "PLACE/counts", "--yes"], "not a checkpoint"),
+    (["ls", "PLACE/counts"], "give the checkpoint, "),
+    (["verify", "PLACE/counts"], "its key, counts"),
+    (["info", "s3://"], "names no bucket"),
+    (["plot"], "Choose from: layout, histogram, sizes"),
     (["ls", "PLACE", "--storage-option", "endpoint"], "NAME=VALUE"),
     (["ls", "nosuchscheme://bucket/x"], "nosuchscheme"),
 ]

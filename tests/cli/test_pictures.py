@@ -33,6 +33,7 @@ class Page(HTMLParser):
         self.found: list[tuple[str, dict[str, str | None]]] = []
         self.open: list[str] = []
         self.text = ""
+        self.tables: list[list[list[str]]] = []
         self.feed(text)
         assert self.open == []
 
@@ -40,12 +41,20 @@ class Page(HTMLParser):
         self.found.append((tag, dict(attrs)))
         if tag != "meta":
             self.open.append(tag)
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
         self.text += data
+        if self.open and self.open[-1] in ("td", "th"):
+            self.tables[-1][-1][-1] += data
 
     def keys(self) -> list[str | None]:
         return [attributes["data-key"] for _, attributes in self.found if "data-key" in attributes]
@@ -57,6 +66,22 @@ def check_page(page: Page) -> None:
     assert "norm " in page.text
     assert sum(tag == "figure" for tag, _ in page.found) >= len(values())
     assert "written by ranks 0, 1" in page.text
+    check_ranks(page)
+
+
+def check_ranks(page: Page) -> None:
+    """What each rank did is a table with the columns named, not the record's JSON."""
+    table = next(table for table in page.tables if table and table[0][:1] == ["rank"])
+    head, *rows = table
+    assert head[:3] == ["rank", "bytes", "chunks"]
+    assert head[-2:] == ["seconds", "rate"]
+    assert {"plan s", "write s"} <= set(head)
+    assert [row[0] for row in rows] == ["0", "1"]
+    assert all(row[head.index("rate")].endswith("iB/s") for row in rows)
+    for row in rows:
+        parts = [float(row[i]) for i, name in enumerate(head) if name.endswith(" s")]
+        assert float(row[head.index("seconds")]) == pytest.approx(sum(parts), abs=0.01)
+    assert '"slowest"' not in page.text
 
 
 def test_report_is_one_file_that_asks_for_nothing(pristine: Path, tmp_path: Path, cli: Cli) -> None:

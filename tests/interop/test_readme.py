@@ -1,61 +1,30 @@
-"""The README is true: its programs run as they are printed, in order, in one folder.
-
-A comment before a block says on how many ranks it runs: ``<!-- ranks: 4 -->``; ``none`` stands for
-a reader that must not need torch, ``s3`` for one rank and a bucket of an embedded server. What
-``print(...)  # text`` claims has to be what comes out.
-"""
+"""The pages are true: their programs and commands run as they are printed (see
+:mod:`tests.interop.programs`), and what README's tables name is what there is."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import shardstore.errors
 from scripts.s3_servers import S3Server
+from tests.interop.programs import run_page
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = ["README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))]
 
-_BLOCK = re.compile(r"(?:<!-- ranks: (\w+) -->\n)?```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
-_CLAIM = re.compile(r"^ *print\(.*\)  # (.*)$", re.MULTILINE)
 _LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 
 
-def test_programs(tmp_path: Path, s3_server: S3Server) -> None:
+@pytest.mark.parametrize("page", PAGES)
+def test_programs(page: str, tmp_path: Path, s3_server: S3Server) -> None:
     store = {**s3_server.environment, "BUCKET": s3_server.new_bucket()}
-    blocks = _BLOCK.findall(README)
-    assert len(blocks) == README.count("```python") >= 6
-    for number, (ranks, program) in enumerate(blocks):
-        assert ranks, f"no number of ranks before:\n{program}"
-        file = tmp_path / f"block_{number}.py"
-        if ranks == "none":
-            program += "\nimport sys\nassert 'torch' not in sys.modules\n"
-        file.write_text(program, encoding="utf-8")
-        command = [sys.executable]
-        if ranks.isdecimal() and int(ranks) > 1:
-            command += ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-            command += ["--nproc-per-node", ranks]
-        done = subprocess.run(
-            [*command, str(file)],
-            cwd=tmp_path,
-            env={
-                **os.environ,
-                **(store if ranks == "s3" else {}),
-                "GLOO_SOCKET_IFNAME": "lo",
-                "OMP_NUM_THREADS": "1",
-            },
-            capture_output=True,
-            text=True,
-            timeout=200,
-            check=False,
-        )
-        assert done.returncode == 0, f"{program}\n{done.stdout}\n{done.stderr}"
-        assert done.stdout.splitlines() == _CLAIM.findall(program), program
+    run_page((ROOT / page).read_text(encoding="utf-8"), tmp_path, store)
 
 
 def test_every_error_is_listed() -> None:
@@ -66,13 +35,39 @@ def test_every_error_is_listed() -> None:
         assert issubclass(getattr(shardstore.errors, name), base), name
 
 
-@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", "shardstore/storage/FORMAT.md"])
+@pytest.mark.parametrize("page", [*PAGES, "CHANGELOG.md", "shardstore/storage/FORMAT.md"])
 def test_links_and_scripts_exist(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     for target in _LINK.findall(text):
         assert (ROOT / page).parent.joinpath(target).exists(), target
     for script in re.findall(r"scripts/\w+", text):
         assert os.access(ROOT / script, os.X_OK), script
+
+
+def test_every_setting_is_listed() -> None:
+    """Each optional argument of what the table speaks of is in the table."""
+    from shardstore import CheckpointManager, async_save, load, load_plain_tensors, save
+    from shardstore.convert import convert
+    from shardstore.dcp import StorageWriter
+    from shardstore.strategies.zarr import ZarrSaveShardedStrategy
+
+    table = README[README.index("| setting | default |") :].split("\n\n", 1)[0]
+    told = set(re.findall(r"(\w+)=\)?`", table))
+    not_settings = {"checkpoint_dir", "source_format", "target_format", "url"}
+    for function in (
+        save,
+        async_save,
+        load,
+        load_plain_tensors,
+        ZarrSaveShardedStrategy,
+        CheckpointManager,
+        StorageWriter,
+        convert,
+    ):
+        for name, parameter in inspect.signature(function).parameters.items():
+            optional = parameter.default is not parameter.empty
+            if optional and not name.startswith("_") and name not in not_settings:
+                assert name in told, f"{function.__name__}({name}=)"
 
 
 def test_defaults_are_as_told() -> None:

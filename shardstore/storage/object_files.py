@@ -1,0 +1,72 @@
+"""What lies in a checkpoint beside its arrays: sharded objects by their files' names, and files
+that are nobody's.
+
+Names only; what is in the files is for those who verify or compare them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from shardstore.storage.location import Location
+from shardstore.storage.names import MANIFEST_NAME, key_of
+
+__all__ = ["OWN_FILES", "Beside", "beside_arrays", "object_place"]
+
+OWN_FILES = frozenset({"zarr.json", "metadata.json", "common.pt", MANIFEST_NAME, ".owner.json"})
+"""What the checkpoint itself keeps beside its arrays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """A file or folder directly below a checkpoint that is no array's and not the checkpoint's own.
+
+    Attributes:
+        name: its name.
+        key: of the objects in it.
+        entries: names of all in it; empty for a file.
+        objects: those of them that are sharded objects' files.
+    """
+
+    name: str
+    key: str
+    entries: Sequence[str]
+    objects: Sequence[str]
+
+
+def object_place(name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Offset and grid shape in the name of a sharded object's file, ``None`` for other names."""
+    if not (name.startswith("shard_") and name.endswith(".pt")):
+        return None
+    parts = name[len("shard_") : -len(".pt")].split("_")
+    try:
+        offset, shape = (tuple(int(n) for n in part.split(".") if n) for part in parts)
+    except ValueError:
+        return None
+    return offset, shape
+
+
+def beside_arrays(
+    location: Location,
+    top: Sequence[str],
+    nodes: Collection[str],
+    wants: Callable[[str], bool],
+) -> Iterator[Beside]:
+    """What is there beside arrays, in the order of ``top``.
+
+    Args:
+        location: the checkpoint.
+        top: all names directly below it.
+        nodes: those that are arrays'.
+        wants: whether a key is of interest.
+
+    Raises:
+        StorageError: the store refused.
+    """
+    for name in top:
+        key = key_of(name) or name
+        if name in OWN_FILES or name in nodes or not wants(key):
+            continue
+        entries = location.listing(name) if location.is_dir(name) else []
+        yield Beside(name, key, entries, [entry for entry in entries if object_place(entry)])

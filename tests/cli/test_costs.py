@@ -1,0 +1,155 @@
+"""What commands cost beside their work, by counting: modules imported, files opened, requests made.
+
+Nothing here is timed: ``scripts/benchmark cli`` does that.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardstore
+from scripts.s3_servers import S3Server
+from shardstore.mapping import ShardedTensor
+from tests.cli.checkpoints import Cli
+from tests.faults.s3_proxy import FaultProxy
+
+HEAVY = {"torch", "tensorstore", "zarr", "xarray", "matplotlib", "pandas"}
+SMALL_ARRAYS = 60
+
+
+def modules_after(program: str, *arguments: str) -> set[str]:
+    """Names of the packages that a new interpreter has imported when a program has run."""
+    ending = (
+        "\nimport json, sys\n"
+        "names = sorted({name.partition('.')[0] for name in sys.modules})\n"
+        "print(json.dumps(names), file=sys.stderr)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program + ending, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stderr.splitlines()[-1]))
+
+
+def modules_of_command(*arguments: object) -> set[str]:
+    program = "import sys\nfrom shardstore.cli.app import run\nassert run(sys.argv[1:]) == 0"
+    return modules_after(program, *map(str, arguments))
+
+
+def test_importing_shardstore_imports_nothing_of_others() -> None:
+    before = modules_after("")
+    after = modules_after("import shardstore")
+    assert after - before <= {"shardstore"} | set(sys.stdlib_module_names)
+
+
+@pytest.mark.parametrize("command", ["ls", "info", "verify", "diff", "rm"])
+def test_commands_that_read_no_values_import_little(place: Path, command: str) -> None:
+    others = {"diff": [place], "rm": ["--yes"]}.get(command, [])
+    imported = modules_of_command(command, place, *others)
+    # Removing may come to an object store, and what talks to one is imported with it.
+    assert not imported & (HEAVY - {"tensorstore"} if command == "rm" else HEAVY)
+    if command == "ls":
+        assert not imported & {"numpy", "ml_dtypes", "fsspec", "rich", "asyncio"}
+    if command in ("ls", "info", "verify"):
+        assert not imported & {"fsspec", "s3fs"}
+
+
+def test_help_imports_little() -> None:
+    assert not modules_of_command("ls", "--help") & (HEAVY | {"numpy", "fsspec"})
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of small arrays, one chunk each."""
+    place = tmp_path_factory.mktemp("many") / "step-1"
+    shardstore.save(small_state(), place)
+    return place
+
+
+def small_state() -> dict[str, Any]:
+    values = {f"layers.{i}.w": torch.full((3, i + 1), float(i)) for i in range(SMALL_ARRAYS)}
+    return {key: ShardedTensor.from_rank_offsets(key, value) for key, value in values.items()}
+
+
+COUNTING = """
+import collections, sys
+opened = collections.Counter()
+def hook(event, arguments):
+    if event in ("open", "os.listdir", "os.scandir"):
+        opened[event, "/layers." in str(arguments[0])] += 1
+from shardstore.cli.app import run
+import shardstore.storage.verify
+sys.addaudithook(hook)
+code = run(sys.argv[1:])
+files, lists = opened["open", True], opened["os.listdir", True] + opened["os.scandir", True]
+print(code, files, lists, opened["open", False])
+"""
+
+
+def counted(*arguments: object) -> list[int]:
+    done = subprocess.run(
+        [sys.executable, "-c", COUNTING, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return [int(word) for word in done.stdout.splitlines()[-1].split()]
+
+
+def test_verifying_opens_each_file_once(many: Path) -> None:
+    code, files, lists, _ = counted("verify", many)
+    assert code == 0
+    # All documents but the last one's are told by their bytes, and none is opened a second time.
+    assert 2 * SMALL_ARRAYS <= files <= 2 * SMALL_ARRAYS + 1
+    assert SMALL_ARRAYS <= lists <= SMALL_ARRAYS + 1
+
+
+def test_listing_opens_no_file_of_an_array(many: Path) -> None:
+    code, files, lists, _ = counted("ls", many)
+    assert (code, files, lists) == (0, 0, 0)
+
+
+def test_requests_to_an_object_store(
+    s3_server: S3Server, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"s3://{s3_server.new_bucket()}/run/step-1"
+    shardstore.save(small_state(), url, storage_options=s3_server.storage_options)
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    with FaultProxy(s3_server.endpoint_url) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint_url)
+        assert len(cli("ls", "--json", url).json["arrays"]) == SMALL_ARRAYS
+        # The root document alone; s3fs asks for its size first.
+        assert proxy.count() == proxy.count(path="/run/step-1/zarr.json") <= 2
+        before = proxy.count()
+        assert cli("info", url).code == 0
+        assert proxy.count() - before <= 2 * 3  # root, configuration and manifest
+        assert cli("verify", url).code == 0
+        # A document and a chunk of each array, and no listing of each.
+        assert proxy.count("GET") <= 2 * SMALL_ARRAYS + 20
+        assert proxy.count(path="list-type") <= 6
+
+
+def test_a_reader_that_has_seen_enough_is_no_failure(many: Path) -> None:
+    """`shardstore ls CKPT | head -1`, in a shell that minds how each command ends."""
+    loop = f"for i in 1 2 3 4; do {sys.executable} -m shardstore ls {many} --json | head -1; done"
+    done = subprocess.run(
+        ["bash", "-e", "-o", "pipefail", "-c", loop],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "{\n" * 4, "")

@@ -1,0 +1,51 @@
+"""The bars that commands draw where standard error is a terminal, and that they draw none else."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def in_a_terminal(*arguments: object) -> tuple[int, str, str]:
+    """Exit code, standard output, and what came to the terminal that standard error was."""
+    ours, theirs = pty.openpty()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "shardstore", *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=theirs,
+            env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
+            text=True,
+        )
+    finally:
+        os.close(theirs)
+    drawn = b""
+    while True:
+        try:
+            piece = os.read(ours, 65536)
+        except OSError:  # how Linux says that the other end of a terminal is closed
+            break
+        if not piece:
+            break
+        drawn += piece
+    os.close(ours)
+    out, _ = process.communicate(timeout=60)
+    return process.returncode, out, drawn.decode()
+
+
+@pytest.mark.parametrize(
+    ("command", "word"),
+    [("verify", "verifying"), ("stats", "reading"), ("diff", "comparing"), ("convert", "verify")],
+)
+def test_a_bar_is_drawn(pristine: Path, tmp_path: Path, command: str, word: str) -> None:
+    more = {"diff": [pristine], "convert": [tmp_path / "copy"]}.get(command, [])
+    code, _, drawn = in_a_terminal(command, pristine, *more)
+    assert code == 0, drawn
+    assert word in drawn
+    if command != "convert":  # for which the target is taken by now
+        assert in_a_terminal(command, pristine, *more, "--json")[::2] == (0, "")

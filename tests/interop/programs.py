@@ -1,0 +1,93 @@
+"""Runs what a page prints: its programs and its shell commands, in order, in one folder.
+
+A comment before a block says how: ``<!-- ranks: 4 -->`` a program on so many ranks, ``none`` for a
+reader that must not need torch, ``s3`` for one rank and a bucket; ``<!-- run -->`` shell commands,
+line by line, ``<!-- run: s3 -->`` with a bucket; ``<!-- not run: why -->``. What ``print(...)  #
+text`` claims has to be what comes out, and a command ends with 0 unless its comment says "exits
+with 1".
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+_BLOCK = re.compile(
+    r"(?:<!-- (ranks|run|not run)(?:: ([^>]*?))? -->\n)?```(python|sh)\n(.*?)^```",
+    re.DOTALL | re.MULTILINE,
+)
+_CLAIM = re.compile(r"^ *print\(.*\)  # (.*)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of code of a page, and what the comment before it says."""
+
+    how: str
+    where: str
+    language: str
+    text: str
+
+
+def blocks(page: str) -> list[Block]:
+    """All blocks of code of a page, each of which has to say how it is run."""
+    found = [Block(*match) for match in _BLOCK.findall(page)]
+    assert len(found) == len(re.findall(r"^```(?:python|sh)$", page, re.MULTILINE))
+    for block in found:
+        assert block.how, f"nothing says how to run:\n{block.text}"
+        assert (block.language == "python") == (block.how == "ranks"), block.text
+    return found
+
+
+def run_page(page: str, folder: Path, store: Mapping[str, str]) -> None:
+    """Run all blocks; ``store`` is the environment of those that need a bucket."""
+    for number, block in enumerate(blocks(page)):
+        environment = dict(store) if block.where == "s3" else {}
+        if block.how == "ranks":
+            _program(block, folder / f"block_{number}.py", environment)
+        elif block.how == "run":
+            for line in block.text.splitlines():
+                _command(line, folder, environment)
+
+
+def _program(block: Block, file: Path, environment: Mapping[str, str]) -> None:
+    program = block.text
+    if block.where == "none":
+        program += "\nimport sys\nassert 'torch' not in sys.modules\n"
+    file.write_text(program, encoding="utf-8")
+    command = [sys.executable]
+    if block.where.isdecimal() and int(block.where) > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+        command += ["--nproc-per-node", block.where]
+    done = _run([*command, str(file)], file.parent, environment)
+    assert done.returncode == 0, f"{program}\n{done.stdout}\n{done.stderr}"
+    assert done.stdout.splitlines() == _CLAIM.findall(program), program
+
+
+def _command(line: str, folder: Path, environment: Mapping[str, str]) -> None:
+    command, _, comment = line.partition(" #")
+    command = re.sub(r"^shardstore\b", f"{sys.executable} -m shardstore", command)
+    done = _run(["bash", "-c", command], folder, environment)
+    expected = 1 if "exits with 1" in comment else 0
+    assert done.returncode == expected, f"{line}\n{done.stdout}\n{done.stderr}"
+    assert "Traceback" not in done.stderr, line
+
+
+def _run(
+    command: list[str], folder: Path, environment: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, **environment, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )

@@ -1,0 +1,59 @@
+"""The table of what each rank did, from records as saves write them and from ones that are not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from shardstore.cli.rank_table import rank_table
+from shardstore.storage.rank_record import MAX_COLUMNS_RANKS, RankRow, rank_record
+
+
+def record(world: int) -> object:
+    rows = [
+        RankRow(rank, (rank + 1) << 20, rank + 1, {"plan": 0.5, "write": rank + 0.5})
+        for rank in range(world)
+    ]
+    return json.loads(json.dumps(rank_record(rows)))
+
+
+def test_a_row_a_rank() -> None:
+    table = rank_table(record(3))
+    assert table is not None
+    assert table.head == ("rank", "bytes", "chunks", "plan s", "write s", "seconds", "rate")
+    assert table.rows[0] == ("0", "1.0 MiB", "1", "0.500", "0.500", "1.000", "1.0 MiB/s")
+    assert table.rows[2] == ("2", "3.0 MiB", "3", "0.500", "2.500", "3.000", "1.0 MiB/s")
+    assert table.slowest == 2
+
+
+def test_many_ranks_are_summed_up() -> None:
+    table = rank_table(record(MAX_COLUMNS_RANKS + 1))
+    assert table is not None
+    assert [row[0] for row in table.rows] == ["min", "median", "max"]
+    assert table.rows[2][1] == "257.0 MiB"
+    assert {len(row) for row in table.rows} == {len(table.head)}
+    assert table.slowest == MAX_COLUMNS_RANKS
+
+
+def test_no_time_is_no_rate() -> None:
+    table = rank_table(rank_record([RankRow(0, 5, 1, {"write": 0.0})]))
+    assert table is not None
+    assert table.rows[0][-1] == ""
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        None,
+        [],
+        {},
+        {"bytes": "x"},
+        {"bytes": [1], "chunks": [1, 2]},
+        {"bytes": [1], "chunks": ["1"]},
+        {"bytes": [1], "chunks": {"min": 1}},
+    ],
+    ids=repr,
+)
+def test_what_no_save_writes_is_no_table(wrong: object) -> None:
+    assert rank_table(wrong) is None
