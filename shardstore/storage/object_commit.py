@@ -26,14 +26,13 @@ import re
 import secrets
 import socket
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from shardstore.errors import CheckpointExistsError, StorageError
 from shardstore.storage.location import Location
-from shardstore.storage.object_io import IN_FLIGHT, object_io
+from shardstore.storage.object_io import put_objects
 
 __all__ = ["ATTEMPTS", "ObjectAttempt", "begin", "is_committed", "join", "own_names"]
 
@@ -107,26 +106,7 @@ class ObjectAttempt:
 
     def put_all(self, documents: Sequence[tuple[str, bytes]]) -> None:
         """Write many, in parallel. Any rank may call it."""
-        if not documents:
-            return
-        io = object_io(self.target)
-        pending: deque[tuple[str, bytes, Callable[[], bool]]] = deque()
-        try:
-            for name, data in documents:
-                if len(pending) >= IN_FLIGHT:
-                    self._finish(*pending.popleft())
-                pending.append((name, data, io.put(name, data, create=True)))
-            while pending:
-                self._finish(*pending.popleft())
-        finally:
-            for _, _, finish in pending:
-                with contextlib.suppress(Exception):
-                    finish()
-            io.close()
-
-    def _finish(self, name: str, data: bytes, finish: Callable[[], bool]) -> None:
-        if not finish():
-            self._settle(name, data)
+        put_objects(self.target, documents, self._settle)
 
     def _settle(self, name: str, data: bytes) -> None:
         """There is an object of that name: ours, a leftover, or a newer attempt's."""

@@ -22,7 +22,7 @@ from fsspec.exceptions import FSTimeoutError  # type: ignore[import-untyped]
 from shardstore.errors import CheckpointingException, StorageError
 from shardstore.storage.parallel import run_batched
 
-__all__ = ["RemoteStore", "explained", "remote_store"]
+__all__ = ["NO_ANSWER", "RemoteStore", "explained", "remedy", "remote_store"]
 
 FIRST_DEADLINE_S = 20.0
 """For a request to a store that never answered this process: a dead endpoint shows soon."""
@@ -60,12 +60,14 @@ _REMEDIES = {
     "301": _REGION,
     "400": "the store can not make sense of the request: check region and endpoint",
     "RequestTimeTooSkewed": "this machine's clock is wrong: set it",
+    "503": "the store is overloaded, or down: try again later",
+    "404": _NO_BUCKET,
     "SlowDown": "the store is overloaded: save less often, or with fewer requests at a time",
     "QuotaExceeded": "the store's quota is used up: free space, or choose another bucket",
     "EntityTooLarge": "the object is too large for one request: save smaller chunks",
 }
 _NOT_THERE = "the store says that there is no such place: check the endpoint and the URL"
-_NO_ANSWER = (
+NO_ANSWER = (
     "the store does not answer: check the endpoint (endpoint_url, or AWS_ENDPOINT_URL) and the "
     "network"
 )
@@ -273,7 +275,7 @@ class RemoteStore:
             )
         except FSTimeoutError:
             raise StorageError(
-                f"{self.url}: no answer within {seconds:g} s; {_NO_ANSWER}", url=self.url
+                f"{self.url}: no answer within {seconds:g} s; {NO_ANSWER}", url=self.url
             ) from None
         except OSError as error:
             if _code(error) is not None:
@@ -306,30 +308,39 @@ def _written_at(about: Mapping[str, Any]) -> datetime | None:
     return when if when.tzinfo is not None else when.replace(tzinfo=UTC)
 
 
+def remedy(code: str | None) -> str:
+    """What to do about an answer of the store.
+
+    Args:
+        code: the store's own name for what went wrong, or the HTTP status.
+    """
+    return _REMEDIES.get(code or "", "see the store's own words")
+
+
 def explained(doing: str, url: str, error: BaseException, **about: Any) -> StorageError:
     """What the store's library raised, as an error of ours with a remedy."""
     code = _code(error)
     name = type(error).__name__
     text = (str(error).strip().splitlines() or [name])[0][:300]
     if code is not None and code in _REMEDIES:
-        remedy = _REMEDIES[code]
+        advice = _REMEDIES[code]
     elif name in ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"):
-        remedy = _CREDENTIALS
+        advice = _CREDENTIALS
     elif isinstance(error, PermissionError):
-        remedy = _DENIED
+        advice = _DENIED
     elif isinstance(error, FileNotFoundError):
-        remedy = _NOT_THERE
+        advice = _NOT_THERE
     elif isinstance(error, TypeError):
-        remedy = "check the names of the storage options, which are those of fsspec's file system"
+        advice = "check the names of the storage options, which are those of fsspec's file system"
     elif code is None and (
         isinstance(error, ConnectionError | TimeoutError)
         or any(word in name for word in ("Connect", "Timeout", "Endpoint", "HTTPClient"))
     ):
-        remedy = _NO_ANSWER
+        advice = NO_ANSWER
     else:
-        remedy = "see the cause"
+        advice = "see the cause"
     shown = f"{code}: {text}" if code and code not in text else text
-    failure = StorageError(f"{doing} {url} failed: {shown}; {remedy}", url=url, **about)
+    failure = StorageError(f"{doing} {url} failed: {shown}; {advice}", url=url, **about)
     failure.errno = getattr(error, "errno", None)
     return failure
 
