@@ -79,6 +79,7 @@ _CREDENTIALS = (
 _file_systems: dict[object, Any] = {}
 _answered: set[int] = set()
 _lock = threading.Lock()
+_session_lock = threading.Lock()
 
 
 class RemoteStore:
@@ -176,7 +177,7 @@ class RemoteStore:
         with self._errors("listing", name):
             path = self._path(name)
             try:
-                found = self._call("ls", path, detail=False, refresh=True)
+                found = self._names(path)
             except (FileNotFoundError, NotADirectoryError) as error:
                 if _code(error) == "NoSuchBucket":
                     raise
@@ -184,6 +185,13 @@ class RemoteStore:
         # A store may name the folder itself, or a document of the same name.
         below = {entry.rstrip("/") for entry in found} - {path, path.lstrip("/")}
         return sorted({entry.rsplit("/", 1)[-1] for entry in below})
+
+    def _names(self, path: str) -> list[str]:
+        if not hasattr(self.fs, "_lsdir"):
+            found: list[str] = self._call("ls", path, detail=False, refresh=True)
+            return found
+        # Of an empty folder its ls() lists the parent too.
+        return [about["name"] for about in self._call("lsdir", path, refresh=True)]
 
     def walk(self, name: str = "") -> list[str]:
         """Names of all documents below, relative to this store's URL."""
@@ -270,6 +278,9 @@ class RemoteStore:
         first = id(self.fs) not in _answered
         seconds = FIRST_DEADLINE_S if first else DEADLINE_S
         try:
+            if first and hasattr(self.fs, "set_session"):
+                with _session_lock:  # first requests at a time would each make a session
+                    sync(self.fs.loop, self.fs.set_session, timeout=seconds)
             found = sync(
                 self.fs.loop, getattr(self.fs, f"_{method}"), *args, timeout=seconds, **kwargs
             )
@@ -437,4 +448,6 @@ def _s3_options(options: Mapping[str, Any]) -> dict[str, Any]:
         "client_kwargs": client,
         "config_kwargs": config,
         "use_listings_cache": False,
+        # One GET a document; with more its size is asked for first.
+        "max_concurrency": given.get("max_concurrency", 1),
     }
