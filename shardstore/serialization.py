@@ -12,7 +12,9 @@ from __future__ import annotations
 import json
 import logging
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal, TypeAlias, cast
@@ -55,8 +57,10 @@ from shardstore.ranks import Ranks
 from shardstore.shard_reports import check_reports, report_shards, shards_of_report
 from shardstore.state_dict_utils import check_lists, load_preprocess, save_preprocess
 from shardstore.storage.collector import collector_paused
+from shardstore.storage.handed import is_handed
 from shardstore.storage.location import Location
 from shardstore.storage.options import SaveOptions
+from shardstore.storage.parallel import run_together
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import (
     AsyncSaveShardedStrategy,
@@ -637,13 +641,32 @@ def _adopted(
 
 def _documents_for_all(location: Location) -> Mapping[tuple[str, str], bytes | None]:
     """The documents that every rank needs, read by one and handed to all."""
-    found: dict[tuple[str, str], bytes | None] = {}
-    for name in (ROOT_DOCUMENT, CONFIG_FNAME, COMMON_STATE_FNAME):
+    names = (ROOT_DOCUMENT, CONFIG_FNAME, COMMON_STATE_FNAME)
+
+    def read(name: str) -> bytes | None:
         try:
-            found[location.url, name] = location.read(name)
+            return location.read(name)
         except FileNotFoundError:
-            found[location.url, name] = None
-    return found
+            return None
+
+    if location.is_local:
+        return {(location.url, name): read(name) for name in names}
+    found = run_together(*(partial(read, name) for name in names))
+    return {(location.url, name): data for name, data in zip(names, found, strict=True)}
+
+
+@contextmanager
+def _one_root(location: Location) -> Iterator[None]:
+    """Within, the root document of an object store, which is all that metadata takes, is asked for
+    once."""
+    if location.is_local or is_handed(location, ROOT_DOCUMENT):
+        yield
+        return
+    root: bytes | None = None
+    with suppress(FileNotFoundError):
+        root = location.read(ROOT_DOCUMENT)
+    with handed_out({(location.url, ROOT_DOCUMENT): root}):
+        yield
 
 
 def load_common_state_dict(
@@ -692,9 +715,10 @@ def load_tensors_metadata(
 
     Any rank may call it; it waits for no other.
     """
-    checkpoint_dir = _place(checkpoint_dir, storage_options).place
-    strategy, _ = verify_checkpoint_and_load_strategy(checkpoint_dir, sharded_strategy)
-    return strategy.load_tensors_metadata(checkpoint_dir)
+    location = _place(checkpoint_dir, storage_options)
+    with _one_root(location):
+        strategy, _ = verify_checkpoint_and_load_strategy(location.place, sharded_strategy)
+        return strategy.load_tensors_metadata(location.place)
 
 
 def load_sharded_metadata(
@@ -705,14 +729,15 @@ def load_sharded_metadata(
     storage_options: Mapping[str, Any] | None = None,
 ) -> CkptShardedMetadata:
     """As :func:`load_tensors_metadata`, sharded objects under their unique keys included."""
-    checkpoint_dir = _place(checkpoint_dir, storage_options).place
-    sharded, common = verify_checkpoint_and_load_strategy(
-        checkpoint_dir, sharded_strategy, common_strategy
-    )
-    metadata = dict(sharded.load_sharded_metadata(checkpoint_dir))
-    if not sharded.can_handle_sharded_objects:
-        validate_sharded_objects_handling(sharded, common)
-        metadata.update(common.load_sharded_metadata(checkpoint_dir))
+    location = _place(checkpoint_dir, storage_options)
+    with _one_root(location):
+        sharded, common = verify_checkpoint_and_load_strategy(
+            location.place, sharded_strategy, common_strategy
+        )
+        metadata = dict(sharded.load_sharded_metadata(location.place))
+        if not sharded.can_handle_sharded_objects:
+            validate_sharded_objects_handling(sharded, common)
+            metadata.update(common.load_sharded_metadata(location.place))
     return metadata
 
 

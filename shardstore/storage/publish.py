@@ -23,9 +23,20 @@ from shardstore.storage.manifest import MANIFEST_NAME, ChunkRecord, Merged, Rank
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.rank_record import rank_record
 
-__all__ = ["About", "commit_record", "last_documents", "publish", "write_chunks"]
+__all__ = [
+    "CONFIG",
+    "CONFIG_NAME",
+    "About",
+    "commit_record",
+    "last_documents",
+    "publish",
+    "write_chunks",
+]
 
 CONFIG_NAME = "metadata.json"
+CONFIG = "config"
+"""In ``attributes.shardstore`` of the root: the content of ``metadata.json``, so that who has the
+root document needs no other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +117,7 @@ def publish(attempt: Attempt, options: SaveOptions, reports: Sequence[bytes], ab
     if attempt.defers_documents:
         attempt.put_all([(f"{node}/zarr.json", t.encode()) for node, t in merged.documents])
     last = [(CONFIG_NAME, json.dumps(config).encode())]
-    last += last_documents(merged, record, about.attributes, about.record)
+    last += last_documents(merged, record, about.attributes, {**about.record, CONFIG: config})
     attempt.commit(last, durable=options.durable)
 
 

@@ -34,7 +34,7 @@ from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.location import Location
 from shardstore.storage.manifest import ChunkRecord, Merged, RankManifest, merge
 from shardstore.storage.options import SaveOptions
-from shardstore.storage.publish import commit_record, last_documents
+from shardstore.storage.publish import CONFIG, CONFIG_NAME, commit_record, last_documents
 from shardstore.storage.reuse import BaseChunks, ReusingMover, Writer, read_base
 from shardstore.strategies import shared_writes
 from shardstore.strategies.async_utils import AsyncRequest
@@ -331,7 +331,9 @@ class SaveSession:
         if self.zarr_format != 2 and (self.zarr_format == 3 or merged.arrays):
             seconds = perf_counter() - self.started
             self.record = commit_record(self.attempt, merged, self.ranks.world_size, seconds)
-            written += last_documents(merged, self.record, attributes)
+            config = further.get(CONFIG_NAME)
+            members = {} if config is None else {CONFIG: json.loads(config)}
+            written += last_documents(merged, self.record, attributes, members)
         self.attempt.commit(written, durable=self.options.durable)
 
 
