@@ -28,8 +28,11 @@ FIRST_DEADLINE_S = 20.0
 """For a request to a store that never answered this process: a dead endpoint shows soon."""
 DEADLINE_S = 120.0
 """For a request to a store that did answer before, its retries included."""
-DELETE_BATCH = 1000
-"""Keys in one request for deletion, the most that S3 takes (Amazon S3 API, DeleteObjects)."""
+DELETE_BATCH = 250
+"""Keys in one request for deletion. S3 takes a thousand (Amazon S3 API, DeleteObjects), but some
+stores delete one after the other before they answer."""
+DELETE_REQUESTS = 8
+"""Deletions at a time."""
 
 READING = "reading"
 
@@ -219,19 +222,27 @@ class RemoteStore:
         not count."""
         with self._errors("deleting below", ""):
             paths = [self._path(name) for name in names]
-            if isinstance(self.fs, AsyncFileSystem) and hasattr(self.fs, "_bulk_delete"):
-                for start in range(0, len(paths), DELETE_BATCH):
-                    self._call("bulk_delete", paths[start : start + DELETE_BATCH])
-                return
+            bulk = isinstance(self.fs, AsyncFileSystem) and hasattr(self.fs, "_bulk_delete")
 
             def work(batch: Sequence[str]) -> None:
+                if bulk:
+                    self._call("bulk_delete", list(batch))
+                    return
                 for path in batch:
                     try:
                         self._call("rm_file", path)
                     except FileNotFoundError:
                         continue
 
-            run_batched(paths, work, threads=8, weight=lambda _: 1, batch_weight=16)
+            run_batched(
+                paths,
+                work,
+                threads=DELETE_REQUESTS,
+                weight=lambda _: 1,
+                batch_weight=DELETE_BATCH if bulk else 16,
+            )
+            if bulk:
+                return
             # Such stores have folders, which would stay behind empty.
             folders = {path.rpartition("/")[0] for path in paths} - {self.path}
             for folder in sorted(folders, key=len, reverse=True):
