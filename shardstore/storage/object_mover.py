@@ -69,14 +69,15 @@ class ObjectMover:
                 raise self._too_large(item)
         budget = _Budget(self.budget_bytes)
 
-        def work(io: ObjectIO, item: ChunkWrite) -> None:
-            with budget.take(held_bytes(item)), _about(item):
+        def work(io: ObjectIO, numbered: tuple[int, ChunkWrite]) -> None:
+            turn, item = numbered
+            with budget.take(held_bytes(item), turn), _about(item):
                 record = self._write(io, item)
             counters.add(bytes_written=record.stored_bytes, chunks_written=1)
             with self._done:
                 done(item, record)
 
-        self._each(writes, work)
+        self._each(list(enumerate(writes)), work)
 
     def _write(self, io: ObjectIO, item: ChunkWrite) -> ChunkRecord:
         parts, record = encode(item)
@@ -189,15 +190,27 @@ class _Budget:
     def __init__(self, budget_bytes: int) -> None:
         # An eighth for connections, and for what the allocator keeps back.
         self._free = self._all = budget_bytes - budget_bytes // 8
+        self._turn = 0
         self._changed = threading.Condition()
 
     @contextmanager
-    def take(self, size: int) -> Iterator[None]:
-        """Wait until there is room for ``size`` bytes, which is theirs within."""
+    def take(self, size: int, turn: int | None = None) -> Iterator[None]:
+        """Wait until there is room for ``size`` bytes, which is theirs within.
+
+        Args:
+            size: how many.
+            turn: 0, 1, ... where all are served in this order: what is staged in a ring is to be
+                sent in the order in which it gets there, or those that hold the budget would wait
+                for those that wait for it.
+        """
         size = min(size + REQUEST_BYTES, self._all)
         with self._changed:
-            self._changed.wait_for(lambda: self._free >= size)
+            self._changed.wait_for(
+                lambda: self._free >= size and (turn is None or turn == self._turn)
+            )
             self._free -= size
+            self._turn += 1
+            self._changed.notify_all()
         try:
             yield
         finally:

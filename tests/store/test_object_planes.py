@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,29 @@ def test_requests_stay_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> Non
     assert most >= 4
     assert peak <= 1 << 20
     assert np.array_equal(out, array)
+
+
+def test_chunks_are_begun_in_order_so_that_a_ring_never_stops() -> None:
+    """A source that is ready only when all before it, but a few, are gone: as in a ring."""
+    place = Location.of(f"memory://{uuid.uuid4().hex}/c")
+    meta = ArrayMeta("w", "w", Grid((200, 1024), (1, 1024)), "float32")
+    changed = threading.Condition()
+    gone: set[int] = set()
+
+    def source(number: int) -> np.ndarray[Any, Any]:
+        with changed:
+            ready = changed.wait_for(lambda: all(n in gone for n in range(number - 2)), timeout=60)
+        assert ready
+        return np.full((1, 1024), float(number), np.float32)
+
+    def done(item: ChunkWrite, record: ChunkRecord) -> None:
+        with changed:
+            gone.add(item.index[0])
+            changed.notify_all()
+
+    writes = [ChunkWrite(meta, (i, 0), partial(source, i)) for i in range(200)]
+    ObjectMover(place, budget_bytes=100_000).write(writes, done)
+    assert len(gone) == 200
 
 
 def test_an_object_io_creates_once_and_reads_ranges(s3_server: S3Server) -> None:
