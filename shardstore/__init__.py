@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from shardstore.serialization import load_tensors_metadata as load_tensors_metadata
     from shardstore.serialization import remove_sharded_tensors as remove_sharded_tensors
     from shardstore.serialization import save as save
+    from shardstore.storage.sweep import delete_checkpoint as delete_checkpoint
+    from shardstore.storage.sweep import latest as latest
+    from shardstore.storage.sweep import sweep as sweep
     from shardstore.validation import StrictHandling as StrictHandling
 
 _WHERE = {
@@ -43,6 +46,8 @@ _WHERE = {
     "StrictHandling": "validation",
     "async_save": "async_handle",
     "check_is_distributed_checkpoint": "core",
+    "delete_checkpoint": "storage.sweep",
+    "latest": "storage.sweep",
     "load": "serialization",
     "load_common_state_dict": "serialization",
     "load_content_metadata": "serialization",
@@ -52,6 +57,7 @@ _WHERE = {
     "remove_sharded_tensors": "serialization",
     "save": "serialization",
     "shard": "dtensor",
+    "sweep": "storage.sweep",
 }
 _MODULES = frozenset(
     {

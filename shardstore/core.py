@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardstore.errors import CheckpointingException, DamagedCheckpointError, NotACheckpointError
-from shardstore.storage.handed import document_exists, read_document
+from shardstore.storage.handed import document_exists, is_handed, read_document
 from shardstore.storage.location import Location
 
 __all__ = [
@@ -80,8 +80,13 @@ def maybe_load_config(checkpoint_dir: str | Path) -> CheckpointingConfig | None:
         DamagedCheckpointError: the document is not JSON.
         NotACheckpointError: the document is JSON but not one that :func:`save_config` writes.
     """
+    location = Location.of(checkpoint_dir)
+    if is_handed(location, "zarr.json") and not is_handed(location, CONFIG_FNAME):
+        config = _config_of_root(location)
+        if config is not None:
+            return config
     url = _config_url(checkpoint_dir)
-    text = _read_text(Location.of(checkpoint_dir), url)
+    text = _read_text(location, url)
     if text is None:
         return None
     try:
@@ -91,10 +96,28 @@ def maybe_load_config(checkpoint_dir: str | Path) -> CheckpointingConfig | None:
             f"{url} is not valid JSON ({error}); restore it from a copy, or use another checkpoint",
             url=url,
         ) from error
+    config = _parse_config(document, url)
+    if not location.is_local and not document_exists(location, commit_document(config)):
+        # In an object store a save that is going on, or died, is at its target already.
+        return None
+    return config
+
+
+def _config_of_root(location: Location) -> CheckpointingConfig | None:
+    """What the root document says of the backends; ``None`` where there is none, or it does not."""
+    try:
+        document = json.loads(read_document(location, "zarr.json"))
+        found = document["attributes"]["shardstore"]["config"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+    return _parse_config(found, f"{location.url}/zarr.json")
+
+
+def _parse_config(document: object, url: str) -> CheckpointingConfig:
     known = {field.name for field in fields(CheckpointingConfig)}
     if not isinstance(document, dict) or "sharded_backend" not in document:
         raise NotACheckpointError(
-            f"{url} does not name a sharded_backend, so {checkpoint_dir} is not a distributed "
+            f"{url} does not name a sharded_backend, so this is not a distributed "
             "checkpoint; give the directory that save() wrote",
             url=url,
         )
@@ -112,12 +135,7 @@ def maybe_load_config(checkpoint_dir: str | Path) -> CheckpointingConfig | None:
                 "restore the document from a copy, or use another checkpoint",
                 url=url,
             )
-    config = CheckpointingConfig(**document)
-    location = Location.of(checkpoint_dir)
-    if not location.is_local and not document_exists(location, commit_document(config)):
-        # In an object store a save that is going on, or died, is at its target already.
-        return None
-    return config
+    return CheckpointingConfig(**document)
 
 
 def commit_document(config: CheckpointingConfig) -> str:

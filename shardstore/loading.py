@@ -11,6 +11,7 @@ import logging
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal, TypeAlias, cast
@@ -36,9 +37,10 @@ from shardstore.shard_reports import check_reports, report_shards, shards_of_rep
 from shardstore.state_dict_utils import load_preprocess
 from shardstore.storage.collector import collector_paused
 from shardstore.storage.location import Location
+from shardstore.storage.parallel import run_together
 from shardstore.strategies.base import LoadCommonStrategy, LoadShardedStrategy
 from shardstore.strategies.common import COMMON_STATE_FNAME
-from shardstore.strategies.opened import handed_out
+from shardstore.strategies.opened import ROOT_DOCUMENT, handed_out
 from shardstore.strategies.partial import with_destinations
 from shardstore.strategies.shared_reads import Sharing, shared_reads, sharing_of
 from shardstore.strategies.watched import watched
@@ -54,7 +56,6 @@ __all__ = ["LoadCall", "run_load"]
 
 logger = logging.getLogger(__name__)
 
-ROOT_DOCUMENT = "zarr.json"
 
 StoredMetadata: TypeAlias = Callable[
     [str | Path, LoadShardedStrategy, LoadCommonStrategy], CkptShardedMetadata
@@ -241,10 +242,15 @@ def _adopted(
 
 def _documents_for_all(location: Location) -> Mapping[tuple[str, str], bytes | None]:
     """The documents that every rank needs, read by one and handed to all."""
-    found: dict[tuple[str, str], bytes | None] = {}
-    for name in (ROOT_DOCUMENT, CONFIG_FNAME, COMMON_STATE_FNAME):
+    names = (ROOT_DOCUMENT, CONFIG_FNAME, COMMON_STATE_FNAME)
+
+    def read(name: str) -> bytes | None:
         try:
-            found[location.url, name] = location.read(name)
+            return location.read(name)
         except FileNotFoundError:
-            found[location.url, name] = None
-    return found
+            return None
+
+    if location.is_local:
+        return {(location.url, name): read(name) for name in names}
+    found = run_together(*(partial(read, name) for name in names))
+    return {(location.url, name): data for name, data in zip(names, found, strict=True)}

@@ -6,15 +6,18 @@ the answers. Public as :mod:`shardstore.serialization`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from shardstore.core import CheckpointingException
 from shardstore.errors import NotACheckpointError
 from shardstore.mapping import StateDict
+from shardstore.storage.handed import is_handed
 from shardstore.storage.location import Location
 from shardstore.strategies.base import LoadCommonStrategy, LoadShardedStrategy
+from shardstore.strategies.opened import ROOT_DOCUMENT, handed_out
 from shardstore.strictness import CkptShardedMetadata
 from shardstore.validation import (
     validate_sharded_objects_handling,
@@ -81,9 +84,10 @@ def load_tensors_metadata(
 
     It can be handed to :func:`shardstore.load`. Any rank may call it; it waits for no other.
     """
-    checkpoint_dir = place_of(checkpoint_dir, storage_options).place
-    strategy, _ = verify_checkpoint_and_load_strategy(checkpoint_dir, sharded_strategy)
-    return strategy.load_tensors_metadata(checkpoint_dir)
+    location = place_of(checkpoint_dir, storage_options)
+    with _one_root(location):
+        strategy, _ = verify_checkpoint_and_load_strategy(location.place, sharded_strategy)
+        return strategy.load_tensors_metadata(location.place)
 
 
 def load_sharded_metadata(
@@ -94,15 +98,30 @@ def load_sharded_metadata(
     storage_options: Mapping[str, Any] | None = None,
 ) -> CkptShardedMetadata:
     """As :func:`load_tensors_metadata`, sharded objects under their unique keys included."""
-    checkpoint_dir = place_of(checkpoint_dir, storage_options).place
-    sharded, common = verify_checkpoint_and_load_strategy(
-        checkpoint_dir, sharded_strategy, common_strategy
-    )
-    metadata = dict(sharded.load_sharded_metadata(checkpoint_dir))
-    if not sharded.can_handle_sharded_objects:
-        validate_sharded_objects_handling(sharded, common)
-        metadata.update(common.load_sharded_metadata(checkpoint_dir))
+    location = place_of(checkpoint_dir, storage_options)
+    with _one_root(location):
+        sharded, common = verify_checkpoint_and_load_strategy(
+            location.place, sharded_strategy, common_strategy
+        )
+        metadata = dict(sharded.load_sharded_metadata(location.place))
+        if not sharded.can_handle_sharded_objects:
+            validate_sharded_objects_handling(sharded, common)
+            metadata.update(common.load_sharded_metadata(location.place))
     return metadata
+
+
+@contextmanager
+def _one_root(location: Location) -> Iterator[None]:
+    """Within, the root document of an object store, which is all that metadata takes, is asked for
+    once."""
+    if location.is_local or is_handed(location, ROOT_DOCUMENT):
+        yield
+        return
+    root: bytes | None = None
+    with suppress(FileNotFoundError):
+        root = location.read(ROOT_DOCUMENT)
+    with handed_out({(location.url, ROOT_DOCUMENT): root}):
+        yield
 
 
 def remove_sharded_tensors(

@@ -15,7 +15,7 @@ from bench.cases import (
     save_load,
     small,
 )
-from bench.clients import DCP_OURS, MEGATRON, OURS, RAW
+from bench.clients import DCP_OURS, MEGATRON, OURS, RAW, RAW_DOCUMENTS
 from bench.results import LOAD_COLD, LOAD_WARM, SAVE, SAVE_SYNC, Results, Verdict
 
 MIB = 2**20
@@ -184,6 +184,10 @@ def _object_arrays(results: Results) -> Iterator[Verdict]:
         ours = results.median(case, 1, OURS, measure)
         raw = _quotient(results.fastest(case, 1, RAW, measure), ours)
         yield at_least(case, f"{measure}: at least 0.8 of plain puts or gets", raw, 0.8)
+    ours = results.median(case, 1, OURS, object_store.SAVE)
+    raw = _quotient(results.fastest(case, 1, RAW_DOCUMENTS, object_store.SAVE), ours)
+    target = f"{object_store.SAVE}: at least 0.8 of plain puts of as many objects"
+    yield at_least(case, target, raw, 0.8)
 
 
 def _object_latency(results: Results) -> Iterator[Verdict]:

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 
 from shardstore.storage.location import Location
 
-__all__ = ["document_exists", "handed_documents", "read_document"]
+__all__ = ["document_exists", "handed_documents", "is_handed", "read_document"]
 
 _documents: ContextVar[Mapping[tuple[str, str], bytes | None]] = ContextVar("documents")
 
@@ -22,6 +22,11 @@ def handed_documents(documents: Mapping[tuple[str, str], bytes | None]) -> Itera
         yield
     finally:
         _documents.reset(token)
+
+
+def is_handed(location: Location, name: str) -> bool:
+    """Whether a document is handed out, be it that there is none."""
+    return (location.url, name) in _documents.get({})
 
 
 def read_document(location: Location, name: str) -> bytes:

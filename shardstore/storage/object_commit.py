@@ -26,14 +26,14 @@ import re
 import secrets
 import socket
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from shardstore.errors import CheckpointExistsError, StorageError
 from shardstore.storage.location import Location
-from shardstore.storage.object_io import IN_FLIGHT, object_io
+from shardstore.storage.object_io import put_objects
+from shardstore.storage.parallel import run_together
 
 __all__ = ["ATTEMPTS", "ObjectAttempt", "begin", "is_committed", "join", "own_names"]
 
@@ -107,26 +107,7 @@ class ObjectAttempt:
 
     def put_all(self, documents: Sequence[tuple[str, bytes]]) -> None:
         """Write many, in parallel. Any rank may call it."""
-        if not documents:
-            return
-        io = object_io(self.target)
-        pending: deque[tuple[str, bytes, Callable[[], bool]]] = deque()
-        try:
-            for name, data in documents:
-                if len(pending) >= IN_FLIGHT:
-                    self._finish(*pending.popleft())
-                pending.append((name, data, io.put(name, data, create=True)))
-            while pending:
-                self._finish(*pending.popleft())
-        finally:
-            for _, _, finish in pending:
-                with contextlib.suppress(Exception):
-                    finish()
-            io.close()
-
-    def _finish(self, name: str, data: bytes, finish: Callable[[], bool]) -> None:
-        if not finish():
-            self._settle(name, data)
+        put_objects(self.target, documents, self._settle)
 
     def _settle(self, name: str, data: bytes) -> None:
         """There is an object of that name: ours, a leftover, or a newer attempt's."""
@@ -156,26 +137,23 @@ class ObjectAttempt:
             raise StorageError(
                 f"nothing that could commit {self.target.url} was written", url=self.target.url
             )
-        self.put_all(documents[:-1])
         name, data = documents[-1]
-        store = self.target.remote
         mark = f"{ATTEMPTS}/{self.number:06d}.committing"
-        store.write(mark, self.id.encode())
+        self.put_all([*documents[:-1], (mark, self.id.encode())])
         try:
             self.check()
         except StorageError:
             # Nothing was sent: nobody has to wait for it.
             with contextlib.suppress(StorageError):
-                store.delete([mark])
+                self.target.remote.delete([mark])
             raise
-        if not self._publish(name, data):
+        if not self._publish(name, data) and not self._take_over(name, data):
             raise CheckpointExistsError(
                 f"{self.target.url} already exists: another checkpoint was committed there while "
                 "this one was being written; pass overwrite=True to replace it, or save elsewhere",
                 url=self.target.url,
             )
-        self._look_once_more(name, data)
-        self._clean_up()
+        self._clean_up(self._look_once_more(name, data))
 
     def _publish(self, name: str, data: bytes) -> bool:
         """The conditional PUT. Whether the commit that is there then is ours."""
@@ -205,13 +183,38 @@ class ObjectAttempt:
         self.check()
         return False
 
-    def _look_once_more(self, name: str, data: bytes) -> None:
-        """A claim that came between: it withdraws when it sees this commit, or has replaced it."""
+    def _take_over(self, name: str, data: bytes) -> bool:
+        """Replace the commit of an older attempt that was held up for longer than this one waited
+        for it, and whose data this one has cleared: nobody was told that it succeeded. Whether the
+        commit is ours then; any other commit stays."""
+        store = self.target.remote
+        there = store.read_range(name, 0, None)
+        marks = _numbers(store.listing(ATTEMPTS), _COMMITTING)
+        ids = [
+            store.read_range(f"{ATTEMPTS}/{number:06d}.committing", 0, None)
+            for number in marks
+            if number < self.number
+        ]
+        if there is not None and not any(late and late in there for late in ids):
+            return False
+        logger.warning(
+            "%s: the commit of an older attempt came too late and is replaced", self.target.url
+        )
+        store.delete([name])
+        return self._publish(name, data)
+
+    def _look_once_more(self, name: str, data: bytes) -> list[str]:
+        """A claim that came between: it withdraws when it sees this commit, or has replaced it.
+
+        Returns:
+            Names of the claims and marks.
+        """
         deadline = time.monotonic() + SETTLE_S
         while True:
-            newest = max(_claims(self.target), default=0)
+            names = self.target.remote.listing(ATTEMPTS)
+            newest = max(_numbers(names, _CLAIM), default=0)
             if newest <= self.number:
-                return
+                return names
             try:
                 ours = self.target.remote.read(name) == data
             except FileNotFoundError:
@@ -219,21 +222,34 @@ class ObjectAttempt:
             if not ours:
                 raise self._superseded(_describe(self.target, newest))
             if time.monotonic() > deadline:
-                # It does not know of this commit, and may have deleted what belongs to it.
-                self.target.remote.delete([name])
-                raise self._superseded(_describe(self.target, newest))
+                by = _describe(self.target, newest)
+                self._take_back(name, data)
+                raise self._superseded(by)
             time.sleep(POLL_S)
+
+    def _take_back(self, name: str, data: bytes) -> None:
+        """Delete this commit: a newer attempt does not know of it, and may have deleted what
+        belongs to it. Under a claim of its own, so that no commit of that attempt is met."""
+        claim = _claim(self.target, self.overwrite)
+        try:
+            _settled_names(claim)
+            with contextlib.suppress(FileNotFoundError):
+                if self.target.remote.read(name) == data:
+                    self.target.remote.delete([name])
+        finally:
+            claim._withdraw()
 
     def withdraw_all(self) -> None:
         """Take back this claim and those of attempts that it superseded."""
         self._clean_up()
 
-    def _clean_up(self) -> None:
+    def _clean_up(self, names: Sequence[str] | None = None) -> None:
         """The claims go last: this one, and those of attempts that it superseded."""
         try:
             store = self.target.remote
-            names = [entry for entry in store.walk(ATTEMPTS) if not _is_newer(entry, self.number)]
-            store.delete(sorted(names, key=_number_of))
+            names = store.listing(ATTEMPTS) if names is None else names
+            done = sorted((n for n in names if _number_of(n) <= self.number), key=_number_of)
+            store.delete([f"{ATTEMPTS}/{name}" for name in done])
         except StorageError as error:
             logger.warning(
                 "%s: claims that are done with could not be removed: %s", self.target.url, error
@@ -242,13 +258,12 @@ class ObjectAttempt:
     def abandon(self) -> None:
         """Remove what was written, as far as the store lets us; the next attempt does the rest."""
         with contextlib.suppress(StorageError, FileNotFoundError):
-            self._clear()
+            self._clear(_leftovers(self.target.remote.walk()))
         with contextlib.suppress(StorageError):
             self._withdraw()
 
-    def _clear(self) -> None:
+    def _clear(self, leftovers: Sequence[str]) -> None:
         """Delete what other attempts left, unless a newer one owns the target already."""
-        leftovers = _leftovers(self.target)
         if not leftovers:
             return
         mark = f"{ATTEMPTS}/{self.number:06d}.clearing"
@@ -288,15 +303,21 @@ def begin(
         CheckpointExistsError: a checkpoint is there and may not be replaced.
         StorageError: the store refused, does not answer, or ignores create-if-absent.
     """
-    if not overwrite and is_committed(place):
+    names: list[str]
+    committed: bool
+    names, committed = run_together(
+        lambda: place.remote.listing(ATTEMPTS),
+        lambda: not overwrite and is_committed(place),
+    )
+    if committed:
         raise _exists(place)
     _require_conditions(place, allow_unconditional)
-    attempt = _claim(place, overwrite)
+    attempt = _claim(place, overwrite, names)
     try:
-        _await_commits(attempt)
-        if not overwrite and is_committed(place):
+        names = _settled_names(attempt)
+        if not overwrite and _commits(place, names):
             raise _exists(place)
-        attempt._clear()
+        attempt._clear(_leftovers(names))
     except BaseException:
         with contextlib.suppress(StorageError):
             attempt._withdraw()
@@ -311,7 +332,7 @@ def join(place: Location, attempt_id: str, *, overwrite: bool = False) -> Object
 
 def is_committed(location: Location, names: Sequence[str] | None = None) -> bool:
     """Whether a committed checkpoint is there: ours, or one with a ``metadata.json`` of another
-    backend.
+    backend. Two requests, at once.
 
     Args:
         location: the target.
@@ -320,15 +341,30 @@ def is_committed(location: Location, names: Sequence[str] | None = None) -> bool
     Raises:
         StorageError: the store refused.
     """
-    if names is None:
-        names = location.remote.listing()
-    if "zarr.json" in names:
-        return True
-    if "metadata.json" not in names:
-        return False
+    if names is not None:
+        return _commits(location, names)
+    store = location.remote
+    root, config = run_together(
+        # One byte tells as much as all of a large document.
+        lambda: store.read_range("zarr.json", 0, 1),
+        lambda: store.read_range("metadata.json", 0, None),
+    )
+    return root is not None or (config is not None and _is_commit(config))
+
+
+def _commits(location: Location, names: Sequence[str]) -> bool:
+    """The same, where it is known what is there."""
+    if "zarr.json" in names or "metadata.json" not in names:
+        return "zarr.json" in names
+    config = location.remote.read_range("metadata.json", 0, None)
+    return config is not None and _is_commit(config)
+
+
+def _is_commit(text: bytes) -> bool:
+    """Whether a ``metadata.json`` is the commit by itself, and no root document is to come."""
     try:
-        config = json.loads(location.remote.read("metadata.json"))
-    except (FileNotFoundError, ValueError):
+        config = json.loads(text)
+    except ValueError:
         return False
     if not isinstance(config, dict):
         return False
@@ -358,11 +394,13 @@ def own_names(names: Iterable[str]) -> list[str]:
     return own
 
 
-def _claim(place: Location, overwrite: bool) -> ObjectAttempt:
+def _claim(place: Location, overwrite: bool, names: Sequence[str] | None = None) -> ObjectAttempt:
     store = place.remote
     token = f"{time.time_ns():x}-{secrets.token_hex(4)}"
     while True:
-        number = max(_claims(place, _CLAIM, _COMMITTING, _CLEARING), default=0) + 1
+        names = store.listing(ATTEMPTS) if names is None else names
+        number = max(_numbers(names, _CLAIM, _COMMITTING, _CLEARING), default=0) + 1
+        names = None
         attempt = ObjectAttempt(place, f"{number:06d}-{token}", overwrite)
         about = {
             "id": attempt.id,
@@ -378,33 +416,38 @@ def _claim(place: Location, overwrite: bool) -> ObjectAttempt:
             return attempt
 
 
-def _await_commits(attempt: ObjectAttempt) -> None:
-    """Wait until no older attempt is between its last look at the claims and what follows it."""
+def _settled_names(attempt: ObjectAttempt) -> list[str]:
+    """Names of all that is at the target, once no older attempt is between its last look at the
+    claims and what follows it."""
     deadline = time.monotonic() + SETTLE_S
-    while time.monotonic() < deadline:
-        older = [
-            min(_claims(attempt.target, kind), default=attempt.number) < attempt.number
+    while True:
+        names = attempt.target.remote.walk()
+        marks = [name.rpartition("/")[2] for name in names if name.startswith(f"{ATTEMPTS}/")]
+        clearing, committing = (
+            min(_numbers(marks, kind), default=attempt.number) < attempt.number
             for kind in (_CLEARING, _COMMITTING)
-        ]
-        if older == [False, False]:
-            return
-        if older == [False, True] and is_committed(attempt.target):
-            return
+        )
+        if not clearing and (not committing or _commits(attempt.target, names)):
+            return names
+        if time.monotonic() > deadline:
+            logger.warning(
+                "%s: an attempt that was about to commit does not go on; it is taken for dead",
+                attempt.target.url,
+            )
+            return names
         time.sleep(POLL_S)
-    logger.warning(
-        "%s: an attempt that was about to commit does not go on; it is taken for dead",
-        attempt.target.url,
-    )
 
 
-def _claims(target: Location, *kinds: re.Pattern[str]) -> list[int]:
-    """Numbers of the claims, or of marks of the given kinds."""
-    names = target.remote.listing(ATTEMPTS)
+def _claims(target: Location) -> list[int]:
+    """Numbers of the claims."""
+    return _numbers(target.remote.listing(ATTEMPTS), _CLAIM)
+
+
+def _numbers(names: Iterable[str], *kinds: re.Pattern[str]) -> list[int]:
+    """Numbers of the claims or marks of the given kinds among names."""
+    names = list(names)
     return [
-        int(found.group(1))
-        for kind in kinds or (_CLAIM,)
-        for name in names
-        if (found := kind.fullmatch(name))
+        int(found.group(1)) for kind in kinds for name in names if (found := kind.fullmatch(name))
     ]
 
 
@@ -424,19 +467,14 @@ def _describe(target: Location, number: int) -> str:
     )
 
 
-def _is_newer(name: str, number: int) -> bool:
-    return _number_of(name) > number
-
-
 def _number_of(name: str) -> int:
     found = re.match(r"\d+", name.rpartition("/")[2])
     return int(found.group()) if found else 0
 
 
-def _leftovers(place: Location) -> list[str]:
-    """What checkpoints and dead attempts left at a target, but for the claims."""
-    own = own_names(place.remote.walk())
-    return [name for name in own if not name.startswith(f"{ATTEMPTS}/")]
+def _leftovers(names: Iterable[str]) -> list[str]:
+    """What checkpoints and dead attempts left, of all names at a target, but for the claims."""
+    return [name for name in own_names(names) if not name.startswith(f"{ATTEMPTS}/")]
 
 
 def _delete(place: Location, names: Sequence[str]) -> None:
@@ -451,7 +489,7 @@ def _delete(place: Location, names: Sequence[str]) -> None:
 
 def delete_all(place: Location) -> None:
     """Delete a checkpoint, its commit first; foreign objects stay. Called by one process."""
-    _delete(place, _leftovers(place))
+    _delete(place, _leftovers(place.remote.walk()))
 
 
 def _exists(place: Location) -> CheckpointExistsError:

@@ -1,69 +1,84 @@
-"""How single objects are put and got: TensorStore for S3, the fsspec file system for all others.
+"""How single objects are put and got: obstore for S3, the fsspec file system for all others.
 
-Requests are started and waited for apart, so that a mover keeps many under way. It knows keys and
-bytes; not what they mean.
+A request is a call that blocks one thread; whoever has many runs them on as many threads as the
+store takes. It knows keys and bytes; not what they mean.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from typing import Any, Protocol
+from contextlib import closing
+from typing import Protocol, TypeVar
 
-import tensorstore as ts
-
-from shardstore.errors import StorageError
 from shardstore.storage.counters import counters
 from shardstore.storage.location import Location
+from shardstore.storage.parallel import run_batched
 from shardstore.storage.remote import RemoteStore
-from shardstore.storage.tensorstore_mover import shared_context
-from shardstore.storage.tensorstore_store import has_driver, kvstore_spec, plain_words
+from shardstore.storage.s3_io import S3IO
 
-__all__ = ["IN_FLIGHT", "MAX_OBJECT_BYTES", "ObjectIO", "object_io", "read_objects"]
+__all__ = [
+    "MAX_OBJECT_BYTES",
+    "ObjectIO",
+    "Taker",
+    "each",
+    "object_io",
+    "put_objects",
+    "read_objects",
+]
 
-IN_FLIGHT = 1024
-"""Requests that are started at a time, however small; the store's own limit lets fewer run."""
+T = TypeVar("T")
 
 MAX_OBJECT_BYTES = 5 * 1024**3
 """The most that one PUT takes (Amazon S3 user guide, "Uploading objects")."""
-REQUEST_DEADLINE_S = 300.0
-"""A request that takes longer, its retries included, is given up."""
 FILE_SYSTEM_THREADS = 8
-ABSENT = b"\x02"
-"""The generation of a key that is not there; TensorStore sends it as ``If-None-Match: *``."""
 
-_RANGES = "byte_range" in (ts.KvStore.read.__doc__ or "")
-"""Whether this TensorStore reads parts of objects; older ones read the whole."""
+Taker = Callable[[int, memoryview], None]
+"""Takes a piece of an object, and where it begins, counted from the first byte that was asked for.
+A piece at 0 begins anew: what came before it broke off."""
 
 
 class ObjectIO(Protocol):
-    """Puts and gets objects below one location."""
+    """Puts and gets objects below one location. Any thread may call it."""
 
-    def put(self, key: str, data: bytes, *, create: bool) -> Callable[[], bool]:
-        """Start writing an object.
+    threads: int
+    """How many requests at a time are of use."""
+
+    def put(self, key: str, parts: Sequence[bytes | memoryview], *, create: bool) -> bool:
+        """Write an object.
 
         Args:
             key: its name.
-            data: its content.
+            parts: its content, one after the other.
             create: only if there is no object of that name.
 
         Returns:
-            Waits for the end, and tells whether the object was written; ``False``: there is one.
-            Raises :class:`StorageError`.
+            Whether the object was written; ``False``: there is one of that name, which may be ours,
+            where the answer to an earlier try was lost.
+
+        Raises:
+            StorageError: the store refused, or did not answer.
         """
 
-    def get(self, key: str, start: int = 0, stop: int | None = None) -> Callable[[], bytes | None]:
-        """Start reading bytes ``start:stop`` of an object.
+    def get(self, key: str) -> bytes | None:
+        """A whole object; ``None``: there is none.
+
+        Raises:
+            StorageError: the store refused, or did not answer.
+        """
+
+    def fetch(self, key: str, start: int, stop: int | None, take: Taker) -> int | None:
+        """Hand over bytes ``start:stop`` of an object, in order, as they come.
 
         Returns:
-            Waits for them; ``None``: there is no such object. Fewer bytes, or none, where it ends
-            before ``stop``. Raises :class:`StorageError`.
+            How many; fewer, or none, where the object ends before ``stop``. ``None``: there is no
+            such object.
+
+        Raises:
+            StorageError: the store refused, or did not answer.
         """
 
     def close(self) -> None:
-        """End what threads there are; no request may be under way."""
+        """Let go of what it holds; no request may be under way."""
 
 
 def object_io(location: Location) -> ObjectIO:
@@ -72,8 +87,8 @@ def object_io(location: Location) -> ObjectIO:
     Raises:
         StorageError: the store can not be used.
     """
-    if has_driver(location):
-        return _TensorStoreIO(location)
+    if location.url.startswith(("s3://", "s3a://")):
+        return S3IO(location)
     return _FileSystemIO(location.remote)
 
 
@@ -83,122 +98,78 @@ def read_objects(location: Location, keys: Sequence[str]) -> list[bytes | None]:
     Raises:
         StorageError: the store refused.
     """
+    found: list[bytes | None] = [None] * len(keys)
     if not keys:
-        return []
-    io = object_io(location)
+        return found
     counters.add(documents_read=len(keys))
-    pending: deque[Callable[[], bytes | None]] = deque()
-    found: list[bytes | None] = []
-    try:
-        for key in keys:
-            if len(pending) >= IN_FLIGHT:
-                found.append(pending.popleft()())
-            pending.append(io.get(key))
-        while pending:
-            found.append(pending.popleft()())
-    finally:
-        for finish in pending:
-            with suppress(Exception):
-                finish()
-        io.close()
+    with closing(object_io(location)) as io:
+
+        def work(batch: Sequence[tuple[int, str]]) -> None:
+            for number, key in batch:
+                found[number] = io.get(key)
+
+        each(list(enumerate(keys)), work, io.threads)
     return found
 
 
-class _TensorStoreIO:
-    def __init__(self, location: Location) -> None:
-        self._url = location.url
-        try:
-            self._store = ts.KvStore.open(kvstore_spec(location), context=shared_context()).result(
-                timeout=REQUEST_DEADLINE_S
-            )
-        except ValueError as error:
-            raise self._error("opening", "", error) from None
+def put_objects(
+    location: Location,
+    objects: Sequence[tuple[str, bytes]],
+    exists: Callable[[str, bytes], None],
+) -> None:
+    """Create many small objects in parallel.
 
-    def put(self, key: str, data: bytes, *, create: bool) -> Callable[[], bool]:
-        future = self._store.write(key, data, if_equal=ABSENT if create else None)
+    Args:
+        location: below which.
+        objects: names and contents.
+        exists: called for each of whose name there is one already.
 
-        def finish() -> bool:
-            stamp = self._result("writing", key, future)
-            # A generation of no bytes: the condition did not hold.
-            return not create or bool(stamp.generation)
+    Raises:
+        StorageError: the store refused.
+    """
+    if not objects:
+        return
+    with closing(object_io(location)) as io:
 
-        return finish
+        def work(batch: Sequence[tuple[str, bytes]]) -> None:
+            for name, data in batch:
+                if not io.put(name, [data], create=True):
+                    exists(name, data)
 
-    def get(self, key: str, start: int = 0, stop: int | None = None) -> Callable[[], bytes | None]:
-        ranged = _RANGES and (start, stop) != (0, None)
-        limits: dict[str, Any] = {"byte_range": slice(start, stop)} if ranged else {}
-        future = self._store.read(key, **limits)
-
-        def finish() -> bytes | None:
-            try:
-                found = self._result("reading", key, future)
-            except _RangeError:
-                return b""
-            if found.state == "missing":
-                return None
-            value: bytes = found.value
-            return value if ranged else value[start:stop]
-
-        return finish
-
-    def close(self) -> None:
-        pass
-
-    def _result(self, doing: str, key: str, future: Any) -> Any:
-        try:
-            return future.result(timeout=REQUEST_DEADLINE_S)
-        except TimeoutError:
-            future.cancel()
-            raise StorageError(
-                f"{doing} {self._url}/{key} took longer than {REQUEST_DEADLINE_S:g} s; the store "
-                "does not answer: check the endpoint and the network",
-                url=f"{self._url}/{key}",
-            ) from None
-        except Exception as error:
-            # The answer of the store in the text may have the access key in it.
-            raise self._error(doing, key, error) from None
-
-    def _error(self, doing: str, key: str, error: Exception) -> StorageError:
-        text = str(error)
-        url = f"{self._url}/{key}" if key else self._url
-        if text.startswith("OUT_OF_RANGE"):
-            return _RangeError(f"{doing} {url}: it ends before the range", url=url)
-        return StorageError(f"{doing} {url} failed: {plain_words(text)}; {_remedy(text)}", url=url)
+        each(objects, work, io.threads)
 
 
-class _RangeError(StorageError):
-    """The object ends before the range begins."""
-
-
-def _remedy(text: str) -> str:
-    if text.startswith("PERMISSION_DENIED"):
-        return "check the credentials, and what they are allowed to do in this bucket"
-    if "SlowDown" in text or "http_response_code='503'" in text:
-        return "the store is overloaded: save less often, or with fewer requests at a time"
-    if "CURL" in text or text.startswith(("ABORTED", "UNAVAILABLE", "DEADLINE_EXCEEDED")):
-        return "the store does not answer: check the endpoint and the network"
-    return "see the store's own words"
+def each(items: Sequence[T], work: Callable[[Sequence[T]], None], threads: int) -> None:
+    """Run requests, each by itself, on so many threads; errors as :func:`run_batched`."""
+    run_batched(
+        items, work, threads=threads, weight=lambda _: 1, batch_weight=len(items), batch_items=1
+    )
 
 
 class _FileSystemIO:
     """Over a file system of fsspec: correct first, fast second."""
 
+    threads = FILE_SYSTEM_THREADS
+
     def __init__(self, store: RemoteStore) -> None:
         self._store = store
-        self._pool = ThreadPoolExecutor(FILE_SYSTEM_THREADS, "shardstore-objects")
 
-    def put(self, key: str, data: bytes, *, create: bool) -> Callable[[], bool]:
-        def work() -> bool:
-            if create:
-                return self._store.create(key, data)
-            self._store.write(key, data)
-            return True
+    def put(self, key: str, parts: Sequence[bytes | memoryview], *, create: bool) -> bool:
+        data = b"".join(parts)
+        if create:
+            return self._store.create(key, data)
+        self._store.write(key, data)
+        return True
 
-        return self._pool.submit(work).result
+    def get(self, key: str) -> bytes | None:
+        return self._store.read_range(key, 0, None)
 
-    def get(self, key: str, start: int = 0, stop: int | None = None) -> Callable[[], bytes | None]:
-        future: Future[bytes | None] = self._pool.submit(self._store.read_range, key, start, stop)
-        return future.result
+    def fetch(self, key: str, start: int, stop: int | None, take: Taker) -> int | None:
+        data = self._store.read_range(key, start, stop)
+        if data is None:
+            return None
+        take(0, memoryview(data))
+        return len(data)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=True)
+        pass

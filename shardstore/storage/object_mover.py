@@ -2,54 +2,42 @@
 
 Chunks are the same bytes as in files (the chunk, then its crc32c). A PUT creates: where an object
 of that name is there already, it is either our own (the answer to an earlier try was lost), or the
-attempt that this save is a part of decides. Memory for chunks under way stays within a budget.
+attempt that this save is a part of decides. Each of a number of threads carries out one request
+after the other; memory for chunks under way stays within a budget.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from typing import Any
 
-import numpy as np
 import xxhash
-from numcodecs.zstd import Zstd  # type: ignore[import-untyped]
-from numpy.typing import NDArray
 
 from shardstore.errors import ChunkCorruptError, ChunkMissingError, StorageError
 from shardstore.storage.attempt import Attempt
-from shardstore.storage.checksums import crc32c
-from shardstore.storage.chunk_bytes import (
-    checksums,
-    free_scratch,
-    pieces,
-    span,
-    view_in_chunk,
-)
-from shardstore.storage.chunk_reader import CRC, CRC_BYTES
+from shardstore.storage.chunk_bytes import free_scratch
 from shardstore.storage.chunks import (
     ChunkPart,
     ChunkWrite,
     ReadDone,
     RegionRead,
-    as_bytes,
     chunk_parts,
+    told,
 )
+from shardstore.storage.collector import collector_paused
 from shardstore.storage.counters import counters
-from shardstore.storage.documents import ZSTD_LEVEL, ArrayMeta
-from shardstore.storage.grid import block_bytes, inner_blocks
+from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.location import Location
 from shardstore.storage.manifest import ChunkRecord, Manifest
-from shardstore.storage.object_io import IN_FLIGHT, MAX_OBJECT_BYTES, ObjectIO, object_io
+from shardstore.storage.object_chunks import ChunkSink, Wanted, encode, held_bytes, stored_bytes
+from shardstore.storage.object_io import MAX_OBJECT_BYTES, ObjectIO, each, object_io
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES
 
 __all__ = ["ObjectMover"]
 
-T = TypeVar("T")
-
-REQUEST_BYTES = 4096
+REQUEST_BYTES = 16 * 1024
 """What a request weighs beside its data."""
 
 
@@ -72,6 +60,7 @@ class ObjectMover:
         self.location = location
         self.budget_bytes = budget_bytes
         self._attempt = attempt
+        self._done = threading.Lock()
 
     # -- writing -------------------------------------------------------------------------------
 
@@ -82,72 +71,53 @@ class ObjectMover:
         for array in {item.array for item in writes}:
             if not (array.is_plain or array.is_packed):
                 raise ValueError(f"chunks of key {array.key!r} have codecs {array.codecs}")
-        if not writes:
-            return
-        io = object_io(self.location)
-        flight: _Flight[bool] = _Flight(self.budget_bytes)
-        try:
-            for item in writes:
-                stored = _stored_bytes(item.array)
-                if stored > MAX_OBJECT_BYTES:
-                    raise self._too_large(item, stored)
-                # Twice while the bytes are put together: ours, and the copy of who sends them.
-                flight.make_room(2 * stored)
-                data, record = _encode(item)
-                key = _key(item.array, item.index)
-                finish = io.put(key, data, create=True)
-                del data
-                flight.add(stored, finish, self._written(io, item, record, done), item)
-            flight.land()
-        finally:
-            flight.drain()
-            io.close()
-            free_scratch()
+        for item in writes:
+            if stored_bytes(item.array) > MAX_OBJECT_BYTES:
+                raise self._too_large(item)
+        budget = _Budget(self.budget_bytes)
 
-    def _written(
-        self,
-        io: ObjectIO,
-        item: ChunkWrite,
-        record: ChunkRecord,
-        done: Callable[[ChunkWrite, ChunkRecord], None],
-    ) -> Callable[[bool], None]:
-        def landed(created: bool) -> None:
-            if not created:
-                self._settle(io, item)
+        def work(io: ObjectIO, item: ChunkWrite) -> None:
+            # What waits for its source holds nothing that others need meanwhile.
+            with told(item), budget.take(held_bytes(item)), _about(item):
+                record = self._write(io, item)
             counters.add(bytes_written=record.stored_bytes, chunks_written=1)
-            done(item, record)
+            with self._done:
+                done(item, record)
 
-        return landed
+        self._each(writes, work)
 
-    def _settle(self, io: ObjectIO, item: ChunkWrite) -> None:
+    def _write(self, io: ObjectIO, item: ChunkWrite) -> ChunkRecord:
+        parts, record = encode(item)
+        key = _key(item.array, item.index)
+        if not io.put(key, parts, create=True):
+            self._settle(io, item, parts)
+        return record
+
+    def _settle(self, io: ObjectIO, item: ChunkWrite, parts: list[bytes | memoryview]) -> None:
         """There is an object of a chunk's name: ours, a leftover, or a newer attempt's."""
         key = _key(item.array, item.index)
-        data, _ = _encode(item)
-        there = io.get(key)()
-        if there == data:
-            return
-        if there is None and io.put(key, data, create=True)():
-            return
         url = f"{self.location.url}/{key}"
+        there = _holds(io, key, parts)
+        if there is None and io.put(key, parts, create=True):
+            return
         if there is None:
             raise StorageError(
-                f"writing {url} failed: the store neither takes it nor has it; the bucket does "
-                "not exist, perhaps: create it, or correct the URL",
-                key=item.array.key,
-                chunk=item.index,
+                f"writing {url} failed: the store neither takes it nor has it; save again",
                 url=url,
             )
+        if there:
+            return
         if self._attempt is None:
             raise StorageError(f"{url} exists already, with other content; save elsewhere", url=url)
         self._attempt.check()
-        io.put(key, data, create=False)()
+        io.put(key, parts, create=False)
 
-    def _too_large(self, item: ChunkWrite, stored: int) -> StorageError:
+    def _too_large(self, item: ChunkWrite) -> StorageError:
         url = f"{self.location.url}/{_key(item.array, item.index)}"
         return StorageError(
-            f"chunk {item.index} of key {item.array.key!r} has {stored} bytes, and one request "
-            f"takes at most {MAX_OBJECT_BYTES}; save in smaller chunks, as the default strategy "
-            "('zarr', 2) does",
+            f"chunk {item.index} of key {item.array.key!r} has {stored_bytes(item.array)} bytes, "
+            f"and one request takes at most {MAX_OBJECT_BYTES}; save in smaller chunks, as the "
+            "default strategy ('zarr', 2) does",
             key=item.array.key,
             chunk=item.index,
             url=url,
@@ -163,46 +133,26 @@ class ObjectMover:
     ) -> None:
         """See :meth:`Mover.read`. Whole chunks are also held against the commit, so that what a
         late writer of another save left is found."""
-        if not reads:
-            return
-        io = object_io(self.location)
-        flight: _Flight[bytes | None] = _Flight(self.budget_bytes)
-        try:
-            for read in reads:
-                for part in chunk_parts(read):
-                    wanted = _wanted(part, manifest)
-                    # Twice while the bytes that came are handed over.
-                    flight.make_room(2 * wanted.size)
-                    finish = io.get(_key(part.array, part.index), *wanted.request)
-                    flight.add(wanted.size, finish, self._read(part, wanted, manifest, done), part)
-            flight.land()
-        finally:
-            flight.drain()
-            io.close()
+        with collector_paused():
+            parts = [part for read in reads for part in chunk_parts(read)]
+        budget = _Budget(self.budget_bytes)
 
-    def _read(
-        self,
-        part: ChunkPart,
-        wanted: _Wanted,
-        manifest: Callable[[], Manifest | None],
-        done: ReadDone | None,
-    ) -> Callable[[bytes | None], None]:
-        def landed(data: bytes | None) -> None:
-            if data is None:
-                raise self._damage(part, "is missing", manifest, ChunkMissingError)
-            problem = None
-            if wanted.packed:
-                data, problem = _unpacked(part, wanted, data)
-            else:
-                problem = _problem(part, wanted, data)
-            if problem is not None:
-                raise self._damage(part, problem, manifest, ChunkCorruptError)
-            _scatter(part, wanted.first, data)
-            counters.add(bytes_read=len(data), chunks_read=1)
+        def work(io: ObjectIO, part: ChunkPart) -> None:
+            with _about(part):
+                wanted = Wanted.of(part, manifest)
+                sink = ChunkSink(part, wanted)
+                with budget.take(sink.held_bytes):
+                    size = io.fetch(_key(part.array, part.index), *wanted.request, sink.take)
+                    if size is None:
+                        raise self._damage(part, "is missing", manifest, ChunkMissingError)
+                    problem = sink.finish(size)
+                if problem is not None:
+                    raise self._damage(part, problem, manifest, ChunkCorruptError)
+            counters.add(bytes_read=size, chunks_read=1)
             if done is not None:
                 done(part.out.nbytes, 1)
 
-        return landed
+        self._each(parts, work)
 
     def _damage(
         self,
@@ -226,209 +176,73 @@ class ObjectMover:
             url=url,
         )
 
+    def _each(self, items: Sequence[Any], work: Callable[[ObjectIO, Any], None]) -> None:
+        if not items:
+            return
+        with closing(object_io(self.location)) as io:
 
-class _Flight(Generic[T]):
-    """Requests under way, finished in the order in which they were started."""
+            def batched(batch: Sequence[Any]) -> None:
+                for item in batch:
+                    work(io, item)
+
+            try:
+                each(items, batched, io.threads)
+            finally:
+                free_scratch()
+
+
+class _Budget:
+    """Bytes that may be under way at a time; more than all of them goes alone."""
 
     def __init__(self, budget_bytes: int) -> None:
         # An eighth for connections, and for what the allocator keeps back.
-        self._budget = budget_bytes - budget_bytes // 8
-        self._bytes = 0
-        self._pending: deque[
-            tuple[int, Callable[[], T], Callable[[T], None], ChunkWrite | ChunkPart]
-        ] = deque()
+        self._free = self._all = budget_bytes - budget_bytes // 8
+        self._changed = threading.Condition()
 
-    def make_room(self, size: int) -> None:
-        """Wait until ``size`` more bytes are within the budget, or nothing else is under way."""
-        while self._pending and (
-            self._bytes + size > self._budget or len(self._pending) >= IN_FLIGHT
-        ):
-            self._land_first()
-
-    def add(
-        self,
-        size: int,
-        finish: Callable[[], T],
-        landed: Callable[[T], None],
-        about: ChunkWrite | ChunkPart,
-    ) -> None:
-        """A request was started: ``finish`` waits for it, ``landed`` takes what it gives."""
-        self._pending.append((size + REQUEST_BYTES, finish, landed, about))
-        self._bytes += size + REQUEST_BYTES
-
-    def land(self) -> None:
-        """Wait for all."""
-        while self._pending:
-            self._land_first()
-
-    def drain(self) -> None:
-        """After an error: wait for the rest, whatever becomes of it."""
-        while self._pending:
-            _, finish, _, _ = self._pending.popleft()
-            with suppress(Exception):
-                finish()
-
-    def _land_first(self) -> None:
-        size, finish, landed, about = self._pending.popleft()
-        self._bytes -= size
+    @contextmanager
+    def take(self, size: int) -> Iterator[None]:
+        """Wait until there is room for ``size`` bytes, which is theirs within."""
+        size = min(size + REQUEST_BYTES, self._all)
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= size)
+            self._free -= size
         try:
-            landed(finish())
-        except StorageError as error:
-            if error.key is None:
-                error.key, error.chunk = about.array.key, about.index
-                error.message += f" (chunk {about.index} of key {about.array.key!r})"
-            raise
+            yield
+        finally:
+            with self._changed:
+                self._free += size
+                self._changed.notify_all()
 
 
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """Which bytes of a chunk's object are asked for, and how they are verified.
-
-    Attributes:
-        first: position of the first byte.
-        last: one past the last byte of the chunk that is asked for.
-        stored: size of the object if it is read whole, else ``None``.
-        sums: running checksums of the manifest, at the ends of blocks, for a part.
-        crc: of the whole chunk, by the root document or the manifest.
-        packed: whether the object is compressed, and its size not known.
-    """
-
-    first: int
-    last: int
-    stored: int | None
-    sums: NDArray[np.uint32] | None
-    crc: int | None
-    packed: bool = False
-
-    @property
-    def size(self) -> int:
-        return self.last - self.first if self.stored is None else self.stored
-
-    @property
-    def request(self) -> tuple[int, int | None]:
-        return (0, None) if self.stored is not None else (self.first, self.last)
-
-
-def _wanted(part: ChunkPart, manifest: Callable[[], Manifest | None]) -> _Wanted:
-    array = part.array
-    total = array.chunk_bytes
-    low, high = span(part.within, array.grid.chunk_shape, part.out.dtype.itemsize)
-    if array.is_packed:
-        return _Wanted(0, total, total, None, array.expected_crc(part.index), packed=True)
-    if not array.has_crc:
-        whole = (low, high) == (0, total)
-        return _Wanted(low, high, total if whole else None, None, None)
-    block = block_bytes(total)
-    first, last = low // block * block, min(-(-high // block) * block, total)
-    crc = array.expected_crc(part.index)
-    if (first, last) != (0, total) or crc is None:
-        found = manifest()
-        sums = None if found is None else found.running_of(array, part.index)
-        if sums is not None and (first, last) != (0, total):
-            return _Wanted(first, last, None, sums, None)
-        crc = int(sums[-1]) if sums is not None else crc
-    return _Wanted(0, total, _stored_bytes(array), None, crc)
-
-
-def _unpacked(part: ChunkPart, wanted: _Wanted, data: bytes) -> tuple[bytes, str | None]:
-    """The chunk behind a compressed object, or what is wrong with it."""
-    packed = memoryview(data)[:-CRC_BYTES]
-    if not len(packed):
-        return b"", f"has {len(data)} bytes, fewer than any chunk"
-    (stored,) = CRC.unpack(data[-CRC_BYTES:])
-    crc = crc32c(packed, 0)
-    if crc != stored:
-        return b"", _mismatch(stored, crc)
+@contextmanager
+def _about(what: ChunkWrite | ChunkPart) -> Iterator[None]:
+    """Say in errors of the store which chunk they are about."""
     try:
-        chunk: bytes = Zstd().decode(packed)
-    except RuntimeError as error:
-        return b"", f"can not be decompressed ({error})"
-    if len(chunk) != part.array.chunk_bytes:
-        return b"", f"decompresses to {len(chunk)} bytes, not {part.array.chunk_bytes}"
-    if wanted.crc is not None and crc32c(chunk, 0) != wanted.crc:
-        return b"", _foreign(wanted.crc, crc32c(chunk, 0))
-    return chunk, None
+        yield
+    except StorageError as error:
+        if error.key is None:
+            error.key, error.chunk = what.array.key, what.index
+            error.message += f" (chunk {what.index} of key {what.array.key!r})"
+        raise
 
 
-def _foreign(expected: int, found: int) -> str:
-    return (
-        "is whole, but it is not the chunk that was committed, a late writer of another save "
-        f"changed it (crc32c {expected:#010x} expected, {found:#010x} found)"
-    )
+def _holds(io: ObjectIO, key: str, parts: Sequence[bytes | memoryview]) -> bool | None:
+    """Whether an object has this content; ``None``: there is none. Neither is kept in memory."""
+    there, ours = xxhash.xxh3_128(), xxhash.xxh3_128()
 
+    def take(position: int, piece: memoryview) -> None:
+        if position == 0:
+            there.reset()
+        there.update(piece)
 
-def _problem(part: ChunkPart, wanted: _Wanted, data: bytes) -> str | None:
-    """What is wrong with the bytes that came."""
-    if len(data) != wanted.size:
-        if wanted.stored is not None:
-            return f"has {len(data)} bytes, not {wanted.stored}"
-        return f"ends at byte {wanted.first + len(data)} all of a sudden"
-    if not part.array.has_crc:
+    size = io.fetch(key, 0, None, take)
+    if size is None:
         return None
-    view = memoryview(data)
-    if wanted.sums is not None:
-        block = block_bytes(part.array.chunk_bytes)
-        number = wanted.first // block
-        crc = int(wanted.sums[number - 1]) if number else 0
-        for start in range(0, len(view), block):
-            crc = crc32c(view[start : start + block], crc)
-            if crc != int(wanted.sums[number]):
-                return _mismatch(int(wanted.sums[number]), crc)
-            number += 1
-        return None
-    total = part.array.chunk_bytes
-    (stored,) = CRC.unpack(view[total:])
-    crc = crc32c(view[:total], 0)
-    if crc != stored:
-        return _mismatch(stored, crc)
-    if wanted.crc is not None and crc != wanted.crc:
-        return _foreign(wanted.crc, crc)
-    return None
-
-
-def _mismatch(expected: int, found: int) -> str:
-    return f"fails its checksum (crc32c {expected:#010x} expected, {found:#010x} found)"
-
-
-def _scatter(part: ChunkPart, first: int, data: bytes) -> None:
-    """Bring the bytes of a chunk, from ``first`` on, to the part's destination."""
-    shape = part.array.grid.chunk_shape
-    low, high = span(part.within, shape, part.out.dtype.itemsize)
-    raw = np.frombuffer(data, np.uint8)[low - first : high - first]
-    if part.out.flags.c_contiguous and part.out.nbytes == high - low:
-        as_bytes(part.out)[:] = raw
-    else:
-        part.out[...] = view_in_chunk(raw, part.out, shape)
-
-
-def _encode(item: ChunkWrite) -> tuple[bytes, ChunkRecord]:
-    """The bytes of a chunk's object, and what the manifest says of them."""
-    array = item.array
-    total = array.chunk_bytes
-    block = block_bytes(total)
-    hasher = xxhash.xxh3_128()
-    crc = position = 0
-    running: list[int] = []
-    parts: list[Any] = []
-    for piece in pieces(item.data(), array.grid.chunk_shape):
-        crc, found = checksums(piece, block, crc, position)
-        running += found
-        hasher.update(piece)
-        position += len(piece)
-        # A piece that is not the whole chunk is gathered in memory that the next one needs.
-        parts.append(piece if len(piece) == total else bytes(piece))
-    if not array.is_packed:
-        if array.has_crc:
-            parts.append(CRC.pack(crc))
-        data = b"".join(parts)
-    else:
-        packed = Zstd(level=ZSTD_LEVEL).encode(b"".join(parts))
-        data = packed + CRC.pack(crc32c(packed, 0))
-    return data, ChunkRecord(len(data), crc, hasher.digest(), running[: inner_blocks(total)])
-
-
-def _stored_bytes(array: ArrayMeta) -> int:
-    return array.chunk_bytes + (CRC_BYTES if array.has_crc else 0)
+    if size != sum(map(len, parts)):
+        return False
+    for part in parts:
+        ours.update(part)
+    return bool(there.digest() == ours.digest())
 
 
 def _key(array: ArrayMeta, index: Sequence[int]) -> str:

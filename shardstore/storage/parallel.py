@@ -8,9 +8,16 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
-__all__ = ["ByteLimit", "Jobs", "default_threads", "run_batched", "yield_to_others"]
+__all__ = [
+    "ByteLimit",
+    "Jobs",
+    "default_threads",
+    "run_batched",
+    "run_together",
+    "yield_to_others",
+]
 
 T = TypeVar("T")
 
@@ -191,6 +198,28 @@ def run_batched(
                 failures.append(error)
     if failures:
         raise failures[0]
+
+
+def run_together(*jobs: Callable[[], Any]) -> tuple[Any, ...]:
+    """Call each job at once, in threads; for waiting, not for computing.
+
+    Raises:
+        BaseException: the first that a job raised; all have ended.
+    """
+    found: list[Any] = [None] * len(jobs)
+
+    def work(batch: Sequence[tuple[int, Callable[[], Any]]]) -> None:
+        for number, job in batch:
+            found[number] = job()
+
+    run_batched(
+        list(enumerate(jobs)),
+        work,
+        threads=len(jobs),
+        weight=lambda _: 1,
+        batch_weight=1,
+    )
+    return tuple(found)
 
 
 def _batches(

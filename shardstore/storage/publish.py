@@ -25,9 +25,20 @@ from shardstore.storage.merging import Merged, merge
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.rank_record import rank_record
 
-__all__ = ["About", "commit_record", "last_documents", "publish", "write_chunks"]
+__all__ = [
+    "CONFIG",
+    "CONFIG_NAME",
+    "About",
+    "commit_record",
+    "last_documents",
+    "publish",
+    "write_chunks",
+]
 
 CONFIG_NAME = "metadata.json"
+CONFIG = "config"
+"""In ``attributes.shardstore`` of the root: the content of ``metadata.json``, so that who has the
+root document needs no other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +119,7 @@ def publish(attempt: Attempt, options: SaveOptions, reports: Sequence[bytes], ab
     with collector_paused():
         record = commit_record(attempt, merged, about.world_size, about.seconds)
         last = [(CONFIG_NAME, json.dumps(config).encode())]
-        last += last_documents(merged, record, about.attributes, about.record)
+        last += last_documents(merged, record, about.attributes, {**about.record, CONFIG: config})
     if attempt.defers_documents:
         attempt.put_all([(f"{node}/zarr.json", t.encode()) for node, t in merged.documents])
     attempt.commit(last, durable=options.durable)

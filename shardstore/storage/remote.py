@@ -22,14 +22,17 @@ from fsspec.exceptions import FSTimeoutError  # type: ignore[import-untyped]
 from shardstore.errors import CheckpointingException, StorageError
 from shardstore.storage.parallel import run_batched
 
-__all__ = ["RemoteStore", "explained", "remote_store"]
+__all__ = ["NO_ANSWER", "RemoteStore", "explained", "remedy", "remote_store"]
 
 FIRST_DEADLINE_S = 20.0
 """For a request to a store that never answered this process: a dead endpoint shows soon."""
 DEADLINE_S = 120.0
 """For a request to a store that did answer before, its retries included."""
-DELETE_BATCH = 1000
-"""Keys in one request for deletion, the most that S3 takes (Amazon S3 API, DeleteObjects)."""
+DELETE_BATCH = 250
+"""Keys in one request for deletion. S3 takes a thousand (Amazon S3 API, DeleteObjects), but some
+stores delete one after the other before they answer."""
+DELETE_REQUESTS = 8
+"""Deletions at a time."""
 
 READING = "reading"
 
@@ -62,12 +65,14 @@ _REMEDIES = {
     "301": _REGION,
     "400": "the store can not make sense of the request: check region and endpoint",
     "RequestTimeTooSkewed": "this machine's clock is wrong: set it",
+    "503": "the store is overloaded, or down: try again later",
+    "404": _NO_BUCKET,
     "SlowDown": "the store is overloaded: save less often, or with fewer requests at a time",
     "QuotaExceeded": "the store's quota is used up: free space, or choose another bucket",
     "EntityTooLarge": "the object is too large for one request: save smaller chunks",
 }
 _NOT_THERE = "the store says that there is no such place: check the endpoint and the URL"
-_NO_ANSWER = (
+NO_ANSWER = (
     "the store does not answer: check the endpoint (endpoint_url, or AWS_ENDPOINT_URL) and the "
     "network"
 )
@@ -79,6 +84,7 @@ _CREDENTIALS = (
 _file_systems: dict[object, Any] = {}
 _answered: set[int] = set()
 _lock = threading.Lock()
+_session_lock = threading.Lock()
 
 
 class RemoteStore:
@@ -236,7 +242,7 @@ class RemoteStore:
         with self._errors("listing", name):
             path = self._path(name)
             try:
-                found = self._call("ls", path, detail=False, refresh=True)
+                found = self._names(path)
             except (FileNotFoundError, NotADirectoryError) as error:
                 if _code(error) == "NoSuchBucket":
                     raise
@@ -244,6 +250,13 @@ class RemoteStore:
         # A store may name the folder itself, or a document of the same name.
         below = {entry.rstrip("/") for entry in found} - {path, path.lstrip("/")}
         return sorted({entry.rsplit("/", 1)[-1] for entry in below})
+
+    def _names(self, path: str) -> list[str]:
+        if not hasattr(self.fs, "_lsdir"):
+            found: list[str] = self._call("ls", path, detail=False, refresh=True)
+            return found
+        # Of an empty folder its ls() lists the parent too.
+        return [about["name"] for about in self._call("lsdir", path, refresh=True)]
 
     def walk(self, name: str = "") -> list[str]:
         """Names of all documents below, relative to this store's URL."""
@@ -271,19 +284,27 @@ class RemoteStore:
         not count."""
         with self._errors("deleting below", ""):
             paths = [self._path(name) for name in names]
-            if isinstance(self.fs, AsyncFileSystem) and hasattr(self.fs, "_bulk_delete"):
-                for start in range(0, len(paths), DELETE_BATCH):
-                    self._call("bulk_delete", paths[start : start + DELETE_BATCH])
-                return
+            bulk = isinstance(self.fs, AsyncFileSystem) and hasattr(self.fs, "_bulk_delete")
 
             def work(batch: Sequence[str]) -> None:
+                if bulk:
+                    self._call("bulk_delete", list(batch))
+                    return
                 for path in batch:
                     try:
                         self._call("rm_file", path)
                     except FileNotFoundError:
                         continue
 
-            run_batched(paths, work, threads=8, weight=lambda _: 1, batch_weight=16)
+            run_batched(
+                paths,
+                work,
+                threads=DELETE_REQUESTS,
+                weight=lambda _: 1,
+                batch_weight=DELETE_BATCH if bulk else 16,
+            )
+            if bulk:
+                return
             # Such stores have folders, which would stay behind empty.
             folders = {path.rpartition("/")[0] for path in paths} - {self.path}
             for folder in sorted(folders, key=len, reverse=True):
@@ -330,12 +351,15 @@ class RemoteStore:
         first = id(self.fs) not in _answered
         seconds = FIRST_DEADLINE_S if first else DEADLINE_S
         try:
+            if first and hasattr(self.fs, "set_session"):
+                with _session_lock:  # first requests at a time would each make a session
+                    sync(self.fs.loop, self.fs.set_session, timeout=seconds)
             found = sync(
                 self.fs.loop, getattr(self.fs, f"_{method}"), *args, timeout=seconds, **kwargs
             )
         except FSTimeoutError:
             raise StorageError(
-                f"{self.url}: no answer within {seconds:g} s; {_NO_ANSWER}", url=self.url
+                f"{self.url}: no answer within {seconds:g} s; {NO_ANSWER}", url=self.url
             ) from None
         except OSError as error:
             if _code(error) is not None:
@@ -368,30 +392,39 @@ def _written_at(about: Mapping[str, Any]) -> datetime | None:
     return when if when.tzinfo is not None else when.replace(tzinfo=UTC)
 
 
+def remedy(code: str | None) -> str:
+    """What to do about an answer of the store.
+
+    Args:
+        code: the store's own name for what went wrong, or the HTTP status.
+    """
+    return _REMEDIES.get(code or "", "see the store's own words")
+
+
 def explained(doing: str, url: str, error: BaseException, **about: Any) -> StorageError:
     """What the store's library raised, as an error of ours with a remedy."""
     code = _code(error)
     name = type(error).__name__
     text = (str(error).strip().splitlines() or [name])[0][:300]
     if code is not None and code in _REMEDIES:
-        remedy = _REMEDIES[code]
+        advice = _REMEDIES[code]
     elif name in ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"):
-        remedy = _CREDENTIALS
+        advice = _CREDENTIALS
     elif isinstance(error, PermissionError):
-        remedy = _DENIED
+        advice = _DENIED
     elif isinstance(error, FileNotFoundError):
-        remedy = _NOT_THERE
+        advice = _NOT_THERE
     elif isinstance(error, TypeError):
-        remedy = "check the names of the storage options, which are those of fsspec's file system"
+        advice = "check the names of the storage options, which are those of fsspec's file system"
     elif code is None and (
         isinstance(error, ConnectionError | TimeoutError)
         or any(word in name for word in ("Connect", "Timeout", "Endpoint", "HTTPClient"))
     ):
-        remedy = _NO_ANSWER
+        advice = NO_ANSWER
     else:
-        remedy = "see the cause"
+        advice = "see the cause"
     shown = f"{code}: {text}" if code and code not in text else text
-    failure = StorageError(f"{doing} {url} failed: {shown}; {remedy}", url=url, **about)
+    failure = StorageError(f"{doing} {url} failed: {shown}; {advice}", url=url, **about)
     failure.errno = getattr(error, "errno", None)
     return failure
 
@@ -488,4 +521,6 @@ def _s3_options(options: Mapping[str, Any]) -> dict[str, Any]:
         "client_kwargs": client,
         "config_kwargs": config,
         "use_listings_cache": False,
+        # One GET a document; with more its size is asked for first.
+        "max_concurrency": given.get("max_concurrency", 1),
     }

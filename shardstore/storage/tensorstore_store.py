@@ -16,11 +16,9 @@ import tempfile
 import threading
 from typing import Any
 
-from fsspec.asyn import sync  # type: ignore[import-untyped]
-
 from shardstore.errors import StorageError
 from shardstore.storage.location import Location
-from shardstore.storage.remote import FIRST_DEADLINE_S, explained
+from shardstore.storage.s3_settings import S3Settings, s3_settings
 from shardstore.storage.tensorstore_environment import BOUNDED, LIMITS
 
 __all__ = ["has_driver", "kvstore_spec", "plain_words", "s3_context"]
@@ -29,15 +27,11 @@ PROFILE = "shardstore"
 CONCURRENCY = 32
 """Requests to S3 at a time, each process."""
 
-_REFRESHED = ("iam-role", "container-role")
-"""Credentials that change with time and that TensorStore knows how to get by itself."""
-
 _BODY = re.compile(r"\s*\[(?!http_response_code)[\w-]+='(?:[^'\\]|\\.)*'\]")
 _CODE = re.compile(r"<Code>([\w.]+)</Code>")
 
 _lock = threading.Lock()
 _files: dict[int, tuple[bytes, int | str]] = {}
-_found: dict[int, dict[str, Any]] = {}
 
 
 def has_driver(location: Location) -> bool:
@@ -93,58 +87,28 @@ def kvstore_spec(location: Location) -> dict[str, Any]:
 
 def _client_settings(location: Location) -> dict[str, Any]:
     """Endpoint, region and credentials as the control plane's client has them."""
-    fs = location.remote.fs
-    with _lock:
-        found = _found.get(id(fs))
-        if found is None:
-            try:
-                found = sync(fs.loop, _settings, fs, timeout=FIRST_DEADLINE_S)
-            except Exception as error:
-                raise explained("connecting to", location.url, error) from error
-            if "frozen" not in found:
-                _found[id(fs)] = found
-        settings = dict(found)
-        frozen = settings.pop("frozen", None)
-        if frozen is not None:
-            settings["aws_credentials"] = _profile(id(fs), frozen)
-    return settings
-
-
-async def _settings(fs: Any) -> dict[str, Any]:
-    client = await fs.set_session()
-    meta = client.meta
-    region = meta.region_name
-    settings: dict[str, Any] = {
-        "aws_region": region if region and not region.startswith("aws-") else "us-east-1"
-    }
-    endpoint = meta.endpoint_url or ""
-    if "amazonaws.com" not in endpoint:
-        settings["endpoint"] = endpoint
-    if fs.anon:
+    found = s3_settings(location)
+    settings: dict[str, Any] = {"aws_region": found.region}
+    if not found.of_amazon:
+        settings["endpoint"] = found.endpoint
+    if found.anonymous:
         settings["aws_credentials"] = {"type": "anonymous"}
-        return settings
-    credentials = client._request_signer._credentials
-    if credentials is None:
+    elif found.key is None:
         settings["aws_credentials"] = {"type": "default"}
-        return settings
-    if credentials.method in _REFRESHED:
-        settings["aws_credentials"] = {"type": "default"}
-        return settings
-    frozen = credentials.get_frozen_credentials()
-    if hasattr(frozen, "__await__"):
-        frozen = await frozen
-    settings["frozen"] = frozen
+    else:
+        with _lock:
+            settings["aws_credentials"] = _profile(id(location.remote.fs), found)
     return settings
 
 
-def _profile(owner: int, frozen: Any) -> dict[str, Any]:
+def _profile(owner: int, found: S3Settings) -> dict[str, Any]:
     lines = [
         f"[{PROFILE}]",
-        f"aws_access_key_id = {frozen.access_key}",
-        f"aws_secret_access_key = {frozen.secret_key}",
+        f"aws_access_key_id = {found.key}",
+        f"aws_secret_access_key = {found.secret}",
     ]
-    if frozen.token:
-        lines.append(f"aws_session_token = {frozen.token}")
+    if found.token:
+        lines.append(f"aws_session_token = {found.token}")
     content = ("\n".join(lines) + "\n").encode()
     known = _files.get(owner)
     if known is None or known[0] != content:

@@ -93,8 +93,9 @@ class BackgroundWrite:
     def _write(self) -> None:
         staging = self._staging
         try:
-            location = self._session.attempt.location
-            arrays.create_arrays(location, self._created, threads=self._threads)
+            attempt = self._session.attempt
+            if not attempt.defers_documents:
+                arrays.create_arrays(attempt.location, self._created, threads=self._threads)
             if staging.all_at_once:
                 staging.wait_queued()  # copying comes first: somebody may be waiting for it
                 if staging.error is not None:
@@ -102,6 +103,14 @@ class BackgroundWrite:
             with self._session.timed("write"):
                 self._mover.write(staging.writes, self._done)
                 self._mover.write(self._owned, self._done)
+                if attempt.defers_documents:
+                    # Here and not at the commit, which the trainer waits for.
+                    attempt.put_all(
+                        [
+                            (f"{meta.node}/{meta.document_name}", text.encode())
+                            for meta, text in self._created
+                        ]
+                    )
         except BaseException as error:
             staging.fail(error)
             raise

@@ -11,7 +11,9 @@ from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.handed import handed_documents, read_document
 from shardstore.storage.location import Location
 
-__all__ = ["handed_out", "open_checkpoint"]
+__all__ = ["ROOT_DOCUMENT", "handed_out", "open_checkpoint"]
+
+ROOT_DOCUMENT = "zarr.json"
 
 _checkpoints: ContextVar[dict[str, StoredCheckpoint]] = ContextVar("checkpoints")
 

@@ -35,7 +35,7 @@ from shardstore.storage.location import Location
 from shardstore.storage.manifest import ChunkRecord, RankManifest
 from shardstore.storage.merging import Merged, merge
 from shardstore.storage.options import SaveOptions
-from shardstore.storage.publish import commit_record, last_documents
+from shardstore.storage.publish import CONFIG, CONFIG_NAME, commit_record, last_documents
 from shardstore.storage.reuse import BaseChunks, ReusingMover, Writer, adopter, read_base
 from shardstore.strategies import shared_writes
 from shardstore.strategies.async_utils import AsyncRequest
@@ -341,9 +341,11 @@ class SaveSession:
         written = list(further.items())
         if self.zarr_format != 2 and (self.zarr_format == 3 or merged.arrays):
             seconds = perf_counter() - self.started
+            config = further.get(CONFIG_NAME)
+            members = {} if config is None else {CONFIG: json.loads(config)}
             with collector_paused():
                 self.record = commit_record(self.attempt, merged, self.ranks.world_size, seconds)
-                written += last_documents(merged, self.record, attributes)
+                written += last_documents(merged, self.record, attributes, members)
         self.attempt.commit(written, durable=self.options.durable)
 
 

@@ -159,14 +159,14 @@ def test_a_claim_waits_for_an_older_attempt_that_is_about_to_commit(
     older = begin(place)
     place.write(f"{ATTEMPTS}/{older.number:06d}.committing", older.id.encode())
     waiting = threading.Event()
-    look = object_commit._claims
+    commits = object_commit._commits
 
-    def seen(where: Location, *kinds: Any) -> Any:
-        if older.number + 1 in look(where):
-            waiting.set()
-        return look(where, *kinds)
+    def seen(where: Location, names: Any) -> bool:
+        assert f"{ATTEMPTS}/{older.number + 1:06d}.json" in names
+        waiting.set()
+        return commits(where, names)
 
-    monkeypatch.setattr(object_commit, "_claims", seen)
+    monkeypatch.setattr(object_commit, "_commits", seen)
     with ThreadPoolExecutor(1) as pool:
         newer = pool.submit(begin, place)
         assert waiting.wait(20)
@@ -174,7 +174,53 @@ def test_a_claim_waits_for_an_older_attempt_that_is_about_to_commit(
         with pytest.raises(CheckpointExistsError):
             newer.result(20)
     assert place.read(ROOT) == b"of the older one"
-    assert look(place) == [older.number]
+    assert object_commit._claims(place) == [older.number]
+
+
+def _held_up(place: Location, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """An attempt that has looked at the claims for the last time and then does not go on, and a
+    newer one that has waited for it in vain and written its own."""
+    monkeypatch.setattr(object_commit, "SETTLE_S", 0.5)
+    late = begin(place)
+    write_chunks(late, 1.0)
+    place.write(f"{ATTEMPTS}/{late.number:06d}.committing", late.id.encode())
+    late.check()
+    newer = begin(place)
+    assert newer.number > late.number
+    assert not place.exists("w/c.0.0")
+    write_chunks(newer, 2.0)
+    return late, newer
+
+
+def test_the_commit_of_a_writer_that_was_held_up_is_replaced_by_the_owner(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = target("held-up")
+    late, newer = _held_up(place, monkeypatch)
+    assert late._publish(ROOT, late.id.encode())  # there is no telling it by then
+    commit(newer)
+    assert place.read(ROOT) == newer.id.encode()
+    assert (chunk(place), chunk(place, 1)) == (2.0, 2.0)
+    late_names = place.remote.walk()
+    with pytest.raises(StorageError, match="belongs to"):
+        late._publish(ROOT, late.id.encode())
+    assert place.remote.walk() == late_names
+
+
+def test_a_writer_that_was_held_up_takes_its_commit_back(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = target("taken-back")
+    late, newer = _held_up(place, monkeypatch)
+    assert late._publish(ROOT, late.id.encode())
+    # The newer attempt says nothing: it may be writing for long yet, or be dead.
+    with pytest.raises(StorageError, match=f"newer attempt {newer.id}"):
+        late._look_once_more(ROOT, late.id.encode())
+    assert not is_committed(place)
+    commit(newer)
+    assert place.read(ROOT) == newer.id.encode()
+    assert (chunk(place), chunk(place, 1)) == (2.0, 2.0)
+    assert place.remote.walk(ATTEMPTS) == []
 
 
 def test_of_many_claims_at_a_time_each_has_a_number_of_its_own(target: Target) -> None:

@@ -11,12 +11,12 @@ import os
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench.clients import OURS, S3_DIRECT
+from bench.clients import OURS, S3_DIRECT, S3_NAMES
 from bench.context import Context
 from bench.crew import Crew
 from bench.field_of_clients import Field
@@ -42,8 +42,9 @@ def chunks(context: Context) -> None:
 
 
 def arrays(context: Context) -> None:
-    """2,000 arrays of 16 KiB."""
-    _save_and_load(context, ARRAYS, "arrays")
+    """2,000 arrays of 16 KiB, and beside plain puts of their bytes those of as many objects as Zarr
+    arrays are."""
+    _save_and_load(context, ARRAYS, "arrays", S3_NAMES)
 
 
 def latency(context: Context) -> None:
@@ -170,8 +171,10 @@ CASES: dict[str, Callable[[Context], None]] = {
 }
 
 
-def _save_and_load(context: Context, case: str, workload: str) -> None:
-    with Field(context, case, 1, workload, context.scale, S3_DIRECT) as field:
+def _save_and_load(
+    context: Context, case: str, workload: str, names: Sequence[str] = S3_DIRECT
+) -> None:
+    with Field(context, case, 1, workload, context.scale, names) as field:
         field.rounds(
             lambda context, crew, client, repeat: one_round(case, context, crew, client, repeat),
             range(-1, context.repeats),

@@ -21,6 +21,8 @@ _CLIENTS: dict[str, tuple[str, str, tuple[int, ...]]] = {
 _S3_CLIENTS: dict[str, tuple[str, str, tuple[int, ...]]] = {
     "raw-tensorstore": ("raw_s3", "TensorStorePuts", ()),
     "raw-obstore": ("raw_s3", "ObstorePuts", ()),
+    "raw-ts-documents": ("raw_s3", "TensorStorePuts", (1,)),
+    "raw-ob-documents": ("raw_s3", "ObstorePuts", (1,)),
     "shardstore": _CLIENTS["shardstore"],
     "dcp-s3": ("dcp_s3", "DcpS3", (2,)),
     "dcp-shardstore": _CLIENTS["dcp-shardstore"],
@@ -33,6 +35,9 @@ DIRECT = tuple(name for name in NAMES if name != DCP_OURS)
 """All but DCP over our storage, which is measured against DCP alone."""
 S3_DIRECT = tuple(name for name in S3_NAMES if name != DCP_OURS)
 RAW = ("raw-1", "raw-2", "raw-tensorstore", "raw-obstore")
+RAW_DOCUMENTS = ("raw-ts-documents", "raw-ob-documents")
+"""The same with a small document beside each object: as many objects as Zarr arrays are."""
+S3_DIRECT = tuple(name for name in S3_NAMES if name not in RAW_DOCUMENTS)
 MEGATRON = "megatron-zarr"
 ORBAX = "orbax"
 OURS = "shardstore"

@@ -18,6 +18,8 @@ import torch
 from bench.clients.base import Share
 
 CONCURRENCY = 32
+DOCUMENT = memoryview(b" " * 700)
+"""About what the document of a Zarr array takes."""
 
 Part = tuple[str, memoryview]
 
@@ -31,6 +33,12 @@ def _parts(share: Share) -> list[Part]:
     ]
 
 
+def _objects(parts: list[Part], documents: int) -> list[Part]:
+    """What is put: the parts, each with so many small documents."""
+    more = [(f"{key}.json{n}", DOCUMENT) for key, _ in parts for n in range(documents)]
+    return [*parts, *more]
+
+
 def _bucket_and_prefix(url: str) -> tuple[str, str]:
     bucket, _, prefix = url.removeprefix("s3://").partition("/")
     return bucket, prefix
@@ -39,16 +47,20 @@ def _bucket_and_prefix(url: str) -> tuple[str, str]:
 class TensorStorePuts:
     """TensorStore's s3 driver at the key-value level."""
 
-    settings = f"tensorstore KvStore, {CONCURRENCY} requests at a time, unconditional, no checksum"
+    def __init__(self, documents: int = 0) -> None:
+        self._documents = documents
+        self.settings = (
+            f"tensorstore KvStore, {CONCURRENCY} requests at a time, unconditional, no checksum"
+        )
 
     def prepare(self, share: Share) -> list[Part]:
         """Name and memory of each tensor."""
         return _parts(share)
 
     def save(self, prepared: list[Part], path: str, sync: bool) -> None:
-        """One put a tensor."""
+        """One put a tensor, and one a document."""
         store, pending = self._open(path), deque[Any]()
-        for name, memory in prepared:
+        for name, memory in _objects(prepared, self._documents):
             if len(pending) >= CONCURRENCY:
                 pending.popleft().result()
             pending.append(store.write(name, bytes(memory)))
@@ -90,9 +102,10 @@ class TensorStorePuts:
 class ObstorePuts:
     """obstore, the object_store library of Rust."""
 
-    def __init__(self) -> None:
+    def __init__(self, documents: int = 0) -> None:
         import obstore  # noqa: F401 (absent where it is not installed)
 
+        self._documents = documents
         self.settings = f"obstore, {CONCURRENCY} requests at a time, unconditional, no checksum"
 
     def prepare(self, share: Share) -> list[Part]:
@@ -100,7 +113,7 @@ class ObstorePuts:
         return _parts(share)
 
     def save(self, prepared: list[Part], path: str, sync: bool) -> None:
-        """One put a tensor."""
+        """One put a tensor, and one a document."""
         import obstore
 
         store = self._open(path)
@@ -108,7 +121,7 @@ class ObstorePuts:
         async def put(part: Part) -> None:
             await obstore.put_async(store, part[0], part[1], use_multipart=False)
 
-        self._each(put, prepared)
+        self._each(put, _objects(prepared, self._documents))
 
     def load(self, prepared: list[Part], path: str) -> None:
         """One get a tensor, copied into its memory."""

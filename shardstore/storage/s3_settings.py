@@ -1,0 +1,101 @@
+"""What a client of S3 needs to know, as the control plane's client has found it out.
+
+So one URL and one set of storage options, environment and profiles serve both planes. It knows
+settings, and makes no request for objects.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fsspec.asyn import sync  # type: ignore[import-untyped]
+
+from shardstore.storage.location import Location
+from shardstore.storage.remote import FIRST_DEADLINE_S, explained
+
+__all__ = ["S3Settings", "s3_settings"]
+
+_REFRESHED = ("iam-role", "container-role")
+"""Credentials that change with time and that other clients know how to get by themselves."""
+
+_lock = threading.Lock()
+_found: dict[int, S3Settings] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class S3Settings:
+    """Endpoint, region, credentials and time limits.
+
+    Attributes:
+        region: of the bucket, or any name where there are none.
+        endpoint: URL of the service.
+        anonymous: requests are not signed.
+        key: access key; ``None`` without ``anonymous``: the client finds credentials by itself.
+        secret: secret key.
+        token: session token.
+        connect_timeout_s: for a connection.
+        read_timeout_s: for an answer, or its next piece.
+        verify: whether certificates are checked, or the file of those that are trusted.
+    """
+
+    region: str
+    endpoint: str
+    anonymous: bool = False
+    key: str | None = field(default=None, repr=False)
+    secret: str | None = field(default=None, repr=False)
+    token: str | None = field(default=None, repr=False)
+    connect_timeout_s: float = 5.0
+    read_timeout_s: float = 20.0
+    verify: bool | str = True
+
+    @property
+    def of_amazon(self) -> bool:
+        """Whether the service is Amazon's own."""
+        return "amazonaws.com" in self.endpoint or not self.endpoint
+
+
+def s3_settings(location: Location) -> S3Settings:
+    """The settings that the control plane's client has for a location.
+
+    Raises:
+        StorageError: there are no credentials, or they can not be got.
+    """
+    fs = location.remote.fs
+    with _lock:
+        found = _found.get(id(fs))
+        if found is None:
+            try:
+                found = sync(fs.loop, _settings, fs, timeout=FIRST_DEADLINE_S)
+            except Exception as error:
+                raise explained("connecting to", location.url, error) from error
+            assert found is not None
+            if found.key is None:
+                # Keys are asked for each time: those of a session are renewed.
+                _found[id(fs)] = found
+        return found
+
+
+async def _settings(fs: Any) -> S3Settings:
+    client = await fs.set_session()
+    meta = client.meta
+    region = meta.region_name
+    settings = S3Settings(
+        region=region if region and not region.startswith("aws-") else "us-east-1",
+        endpoint=meta.endpoint_url or "",
+        anonymous=bool(fs.anon),
+        connect_timeout_s=float(meta.config.connect_timeout),
+        read_timeout_s=float(meta.config.read_timeout),
+        verify=fs.client_kwargs.get("verify", os.environ.get("AWS_CA_BUNDLE") or True),
+    )
+    credentials = client._request_signer._credentials
+    if settings.anonymous or credentials is None or credentials.method in _REFRESHED:
+        return settings
+    frozen = credentials.get_frozen_credentials()
+    if hasattr(frozen, "__await__"):
+        frozen = await frozen
+    return replace(
+        settings, key=frozen.access_key, secret=frozen.secret_key, token=frozen.token or None
+    )

@@ -1,0 +1,78 @@
+"""What a save asks of the store: how many requests, and of which kind, counted by a proxy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import shardstore
+from scripts.s3_servers import S3Server
+from shardstore import ShardedTensor
+from tests.faults.s3_proxy import FaultProxy, Passed
+from tests.s3.checkpoints import Run
+
+ARRAYS = 20
+CONTROL = 10
+"""Requests of a save beside the objects of the checkpoint."""
+
+
+def state(arrays: int) -> dict[str, ShardedTensor]:
+    return {
+        f"a{i}": ShardedTensor.from_rank_offsets(f"a{i}", torch.full((16,), float(i)))
+        for i in range(arrays)
+    }
+
+
+@pytest.fixture(scope="module")
+def proxy(s3_server: S3Server) -> Iterator[FaultProxy]:
+    with FaultProxy(s3_server.endpoint_url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def run(s3_server: S3Server, proxy: FaultProxy) -> Run:
+    run = Run.new(s3_server.at(proxy.endpoint_url), s3_server)
+    run.save(1)  # the store has been seen to honour conditions
+    return run
+
+
+def requests_of_a_save(run: Run, proxy: FaultProxy, step: int) -> list[Passed]:
+    before = len(proxy.passed())
+    shardstore.save(state(ARRAYS), run.url(step), storage_options=run.options)
+    return proxy.passed()[before:]
+
+
+def test_each_object_is_put_once_and_asked_for_never(run: Run, proxy: FaultProxy) -> None:
+    asked = requests_of_a_save(run, proxy, 2)
+    prefix = f"/{run.bucket}/run/step-2/"
+    objects = [r.path.removeprefix(prefix) for r in asked if ".attempts" not in r.path]
+    puts = [r.path.removeprefix(prefix) for r in asked if r.method == "PUT"]
+    documents = {"common.pt", "manifest.npz", "metadata.json", "zarr.json"}
+    wanted = {f"a{i}/{name}" for i in range(ARRAYS) for name in ("c.0", "zarr.json")} | documents
+    assert sorted(name for name in puts if ".attempts" not in name) == sorted(wanted)
+    assert {name for name in objects if name.startswith("a")} == wanted - documents
+    assert all(200 <= (r.status or 0) < 300 for r in asked if r.method == "PUT")
+    assert "HEAD" not in {r.method for r in asked}
+    assert len(asked) - len(wanted) <= CONTROL
+
+
+def test_what_can_be_under_way_at_once_is(run: Run, proxy: FaultProxy) -> None:
+    proxy.latency_s = 0.3
+    try:
+        proxy.most_at_once = 0
+        requests_of_a_save(run, proxy, 3)
+        assert ARRAYS <= proxy.most_at_once <= 32
+    finally:
+        proxy.latency_s = 0.0
+
+
+def test_metadata_of_many_arrays_is_one_get(run: Run, proxy: FaultProxy) -> None:
+    shardstore.save(
+        state(300), run.with_direct().url(4), storage_options=run.direct.storage_options
+    )
+    before = len(proxy.passed())
+    found = shardstore.load_tensors_metadata(run.url(4), storage_options=run.options)
+    assert len(found) == 300
+    assert [r.method for r in proxy.passed()[before:]] == ["GET"]
