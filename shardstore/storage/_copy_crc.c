@@ -18,6 +18,7 @@
 
 #include <fcntl.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -383,6 +384,67 @@ static PyObject *py_read_file(PyObject *self, PyObject *args)
     return PyLong_FromUnsignedLong(crc);
 }
 
+/* The checksum of all of a file but its tail; 0 where the file is large and not in memory. */
+static int checksum(int fd, size_t bytes, const Py_buffer *tail, uint32_t *crc)
+{
+    const size_t all = bytes + (size_t)tail->len;
+    int there = 0;
+
+    if (all < MIN_MAPPED_BYTES) {
+        uint8_t *data = malloc(all ? all : 1);
+        if (data && pread(fd, data, all, 0) == (ssize_t)all) {
+            *crc = copy_crc(best, 0, NULL, data, bytes);
+            memcpy(tail->buf, data + bytes, (size_t)tail->len);
+            there = 1;
+        }
+        free(data);
+        return there;
+    }
+    uint8_t *mapping = mmap(NULL, all, PROT_READ, MAP_SHARED, fd, 0);
+    if (mapping == MAP_FAILED)
+        return 0;
+    if (resident(fd, mapping, all)) {
+        *crc = copy_crc(best, 0, NULL, mapping, bytes);
+        memcpy(tail->buf, mapping + bytes, (size_t)tail->len);
+        there = 1;
+    }
+    munmap(mapping, all);
+    return there;
+}
+
+static PyObject *py_checksum_file(PyObject *self, PyObject *args)
+{
+    PyObject *path = NULL;
+    Py_buffer tail;
+    Py_ssize_t bytes;
+    int done = 0;
+    uint32_t crc = 0;
+
+    if (!PyArg_ParseTuple(args, "O&nw*", PyUnicode_FSConverter, &path, &bytes, &tail)) {
+        Py_XDECREF(path);
+        return NULL;
+    }
+    const char *name = PyBytes_AsString(path);
+    if (name && bytes >= 0) {
+        Py_BEGIN_ALLOW_THREADS
+        struct stat about;
+        int fd = open(name, O_RDONLY | O_CLOEXEC);
+        if (fd >= 0) {
+            if (!fstat(fd, &about) && about.st_size == bytes + tail.len)
+                done = checksum(fd, (size_t)bytes, &tail, &crc);
+            close(fd);
+        }
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&tail);
+    Py_DECREF(path);
+    if (PyErr_Occurred())
+        return NULL;
+    if (!done)
+        Py_RETURN_NONE;
+    return PyLong_FromUnsignedLong(crc);
+}
+
 static PyMethodDef methods[] = {
     {"copy_crc32c", py_copy_crc32c, METH_VARARGS,
      "copy_crc32c(source, target, crc=0, kernel=None): copies all bytes; the crc32c carried on."},
@@ -390,6 +452,9 @@ static PyMethodDef methods[] = {
      "read_file(path, target, tail): fills both from a file of just that size; target may have gaps "
      "between its rows. The crc32c of what went to target; None where the file is not there, has "
      "another size, is large and not in memory, or could not be read."},
+    {"checksum_file", py_checksum_file, METH_VARARGS,
+     "checksum_file(path, bytes, tail): the crc32c of a file of so many bytes and a tail, which goes "
+     "to tail; None as for read_file."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,4 +1,4 @@
-"""Whole chunk files from memory, checked on the way: what most of a load is.
+"""Whole chunk files from memory, checked on the way: what most of a load or a check is.
 
 The compiled part (:mod:`shardstore.storage._copy_crc`: Linux on x86-64, a C compiler at the
 installation) opens, maps, copies and checksums a file in one call, in one pass over memory, which
@@ -21,7 +21,7 @@ except ImportError:  # no compiler at the installation, or another processor
 else:
     COMPILED = True
 
-__all__ = ["COMPILED", "read_whole_file"]
+__all__ = ["COMPILED", "checksum_whole_file", "read_whole_file"]
 
 
 def read_whole_file(path: str, out: NDArray[Any], tail: bytearray) -> int | None:
@@ -46,3 +46,17 @@ def read_whole_file(path: str, out: NDArray[Any], tail: bytearray) -> int | None
     else:
         view = out.reshape(-1).view("u1")
     return _copy_crc.read_file(path, view, tail)
+
+
+def checksum_whole_file(path: str, size: int, tail: bytearray) -> int | None:
+    """The crc32c of the first ``size`` bytes of a file that has just so many and the tail's.
+
+    Args:
+        path: of a chunk file.
+        size: bytes before the tail.
+        tail: takes what follows.
+
+    Returns:
+        ``None`` as for :func:`read_whole_file`.
+    """
+    return _copy_crc.checksum_file(path, size, tail) if COMPILED else None

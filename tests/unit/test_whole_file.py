@@ -16,7 +16,7 @@ from shardstore.errors import ChunkCorruptError
 from shardstore.storage import whole_file
 from shardstore.storage.checksums import crc32c
 from shardstore.storage.counters import counters
-from shardstore.storage.whole_file import read_whole_file
+from shardstore.storage.whole_file import checksum_whole_file, read_whole_file
 
 compiled = pytest.mark.skipif(
     not whole_file.COMPILED, reason="no compiler at the installation, or not Linux on x86-64"
@@ -102,6 +102,22 @@ def test_any_destination_gets_its_rows(
     assert (out == values).all()
     out[...] = 0
     assert not memory.any()  # nothing was written beside it
+
+
+@compiled
+@given(st.integers(0, 5000), st.integers(0, 9))
+def test_a_file_is_checksummed_up_to_its_tail(
+    tmp_path_factory: pytest.TempPathFactory, size: int, rest: int
+) -> None:
+    size = size * 100 + rest  # on both sides of where files are mapped
+    path = tmp_path_factory.getbasetemp() / "checksummed"
+    data = np.random.default_rng(size).integers(0, 256, size + rest, np.uint8).tobytes()
+    path.write_bytes(data)
+    tail = bytearray(rest)
+    assert checksum_whole_file(str(path), size, tail) == crc32c(data[:size], 0)
+    assert tail == data[size:]
+    assert checksum_whole_file(str(path), size + 1, tail) is None
+    assert checksum_whole_file(f"{path}.not", size, tail) is None
 
 
 @compiled
