@@ -22,7 +22,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import shardstore
 from scripts.s3_servers import S3Server
-from shardstore import ShardedTensor
+from shardstore import ShardedTensor, sweep
 from shardstore.errors import (
     CheckpointExistsError,
     ChunkCorruptError,
@@ -37,7 +37,6 @@ from shardstore.storage.grid import Grid
 from shardstore.storage.location import Location
 from shardstore.storage.object_commit import ATTEMPTS, ObjectAttempt, begin, is_committed, join
 from shardstore.storage.object_mover import ObjectMover
-from shardstore.storage.sweep import sweep
 from tests.ranks_helper import run_ranks
 from tests.store_suite import small_state, tensor, unfinished_save
 

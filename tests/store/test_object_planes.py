@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 import shardstore
 from scripts.s3_servers import S3Server
-from shardstore import ShardedTensor
+from shardstore import ShardedTensor, delete_checkpoint, latest
 from shardstore.errors import NotACheckpointError, StorageError
 from shardstore.storage import object_io as object_io_module
 from shardstore.storage.chunks import ChunkWrite, RegionRead
@@ -36,7 +36,6 @@ from shardstore.storage.location import Location, StoreUrl
 from shardstore.storage.manifest import ChunkRecord
 from shardstore.storage.object_io import ObjectIO, object_io, read_objects
 from shardstore.storage.object_mover import ObjectMover
-from shardstore.storage.sweep import delete_checkpoint, latest
 from tests.ranks_helper import run_ranks
 from tests.store_suite import small_state, tensor
 
