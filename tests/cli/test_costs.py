@@ -111,8 +111,9 @@ def counted(*arguments: object) -> list[int]:
 def test_verifying_opens_each_file_once(many: Path) -> None:
     code, files, lists, _ = counted("verify", many)
     assert code == 0
-    # All documents but the last one's are told by their bytes, and none is opened a second time.
-    assert 2 * SMALL_ARRAYS <= files <= 2 * SMALL_ARRAYS + 1
+    # All documents but the last one's are told by their bytes, and none is opened a second time;
+    # the compiled part may open the last one's chunk, unseen by the interpreter.
+    assert 2 * SMALL_ARRAYS - 1 <= files <= 2 * SMALL_ARRAYS + 1
     assert SMALL_ARRAYS <= lists <= SMALL_ARRAYS + 1
 
 
