@@ -10,7 +10,7 @@
  * are computed here. What is left after folding is a short message of the same checksum, which the
  * crc32 instruction finishes.
  *
- * Built where there is a compiler; shardstore/storage/mapped.py does without it where there is none.
+ * Built where there is a compiler; shardstore/storage/whole_file.py does without it where there is none.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -24,6 +24,7 @@
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #if !defined(__x86_64__) || !defined(__linux__)
@@ -262,6 +263,30 @@ static long long pages_cached(int fd, size_t bytes)
     return syscall(CACHESTAT, fd, &range, &found, 0) ? -1 : (long long)found.cached;
 }
 
+/* Whether a file system lies on a disk or in the memory of this machine: a file that another machine
+ * deletes may vanish from under a mapping, which kills the process where read(2) returns an error.
+ * Numbers as statfs(2) gives them (Linux man-pages). */
+static int on_this_machine(int fd)
+{
+    static const uint32_t known[] = {
+        0xEF53,     /* ext2, ext3, ext4 */
+        0x58465342, /* xfs */
+        0x9123683E, /* btrfs */
+        0xF2F52010, /* f2fs */
+        0x2FC12FC1, /* zfs */
+        0x01021994, /* tmpfs */
+        0x794C7630, /* overlayfs */
+    };
+    struct statfs about;
+
+    if (fstatfs(fd, &about))
+        return 0;
+    for (size_t i = 0; i < sizeof known / sizeof *known; i++)
+        if ((uint32_t)about.f_type == known[i])
+            return 1;
+    return 0;
+}
+
 /* Whether all of a file's start is in memory; 0 also where the kernel does not say. */
 static int resident(int fd, void *mapping, size_t bytes)
 {
@@ -270,6 +295,8 @@ static int resident(int fd, void *mapping, size_t bytes)
     const long long cached = pages_cached(fd, bytes);
     unsigned char there[AT_ONCE];
 
+    if (!on_this_machine(fd))
+        return 0;
     if (cached >= 0)
         return (size_t)cached >= (bytes + page - 1) / page;
     for (size_t at = 0; at < bytes; at += AT_ONCE * page) {

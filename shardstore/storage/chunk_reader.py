@@ -29,7 +29,6 @@ from shardstore.storage.chunk_bytes import (
 from shardstore.storage.chunks import ChunkPart, as_bytes
 from shardstore.storage.grid import block_bytes, inner_blocks
 from shardstore.storage.manifest import Manifest
-from shardstore.storage.mapped import read_mapped
 
 __all__ = ["CRC", "CRC_BYTES", "read_part"]
 
@@ -103,11 +102,9 @@ def _read_whole(fd: int, out: NDArray[np.uint8], expected: int | None, corrupt: 
     """
     total = len(out)
     tail = bytearray(CRC_BYTES)
-    crc = read_mapped(fd, out, tail)
+    crc = _read_ahead(fd, out.data, tail)
     if crc is None:
-        crc = _read_ahead(fd, out.data, tail)
-        if crc is None:
-            return 0
+        return 0
     (stored,) = CRC.unpack(tail)
     if crc != stored:
         raise corrupt(_mismatch(stored, crc))
