@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
@@ -213,14 +212,7 @@ def _s3(options: argparse.Namespace) -> int:
 
 def _report(results: Results, options: argparse.Namespace) -> int:
     judged = verdicts(results)
-    print(report.text(results, judged))
-    if options.json:
-        whole = results.as_dict()
-        whole["targets"] = [vars(verdict) for verdict in judged]
-        options.json.write_text(json.dumps(whole, indent=1) + "\n")
-    if options.markdown:
-        options.markdown.write_text(report.markdown(results, judged))
-    return 1 if any(verdict.ok is False for verdict in judged) else 0
+    return report.publish(results, judged, options)
 
 
 if __name__ == "__main__":

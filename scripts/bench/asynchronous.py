@@ -81,14 +81,7 @@ def run(options: argparse.Namespace) -> int:
                 else:
                     _clients(results, case, root, options.scale, number)
     judged = list(_verdicts(results, options.scale))
-    print(report.text(results, judged))
-    if options.json:
-        whole = results.as_dict()
-        whole["targets"] = [vars(verdict) for verdict in judged]
-        options.json.write_text(json.dumps(whole, indent=1) + "\n")
-    if options.markdown:
-        options.markdown.write_text(report.markdown(results, judged))
-    return 1 if any(verdict.ok is False for verdict in judged) else 0
+    return report.publish(results, judged, options)
 
 
 def _clients(results: Results, case: str, root: Path, scale: float, number: int) -> None:

@@ -8,7 +8,6 @@ does nothing else, with one thread and with two, whichever is faster.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -80,13 +79,7 @@ def run(options: argparse.Namespace) -> int:
             for cold in (False, True):
                 _verification(results, name, place, options.repeats, cold)
     judged = list(_verdicts(results))
-    print(report.text(results, judged))
-    if options.json:
-        whole = {**results.as_dict(), "targets": [vars(verdict) for verdict in judged]}
-        options.json.write_text(json.dumps(whole, indent=1) + "\n")
-    if options.markdown:
-        options.markdown.write_text(report.markdown(results, judged))
-    return 1 if any(verdict.ok is False for verdict in judged) else 0
+    return report.publish(results, judged, options)
 
 
 def _save(place: Path, arrays: int, elements: int) -> None:

@@ -6,7 +6,6 @@ Needs one CUDA device; says so where there is none.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 import tempfile
@@ -64,14 +63,7 @@ def run(options: argparse.Namespace) -> int:
         for overlap in (False, True):
             _training(results, state, root, options.repeats, overlap)
     judged = list(_verdicts(results))
-    print(report.text(results, judged))
-    if options.json:
-        whole = results.as_dict()
-        whole["targets"] = [vars(verdict) for verdict in judged]
-        options.json.write_text(json.dumps(whole, indent=1) + "\n")
-    if options.markdown:
-        options.markdown.write_text(report.markdown(results, judged))
-    return 1 if any(verdict.ok is False for verdict in judged) else 0
+    return report.publish(results, judged, options)
 
 
 def _bandwidth(results: Results, state: dict[str, torch.Tensor], repeats: int) -> None:

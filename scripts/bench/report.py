@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Sequence
 
 from bench.clients import OURS, RAW
@@ -145,3 +147,18 @@ def _plain(head: Row, rows: Sequence[Row]) -> str:
 def pipes(head: Row, rows: Sequence[Row]) -> str:
     """A table in Markdown."""
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
+
+
+def publish(results: Results, judged: Sequence[Verdict], options: argparse.Namespace) -> int:
+    """Print what was measured, and write the files that were asked for.
+
+    Returns:
+        The exit code: 0 if no target that was measured is missed.
+    """
+    print(text(results, judged))
+    if options.json:
+        whole = {**results.as_dict(), "targets": [vars(verdict) for verdict in judged]}
+        options.json.write_text(json.dumps(whole, indent=1) + "\n")
+    if options.markdown:
+        options.markdown.write_text(markdown(results, judged))
+    return 1 if any(verdict.ok is False for verdict in judged) else 0

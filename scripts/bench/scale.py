@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import json
 import multiprocessing
 import os
 import sys
@@ -91,18 +90,12 @@ def run(options: argparse.Namespace) -> int:
                 _layouts(results, world, max(options.chunks), number)
             _star(results, options.ranks, max(options.chunks), number)
     judged = list(_verdicts(results, options.ranks, options.chunks))
-    print(report.text(results, judged))
-    if options.json:
-        whole = results.as_dict()
-        whole["targets"] = [vars(verdict) for verdict in judged]
-        options.json.write_text(json.dumps(whole, indent=1) + "\n")
-    if options.markdown:
-        options.markdown.write_text(report.markdown(results, judged))
+    code = report.publish(results, judged, options)
     if options.plot:
         from bench.plot import draw_scale
 
         draw_scale(results.as_dict(), options.plot)
-    return 1 if any(verdict.ok is False for verdict in judged) else 0
+    return code
 
 
 def _say(text: str) -> None:
