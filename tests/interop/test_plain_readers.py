@@ -265,7 +265,12 @@ def test_a_reader_made_from_the_format_page(checkpoint: Path) -> None:
 @pytest.mark.parametrize("which", ["here", "newest"])
 @pytest.mark.parametrize("script", [ZARR_READER, XARRAY_READER], ids=["zarr", "xarray"])
 def test_zarr_and_what_builds_on_it(checkpoint: Path, script: str, which: str) -> None:
-    _check(script, checkpoint, never="torch shardstore.storage", which=which)
+    _check(
+        script,
+        checkpoint,
+        never="torch shardstore.storage.checkpoint shardstore.storage.documents",
+        which=which,
+    )
 
 
 @pytest.mark.parametrize("which", ["here", "newest"])
