@@ -13,7 +13,6 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,25 +134,33 @@ def test_requests_stay_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> Non
     assert np.array_equal(out, array)
 
 
-def test_chunks_are_begun_in_order_so_that_a_ring_never_stops() -> None:
-    """A source that is ready only when all before it, but a few, are gone: as in a ring."""
+def test_who_waits_for_its_source_holds_nothing_of_the_budget() -> None:
+    """Sources that are ready only when all before them, but a few, are gone: as staged in a ring.
+    Those that wait would hold what those need that they wait for."""
     place = Location.of(f"memory://{uuid.uuid4().hex}/c")
     meta = ArrayMeta("w", "w", Grid((200, 1024), (1, 1024)), "float32")
     changed = threading.Condition()
     gone: set[int] = set()
 
-    def source(number: int) -> np.ndarray[Any, Any]:
-        with changed:
-            ready = changed.wait_for(lambda: all(n in gone for n in range(number - 2)), timeout=60)
-        assert ready
-        return np.full((1, 1024), float(number), np.float32)
+    class Source:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def wait(self) -> None:
+            before = range(self.number - 2)
+            with changed:
+                assert changed.wait_for(lambda: all(n in gone for n in before), timeout=60)
+
+        def __call__(self) -> np.ndarray[Any, Any]:
+            self.wait()
+            return np.full((1, 1024), float(self.number), np.float32)
 
     def done(item: ChunkWrite, record: ChunkRecord) -> None:
         with changed:
             gone.add(item.index[0])
             changed.notify_all()
 
-    writes = [ChunkWrite(meta, (i, 0), partial(source, i)) for i in range(200)]
+    writes = [ChunkWrite(meta, (i, 0), Source(i)) for i in range(200)]
     ObjectMover(place, budget_bytes=100_000).write(writes, done)
     assert len(gone) == 200
 
