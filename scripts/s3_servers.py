@@ -197,15 +197,18 @@ def embedded_server(folder: Path) -> Iterator[EmbeddedServer]:
         embedded.kill()
 
 
-def radosgw(environment: Mapping[str, str] = os.environ) -> S3Server | None:
+def radosgw(
+    name: str = "server", *, environment: Mapping[str, str] = os.environ
+) -> S3Server | None:
     """The Ceph gateway that ``scripts/s3_server start`` brought up; None where none answers.
 
     Looks for the description that the script leaves in ``.s3-server/server.json`` of the checkout,
-    or in the folder that SHARDSTORE_S3_SERVER_DIR names.
+    or in the folder that SHARDSTORE_S3_SERVER_DIR names; another gateway's is beside it, by its
+    ``name``.
     """
     folder = Path(environment.get("SHARDSTORE_S3_SERVER_DIR", ROOT / ".s3-server"))
     try:
-        described = json.loads((folder / "server.json").read_text())
+        described = json.loads((folder / f"{name}.json").read_text())
     except (OSError, ValueError):
         return None
     server = S3Server(

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import shardstore
-from scripts.s3_servers import EmbeddedServer, S3Server
+from scripts.s3_servers import EmbeddedServer, S3Server, radosgw
 from shardstore.errors import CheckpointingException, ChunkCorruptError, StorageError
 from shardstore.storage import object_commit
 from shardstore.storage.location import Location
@@ -146,20 +146,23 @@ def test_a_store_that_ignores_conditions_is_refused_or_taken_as_it_is(s3_server:
 
 @pytest.fixture(params=["embedded", "radosgw"])
 def mortal(request: pytest.FixtureRequest) -> Iterator[tuple[S3Server, Any, Any]]:
-    """A server, how to kill it, how to start it again."""
+    """A server that no other test uses, how to kill it, how to start it again."""
     if request.param == "embedded":
         own: EmbeddedServer = request.getfixturevalue("own_s3_server")
         yield own.server, own.kill, own.start
         return
-    server: S3Server = request.getfixturevalue("radosgw_server")
+    request.getfixturevalue("radosgw_server")
     if os.getuid() != 0:
-        pytest.skip("only root can kill the Ceph gateway and start it again")
+        pytest.skip("only root can start a Ceph gateway, kill it and start it again")
 
     def script(what: str) -> None:
-        subprocess.run([SCRIPTS / "s3_server", what], check=True, stdin=subprocess.DEVNULL)
+        subprocess.run([SCRIPTS / "s3_server", what, "mortal"], check=True, stdin=subprocess.DEVNULL)
 
-    yield server, lambda: script("kill"), lambda: script("start")
     script("start")
+    server = radosgw("mortal")
+    assert server is not None
+    yield server, lambda: script("kill"), lambda: script("start")
+    script("kill")
 
 
 @pytest.mark.parametrize("after", [3, 9, 14])
