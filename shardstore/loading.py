@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -113,6 +113,8 @@ def run_load(
     except Exception as problem:
         error = problem
 
+    unchecked: list[list[bytes]] = []
+
     def check(reports: list[bytes]) -> bytes:
         if call.validate_access_integrity:
             with collector_paused():
@@ -123,9 +125,13 @@ def run_load(
         documents = _documents_for_all(location)
         if documents[location.url, CONFIG_FNAME] is None or not all(reports):
             return pickle.dumps((documents, None))
-        return pickle.dumps((documents, check(reports)))
+        if compared or ranks.world_size == 1:
+            return pickle.dumps((documents, check(reports)))
+        unchecked.append(reports)  # the others have documents to parse meanwhile
+        return pickle.dumps((documents, pickle.dumps(None)))
 
     answer = ranks.together(report, what=what, error=error, decide=decide)
+    verdict = [_outcome(partial(check, reports)) for reports in unchecked]
     documents, checked = pickle.loads(answer)
     meter = Meter("load", location.url, callback)
     with handed_out(documents), watched(meter):
@@ -164,7 +170,7 @@ def run_load(
                 wanted = with_destinations(wanted, torch.device(call.map_location))
         except Exception as problem:
             error = problem
-        ranks.together(what=what, error=error)
+        ranks.together(what=what, error=error, decide=lambda _: _raised(verdict))
 
         try:
             loaded = _read(wanted, checkpoint_dir, for_tensors, for_common, sharing)
@@ -178,6 +184,22 @@ def run_load(
     if StrictHandling.requires_returning_mismatch_keys(mode):
         return result, missing, unexpected
     return result
+
+
+def _outcome(step: Callable[[], object]) -> Exception | None:
+    """What a step raised, to be raised later."""
+    try:
+        step()
+    except Exception as problem:
+        return problem
+    return None
+
+
+def _raised(outcomes: Sequence[Exception | None]) -> bytes:
+    """Nothing, unless one of the steps failed."""
+    for problem in filter(None, outcomes):
+        raise problem
+    return b""
 
 
 def _log_load(url: str, size: int, seconds: float, world_size: int) -> None:

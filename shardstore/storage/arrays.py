@@ -115,5 +115,5 @@ def mover_for(location: Location, options: SaveOptions, attempt: Attempt | None 
     if not location.is_local:
         return ObjectMover(location, attempt=attempt, budget_bytes=options.budget_bytes)
     if options.mover != "tensorstore" and options.compression is None:
-        return FileMover(location, threads=options.threads)
+        return FileMover(location, threads=options.threads, durable=options.durable)
     return TensorStoreMover(location)

@@ -31,8 +31,9 @@ from shardstore.errors import CheckpointExistsError, StorageError
 from shardstore.storage.attempt import Attempt
 from shardstore.storage.identity import node_type, what_else
 from shardstore.storage.location import Location, store_errors
+from shardstore.storage.writeback import sync_file_system
 
-__all__ = ["FolderAttempt", "begin", "is_checkpoint", "join", "sweep", "sync_file_system"]
+__all__ = ["FolderAttempt", "begin", "is_checkpoint", "join", "sweep"]
 
 OWNER_NAME = ".owner.json"
 MARKERS = ("zarr.json", "metadata.json")
@@ -402,23 +403,3 @@ def _fsync(folder: str) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def sync_file_system(location: Location) -> None:
-    """Wait until all that was written to a folder's file system is on the disk: one ``syncfs``
-    (man-pages sync(2)).
-
-    One call, not an fsync a file: the journal is committed once. Errors of the disk are reported
-    (Linux 5.8 and later).
-    """
-    with store_errors("syncing", location.url):
-        fd = os.open(location.url, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            if hasattr(_libc, "syncfs"):
-                if _libc.syncfs(fd) != 0:
-                    number = ctypes.get_errno()
-                    raise OSError(number, os.strerror(number), location.url)
-            else:
-                os.sync()
-        finally:
-            os.close(fd)

@@ -37,6 +37,7 @@ from shardstore.storage.location import Location, store_errors
 from shardstore.storage.manifest import ChunkRecord, Manifest
 from shardstore.storage.parallel import default_threads, run_batched
 from shardstore.storage.whole_file import read_whole_file
+from shardstore.storage.writeback import start_writeback
 
 __all__ = ["FileMover"]
 
@@ -57,11 +58,15 @@ class FileMover:
         location: a local folder, the root of the checkpoint.
         threads: threads for each call, the caller's included; default: see
             :func:`default_threads`.
+        durable: what is written is going to be synchronised, so the disk may begin at once.
     """
 
-    def __init__(self, location: Location, *, threads: int | None = None) -> None:
+    def __init__(
+        self, location: Location, *, threads: int | None = None, durable: bool = False
+    ) -> None:
         self.location = location
         self.threads = threads or default_threads()
+        self.durable = durable
         self._done = threading.Lock()
 
     # -- writing -------------------------------------------------------------------------------
@@ -82,7 +87,7 @@ class FileMover:
             for item in batch:
                 path = self._path(item.array, item.index)
                 with told(item), store_errors("writing", path, key=item.array.key):
-                    record = _write_chunk(path, item)
+                    record = _write_chunk(path, item, durable=self.durable)
                 counters.add(bytes_written=record.stored_bytes, chunks_written=1)
                 with self._done:
                     done(item, record)
@@ -131,7 +136,7 @@ class FileMover:
         return f"{self.location.url}/{array.node}/{array.chunk_key(index)}"
 
 
-def _write_chunk(path: str, item: ChunkWrite) -> ChunkRecord:
+def _write_chunk(path: str, item: ChunkWrite, *, durable: bool) -> ChunkRecord:
     array = item.array
     total = array.chunk_bytes
     data = item.data()
@@ -141,6 +146,8 @@ def _write_chunk(path: str, item: ChunkWrite) -> ChunkRecord:
         if total >= PREALLOCATE_FROM:
             _preallocate(fd, stored)
         crc, digest, running = _stream(fd, pieces(data, array.grid.chunk_shape), array)
+        if durable:
+            start_writeback(fd, stored)
         return ChunkRecord(stored, crc, digest, running[: inner_blocks(total)])
     finally:
         os.close(fd)

@@ -94,8 +94,6 @@ class BackgroundWrite:
         staging = self._staging
         try:
             attempt = self._session.attempt
-            if not attempt.defers_documents:
-                arrays.create_arrays(attempt.location, self._created, threads=self._threads)
             if staging.all_at_once:
                 staging.wait_queued()  # copying comes first: somebody may be waiting for it
                 if staging.error is not None:
@@ -103,7 +101,9 @@ class BackgroundWrite:
             with self._session.timed("write"):
                 self._mover.write(staging.writes, self._done)
                 self._mover.write(self._owned, self._done)
-                if attempt.defers_documents:
+                if not attempt.defers_documents:
+                    arrays.create_arrays(attempt.location, self._created, threads=self._threads)
+                else:
                     # Here and not at the commit, which the trainer waits for.
                     attempt.put_all(
                         [

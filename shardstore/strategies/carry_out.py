@@ -18,6 +18,7 @@ from shardstore.storage import arrays, dtypes
 from shardstore.storage.chunks import ChunkWrite, as_bytes
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.options import SaveOptions
+from shardstore.storage.writeback import WRITEBACK_FROM
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.background import BackgroundWrite
 from shardstore.strategies.planned_writes import CutChunk, WritePlan
@@ -64,7 +65,7 @@ def _carry_out(
     plan: WritePlan,
     created: Sequence[tuple[ArrayMeta, str]],
 ) -> None:
-    """Create, write, and put cut chunks together.
+    """Create the arrays, write, and put cut chunks together.
 
     An error of this rank's disk waits until all pieces are exchanged.
     """
@@ -80,19 +81,31 @@ def _carry_out(
             except Exception as problem:
                 failed.append(problem)
 
+    # The disk gets something to do before the many small files are made.
+    large, small = _by_size(plan.writes)
+    attempt(lambda: mover.write(large, session.written))
     if session.attempt.defers_documents:
         session.deferred += [
             (f"{meta.node}/{meta.document_name}", text.encode()) for meta, text in created
         ]
     else:
         attempt(lambda: arrays.create_arrays(location, created, threads=options.threads))
-    attempt(lambda: mover.write(plan.writes, session.written))
+    attempt(lambda: mover.write(small, session.written))
     for batch in _rounds(plan.cut):
         with session.timed("exchange"):
             writes = _put_together(session.ranks, batch)
         attempt(lambda writes=writes: mover.write(writes, session.written))  # type: ignore[misc]
     if failed:
         raise failed[0]
+
+
+def _by_size(writes: Sequence[ChunkWrite]) -> tuple[list[ChunkWrite], list[ChunkWrite]]:
+    """Large chunks and small ones."""
+    large: list[ChunkWrite] = []
+    small: list[ChunkWrite] = []
+    for write in writes:
+        (large if write.array.chunk_bytes >= WRITEBACK_FROM else small).append(write)
+    return large, small
 
 
 def _rounds(chunks: Sequence[CutChunk]) -> Iterator[list[CutChunk]]:

@@ -166,7 +166,8 @@ class SaveSession:
 
     def mover(self, options: SaveOptions) -> Writer:
         """Who writes the chunks of a strategy with these options."""
-        options = replace(options, compression=self.options.compression)
+        mine = self.options
+        options = replace(options, compression=mine.compression, durable=mine.durable)
         location = self.attempt.location
         mover = arrays.mover_for(location, options, self.attempt)
         if self.base is None:

@@ -18,8 +18,9 @@ import pytest
 
 from shardstore.errors import CheckpointExistsError, StorageError
 from shardstore.storage import commit
-from shardstore.storage.commit import Attempt, begin, is_checkpoint, join, sweep, sync_file_system
+from shardstore.storage.commit import Attempt, begin, is_checkpoint, join, sweep
 from shardstore.storage.location import Location
+from shardstore.storage.writeback import sync_file_system
 
 
 def save(target: Path, text: str, *, overwrite: bool = False, durable: bool = False) -> None:
@@ -214,6 +215,7 @@ DYING = """
 import os, signal, sys
 from shardstore.storage.commit import begin
 from shardstore.storage.location import Location
+from shardstore.storage.writeback import sync_file_system
 attempt = begin(Location.of(sys.argv[1]))
 attempt.location.write("w/c.0", b"half")
 print(attempt.location.url, flush=True)

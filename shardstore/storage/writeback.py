@@ -1,0 +1,58 @@
+"""When what was written goes to the disk: soon, where somebody is going to wait for it.
+
+Answers for the calls of the operating system that Python has no name for. Knows files and folders,
+nothing of what is in them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+from shardstore.storage.location import Location, store_errors
+
+__all__ = ["WRITEBACK_FROM", "start_writeback", "sync_file_system"]
+
+WRITEBACK_FROM = 1024 * 1024
+"""Smaller files are left to the one sync at the end, which writes neighbours together."""
+_SYNC_FILE_RANGE_WRITE = 2
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_sync_file_range = getattr(_libc, "sync_file_range", None)
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+
+
+def start_writeback(fd: int, size: int) -> None:
+    """Have a file's pages sent to the disk from now on, without waiting for them (man-pages
+    sync_file_range(2), Linux; elsewhere nothing happens).
+
+    The disk then works while other files are still being written, and the sync at the end finds
+    little left to do. That sync is what makes them durable, and what reports errors of the disk.
+
+    Args:
+        fd: an open file.
+        size: its bytes.
+    """
+    if size >= WRITEBACK_FROM and _sync_file_range is not None:
+        _sync_file_range(fd, 0, 0, _SYNC_FILE_RANGE_WRITE)
+
+
+def sync_file_system(location: Location) -> None:
+    """Wait until all that was written to a folder's file system is on the disk: one ``syncfs``
+    (man-pages sync(2)).
+
+    One call, not an fsync a file: the journal is committed once. Errors of the disk are reported
+    (Linux 5.8 and later).
+    """
+    with store_errors("syncing", location.url):
+        fd = os.open(location.url, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            if hasattr(_libc, "syncfs"):
+                if _libc.syncfs(fd) != 0:
+                    number = ctypes.get_errno()
+                    raise OSError(number, os.strerror(number), location.url)
+            else:
+                os.sync()
+        finally:
+            os.close(fd)

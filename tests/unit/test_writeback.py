@@ -1,0 +1,63 @@
+"""A durable save has the disk work while it still writes; one that is not leaves the disk alone."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardstore.storage.chunks import ChunkWrite
+from shardstore.storage.documents import ArrayMeta
+from shardstore.storage.files import FileMover
+from shardstore.storage.grid import Grid
+from shardstore.storage.location import Location
+from shardstore.storage.writeback import WRITEBACK_FROM, start_writeback
+
+CACHESTAT = 451
+"""Its number on every architecture (Linux 6.5 and later)."""
+
+
+def dirty_pages(path: Path) -> int:
+    """Pages of a file that nobody has begun to send to the disk."""
+    span = (ctypes.c_uint64 * 2)(0, 0)
+    found = (ctypes.c_uint64 * 5)()
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.syscall(CACHESTAT, fd, ctypes.byref(span), ctypes.byref(found), 0) != 0:
+            pytest.skip(f"no cachestat here: {os.strerror(ctypes.get_errno())}")
+    finally:
+        os.close(fd)
+    return int(found[1])
+
+
+def written(folder: Path, size: int, *, durable: bool) -> Path:
+    """A chunk of ``size`` bytes, by the mover for files."""
+    folder.mkdir()
+    (folder / "w").mkdir()
+    meta = ArrayMeta("w", "w", Grid((size,), (size,)), "uint8")
+    data = np.arange(size, dtype=np.uint32).astype(np.uint8)
+    FileMover(Location.of(folder), durable=durable).write(
+        [ChunkWrite(meta, (0,), data)], lambda _item, _record: None
+    )
+    return folder / "w" / meta.chunk_key((0,))
+
+
+def test_the_disk_begins_at_once_where_a_sync_will_wait_for_it(tmp_path: Path) -> None:
+    lazy = written(tmp_path / "lazy", 4 * WRITEBACK_FROM, durable=False)
+    if dirty_pages(lazy) == 0:
+        pytest.skip("this file system holds nothing back")
+    assert dirty_pages(written(tmp_path / "small", WRITEBACK_FROM // 2, durable=True)) > 0
+    assert dirty_pages(written(tmp_path / "durable", 4 * WRITEBACK_FROM, durable=True)) == 0
+
+
+def test_what_cannot_be_sent_is_left_to_the_sync(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    try:
+        start_writeback(writing, WRITEBACK_FROM)  # refused: it has no pages of its own
+    finally:
+        os.close(reading)
+        os.close(writing)
