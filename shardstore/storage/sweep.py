@@ -21,7 +21,8 @@ from shardstore.storage import commit, object_commit
 from shardstore.storage.identity import what_else
 from shardstore.storage.location import Location
 from shardstore.storage.object_commit import ATTEMPTS
-from shardstore.storage.remote import DEADLINE_S, explained
+from shardstore.storage.remote import DEADLINE_S
+from shardstore.storage.remote_errors import explained
 
 __all__ = ["Leftover", "delete_checkpoint", "latest", "sweep"]
 
