@@ -9,7 +9,7 @@ checkpoint is, nothing of chunks, and not how its client is made (:mod:`file_sys
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any
@@ -33,8 +33,6 @@ DELETE_BATCH = 250
 stores delete one after the other before they answer."""
 DELETE_REQUESTS = 8
 """Deletions at a time."""
-
-READING = "reading"
 
 _THERE_ALREADY = ("PreconditionFailed", "ConditionalRequestConflict", "412")
 
@@ -65,7 +63,7 @@ class RemoteStore:
             FileNotFoundError: there is none of that name.
             StorageError: the store refused, or did not answer.
         """
-        with self._errors(READING, name):
+        with self._errors("reading", name, absent=True):
             data: bytes = self._call("cat_file", self._path(name))
             return data
 
@@ -79,7 +77,7 @@ class RemoteStore:
         try:
             if whole:
                 return self.read(name)
-            with self._errors(READING, name):
+            with self._errors("reading", name, absent=True):
                 data: bytes = self._call("cat_file", self._path(name), start=start, end=stop)
                 return data
         except FileNotFoundError:
@@ -106,17 +104,17 @@ class RemoteStore:
             StorageError: the store refused, or did not answer.
         """
         with self._errors("creating", name):
-            try:
-                self._pipe(self._path(name), data, create=True)
-            except FileExistsError:
-                return False
-            except OSError as error:
-                if code_of(error) in _THERE_ALREADY:
-                    return False
-                raise
-            return True
+            return _unless_there(lambda: self._pipe(self._path(name), data, create=True))
 
-    def copy_from(self, source: RemoteStore, from_name: str, name: str, *, create: bool) -> bool:
+    def copy_from(
+        self,
+        source: RemoteStore,
+        from_name: str,
+        name: str,
+        *,
+        create: bool = False,
+        any_size: bool = False,
+    ) -> bool:
         """Copy an object of another place in the same store, which moves the bytes on its own side
         (Amazon S3 API, "CopyObject").
 
@@ -126,6 +124,8 @@ class RemoteStore:
             name: its name here.
             create: ask for the copy only if there is no object of that name. Many stores take no
                 notice of it and overwrite.
+            any_size: it may be larger than one request copies (5 GiB): its size is asked for, and
+                it goes in parts, with no deadline for all of them together.
 
         Returns:
             Whether it was copied; ``False``: the store says that there is one of that name.
@@ -134,22 +134,23 @@ class RemoteStore:
             FileNotFoundError: there is nothing to copy.
             StorageError: the store refused, or did not answer.
         """
-        with self._errors(READING, name):
-            paths = (source._path(from_name), self._path(name))
-            try:
-                if hasattr(self.fs, "_copy_basic"):
-                    self._call("copy_basic", *paths, **({"IfNoneMatch": "*"} if create else {}))
-                else:
-                    if not isinstance(self.fs, AsyncFileSystem):
-                        self.fs.makedirs(paths[1].rsplit("/", 1)[0], exist_ok=True)
-                    self._call("cp_file", *paths)
-            except FileExistsError:
-                return False
-            except OSError as error:
-                if code_of(error) in _THERE_ALREADY:
-                    return False
-                raise
-        return True
+        assert not (create and any_size), "parts are copied without a condition"
+        paths = (source._path(from_name), self._path(name))
+
+        def copy() -> None:
+            self._make_folder_of(paths[1])
+            if any_size:
+                self.fs.cp_file(*paths)
+            elif hasattr(self.fs, "_copy_basic"):
+                self._call("copy_basic", *paths, **({"IfNoneMatch": "*"} if create else {}))
+            else:
+                self._call("cp_file", *paths)
+
+        try:
+            with self._errors("copying to", name, absent=True):
+                return _unless_there(copy)
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{source.url}/{from_name}") from None
 
     def stream(self, name: str, part_bytes: int) -> Any:
         """A file to write an object of any size to, from its beginning to its end: an upload in
@@ -159,18 +160,8 @@ class RemoteStore:
             StorageError: the store refused, or did not answer.
         """
         with self._errors("writing", name):
-            if not isinstance(self.fs, AsyncFileSystem):
-                self.fs.makedirs(self._path(name).rsplit("/", 1)[0], exist_ok=True)
+            self._make_folder_of(self._path(name))
             return self.fs.open(self._path(name), "wb", block_size=part_bytes)
-
-    def copy(self, name: str, url: str) -> None:
-        """Copy an object to another URL of the same store, which does it by itself where it can.
-
-        Raises:
-            StorageError: the store refused, or did not answer.
-        """
-        with self._errors("copying", name):
-            self.fs.copy(self._path(name), self.fs._strip_protocol(url))
 
     def errors(self, doing: str, name: str) -> AbstractContextManager[None]:
         """What the store's library raises inside, as :class:`StorageError` in our words."""
@@ -279,14 +270,18 @@ class RemoteStore:
     def _path(self, name: str) -> str:
         return f"{self.path}/{name}" if name else self.path
 
+    def _make_folder_of(self, path: str) -> None:
+        """Where the store has folders, those above a document are there before it."""
+        parent = path.rpartition("/")[0]
+        if parent and not isinstance(self.fs, AsyncFileSystem):
+            self.fs.makedirs(parent, exist_ok=True)
+
     def _pipe(self, path: str, data: bytes, *, create: bool) -> None:
         mode = "create" if create else "overwrite"
         if isinstance(self.fs, AsyncFileSystem):
             self._call("pipe_file", path, data, mode=mode)
             return
-        parent = path.rsplit("/", 1)[0]
-        if parent:
-            self.fs.makedirs(parent, exist_ok=True)
+        self._make_folder_of(path)
         if not create:
             self.fs.pipe_file(path, data)
             return
@@ -324,18 +319,33 @@ class RemoteStore:
         return found
 
     @contextmanager
-    def _errors(self, doing: str, name: str) -> Iterator[None]:
+    def _errors(self, doing: str, name: str, *, absent: bool = False) -> Iterator[None]:
+        """Errors of ours; ``absent``: that there is no such document is :class:`FileNotFoundError`,
+        and not the store's fault."""
         url = f"{self.url}/{name}" if name else self.url
         try:
             yield
         except CheckpointingException:
             raise
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-            if code_of(error) == "NoSuchBucket" or doing != READING:
+            if code_of(error) == "NoSuchBucket" or not absent:
                 raise explained(doing, url, error) from error
             raise FileNotFoundError(url) from None
         except Exception as error:  # a store's library raises errors of its own
             raise explained(doing, url, error) from error
+
+
+def _unless_there(write: Callable[[], None]) -> bool:
+    """Whether it wrote; ``False``: the store says that there is an object of that name."""
+    try:
+        write()
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if code_of(error) in _THERE_ALREADY:
+            return False
+        raise
+    return True
 
 
 def _written_at(about: Mapping[str, Any]) -> datetime | None:
