@@ -39,6 +39,7 @@ from shardstore.storage.object_claims import ATTEMPTS
 from shardstore.storage.object_commit import ObjectAttempt, begin, join
 from shardstore.storage.object_mover import ObjectMover
 from shardstore.storage.own_objects import is_committed
+from shardstore.storage.tensorstore_store import kvstore_spec
 from tests.ranks_helper import run_ranks
 from tests.store_suite import small_state, tensor, unfinished_save
 
@@ -469,7 +470,7 @@ def test_credentials_are_nowhere_to_be_seen(
     place = Location.of(f"s3://{bucket}/step-1", **s3_server.storage_options)
     shardstore.save(small_state(2.0), place.place)
     seen = repr(place) + repr(place.place) + str(place) + json.dumps({"url": place.place})
-    seen += repr(pickle.dumps(place.place)) + repr(place.remote) + repr(place.kvstore())
+    seen += repr(pickle.dumps(place.place)) + repr(place.remote) + repr(kvstore_spec(place))
     wrong = {
         **s3_server.storage_options,
         "key": "AKNOBODY000000000000",
