@@ -251,7 +251,8 @@ class RemoteStore:
             )
             if bulk:
                 return
-            # Such stores have folders, which would stay behind empty.
+            # Such stores have folders, which would stay behind empty; one that others wrote to in
+            # the meantime refuses, and stays.
             folders = {path.rpartition("/")[0] for path in paths} - {self.path}
             for folder in sorted(folders, key=len, reverse=True):
                 with suppress(OSError, NotImplementedError):
@@ -287,7 +288,7 @@ class RemoteStore:
             return
         try:
             file = self.fs.open(path, "xb")
-        except (NotImplementedError, ValueError):
+        except (NotImplementedError, ValueError):  # it does not know this mode
             self.fs.pipe_file(path, data, mode=mode)
             return
         with file:
