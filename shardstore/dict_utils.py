@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 
 from shardstore.errors import StructureError
-
-U = TypeVar("U")
-V = TypeVar("V")
 
 
 def extract_matching_values(

@@ -18,16 +18,10 @@ from typing import Any, Literal, TypeAlias, cast
 
 import torch
 
+from shardstore.claims import apply_claims, claims, decide_claims
 from shardstore.core import CONFIG_FNAME
 from shardstore.dict_utils import extract_matching_values, merge, nested_values
-from shardstore.dtensor import (
-    Adopted,
-    adopt_for_load,
-    apply_claims,
-    claims,
-    decide_claims,
-    needs_adoption,
-)
+from shardstore.dtensor import Adopted, adopt_for_load, needs_adoption
 from shardstore.mapping import ShardedObject, ShardedStateDict, StateDict, apply_factory_merges
 from shardstore.one_rank import place_of
 from shardstore.process_groups import raise_together

@@ -400,7 +400,7 @@ def _portable_or_none(error: BaseException) -> CheckpointingException | None:
         return None
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:
+    except Exception:  # whatever it takes along may refuse, each with an error of its own
         return None
     return error
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
+from shardstore.claims import apply_claims, claims, decide_claims
 from shardstore.common_state import comparable, compare_common, pickled
 from shardstore.core import (
     CONFIG_FNAME,
@@ -21,7 +22,7 @@ from shardstore.core import (
     config_document,
 )
 from shardstore.dict_utils import extract_matching_values
-from shardstore.dtensor import adopt_for_save, apply_claims, claims, decide_claims
+from shardstore.dtensor import adopt_for_save
 from shardstore.mapping import CommonStateDict, ShardedObject, ShardedStateDict, StateDict
 from shardstore.one_rank import CONTENT_METADATA_KEY
 from shardstore.progress import Meter, ProgressCallback, callback_of

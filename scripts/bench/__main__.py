@@ -14,6 +14,7 @@ from bench import asynchronous, clients, command_line, gpu, machine, page, plot,
 from bench.cases import DISK, S3
 from bench.context import Context
 from bench.results import Results
+from bench.subcommand import measuring
 from bench.targets import verdicts
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -34,15 +35,13 @@ def _parser() -> argparse.ArgumentParser:
         prog="benchmark", description="Measure shardstore beside raw I/O and its peers."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    disk = commands.add_parser(
+    disk = measuring(
+        commands,
         "disk",
+        _disk,
         help="saves and loads on a local disk",
         description="All clients in turn in one run: same state, same disk, same durability.",
     )
-    disk.set_defaults(run=_disk)
-    disk.add_argument("--json", type=Path, metavar="FILE", help="every sample, as JSON")
-    disk.add_argument("--markdown", type=Path, metavar="FILE", help="the tables, as Markdown")
-    disk.add_argument("--repeats", type=int, default=5, help="rounds that count (default 5)")
     disk.add_argument(
         "--ranks", type=_numbers, default=(1, 4), help="worlds for save-load and memory (1,4)"
     )
@@ -62,13 +61,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     disk.add_argument("--scale", type=float, default=1.0, help="factor on the sizes (default 1)")
     disk.add_argument(
-        "--dir",
-        type=Path,
-        default=None,
-        metavar="DIR",
-        help="folder on the disk to measure (default: the temporary folder)",
-    )
-    disk.add_argument(
         "--megatron-python",
         metavar="PYTHON",
         default=str(MEGATRON_PYTHON) if MEGATRON_PYTHON.exists() else None,
@@ -80,17 +72,16 @@ def _parser() -> argparse.ArgumentParser:
         default=str(ORBAX_PYTHON) if ORBAX_PYTHON.exists() else None,
         help="interpreter with orbax-checkpoint (default: that of scripts/orbax_env)",
     )
-    s3 = commands.add_parser(
+    s3 = measuring(
+        commands,
         "s3",
+        _s3,
         help="saves and loads on an S3 server",
         description="All clients in turn in one run, on Ceph's gateway (scripts/s3_server start) "
         "or on the server that AWS_ENDPOINT_URL, AWS_REGION, AWS_ACCESS_KEY_ID and "
         "AWS_SECRET_ACCESS_KEY name. Works in a bucket of its own.",
+        folder=None,
     )
-    s3.set_defaults(run=_s3)
-    s3.add_argument("--json", type=Path, metavar="FILE", help="every sample, as JSON")
-    s3.add_argument("--markdown", type=Path, metavar="FILE", help="the tables, as Markdown")
-    s3.add_argument("--repeats", type=int, default=5, help="rounds that count (default 5)")
     s3.add_argument("--scale", type=float, default=1.0, help="factor on the sizes (default 1)")
     s3.add_argument(
         "--only",

@@ -28,6 +28,7 @@ from bench.async_clients import (
     PLAIN,
 )
 from bench.results import Results, Sample, Verdict
+from bench.subcommand import measuring
 from bench.targets import at_least, at_most
 
 STALL, FIRST, STAGED, DURABLE = "stall", "stall, first call", "until staged", "until durable"
@@ -45,18 +46,17 @@ BUDGET_PEAK_BYTES = 300 * 2**20
 
 def add_parser(commands: Any) -> None:
     """Add the subcommand to the command line."""
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser = measuring(
+        commands,
         "async",
+        run,
         help="saves in the background, saves upon a base, shared loads",
         description="Stall, lost training and memory of saves in the background beside PyTorch DCP "
         "and a plain copy and write; saves upon a base; loads that replicas share.",
+        repeats=None,
     )
-    parser.set_defaults(run=run)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="every sample, as JSON")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="the tables, as Markdown")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of processes (default 3)")
     parser.add_argument("--scale", type=float, default=1.0, help="of the 2 GiB state (default 1)")
-    parser.add_argument("--dir", type=Path, default=None, help="folder on the disk to measure")
     parser.add_argument(
         "--only", default=",".join(CASES), metavar="CASE,...", help=f"of {', '.join(CASES)}"
     )

@@ -24,6 +24,7 @@ import shardstore
 from bench import machine, report
 from bench.disk_state import drop_from_cache
 from bench.results import Results, Sample, Verdict
+from bench.subcommand import measuring
 from bench.targets import at_least, at_most
 from shardstore.mapping import ShardedTensor
 from shardstore.storage.checkpoint import StoredCheckpoint
@@ -47,15 +48,14 @@ LISTED = next(iter(STATES))
 
 def add_parser(commands: Any) -> None:
     """Add the subcommand to the command line."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "cli", help="the command line's start, listing and verification", description=__doc__
+    parser = measuring(
+        commands,
+        "cli",
+        run,
+        help="the command line's start, listing and verification",
+        description=__doc__,
     )
-    parser.set_defaults(run=run)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="every sample, as JSON")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="the tables, as Markdown")
-    parser.add_argument("--repeats", type=int, default=5, help="rounds that count (default 5)")
     parser.add_argument("--scale", type=float, default=1.0, help="factor on the number of arrays")
-    parser.add_argument("--dir", type=Path, default=None, help="folder on the disk to measure")
 
 
 def run(options: argparse.Namespace) -> int:

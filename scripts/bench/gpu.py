@@ -20,6 +20,7 @@ from bench import machine, report
 from bench.async_clients import Shardstore
 from bench.async_worker import state_of
 from bench.results import Results, Sample, Verdict
+from bench.subcommand import measuring
 from bench.targets import at_least, at_most
 
 CASE = "gpu"
@@ -32,15 +33,8 @@ SETTLE_S = 0.5
 
 def add_parser(commands: Any) -> None:
     """Add the subcommand to the command line."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "gpu", help="saves off a CUDA device", description=__doc__
-    )
-    parser.set_defaults(run=run)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="every sample, as JSON")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="the tables, as Markdown")
-    parser.add_argument("--repeats", type=int, default=5, help="rounds that count (default 5)")
+    parser = measuring(commands, "gpu", run, help="saves off a CUDA device", description=__doc__)
     parser.add_argument("--scale", type=float, default=4.0, help="of a 2 GiB state (default 4)")
-    parser.add_argument("--dir", type=Path, default=None, help="folder on the disk to measure")
 
 
 def run(options: argparse.Namespace) -> int:

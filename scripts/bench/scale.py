@@ -26,6 +26,7 @@ import torch
 from bench import machine, report
 from bench.memory import peak_rss_bytes, reset_peak
 from bench.results import Results, Sample, Verdict
+from bench.subcommand import measuring
 from bench.targets import at_most
 
 CASE = "scale"
@@ -48,21 +49,22 @@ RECORDS = 64
 
 def add_parser(commands: Any) -> None:
     """Add the subcommand to the command line."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "scale", help="planning and committing in large worlds, simulated", description=__doc__
+    parser = measuring(
+        commands,
+        "scale",
+        run,
+        help="planning and committing in large worlds, simulated",
+        description=__doc__,
+        repeats=1,
+        folder="folder to commit to (default: the temporary folder)",
     )
-    parser.set_defaults(run=run)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="every sample, as JSON")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="the tables, as Markdown")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture, PNG or SVG")
-    parser.add_argument("--repeats", type=int, default=1, help="rounds (default 1)")
     for name, default in (
         ("ranks", "1024,4096,16384"),
         ("tensors", "1000,10000,100000"),
         ("chunks", "10000,100000,1000000"),
     ):
         parser.add_argument(f"--{name}", type=_numbers, default=_numbers(default), metavar="N,...")
-    parser.add_argument("--dir", type=Path, default=None, help="folder to commit to")
 
 
 def _numbers(text: str) -> tuple[int, ...]:

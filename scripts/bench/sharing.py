@@ -22,7 +22,6 @@ import torch.distributed as dist
 from bench.results import Results, Sample, Verdict
 from bench.targets import at_least, at_most
 
-CLIENT = "shardstore"
 WHOLE, UPON, SENT = "whole save", "save upon a base", "bytes sent"
 EACH, SHARED, READ = "every rank reads", "replicas share", "bytes read"
 RANKS = 4

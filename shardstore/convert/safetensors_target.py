@@ -316,7 +316,7 @@ class SafetensorsObjects:
         else:
             made = not self._target.exists()
             if made:
-                self._at.remote.copy(self._single, self._target.url)
+                self._target.remote.copy_from(self._at.remote, self._single, "", any_size=True)
                 self._work.delete()
         if not made:
             raise CheckpointExistsError(

@@ -284,4 +284,5 @@ def _records(data: bytes) -> object:
                 for record in file.infolist()
             )
     except (zipfile.BadZipFile, NotImplementedError):
+        # No archive, or one of a later version of ZIP: all of its bytes stand for its content.
         return data

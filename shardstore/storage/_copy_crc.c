@@ -363,6 +363,18 @@ static int read_mapped(int fd, const Py_buffer *to, int dense, const Py_buffer *
     return there;
 }
 
+/* Gives back what a call about a file was given; the crc32c, or None where there is none. */
+static PyObject *answer(PyObject *path, Py_buffer *tail, int done, uint32_t crc)
+{
+    PyBuffer_Release(tail);
+    Py_DECREF(path);
+    if (PyErr_Occurred())
+        return NULL;
+    if (!done)
+        Py_RETURN_NONE;
+    return PyLong_FromUnsignedLong(crc);
+}
+
 static PyObject *py_read_file(PyObject *self, PyObject *args)
 {
     PyObject *path = NULL, *target;
@@ -402,13 +414,7 @@ static PyObject *py_read_file(PyObject *self, PyObject *args)
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&to);
-    PyBuffer_Release(&tail);
-    Py_DECREF(path);
-    if (PyErr_Occurred())
-        return NULL;
-    if (!done)
-        Py_RETURN_NONE;
-    return PyLong_FromUnsignedLong(crc);
+    return answer(path, &tail, done, crc);
 }
 
 /* The checksum of all of a file but its tail; 0 where the file is large and not in memory. */
@@ -463,13 +469,7 @@ static PyObject *py_checksum_file(PyObject *self, PyObject *args)
         }
         Py_END_ALLOW_THREADS
     }
-    PyBuffer_Release(&tail);
-    Py_DECREF(path);
-    if (PyErr_Occurred())
-        return NULL;
-    if (!done)
-        Py_RETURN_NONE;
-    return PyLong_FromUnsignedLong(crc);
+    return answer(path, &tail, done, crc);
 }
 
 static PyMethodDef methods[] = {

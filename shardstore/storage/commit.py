@@ -53,10 +53,10 @@ def is_checkpoint(location: Location) -> bool:
     An array's folder inside a checkpoint is none, nor is a Zarr group of another program.
     """
     if not location.is_local:
-        from shardstore.storage import object_commit
+        from shardstore.storage import own_objects
 
         names = location.remote.listing()
-        if not object_commit.is_committed(location, names):
+        if not own_objects.is_committed(location, names):
             return False
         return "metadata.json" in names or what_else(location) is None
     if location.exists("metadata.json"):

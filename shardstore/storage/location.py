@@ -244,18 +244,5 @@ class Location:
             return
         self.remote.delete_tree(name)
 
-    def kvstore(self, *names: str) -> dict[str, Any]:
-        """TensorStore key-value store spec of a node below (TensorStore documentation, "Key-value
-        store").
-
-        Raises:
-            StorageError: TensorStore has no driver for the store.
-        """
-        if self.is_local:
-            return {"driver": "file", "path": "/".join([self.url, *names]) + "/"}
-        from shardstore.storage.tensorstore_store import kvstore_spec
-
-        return kvstore_spec(self.child(*names))
-
     def __str__(self) -> str:
         return self.url

@@ -12,49 +12,49 @@ commit, or the deletion of leftovers) are closed by marks ``NNNNNN.committing`` 
 ``NNNNNN.clearing`` which the older attempt sets before it looks, and which the newer one, having
 claimed, waits for to be settled: one of the two always sees the other.
 
-Called by one process where it is not said otherwise. It knows documents, names and claims; not
-what is in them. (Create-if-absent: Amazon S3 user guide, "Conditional writes".)
+Called by one process where it is not said otherwise. How claims are made and read is
+:mod:`object_claims`'s, and which objects belong to a checkpoint :mod:`own_objects`'s.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import os
-import re
-import secrets
-import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 
 from shardstore.errors import CheckpointExistsError, StorageError
 from shardstore.storage.location import Location
+from shardstore.storage.object_claims import (
+    ATTEMPTS,
+    CLAIM,
+    CLEARING,
+    COMMITTING,
+    claims,
+    described,
+    make_claim,
+    number_of,
+    numbers,
+    read_claim,
+    require_conditions,
+)
 from shardstore.storage.object_io import put_objects
+from shardstore.storage.own_objects import (
+    committed_among,
+    delete_objects,
+    is_committed,
+    leftovers,
+)
 from shardstore.storage.parallel import run_together
 
-__all__ = ["ATTEMPTS", "ObjectAttempt", "begin", "is_committed", "join", "own_names"]
-
-ATTEMPTS = ".attempts"
-"""Folder of the claims, below the target."""
+__all__ = ["ObjectAttempt", "begin", "join"]
 
 SETTLE_S = 30.0
 """How long a new claim waits for an older attempt that is about to commit: longer than one PUT with
 all its retries usually takes. Too short costs the older attempt its success, never anybody's
 data."""
 POLL_S = 0.2
-
-_OWN = frozenset({"zarr.json", "metadata.json", "common.pt", "manifest.npz", ".metadata"})
-_COMMITS = ("zarr.json", "metadata.json")
-_CLAIM = re.compile(r"(\d{6,})\.json")
-_COMMITTING = re.compile(r"(\d{6,})\.committing")
-_CLEARING = re.compile(r"(\d{6,})\.clearing")
-_PART = re.compile(r"zarr\.json|\.zarray|\.zattrs|c([./]\d+)*|\d+([./]\d+)*|shard_[\d._]*\.pt")
-
-_honest: set[str] = set()
-"""Stores of this process that were seen to refuse a second creation."""
 
 logger = logging.getLogger(__name__)
 
@@ -94,10 +94,10 @@ class ObjectAttempt:
         Raises:
             StorageError: names the newer attempt, or says that another one was committed.
         """
-        newest = max(_claims(self.target), default=0)
+        newest = max(claims(self.target), default=0)
         if newest > self.number:
-            raise self._superseded(_describe(self.target, newest))
-        if newest < self.number or _read_claim(self.target, newest).get("id") != self.id:
+            raise self._superseded(described(self.target, newest))
+        if newest < self.number or read_claim(self.target, newest).get("id") != self.id:
             raise self._superseded("another one, which is finished")
 
     def put(self, name: str, data: bytes) -> None:
@@ -189,7 +189,7 @@ class ObjectAttempt:
         commit is ours then; any other commit stays."""
         store = self.target.remote
         there = store.read_range(name, 0, None)
-        marks = _numbers(store.listing(ATTEMPTS), _COMMITTING)
+        marks = numbers(store.listing(ATTEMPTS), COMMITTING)
         ids = [
             store.read_range(f"{ATTEMPTS}/{number:06d}.committing", 0, None)
             for number in marks
@@ -212,7 +212,7 @@ class ObjectAttempt:
         deadline = time.monotonic() + SETTLE_S
         while True:
             names = self.target.remote.listing(ATTEMPTS)
-            newest = max(_numbers(names, _CLAIM), default=0)
+            newest = max(numbers(names, CLAIM), default=0)
             if newest <= self.number:
                 return names
             try:
@@ -220,9 +220,9 @@ class ObjectAttempt:
             except FileNotFoundError:
                 ours = False
             if not ours:
-                raise self._superseded(_describe(self.target, newest))
+                raise self._superseded(described(self.target, newest))
             if time.monotonic() > deadline:
-                by = _describe(self.target, newest)
+                by = described(self.target, newest)
                 self._take_back(name, data)
                 raise self._superseded(by)
             time.sleep(POLL_S)
@@ -248,7 +248,7 @@ class ObjectAttempt:
         try:
             store = self.target.remote
             names = store.listing(ATTEMPTS) if names is None else names
-            done = sorted((n for n in names if _number_of(n) <= self.number), key=_number_of)
+            done = sorted((n for n in names if number_of(n) <= self.number), key=number_of)
             store.delete([f"{ATTEMPTS}/{name}" for name in done])
         except StorageError as error:
             logger.warning(
@@ -258,25 +258,25 @@ class ObjectAttempt:
     def abandon(self) -> None:
         """Remove what was written, as far as the store lets us; the next attempt does the rest."""
         with contextlib.suppress(StorageError, FileNotFoundError):
-            self._clear(_leftovers(self.target.remote.walk()))
+            self._clear(leftovers(self.target.remote.walk()))
         with contextlib.suppress(StorageError):
             self._withdraw()
 
-    def _clear(self, leftovers: Sequence[str]) -> None:
+    def _clear(self, names: Sequence[str]) -> None:
         """Delete what other attempts left, unless a newer one owns the target already."""
-        if not leftovers:
+        if not names:
             return
         mark = f"{ATTEMPTS}/{self.number:06d}.clearing"
         self.target.remote.write(mark, self.id.encode())
         try:
             self.check()
-            _delete(self.target, leftovers)
+            delete_objects(self.target, names)
         finally:
             self.target.remote.delete([mark])
 
     def _withdraw(self) -> None:
         number = f"{ATTEMPTS}/{self.number:06d}"
-        if _read_claim(self.target, self.number).get("id") == self.id:
+        if read_claim(self.target, self.number).get("id") == self.id:
             self.target.remote.delete([f"{number}.committing", f"{number}.json"])
 
     def _superseded(self, by: str) -> StorageError:
@@ -311,13 +311,13 @@ def begin(
     )
     if committed:
         raise _exists(place)
-    _require_conditions(place, allow_unconditional)
+    require_conditions(place, allow_unconditional)
     attempt = _claim(place, overwrite, names)
     try:
         names = _settled_names(attempt)
-        if not overwrite and _commits(place, names):
+        if not overwrite and committed_among(place, names):
             raise _exists(place)
-        attempt._clear(_leftovers(names))
+        attempt._clear(leftovers(names))
     except BaseException:
         with contextlib.suppress(StorageError):
             attempt._withdraw()
@@ -330,90 +330,8 @@ def join(place: Location, attempt_id: str, *, overwrite: bool = False) -> Object
     return ObjectAttempt(place, attempt_id, overwrite)
 
 
-def is_committed(location: Location, names: Sequence[str] | None = None) -> bool:
-    """Whether a committed checkpoint is there: ours, or one with a ``metadata.json`` of another
-    backend. Two requests, at once.
-
-    Args:
-        location: the target.
-        names: what lies directly below it, where that is known already.
-
-    Raises:
-        StorageError: the store refused.
-    """
-    if names is not None:
-        return _commits(location, names)
-    store = location.remote
-    root, config = run_together(
-        # One byte tells as much as all of a large document.
-        lambda: store.read_range("zarr.json", 0, 1),
-        lambda: store.read_range("metadata.json", 0, None),
-    )
-    return root is not None or (config is not None and _is_commit(config))
-
-
-def _commits(location: Location, names: Sequence[str]) -> bool:
-    """The same, where it is known what is there."""
-    if "zarr.json" in names or "metadata.json" not in names:
-        return "zarr.json" in names
-    config = location.remote.read_range("metadata.json", 0, None)
-    return config is not None and _is_commit(config)
-
-
-def _is_commit(text: bytes) -> bool:
-    """Whether a ``metadata.json`` is the commit by itself, and no root document is to come."""
-    try:
-        config = json.loads(text)
-    except ValueError:
-        return False
-    if not isinstance(config, dict):
-        return False
-    version = config.get("sharded_backend_version", 1)
-    committed_by_root = config.get("sharded_backend") == "zarr" and version != 1
-    return not committed_by_root
-
-
-def own_names(names: Iterable[str]) -> list[str]:
-    """Those of all object names below a target that belong to checkpoints, finished or not.
-
-    A checkpoint further below, a foreign Zarr group or anything else is left out.
-    """
-    names = list(names)
-    documents = {name for name in names if name.endswith(("/zarr.json", "/metadata.json"))}
-    # A folder with documents in folders below it is a group or a checkpoint of its own.
-    foreign = {name.partition("/")[0] for name in documents if name.count("/") > 1}
-    foreign |= {name.partition("/")[0] for name in documents if name.endswith("/metadata.json")}
-    own = []
-    for name in names:
-        first, _, rest = name.partition("/")
-        if not rest:
-            if first in _OWN or first.endswith(".distcp"):
-                own.append(name)
-        elif first == ATTEMPTS or (first not in foreign and _PART.fullmatch(rest)):
-            own.append(name)
-    return own
-
-
 def _claim(place: Location, overwrite: bool, names: Sequence[str] | None = None) -> ObjectAttempt:
-    store = place.remote
-    token = f"{time.time_ns():x}-{secrets.token_hex(4)}"
-    while True:
-        names = store.listing(ATTEMPTS) if names is None else names
-        number = max(_numbers(names, _CLAIM, _COMMITTING, _CLEARING), default=0) + 1
-        names = None
-        attempt = ObjectAttempt(place, f"{number:06d}-{token}", overwrite)
-        about = {
-            "id": attempt.id,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        }
-        name = f"{ATTEMPTS}/{number:06d}.json"
-        if store.create(name, json.dumps(about).encode()):
-            return attempt
-        # Lost; or won, and the answer was lost.
-        if _read_claim(place, number).get("id") == attempt.id:
-            return attempt
+    return ObjectAttempt(place, make_claim(place, names), overwrite)
 
 
 def _settled_names(attempt: ObjectAttempt) -> list[str]:
@@ -424,10 +342,10 @@ def _settled_names(attempt: ObjectAttempt) -> list[str]:
         names = attempt.target.remote.walk()
         marks = [name.rpartition("/")[2] for name in names if name.startswith(f"{ATTEMPTS}/")]
         clearing, committing = (
-            min(_numbers(marks, kind), default=attempt.number) < attempt.number
-            for kind in (_CLEARING, _COMMITTING)
+            min(numbers(marks, kind), default=attempt.number) < attempt.number
+            for kind in (CLEARING, COMMITTING)
         )
-        if not clearing and (not committing or _commits(attempt.target, names)):
+        if not clearing and (not committing or committed_among(attempt.target, names)):
             return names
         if time.monotonic() > deadline:
             logger.warning(
@@ -438,93 +356,9 @@ def _settled_names(attempt: ObjectAttempt) -> list[str]:
         time.sleep(POLL_S)
 
 
-def _claims(target: Location) -> list[int]:
-    """Numbers of the claims."""
-    return _numbers(target.remote.listing(ATTEMPTS), _CLAIM)
-
-
-def _numbers(names: Iterable[str], *kinds: re.Pattern[str]) -> list[int]:
-    """Numbers of the claims or marks of the given kinds among names."""
-    names = list(names)
-    return [
-        int(found.group(1)) for kind in kinds for name in names if (found := kind.fullmatch(name))
-    ]
-
-
-def _read_claim(target: Location, number: int) -> dict[str, object]:
-    try:
-        about = json.loads(target.remote.read(f"{ATTEMPTS}/{number:06d}.json"))
-    except (FileNotFoundError, ValueError):
-        return {}
-    return about if isinstance(about, dict) else {}
-
-
-def _describe(target: Location, number: int) -> str:
-    about = _read_claim(target, number)
-    return (
-        f"the newer attempt {about.get('id', f'{number:06d}')} of process {about.get('pid', '?')} "
-        f"on {about.get('host', '?')}"
-    )
-
-
-def _number_of(name: str) -> int:
-    found = re.match(r"\d+", name.rpartition("/")[2])
-    return int(found.group()) if found else 0
-
-
-def _leftovers(names: Iterable[str]) -> list[str]:
-    """What checkpoints and dead attempts left, of all names at a target, but for the claims."""
-    return [name for name in own_names(names) if not name.startswith(f"{ATTEMPTS}/")]
-
-
-def _delete(place: Location, names: Sequence[str]) -> None:
-    """Delete objects, the commits first."""
-    for name in _COMMITS:
-        if name in names:
-            place.remote.delete([name])
-    rest = [name for name in names if name not in _COMMITS]
-    if rest:
-        place.remote.delete(rest)
-
-
-def delete_all(place: Location) -> None:
-    """Delete a checkpoint, its commit first; foreign objects stay. Called by one process."""
-    _delete(place, _leftovers(place.remote.walk()))
-
-
 def _exists(place: Location) -> CheckpointExistsError:
     return CheckpointExistsError(
         f"{place.url} already exists and holds a checkpoint; pass overwrite=True to replace it, "
         "or save elsewhere",
         url=place.url,
     )
-
-
-def _require_conditions(place: Location, allow_unconditional: bool) -> None:
-    """Create a probe twice: the second must be refused.
-
-    Raises:
-        StorageError: it was not, and that was not allowed.
-    """
-    store = place.remote
-    scheme, _, rest = place.url.partition("://")
-    # Of one endpoint and bucket.
-    known = f"{id(store.fs)} {scheme}://{rest.partition('/')[0]}"
-    if known in _honest or allow_unconditional:
-        return
-    probe = f"{ATTEMPTS}/probe-{secrets.token_hex(8)}"
-    try:
-        first = store.create(probe, b"first")
-        second = store.create(probe, b"second")
-    finally:
-        with contextlib.suppress(StorageError):
-            store.delete([probe])
-    if second:
-        raise StorageError(
-            f"{place.url}: the store ignores If-None-Match (it created one object twice), so that "
-            "two saves to one place could mix unnoticed; use a store that honours it, or pass "
-            "allow_unconditional=True where no two saves ever go to one place",
-            url=place.url,
-        )
-    if first:
-        _honest.add(known)

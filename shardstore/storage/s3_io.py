@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from shardstore.errors import StorageError
 from shardstore.storage.location import Location
-from shardstore.storage.remote import NO_ANSWER, remedy
+from shardstore.storage.remote_errors import NO_ANSWER, remedy
 from shardstore.storage.s3_settings import S3Settings, s3_settings
 
 __all__ = ["S3IO"]

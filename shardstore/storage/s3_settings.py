@@ -14,7 +14,8 @@ from typing import Any
 from fsspec.asyn import sync  # type: ignore[import-untyped]
 
 from shardstore.storage.location import Location
-from shardstore.storage.remote import FIRST_DEADLINE_S, explained
+from shardstore.storage.remote import FIRST_DEADLINE_S
+from shardstore.storage.remote_errors import explained
 
 __all__ = ["S3Settings", "s3_settings"]
 

@@ -17,11 +17,12 @@ from typing import Any
 from fsspec.asyn import sync  # type: ignore[import-untyped]
 
 from shardstore.errors import CheckpointExistsError, NotACheckpointError
-from shardstore.storage import commit, object_commit
+from shardstore.storage import commit, object_commit, own_objects
 from shardstore.storage.identity import what_else
 from shardstore.storage.location import Location
-from shardstore.storage.object_commit import ATTEMPTS
-from shardstore.storage.remote import DEADLINE_S, explained
+from shardstore.storage.object_claims import ATTEMPTS
+from shardstore.storage.remote import DEADLINE_S
+from shardstore.storage.remote_errors import explained
 
 __all__ = ["Leftover", "delete_checkpoint", "latest", "sweep"]
 
@@ -128,7 +129,7 @@ def delete_checkpoint(
     if location.is_local:
         commit.delete_folder(location)
     else:
-        object_commit.delete_all(location)
+        own_objects.delete_all(location)
 
 
 def _natural(name: str) -> tuple[list[int], str]:
@@ -158,11 +159,11 @@ def _uncovered(place: Location) -> dict[str, list[tuple[int, datetime | None]]]:
             targets.add(parent)
     found = {}
     for target in sorted(targets):
-        if object_commit.is_committed(_below(place, target)):
+        if own_objects.is_committed(_below(place, target)):
             continue
         prefix = f"{target}/" if target else ""
         below = [name[len(prefix) :] for name in names if name.startswith(prefix)]
-        own = object_commit.own_names(below)
+        own = own_objects.own_names(below)
         if own:
             found[target] = [known[prefix + name] for name in own]
     return found

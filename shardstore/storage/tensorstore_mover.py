@@ -28,7 +28,7 @@ from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import block_bytes, inner_blocks
 from shardstore.storage.location import Location
 from shardstore.storage.manifest import ChunkRecord, Manifest
-from shardstore.storage.tensorstore_store import plain_words, s3_context
+from shardstore.storage.tensorstore_store import kvstore_spec, plain_words, s3_context
 
 __all__ = ["TensorStoreMover", "open_array", "shared_context"]
 
@@ -65,7 +65,7 @@ def open_array(location: Location, array: ArrayMeta, *, strict: bool = True) -> 
         metadata = {name: value for name, value in metadata.items() if name != "zarr_format"}
     spec = {
         "driver": "zarr" if array.zarr_format == 2 else "zarr3",
-        "kvstore": location.kvstore(array.node),
+        "kvstore": kvstore_spec(location.child(array.node)),
         "metadata": metadata,
         "store_data_equal_to_fill_value": True,
         "fill_missing_data_reads": not strict,

@@ -21,7 +21,7 @@ from shardstore.storage.location import Location
 from shardstore.storage.s3_settings import S3Settings, s3_settings
 from shardstore.storage.tensorstore_environment import BOUNDED, LIMITS
 
-__all__ = ["has_driver", "kvstore_spec", "plain_words", "s3_context"]
+__all__ = ["kvstore_spec", "plain_words", "s3_context"]
 
 PROFILE = "shardstore"
 CONCURRENCY = 32
@@ -32,11 +32,6 @@ _CODE = re.compile(r"<Code>([\w.]+)</Code>")
 
 _lock = threading.Lock()
 _files: dict[int, tuple[bytes, int | str]] = {}
-
-
-def has_driver(location: Location) -> bool:
-    """Whether TensorStore has a driver that meets the control plane in the same store."""
-    return location.is_local or location.url.startswith(("s3://", "s3a://"))
 
 
 def plain_words(text: str) -> str:
@@ -56,14 +51,16 @@ def s3_context() -> dict[str, Any]:
 
 
 def kvstore_spec(location: Location) -> dict[str, Any]:
-    """Spec of a key-value store at a location (TensorStore documentation, "s3 Key-Value Store
-    driver").
+    """Spec of a key-value store at a location (TensorStore documentation, "file Key-Value Store
+    driver", "s3 Key-Value Store driver").
 
     Raises:
         StorageError: TensorStore has no driver for it, was imported too early, or there are no
             credentials.
     """
-    if not has_driver(location):
+    if location.is_local:
+        return {"driver": "file", "path": f"{location.url}/"}
+    if not location.url.startswith(("s3://", "s3a://")):
         raise StorageError(
             f"{location.url}: compressed arrays can be read from local folders and s3:// alone; "
             "copy the checkpoint there",

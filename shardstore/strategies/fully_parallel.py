@@ -8,18 +8,12 @@ wrapped strategy's business; who moves bytes between ranks is :mod:`shardstore.e
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from shardstore.dict_utils import (
-    dict_list_map_outplace,
-    extract_matching_values,
-    merge,
-    nested_values,
-)
+from shardstore.dict_utils import merge, nested_values
 from shardstore.errors import CheckpointingException
 from shardstore.exchange_utils import (
     ShardDistribution,
@@ -27,20 +21,20 @@ from shardstore.exchange_utils import (
     exchange_by_distribution,
     exchange_loaded_objects_gather_object,
 )
-from shardstore.mapping import (
-    ShardedBase,
-    ShardedObject,
-    ShardedStateDict,
-    ShardedTensor,
-    StateDict,
-    is_main_replica,
-)
+from shardstore.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from shardstore.process_groups import Group, exchange_device, group_rank, group_size, raise_together
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import (
     AsyncSaveShardedStrategy,
     LoadShardedStrategy,
     SaveShardedStrategy,
+)
+from shardstore.strategies.deferred import (
+    as_lists,
+    defer_items,
+    fill_in_items,
+    numbered,
+    renamed,
 )
 from shardstore.strategies.shared_reads import Sharing, shared_reads
 from shardstore.utils import (
@@ -57,8 +51,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T", bound=ShardedBase)
 
 
 class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
@@ -115,18 +107,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
             sharded_state_dict: state dict whose ShardedTensors get a ``replica_id`` of 0 (this rank
                 saves it) or 1, in place.
         """
-        with debug_time("determine_saving_distribution", logger):
-            distribution = _cached_or_new_distribution(
-                sharded_state_dict,
-                self.parallelization_group,
-                self.cached_distribution,
-                ignore_groups=False,
-            )
-        distribute_main_replicas_with_precomputed_distribution(
-            sharded_state_dict, self.parallelization_group, distribution
-        )
-        if self.do_cache_distribution:
-            self.cached_distribution = distribution
+        _share_out(self, sharded_state_dict, "saving", ignore_groups=False)
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -202,7 +183,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         try:
             # An empty request goes through too: a strategy may wait for all ranks.
             loaded = self.base_strategy.load(
-                {"tensors": _numbered(to_load), "objects": _numbered(objects_to_load)},
+                {"tensors": numbered(to_load), "objects": numbered(objects_to_load)},
                 checkpoint_dir,
             )
         except Exception as caught:
@@ -210,7 +191,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         group = None if self.can_handle_sharded_objects else self.parallelization_group
         raise_together(error, group, f"Loading from {checkpoint_dir}")
 
-        loaded_tensors = _renamed(loaded.get("tensors", {}), to_load)
+        loaded_tensors = renamed(loaded.get("tensors", {}), to_load)
         with debug_time("exchange_loaded_tensors", logger):
             all_tensors = exchange_by_distribution(
                 loaded_tensors,
@@ -222,12 +203,12 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         self.fill_in_deferred_sharded_tensors(tensors, all_tensors)
         result = tensors
         if self.can_handle_sharded_objects:
-            loaded_objects = _renamed(loaded.get("objects", {}), objects_to_load)
+            loaded_objects = renamed(loaded.get("objects", {}), objects_to_load)
             all_objects = exchange_loaded_objects_gather_object(loaded_objects)
             self.fill_in_deferred_sharded_objects(objects, all_objects)
             merge(result, objects)
         merge(result, rest)
-        return dict(_as_lists(result, sharded_state_dict))
+        return dict(as_lists(result, sharded_state_dict))
 
     @staticmethod
     def _defer_loading_sharded_objects(
@@ -235,7 +216,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
     ) -> tuple[
         ShardedStateDict, StateDict, dict[_ShardId, ShardedObject], dict[_ShardId, ShardedObject]
     ]:
-        return _defer_loading_sharded_items(sharded_state_dict, ShardedObject, _sharded_object_id)
+        return defer_items(sharded_state_dict, ShardedObject, _sharded_object_id)
 
     @staticmethod
     def _defer_loading_sharded_tensors(
@@ -243,9 +224,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
     ) -> tuple[
         ShardedStateDict, StateDict, dict[_ShardId, ShardedTensor], dict[_ShardId, ShardedTensor]
     ]:
-        return _defer_loading_sharded_items(
-            sharded_state_dict, ShardedTensor, _sharded_tensor_shard_id
-        )
+        return defer_items(sharded_state_dict, ShardedTensor, _sharded_tensor_shard_id)
 
     @staticmethod
     def fill_in_deferred_sharded_objects(
@@ -260,9 +239,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         Raises:
             CheckpointingException: nothing was loaded for one of them.
         """
-        _fill_in_deferred_sharded_items(
-            sharded_state_dict, loaded_objects, ShardedObject, _sharded_object_id
-        )
+        fill_in_items(sharded_state_dict, loaded_objects, ShardedObject, _sharded_object_id)
 
     @staticmethod
     def fill_in_deferred_sharded_tensors(
@@ -277,9 +254,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         Raises:
             CheckpointingException: nothing was loaded for one of them.
         """
-        _fill_in_deferred_sharded_items(
-            sharded_state_dict, loaded_tensors, ShardedTensor, _sharded_tensor_shard_id
-        )
+        fill_in_items(sharded_state_dict, loaded_tensors, ShardedTensor, _sharded_tensor_shard_id)
 
     def apply_loading_parallelization(
         self, sharded_state_dict: ShardedStateDict
@@ -295,19 +270,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         Returns:
             The distribution, or None for a group of one rank, which changes nothing.
         """
-        with debug_time("determine_loading_distribution", logger):
-            distribution = _cached_or_new_distribution(
-                sharded_state_dict,
-                self.parallelization_group,
-                self.cached_distribution,
-                ignore_groups=True,
-            )
-        distribute_main_replicas_with_precomputed_distribution(
-            sharded_state_dict, self.parallelization_group, distribution
-        )
-        if self.do_cache_distribution:
-            self.cached_distribution = distribution
-        return distribution
+        return _share_out(self, sharded_state_dict, "loading", ignore_groups=True)
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -366,6 +329,25 @@ def distribute_main_replicas_with_precomputed_distribution(
         sh_ten.replica_id = 0 if is_main else 1
 
 
+def _share_out(
+    wrapper: FullyParallelSaveStrategyWrapper | FullyParallelLoadStrategyWrapper,
+    sharded_state_dict: ShardedStateDict,
+    doing: str,
+    *,
+    ignore_groups: bool,
+) -> ShardDistribution | None:
+    """Set the replica ids by the distribution that the wrapper keeps, or by a new one."""
+    group = wrapper.parallelization_group
+    with debug_time(f"determine_{doing}_distribution", logger):
+        distribution = _cached_or_new_distribution(
+            sharded_state_dict, group, wrapper.cached_distribution, ignore_groups=ignore_groups
+        )
+    distribute_main_replicas_with_precomputed_distribution(sharded_state_dict, group, distribution)
+    if wrapper.do_cache_distribution:
+        wrapper.cached_distribution = distribution
+    return distribution
+
+
 def _cached_or_new_distribution(
     sharded_state_dict: ShardedStateDict,
     group: Group,
@@ -401,83 +383,3 @@ def _fits(distribution: ShardDistribution, sharded_state_dict: ShardedStateDict,
     return local == {
         shard_id for shard_id, ranks in distribution.all_ranks_for_shard.items() if rank in ranks
     }
-
-
-def _defer_loading_sharded_items(
-    sharded_state_dict: ShardedStateDict,
-    item_type: type[T],
-    shard_id_func: Callable[[T], _ShardId],
-) -> tuple[ShardedStateDict, StateDict, dict[_ShardId, T], dict[_ShardId, T]]:
-    """Split a state dict by type, and the items of the type by who loads them.
-
-    Returns:
-        The items in their structure, everything else, the main replicas by id, and by id the others
-        that this rank has no main replica of. Lists become dicts by position, which keeps the two
-        structures mergeable.
-    """
-    items, rest = extract_matching_values(
-        sharded_state_dict, lambda value: isinstance(value, item_type), return_lists_as_dicts=True
-    )
-    to_load: dict[_ShardId, T] = {}
-    deferred: dict[_ShardId, T] = {}
-    for item in nested_values(items):
-        chosen = to_load if is_main_replica(item.replica_id) else deferred
-        chosen.setdefault(shard_id_func(item), item)
-    for shard_id in to_load:
-        deferred.pop(shard_id, None)
-    return items, rest, to_load, deferred
-
-
-def _fill_in_deferred_sharded_items(
-    sharded_state_dict: ShardedStateDict,
-    loaded_items: Mapping[_ShardId, Any],
-    item_type: type[T],
-    shard_id_func: Callable[[T], _ShardId],
-) -> None:
-    def filled(value: Any) -> Any:
-        if not isinstance(value, item_type):
-            return value
-        shard_id = shard_id_func(value)
-        if shard_id not in loaded_items:
-            raise CheckpointingException(
-                f"{item_type.__name__} {shard_id} was loaded by no rank: no rank has its main "
-                f"replica. Wanted as {value.without_data()}",
-                key=value.key,
-            )
-        loaded = loaded_items[shard_id]
-        given = value.data
-        if (
-            isinstance(value, ShardedTensor)
-            and isinstance(given, torch.Tensor)
-            and given.device.type != "meta"
-            and given is not loaded
-            and (given.dtype, given.shape) == (loaded.dtype, loaded.shape)
-        ):
-            # The caller's memory is where the values were asked for.
-            given.detach().copy_(loaded)
-            return given
-        return loaded
-
-    for key, value in sharded_state_dict.items():
-        sharded_state_dict[key] = dict_list_map_outplace(filled, value)
-
-
-def _numbered(items: Mapping[_ShardId, T]) -> dict[str, T]:
-    """Items under plain keys, as strategies expect a state dict to have."""
-    return {str(number): item for number, item in enumerate(items.values())}
-
-
-def _renamed(loaded: Mapping[str, Any], items: Mapping[_ShardId, T]) -> dict[_ShardId, Any]:
-    """What was loaded for :func:`_numbered` items, by shard id."""
-    return {shard_id: loaded[str(number)] for number, shard_id in enumerate(items)}
-
-
-def _as_lists(result: Any, template: Any) -> Any:
-    """Turn dicts by position back into the lists that they stand for."""
-    if isinstance(template, list):
-        if isinstance(result, list):
-            return result
-        return [_as_lists(result[i], part) for i, part in enumerate(template)]
-    if isinstance(template, dict):
-        return {key: _as_lists(result[key], part) for key, part in template.items()}
-    return result

@@ -28,7 +28,6 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 PIECE_BYTES = 256 << 10
-HEAD_LIMIT_BYTES = 64 << 10
 
 
 class Fault(Enum):

@@ -105,6 +105,17 @@ def test_through_every_format_within_the_store(bucket: str, tmp_path: Path) -> N
     assert not [name for name in listed(f"{bucket}/run") if ".convert" in name]
 
 
+def test_a_file_is_put_under_its_very_name(bucket: str, tmp_path: Path) -> None:
+    tensors = some_tensors()
+    save_file(tensors, tmp_path / "m.safetensors")
+    # It is no pattern, as which clients of stores may take it.
+    target = f"{bucket}/run [1]*/m.safetensors"
+    convert(tmp_path / "m.safetensors", target)
+    assert listed(bucket) == ["run [1]*/m.safetensors"]
+    (tmp_path / "back").write_bytes(Location.of(f"{bucket}/run [1]*").read("m.safetensors"))
+    assert same(load_file(tmp_path / "back"), tensors)
+
+
 @pytest.mark.parametrize("name", ["zarr/tp2dp2", "torch_dist/tp2dp1"])
 def test_what_megatron_wrote(name: str, bucket: str, tmp_path: Path) -> None:
     source = GOLDEN / f"megatron-core-0.15.3-{name}"

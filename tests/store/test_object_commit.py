@@ -30,13 +30,16 @@ from shardstore.errors import (
     RanksError,
     StorageError,
 )
-from shardstore.storage import object_commit
+from shardstore.storage import object_claims, object_commit, own_objects
 from shardstore.storage.chunks import ChunkWrite
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import Grid
 from shardstore.storage.location import Location
-from shardstore.storage.object_commit import ATTEMPTS, ObjectAttempt, begin, is_committed, join
+from shardstore.storage.object_claims import ATTEMPTS
+from shardstore.storage.object_commit import ObjectAttempt, begin, join
 from shardstore.storage.object_mover import ObjectMover
+from shardstore.storage.own_objects import is_committed
+from shardstore.storage.tensorstore_store import kvstore_spec
 from tests.ranks_helper import run_ranks
 from tests.store_suite import small_state, tensor, unfinished_save
 
@@ -158,14 +161,14 @@ def test_a_claim_waits_for_an_older_attempt_that_is_about_to_commit(
     older = begin(place)
     place.write(f"{ATTEMPTS}/{older.number:06d}.committing", older.id.encode())
     waiting = threading.Event()
-    commits = object_commit._commits
+    commits = object_commit.committed_among
 
     def seen(where: Location, names: Any) -> bool:
         assert f"{ATTEMPTS}/{older.number + 1:06d}.json" in names
         waiting.set()
         return commits(where, names)
 
-    monkeypatch.setattr(object_commit, "_commits", seen)
+    monkeypatch.setattr(object_commit, "committed_among", seen)
     with ThreadPoolExecutor(1) as pool:
         newer = pool.submit(begin, place)
         assert waiting.wait(20)
@@ -173,7 +176,7 @@ def test_a_claim_waits_for_an_older_attempt_that_is_about_to_commit(
         with pytest.raises(CheckpointExistsError):
             newer.result(20)
     assert place.read(ROOT) == b"of the older one"
-    assert object_commit._claims(place) == [older.number]
+    assert object_claims.claims(place) == [older.number]
 
 
 def _held_up(place: Location, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
@@ -282,12 +285,12 @@ def test_what_is_not_ours_is_known() -> None:
         *("step-1/zarr.json", "step-1/metadata.json", "step-1/w/zarr.json", "step-1/w/c.0"),
         *("deep/step-1/w/c.0", "logs/1", "x/c.0.0/y"),
     ]
-    foreign = set(names) - set(object_commit.own_names(names))
+    foreign = set(names) - set(own_objects.own_names(names))
     assert foreign == {
         *("notes.txt", "w/readme.md", "group/zarr.json", "group/a/zarr.json", "group/a/c/0"),
         *("step-1/zarr.json", "step-1/metadata.json", "step-1/w/zarr.json", "step-1/w/c.0"),
         *("deep/step-1/w/c.0", "x/c.0.0/y"),
-    } | ({"logs/1"} - set(object_commit.own_names(names)))
+    } | ({"logs/1"} - set(own_objects.own_names(names)))
 
 
 class ForgetfulFileSystem(MemoryFileSystem):
@@ -467,7 +470,7 @@ def test_credentials_are_nowhere_to_be_seen(
     place = Location.of(f"s3://{bucket}/step-1", **s3_server.storage_options)
     shardstore.save(small_state(2.0), place.place)
     seen = repr(place) + repr(place.place) + str(place) + json.dumps({"url": place.place})
-    seen += repr(pickle.dumps(place.place)) + repr(place.remote) + repr(place.kvstore())
+    seen += repr(pickle.dumps(place.place)) + repr(place.remote) + repr(kvstore_spec(place))
     wrong = {
         **s3_server.storage_options,
         "key": "AKNOBODY000000000000",

@@ -1,0 +1,110 @@
+"""File systems of fsspec, made once for each set of storage options and environment.
+
+Answers for the settings that they are made with: short timeouts, bounded retries, no cache of
+listings, and what stores beside Amazon's need. It makes no request. No text that it makes has a
+storage option in it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import fsspec  # type: ignore[import-untyped]
+
+from shardstore.errors import StorageError
+
+__all__ = ["file_system"]
+
+_S3 = ("s3", "s3a")
+
+_file_systems: dict[object, Any] = {}
+_lock = threading.Lock()
+
+
+def file_system(url: str, options: Mapping[str, Any]) -> Any:
+    """The file system of a URL; the same one for equal options in the same environment.
+
+    Raises:
+        StorageError: no such protocol, its package is missing, or the options do not fit.
+    """
+    protocol = url.partition("://")[0]
+    surroundings = tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith("AWS_")))
+    bucket = url.partition("://")[2].partition("/")[0] if protocol not in _S3 else ""
+    # Kept in this process only; a fork must not share connections.
+    known = (os.getpid(), protocol, bucket, repr(sorted(options.items(), key=str)), surroundings)
+    with _lock:
+        fs = _file_systems.get(known)
+        if fs is None:
+            fs = _file_systems[known] = _made(url, protocol, options)
+    return fs
+
+
+def _made(url: str, protocol: str, options: Mapping[str, Any]) -> Any:
+    package = "s3fs (pip install 'shardstore[s3]')" if protocol in _S3 else "the package it names"
+    given = _s3_options(options) if protocol in _S3 else dict(options)
+    make: Callable[..., Any] = fsspec.filesystem
+    try:
+        if protocol in _S3:
+            return make(protocol, skip_instance_cache=True, **given)
+        if protocol == "local":
+            return make(protocol, **{"auto_mkdir": True, **given})
+        return fsspec.core.url_to_fs(url, **given)[0]
+    except ImportError as error:
+        raise StorageError(f"{url}: {protocol}:// needs {package}: {error}", url=url) from error
+    except ValueError as error:
+        if "rotocol not known" in str(error):
+            raise StorageError(f"{url}: fsspec knows no store {protocol}://", url=url) from error
+        raise StorageError(
+            f"{url}: the storage options do not fit ({type(error).__name__})", url=url
+        ) from None
+    except TypeError:
+        # The text of the cause could hold what was given.
+        raise StorageError(
+            f"{url}: the storage options do not fit; they are those of fsspec's {protocol} file "
+            f"system, not {sorted(map(str, options))}",
+            url=url,
+        ) from None
+
+
+def _s3_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with short timeouts, bounded retries, and no cache of listings."""
+    from botocore.config import Config  # type: ignore[import-untyped]
+
+    given = {name: value for name, value in options.items() if name != "region_name"}
+    client = dict(given.get("client_kwargs") or {})
+    for name in ("region_name", "endpoint_url"):
+        if options.get(name):
+            client.setdefault(name, options[name])
+    given.pop("endpoint_url", None)
+    region = os.environ.get("AWS_REGION")
+    if region:
+        # s3fs and botocore look at AWS_DEFAULT_REGION alone.
+        client.setdefault("region_name", region)
+    config = {
+        "connect_timeout": 5,
+        "read_timeout": 20,
+        "retries": {"mode": "standard", "total_max_attempts": 4},
+        **(given.get("config_kwargs") or {}),
+    }
+    for name in ("request_checksum_calculation", "response_checksum_validation"):
+        # Newer clients send trailing checksums unasked, which other stores than AWS refuse.
+        if name in Config.OPTION_DEFAULTS:
+            config.setdefault(name, "when_required")
+    endpoint = client.get("endpoint_url") or os.environ.get(
+        "AWS_ENDPOINT_URL_S3", os.environ.get("AWS_ENDPOINT_URL")
+    )
+    if endpoint and "amazonaws.com" not in endpoint:
+        s3 = dict(config.get("s3") or {})
+        s3.setdefault("addressing_style", "path")
+        config["s3"] = s3
+    return {
+        **given,
+        "client_kwargs": client,
+        "config_kwargs": config,
+        "use_listings_cache": False,
+        # One GET a document; with more its size is asked for first.
+        "max_concurrency": given.get("max_concurrency", 1),
+    }

@@ -1,0 +1,112 @@
+"""What of all objects at a target belongs to checkpoints, and whether one is committed there.
+
+It knows names, and of documents only what makes them a commit; nothing of attempts but where their
+claims are.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+
+from shardstore.storage.location import Location
+from shardstore.storage.object_claims import ATTEMPTS
+from shardstore.storage.parallel import run_together
+
+__all__ = [
+    "committed_among",
+    "delete_all",
+    "delete_objects",
+    "is_committed",
+    "leftovers",
+    "own_names",
+]
+
+_OWN = frozenset({"zarr.json", "metadata.json", "common.pt", "manifest.npz", ".metadata"})
+_COMMITS = ("zarr.json", "metadata.json")
+_PART = re.compile(r"zarr\.json|\.zarray|\.zattrs|c([./]\d+)*|\d+([./]\d+)*|shard_[\d._]*\.pt")
+
+
+def is_committed(location: Location, names: Sequence[str] | None = None) -> bool:
+    """Whether a committed checkpoint is there: ours, or one with a ``metadata.json`` of another
+    backend. Two requests, at once.
+
+    Args:
+        location: the target.
+        names: what lies directly below it, where that is known already.
+
+    Raises:
+        StorageError: the store refused.
+    """
+    if names is not None:
+        return committed_among(location, names)
+    store = location.remote
+    root, config = run_together(
+        # One byte tells as much as all of a large document.
+        lambda: store.read_range("zarr.json", 0, 1),
+        lambda: store.read_range("metadata.json", 0, None),
+    )
+    return root is not None or (config is not None and _is_commit(config))
+
+
+def committed_among(location: Location, names: Sequence[str]) -> bool:
+    """The same, where it is known what is there."""
+    if "zarr.json" in names or "metadata.json" not in names:
+        return "zarr.json" in names
+    config = location.remote.read_range("metadata.json", 0, None)
+    return config is not None and _is_commit(config)
+
+
+def _is_commit(text: bytes) -> bool:
+    """Whether a ``metadata.json`` is the commit by itself, and no root document is to come."""
+    try:
+        config = json.loads(text)
+    except ValueError:
+        return False
+    if not isinstance(config, dict):
+        return False
+    version = config.get("sharded_backend_version", 1)
+    committed_by_root = config.get("sharded_backend") == "zarr" and version != 1
+    return not committed_by_root
+
+
+def own_names(names: Iterable[str]) -> list[str]:
+    """Those of all object names below a target that belong to checkpoints, finished or not.
+
+    A checkpoint further below, a foreign Zarr group or anything else is left out.
+    """
+    names = list(names)
+    documents = {name for name in names if name.endswith(("/zarr.json", "/metadata.json"))}
+    # A folder with documents in folders below it is a group or a checkpoint of its own.
+    foreign = {name.partition("/")[0] for name in documents if name.count("/") > 1}
+    foreign |= {name.partition("/")[0] for name in documents if name.endswith("/metadata.json")}
+    own = []
+    for name in names:
+        first, _, rest = name.partition("/")
+        if not rest:
+            if first in _OWN or first.endswith(".distcp"):
+                own.append(name)
+        elif first == ATTEMPTS or (first not in foreign and _PART.fullmatch(rest)):
+            own.append(name)
+    return own
+
+
+def leftovers(names: Iterable[str]) -> list[str]:
+    """What checkpoints and dead attempts left, of all names at a target, but for the claims."""
+    return [name for name in own_names(names) if not name.startswith(f"{ATTEMPTS}/")]
+
+
+def delete_objects(place: Location, names: Sequence[str]) -> None:
+    """Delete objects, the commits first."""
+    for name in _COMMITS:
+        if name in names:
+            place.remote.delete([name])
+    rest = [name for name in names if name not in _COMMITS]
+    if rest:
+        place.remote.delete(rest)
+
+
+def delete_all(place: Location) -> None:
+    """Delete a checkpoint, its commit first; foreign objects stay. Called by one process."""
+    delete_objects(place, leftovers(place.remote.walk()))

@@ -1,0 +1,103 @@
+"""What a store's refusals mean, in our own words, each with its remedy.
+
+It knows the names that stores and their clients give to errors (Amazon S3 API, "Error responses");
+it makes no request, and no text of its own has a storage option in it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardstore.errors import StorageError
+
+__all__ = ["NO_ANSWER", "code_of", "explained", "remedy"]
+
+_DENIED = (
+    "the store refuses the credentials: check key, secret and token (or AWS_ACCESS_KEY_ID, "
+    "AWS_SECRET_ACCESS_KEY, AWS_PROFILE), and what they are allowed to do in this bucket"
+)
+_REGION = (
+    'the region does not fit the bucket: set it (AWS_REGION, or client_kwargs={"region_name": ...})'
+)
+_NO_BUCKET = "the bucket does not exist: create it, or correct the URL"
+_REMEDIES = {
+    "NoSuchBucket": _NO_BUCKET,
+    "InvalidBucketName": "the bucket's name is not valid: correct the URL",
+    "AccessDenied": _DENIED,
+    "AllAccessDisabled": _DENIED,
+    "InvalidAccessKeyId": _DENIED,
+    "SignatureDoesNotMatch": _DENIED,
+    "InvalidToken": _DENIED,
+    "ExpiredToken": _DENIED,
+    "Forbidden": _DENIED,
+    "403": _DENIED,
+    "401": _DENIED,
+    "AuthorizationHeaderMalformed": _REGION,
+    "PermanentRedirect": _REGION,
+    "IllegalLocationConstraintException": _REGION,
+    "301": _REGION,
+    "400": "the store can not make sense of the request: check region and endpoint",
+    "RequestTimeTooSkewed": "this machine's clock is wrong: set it",
+    "503": "the store is overloaded, or down: try again later",
+    "404": _NO_BUCKET,
+    "SlowDown": "the store is overloaded: save less often, or with fewer requests at a time",
+    "QuotaExceeded": "the store's quota is used up: free space, or choose another bucket",
+    "EntityTooLarge": "the object is too large for one request: save smaller chunks",
+}
+_NOT_THERE = "the store says that there is no such place: check the endpoint and the URL"
+NO_ANSWER = (
+    "the store does not answer: check the endpoint (endpoint_url, or AWS_ENDPOINT_URL) and the "
+    "network"
+)
+_CREDENTIALS = (
+    "no credentials were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, "
+    "or give storage_options"
+)
+
+
+def remedy(code: str | None) -> str:
+    """What to do about an answer of the store.
+
+    Args:
+        code: the store's own name for what went wrong, or the HTTP status.
+    """
+    return _REMEDIES.get(code or "", "see the store's own words")
+
+
+def explained(doing: str, url: str, error: BaseException, **about: Any) -> StorageError:
+    """What the store's library raised, as an error of ours with a remedy."""
+    code = code_of(error)
+    name = type(error).__name__
+    text = (str(error).strip().splitlines() or [name])[0][:300]
+    if code is not None and code in _REMEDIES:
+        advice = _REMEDIES[code]
+    elif name in ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"):
+        advice = _CREDENTIALS
+    elif isinstance(error, PermissionError):
+        advice = _DENIED
+    elif isinstance(error, FileNotFoundError):
+        advice = _NOT_THERE
+    elif isinstance(error, TypeError):
+        advice = "check the names of the storage options, which are those of fsspec's file system"
+    elif code is None and (
+        isinstance(error, ConnectionError | TimeoutError)
+        or any(word in name for word in ("Connect", "Timeout", "Endpoint", "HTTPClient"))
+    ):
+        advice = NO_ANSWER
+    else:
+        advice = "see the cause"
+    shown = f"{code}: {text}" if code and code not in text else text
+    failure = StorageError(f"{doing} {url} failed: {shown}; {advice}", url=url, **about)
+    failure.errno = getattr(error, "errno", None)
+    return failure
+
+
+def code_of(error: BaseException | None) -> str | None:
+    """The store's own name for what went wrong (Amazon S3 API, "Error responses")."""
+    while error is not None:
+        response = getattr(error, "response", None)
+        if isinstance(response, dict):
+            code = response.get("Error", {}).get("Code")
+            return None if code is None else str(code)
+        error = error.__cause__
+    return None
