@@ -1,15 +1,15 @@
 """Walking, mapping, splitting, merging and comparing nested dicts and lists.
 
 Answers for the shape of state dicts: dicts and lists nested in each other are structure, everything
-else (tuples included) is a value. Knows nothing of files or ranks, and of shards only that they hold
-data.
+else (tuples included) is a value. Knows nothing of files or ranks, and of shards only that they
+hold data.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -96,7 +96,7 @@ def diff(
         only_right = list(range(len(x2) - 1, shared - 1, -1))
         common = list(range(shared))
     elif isinstance(x1, ShardedBase) and type(x1) is type(x2):
-        return diff(x1.data, cast(ShardedBase, x2).data, (*prefix, type(x1)))
+        return diff(x1.data, x2.data, (*prefix, type(x1)))
     else:
         return [], [], _value_mismatch(x1, x2, prefix)
 

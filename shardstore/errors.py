@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from typing import Any
 
 __all__ = [
     "AccessPatternError",
@@ -92,7 +93,7 @@ class CheckpointingException(Exception):  # noqa: N818 (the name that callers kn
 
 
 def _rebuild(
-    cls: type[CheckpointingException], args: tuple[object, ...], about: dict[str, object]
+    cls: type[CheckpointingException], args: tuple[Any, ...], about: dict[str, object]
 ) -> CheckpointingException:
     error = cls(*args)
     for name, value in about.items():

@@ -19,7 +19,7 @@ from shardstore.core import (
     maybe_load_config,
     save_config,
 )
-from shardstore.errors import CheckpointingException, DamagedCheckpointError, NotACheckpointError
+from shardstore.errors import DamagedCheckpointError, NotACheckpointError
 
 
 @pytest.mark.parametrize("kind", [str, Path])
@@ -92,7 +92,8 @@ def test_exceptions_of_programs_take_any_arguments() -> None:
     assert plain.args == ("what", ("and", 1))
     copied = pickle.loads(pickle.dumps(plain))
     assert (copied.args, str(copied)) == (plain.args, str(plain))
-    assert "what" in str(plain) and "and" in str(plain)
+    assert "what" in str(plain)
+    assert "and" in str(plain)
     assert str(CheckpointingException()) == ""
 
 
