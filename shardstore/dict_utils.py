@@ -1,7 +1,8 @@
 """Walking, mapping, splitting, merging and comparing nested dicts and lists.
 
 Answers for the shape of state dicts: dicts and lists nested in each other are structure, everything
-else (tuples included) is a value. Knows nothing of shards, files or ranks.
+else (tuples included) is a value. Knows nothing of files or ranks, and of shards only that they
+hold data.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 
 from shardstore.errors import StructureError
+from shardstore.sharded_base import ShardedBase
 
 
 def extract_matching_values(
@@ -66,6 +68,9 @@ def diff(
 ) -> tuple[list[Any], list[Any], list[tuple[Any, ...]]]:
     """Compares two nested structures; lists, tuples and NumPy arrays are compared by position.
 
+    Of sharded tensors, objects and factories the data are compared, and nothing else; their type is
+    part of the path to a mismatch within.
+
     Args:
         x1: left side.
         x2: right side.
@@ -87,6 +92,8 @@ def diff(
         only_left = list(range(len(x1) - 1, shared - 1, -1))
         only_right = list(range(len(x2) - 1, shared - 1, -1))
         common = list(range(shared))
+    elif isinstance(x1, ShardedBase) and type(x1) is type(x2):
+        return diff(x1.data, x2.data, (*prefix, type(x1)))
     else:
         return [], [], _value_mismatch(x1, x2, prefix)
 

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from typing import Any
 
 __all__ = [
     "AccessPatternError",
@@ -60,6 +61,7 @@ class CheckpointingException(Exception):  # noqa: N818 (the name that callers kn
 
     Args:
         message: what happened and what to do about it.
+        details: further arguments of an exception, which its text shows beside the message.
         key: key of the tensor or object concerned.
         chunk: chunk index in the array's chunk grid.
         rank: global rank that met the error or wrote the damaged part.
@@ -69,14 +71,14 @@ class CheckpointingException(Exception):  # noqa: N818 (the name that callers kn
     def __init__(
         self,
         message: str = "",
-        *,
+        *details: object,
         key: str | None = None,
         chunk: Sequence[int] | None = None,
         rank: int | None = None,
         url: str | None = None,
     ) -> None:
-        super().__init__(message)
-        self.message = message
+        super().__init__(message, *details)
+        self.message = str((message, *details) if details else message)
         self.key = key
         self.chunk = None if chunk is None else tuple(chunk)
         self.rank = rank
@@ -87,13 +89,13 @@ class CheckpointingException(Exception):  # noqa: N818 (the name that callers kn
         return self.message
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (type(self), self.message, dict(self.__dict__))
+        return _rebuild, (type(self), self.args, dict(self.__dict__))
 
 
 def _rebuild(
-    cls: type[CheckpointingException], message: str, about: dict[str, object]
+    cls: type[CheckpointingException], args: tuple[Any, ...], about: dict[str, object]
 ) -> CheckpointingException:
-    error = cls(message)
+    error = cls(*args)
     for name, value in about.items():
         setattr(error, name, value)
     return error
@@ -156,7 +158,7 @@ class StorageError(CheckpointingException, OSError):
 
     def __reduce__(self) -> tuple[object, ...]:
         # The builtin keeps it outside of the instance's own dictionary.
-        return _rebuild, (type(self), self.message, {**self.__dict__, "errno": self.errno})
+        return _rebuild, (type(self), (self.message,), {**self.__dict__, "errno": self.errno})
 
 
 class UnsafeObjectError(CheckpointingException, pickle.UnpicklingError):

@@ -21,7 +21,7 @@ from shardstore.core import (
     CheckpointingException,
     config_document,
 )
-from shardstore.dict_utils import extract_matching_values
+from shardstore.dict_utils import extract_matching_values, nested_values
 from shardstore.dtensor import adopt_for_save
 from shardstore.mapping import CommonStateDict, ShardedObject, ShardedStateDict, StateDict
 from shardstore.one_rank import CONTENT_METADATA_KEY
@@ -36,7 +36,9 @@ from shardstore.strategies.base import (
     SaveCommonStrategy,
     SaveShardedStrategy,
 )
+from shardstore.strategies.common import TorchCommonSaveStrategy
 from shardstore.strategies.session import SaveSession
+from shardstore.strategies.unwritten import Copies, copies_of
 from shardstore.strategies.zarr import needs_layouts, sharded_tensors_of
 from shardstore.validation import validate_sharded_objects_handling
 
@@ -108,6 +110,7 @@ def run_save(call: SaveCall, choose: ChooseStrategies) -> tuple[SaveSession, Asy
     sharded: ShardedStateDict = {}
     common: StateDict = {}
     compared = b""
+    copies: Copies = {}
     error = call.error
     wanted = False
     callback: ProgressCallback | None = None
@@ -125,6 +128,10 @@ def run_save(call: SaveCall, choose: ChooseStrategies) -> tuple[SaveSession, Asy
         if call.content_metadata is not None:
             common[CONTENT_METADATA_KEY] = call.content_metadata
         wanted = needs_layouts(sharded) or bool(claims(sharded))
+        if call.options.validate:
+            noted = isinstance(common_strategy, TorchCommonSaveStrategy)
+            noted = noted and not sharded_strategy.can_handle_sharded_objects
+            copies = copies_of(nested_values(sharded), objects=noted)
         if call.options.validate and ranks.world_size > 1:
             mine = comparable(common, call.preprocess_common_before_consistancy_check)
             compared = pickled(mine) if ranks.is_coordinator else b""
@@ -140,6 +147,7 @@ def run_save(call: SaveCall, choose: ChooseStrategies) -> tuple[SaveSession, Asy
         base=None if call.base is None else Location.of(call.base, **(call.storage_options or {})),
         tensors=sharded_tensors_of(sharded),
         replica_group=call.replica_group,
+        copies=copies,
     )
     if callback is not None:
         session.meter = Meter("save", target.url, callback)

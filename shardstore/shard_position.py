@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from shardstore.errors import AccessPatternError
+from shardstore.errors import AccessPatternError, ShapeMismatchError
 from shardstore.sharded_base import ShardedBase
 
 __all__ = ["PositionedShard", "grid_position", "ints", "with_item"]
@@ -36,7 +36,7 @@ class PositionedShard(ShardedBase):
     flattened_range: slice | None
 
     def _validate_range(self) -> None:
-        """Raises where the flattened range is not a plain slice."""
+        """Raises where the flattened range is not a plain slice of the local tensor's elements."""
         flat = self.flattened_range
         if flat is None:
             return
@@ -44,6 +44,15 @@ class PositionedShard(ShardedBase):
             raise self._wrong(f"flattened_range must be a slice, not {flat!r}")
         if flat.step is not None:
             raise self._wrong(f"flattened_range {flat} must not have a step")
+        size = math.prod(self.local_shape)
+        start = 0 if flat.start is None else flat.start
+        stop = size if flat.stop is None else flat.stop
+        if not 0 <= start <= stop <= size:
+            raise ShapeMismatchError(
+                f"{self}: flattened_range {flat} is not within the {size} elements of the local "
+                "tensor; count from 0 and end at its last element",
+                key=self.key,
+            )
 
     def _validate_position(self) -> None:
         """Raises where shapes, offsets and fragmentations do not fit together."""
@@ -129,9 +138,15 @@ class PositionedShard(ShardedBase):
         """Index of this shard in the grid of shards, one number for each global axis.
 
         Raises:
-            CheckpointingException: the cut is not regular, so that there is no such grid.
+            CheckpointingException: the cut is not regular and this shard does not lie at a multiple
+                of its own lengths, so that there is no such grid.
         """
-        if self.axis_fragmentations is None:
+        if self.axis_fragmentations is None and any(
+            offset % max(1, size)
+            for offset, size in zip(
+                self.global_offset[self.prepend_axis_num :], self.local_shape, strict=True
+            )
+        ):
             raise self._wrong("an irregular cut has no grid of chunks to number this one in")
         prepended = self.prepend_axis_num
         index = (

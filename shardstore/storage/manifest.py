@@ -59,6 +59,7 @@ class RankManifest:
     Attributes:
         rank: the writer's global rank.
         objects: unique keys of the sharded objects that it wrote.
+        copies: kind -> keys that it holds copies of and did not write, if it tells them.
         reused_bytes: bytes of the chunks that it took over from a base.
         seconds: what it did -> seconds, for the commit record.
     """
@@ -73,6 +74,7 @@ class RankManifest:
     _digest: list[bytes] = field(default_factory=list)
     _running: list[int] = field(default_factory=list)
     objects: list[str] = field(default_factory=list)
+    copies: dict[str, list[str]] = field(default_factory=dict)
     reused_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -129,6 +131,7 @@ class RankManifest:
                 },
                 "summaries": summaries,
                 "objects": self.objects,
+                "copies": self.copies,
                 "reused_bytes": self.reused_bytes,
                 "seconds": self.seconds,
             },

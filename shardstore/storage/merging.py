@@ -8,7 +8,7 @@ is done chunk by chunk in Python. It knows reports and arrays; nothing of files 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,7 @@ class Merged:
         documents: ``(node, document text)`` of every array.
         arrays: the arrays themselves.
         objects: unique key of each sharded object -> ranks that wrote it.
+        copies: rank -> kind -> keys that it holds copies of, of the ranks that tell.
         reused_bytes: bytes of the chunks that were taken over from a base.
         ranks: what each rank wrote and how long it took.
     """
@@ -45,6 +46,7 @@ class Merged:
     documents: list[tuple[str, str]]
     arrays: list[ArrayMeta]
     objects: dict[str, list[int]]
+    copies: dict[int, dict[str, list[str]]] = field(default_factory=dict)
     reused_bytes: int = 0
     ranks: Sequence[RankRow] = ()
 
@@ -97,6 +99,7 @@ def merge(reports: Sequence[bytes], *, check: bool = True) -> Merged:
         [(meta.node, created[meta.key][0]) for meta in metas],
         metas,
         objects,
+        {part.head["rank"]: part.head["copies"] for part in parts if part.head["copies"]},
         sum(part.head["reused_bytes"] for part in parts),
         [
             RankRow(p.head["rank"], int(p.columns["stored"].sum()), n, p.head["seconds"])

@@ -41,6 +41,7 @@ from shardstore.strategies import shared_writes
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.shared_writes import SharedWrites
 from shardstore.strategies.staging import Staging
+from shardstore.strategies.unwritten import Copies, check_written, choose_tellers, digest_of_copies
 
 __all__ = ["SaveSession", "session_of"]
 
@@ -103,6 +104,7 @@ class SaveSession:
         base: Location | None = None,
         tensors: Sequence[ShardedTensor] = (),
         replica_group: Any = None,
+        copies: Copies | None = None,
     ) -> SaveSession:
         """Agree with all ranks to begin. Called by every rank, which waits for all others.
 
@@ -118,6 +120,7 @@ class SaveSession:
             base: a committed checkpoint whose chunks are not sent again.
             tensors: this rank's, for sharing.
             replica_group: process group whose ranks share the writing of what all of them hold.
+            copies: what this rank holds copies of alone, to be missed if nobody writes it.
 
         Raises:
             CheckpointExistsError, StorageError: on every rank.
@@ -144,21 +147,25 @@ class SaveSession:
                 allow_unconditional=options.allow_unconditional,
             )
             wanted = any(json.loads(report)["layouts"] for report in reports)
+            tellers = choose_tellers([json.loads(report)["copies"] for report in reports])
             compared = common if ranks.world_size > 1 else b""
             shares = shared_writes.agree(
                 [bytes.fromhex(json.loads(report)["replicas"]) for report in reports]
             )
-            return pickle.dumps((attempt.id, wanted, compared, texts, shares))
+            return pickle.dumps((attempt.id, wanted, compared, texts, shares, tellers))
 
         about = {"target": target.url, "base": None if base is None else base.url}
         about["replicas"] = mine.hex()
+        about["copies"] = digest_of_copies(copies or {})
         report = json.dumps({**about, "layouts": exchange_layouts}).encode()
         answer = ranks.together(report, what=f"saving to {target.url}", error=error, decide=decide)
-        attempt_id, wanted, of_coordinator, texts, shares = pickle.loads(answer)
+        attempt_id, wanted, of_coordinator, texts, shares, tellers = pickle.loads(answer)
         attempt = commit.join(target, attempt_id, overwrite=options.overwrite)
         session = cls(
             ranks, target, options, attempt, RankManifest(ranks.rank), wanted, of_coordinator
         )
+        if copies and ranks.rank in tellers:
+            session.manifest.copies = copies
         if base is not None:
             session.base = BaseChunks(base, texts)
         session.shared = shared_writes.accepted(tensors, mine, shares, ranks.rank)
@@ -274,6 +281,9 @@ class SaveSession:
             if self.options.validate:
                 _check_objects(merged[0].objects)
                 _check_kinds(merged[0])
+                if self.zarr_format is not None:
+                    keys = {meta.key for meta in merged[0].arrays}
+                    check_written(merged[0].copies, keys, merged[0].objects)
             names.check_collisions(meta.key for meta in merged[0].arrays)
             return b""
 

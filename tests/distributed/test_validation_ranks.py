@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+import shardstore
 from shardstore import validation
-from shardstore.errors import AccessPatternError
+from shardstore.errors import AccessPatternError, CheckpointingException
 from shardstore.mapping import ShardedObject, ShardedTensor
 from tests.ranks_helper import run_ranks
 
@@ -91,3 +94,43 @@ def test_common_state_that_cannot_be_sent_is_an_error_on_all() -> None:
     assert "lambda" in first
     assert second.startswith("RanksError")
     assert "rank 0" in second
+
+
+def _save_without_main(rank: int, world_size: int, folder: Path, kind: str) -> str:
+    fine = ShardedTensor.from_rank_offsets("fine", torch.ones(2), replica_id=rank)
+    lost: Any = ShardedTensor.from_rank_offsets("lost", torch.ones(2), replica_id=rank + 1)
+    if kind == "object":
+        lost = ShardedObject("lost", 1, (1,), (0,), replica_id=(0, rank + 1))
+    if kind == "on one rank" and rank == 0:
+        lost = []
+    try:
+        shardstore.save({"fine": fine, "lost": lost}, folder / kind)
+    except CheckpointingException as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kind", ["tensor", "object", "on one rank"])
+def test_what_has_no_main_replica_anywhere_is_not_lost_without_a_word(
+    tmp_path: Path, kind: str
+) -> None:
+    for rank, text in enumerate(run_ranks(_save_without_main, 2, tmp_path, kind)):
+        assert "'lost" in text, rank
+        assert "no main replica" in text, rank
+    assert not (tmp_path / kind).exists()
+
+
+def _save_with_one_main(rank: int, world_size: int, folder: Path) -> list[str]:
+    """Each rank has copies of what another one writes, and rank 2 holds copies alone."""
+    keys = ["a", "b"]
+    state: dict[str, Any] = {
+        key: ShardedTensor.from_rank_offsets(key, torch.ones(2), replica_id=(0, int(rank != main)))
+        for main, key in enumerate(keys)
+    }
+    state["o"] = ShardedObject("o", 1, (1,), (0,), replica_id=2 - rank)
+    shardstore.save(state, folder / "step")
+    return sorted(shardstore.load_tensors_metadata(folder / "step"))
+
+
+def test_copies_of_what_another_rank_writes_are_fine(tmp_path: Path) -> None:
+    assert run_ranks(_save_with_one_main, 3, tmp_path) == [["a", "b"]] * 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +85,16 @@ def test_somebody_elses_document(tmp_path: Path, content: str, text: str) -> Non
     with pytest.raises(NotACheckpointError, match=text) as caught:
         maybe_load_config(tmp_path)
     assert isinstance(caught.value, CheckpointingException)
+
+
+def test_exceptions_of_programs_take_any_arguments() -> None:
+    plain = CheckpointingException("what", ("and", 1))
+    assert plain.args == ("what", ("and", 1))
+    copied = pickle.loads(pickle.dumps(plain))
+    assert (copied.args, str(copied)) == (plain.args, str(plain))
+    assert "what" in str(plain)
+    assert "and" in str(plain)
+    assert str(CheckpointingException()) == ""
 
 
 def test_import_does_not_need_torch() -> None:

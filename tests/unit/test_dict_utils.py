@@ -26,6 +26,7 @@ from shardstore.dict_utils import (
     nested_values,
 )
 from shardstore.errors import CheckpointingException
+from shardstore.mapping import ShardedObject, ShardedTensor
 
 nested = st.recursive(
     st.integers() | st.text(max_size=3),
@@ -159,6 +160,19 @@ def test_diff_of_what_cannot_be_compared() -> None:
     assert diff({"a": left}, {"a": right}) == ([], [], [(("a",), Stubborn, Stubborn)])
     meta = torch.empty(2, device="meta")
     assert diff(meta, meta) == ([], [], [((), torch.Tensor, torch.Tensor)])
+
+
+def test_diff_looks_into_what_is_sharded_and_at_its_data_alone() -> None:
+    def shard(*values: float, key: str = "k") -> ShardedTensor:
+        return ShardedTensor.from_rank_offsets(key, torch.tensor(values))
+
+    assert diff({"a": shard(1, 2)}, {"a": shard(1, 2, key="other")}) == ([], [], [])
+    _, _, [mismatch] = diff({"a": shard(1, 2)}, {"a": shard(1, 2, 3)})
+    assert mismatch[0] == ("a", ShardedTensor)
+    assert mismatch[3:] == (torch.Size([2]), torch.Size([3]))
+    one, two = (ShardedObject("o", {"x": [n]}, (1,), (0,)) for n in (1, 2))
+    assert diff(one, two, ("p",)) == ([], [], [(("p", ShardedObject, "x", 0), int, int)])
+    assert diff(one, shard(1)) == ([], [], [((), ShardedObject, ShardedTensor)])
 
 
 @given(nested)

@@ -192,6 +192,22 @@ def test_irregular_cut_may_start_anywhere() -> None:
         shard.max_allowed_chunks()
 
 
+def test_irregular_cut_counts_chunks_where_it_lies_on_a_multiple() -> None:
+    shard = described(axis_fragmentations=None, global_shape=(5, 3), global_offset=(2, 0))
+    assert shard.local_chunk_offset_in_global() == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "elements"), [((0, 9), 6), ((-1, 6), 1), ((2, 1), 0), ((0, 9), 9)]
+)
+def test_flattened_range_lies_within_the_local_tensor(
+    bounds: tuple[int, int], elements: int
+) -> None:
+    data = torch.zeros(elements)
+    with pytest.raises(ShapeMismatchError, match="not within the 6 elements"):
+        ShardedTensor.from_rank_offsets_flat("k", data, (2, 3), flattened_range=slice(*bounds))
+
+
 def test_uneven_axis_needs_allow_shape_mismatch_for_chunks() -> None:
     with pytest.raises(CheckpointingException, match="5 cannot be cut into 2"):
         described(global_shape=(5, 3)).max_allowed_chunks()

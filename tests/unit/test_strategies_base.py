@@ -178,3 +178,15 @@ def test_async_strategy_saves_synchronously_too() -> None:
 def test_there_is_a_queue_for_everyone() -> None:
     assert isinstance(base.async_calls, AsyncCallsQueue)
     assert base.async_calls.get_num_unfinalized_calls() == 0
+
+
+def test_torch_dist_strategies_are_found_where_programs_import_them() -> None:
+    from shardstore.strategies.torch import (
+        TorchDistLoadShardedStrategy,
+        TorchDistSaveShardedStrategy,
+    )
+
+    save = base.get_default_strategy(StrategyAction.SAVE_SHARDED, "torch_dist", 1)
+    load = base.get_default_strategy(StrategyAction.LOAD_SHARDED, "torch_dist", 1)
+    assert isinstance(save, TorchDistSaveShardedStrategy)
+    assert isinstance(load, TorchDistLoadShardedStrategy)
