@@ -15,6 +15,7 @@ import pickle
 import secrets
 import weakref
 from collections.abc import Iterable, Iterator, MutableSequence
+from copy import deepcopy
 from typing import Any, TypeVar, overload
 
 __all__ = ["SentItems"]
@@ -96,6 +97,12 @@ class SentItems(MutableSequence[T]):
     def copy(self) -> list[T]:
         """The items as an ordinary list."""
         return list(self._list)
+
+    # Not by way of a pickle, which would give this very object.
+    __copy__ = copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> list[T]:
+        return deepcopy(self._list, memo)
 
     def __add__(self, other: Iterable[T]) -> list[T]:
         return [*self._list, *other]

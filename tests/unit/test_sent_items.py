@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import pickle
 import subprocess
@@ -100,6 +101,16 @@ def test_nothing_is_kept_for_whoever_let_go() -> None:
     gc.collect()
     back = pickle.loads(data)
     assert [item.name for item in back] == ["a"]
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, SentItems.copy])
+def test_a_copy_is_a_list_of_its_own(copied: Callable[[Any], list[Any]]) -> None:
+    items = SentItems([Item("a")])
+    other = copied(items)
+    assert type(other) is list
+    assert (other[0] is items[0]) == (copied is not copy.deepcopy)
+    other.append(Item("b"))
+    assert items == [Item("a")]
 
 
 CHANGES: dict[str, Callable[[Any], object]] = {
