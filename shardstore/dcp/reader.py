@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.storage import StorageReader as DcpStorageRead
 from torch.futures import Future
 
 from shardstore.dcp.place import Placed
+from shardstore.dcp.sent_items import SentItems
 from shardstore.dcp.stored_values import StoredValues, described
 from shardstore.errors import DTypeMismatchError
 from shardstore.storage import dtypes
@@ -64,12 +66,13 @@ class StorageReader(Placed, DcpStorageReader):
         self._threads = threads
         self._stored: StoredCheckpoint | None = None
         self._values: StoredValues | None = None
+        self._sent: SentItems[ReadItem] | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another load. Called by all ranks."""
         if checkpoint_id is not None:
             self._go_to(checkpoint_id)
-        self._stored = self._values = None
+        self._stored = self._values = self._sent = None
 
     def read_metadata(self) -> Metadata:
         """What is stored: one document. Called by all ranks.
@@ -98,8 +101,10 @@ class StorageReader(Placed, DcpStorageReader):
         """Nothing to do: the checkpoint was opened for its metadata. Called by all ranks."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Nothing to add. Called by all ranks."""
-        return plan
+        """Nothing to add; but the items go to the coordinator as bytes, and are kept here. Called
+        by all ranks."""
+        self._sent = SentItems(plan.items)
+        return replace(plan, items=cast("list[ReadItem]", self._sent))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Nothing to add. Called by the coordinator."""
@@ -127,15 +132,17 @@ class StorageReader(Placed, DcpStorageReader):
             targets.append((item, target))
             common = self._values.tensors.get(item.storage_index.fqn)
             if common is not None:
-                self._check_dtype(item, target, common.dtype)
+                self._check_dtype(item, target.dtype, common.dtype)
                 where: tuple[Any, ...] = (..., *_box(item, common.ndim).slices)
                 with torch.no_grad():
                     target.copy_(common[where])
                 continue
             meta = self._stored.arrays[item.storage_index.fqn]
-            self._check_dtype(item, target, dtypes.torch_dtype(meta.dtype))
+            same = target.dtype == (stored := dtypes.torch_dtype(meta.dtype))
+            if not same:
+                self._check_dtype(item, target.dtype, stored)
             box = _box(item, len(meta.shape))
-            if _is_direct(target, meta):
+            if same and _is_direct(target):
                 direct.append(RegionRead(meta, box, dtypes.as_numpy(target)))
             else:
                 staged.append(_Staged(meta, box, target))
@@ -144,16 +151,17 @@ class StorageReader(Placed, DcpStorageReader):
         _read_staged(self._stored, staged)
         for item, target in targets:
             planner.commit_tensor(item, target)
+        self._sent = None
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def _check_dtype(self, item: ReadItem, target: torch.Tensor, stored: torch.dtype) -> None:
+    def _check_dtype(self, item: ReadItem, wanted: torch.dtype, stored: torch.dtype) -> None:
         key = item.storage_index.fqn
-        if target.dtype != stored and not self._cast:
+        if wanted != stored and not self._cast:
             raise DTypeMismatchError(
                 f"key {key!r} is stored as {stored} in {self.checkpoint_id} but is to be loaded "
-                f"into {target.dtype}; nothing is cast silently: load into {stored} and convert, "
+                f"into {wanted}; nothing is cast silently: load into {stored} and convert, "
                 "or give the StorageReader cast=True",
                 key=key,
                 url=self.checkpoint_id,
@@ -167,17 +175,20 @@ def _box(item: ReadItem, ndim: int) -> Box:
     return Box(offset, tuple(item.lengths))
 
 
-def _is_direct(target: torch.Tensor, meta: ArrayMeta) -> bool:
+def _is_direct(target: torch.Tensor) -> bool:
+    """Whether it has plain memory of this process, in which no element lies twice."""
     return (
-        target.device.type == "cpu"
+        target.is_cpu
         and type(target) is torch.Tensor
         and target.layout is torch.strided
-        and target.dtype == dtypes.torch_dtype(meta.dtype)
         and not target.is_conj()
         and not target.is_neg()
-        and not any(
-            stride == 0 and size > 1
-            for stride, size in zip(target.stride(), target.shape, strict=True)
+        and (
+            target.is_contiguous()
+            or not any(
+                stride == 0 and size > 1
+                for stride, size in zip(target.stride(), target.shape, strict=True)
+            )
         )
     )
 

@@ -223,10 +223,12 @@ def _store(settings: S3Settings, bucket: str, seconds: int, *, sends: bool) -> A
         options: dict[str, Any] = {"region": settings.region}
         if settings.endpoint:
             options["endpoint"] = settings.endpoint
-        if settings.endpoint.startswith("http://"):
+        tls = not settings.endpoint.startswith("http://")
+        if not tls:
             client["allow_http"] = True
-        else:
-            options["unsigned_payload"] = True  # TLS guards it
+        signs = not tls if settings.signs_payload is None else settings.signs_payload
+        if not signs:
+            options["unsigned_payload"] = True
         if settings.anonymous:
             options["skip_signature"] = True
         elif settings.key is not None:

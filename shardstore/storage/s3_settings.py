@@ -40,6 +40,8 @@ class S3Settings:
         connect_timeout_s: for a connection.
         read_timeout_s: for an answer, or its next piece.
         verify: whether certificates are checked, or the file of those that are trusted.
+        signs_payload: whether the signature of a request covers what it sends (botocore's
+            ``payload_signing_enabled``); ``None``: only where no TLS guards it.
     """
 
     region: str
@@ -51,6 +53,7 @@ class S3Settings:
     connect_timeout_s: float = 5.0
     read_timeout_s: float = 20.0
     verify: bool | str = True
+    signs_payload: bool | None = None
 
     @property
     def of_amazon(self) -> bool:
@@ -90,6 +93,7 @@ async def _settings(fs: Any) -> S3Settings:
         connect_timeout_s=float(meta.config.connect_timeout),
         read_timeout_s=float(meta.config.read_timeout),
         verify=fs.client_kwargs.get("verify", os.environ.get("AWS_CA_BUNDLE") or True),
+        signs_payload=(meta.config.s3 or {}).get("payload_signing_enabled"),
     )
     credentials = client._request_signer._credentials
     if settings.anonymous or credentials is None or credentials.method in _REFRESHED:

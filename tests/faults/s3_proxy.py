@@ -102,6 +102,8 @@ class Passed:
     status: int | None = None
     sent_bytes: int = 0
     received_bytes: int = 0
+    signed_content: str = ""
+    """What the signature covers of the content: its SHA-256, or the words that it does not."""
 
 
 @dataclass
@@ -302,6 +304,7 @@ class _Connection:
                 await self._control(head)
                 continue
             passed = Passed(head.method, head.path)
+            passed.signed_content = "".join(head.fields("x-amz-content-sha256"))
             self.proxy.log.append(passed)
             self.proxy._began()
             try:

@@ -76,3 +76,21 @@ def test_metadata_of_many_arrays_is_one_get(run: Run, proxy: FaultProxy) -> None
     found = shardstore.load_tensors_metadata(run.url(4), storage_options=run.options)
     assert len(found) == 300
     assert [r.method for r in proxy.passed()[before:]] == ["GET"]
+
+
+@pytest.mark.parametrize("signs", [None, True, False])
+def test_signatures_cover_the_content_unless_told_otherwise(
+    s3_server: S3Server, proxy: FaultProxy, signs: bool | None
+) -> None:
+    s3: dict[str, object] = {"addressing_style": "path"}
+    if signs is not None:
+        s3["payload_signing_enabled"] = signs
+    run = Run.new(s3_server.at(proxy.endpoint_url), s3_server, config_kwargs={"s3": s3})
+    puts = [r for r in requests_of_a_save(run, proxy, 4) if r.method == "PUT"]
+    chunks = [r.signed_content for r in puts if r.path.endswith("/c.0")]
+    assert len(chunks) == ARRAYS
+    if signs is False:
+        assert {r.signed_content for r in puts} == {"UNSIGNED-PAYLOAD"}
+    else:
+        assert all(len(bytes.fromhex(said)) == 32 for said in chunks)
+        assert len(set(chunks)) == ARRAYS

@@ -1,0 +1,125 @@
+"""Loads through DCP with planners that look at the plans of all ranks, or change them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from shardstore.dcp import StorageReader, StorageWriter
+from tests.ranks_helper import run_ranks
+
+KEYS = ("a", "b", "c")
+WORLD = 3
+
+
+def truth(key: str) -> torch.Tensor:
+    return torch.arange(12.0).reshape(6, 2) + 100 * KEYS.index(key)
+
+
+def state(fill: float | None) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {
+        key: distribute_tensor(
+            truth(key) if fill is None else torch.full((6, 2), fill), mesh, [Shard(0)]
+        )
+        for key in KEYS
+    }
+
+
+class Looks(DefaultLoadPlanner):
+    """The coordinator notes the keys and lengths of each rank's items."""
+
+    seen: list[list[tuple[str, tuple[int, ...]]]]
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        self.seen = [
+            [(item.dest_index.fqn, tuple(item.dest_index.offset or ())) for item in plan.items]
+            for plan in global_plan
+        ]
+        return global_plan
+
+
+class Replaces(DefaultLoadPlanner):
+    """The coordinator leaves "b" out of all plans but the first."""
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        kept = [replace(p, items=[i for i in p.items if not _is_b(i)]) for p in global_plan[1:]]
+        return [global_plan[0], *kept]
+
+
+class ChangesInPlace(DefaultLoadPlanner):
+    """The same, in the very lists."""
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        for plan in global_plan[1:]:
+            for item in [item for item in plan.items if _is_b(item)]:
+                plan.items.remove(item)
+        return global_plan
+
+
+class ChangesItsOwn(DefaultLoadPlanner):
+    """Each rank but the first leaves "b" out of its plan when that has come back."""
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        if dist.get_rank() != 0:
+            central_plan.items[:] = [item for item in central_plan.items if not _is_b(item)]
+        return central_plan
+
+
+def _is_b(item: Any) -> bool:
+    return bool(item.dest_index.fqn == "b")
+
+
+def save(rank: int, world_size: int, folder: Path) -> None:
+    dcp.save(state(None), storage_writer=StorageWriter(folder / "saved"))
+
+
+def load_with_one_who_looks(rank: int, world_size: int, folder: Path) -> Any:
+    planner = Looks()
+    found = state(-1.0)
+    dcp.load(found, storage_reader=StorageReader(folder / "saved"), planner=planner)
+    for key in KEYS:
+        assert torch.equal(found[key].full_tensor(), truth(key)), key
+    return planner.seen if rank == 0 else None
+
+
+def load_without_b(
+    rank: int, world_size: int, folder: Path, planner: type[DefaultLoadPlanner]
+) -> None:
+    reader = StorageReader(folder / "saved")
+    for _ in range(2):  # a reader may be used again
+        found = state(-1.0)
+        dcp.load(found, storage_reader=reader, planner=planner())
+        for key in KEYS:
+            whole = found[key]
+            assert isinstance(whole, DTensor)
+            mine = truth(key).chunk(world_size)[rank]
+            expected = torch.full_like(mine, -1.0) if key == "b" and rank else mine
+            assert torch.equal(whole.to_local(), expected), (key, rank)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plans")
+    run_ranks(save, WORLD, folder)
+    return folder
+
+
+def test_the_coordinator_sees_the_items_of_all_ranks(saved: Path) -> None:
+    seen = run_ranks(load_with_one_who_looks, WORLD, saved)[0]
+    assert seen == [[(key, (2 * rank, 0)) for key in KEYS] for rank in range(WORLD)]
+
+
+@pytest.mark.parametrize("planner", [Replaces, ChangesInPlace, ChangesItsOwn])
+def test_what_a_planner_changes_holds(saved: Path, planner: type[DefaultLoadPlanner]) -> None:
+    run_ranks(load_without_b, WORLD, saved, planner)
