@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from shardstore.errors import ArgumentError
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -146,13 +148,13 @@ def callback_of(
         shows: whether this rank is the one that shows the bar.
 
     Raises:
-        ValueError: something else.
+        ArgumentError: something else.
     """
     if progress is None or callable(progress):
         return progress
     if progress == "bar":
         return bar() if shows else None
-    raise ValueError(f"progress={progress!r} must be a callable, 'bar' or None")
+    raise ArgumentError(f"progress={progress!r} must be a callable, 'bar' or None")
 
 
 def bar(console: Console | None = None) -> ProgressCallback:

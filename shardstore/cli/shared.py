@@ -22,6 +22,7 @@ from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.identity import node_type
 from shardstore.storage.location import Location
 from shardstore.storage.names import key_of
+from shardstore.storage.other_kinds import instead
 
 __all__ = [
     "DAMAGE",
@@ -141,19 +142,12 @@ def _require_zarr(location: Location) -> None:
 def _not_a_checkpoint(location: Location) -> NoReturn:
     if not location.exists():
         raise NotACheckpointError(f"{location.url} does not exist")
+    found = instead(location)
     if not location.is_dir():
-        raise NotACheckpointError(f"{location.url} is a file; give the folder that save() wrote")
-    names = [name for name in location.listing() if location.is_dir(name)][:200]
-    inside = [name for name in names if location.exists(f"{name}/zarr.json")]
-    inside = [name for name in inside if location.exists(f"{name}/metadata.json")]
-    if inside:
-        raise NotACheckpointError(
-            f"{location.url} is no checkpoint itself, but {', '.join(inside[-3:])} below it: give "
-            f"{location.url}/{inside[-1]}"
-        )
-    raise NotACheckpointError(
-        f"{location.url} is not a checkpoint (it has neither zarr.json nor metadata.json)"
-    )
+        found = found or "give the folder that save() wrote"
+        raise NotACheckpointError(f"{location.url} is a file; {found}")
+    found = found or "it has neither zarr.json nor metadata.json"
+    raise NotACheckpointError(f"{location.url} is not a checkpoint: {found}")
 
 
 def matcher(patterns: Sequence[str]) -> Callable[[str], bool]:

@@ -24,7 +24,12 @@ from shardstore.convert.shardstore_target import ShardstoreTarget
 from shardstore.convert.sources import FORMATS, Source, detect, open_source
 from shardstore.convert.targets import Target, Written
 from shardstore.dcp.files import METADATA_NAME
-from shardstore.errors import CheckpointExistsError, CheckpointingException, DamagedCheckpointError
+from shardstore.errors import (
+    ArgumentError,
+    CheckpointExistsError,
+    CheckpointingException,
+    DamagedCheckpointError,
+)
 from shardstore.storage import dtypes
 from shardstore.storage.chunks import RegionRead, as_bytes
 from shardstore.storage.commit import is_checkpoint
@@ -120,10 +125,13 @@ def convert(
         UnsafeObjectError: an object of the source needs a class that was not allowed.
         StorageError: a disk or a store refused. What was done is kept for the next run.
     """
-    if memory_budget < 1:
-        raise CheckpointingException(f"memory_budget={memory_budget} must be at least 1 byte")
-    place = Location.of(source, **(source_options or {}))
-    goal = Location.of(target, **(target_options or {}))
+    for name, size in (("memory_budget", memory_budget), ("file_bytes", file_bytes)):
+        if not isinstance(size, int) or size < 1:
+            raise ArgumentError(f"{name}={size!r} must be a number of bytes, at least 1")
+    if progress is not None and not callable(progress):
+        raise ArgumentError(f"progress={progress!r} must be a callable or None")
+    place = Location.given(source, source_options)
+    goal = Location.given(target, target_options)
     found = source_format or detect(place)
     wanted = _target_format(goal, target_format)
     beside = _beside(goal)

@@ -40,6 +40,7 @@ from shardstore.mapping import (
 )
 from shardstore.storage import dtypes
 from shardstore.storage.location import Location
+from shardstore.storage.merging import without_main_replica
 from shardstore.strategies.base import (
     LoadShardedStrategy,
     SaveShardedStrategy,
@@ -50,6 +51,7 @@ from shardstore.strategies.checkpointable import (
     CheckpointableShardedTensor,
     LocalShardsContainer,
 )
+from shardstore.strategies.planned_writes import require_plain
 from shardstore.strategies.read_plan import find_array, plan_read
 
 __all__ = [
@@ -93,7 +95,7 @@ class TorchDistSaveShardedStrategy(SaveShardedStrategy):
             CheckpointingException: DCP failed, here or on another rank.
         """
         Location.of(checkpoint_dir).require_local(f"writing the {BACKEND!r} format")
-        state, shapes = _for_dcp(sharded_state_dict)
+        state, shapes, held = _for_dcp(sharded_state_dict)
         folder = str(checkpoint_dir)
         writer = FileSystemWriter(
             folder, thread_count=self._threads, sync_files=False, overwrite=True
@@ -102,7 +104,7 @@ class TorchDistSaveShardedStrategy(SaveShardedStrategy):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                save(state, storage_writer=writer, planner=_Planner(shapes), no_dist=alone)
+                save(state, storage_writer=writer, planner=_Planner(shapes, held), no_dist=alone)
         except CheckpointException as error:
             # Derived from BaseException, and not to be missed by who catches errors.
             raise _own(error) from error
@@ -111,18 +113,23 @@ class TorchDistSaveShardedStrategy(SaveShardedStrategy):
 class _Planner(DefaultSavePlanner):
     """Keeps flat keys, and brings the original shapes of flattened tensors to the coordinator."""
 
-    def __init__(self, shapes: _Shapes) -> None:
+    def __init__(self, shapes: _Shapes, held: list[str]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._shapes = shapes
+        self._held = held
 
     def create_local_plan(self) -> SavePlan:
-        return replace(super().create_local_plan(), planner_data=self._shapes)
+        return replace(super().create_local_plan(), planner_data=(self._shapes, self._held))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = super().create_global_plan(all_plans)
         merged: _Shapes = {}
         for plan in all_plans:
-            merged.update(plan.planner_data or {})
+            merged.update(plan.planner_data[0])
+        for rank, plan in enumerate(all_plans):
+            lost = set(plan.planner_data[1]) - set(metadata.state_dict_metadata)
+            if lost:
+                raise without_main_replica(sorted(lost), rank)
         cast(Any, metadata).mcore_data = merged
         return [replace(plan, planner_data=None) for plan in plans], metadata
 
@@ -137,17 +144,24 @@ def _own(error: CheckpointException) -> CheckpointingException:
     return CheckpointingException(f"PyTorch DCP failed: {'; '.join(texts)}")
 
 
-def _for_dcp(state_dict: ShardedStateDict) -> tuple[dict[str, Any], _Shapes]:
-    """Flat keys with what DCP takes, and the original shapes of flattened tensors."""
+def _for_dcp(state_dict: ShardedStateDict) -> tuple[dict[str, Any], _Shapes, list[str]]:
+    """Flat keys with what DCP takes, the original shapes of flattened tensors, and the keys that are
+    left to other ranks to write."""
+    held: list[str] = []
     shards: dict[str, list[CheckpointableShardedTensor]] = {}
     state: dict[str, Any] = {}
     shapes: _Shapes = {}
     for value in nested_values(state_dict):
         if not is_main_replica(value.replica_id):
+            held.append(value.unique_key if isinstance(value, ShardedObject) else value.key)
             continue
         if isinstance(value, ShardedObject):
             state[value.unique_key] = [value.data]
         elif isinstance(value, ShardedTensor):
+            if value.data is not None:
+                require_plain(value.data, value.key)
+                # DCP writes the memory of a tensor, whatever view of it the tensor is.
+                value = replace(value, data=value.data.resolve_conj().resolve_neg())
             shapes.setdefault(value.key, {})
             if value.flattened_range is not None:
                 shapes[value.key] = {ORIGINAL_SHAPE: value.global_shape}
@@ -155,7 +169,7 @@ def _for_dcp(state_dict: ShardedStateDict) -> tuple[dict[str, Any], _Shapes]:
             shards.setdefault(value.key, []).append(CheckpointableShardedTensor.from_sh_ten(value))
     for key, found in shards.items():
         state[key] = LocalShardsContainer(cast(list[torch.Tensor], found))
-    return state, shapes
+    return state, shapes, held
 
 
 def _folded(tensor: ShardedTensor) -> ShardedTensor:

@@ -61,6 +61,7 @@ class RankManifest:
         objects: unique keys of the sharded objects that it wrote.
         reused_bytes: bytes of the chunks that it took over from a base.
         seconds: what it did -> seconds, for the commit record.
+        held: keys of tensors and objects that it holds and leaves to others to write.
     """
 
     rank: int
@@ -75,6 +76,7 @@ class RankManifest:
     objects: list[str] = field(default_factory=list)
     reused_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+    held: Sequence[str] = ()
 
     def add_array(self, meta: ArrayMeta, *, created: bool) -> str:
         """Note an array that this rank writes to, and whether it wrote the document. Returns the
@@ -144,6 +146,10 @@ class RankManifest:
                 "crc": self._crc,
                 "digest": b"".join(self._digest),
                 "running": self._running,
+                "held": [short_digest(key) for key in self.held],
+                "held_names": zlib.compress(json.dumps(list(map(str, self.held))).encode(), 1)
+                if self.held
+                else b"",
             },
         )
 
@@ -182,6 +188,11 @@ def summary_of(meta: ArrayMeta) -> str:
 def digest_of(text: str) -> int:
     """Which document an array has, in 64 bits."""
     return xxhash.xxh3_64_intdigest(text.encode())
+
+
+def short_digest(key: str) -> int:
+    """A key in 32 bits: enough to see that it is missing."""
+    return xxhash.xxh3_64_intdigest(str(key).encode(errors="surrogatepass")) & 0xFFFFFFFF
 
 
 def _json_column(value: object) -> NDArray[np.uint8]:

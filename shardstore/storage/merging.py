@@ -7,6 +7,8 @@ is done chunk by chunk in Python. It knows reports and arrays; nothing of files 
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +20,18 @@ from numpy.typing import NDArray
 from shardstore.errors import AccessPatternError
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import inner_blocks
-from shardstore.storage.manifest import Manifest, array_of, differences, digest_of, summary_of
+from shardstore.storage.manifest import (
+    Manifest,
+    array_of,
+    differences,
+    digest_of,
+    short_digest,
+    summary_of,
+)
 from shardstore.storage.rank_record import RankRow
 from shardstore.storage.rank_report import RankReport, unpack_report
 
-__all__ = ["Merged", "merge"]
+__all__ = ["Merged", "merge", "without_main_replica"]
 
 SHOWN = 4
 """Wrong regions that an error lists."""
@@ -84,6 +93,7 @@ def merge(reports: Sequence[bytes], *, check: bool = True) -> Merged:
     total = int(starts[-1])
     if check:
         _check_coverage(rows, total, starts, metas, rank)
+        _check_held(parts, [*created, *objects])
     lengths = np.array([inner_blocks(size) for _, _, size in entries], dtype=np.int64)
     return Merged(
         Manifest(
@@ -211,6 +221,31 @@ def _lookup(
             rank=rank,
         )
     return found
+
+
+def _check_held(parts: Sequence[RankReport], stored: Sequence[str]) -> None:
+    """What some rank holds, some rank has to write: without a main replica it would be lost."""
+    if not any(len(part.columns["held"]) for part in parts):
+        return
+    known = np.array([short_digest(key) for key in stored], dtype=np.uint32)
+    for part in parts:
+        lost = np.flatnonzero(~np.isin(part.columns["held"], known))
+        if not len(lost):
+            continue
+        names = json.loads(zlib.decompress(part.columns["held_names"].tobytes()))
+        raise without_main_replica([names[i] for i in lost], part.head["rank"])
+
+
+def without_main_replica(keys: Sequence[str], rank: int) -> AccessPatternError:
+    """The error for what a rank holds and no rank would write."""
+    shown = ", ".join(map(repr, keys[:SHOWN]))
+    return AccessPatternError(
+        f"Invalid access pattern: rank {rank} holds what has no main replica on any rank: {shown}"
+        f"{f' and {len(keys) - SHOWN} more' if len(keys) > SHOWN else ''}. Nothing was committed; "
+        "give one rank's shard replica_id=0",
+        key=keys[0],
+        rank=rank,
+    )
 
 
 def _check_coverage(

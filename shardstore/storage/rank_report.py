@@ -30,12 +30,15 @@ COLUMNS: dict[str, tuple[str, tuple[int, ...]]] = {
     "array": ("<u4", ()),
     "crc": ("<u4", ()),
     "running": ("<u4", ()),
+    "held": ("<u4", ()),
     "digest": ("<u1", (16,)),
+    "held_names": ("<u1", ()),
 }
 """Name -> data type and shape of a row; the widest first, so that each lies where it may be read.
 
 ``document`` and ``summary`` have a row an array (:meth:`RankManifest.to_bytes`), ``running`` one a
-boundary, the others one a chunk.
+boundary, ``held`` one a key that the rank holds and does not write, whose names are in
+``held_names`` as packed JSON, read where an error has to tell one; the others one a chunk.
 """
 
 _ROWS = {

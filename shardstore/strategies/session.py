@@ -62,6 +62,7 @@ class SaveSession:
         exchange_layouts: whether any rank holds tensors that others must hear of.
         zarr_format: format of the arrays written, 3 or 2; ``None`` until a strategy of ours wrote
             some.
+        held: keys that this rank holds and leaves to others to write.
         deferred: documents of this rank that are written once all manifests are in, where the
             target itself is written to.
         started: :func:`time.perf_counter` at the beginning.
@@ -81,6 +82,7 @@ class SaveSession:
     exchange_layouts: bool
     common_of_coordinator: bytes
     zarr_format: int | None = None
+    held: Sequence[str] = ()
     deferred: list[tuple[str, bytes]] = field(default_factory=list)
     started: float = field(default_factory=perf_counter)
     failure: BaseException | None = None
@@ -262,6 +264,8 @@ class SaveSession:
             try:
                 if self.options.durable and not self.ranks.is_coordinator:
                     self.attempt.flush()
+                if self.zarr_format is not None:  # others keep no record of what they wrote
+                    self.manifest.held = self.held
                 report = self.manifest.to_bytes()
             except Exception as problem:
                 error = problem
