@@ -145,8 +145,7 @@ def _own(error: CheckpointException) -> CheckpointingException:
 
 
 def _for_dcp(state_dict: ShardedStateDict) -> tuple[dict[str, Any], _Shapes, list[str]]:
-    """Flat keys with what DCP takes, the original shapes of flattened tensors, and the keys that are
-    left to other ranks to write."""
+    """Flat keys with what DCP takes, original shapes of flattened tensors, keys left to others."""
     held: list[str] = []
     shards: dict[str, list[CheckpointableShardedTensor]] = {}
     state: dict[str, Any] = {}
