@@ -22,7 +22,7 @@ __all__ = ["Meter", "Progress", "ProgressCallback", "bar", "callback_of"]
 
 logger = logging.getLogger(__name__)
 
-Operation: TypeAlias = Literal["save", "load", "verify"]
+Operation: TypeAlias = Literal["save", "load", "verify", "convert"]
 Phase: TypeAlias = Literal["begin", "move", "commit", "done", "failed"]
 
 
@@ -33,7 +33,7 @@ class Progress:
     The totals are known once it is planned what moves; until then they are 0.
 
     Attributes:
-        operation: ``"save"``, ``"load"`` or ``"verify"``.
+        operation: ``"save"``, ``"load"``, ``"verify"`` or ``"convert"``.
         phase: ``"begin"``; ``"move"`` while chunks move; ``"commit"`` while a save waits for all
             ranks and commits; ``"done"`` or ``"failed"``, which is the last event.
         url: the checkpoint.
