@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, NoReturn
 
 from shardstore.errors import CheckpointingException, MissingKeyError, NotACheckpointError
@@ -41,6 +42,7 @@ __all__ = [
     "parse_size",
     "progress_bar",
     "require_no_array",
+    "require_output",
 ]
 
 DAMAGE = 1
@@ -193,6 +195,20 @@ def _missing(arrays: Mapping[str, ArrayMeta], key: str) -> MissingKeyError:
     near = near or [known for known in arrays if key.lower() in known.lower()][:3]
     hint = f"; did you mean {', '.join(near)}?" if near else "; `shardstore ls` lists all keys"
     return MissingKeyError(f"no key {key!r} among {len(arrays)}{hint}", key=key)
+
+
+def require_output(output: str) -> Path:
+    """The file to write, before anything is read for it.
+
+    Raises:
+        UsageProblem: it is none, or its folder is not there.
+    """
+    target = Path(output)
+    if not output or target.is_dir():
+        raise UsageProblem(f"--output {output!r} is a folder; give the name of a file")
+    if not target.parent.is_dir():
+        raise UsageProblem(f"{target.parent} is no folder; give another --output")
+    return target
 
 
 def parse_size(text: str) -> int:

@@ -8,6 +8,7 @@ gives them: the grid of shards, and behind it the elements of a flattened shard.
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,6 +31,7 @@ from shardstore.errors import (
     CheckpointingException,
     FormatVersionError,
     NotACheckpointError,
+    StorageError,
 )
 from shardstore.mapping import (
     ShardedObject,
@@ -107,7 +109,7 @@ class TorchDistSaveShardedStrategy(SaveShardedStrategy):
                 save(state, storage_writer=writer, planner=_Planner(shapes, held), no_dist=alone)
         except CheckpointException as error:
             # Derived from BaseException, and not to be missed by who catches errors.
-            raise _own(error) from error
+            raise _own(error, folder) from error
 
 
 class _Planner(DefaultSavePlanner):
@@ -134,12 +136,18 @@ class _Planner(DefaultSavePlanner):
         return [replace(plan, planner_data=None) for plan in plans], metadata
 
 
-def _own(error: CheckpointException) -> CheckpointingException:
+def _own(error: CheckpointException, url: str) -> CheckpointingException:
     """DCP's error as one of ours: the cause, if that is one already."""
     texts = []
     for rank, (cause, _) in error.failures.items():
         if isinstance(cause, CheckpointingException):
             return cause
+        if isinstance(cause, OSError) and cause.errno is not None:
+            failure = StorageError(
+                f"writing {url} failed on rank {rank}: {os.strerror(cause.errno)}"
+            )
+            failure.errno, failure.rank, failure.url = cause.errno, rank, url
+            return failure
         texts.append(f"rank {rank}: {type(cause).__name__}: {cause}")
     return CheckpointingException(f"PyTorch DCP failed: {'; '.join(texts)}")
 

@@ -38,7 +38,8 @@ _REMEDIES = {
     errno.EPERM: "the operation is not permitted: check the owner and mode of the folder",
     errno.EMFILE: "too many files are open: raise the limit (ulimit -n)",
     errno.ENAMETOOLONG: "the path is too long: shorten the key or the folder",
-    errno.ENOENT: "the folder is gone: something removed it while it was in use",
+    errno.ENOENT: "the folder is not there: it can not be made, or something removed it "
+    "while it was in use",
 }
 
 

@@ -3,8 +3,11 @@ nothing is written to a place that nobody meant."""
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -399,3 +402,53 @@ def test_the_working_directory_is_not_replaced(here: Path) -> None:
         with pytest.raises(StorageError, match="working directory"):
             shardstore.save(state(), place, overwrite=True)
     assert Path.cwd() == here
+
+
+# -- a disk that is full -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB with a whole checkpoint and no room for another."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(place)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("only root can mount a file system")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_full_disk_names_what_it_could_not_write(full_disk: Path, tmp_path: Path) -> None:
+    shardstore.save(state(), full_disk / "before")
+    large = {"w": sharded(torch.rand(2**15))}
+    shardstore.save(large, tmp_path / "source")
+    source = tmp_path / "source"
+    tries: dict[str, Callable[[Path], object]] = {
+        "save": lambda to: shardstore.save(large, to),
+        "old layout": lambda to: shardstore.save(large, to, ("zarr", 1)),
+        "torch_dist": lambda to: shardstore.save(large, to, ("torch_dist", 1)),
+        "async": lambda to: shardstore.async_save(large, to).result(),
+        "manager": lambda to: CheckpointManager(to).save(1, large),
+        "convert": lambda to: convert(source, to),
+        "to dcp": lambda to: convert(source, to, target_format="dcp"),
+        "to safetensors": lambda to: convert(source, to, target_format="safetensors"),
+    }
+    for name, attempt in tries.items():
+        to = full_disk / name.replace(" ", "-")
+        with pytest.raises(StorageError, match="No space left") as caught:
+            attempt(to)
+        assert str(full_disk) in str(caught.value), name
+        assert caught.value.errno == errno.ENOSPC, name
+        assert not to.exists() or name == "manager", name
+    with suppress(OSError), open(full_disk / "rest", "wb") as rest:
+        while True:
+            rest.write(b"x" * 4096)
+            rest.flush()
+    # Not a byte is left: the journal, the first thing written, names itself too.
+    with pytest.raises(StorageError, match="No space left"):
+        convert(source, full_disk / "again", target_format="safetensors")
+    loaded = shardstore.load_plain_tensors(full_disk / "before")
+    assert torch.equal(loaded["w"], torch.arange(6.0).reshape(2, 3))
