@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 
-from shardstore.errors import SaveInProgressError
+from shardstore.errors import ArgumentError, SaveInProgressError
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
 from shardstore.progress import ProgressCallback
 from shardstore.ranks import Ranks
@@ -94,7 +94,7 @@ def async_save(
     Raises:
         SaveInProgressError: the save before this one still runs on some rank, and ``when_busy`` is
             ``"refuse"``; raised on every rank.
-        ValueError: ``when_busy`` or ``at_exit`` is none of the choices.
+        ArgumentError: ``when_busy`` or ``at_exit`` is none of the choices.
         CheckpointingException: as :func:`shardstore.save`, for what is found before the background
             begins: the target exists, the input is wrong on some rank.
     """
@@ -103,10 +103,10 @@ def async_save(
     ranks = Ranks.current(RANKS_PURPOSE)
     try:
         if when_busy not in ("wait", "refuse"):
-            raise ValueError(f"when_busy={when_busy!r} must be 'wait' or 'refuse'")
+            raise ArgumentError(f"when_busy={when_busy!r} must be 'wait' or 'refuse'")
         if at_exit not in ("wait", "abort"):
-            raise ValueError(f"at_exit={at_exit!r} must be 'wait' or 'abort'")
-    except ValueError as problem:
+            raise ArgumentError(f"at_exit={at_exit!r} must be 'wait' or 'abort'")
+    except ArgumentError as problem:
         error = error or problem  # met by all ranks together
     options, error = options_of(
         error,

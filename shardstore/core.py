@@ -58,7 +58,7 @@ def check_is_distributed_checkpoint(
         DamagedCheckpointError: there is such a document but it is not JSON.
     """
     try:
-        place = Location.of(checkpoint_dir, **(storage_options or {})).place
+        place = Location.given(checkpoint_dir, storage_options).place
         return maybe_load_config(place) is not None
     except NotACheckpointError:
         return False

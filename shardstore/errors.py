@@ -6,6 +6,7 @@ may catch either. Each carries what it is about: ``key``, ``chunk``, ``rank`` an
 where it has no meaning), and its text names them together with the remedy::
 
     CheckpointingException
+    ├── ArgumentError              (ValueError, TypeError)  an argument that makes no sense
     ├── NotACheckpointError        (FileNotFoundError)  nothing there, or not whole, or not ours
     ├── FormatVersionError         (ValueError)         written by a format this version cannot read
     ├── CheckpointExistsError      (FileExistsError)    saving over something without being asked to
@@ -37,6 +38,7 @@ from typing import Any
 
 __all__ = [
     "AccessPatternError",
+    "ArgumentError",
     "CheckpointExistsError",
     "CheckpointingException",
     "ChunkCorruptError",
@@ -99,6 +101,10 @@ def _rebuild(
     for name, value in about.items():
         setattr(error, name, value)
     return error
+
+
+class ArgumentError(CheckpointingException, ValueError, TypeError):
+    """An argument is of a wrong type, or has a value that it can not have."""
 
 
 class NotACheckpointError(CheckpointingException, FileNotFoundError):

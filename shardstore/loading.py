@@ -22,13 +22,14 @@ from shardstore.claims import apply_claims, claims, decide_claims
 from shardstore.core import CONFIG_FNAME
 from shardstore.dict_utils import extract_matching_values, merge, nested_values
 from shardstore.dtensor import Adopted, adopt_for_load, needs_adoption
+from shardstore.errors import ArgumentError
 from shardstore.mapping import ShardedObject, ShardedStateDict, StateDict, apply_factory_merges
 from shardstore.one_rank import place_of
 from shardstore.process_groups import raise_together
 from shardstore.progress import Meter, ProgressCallback, callback_of
 from shardstore.ranks import Ranks
 from shardstore.shard_reports import check_reports, report_shards, shards_of_report
-from shardstore.state_dict_utils import load_preprocess
+from shardstore.state_dict_utils import check_state, load_preprocess
 from shardstore.storage.collector import collector_paused
 from shardstore.storage.location import Location
 from shardstore.storage.parallel import run_together
@@ -84,9 +85,12 @@ def run_load(
         stored_metadata: tells what the checkpoint holds, where keys are compared.
     """
     ranks = Ranks.current()
-    location = Location.of(call.checkpoint_dir, **(call.storage_options or {}))
-    what = f"loading {location.url}"
     error: BaseException | None = None
+    try:
+        location = Location.given(call.checkpoint_dir, call.storage_options)
+    except ArgumentError as problem:
+        location, error = Location(str(call.checkpoint_dir)), problem
+    what = f"loading {location.url}"
     report = b""
     mode = StrictHandling.ASSUME_OK_UNEXPECTED
     wanted: ShardedStateDict = {}
@@ -97,7 +101,9 @@ def run_load(
     callback: ProgressCallback | None = None
     try:
         callback = callback_of(call.progress, shows=ranks.is_coordinator)
-        checkpoint_dir = place_of(location).place
+        if error is None:
+            checkpoint_dir = place_of(location).place
+        check_state(call.sharded_state_dict)
         mode = parse_strict_flag(call.strict)
         compared = StrictHandling.requires_global_app_metadata(mode)
         reported = call.validate_access_integrity or compared
@@ -105,7 +111,7 @@ def run_load(
             wanted, nonpersistent, factories = _prepared(call.sharded_state_dict)
             report = report_shards(nested_values(wanted) if reported else ())
     except Exception as problem:
-        error = problem
+        error = error or problem
 
     unchecked: list[list[bytes]] = []
 

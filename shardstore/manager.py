@@ -20,6 +20,7 @@ from typing import Any, Literal, Unpack
 import torch.distributed as dist
 
 from shardstore.async_handle import AsyncSave, async_save
+from shardstore.errors import ArgumentError
 from shardstore.housekeeping import Claims, Housekeeping
 from shardstore.mapping import ShardedStateDict
 from shardstore.progress import ProgressCallback
@@ -67,7 +68,7 @@ class CheckpointManager:
             and is gone.
 
     Raises:
-        ValueError: a policy or prefix that makes no sense.
+        ArgumentError: a policy or prefix that makes no sense.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class CheckpointManager:
         storage_options: Mapping[str, Any] | None = None,
         sweep_after: timedelta = timedelta(days=1),
     ) -> None:
-        self.root = Location.of(root, **(storage_options or {}))
+        self.root = Location.given(root, storage_options)
         self.policy = Retention(
             keep_last=keep_last, keep_every=keep_every, best=best, metric=metric, mode=mode
         )
@@ -116,8 +117,12 @@ class CheckpointManager:
         return max(self.steps(), default=None)
 
     def url(self, step: int) -> str:
-        """Where a step is, or would be."""
-        return self._steps.place(step).url
+        """Where a step is, or would be.
+
+        Raises:
+            ArgumentError: no whole number, or a negative one.
+        """
+        return self._steps.place(number_of(step)).url
 
     # -- saving --------------------------------------------------------------------------------
 
@@ -216,7 +221,7 @@ class CheckpointManager:
         try:
             unknown = sorted(set(options) - set(given))
             if unknown:
-                raise TypeError(
+                raise ArgumentError(
                     f"saving a step takes no {', '.join(unknown)}; what it takes: "
                     f"{', '.join(sorted(allowed))}"
                 )
@@ -227,7 +232,10 @@ class CheckpointManager:
             if number in self._damaged:
                 given["overwrite"] = True
             mark = {MARK: mark_of(number, numbers)}
-            given["content_metadata"] = {**(given.get("content_metadata") or {}), **mark}
+            about = given.get("content_metadata")
+            if not isinstance(about, dict | None):
+                raise ArgumentError(f"content_metadata={about!r:.100} must be a dict")
+            given["content_metadata"] = {**(about or {}), **mark}
             given["preprocess_common_before_consistancy_check"] = without_mark(
                 given.get("preprocess_common_before_consistancy_check")
             )

@@ -65,6 +65,15 @@ logger = logging.getLogger(__name__)
 _logged_deprecations: dict[str, bool] = {}
 
 
+def _require_tensor(key: str, data: object) -> None:
+    if not isinstance(data, torch.Tensor):
+        raise DTypeMismatchError(
+            f"the data of key {key!r} is a {type(data).__name__}, not a tensor; make it one, by "
+            "torch.as_tensor or torch.from_numpy, or leave it among the common values",
+            key=key,
+        )
+
+
 @dataclass
 class ShardedTensor(PositionedShard):
     """A local tensor as a box of a global tensor.
@@ -133,6 +142,7 @@ class ShardedTensor(PositionedShard):
         self._validate_position()
 
     def _validate_data(self, data: torch.Tensor) -> None:
+        _require_tensor(self.key, data)
         if data.dtype != self.dtype:
             raise DTypeMismatchError(
                 f"{self}: the data has dtype {data.dtype}, dtype says {self.dtype}; "
@@ -199,6 +209,7 @@ class ShardedTensor(PositionedShard):
                 "use from_rank_offsets_flat",
                 key=key,
             )
+        _require_tensor(key, data)
         local_shape = tuple(data.shape)
         return cls(
             key,
@@ -241,6 +252,7 @@ class ShardedTensor(PositionedShard):
                 "use from_rank_offsets for a whole local tensor",
                 key=key,
             )
+        _require_tensor(key, data)
         local_shape = ints(non_flat_local_shape)
         return cls(
             key,

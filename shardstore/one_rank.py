@@ -16,6 +16,7 @@ from shardstore.errors import NotACheckpointError
 from shardstore.mapping import StateDict
 from shardstore.storage.handed import is_handed
 from shardstore.storage.location import Location
+from shardstore.storage.other_kinds import instead
 from shardstore.strategies.base import LoadCommonStrategy, LoadShardedStrategy
 from shardstore.strategies.opened import ROOT_DOCUMENT, handed_out
 from shardstore.strictness import CkptShardedMetadata
@@ -152,9 +153,8 @@ def place_of(
     Raises:
         NotACheckpointError: it is a file.
     """
-    location = Location.of(checkpoint_dir, **(storage_options or {}))
+    location = Location.given(checkpoint_dir, storage_options)
     if location.is_local and location.path.is_file():
-        raise NotACheckpointError(
-            f"{location.url} is a file; give the folder that save() wrote", url=location.url
-        )
+        found = instead(location) or "give the folder that save() wrote"
+        raise NotACheckpointError(f"{location.url} is a file; {found}", url=location.url)
     return location

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from shardstore.errors import ArgumentError
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -20,7 +22,7 @@ __all__ = ["Meter", "Progress", "ProgressCallback", "bar", "callback_of"]
 
 logger = logging.getLogger(__name__)
 
-Operation: TypeAlias = Literal["save", "load", "verify"]
+Operation: TypeAlias = Literal["save", "load", "verify", "convert"]
 Phase: TypeAlias = Literal["begin", "move", "commit", "done", "failed"]
 
 
@@ -31,7 +33,7 @@ class Progress:
     The totals are known once it is planned what moves; until then they are 0.
 
     Attributes:
-        operation: ``"save"``, ``"load"`` or ``"verify"``.
+        operation: ``"save"``, ``"load"``, ``"verify"`` or ``"convert"``.
         phase: ``"begin"``; ``"move"`` while chunks move; ``"commit"`` while a save waits for all
             ranks and commits; ``"done"`` or ``"failed"``, which is the last event.
         url: the checkpoint.
@@ -146,13 +148,13 @@ def callback_of(
         shows: whether this rank is the one that shows the bar.
 
     Raises:
-        ValueError: something else.
+        ArgumentError: something else.
     """
     if progress is None or callable(progress):
         return progress
     if progress == "bar":
         return bar() if shows else None
-    raise ValueError(f"progress={progress!r} must be a callable, 'bar' or None")
+    raise ArgumentError(f"progress={progress!r} must be a callable, 'bar' or None")
 
 
 def bar(console: Console | None = None) -> ProgressCallback:

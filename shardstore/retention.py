@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from shardstore.errors import ArgumentError
+
 __all__ = ["Retention"]
 
 
@@ -24,7 +26,7 @@ class Retention:
         mode: whether the least (``"min"``) or the greatest (``"max"``) is best.
 
     Raises:
-        ValueError: a number below 1, another mode, ``best`` without ``metric`` or the reverse.
+        ArgumentError: a number below 1, another mode, ``best`` without ``metric`` or the reverse.
     """
 
     keep_last: int | None = None
@@ -37,13 +39,13 @@ class Retention:
         for name in ("keep_last", "keep_every", "best"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise ValueError(f"{name}={value!r} must be a whole number, or None")
+                raise ArgumentError(f"{name}={value!r} must be a whole number, or None")
             if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1, or None")
+                raise ArgumentError(f"{name}={value} must be at least 1, or None")
         if self.mode not in ("min", "max"):
-            raise ValueError(f"mode={self.mode!r} must be 'min' or 'max'")
+            raise ArgumentError(f"mode={self.mode!r} must be 'min' or 'max'")
         if (self.best is None) != (self.metric is None):
-            raise ValueError(
+            raise ArgumentError(
                 f"best={self.best} and metric={self.metric!r} belong together: give both, such as "
                 "best=2, metric='loss', or none"
             )

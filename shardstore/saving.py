@@ -23,11 +23,12 @@ from shardstore.core import (
 )
 from shardstore.dict_utils import extract_matching_values, nested_values
 from shardstore.dtensor import adopt_for_save
+from shardstore.errors import ArgumentError
 from shardstore.mapping import CommonStateDict, ShardedObject, ShardedStateDict, StateDict
 from shardstore.one_rank import CONTENT_METADATA_KEY
 from shardstore.progress import Meter, ProgressCallback, callback_of
 from shardstore.ranks import Ranks
-from shardstore.state_dict_utils import check_lists, save_preprocess
+from shardstore.state_dict_utils import check_lists, check_state, save_preprocess
 from shardstore.storage.location import Location
 from shardstore.storage.options import SaveOptions
 from shardstore.strategies.async_utils import AsyncRequest
@@ -106,15 +107,20 @@ def run_save(call: SaveCall, choose: ChooseStrategies) -> tuple[SaveSession, Asy
         The session, and the request that writes and commits if the save is asynchronous.
     """
     ranks = Ranks.current()
-    target = Location.of(call.checkpoint_dir, **(call.storage_options or {}))
+    target, error = _located(call)
     sharded: ShardedStateDict = {}
     common: StateDict = {}
     compared = b""
     copies: Copies = {}
-    error = call.error
+    base: Location | None = None
     wanted = False
     callback: ProgressCallback | None = None
     try:
+        if call.base is not None:
+            base = Location.given(call.base, call.storage_options)
+        check_state(call.sharded_state_dict)
+        if not isinstance(call.content_metadata, dict | None):
+            raise ArgumentError(f"content_metadata={call.content_metadata!r:.100} must be a dict")
         callback = callback_of(call.progress, shows=ranks.is_coordinator)
         sharded_strategy, common_strategy = choose(call.sharded_strategy, call.common_strategy)
         if call.async_sharded_save and not isinstance(sharded_strategy, AsyncSaveShardedStrategy):
@@ -144,7 +150,7 @@ def run_save(call: SaveCall, choose: ChooseStrategies) -> tuple[SaveSession, Asy
         error=error,
         exchange_layouts=wanted,
         common=compared,
-        base=None if call.base is None else Location.of(call.base, **(call.storage_options or {})),
+        base=base,
         tensors=sharded_tensors_of(sharded),
         replica_group=call.replica_group,
         copies=copies,
@@ -187,6 +193,14 @@ def run_save(call: SaveCall, choose: ChooseStrategies) -> tuple[SaveSession, Asy
     request = session.guarded(request)
     request.add_finalize_fn(lambda: finish(None))
     return session, request
+
+
+def _located(call: SaveCall) -> tuple[Location, BaseException | None]:
+    """Where to, and what went wrong on this rank so far, to be met by all ranks together."""
+    try:
+        return Location.given(call.checkpoint_dir, call.storage_options), call.error
+    except ArgumentError as problem:
+        return Location(str(call.checkpoint_dir)), call.error or problem
 
 
 def _write(

@@ -16,6 +16,7 @@ from typing import Any, Literal, cast
 import torch
 
 from shardstore.core import CheckpointingException
+from shardstore.errors import ArgumentError
 from shardstore.loading import LoadCall, run_load
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
 from shardstore.one_rank import (
@@ -293,9 +294,11 @@ def load_plain_tensors(
 
     Raises:
         MissingKeyError: a key is not in the checkpoint.
-        ValueError: a region has a step, or more axes than the tensor.
+        ArgumentError: a region has a step, or more axes than the tensor.
     """
-    checkpoint_dir = Location.of(checkpoint_dir, **(storage_options or {})).place
+    checkpoint_dir = Location.given(checkpoint_dir, storage_options).place
+    if isinstance(keys, str) or not isinstance(keys, Iterable | None):
+        raise ArgumentError(f"keys={keys!r} must be a list of keys, such as ['weight']")
     tensors = load_tensors_metadata(checkpoint_dir)
     if keys is None and region is None:
         # Every rank asks for everything: the access pattern is not a partition and is not checked.

@@ -8,6 +8,7 @@ elements. Knows nothing of the shard's data, nor of other shards.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -259,10 +260,12 @@ def grid_position(
     cuts: dict[int, tuple[int, int]] = {}
     for rank_offset in rank_offsets:
         try:
-            axis, index, parts = rank_offset
+            axis, index, parts = map(operator.index, rank_offset)
         except (TypeError, ValueError) as error:
             raise AccessPatternError(
-                f"{key}: rank offset {rank_offset!r} is not (axis, index, parts)", key=key
+                f"{key}: rank offset {rank_offset!r} is not (axis, index, parts), "
+                "three whole numbers",
+                key=key,
             ) from error
         if not 0 <= axis < len(sizes):
             raise AccessPatternError(

@@ -8,8 +8,11 @@ process groups; public as :mod:`shardstore.mapping`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from numbers import Integral
 from typing import Any, TypeAlias
+
+from shardstore.errors import ArgumentError
 
 __all__ = [
     "CommonStateDict",
@@ -58,7 +61,8 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
     """
     if isinstance(replica_id, Integral):
         return bool(replica_id == 0)
-    assert not isinstance(replica_id, int)
+    if not isinstance(replica_id, Sequence) or isinstance(replica_id, str):
+        raise ArgumentError(f"replica_id={replica_id!r} must be a whole number, or a tuple of them")
     return all(part == 0 for part in replica_id)
 
 

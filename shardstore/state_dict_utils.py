@@ -100,6 +100,20 @@ def load_preprocess(
     return wanted, nonpersistent, factories
 
 
+def check_state(state_dict: object) -> None:
+    """Refuse what is no state dict at all.
+
+    Raises:
+        StructureError: neither a dict nor a list.
+    """
+    if not isinstance(state_dict, dict | list):
+        a = "an" if type(state_dict).__name__[0] in "aeiou" else "a"
+        raise StructureError(
+            f"the state dict is to be a dict of tensors and values, not {a} "
+            f"{type(state_dict).__name__}; for one tensor, make it {{name: tensor}}"
+        )
+
+
 def check_lists(x: dict[Any, Any] | list[Any], path: tuple[Any, ...] = ()) -> tuple[bool, bool]:
     """Refuse lists whose elements are in part sharded and in part common.
 

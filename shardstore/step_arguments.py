@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypedDict
 
+from shardstore.errors import ArgumentError
 from shardstore.mapping import CommonStateDict, StateDict
 from shardstore.progress import ProgressCallback
 from shardstore.storage.steps import MARK
@@ -50,19 +51,21 @@ def number_of(step: object) -> int:
             raise TypeError
         number = operator.index(step)  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(f"step={step!r} must be a whole number") from None
+        raise ArgumentError(f"step={step!r} must be a whole number") from None
     if not 0 <= number < 10**18:
-        raise ValueError(f"step={number} must be at least 0 and below 10**18")
+        raise ArgumentError(f"step={number} must be at least 0 and below 10**18")
     return number
 
 
 def metrics_of(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    if not isinstance(metrics, Mapping | None):
+        raise ArgumentError(f"metrics={metrics!r:.100} must be a dict of numbers by name")
     found = {}
     for name, value in (metrics or {}).items():
         try:
             found[str(name)] = float(value)
         except (TypeError, ValueError, RuntimeError):
-            raise TypeError(f"metric {name!r} is {value!r}, which is not one number") from None
+            raise ArgumentError(f"metric {name!r} is {value!r}, which is not one number") from None
     return found
 
 

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any, TypeAlias
 
 from shardstore.dict_utils import extract_matching_values
-from shardstore.errors import CheckpointingException, MissingKeyError
+from shardstore.errors import ArgumentError, CheckpointingException, MissingKeyError
 from shardstore.mapping import ShardedBase, ShardedObject, ShardedStateDict, ShardedTensor
 
 __all__ = [
@@ -87,7 +87,7 @@ def parse_strict_flag(strict: str | StrictHandling) -> StrictHandling:
         strict: a :class:`StrictHandling` or the value of one, such as ``"raise_all"``.
 
     Raises:
-        ValueError: it is neither.
+        ArgumentError: it is neither.
     """
     if isinstance(strict, StrictHandling):
         return strict
@@ -95,7 +95,7 @@ def parse_strict_flag(strict: str | StrictHandling) -> StrictHandling:
         return StrictHandling(strict)
     except ValueError:
         modes = ", ".join(mode.value for mode in StrictHandling)
-        raise ValueError(f"Invalid strict flag: {strict!r}; it is one of {modes}") from None
+        raise ArgumentError(f"Invalid strict flag: {strict!r}; it is one of {modes}") from None
 
 
 def adjust_non_strict_load(

@@ -32,6 +32,8 @@ from shardstore.mapping import (
     ShardedTensor,
 )
 from shardstore.process_groups import has_ranks, raise_together
+from shardstore.storage.location import Location
+from shardstore.storage.other_kinds import instead
 from shardstore.strategies.base import (
     LoadCommonStrategy,
     LoadShardedStrategy,
@@ -157,10 +159,13 @@ def verify_checkpoint_and_load_strategy(
             raise NotACheckpointError(
                 f"Checkpoint directory {checkpoint_dir} does not exist", url=str(checkpoint_dir)
             )
-        raise NotACheckpointError(
-            f"{checkpoint_dir} is not a distributed checkpoint: it has no readable metadata.json"
+        hint = instead(Location.of(checkpoint_dir)) or (
+            f"it has no readable metadata.json"
             f"{'' if is_local else ', or not the zarr.json that commits it'}. "
-            f"A save that did not finish leaves such a directory",
+            f"A save that did not finish leaves such a directory"
+        )
+        raise NotACheckpointError(
+            f"{checkpoint_dir} is not a distributed checkpoint: {hint}",
             url=str(checkpoint_dir),
         )
     backend, version = config.sharded_backend, config.sharded_backend_version

@@ -37,6 +37,7 @@ details.array { padding-bottom: .2rem; } summary { cursor: pointer; padding: .1r
 .ok { color: #1a7f37; font-weight: 600; } .bad { color: #cf222e; font-weight: 600; }
 .pictures { display: flex; flex-wrap: wrap; gap: 1.5rem; margin: .4rem 0; }
 figure { margin: 0; } figcaption { color: var(--dim); font-size: .85em; max-width: 360px; }
+#tree { overflow-wrap: anywhere; }
 #ranks td, #ranks th { text-align: right; padding-left: .8rem; } .slowest { font-weight: 600; }
 svg { display: block; background: #8881; } li { overflow-wrap: anywhere; }
 """

@@ -12,11 +12,13 @@ from shardstore.cli.shared import (
     emit,
     get_array,
     human_bytes,
+    require_output,
 )
 from shardstore.inspection.layout import Module, cells, drawn_axes, modules
 from shardstore.inspection.statistics import histogram, measure
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.documents import ArrayMeta
+from shardstore.storage.location import store_errors
 
 __all__ = ["run_plot"]
 
@@ -29,6 +31,9 @@ def run_plot(
     stored: StoredCheckpoint, kind: str, key: str | None, output: str, *, as_json: bool
 ) -> None:
     """Draw a picture and say where it is."""
+    require_output(output)
+    if not output.endswith(".png"):
+        raise UsageProblem(f"pictures are PNG: give a name such as {output}.png, not {output}")
     if kind != "sizes" and key is None:
         raise UsageProblem(f"plot {kind} needs a key; `shardstore ls` lists all keys")
     array = None if key is None or kind == "sizes" else get_array(stored, key)
@@ -46,7 +51,8 @@ def run_plot(
         _layout(figure, axes, stored, array)
     else:
         _histogram(axes, stored, array)
-    figure.savefig(output, format="png", dpi=120)
+    with store_errors("writing", output):
+        figure.savefig(output, format="png", dpi=120)
     if as_json:
         emit({"kind": kind, "key": key, "output": output})
     else:

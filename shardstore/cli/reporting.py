@@ -5,12 +5,10 @@ Gathers what the page shows; :mod:`shardstore.cli.page` writes it down.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from shardstore.cli.listing import about
 from shardstore.cli.page import ArrayFacts, page
-from shardstore.cli.shared import DAMAGE, emit, progress_bar
-from shardstore.errors import DamagedCheckpointError, StorageError
+from shardstore.cli.shared import DAMAGE, emit, progress_bar, require_output
+from shardstore.errors import DamagedCheckpointError
 from shardstore.inspection.layout import array_bytes, cells, modules
 from shardstore.inspection.statistics import Statistics, histogram, measure
 from shardstore.storage.checkpoint import StoredCheckpoint
@@ -34,9 +32,7 @@ def run_report(
     as_json: bool,
 ) -> int:
     """Write the page; returns the exit code."""
-    target = Path(output)
-    if not target.parent.is_dir():
-        raise StorageError(f"{target.parent} is no folder; give another --output", url=output)
+    target = require_output(output)
     arrays = stored.arrays
     findings: list[Finding] = []
     verified: Verified | None = None

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, NoReturn
 
 from shardstore.errors import CheckpointingException, MissingKeyError, NotACheckpointError
@@ -22,6 +23,7 @@ from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.identity import node_type
 from shardstore.storage.location import Location
 from shardstore.storage.names import key_of
+from shardstore.storage.other_kinds import instead
 
 __all__ = [
     "DAMAGE",
@@ -40,6 +42,7 @@ __all__ = [
     "parse_size",
     "progress_bar",
     "require_no_array",
+    "require_output",
 ]
 
 DAMAGE = 1
@@ -141,19 +144,12 @@ def _require_zarr(location: Location) -> None:
 def _not_a_checkpoint(location: Location) -> NoReturn:
     if not location.exists():
         raise NotACheckpointError(f"{location.url} does not exist")
+    found = instead(location)
     if not location.is_dir():
-        raise NotACheckpointError(f"{location.url} is a file; give the folder that save() wrote")
-    names = [name for name in location.listing() if location.is_dir(name)][:200]
-    inside = [name for name in names if location.exists(f"{name}/zarr.json")]
-    inside = [name for name in inside if location.exists(f"{name}/metadata.json")]
-    if inside:
-        raise NotACheckpointError(
-            f"{location.url} is no checkpoint itself, but {', '.join(inside[-3:])} below it: give "
-            f"{location.url}/{inside[-1]}"
-        )
-    raise NotACheckpointError(
-        f"{location.url} is not a checkpoint (it has neither zarr.json nor metadata.json)"
-    )
+        found = found or "give the folder that save() wrote"
+        raise NotACheckpointError(f"{location.url} is a file; {found}")
+    found = found or "it has neither zarr.json nor metadata.json"
+    raise NotACheckpointError(f"{location.url} is not a checkpoint: {found}")
 
 
 def matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
@@ -199,6 +195,20 @@ def _missing(arrays: Mapping[str, ArrayMeta], key: str) -> MissingKeyError:
     near = near or [known for known in arrays if key.lower() in known.lower()][:3]
     hint = f"; did you mean {', '.join(near)}?" if near else "; `shardstore ls` lists all keys"
     return MissingKeyError(f"no key {key!r} among {len(arrays)}{hint}", key=key)
+
+
+def require_output(output: str) -> Path:
+    """The file to write, before anything is read for it.
+
+    Raises:
+        UsageProblem: it is none, or its folder is not there.
+    """
+    target = Path(output)
+    if not output or target.is_dir():
+        raise UsageProblem(f"--output {output!r} is a folder; give the name of a file")
+    if not target.parent.is_dir():
+        raise UsageProblem(f"{target.parent} is no folder; give another --output")
+    return target
 
 
 def parse_size(text: str) -> int:

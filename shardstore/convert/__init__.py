@@ -11,11 +11,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardstore.convert.bar import Progress, callback_of
 from shardstore.convert.dcp_target import DcpObjects, DcpTarget
 from shardstore.convert.journal import Journal, Receipts
 from shardstore.convert.safetensors_files import INDEX_SUFFIX, is_file_name
@@ -24,7 +25,12 @@ from shardstore.convert.shardstore_target import ShardstoreTarget
 from shardstore.convert.sources import FORMATS, Source, detect, open_source
 from shardstore.convert.targets import Target, Written
 from shardstore.dcp.files import METADATA_NAME
-from shardstore.errors import CheckpointExistsError, CheckpointingException, DamagedCheckpointError
+from shardstore.errors import (
+    ArgumentError,
+    CheckpointExistsError,
+    CheckpointingException,
+    DamagedCheckpointError,
+)
 from shardstore.storage import dtypes
 from shardstore.storage.chunks import RegionRead, as_bytes
 from shardstore.storage.commit import is_checkpoint
@@ -38,23 +44,6 @@ DEFAULT_MEMORY_BUDGET = 512 * 1024 * 1024
 DEFAULT_FILE_BYTES = 5 * 1000**3
 SLAB_BYTES = 1024 * 1024
 _MISSING = object()
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a conversion is.
-
-    Attributes:
-        stage: ``"write"`` or ``"verify"``.
-        done_bytes: of the tensors, in this stage; what an earlier run did counts.
-        total_bytes: of all tensors.
-        key: tensor that was dealt with last.
-    """
-
-    stage: str
-    done_bytes: int
-    total_bytes: int
-    key: str
 
 
 @dataclass(frozen=True)
@@ -85,7 +74,7 @@ def convert(
     source_format: str | None = None,
     target_format: str | None = None,
     memory_budget: int = DEFAULT_MEMORY_BUDGET,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[Progress], None] | Literal["bar"] | None = None,
     overwrite: bool = False,
     resume: bool = True,
     verify: bool = True,
@@ -102,7 +91,7 @@ def convert(
         target_format: one of :data:`TARGET_FORMATS`; default: safetensors for a target of such a
             name, else shardstore.
         memory_budget: bytes of tensors in memory at a time, at most; at least one chunk is.
-        progress: called now and then with how far it is, from this thread.
+        progress: called now and then with how far it is, from this thread; or ``"bar"``.
         overwrite: replace a checkpoint at the target (shardstore only).
         resume: go on with a conversion of the same source that died.
         verify: read the result back and compare it with the source before it takes its place.
@@ -120,10 +109,11 @@ def convert(
         UnsafeObjectError: an object of the source needs a class that was not allowed.
         StorageError: a disk or a store refused. What was done is kept for the next run.
     """
-    if memory_budget < 1:
-        raise CheckpointingException(f"memory_budget={memory_budget} must be at least 1 byte")
-    place = Location.of(source, **(source_options or {}))
-    goal = Location.of(target, **(target_options or {}))
+    for name, size in (("memory_budget", memory_budget), ("file_bytes", file_bytes)):
+        if not isinstance(size, int) or size < 1:
+            raise ArgumentError(f"{name}={size!r} must be a number of bytes, at least 1")
+    place = Location.given(source, source_options)
+    goal = Location.given(target, target_options)
     found = source_format or detect(place)
     wanted = _target_format(goal, target_format)
     beside = _beside(goal)
@@ -151,18 +141,19 @@ def convert(
         built = SafetensorsObjects(work, goal, file_bytes=file_bytes, budget_bytes=batch_bytes)
     else:
         built = DcpTarget(work, goal) if goal.is_local else DcpObjects(goal)
-    run = _Run(opened, built, batch_bytes, progress)
-    try:
-        if wanted != "shardstore" and not goal.is_local and not journal.exists():
-            _check_empty(goal)
-        resumed = run.write(journal, _begun(built, journal, head, resume))
-        read = built.reader()
-        if verify:
-            run.compare(read, place.url, goal.url)
-        built.publish()
-    except BaseException:
-        built.stop()
-        raise
+    with callback_of(progress, goal.url) as told:
+        run = _Run(opened, built, batch_bytes, told)
+        try:
+            if wanted != "shardstore" and not goal.is_local and not journal.exists():
+                _check_empty(goal)
+            resumed = run.write(journal, _begun(built, journal, head, resume))
+            read = built.reader()
+            if verify:
+                run.compare(read, place.url, goal.url)
+            built.publish()
+        except BaseException:
+            built.stop()
+            raise
     journal.remove()
     return Conversion(found, wanted, len(run.arrays), run.total_bytes, resumed, verify)
 

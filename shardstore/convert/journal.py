@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from shardstore.storage.location import Location
+from shardstore.storage.location import Location, store_errors
 
 __all__ = ["Journal", "Receipts"]
 
@@ -96,7 +96,7 @@ class Journal:
     def _append(self, what: Any) -> None:
         data = json.dumps(what).encode()
         if self._folder.is_local:
-            with open(self._path, "ab") as file:
+            with store_errors("writing", str(self._path)), open(self._path, "ab") as file:
                 file.write(data + b"\n")
         else:
             self._folder.write(f"{self._name}/{_name(self._count)}", data)

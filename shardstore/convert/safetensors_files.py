@@ -17,6 +17,7 @@ from shardstore.errors import DamagedCheckpointError, DTypeMismatchError, NotACh
 from shardstore.storage import dtypes
 from shardstore.storage.file_ranges import FileRanges
 from shardstore.storage.location import Location
+from shardstore.storage.other_kinds import instead
 
 __all__ = ["INDEX_SUFFIX", "Entry", "header_bytes", "is_file_name", "open_files", "read_header"]
 
@@ -142,6 +143,11 @@ def _named(place: Location) -> tuple[Location, str]:
         return place, indices[0]
     if len(files) == 1:
         return place, files[0]
+    if place.is_local and not place.is_dir():
+        found = instead(place) or "its name ends in neither .safetensors nor .json"
+        raise NotACheckpointError(
+            f"{place.url} is a file, but none of safetensors: {found}", url=place.url
+        )
     raise NotACheckpointError(
         f"{place.url} holds {len(indices)} safetensors indices and {len(files)} files; name the "
         "one that is meant",

@@ -8,6 +8,7 @@ gives them: the grid of shards, and behind it the elements of a flattened shard.
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,6 +31,7 @@ from shardstore.errors import (
     CheckpointingException,
     FormatVersionError,
     NotACheckpointError,
+    StorageError,
 )
 from shardstore.mapping import (
     ShardedObject,
@@ -50,7 +52,9 @@ from shardstore.strategies.checkpointable import (
     CheckpointableShardedTensor,
     LocalShardsContainer,
 )
+from shardstore.strategies.planned_writes import require_plain
 from shardstore.strategies.read_plan import find_array, plan_read
+from shardstore.strategies.unwritten import without_main_replica
 
 __all__ = [
     "TorchDistLoadShardedStrategy",
@@ -93,7 +97,7 @@ class TorchDistSaveShardedStrategy(SaveShardedStrategy):
             CheckpointingException: DCP failed, here or on another rank.
         """
         Location.of(checkpoint_dir).require_local(f"writing the {BACKEND!r} format")
-        state, shapes = _for_dcp(sharded_state_dict)
+        state, shapes, held = _for_dcp(sharded_state_dict)
         folder = str(checkpoint_dir)
         writer = FileSystemWriter(
             folder, thread_count=self._threads, sync_files=False, overwrite=True
@@ -102,52 +106,69 @@ class TorchDistSaveShardedStrategy(SaveShardedStrategy):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                save(state, storage_writer=writer, planner=_Planner(shapes), no_dist=alone)
+                save(state, storage_writer=writer, planner=_Planner(shapes, held), no_dist=alone)
         except CheckpointException as error:
             # Derived from BaseException, and not to be missed by who catches errors.
-            raise _own(error) from error
+            raise _own(error, folder) from error
 
 
 class _Planner(DefaultSavePlanner):
     """Keeps flat keys, and brings the original shapes of flattened tensors to the coordinator."""
 
-    def __init__(self, shapes: _Shapes) -> None:
+    def __init__(self, shapes: _Shapes, held: list[str]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._shapes = shapes
+        self._held = held
 
     def create_local_plan(self) -> SavePlan:
-        return replace(super().create_local_plan(), planner_data=self._shapes)
+        return replace(super().create_local_plan(), planner_data=(self._shapes, self._held))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = super().create_global_plan(all_plans)
         merged: _Shapes = {}
         for plan in all_plans:
-            merged.update(plan.planner_data or {})
+            merged.update(plan.planner_data[0])
+        for rank, plan in enumerate(all_plans):
+            lost = set(plan.planner_data[1]) - set(metadata.state_dict_metadata)
+            if lost:
+                raise without_main_replica(sorted(lost), rank)
         cast(Any, metadata).mcore_data = merged
         return [replace(plan, planner_data=None) for plan in plans], metadata
 
 
-def _own(error: CheckpointException) -> CheckpointingException:
+def _own(error: CheckpointException, url: str) -> CheckpointingException:
     """DCP's error as one of ours: the cause, if that is one already."""
     texts = []
     for rank, (cause, _) in error.failures.items():
         if isinstance(cause, CheckpointingException):
             return cause
+        if isinstance(cause, OSError) and cause.errno is not None:
+            failure = StorageError(
+                f"writing {url} failed on rank {rank}: {os.strerror(cause.errno)}"
+            )
+            failure.errno, failure.rank, failure.url = cause.errno, rank, url
+            return failure
         texts.append(f"rank {rank}: {type(cause).__name__}: {cause}")
     return CheckpointingException(f"PyTorch DCP failed: {'; '.join(texts)}")
 
 
-def _for_dcp(state_dict: ShardedStateDict) -> tuple[dict[str, Any], _Shapes]:
-    """Flat keys with what DCP takes, and the original shapes of flattened tensors."""
+def _for_dcp(state_dict: ShardedStateDict) -> tuple[dict[str, Any], _Shapes, list[str]]:
+    """Flat keys with what DCP takes, original shapes of flattened tensors, keys left to others."""
+    held: list[str] = []
     shards: dict[str, list[CheckpointableShardedTensor]] = {}
     state: dict[str, Any] = {}
     shapes: _Shapes = {}
     for value in nested_values(state_dict):
         if not is_main_replica(value.replica_id):
+            held.append(value.unique_key if isinstance(value, ShardedObject) else value.key)
             continue
         if isinstance(value, ShardedObject):
             state[value.unique_key] = [value.data]
         elif isinstance(value, ShardedTensor):
+            if value.data is not None:
+                require_plain(value.data, value.key)
+                # DCP writes the memory of a tensor, whatever view of it the tensor is.
+                value = replace(value, data=value.data.resolve_conj().resolve_neg())
             shapes.setdefault(value.key, {})
             if value.flattened_range is not None:
                 shapes[value.key] = {ORIGINAL_SHAPE: value.global_shape}
@@ -155,7 +176,7 @@ def _for_dcp(state_dict: ShardedStateDict) -> tuple[dict[str, Any], _Shapes]:
             shards.setdefault(value.key, []).append(CheckpointableShardedTensor.from_sh_ten(value))
     for key, found in shards.items():
         state[key] = LocalShardsContainer(cast(list[torch.Tensor], found))
-    return state, shapes
+    return state, shapes, held
 
 
 def _folded(tensor: ShardedTensor) -> ShardedTensor:

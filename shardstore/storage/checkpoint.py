@@ -15,6 +15,7 @@ from shardstore.storage.collector import collector_paused
 from shardstore.storage.documents import ArrayMeta, RootDocument
 from shardstore.storage.location import Location
 from shardstore.storage.names import MANIFEST_NAME
+from shardstore.storage.other_kinds import instead
 
 if TYPE_CHECKING:
     # What reads chunks brings NumPy; a listing reads none.
@@ -220,8 +221,8 @@ class StoredCheckpoint:
     def require(self) -> None:
         """Raise :class:`NotACheckpointError` unless there is a checkpoint with arrays of ours."""
         if self.root is None and not self.location.exists("metadata.json"):
-            raise NotACheckpointError(
-                f"{self.location.url} is not a distributed checkpoint (it has neither zarr.json "
-                "nor metadata.json)",
-                url=self.location.url,
-            )
+            url = self.location.url
+            if self.location.is_local and not self.location.exists():
+                raise NotACheckpointError(f"{url} does not exist", url=url)
+            found = instead(self.location) or "it has neither zarr.json nor metadata.json"
+            raise NotACheckpointError(f"{url} is not a distributed checkpoint: {found}", url=url)

@@ -286,6 +286,12 @@ def begin(
             "to a folder below it",
             url=target.url,
         )
+    if target.exists() and os.path.samefile(target.url, os.curdir):
+        raise StorageError(
+            f"{target.url} is the working directory, which would be replaced under this process; "
+            "save to a folder below it",
+            url=target.url,
+        )
     if _is_taken(target) and not overwrite:
         raise CheckpointExistsError(
             f"{target.url} already exists and holds a checkpoint; pass overwrite=True to replace "

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardstore.errors import CheckpointingException, StorageError
+from shardstore.errors import ArgumentError, CheckpointingException, StorageError
 from shardstore.storage.counters import counters
+from shardstore.storage.places import url_of
 
 if TYPE_CHECKING:
     from shardstore.storage.remote import RemoteStore
@@ -37,7 +38,8 @@ _REMEDIES = {
     errno.EPERM: "the operation is not permitted: check the owner and mode of the folder",
     errno.EMFILE: "too many files are open: raise the limit (ulimit -n)",
     errno.ENAMETOOLONG: "the path is too long: shorten the key or the folder",
-    errno.ENOENT: "the folder is gone: something removed it while it was in use",
+    errno.ENOENT: "the folder is not there: it can not be made, or something removed it "
+    "while it was in use",
 }
 
 
@@ -94,17 +96,32 @@ class Location:
     @classmethod
     def of(cls, place: str | os.PathLike[str] | Location, **options: Any) -> Location:
         """A location from a path, a URL (``file://``, ``memory://``, ``s3://`` ...) or a
-        location; ``options`` are storage options of fsspec."""
+        location; ``options`` are storage options of fsspec. A leading ``~`` is the home folder.
+
+        Raises:
+            ArgumentError: nothing of that kind.
+        """
         if isinstance(place, Location):
             return cls(place.url, {**place.options, **options}) if options else place
         if isinstance(place, StoreUrl):
             options = {**place.options, **options}
-        url = os.fspath(place)
-        if url.startswith("file://"):
-            url = url[len("file://") :]
-        if "://" not in url:
-            url = os.path.abspath(url)
-        return cls(url.rstrip("/") or "/", options)
+        return cls(url_of(place), options)
+
+    @classmethod
+    def given(
+        cls, place: str | os.PathLike[str] | Location, options: Mapping[str, Any] | None
+    ) -> Location:
+        """The same with the options as callers give them, which may be none.
+
+        Raises:
+            ArgumentError: the place is none, or ``options`` is no mapping.
+        """
+        if options is not None and not isinstance(options, Mapping):
+            raise ArgumentError(
+                f"storage_options={options!r} must be a dict, such as "
+                "{'endpoint_url': 'http://host:9000'}"
+            )
+        return cls.of(place, **(options or {}))
 
     @property
     def is_local(self) -> bool:
@@ -137,6 +154,14 @@ class Location:
         if not self.is_local:
             raise StorageError(
                 f"{what} takes local folders only, not {self.url}: copy it to a disk first",
+                url=self.url,
+            )
+
+    def require_no_file(self) -> None:
+        """Raise :class:`StorageError` for a file where a folder of checkpoints is expected."""
+        if self.is_local and os.path.isfile(self.url):
+            raise StorageError(
+                f"{self.url} is a file; give the folder below which checkpoints are saved",
                 url=self.url,
             )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardstore.errors import ArgumentError
 from shardstore.storage.grid import DEFAULT_TARGET_CHUNK_BYTES
 
 __all__ = ["DEFAULT_BUDGET_BYTES", "SaveOptions"]
@@ -46,16 +47,16 @@ class SaveOptions:
 
     def __post_init__(self) -> None:
         if self.target_chunk_bytes < 1:
-            raise ValueError(f"target_chunk_bytes={self.target_chunk_bytes} must be at least 1")
+            raise ArgumentError(f"target_chunk_bytes={self.target_chunk_bytes} must be at least 1")
         if self.budget_bytes < 1:
-            raise ValueError(f"budget_bytes={self.budget_bytes} must be at least 1")
+            raise ArgumentError(f"budget_bytes={self.budget_bytes} must be at least 1")
         if self.threads is not None and self.threads < 1:
-            raise ValueError(f"threads={self.threads} must be at least 1, or None")
+            raise ArgumentError(f"threads={self.threads} must be at least 1, or None")
         if self.mover not in ("auto", "file", "tensorstore"):
-            raise ValueError(f"mover={self.mover!r} must be 'auto', 'file' or 'tensorstore'")
+            raise ArgumentError(f"mover={self.mover!r} must be 'auto', 'file' or 'tensorstore'")
         if self.compression not in (None, "zstd"):
-            raise ValueError(f"compression={self.compression!r} must be 'zstd' or None")
+            raise ArgumentError(f"compression={self.compression!r} must be 'zstd' or None")
         if self.staging_budget_bytes is not None and self.staging_budget_bytes < 1:
-            raise ValueError(
+            raise ArgumentError(
                 f"staging_budget_bytes={self.staging_budget_bytes} must be at least 1, or None"
             )

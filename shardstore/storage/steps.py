@@ -16,7 +16,12 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from shardstore.errors import CheckpointingException, FormatVersionError, StorageError
+from shardstore.errors import (
+    ArgumentError,
+    CheckpointingException,
+    FormatVersionError,
+    StorageError,
+)
 from shardstore.storage import commit, sweep
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.content import content_digest
@@ -65,12 +70,12 @@ class Steps:
         prefix: of the names; step 100 is ``PREFIX100``.
 
     Raises:
-        ValueError: a prefix that could not be told from other names, or leads elsewhere.
+        ArgumentError: a prefix that could not be told from other names, or leads elsewhere.
     """
 
     def __init__(self, root: Location, prefix: str) -> None:
-        if not _PREFIX.fullmatch(prefix):
-            raise ValueError(
+        if not isinstance(prefix, str) or not _PREFIX.fullmatch(prefix):
+            raise ArgumentError(
                 f"prefix={prefix!r} must be of letters, digits, '_', '-' and '.', and begin with "
                 "neither of the last two"
             )
@@ -94,6 +99,7 @@ class Steps:
         Raises:
             StorageError: the store refused.
         """
+        self.root.require_no_file()
         steps = [step for step in map(self.step_of, self.root.listing()) if step is not None]
         return sorted(step for step in steps if commit.is_checkpoint(self.place(step)))
 

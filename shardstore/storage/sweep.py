@@ -76,7 +76,8 @@ def sweep(
     Raises:
         StorageError: the store refused.
     """
-    place = Location.of(root, **(storage_options or {}))
+    place = Location.given(root, storage_options)
+    place.require_no_file()
     if place.is_local:
         return _sweep_folders(place, dry_run)
     before = datetime.now(UTC) - older_than
@@ -100,7 +101,8 @@ def latest(
     Raises:
         StorageError: the store refused.
     """
-    place = Location.of(root, **(storage_options or {}))
+    place = Location.given(root, storage_options)
+    place.require_no_file()
     for name in sorted(place.listing(), key=_natural, reverse=True):
         below = place.child(name)
         if name.startswith(".") or not place.is_dir(name):
@@ -121,7 +123,7 @@ def delete_checkpoint(
             of another program) is left as it is.
         StorageError: the store refused.
     """
-    location = Location.of(place, **(storage_options or {}))
+    location = Location.given(place, storage_options)
     if not commit.is_checkpoint(location):
         instead = what_else(location)
         found = f"is {instead}, not a checkpoint" if instead else "is not a distributed checkpoint"

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 
 from shardstore.dict_utils import dict_list_map_outplace
-from shardstore.errors import MissingKeyError
+from shardstore.errors import ArgumentError, MissingKeyError
 from shardstore.mapping import ShardedStateDict, ShardedTensor
 from shardstore.strategies.layouts import flat_bounds
 
@@ -52,7 +52,7 @@ def part_of(
 
     Raises:
         MissingKeyError: no such key.
-        ValueError: a step other than 1, or more slices than axes.
+        ArgumentError: a step other than 1, or more slices than axes.
     """
     if key not in tensors:
         close = difflib.get_close_matches(key, tensors, n=3)
@@ -65,8 +65,13 @@ def part_of(
     whole: ShardedTensor = tensors[key]
     slices = region.get(key, ()) if isinstance(region, Mapping) else region or ()
     shape = whole.global_shape
+    if not isinstance(slices, Sequence) or not all(isinstance(s, slice) for s in slices):
+        raise ArgumentError(
+            f"region {slices!r} of key {key!r} is to be a list of slices, one an axis, such as "
+            "[slice(0, 2)]"
+        )
     if len(slices) > len(shape) or any(s.step not in (None, 1) for s in slices):
-        raise ValueError(
+        raise ArgumentError(
             f"region {tuple(slices)} does not fit key {key!r} of shape {shape}: give at most one "
             "slice an axis, without steps"
         )

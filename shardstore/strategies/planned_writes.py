@@ -18,7 +18,7 @@ from shardstore.storage import dtypes
 from shardstore.storage.chunks import ChunkWrite
 from shardstore.storage.documents import ArrayMeta
 
-__all__ = ["CutChunk", "DevicePart", "WritePlan"]
+__all__ = ["CutChunk", "DevicePart", "WritePlan", "require_plain"]
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,20 @@ class DevicePart:
         return DevicePart(self.tensor.reshape(shape))
 
 
+def require_plain(tensor: torch.Tensor, key: str) -> None:
+    """Raise :class:`DTypeMismatchError` for a tensor whose elements do not lie in memory."""
+    if tensor.layout is torch.strided and tensor.device.type != "meta":
+        # Of a FakeTensor the storage alone is on meta.
+        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        if is_plain or tensor.untyped_storage().device.type != "meta":
+            return
+    raise DTypeMismatchError(
+        f"key {key!r} is a {type(tensor).__name__} of layout {tensor.layout} on {tensor.device}, "
+        "which has no plain memory to write; make it a dense tensor with data",
+        key=key,
+    )
+
+
 class _Source:
     """A local tensor as the source of chunks.
 
@@ -80,13 +94,7 @@ class _Source:
     """
 
     def __init__(self, tensor: torch.Tensor, key: str) -> None:
-        if tensor.layout is not torch.strided or tensor.device.type == "meta":
-            raise DTypeMismatchError(
-                f"key {key!r} is a tensor of layout {tensor.layout} on {tensor.device}, which "
-                "has no plain memory to "
-                "write; make it a dense tensor with data",
-                key=key,
-            )
+        require_plain(tensor, key)
         self._tensor = tensor
         self._array = dtypes.as_numpy(tensor) if tensor.device.type == "cpu" else None
 

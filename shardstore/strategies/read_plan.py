@@ -169,7 +169,8 @@ def _destination(tensor: ShardedTensor, shape: tuple[int, ...]) -> TensorRead:
     if data.device.type != "cpu" or type(data) not in (torch.Tensor, torch.nn.Parameter):
         staged = torch.empty(shape, dtype=tensor.dtype, pin_memory=data.device.type == "cuda")
         return TensorRead(data, staged=staged)
-    if tensor.flattened_range is not None and not data.is_contiguous():
+    lazy = data.is_conj() or data.is_neg()  # the memory holds other values than the tensor
+    if lazy or (tensor.flattened_range is not None and not data.is_contiguous()):
         return TensorRead(data, staged=torch.empty(shape, dtype=tensor.dtype))
     return TensorRead(data.detach())
 

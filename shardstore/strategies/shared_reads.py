@@ -24,6 +24,7 @@ import torch.distributed as dist
 import xxhash
 from numpy.typing import NDArray
 
+from shardstore.errors import ArgumentError
 from shardstore.process_groups import (
     exchange_device,
     global_rank,
@@ -82,7 +83,7 @@ def sharing_of(
         ValueError: no such choice.
     """
     if share not in ("auto", "always", "never"):
-        raise ValueError(f"share_replicas={share!r} must be 'auto', 'always' or 'never'")
+        raise ArgumentError(f"share_replicas={share!r} must be 'auto', 'always' or 'never'")
     if group is None or share == "never" or group_size(group) < 2:
         return None
     hosts = group_size(group) > int(os.environ.get("LOCAL_WORLD_SIZE", group_size(group)))

@@ -17,7 +17,14 @@ import xxhash
 from shardstore.errors import AccessPatternError
 from shardstore.mapping import ShardedObject, ShardedTensor, is_main_replica
 
-__all__ = ["Copies", "check_written", "choose_tellers", "copies_of", "digest_of_copies"]
+__all__ = [
+    "Copies",
+    "check_written",
+    "choose_tellers",
+    "copies_of",
+    "digest_of_copies",
+    "without_main_replica",
+]
 
 Copies = dict[str, list[str]]
 """``{"tensors": keys, "objects": unique keys}`` that a rank holds, and never as main replica."""
@@ -79,11 +86,15 @@ def check_written(
         for kind, written in (("tensors", tensors), ("objects", objects)):
             lost = [key for key in copies.get(kind, ()) if key not in written]
             if lost:
-                more = "" if len(lost) == 1 else f" (and {len(lost) - 1} more such {kind})"
-                raise AccessPatternError(
-                    f"Invalid access pattern: {lost[0]!r}{more} has no main replica on any rank, "
-                    f"so that nobody would write it; rank {rank} holds a copy. Give exactly one "
-                    "rank replica_id 0",
-                    key=lost[0],
-                    rank=rank,
-                )
+                raise without_main_replica(lost, rank)
+
+
+def without_main_replica(keys: Sequence[str], rank: int) -> AccessPatternError:
+    """The error for what a rank holds copies of and no rank would write."""
+    more = "" if len(keys) == 1 else f" (and {len(keys) - 1} more)"
+    return AccessPatternError(
+        f"Invalid access pattern: {keys[0]!r}{more} has no main replica on any rank, so that "
+        f"nobody would write it; rank {rank} holds a copy. Give exactly one rank replica_id 0",
+        key=keys[0],
+        rank=rank,
+    )

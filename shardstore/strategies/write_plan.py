@@ -33,7 +33,13 @@ from shardstore.strategies.layouts import (
     local_layouts,
     merge_layouts,
 )
-from shardstore.strategies.planned_writes import CutChunk, DevicePart, WritePlan, _Source
+from shardstore.strategies.planned_writes import (
+    CutChunk,
+    DevicePart,
+    WritePlan,
+    _Source,
+    require_plain,
+)
 from shardstore.strategies.shared_writes import SharedWrites, identity
 
 __all__ = [
@@ -166,6 +172,7 @@ def plan_writes(
                 key=tensor.key,
                 rank=rank,
             )
+        require_plain(tensor.data, tensor.key)
         if tensor.flattened_range is None:
             source = _Source(tensor.data.detach()[(None,) * tensor.prepend_axis_num], tensor.key)
             for index in meta.grid.overlapping(box):

@@ -9,7 +9,10 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import torch
 
+import shardstore
+from shardstore import ShardedTensor
 from tests.cli.checkpoints import Cli, flip, values
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -111,17 +114,38 @@ def test_report_of_damage(place: Path, tmp_path: Path, cli: Cli) -> None:
     assert "Not verified" in Page(target.read_text()).text
 
 
-def test_report_in_a_browser(pristine: Path, tmp_path: Path, cli: Cli) -> None:
+def as_a_browser_shows(page: Path, profile: Path) -> Page:
+    """The page as it is once a browser has laid it out; skips where there is none."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         pytest.skip("no Chromium is installed here")
-    target = tmp_path / "report.html"
-    assert cli("report", pristine, "-o", target).code == 0
-    profile = f"--user-data-dir={tmp_path / 'profile'}"
-    command = [browser, *SWITCHES, profile, "--dump-dom", target.as_uri()]
+    command = [browser, *SWITCHES, f"--user-data-dir={profile}", "--dump-dom", page.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
-    check_page(Page(done.stdout.removeprefix("<!DOCTYPE html>")))
+    return Page(done.stdout.removeprefix("<!DOCTYPE html>"))
+
+
+def test_report_in_a_browser(pristine: Path, tmp_path: Path, cli: Cli) -> None:
+    target = tmp_path / "report.html"
+    assert cli("report", pristine, "-o", target).code == 0
+    check_page(as_a_browser_shows(target, tmp_path / "profile"))
+
+
+def test_a_long_key_does_not_widen_the_page(tmp_path: Path, cli: Cli) -> None:
+    tensors = {key: torch.ones(3) for key in ("k" * 400, "a." + "b" * 400)}
+    state = {key: ShardedTensor.from_rank_offsets(key, t) for key, t in tensors.items()}
+    shardstore.save(state, tmp_path / "step-1")
+    target = tmp_path / "report.html"
+    assert cli("report", tmp_path / "step-1", "-o", target).code == 0
+    # Opened out, and measured by the browser itself.
+    measure = "document.title = document.documentElement.scrollWidth - innerWidth"
+    text = target.read_text().replace("<details", "<details open")
+    target.write_text(text.replace("</body>", f"<script>{measure}</script></body>"))
+    page = as_a_browser_shows(target, tmp_path / "profile")
+    assert "k" * 400 in page.text
+    title = re.search(r"-?\d+", page.text)
+    assert title is not None
+    assert int(title[0]) <= 0
 
 
 @pytest.mark.parametrize(

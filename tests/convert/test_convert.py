@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import shardstore
+from shardstore import ShardedTensor
 from shardstore.convert import DEFAULT_FILE_BYTES, Progress, convert
 from shardstore.errors import (
     CheckpointExistsError,
@@ -303,3 +304,26 @@ def test_a_type_that_safetensors_lacks(tmp_path: Path) -> None:
     with pytest.raises(DTypeMismatchError, match="'z'"):
         convert(tmp_path / "c", tmp_path / "m.safetensors")
     assert not (tmp_path / "m.safetensors").exists()
+
+
+def test_a_bar_is_drawn_when_asked_for(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    save_file({"w": torch.rand(100, 100)}, tmp_path / "m.safetensors")
+    done = convert(tmp_path / "m.safetensors", tmp_path / "step-7", progress="bar")
+    out, err = capfd.readouterr()
+    assert (out, done.verified) == ("", True)
+    assert [line.split(" done")[0].strip() for line in err.splitlines()] == [
+        "convert step-7",
+        "verify step-7",
+    ]
+
+
+def test_a_bar_ends_where_the_conversion_fails(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arrays = {key: ShardedTensor.from_rank_offsets(key, torch.rand(64, 64)) for key in ("a", "b")}
+    shardstore.save(arrays, tmp_path / "source")
+    chunk = tmp_path / "source/b/c.0.0"
+    chunk.write_bytes(chunk.read_bytes()[:-9] + b"?" * 9)
+    with pytest.raises(DamagedCheckpointError):
+        convert(tmp_path / "source", tmp_path / "t", memory_budget=2 * 64 * 64 * 4, progress="bar")
+    assert "convert t failed" in capfd.readouterr().err

@@ -273,6 +273,21 @@ def test_a_step_in_use_stays_until_it_is_not(tmp_path: Path) -> None:
     assert data.eq(3).all()
 
 
+def test_deletion_goes_on_in_the_background(tmp_path: Path) -> None:
+    """A save does not wait until old steps are gone."""
+    manager = managed((str(tmp_path), {}), keep_last=1)
+    go_on = threading.Event()
+    manager._house.put(lambda: go_on.wait(60) and None)  # the background is busy with something
+    try:
+        for step in (1, 2, 3):
+            manager.save(step, state_of(step))
+        assert manager.steps() == [1, 2, 3]
+    finally:
+        go_on.set()
+    assert manager.wait(60)
+    assert manager.steps() == [3]
+
+
 def test_equal_content_is_warned_about(
     place: tuple[str, dict[str, Any]], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,0 +1,67 @@
+"""What callers give as the place of a checkpoint, as a local path or a URL, and what is wrong with
+it.
+
+Pure: it looks at texts alone, not at what is there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+from shardstore.errors import ArgumentError
+
+__all__ = ["url_of"]
+
+_FILE = "file://"
+# Of two letters at least, for drives of Windows have one.
+_SCHEME = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):(?P<slashes>/+)(?P<rest>.*)", re.DOTALL)
+
+
+def url_of(place: object) -> str:
+    """An absolute path, or a URL without a slash at its end.
+
+    Args:
+        place: a path (``~`` is the home folder) or a URL.
+
+    Raises:
+        ArgumentError: no path and no URL; says what it is, and what to give.
+    """
+    url = _text(place)
+    if url.startswith(_FILE):
+        # RFC 8089: an empty host is this one, as is localhost.
+        url = re.sub("^localhost(?=/)", "", url[len(_FILE) :])
+        _require(bool(url), place, "is empty: give a path or a URL")
+    elif parts := _SCHEME.match(url):
+        scheme, rest = parts["scheme"], parts["rest"].strip("/")
+        _require(bool(rest), place, "names no bucket; give a URL such as s3://bucket/run/step-100")
+        whole = f"{scheme}://{'/' * (scheme == 'file')}{rest}"
+        _require(
+            len(parts["slashes"]) > 1,
+            place,
+            f"has lost a slash, as URLs do in pathlib.Path: give {whole!r} as a string",
+        )
+    if "://" not in url:
+        url = os.path.abspath(os.path.expanduser(url))
+    return url.rstrip("/") or "/"
+
+
+def _text(place: object) -> str:
+    try:
+        url = os.fspath(place)  # type: ignore[call-overload]
+    except TypeError:
+        url = None
+    if not isinstance(url, str):
+        raise ArgumentError(
+            f"the place of a checkpoint is a path or a URL, not a {type(place).__name__} "
+            f"({place!r:.100})"
+        )
+    _require(bool(url.strip()), place, "is empty: give a path or a URL")
+    _require("\0" not in url, place, "has a NUL character, which no path has")
+    _require(url == url.lstrip() or "://" not in url, place, "begins with a blank: take it away")
+    return url
+
+
+def _require(condition: bool, place: object, what: str) -> None:
+    if not condition:
+        raise ArgumentError(f"the place of a checkpoint, {str(place)!r}, {what}", url=str(place))

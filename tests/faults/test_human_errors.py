@@ -1,0 +1,454 @@
+"""Arguments as people get them wrong: each is one error of ours that says what to give instead, and
+nothing is written to a place that nobody meant."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import zarr
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.api import CheckpointException
+
+import shardstore
+from shardstore import CheckpointManager, ShardedObject, ShardedTensor
+from shardstore.cli.app import run
+from shardstore.convert import convert
+from shardstore.dcp import StorageReader
+from shardstore.errors import (
+    AccessPatternError,
+    ArgumentError,
+    CheckpointingException,
+    DTypeMismatchError,
+    NotACheckpointError,
+    StorageError,
+)
+from tests.ranks_helper import run_ranks
+
+
+def sharded(data: Any, key: str = "w") -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(key, data)
+
+
+def state() -> dict[str, Any]:
+    return {"w": sharded(torch.arange(6.0).reshape(2, 3)), "step": 3}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory."""
+    place = tmp_path / "here"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    return place
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    place = tmp_path / "stored"
+    shardstore.save(state(), place)
+    return place
+
+
+# -- places ------------------------------------------------------------------------------------
+
+PLACES = {
+    "empty": ("", "empty"),
+    "blank": ("  ", "empty"),
+    "none": (None, "NoneType"),
+    "number": (5, "int"),
+    "bytes": (b"x", "bytes"),
+    "no bucket": ("s3://", "bucket"),
+    "only slashes": ("s3:///", "bucket"),
+    "no folder": ("file://", "empty"),
+    # What pathlib.Path("s3://bucket/run") has made of the URL.
+    "path of a URL": (Path("s3://bucket/run"), "'s3://bucket/run' as a string"),
+    "one slash": ("gs:/bucket/run", "'gs://bucket/run' as a string"),
+    "NUL": ("a\0b", "NUL"),
+}
+ENTRIES: dict[str, Callable[[Any], object]] = {
+    "save": lambda place: shardstore.save(state(), place),
+    "async_save": lambda place: shardstore.async_save(state(), place).result(),
+    "load": lambda place: shardstore.load(state(), place),
+    "load_plain_tensors": shardstore.load_plain_tensors,
+    "load_tensors_metadata": shardstore.load_tensors_metadata,
+    "load_common_state_dict": shardstore.load_common_state_dict,
+    "delete_checkpoint": shardstore.delete_checkpoint,
+    "latest": shardstore.latest,
+    "sweep": shardstore.sweep,
+    "manager": CheckpointManager,
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("case", PLACES)
+def test_places_that_are_none(here: Path, case: str, entry: str) -> None:
+    place, says = PLACES[case]
+    with pytest.raises(ArgumentError) as caught:
+        ENTRIES[entry](place)
+    assert says in str(caught.value)
+    assert os.listdir(here) == []
+    assert Path.cwd() == here
+
+
+def test_storage_options_that_are_none(here: Path) -> None:
+    for entry in (shardstore.save, shardstore.load):
+        with pytest.raises(ArgumentError, match=r"storage_options=\['x'\] must be a dict"):
+            entry(state(), "place", storage_options=["x"])  # type: ignore[operator]
+    assert os.listdir(here) == []
+
+
+def test_a_tilde_is_the_home_folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(here / "home"))
+    shardstore.save(state(), "~/run/step-1")
+    assert sorted(os.listdir(here)) == ["home"]
+    assert shardstore.latest("~/run") == str(here / "home" / "run" / "step-1")
+    # A folder of that name is one to whoever says so.
+    shardstore.save(state(), "./~/step-1")
+    assert sorted(os.listdir(here)) == ["home", "~"]
+
+
+def on_one_rank_only(rank: int, world_size: int, folder: str) -> None:
+    place = folder if rank else ""
+    for call in (shardstore.save, shardstore.load):
+        with pytest.raises(CheckpointingException) as caught:
+            call(state(), place)
+        assert "empty" in str(caught.value)
+        assert isinstance(caught.value, ArgumentError) == (rank == 0)
+
+
+def test_a_wrong_place_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    run_ranks(on_one_rank_only, 2, str(tmp_path / "place"))
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("entry", ["latest", "sweep", "steps", "restore"])
+def test_a_file_is_no_root_of_checkpoints(tmp_path: Path, entry: str) -> None:
+    """Taken for an empty root, a run would begin anew and nobody would hear of it."""
+    file = tmp_path / "run.pt"
+    file.write_bytes(b"x")
+    calls: dict[str, Callable[[], object]] = {
+        "latest": lambda: shardstore.latest(file),
+        "sweep": lambda: shardstore.sweep(file),
+        "steps": lambda: CheckpointManager(file).steps(),
+        "restore": lambda: CheckpointManager(file).restore(state()),
+    }
+    with pytest.raises(StorageError, match=r"run\.pt is a file"):
+        calls[entry]()
+
+
+# -- state dicts and tensors -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", [None, 5, "x", object()], ids=lambda v: type(v).__name__)
+def test_states_that_are_none(tmp_path: Path, wrong: Any) -> None:
+    for call in (shardstore.save, shardstore.load):
+        with pytest.raises(CheckpointingException, match=type(wrong).__name__):
+            call(wrong, tmp_path / "place")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_tensor_alone_is_no_state(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointingException, match=r"not a ShardedTensor.*\{name: "):
+        shardstore.save(state()["w"], tmp_path / "place")
+
+
+@pytest.mark.parametrize("wrong", [None, 3.0, [1, 2], np.ones(3)], ids=lambda v: type(v).__name__)
+def test_data_that_is_no_tensor(wrong: Any) -> None:
+    with pytest.raises(DTypeMismatchError, match=rf"'w'.*{type(wrong).__name__}.*torch"):
+        ShardedTensor.from_rank_offsets("w", wrong)
+    with pytest.raises(DTypeMismatchError, match=rf"'w'.*{type(wrong).__name__}.*torch"):
+        ShardedTensor.from_rank_offsets_flat("w", wrong, (3,), flattened_range=slice(0, 3))
+
+
+def odd_tensors() -> dict[str, torch.Tensor]:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    dense = torch.arange(6.0).reshape(2, 3)
+    found = {"sparse": dense.to_sparse(), "csr": dense.to_sparse_csr()}
+    found["meta"] = dense.to("meta")
+    if torch.backends.mkldnn.is_available():
+        found["mkldnn"] = dense.to_mkldnn()
+    with FakeTensorMode():
+        found["fake"] = torch.ones(2, 3)
+    return found
+
+
+@pytest.mark.parametrize("backend", [("zarr", 2), ("zarr", 1), ("torch_dist", 1)], ids=str)
+@pytest.mark.parametrize("kind", ["sparse", "csr", "meta", "mkldnn", "fake"])
+def test_tensors_without_plain_memory(tmp_path: Path, kind: str, backend: tuple[str, int]) -> None:
+    tensor = odd_tensors().get(kind)
+    if tensor is None:
+        pytest.skip("not in this torch")
+    with pytest.raises(DTypeMismatchError, match=r"'w'.*no plain memory"):
+        shardstore.save({"w": sharded(tensor)}, tmp_path / "place", backend)
+    assert not (tmp_path / "place").exists()
+    if backend == ("zarr", 2):
+        with pytest.raises(DTypeMismatchError, match=r"'w'.*no plain memory"):
+            shardstore.async_save({"w": sharded(tensor)}, tmp_path / "place").result()
+
+
+LAZY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "neg": lambda t: torch._neg_view(t.real.contiguous()),
+    "imag of conj": lambda t: t.conj().imag,
+    "conj": lambda t: t.conj(),
+}
+
+
+@pytest.mark.parametrize("backend", [("zarr", 2), ("zarr", 1), ("torch_dist", 1)], ids=str)
+@pytest.mark.parametrize("kind", LAZY)
+def test_views_that_negate_or_conjugate(
+    tmp_path: Path, kind: str, backend: tuple[str, int]
+) -> None:
+    """Their memory holds other values than they do."""
+    view = LAZY[kind](torch.complex(torch.arange(6.0), torch.arange(6.0) + 7).reshape(2, 3))
+    assert view.is_neg() or view.is_conj()
+    values = view.clone().resolve_neg().resolve_conj()
+    shardstore.save({"w": sharded(view)}, tmp_path / "place", backend)
+    plain = torch.zeros_like(values)
+    shardstore.load({"w": sharded(plain)}, tmp_path / "place")
+    assert torch.equal(plain, values)
+    into = LAZY[kind](torch.zeros(2, 3, dtype=torch.complex64))
+    loaded = shardstore.load({"w": sharded(into)}, tmp_path / "place")
+    assert torch.equal(into, values)
+    assert torch.equal(loaded["w"], values)
+    flat = LAZY[kind](torch.zeros(4, dtype=torch.complex64))
+    part = ShardedTensor.from_rank_offsets_flat("w", flat, (2, 3), flattened_range=slice(1, 5))
+    if backend[0] == "zarr":
+        shardstore.load({"w": part}, tmp_path / "place", validate_access_integrity=False)
+        assert torch.equal(flat, values.reshape(-1)[1:5])
+
+
+# -- replicas that nobody saves ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("replica_id", [1, -1, (0, 1)], ids=str)
+@pytest.mark.parametrize("backend", [("zarr", 2), ("zarr", 1), ("torch_dist", 1)], ids=str)
+def test_a_tensor_without_main_replica_is_not_left_out(
+    tmp_path: Path, replica_id: Any, backend: tuple[str, int]
+) -> None:
+    weight = ShardedTensor.from_rank_offsets("lost", torch.ones(3), replica_id=replica_id)
+    rng = ShardedObject("rng", 5, (1,), (0,), replica_id=replica_id)
+    for wrong, name in (({"a": weight}, "'lost'"), ({"b": rng}, "'rng/shard_0_1'")):
+        for save in (shardstore.save, lambda *args: shardstore.async_save(*args).result()):
+            if save is not shardstore.save and backend[0] == "torch_dist":
+                continue  # which has none
+            with pytest.raises(AccessPatternError, match=f"no main replica.*{name}.*replica_id=0"):
+                save({**wrong, **state()}, tmp_path / "place", backend)
+            assert not (tmp_path / "place").exists()
+
+
+def off_by_one(rank: int, world_size: int, folder: str) -> None:
+    everywhere = ShardedTensor.from_rank_offsets("norm", torch.ones(3), replica_id=rank + 1)
+    once = ShardedTensor.from_rank_offsets("good", torch.ones(3), replica_id=rank)
+    with pytest.raises(CheckpointingException, match=r"no main replica.*'norm'"):
+        shardstore.save({"a": everywhere, "b": once}, folder)
+    shardstore.save({"b": once}, folder)
+
+
+def test_replica_ids_that_count_from_one(tmp_path: Path) -> None:
+    run_ranks(off_by_one, 2, str(tmp_path / "place"))
+    assert sorted(shardstore.load_plain_tensors(tmp_path / "place")) == ["good"]
+
+
+@pytest.mark.parametrize("replica_id", [None, "a", 0.5], ids=str)
+def test_replica_ids_that_are_none(tmp_path: Path, replica_id: Any) -> None:
+    weight = ShardedTensor.from_rank_offsets("w", torch.ones(3), replica_id=replica_id)
+    with pytest.raises(ArgumentError, match=f"replica_id={replica_id!r}"):
+        shardstore.save({"w": weight}, tmp_path / "place")
+
+
+# -- options -----------------------------------------------------------------------------------
+
+WRONG_SAVES: dict[str, tuple[dict[str, Any], str]] = {
+    "compression": ({"compression": "lz9"}, "compression='lz9' must be 'zstd' or None"),
+    "budget": ({"staging_budget_bytes": -1}, "staging_budget_bytes=-1"),
+    "progress": ({"progress": "bars"}, "progress='bars'"),
+    "metadata": ({"content_metadata": [1]}, "content_metadata=.* must be a dict"),
+    "base": ({"base": ""}, "empty"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_SAVES)
+def test_options_of_saves(tmp_path: Path, case: str) -> None:
+    options, says = WRONG_SAVES[case]
+    with pytest.raises(ArgumentError, match=says):
+        shardstore.save(state(), tmp_path / "place", **options)
+    with pytest.raises(ArgumentError, match=says):
+        shardstore.async_save(state(), tmp_path / "place", **options).result()
+    if case != "base":
+        manager = CheckpointManager(tmp_path / "run")
+        options = {k: v for k, v in options.items() if k != "staging_budget_bytes"}
+        if options:
+            with pytest.raises(ArgumentError, match=says):
+                manager.save(1, state(), **options)
+    assert not (tmp_path / "place").exists()
+
+
+WRONG_PARTS: dict[str, tuple[dict[str, Any], str]] = {
+    "one key": ({"keys": "weight"}, r"keys='weight' must be a list of keys"),
+    "number": ({"keys": 5}, "keys=5 must be a list"),
+    "bare slice": ({"region": {"w": slice(0, 1)}}, "'w' is to be a list of slices"),
+    "index": ({"region": {"w": [0]}}, "'w' is to be a list of slices"),
+    "no region": ({"region": 5}, "is to be a list of slices"),
+    "step": ({"region": {"w": [slice(0, 2, 2)]}}, "without steps"),
+    "too many": ({"region": [slice(0, 1)] * 3}, "at most one slice an axis"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_PARTS)
+def test_parts_to_load(stored: Path, case: str) -> None:
+    options, says = WRONG_PARTS[case]
+    with pytest.raises(ArgumentError, match=says):
+        shardstore.load_plain_tensors(stored, **options)
+
+
+def test_options_of_loads(stored: Path) -> None:
+    for options in ({"strict": "rais_all"}, {"share_replicas": "maybe"}, {"progress": 5}):
+        ((name, value),) = options.items()
+        with pytest.raises(ArgumentError, match=rf"{name}.*{value!r}"):
+            shardstore.load(state(), stored, **options)  # type: ignore[arg-type]
+
+
+def test_rank_offsets_that_are_no_numbers() -> None:
+    for offset in (("a", 0, 2), (0, 0.5, 2), (0, 1)):
+        with pytest.raises(AccessPatternError, match="three whole numbers"):
+            ShardedTensor.from_rank_offsets("w", torch.ones(2, 3), offset)  # type: ignore[arg-type]
+
+
+def test_arguments_of_a_manager(tmp_path: Path) -> None:
+    for options in ({"keep_last": 0}, {"keep_last": "2"}, {"best": 1}, {"prefix": None}):
+        with pytest.raises(ArgumentError, match=next(iter(options))):
+            CheckpointManager(tmp_path, **options)  # type: ignore[arg-type]
+    manager = CheckpointManager(tmp_path)
+    for step in (-1, 1.5, "3", None, True):
+        with pytest.raises(ArgumentError, match="step="):
+            manager.save(step, state())  # type: ignore[arg-type]
+        with pytest.raises(ArgumentError, match="step="):
+            manager.url(step)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="metrics=5 must be a dict"):
+        manager.save(1, state(), metrics=5)  # type: ignore[arg-type]
+    assert manager.steps() == []
+
+
+def test_arguments_of_a_conversion(stored: Path, tmp_path: Path) -> None:
+    wrong: dict[str, Any] = {"memory_budget": "1G", "file_bytes": 0, "progress": 5}
+    for name, value in wrong.items():
+        with pytest.raises(ArgumentError, match=f"{name}={value!r}"):
+            convert(stored, tmp_path / "x.safetensors", **{name: value})
+    assert sorted(os.listdir(tmp_path)) == ["stored"]
+
+
+# -- checkpoints of other kinds ----------------------------------------------------------------
+
+
+def of_other_kinds(folder: Path) -> dict[str, tuple[Path, str]]:
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=folder / "dcp", no_dist=True)
+    (folder / "hub").mkdir()
+    save_file({"w": torch.ones(3)}, folder / "hub" / "model.safetensors")
+    torch.save({"w": torch.ones(3)}, folder / "model.pt")
+    (folder / "run").mkdir()
+    shardstore.save(state(), folder / "run" / "step-7")
+    zarr.open_group(folder / "group", mode="w").create_array("x", data=np.ones(3))
+    (folder / "empty").mkdir()
+    convert_it = "shardstore convert"
+    return {
+        "dcp": (folder / "dcp", convert_it),
+        "safetensors": (folder / "hub", convert_it),
+        "safetensors file": (folder / "hub" / "model.safetensors", convert_it),
+        "torch": (folder / "model.pt", "torch.load"),
+        "above": (folder / "run", f"give {folder / 'run' / 'step-7'}"),
+        "array": (folder / "run" / "step-7" / "w", f"{folder / 'run' / 'step-7'}"),
+        "group": (folder / "group", "another program"),
+        "empty": (folder / "empty", "metadata.json"),
+    }
+
+
+def test_what_it_is_instead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for place, says in of_other_kinds(tmp_path).values():
+        for load in (lambda p: shardstore.load(state(), p), shardstore.load_plain_tensors):
+            with pytest.raises(NotACheckpointError) as caught:
+                load(place)
+            assert says in str(caught.value)
+        with pytest.raises(CheckpointException) as failed:
+            dcp.load({"w": torch.ones(3)}, storage_reader=StorageReader(place), no_dist=True)
+        assert says in str(failed.value)
+        if place.name == "group":
+            continue  # which the command line shows
+        assert run(["ls", str(place)]) == 2
+        shown = capsys.readouterr().err
+        assert says in shown
+        assert shown.count("\n") == 1
+
+
+def test_a_file_of_torch_is_not_taken_for_safetensors(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "model.pt")
+    with pytest.raises(NotACheckpointError, match=r"model\.pt is a file.*torch\.load"):
+        convert(tmp_path / "model.pt", tmp_path / "out")
+    assert os.listdir(tmp_path) == ["model.pt"]
+
+
+def test_the_working_directory_is_not_replaced(here: Path) -> None:
+    for place in (".", here):
+        with pytest.raises(StorageError, match="working directory"):
+            shardstore.save(state(), place, overwrite=True)
+    assert Path.cwd() == here
+
+
+# -- a disk that is full -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB with a whole checkpoint and no room for another."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(place)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("only root can mount a file system")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_full_disk_names_what_it_could_not_write(full_disk: Path, tmp_path: Path) -> None:
+    shardstore.save(state(), full_disk / "before")
+    large = {"w": sharded(torch.rand(2**15))}
+    shardstore.save(large, tmp_path / "source")
+    source = tmp_path / "source"
+    tries: dict[str, Callable[[Path], object]] = {
+        "save": lambda to: shardstore.save(large, to),
+        "old layout": lambda to: shardstore.save(large, to, ("zarr", 1)),
+        "torch_dist": lambda to: shardstore.save(large, to, ("torch_dist", 1)),
+        "async": lambda to: shardstore.async_save(large, to).result(),
+        "manager": lambda to: CheckpointManager(to).save(1, large),
+        "convert": lambda to: convert(source, to),
+        "to dcp": lambda to: convert(source, to, target_format="dcp"),
+        "to safetensors": lambda to: convert(source, to, target_format="safetensors"),
+    }
+    for name, attempt in tries.items():
+        to = full_disk / name.replace(" ", "-")
+        with pytest.raises(StorageError, match="No space left") as caught:
+            attempt(to)
+        assert str(full_disk) in str(caught.value), name
+        assert caught.value.errno == errno.ENOSPC, name
+        assert not to.exists() or name == "manager", name
+    with suppress(OSError), open(full_disk / "rest", "wb") as rest:
+        while True:
+            rest.write(b"x" * 4096)
+            rest.flush()
+    # Not a byte is left: the journal, the first thing written, names itself too.
+    with pytest.raises(StorageError, match="No space left"):
+        convert(source, full_disk / "again", target_format="safetensors")
+    loaded = shardstore.load_plain_tensors(full_disk / "before")
+    assert torch.equal(loaded["w"], torch.arange(6.0).reshape(2, 3))
