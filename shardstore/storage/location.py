@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -39,6 +40,12 @@ _REMEDIES = {
     errno.ENAMETOOLONG: "the path is too long: shorten the key or the folder",
     errno.ENOENT: "the folder is gone: something removed it while it was in use",
 }
+
+
+_SPOILED = re.compile(
+    r"(s3|s3a|gs|gcs|az|abfs|abfss|adl|hf|file|local|memory|http|https|webhdfs|hdfs):/(?!/)"
+)
+"""A URL that was made a path on its way (``pathlib`` makes one slash of two)."""
 
 
 @contextmanager
@@ -94,7 +101,11 @@ class Location:
     @classmethod
     def of(cls, place: str | os.PathLike[str] | Location, **options: Any) -> Location:
         """A location from a path, a URL (``file://``, ``memory://``, ``s3://`` ...) or a
-        location; ``options`` are storage options of fsspec."""
+        location; ``options`` are storage options of fsspec.
+
+        Raises:
+            StorageError: a URL that has lost a slash, or is a chain of several.
+        """
         if isinstance(place, Location):
             return cls(place.url, {**place.options, **options}) if options else place
         if isinstance(place, StoreUrl):
@@ -102,9 +113,24 @@ class Location:
         url = os.fspath(place)
         if url.startswith("file://"):
             url = url[len("file://") :]
-        if "://" not in url:
-            url = os.path.abspath(url)
-        return cls(url.rstrip("/") or "/", options)
+        spoiled = _SPOILED.match(url)
+        if spoiled is not None:
+            raise StorageError(
+                f"{url} is neither a path nor a URL: pathlib and os.path make one slash of two; give "
+                f"the URL as text, {spoiled.group(1)}://... (a folder of that name: ./{url})",
+                url=url,
+            )
+        scheme, separator, path = url.partition("://")
+        if not separator:
+            return cls(os.path.abspath(url).rstrip("/") or "/", options)
+        if "::" in url:
+            # What is between us and the store may answer from a cache, or keep many names in one
+            # file: claims and commits need the store itself.
+            raise StorageError(
+                f"{url} is a chain of URLs, which can hold no checkpoint: give the store's own URL",
+                url=url,
+            )
+        return cls(f"{scheme}://{path.rstrip('/')}", options)
 
     @property
     def is_local(self) -> bool:
@@ -259,3 +285,7 @@ class Location:
 
     def __str__(self) -> str:
         return self.url
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # A pickle has no storage options, as that of a StoreUrl: they may hold credentials.
+        return Location, (self.url,)

@@ -397,10 +397,19 @@ def own_names(names: Iterable[str]) -> list[str]:
 def _claim(place: Location, overwrite: bool, names: Sequence[str] | None = None) -> ObjectAttempt:
     store = place.remote
     token = f"{time.time_ns():x}-{secrets.token_hex(4)}"
+    last, until = 0, 0.0
     while True:
         names = store.listing(ATTEMPTS) if names is None else names
         number = max(_numbers(names, _CLAIM, _COMMITTING, _CLEARING), default=0) + 1
         names = None
+        if number != last:
+            last, until = number, time.monotonic() + SETTLE_S
+        elif time.monotonic() > until:
+            raise StorageError(
+                f"claiming {place.url} failed: the store says that {ATTEMPTS}/{number:06d}.json is "
+                "there, and does not list it; saves need a store whose listings are up to date",
+                url=place.url,
+            )
         attempt = ObjectAttempt(place, f"{number:06d}-{token}", overwrite)
         about = {
             "id": attempt.id,

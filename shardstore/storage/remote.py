@@ -21,6 +21,7 @@ from fsspec.exceptions import FSTimeoutError  # type: ignore[import-untyped]
 
 from shardstore.errors import CheckpointingException, StorageError
 from shardstore.storage.parallel import run_batched
+from shardstore.storage.redaction import keep_quiet_about, scrub
 
 __all__ = ["NO_ANSWER", "RemoteStore", "explained", "remedy", "remote_store"]
 
@@ -403,6 +404,7 @@ def remedy(code: str | None) -> str:
 
 def explained(doing: str, url: str, error: BaseException, **about: Any) -> StorageError:
     """What the store's library raised, as an error of ours with a remedy."""
+    scrub(error)
     code = _code(error)
     name = type(error).__name__
     text = (str(error).strip().splitlines() or [name])[0][:300]
@@ -460,9 +462,10 @@ def remote_store(url: str, options: Mapping[str, Any]) -> RemoteStore:
 
 def _file_system(url: str, protocol: str, options: Mapping[str, Any]) -> Any:
     package = "s3fs (pip install 'shardstore[s3]')" if protocol in _S3 else "the package it names"
-    given = _s3_options(options) if protocol in _S3 else dict(options)
     make: Callable[..., Any] = fsspec.filesystem
+    keep_quiet_about(options)
     try:
+        given = _s3_options(options) if protocol in _S3 else dict(options)
         if protocol in _S3:
             return make(protocol, skip_instance_cache=True, **given)
         if protocol == "local":
@@ -473,16 +476,17 @@ def _file_system(url: str, protocol: str, options: Mapping[str, Any]) -> Any:
     except ValueError as error:
         if "rotocol not known" in str(error):
             raise StorageError(f"{url}: fsspec knows no store {protocol}://", url=url) from error
-        raise StorageError(
-            f"{url}: the storage options do not fit ({type(error).__name__})", url=url
-        ) from None
+        said = f"the storage options do not fit ({type(error).__name__})"
     except TypeError:
-        # The text of the cause could hold what was given.
-        raise StorageError(
-            f"{url}: the storage options do not fit; they are those of fsspec's {protocol} file "
-            f"system, not {sorted(map(str, options))}",
-            url=url,
-        ) from None
+        said = (
+            f"the storage options do not fit; they are those of fsspec's {protocol} file system, "
+            f"not {sorted(map(str, options))}"
+        )
+    except Exception as error:  # some file systems connect at once
+        raise explained("connecting to", url, error) from error
+    # Not while the other is handled: its text, which would be the context, could hold what was
+    # given.
+    raise StorageError(f"{url}: {said}", url=url)
 
 
 def _s3_options(options: Mapping[str, Any]) -> dict[str, Any]:

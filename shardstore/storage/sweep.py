@@ -179,6 +179,8 @@ def _sweep_uploads(place: Location, before: datetime, dry_run: bool) -> list[Lef
     if not hasattr(fs, "_call_s3"):
         return []
     bucket, _, prefix = place.url.partition("://")[2].partition("/")
+    if prefix:
+        prefix += "/"  # not those below names that only begin alike
     found = []
     more: dict[str, Any] = {}
     try:

@@ -156,7 +156,9 @@ def mortal(request: pytest.FixtureRequest) -> Iterator[tuple[S3Server, Any, Any]
         pytest.skip("only root can start a Ceph gateway, kill it and start it again")
 
     def script(what: str) -> None:
-        subprocess.run([SCRIPTS / "s3_server", what, "mortal"], check=True, stdin=subprocess.DEVNULL)
+        subprocess.run(
+            [SCRIPTS / "s3_server", what, "mortal"], check=True, stdin=subprocess.DEVNULL
+        )
 
     script("start")
     server = radosgw("mortal")

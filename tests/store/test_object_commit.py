@@ -310,6 +310,27 @@ def test_a_store_that_ignores_conditions_is_refused_unless_allowed() -> None:
     assert shardstore.load(small_state(), url)["step"] == 2
 
 
+class BlindFileSystem(MemoryFileSystem):
+    """A store whose listings never show what was written."""
+
+    protocol = "blind"
+    store: ClassVar[dict[str, Any]] = {}
+
+    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> Any:
+        return []
+
+
+def test_a_claim_that_is_there_and_never_listed_is_an_error_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(object_commit, "SETTLE_S", 0.2)
+    fsspec.register_implementation("blind", BlindFileSystem, clobber=True)
+    place = Location.of(f"blind://{uuid.uuid4().hex}/step")
+    place.write(f"{ATTEMPTS}/000001.json", b"{}")
+    with pytest.raises(StorageError, match="does not list it"):
+        begin(place)
+
+
 def test_a_chunk_that_is_whole_but_of_another_save_is_found(target: Target) -> None:
     place, other = target("mine"), target("other")
     for where, value in ((place, 1.0), (other, 2.0)):
@@ -350,6 +371,7 @@ def test_uploads_that_were_never_completed_are_swept(s3_server: S3Server) -> Non
     client = s3_server.client()
     client.create_multipart_upload(Bucket=bucket, Key="runs/step-1/common.pt")
     client.create_multipart_upload(Bucket=bucket, Key="elsewhere/x")
+    client.create_multipart_upload(Bucket=bucket, Key="runs-of-others/x")
     options = s3_server.storage_options
     root = f"s3://{bucket}/runs"
     old = timedelta(seconds=-60)  # the server's clock may be a moment ahead
@@ -358,7 +380,7 @@ def test_uploads_that_were_never_completed_are_swept(s3_server: S3Server) -> Non
     assert sweep(root, older_than=old, storage_options=options, dry_run=False) == [found]
     assert sweep(root, older_than=old, storage_options=options) == []
     left = client.list_multipart_uploads(Bucket=bucket).get("Uploads") or []
-    assert [upload["Key"] for upload in left] == ["elsewhere/x"]
+    assert sorted(upload["Key"] for upload in left) == ["elsewhere/x", "runs-of-others/x"]
 
 
 # -- ranks ---------------------------------------------------------------------------------------
