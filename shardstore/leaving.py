@@ -10,9 +10,9 @@ saves.
 from __future__ import annotations
 
 import atexit
-import concurrent.futures.thread  # before us: what is registered last is called first
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 __all__ = ["register", "unregister"]
@@ -42,6 +42,7 @@ def _run() -> None:
         function()
 
 
+assert ThreadPoolExecutor  # imported before: what was registered last is called first
 atexit.register(_run)
 with suppress(AttributeError, RuntimeError):  # it is no part of the documented interface
     threading._register_atexit(_run)  # type: ignore[attr-defined]

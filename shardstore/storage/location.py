@@ -116,8 +116,8 @@ class Location:
         spoiled = _SPOILED.match(url)
         if spoiled is not None:
             raise StorageError(
-                f"{url} is neither a path nor a URL: pathlib and os.path make one slash of two; give "
-                f"the URL as text, {spoiled.group(1)}://... (a folder of that name: ./{url})",
+                f"{url} is neither a path nor a URL: pathlib and os.path make one slash of two; "
+                f"give the URL as text, {spoiled.group(1)}://... (a folder of that name: ./{url})",
                 url=url,
             )
         scheme, separator, path = url.partition("://")

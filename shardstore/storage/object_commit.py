@@ -40,6 +40,9 @@ __all__ = ["ATTEMPTS", "ObjectAttempt", "begin", "is_committed", "join", "own_na
 ATTEMPTS = ".attempts"
 """Folder of the claims, below the target."""
 
+DELETING = f"{ATTEMPTS}/deleting"
+"""Mark of a deletion that is under way, or died."""
+
 SETTLE_S = 30.0
 """How long a new claim waits for an older attempt that is about to commit: longer than one PUT with
 all its retries usually takes. Too short costs the older attempt its success, never anybody's
@@ -52,6 +55,7 @@ _CLAIM = re.compile(r"(\d{6,})\.json")
 _COMMITTING = re.compile(r"(\d{6,})\.committing")
 _CLEARING = re.compile(r"(\d{6,})\.clearing")
 _PART = re.compile(r"zarr\.json|\.zarray|\.zattrs|c([./]\d+)*|\d+([./]\d+)*|shard_[\d._]*\.pt")
+_CHUNK = re.compile(r"c([./]\d+)*|\d+([./]\d+)*")
 
 _honest: set[str] = set()
 """Stores of this process that were seen to refuse a second creation."""
@@ -259,8 +263,12 @@ class ObjectAttempt:
         """Remove what was written, as far as the store lets us; the next attempt does the rest."""
         with contextlib.suppress(StorageError, FileNotFoundError):
             self._clear(_leftovers(self.target.remote.walk()))
-        with contextlib.suppress(StorageError):
             self._withdraw()
+            return
+        # The claim stays: it says that what is left is of a save. Nobody has to wait for it.
+        with contextlib.suppress(StorageError):
+            if _read_claim(self.target, self.number).get("id") == self.id:
+                self.target.remote.delete([f"{ATTEMPTS}/{self.number:06d}.committing"])
 
     def _clear(self, leftovers: Sequence[str]) -> None:
         """Delete what other attempts left, unless a newer one owns the target already."""
@@ -317,7 +325,8 @@ def begin(
         names = _settled_names(attempt)
         if not overwrite and _commits(place, names):
             raise _exists(place)
-        attempt._clear(_leftovers(names))
+        claim = f"{ATTEMPTS}/{attempt.number:06d}.json"
+        attempt._clear(_leftovers(name for name in names if name != claim))
     except BaseException:
         with contextlib.suppress(StorageError):
             attempt._withdraw()
@@ -376,9 +385,13 @@ def _is_commit(text: bytes) -> bool:
 def own_names(names: Iterable[str]) -> list[str]:
     """Those of all object names below a target that belong to checkpoints, finished or not.
 
-    A checkpoint further below, a foreign Zarr group or anything else is left out.
+    A checkpoint further below, a foreign Zarr group or anything else is left out. What only looks
+    like a chunk (``logs/1``) counts beside the document of an array; where claims or marks say that
+    a save or a deletion died here, those of layout 2 count without one: the documents come last.
     """
     names = list(names)
+    died = any(name.startswith(f"{ATTEMPTS}/") and "/probe-" not in name for name in names)
+    arrays = {name.partition("/")[0] for name in names if name.endswith(("/zarr.json", "/.zarray"))}
     documents = {name for name in names if name.endswith(("/zarr.json", "/metadata.json"))}
     # A folder with documents in folders below it is a group or a checkpoint of its own.
     foreign = {name.partition("/")[0] for name in documents if name.count("/") > 1}
@@ -389,8 +402,12 @@ def own_names(names: Iterable[str]) -> list[str]:
         if not rest:
             if first in _OWN or first.endswith(".distcp"):
                 own.append(name)
-        elif first == ATTEMPTS or (first not in foreign and _PART.fullmatch(rest)):
+        elif first == ATTEMPTS:
             own.append(name)
+        elif first not in foreign and _PART.fullmatch(rest):
+            chunk_like = _CHUNK.fullmatch(rest)
+            if first in arrays or not chunk_like or (died and rest.startswith("c")):
+                own.append(name)
     return own
 
 
@@ -497,8 +514,14 @@ def _delete(place: Location, names: Sequence[str]) -> None:
 
 
 def delete_all(place: Location) -> None:
-    """Delete a checkpoint, its commit first; foreign objects stay. Called by one process."""
-    _delete(place, _leftovers(place.remote.walk()))
+    """Delete a checkpoint, its commit first; foreign objects stay. Called by one process.
+
+    Until all is gone there is a mark, which tells the sweeper what a deletion that died left.
+    """
+    names = _leftovers(place.remote.walk())
+    place.remote.write(DELETING, b"")
+    _delete(place, names)
+    place.remote.delete([DELETING])
 
 
 def _exists(place: Location) -> CheckpointExistsError:

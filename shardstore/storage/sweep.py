@@ -20,15 +20,13 @@ from shardstore.errors import CheckpointExistsError, NotACheckpointError
 from shardstore.storage import commit, object_commit
 from shardstore.storage.identity import what_else
 from shardstore.storage.location import Location
+from shardstore.storage.names import MANIFEST_NAME
 from shardstore.storage.object_commit import ATTEMPTS
 from shardstore.storage.remote import DEADLINE_S, explained
 
 __all__ = ["Leftover", "delete_checkpoint", "latest", "sweep"]
 
 DEFAULT_AGE = timedelta(days=1)
-
-_CHUNK = re.compile(r"c(\.\d+)*")
-_MARKS = ("common.pt", "manifest.npz", "metadata.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +141,11 @@ def _below(place: Location, name: str) -> Location:
 
 
 def _uncovered(place: Location) -> dict[str, list[tuple[int, datetime | None]]]:
-    """Targets without a commit, relative to the root -> size and age of what is there."""
+    """Targets without a commit, relative to the root -> size and age of what is there.
+
+    Told by claims and marks, which are there before anything else and go last, or by a manifest. No
+    other name is certainly ours.
+    """
     known = {name: (size, when) for name, size, when in place.remote.details()}
     names = list(known)
     targets: set[str] = set()
@@ -152,10 +154,8 @@ def _uncovered(place: Location) -> dict[str, list[tuple[int, datetime | None]]]:
         parent, _, above = folder.rpartition("/")
         if above == ATTEMPTS:
             targets.add(parent)
-        elif last in _MARKS:
+        elif last == MANIFEST_NAME:
             targets.add(folder)
-        elif folder and _CHUNK.fullmatch(last) and f"{folder}/zarr.json" not in known:
-            targets.add(parent)
     found = {}
     for target in sorted(targets):
         if object_commit.is_committed(_below(place, target)):
