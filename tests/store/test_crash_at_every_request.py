@@ -1,5 +1,5 @@
-"""A process that dies at any request of a save in place, or of a deletion, leaves the old checkpoint,
-the new one or none: never a mixed one, and nothing that hinders the next."""
+"""A process that dies at any request of a save in place, or of a deletion, leaves the old
+checkpoint, the new one or none: never a mixed one, and nothing that hinders the next."""
 
 from __future__ import annotations
 
