@@ -12,7 +12,7 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 
 __all__ = ["register", "unregister"]
@@ -42,7 +42,8 @@ def _run() -> None:
         function()
 
 
-assert ThreadPoolExecutor  # imported before: what was registered last is called first
+# Its module is imported before: what was registered last is called first.
+assert issubclass(ThreadPoolExecutor, Executor)
 atexit.register(_run)
 with suppress(AttributeError, RuntimeError):  # it is no part of the documented interface
     threading._register_atexit(_run)  # type: ignore[attr-defined]
