@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import shardstore
+from shardstore.dcp import StorageReader, StorageWriter
 from shardstore.errors import StorageError
 from shardstore.mapping import ShardedTensor
 from shardstore.storage.location import Location
@@ -71,3 +72,11 @@ def test_a_pickle_has_no_options() -> None:
     assert copied == place
     assert copied.options == {}
     assert b"of-a-trainer" not in pickle.dumps(place)
+
+
+def test_a_pickled_writer_of_dcp_still_reaches_its_store() -> None:
+    """DCP hands it to the process that saves in the background."""
+    options = {"key": "AKOFATRAINER00000", "secret": "of-a-trainer-123456"}
+    for kind in (StorageWriter, StorageReader):
+        copied = pickle.loads(pickle.dumps(kind("s3://bucket/x", storage_options=options)))
+        assert copied._place.options == options
