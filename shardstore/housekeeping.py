@@ -7,7 +7,6 @@ the jobs are, nor what a step is.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import threading
 import weakref
@@ -15,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
+from shardstore import leaving
 from shardstore.storage.parallel import yield_to_others
 
 __all__ = ["Claims", "Housekeeping"]
@@ -39,7 +39,8 @@ class Housekeeping:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         # Now, so that it runs after the exit functions of saves which begin later.
-        atexit.register(_wait_at_exit, weakref.ref(self))
+        this = weakref.ref(self)
+        leaving.register(lambda: _wait_at_exit(this))
 
     def put(self, job: Callable[[], None]) -> None:
         """Have a job done. An error that it raises is logged."""

@@ -46,7 +46,8 @@ class Placed:
                 f"the {type(self).__name__} has no place to {verb}: give it a URL, or give "
                 f"torch.distributed.checkpoint.{function} a checkpoint_id"
             )
-        return self._location
+        # A location that was pickled, for DCP's process that saves, has left its options behind.
+        return Location.of(self._location, **self._storage_options)
 
     @property
     def checkpoint_id(self) -> str:

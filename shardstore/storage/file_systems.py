@@ -15,6 +15,8 @@ from typing import Any
 import fsspec  # type: ignore[import-untyped]
 
 from shardstore.errors import StorageError
+from shardstore.storage.redaction import keep_quiet_about
+from shardstore.storage.remote_errors import explained
 
 __all__ = ["file_system"]
 
@@ -44,9 +46,10 @@ def file_system(url: str, options: Mapping[str, Any]) -> Any:
 
 def _made(url: str, protocol: str, options: Mapping[str, Any]) -> Any:
     package = "s3fs (pip install 'shardstore[s3]')" if protocol in _S3 else "the package it names"
-    given = _s3_options(options) if protocol in _S3 else dict(options)
     make: Callable[..., Any] = fsspec.filesystem
+    keep_quiet_about(options)
     try:
+        given = _s3_options(options) if protocol in _S3 else dict(options)
         if protocol in _S3:
             return make(protocol, skip_instance_cache=True, **given)
         if protocol == "local":
@@ -57,16 +60,17 @@ def _made(url: str, protocol: str, options: Mapping[str, Any]) -> Any:
     except ValueError as error:
         if "rotocol not known" in str(error):
             raise StorageError(f"{url}: fsspec knows no store {protocol}://", url=url) from error
-        raise StorageError(
-            f"{url}: the storage options do not fit ({type(error).__name__})", url=url
-        ) from None
+        said = f"the storage options do not fit ({type(error).__name__})"
     except TypeError:
-        # The text of the cause could hold what was given.
-        raise StorageError(
-            f"{url}: the storage options do not fit; they are those of fsspec's {protocol} file "
-            f"system, not {sorted(map(str, options))}",
-            url=url,
-        ) from None
+        said = (
+            f"the storage options do not fit; they are those of fsspec's {protocol} file system, "
+            f"not {sorted(map(str, options))}"
+        )
+    except Exception as error:  # some file systems connect at once
+        raise explained("connecting to", url, error) from error
+    # Not while the other is handled: its text, which would be the context, could hold what was
+    # given.
+    raise StorageError(f"{url}: {said}", url=url)
 
 
 def _s3_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -271,3 +271,7 @@ class Location:
 
     def __str__(self) -> str:
         return self.url
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # A pickle has no storage options, as that of a StoreUrl: they may hold credentials.
+        return Location, (self.url,)

@@ -25,6 +25,8 @@ __all__ = [
     "CLAIM",
     "CLEARING",
     "COMMITTING",
+    "DELETING",
+    "SETTLE_S",
     "claims",
     "described",
     "make_claim",
@@ -36,6 +38,14 @@ __all__ = [
 
 ATTEMPTS = ".attempts"
 """Folder of the claims, below the target."""
+
+DELETING = f"{ATTEMPTS}/deleting"
+"""Mark of a deletion that is under way, or died."""
+
+SETTLE_S = 30.0
+"""How long a new claim waits for an older attempt that is about to commit: longer than one PUT with
+all its retries usually takes. Too short costs the older attempt its success, never anybody's
+data."""
 
 CLAIM = re.compile(r"(\d{6,})\.json")
 COMMITTING = re.compile(r"(\d{6,})\.committing")
@@ -56,14 +66,23 @@ def make_claim(place: Location, names: Sequence[str] | None = None) -> str:
         The id that is in the claim: its number and a random part.
 
     Raises:
-        StorageError: the store refused.
+        StorageError: the store refused, or does not list a claim that is there.
     """
     store = place.remote
     token = f"{time.time_ns():x}-{secrets.token_hex(4)}"
+    last, until = 0, 0.0
     while True:
         names = store.listing(ATTEMPTS) if names is None else names
         number = max(numbers(names, CLAIM, COMMITTING, CLEARING), default=0) + 1
         names = None
+        if number != last:
+            last, until = number, time.monotonic() + SETTLE_S
+        elif time.monotonic() > until:
+            raise StorageError(
+                f"claiming {place.url} failed: the store says that {ATTEMPTS}/{number:06d}.json is "
+                "there, and does not list it; saves need a store whose listings are up to date",
+                url=place.url,
+            )
         attempt_id = f"{number:06d}-{token}"
         about = {
             "id": attempt_id,

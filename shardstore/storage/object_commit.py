@@ -31,6 +31,7 @@ from shardstore.storage.object_claims import (
     CLAIM,
     CLEARING,
     COMMITTING,
+    SETTLE_S,
     claims,
     described,
     make_claim,
@@ -50,10 +51,6 @@ from shardstore.storage.parallel import run_together
 
 __all__ = ["ObjectAttempt", "begin", "join"]
 
-SETTLE_S = 30.0
-"""How long a new claim waits for an older attempt that is about to commit: longer than one PUT with
-all its retries usually takes. Too short costs the older attempt its success, never anybody's
-data."""
 POLL_S = 0.2
 
 logger = logging.getLogger(__name__)
@@ -259,8 +256,12 @@ class ObjectAttempt:
         """Remove what was written, as far as the store lets us; the next attempt does the rest."""
         with contextlib.suppress(StorageError, FileNotFoundError):
             self._clear(leftovers(self.target.remote.walk()))
-        with contextlib.suppress(StorageError):
             self._withdraw()
+            return
+        # The claim stays: it says that what is left is of a save. Nobody has to wait for it.
+        with contextlib.suppress(StorageError):
+            if read_claim(self.target, self.number).get("id") == self.id:
+                self.target.remote.delete([f"{ATTEMPTS}/{self.number:06d}.committing"])
 
     def _clear(self, names: Sequence[str]) -> None:
         """Delete what other attempts left, unless a newer one owns the target already."""
@@ -317,7 +318,8 @@ def begin(
         names = _settled_names(attempt)
         if not overwrite and committed_among(place, names):
             raise _exists(place)
-        attempt._clear(leftovers(names))
+        claim = f"{ATTEMPTS}/{attempt.number:06d}.json"
+        attempt._clear(leftovers(name for name in names if name != claim))
     except BaseException:
         with contextlib.suppress(StorageError):
             attempt._withdraw()

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from shardstore.storage.location import Location
-from shardstore.storage.object_claims import ATTEMPTS
+from shardstore.storage.object_claims import ATTEMPTS, DELETING
 from shardstore.storage.parallel import run_together
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
 
 _OWN = frozenset({"zarr.json", "metadata.json", "common.pt", "manifest.npz", ".metadata"})
 _COMMITS = ("zarr.json", "metadata.json")
+_CHUNK = re.compile(r"c([./]\d+)*|\d+([./]\d+)*")
 _PART = re.compile(r"zarr\.json|\.zarray|\.zattrs|c([./]\d+)*|\d+([./]\d+)*|shard_[\d._]*\.pt")
 
 
@@ -74,9 +75,13 @@ def _is_commit(text: bytes) -> bool:
 def own_names(names: Iterable[str]) -> list[str]:
     """Those of all object names below a target that belong to checkpoints, finished or not.
 
-    A checkpoint further below, a foreign Zarr group or anything else is left out.
+    A checkpoint further below, a foreign Zarr group or anything else is left out. What only looks
+    like a chunk (``logs/1``) counts beside the document of an array; where claims or marks say that
+    a save or a deletion died here, those of layout 2 count without one: the documents come last.
     """
     names = list(names)
+    died = any(name.startswith(f"{ATTEMPTS}/") and "/probe-" not in name for name in names)
+    arrays = {name.partition("/")[0] for name in names if name.endswith(("/zarr.json", "/.zarray"))}
     documents = {name for name in names if name.endswith(("/zarr.json", "/metadata.json"))}
     # A folder with documents in folders below it is a group or a checkpoint of its own.
     foreign = {name.partition("/")[0] for name in documents if name.count("/") > 1}
@@ -87,8 +92,12 @@ def own_names(names: Iterable[str]) -> list[str]:
         if not rest:
             if first in _OWN or first.endswith(".distcp"):
                 own.append(name)
-        elif first == ATTEMPTS or (first not in foreign and _PART.fullmatch(rest)):
+        elif first == ATTEMPTS:
             own.append(name)
+        elif first not in foreign and _PART.fullmatch(rest):
+            chunk_like = _CHUNK.fullmatch(rest)
+            if first in arrays or not chunk_like or (died and rest.startswith("c")):
+                own.append(name)
     return own
 
 
@@ -108,5 +117,11 @@ def delete_objects(place: Location, names: Sequence[str]) -> None:
 
 
 def delete_all(place: Location) -> None:
-    """Delete a checkpoint, its commit first; foreign objects stay. Called by one process."""
-    delete_objects(place, leftovers(place.remote.walk()))
+    """Delete a checkpoint, its commit first; foreign objects stay. Called by one process.
+
+    Until all is gone there is a mark, which tells the sweeper what a deletion that died left.
+    """
+    names = leftovers(place.remote.walk())
+    place.remote.write(DELETING, b"")
+    delete_objects(place, names)
+    place.remote.delete([DELETING])

@@ -41,6 +41,10 @@ def url_of(place: object) -> str:
             place,
             f"has lost a slash, as URLs do in pathlib.Path: give {whole!r} as a string",
         )
+    # What is between us and the store may answer from a cache, or keep many names in one file:
+    # claims and commits need the store itself.
+    is_chain = "://" in url and "::" in url
+    _require(not is_chain, place, "is a chain of URLs, which can hold none: give the store's own")
     if "://" not in url:
         url = os.path.abspath(os.path.expanduser(url))
     return url.rstrip("/") or "/"

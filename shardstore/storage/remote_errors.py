@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardstore.errors import StorageError
+from shardstore.storage.redaction import scrub
 
 __all__ = ["NO_ANSWER", "code_of", "explained", "remedy"]
 
@@ -66,6 +67,7 @@ def remedy(code: str | None) -> str:
 
 def explained(doing: str, url: str, error: BaseException, **about: Any) -> StorageError:
     """What the store's library raised, as an error of ours with a remedy."""
+    scrub(error)
     code = code_of(error)
     name = type(error).__name__
     text = (str(error).strip().splitlines() or [name])[0][:300]

@@ -155,10 +155,11 @@ class S3IO:
             except (self._obstore.exceptions.BaseError, OSError) as error:
                 failure = self._failure(doing, key, error)
                 status = _status(error)
-                again = status is None or status in _AGAIN
-                if not (again and left and time.monotonic() - began < TRYING_S):
-                    # The store's own answer may have the access key in it.
-                    raise failure from None
+            again = status is None or status in _AGAIN
+            if not (again and left and time.monotonic() - began < TRYING_S):
+                # Not while the other is handled: the store's own answer in it, which would be the
+                # context of ours, may have the access key.
+                raise failure
             time.sleep(delay * random.uniform(0.5, 1.0))
             delay = min(2 * delay, MAX_DELAY_S)
         raise AssertionError

@@ -20,6 +20,7 @@ from shardstore.errors import CheckpointExistsError, NotACheckpointError
 from shardstore.storage import commit, object_commit, own_objects
 from shardstore.storage.identity import what_else
 from shardstore.storage.location import Location
+from shardstore.storage.names import MANIFEST_NAME
 from shardstore.storage.object_claims import ATTEMPTS
 from shardstore.storage.remote import DEADLINE_S
 from shardstore.storage.remote_errors import explained
@@ -27,9 +28,6 @@ from shardstore.storage.remote_errors import explained
 __all__ = ["Leftover", "delete_checkpoint", "latest", "sweep"]
 
 DEFAULT_AGE = timedelta(days=1)
-
-_CHUNK = re.compile(r"c(\.\d+)*")
-_MARKS = ("common.pt", "manifest.npz", "metadata.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +144,11 @@ def _below(place: Location, name: str) -> Location:
 
 
 def _uncovered(place: Location) -> dict[str, list[tuple[int, datetime | None]]]:
-    """Targets without a commit, relative to the root -> size and age of what is there."""
+    """Targets without a commit, relative to the root -> size and age of what is there.
+
+    Told by claims and marks, which are there before anything else and go last, or by a manifest. No
+    other name is certainly ours.
+    """
     known = {name: (size, when) for name, size, when in place.remote.details()}
     names = list(known)
     targets: set[str] = set()
@@ -155,10 +157,8 @@ def _uncovered(place: Location) -> dict[str, list[tuple[int, datetime | None]]]:
         parent, _, above = folder.rpartition("/")
         if above == ATTEMPTS:
             targets.add(parent)
-        elif last in _MARKS:
+        elif last == MANIFEST_NAME:
             targets.add(folder)
-        elif folder and _CHUNK.fullmatch(last) and f"{folder}/zarr.json" not in known:
-            targets.add(parent)
     found = {}
     for target in sorted(targets):
         if own_objects.is_committed(_below(place, target)):
@@ -182,6 +182,8 @@ def _sweep_uploads(place: Location, before: datetime, dry_run: bool) -> list[Lef
     if not hasattr(fs, "_call_s3"):
         return []
     bucket, _, prefix = place.url.partition("://")[2].partition("/")
+    if prefix:
+        prefix += "/"  # not those below names that only begin alike
     found = []
     more: dict[str, Any] = {}
     try:

@@ -128,9 +128,8 @@ class TensorStoreMover:
     ) -> int:
         item, record, future = entry
         array = item.array
-        try:
-            future.result()
-        except Exception as error:
+        error = _failure_of(future)
+        if error is not None:
             url = f"{self.location.url}/{array.node}/{array.chunk_key(item.index)}"
             raise StorageError(
                 f"writing chunk {item.index} of key {array.key!r} to {url} failed: "
@@ -180,9 +179,8 @@ class TensorStoreMover:
     ) -> int:
         read, future = entry
         array = read.array
-        try:
-            future.result()
-        except Exception as error:
+        error = _failure_of(future)
+        if error is not None:
             text = plain_words(str(error)) if not self.location.is_local else str(error)
             raise self._explained(read, text, manifest) from self._cause(error)
         touched = sum(1 for _ in array.grid.overlapping(read.box))
@@ -237,6 +235,15 @@ def _record(array: ArrayMeta, data: NDArray[Any]) -> ChunkRecord:
         position += len(piece)
     stored = total + (4 if array.has_crc else 0)
     return ChunkRecord(stored, crc, hasher.digest(), running[: inner_blocks(total)])
+
+
+def _failure_of(future: Any) -> Exception | None:
+    """Why it failed, not being handled any more: it is not to be the context of what is raised."""
+    try:
+        future.result()
+    except Exception as error:
+        return error
+    return None
 
 
 def _wait(futures: Iterable[Any]) -> None:

@@ -76,6 +76,38 @@ def test_of_claims_that_all_are_there_the_newest_wins(any_s3_server: S3Server) -
     assert there == b"%d" % won[0]
 
 
+def test_of_racing_overwriters_one_is_left_whole(any_s3_server: S3Server) -> None:
+    """All replace the checkpoint that is there: what is there in the end is all one winner's."""
+    url = f"s3://{any_s3_server.new_bucket()}/run/step-1"
+    place = Location.of(url, **any_s3_server.storage_options)
+    first = object_commit.begin(place)
+    first.put("w/zarr.json", b"first")
+    first.commit([("zarr.json", b"first")], durable=True)
+    start = threading.Barrier(COMMITTERS)
+
+    def one(number: int) -> bool:
+        start.wait()
+        content = b"%d" % number
+        try:
+            attempt = object_commit.begin(place, overwrite=True)
+            for name in ("w/c.0", "w/c.1", "common.pt", "w/zarr.json"):
+                attempt.put(name, content)
+            attempt.commit([("manifest.npz", content), ("zarr.json", content)], durable=True)
+        except StorageError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(COMMITTERS) as pool:
+        won = [number for number, told in enumerate(pool.map(one, range(COMMITTERS))) if told]
+    assert won
+    there = {place.read(name) for name in place.remote.walk()}
+    assert len(there) == 1
+    assert int(there.pop()) in won
+    assert place.remote.walk() == sorted(
+        ["common.pt", "manifest.npz", "w/c.0", "w/c.1", "w/zarr.json", "zarr.json"]
+    )
+
+
 def test_a_late_writer_of_a_dead_attempt_changes_nothing(any_s3_server: S3Server) -> None:
     run = Run.new(any_s3_server, any_s3_server)
     late = object_commit.begin(Location.of(run.url(1), **run.options))

@@ -22,7 +22,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import shardstore
 from scripts.s3_servers import S3Server
-from shardstore import ShardedTensor, sweep
+from shardstore import ShardedTensor, delete_checkpoint, sweep
 from shardstore.errors import (
     CheckpointExistsError,
     ChunkCorruptError,
@@ -39,6 +39,7 @@ from shardstore.storage.object_claims import ATTEMPTS
 from shardstore.storage.object_commit import ObjectAttempt, begin, join
 from shardstore.storage.object_mover import ObjectMover
 from shardstore.storage.own_objects import is_committed
+from shardstore.storage.remote import RemoteStore
 from shardstore.storage.tensorstore_store import kvstore_spec
 from tests.ranks_helper import run_ranks
 from tests.store_suite import small_state, tensor, unfinished_save
@@ -266,6 +267,7 @@ def test_overwriting_takes_the_commit_away_first(target: Target) -> None:
     place = target("over")
     first = begin(place)
     write_chunks(first, 1.0)
+    first.put("w/zarr.json", b"{}")
     commit(first)
     place.write("log/train.txt", b"mine")
     with pytest.raises(CheckpointExistsError, match="overwrite=True"):
@@ -290,7 +292,58 @@ def test_what_is_not_ours_is_known() -> None:
         *("notes.txt", "w/readme.md", "group/zarr.json", "group/a/zarr.json", "group/a/c/0"),
         *("step-1/zarr.json", "step-1/metadata.json", "step-1/w/zarr.json", "step-1/w/c.0"),
         *("deep/step-1/w/c.0", "x/c.0.0/y"),
-    } | ({"logs/1"} - set(own_objects.own_names(names)))
+        *("logs/1",),
+    }
+    # With neither claims nor documents, nothing that looks like a chunk is ours.
+    assert own_objects.own_names(["w/c", "w/c.0.1", "v1/0.1", "notes/1"]) == []
+    dead = [".attempts/000001.json", "w/c", "w/c.0.1", "v1/0.1"]
+    assert own_objects.own_names(dead) == dead[:3]
+
+
+FOREIGN = {
+    **{"data/metadata.json": b"[1, 2]", "notes/metadata.json": b"not JSON", "a/common.pt": b"?"},
+    **{"src/lib/c": b"?", "logs/dir/c.1": b"?", "data/x/0": b"?"},
+    **{"run/logs/1": b"?", "run/logs/2": b"?", "run/notes/c": b"?"},
+}
+"""What others may have, under names that look like ours."""
+
+
+def test_what_only_looks_like_ours_is_never_taken(target: Target) -> None:
+    root, place = target("others"), target("others/run")
+    for name, data in FOREIGN.items():
+        root.write(name, data)
+    assert sweep(root, older_than=timedelta(0), dry_run=False) == []
+    shardstore.save(small_state(1.0), place.place)
+    shardstore.save(small_state(2.0), place.place, overwrite=True)
+    assert set(FOREIGN) <= set(root.remote.walk())
+    delete_checkpoint(place)
+    assert sorted(root.remote.walk()) == sorted(FOREIGN)
+
+
+def test_what_a_deletion_that_died_left_is_swept(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, place = target("cut"), target("cut/step-1")
+    shardstore.save(small_state(1.0), place.place)
+    delete = RemoteStore.delete
+    left = [2]
+
+    def dies(self: RemoteStore, names: Any) -> None:
+        if not left[0]:
+            raise StorageError("killed")
+        left[0] -= 1
+        # Half of what it was to delete.
+        delete(self, list(names)[: max(1, len(names) // 2)])
+
+    monkeypatch.setattr(RemoteStore, "delete", dies)
+    with pytest.raises(StorageError, match="killed"):
+        delete_checkpoint(place)
+    monkeypatch.setattr(RemoteStore, "delete", delete)
+    assert not is_committed(place)
+    assert place.remote.walk() != []
+    (found,) = sweep(root, older_than=timedelta(0), dry_run=False)
+    assert found.url == place.url
+    assert root.remote.walk() == []
 
 
 class ForgetfulFileSystem(MemoryFileSystem):
@@ -311,6 +364,27 @@ def test_a_store_that_ignores_conditions_is_refused_unless_allowed() -> None:
     assert Location.of(url).remote.walk() == []
     shardstore.save(small_state(2.0), url, allow_unconditional=True)
     assert shardstore.load(small_state(), url)["step"] == 2
+
+
+class BlindFileSystem(MemoryFileSystem):
+    """A store whose listings never show what was written."""
+
+    protocol = "blind"
+    store: ClassVar[dict[str, Any]] = {}
+
+    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> Any:
+        return []
+
+
+def test_a_claim_that_is_there_and_never_listed_is_an_error_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(object_claims, "SETTLE_S", 0.2)
+    fsspec.register_implementation("blind", BlindFileSystem, clobber=True)
+    place = Location.of(f"blind://{uuid.uuid4().hex}/step")
+    place.write(f"{ATTEMPTS}/000001.json", b"{}")
+    with pytest.raises(StorageError, match="does not list it"):
+        begin(place)
 
 
 def test_a_chunk_that_is_whole_but_of_another_save_is_found(target: Target) -> None:
@@ -353,6 +427,7 @@ def test_uploads_that_were_never_completed_are_swept(s3_server: S3Server) -> Non
     client = s3_server.client()
     client.create_multipart_upload(Bucket=bucket, Key="runs/step-1/common.pt")
     client.create_multipart_upload(Bucket=bucket, Key="elsewhere/x")
+    client.create_multipart_upload(Bucket=bucket, Key="runs-of-others/x")
     options = s3_server.storage_options
     root = f"s3://{bucket}/runs"
     old = timedelta(seconds=-60)  # the server's clock may be a moment ahead
@@ -361,7 +436,7 @@ def test_uploads_that_were_never_completed_are_swept(s3_server: S3Server) -> Non
     assert sweep(root, older_than=old, storage_options=options, dry_run=False) == [found]
     assert sweep(root, older_than=old, storage_options=options) == []
     left = client.list_multipart_uploads(Bucket=bucket).get("Uploads") or []
-    assert [upload["Key"] for upload in left] == ["elsewhere/x"]
+    assert sorted(upload["Key"] for upload in left) == ["elsewhere/x", "runs-of-others/x"]
 
 
 # -- ranks ---------------------------------------------------------------------------------------

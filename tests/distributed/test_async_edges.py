@@ -1,0 +1,149 @@
+"""Asynchronous saves of little or nothing, one after the other, with handles that nobody keeps."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardstore
+from scripts.s3_servers import S3Server
+from shardstore.mapping import ShardedObject, ShardedTensor
+from shardstore.storage.counters import counters
+from shardstore.strategies.zarr import ZarrSaveShardedStrategy
+from tests.ranks_helper import run_ranks
+from tests.scenarios import Scenario, run_scenarios
+
+WORLD = 3
+
+
+def rows(rank: int, parts: int, value: float = 0.0, width: int = 64) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(
+        "w", torch.full((8, width), value + rank), (0, rank, parts)
+    )
+
+
+def nothing_and_hardly_anything(rank: int, world_size: int, folder: Path) -> None:
+    """Empty shards, empty tensors, objects alone, no state at all; on some ranks or on all."""
+    empty = torch.empty(0, 5)
+    states: list[dict[str, Any]] = [
+        {},
+        {"step": 3},
+        {"o": ShardedObject("o", rank, (world_size,), (rank,))},
+        {"e": ShardedTensor.from_rank_offsets("e", empty.clone(), replica_id=rank)},
+        {"s": ShardedTensor.from_rank_offsets("s", torch.tensor(7.0), replica_id=rank)},
+        {} if rank else {"w": rows(0, 1)},
+    ]
+    for number, state in enumerate(states):
+        for budget, overlap in ((None, False), (1, True)):
+            place = folder / f"c{number}-{budget}-{overlap}"
+            handle = shardstore.async_save(
+                dict(state),
+                place,
+                overlap_staging=overlap,
+                staging_budget_bytes=budget,
+                durable=False,
+            )
+            assert handle.wait_staged(60)
+            handle.result(60)
+            assert shardstore.check_is_distributed_checkpoint(place)
+    assert shardstore.load_common_state_dict(folder / "c1-None-False") == {"step": 3}
+    asked: Any = shardstore.load(
+        {"o": ShardedObject("o", None, (world_size,), (rank,))}, folder / "c2-1-True"
+    )
+    assert asked["o"] == rank
+    loaded = [shardstore.load_plain_tensors(folder / f"c{n}-1-True") for n in (3, 4, 5)]
+    assert loaded[0]["e"].shape == (0, 5)
+    assert loaded[1]["s"] == 7
+    assert torch.equal(loaded[2]["w"], torch.zeros(8, 64))
+
+
+def many_in_a_row_that_nobody_waits_for(rank: int, world_size: int, folder: Path) -> None:
+    tensor = rows(rank, world_size)
+    for step in range(6):
+        tensor.data.fill_(step)
+        shardstore.async_save({"w": tensor, "step": step}, folder / f"step-{step}", durable=False)
+        gc.collect()  # the handle is gone, the save is not
+    tensor.data.fill_(-1)
+    # The one that is asked for last waits for those before it.
+    shardstore.async_save({"w": tensor, "step": -1}, folder / "last").result(60)
+    for step in range(6):
+        loaded = shardstore.load_plain_tensors(folder / f"step-{step}")
+        assert (loaded["w"] == step).all()
+        assert loaded["step"] == step
+    dist.barrier()
+
+
+def groups_that_are_not_side_by_side_read_once_each(
+    rank: int, world_size: int, folder: Path
+) -> None:
+    """Ranks 0 and 2 hold one half and share it; rank 1 is alone; what it holds is nothing."""
+    whole = torch.arange(64.0 * 64).reshape(64, 64)
+    parts = [ShardedTensor.from_rank_offsets("w", whole.clone(), replica_id=rank)]
+    strategy = ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=1024)
+    shardstore.save({"w": parts[0]}, folder / "c", strategy)
+    groups = [dist.new_group([0, 2]), dist.new_group([1])]
+    asked = {} if rank == 1 else {"w": parts[0]}
+    parts[0].data.zero_()
+    before = counters.snapshot()
+    shardstore.load(
+        asked,
+        folder / "c",
+        replica_group=groups[rank % 2],
+        share_replicas="always",
+        validate_access_integrity=False,
+    )
+    read = [None] * world_size
+    dist.all_gather_object(read, counters.snapshot()["bytes_read"] - before["bytes_read"])
+    counts = [int(n or 0) for n in read]
+    assert whole.nbytes <= sum(counts) <= 1.02 * whole.nbytes + 64 * 4
+    assert counts[1] == 0
+    assert max(counts) <= 0.6 * sum(counts)
+    assert torch.equal(parts[0].data, torch.zeros(64, 64) if rank == 1 else whole)
+
+
+SCENARIOS: tuple[Scenario, ...] = (
+    nothing_and_hardly_anything,
+    many_in_a_row_that_nobody_waits_for,
+    groups_that_are_not_side_by_side_read_once_each,
+)
+
+
+@pytest.fixture(scope="module")
+def held(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
+    folder = tmp_path_factory.mktemp("scenarios")
+    found: list[list[str]] = run_ranks(run_scenarios, WORLD, str(folder), SCENARIOS)
+    return found
+
+
+@pytest.mark.parametrize("scenario", [s.__name__ for s in SCENARIOS])
+def test_ranks(held: list[list[str]], scenario: str) -> None:
+    assert all(scenario in names for names in held)
+
+
+@pytest.mark.parametrize("mover", ["auto", "tensorstore"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_budget_smaller_than_a_chunk_on_s3(
+    s3_server: S3Server, mover: str, overlap: bool
+) -> None:
+    url, options = f"s3://{s3_server.new_bucket()}/c", s3_server.storage_options
+    whole = torch.arange(300_000.0)
+    state = {f"w{n}": ShardedTensor.from_rank_offsets(f"w{n}", whole + n) for n in range(4)}
+    handle = shardstore.async_save(
+        state,
+        url,
+        ZarrSaveShardedStrategy("zarr", 2, mover=mover, budget_bytes=1),
+        staging_budget_bytes=1000,
+        overlap_staging=overlap,
+        storage_options=options,
+    )
+    assert handle.wait_staged(60)
+    for tensor in state.values():
+        tensor.data.zero_()
+    handle.result(60)
+    loaded = shardstore.load_plain_tensors(url, storage_options=options)
+    assert all(torch.equal(loaded[f"w{n}"], whole + n) for n in range(4))

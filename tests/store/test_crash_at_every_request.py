@@ -1,0 +1,152 @@
+"""A process that dies at any request of a save in place, or of a deletion, leaves the old
+checkpoint, the new one or none: never a mixed one, and nothing that hinders the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+
+import shardstore
+from shardstore.errors import NotACheckpointError
+from shardstore.mapping import ShardedObject, ShardedTensor
+from shardstore.storage import object_commit
+from shardstore.strategies.zarr import ZarrSaveShardedStrategy
+
+ROOT = "mortal://runs"
+PLACE = f"{ROOT}/step-1"
+
+
+class Killed(BaseException):
+    """The process is dead: nothing that it still tries has an effect."""
+
+
+class MortalFileSystem(MemoryFileSystem):
+    """A store in memory that lets so many requests through, and then none any more."""
+
+    protocol = "mortal"
+    store: ClassVar[dict[str, Any]] = {}
+    left: ClassVar[int | None] = None
+
+    @classmethod
+    def request(cls) -> None:
+        if cls.left is None:
+            return
+        if cls.left <= 0:
+            raise Killed
+        cls.left -= 1
+
+    def _open(self, *args: Any, **kwargs: Any) -> Any:
+        self.request()
+        return super()._open(*args, **kwargs)
+
+    def pipe_file(self, *args: Any, **kwargs: Any) -> Any:
+        self.request()
+        return super().pipe_file(*args, **kwargs)
+
+    def rm_file(self, *args: Any, **kwargs: Any) -> None:
+        self.request()
+        super().rm_file(*args, **kwargs)
+
+    def ls(self, *args: Any, **kwargs: Any) -> Any:
+        self.request()
+        return super().ls(*args, **kwargs)
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(object_commit, "SETTLE_S", 0.0)
+    fsspec.register_implementation("mortal", MortalFileSystem, clobber=True)
+    yield
+    MortalFileSystem.left = None
+    MortalFileSystem.store.clear()
+    MortalFileSystem.pseudo_dirs[:] = [""]
+
+
+def state(version: int) -> dict[str, Any]:
+    whole = torch.full((6, 8), float(version))
+    return {
+        "w": ShardedTensor.from_rank_offsets("w", whole),
+        f"only-{version}": ShardedTensor.from_rank_offsets(f"only-{version}", whole[0].clone()),
+        "o": ShardedObject("o", {"version": version}, (1,), (0,)),
+        "step": version,
+    }
+
+
+def save(version: int, **options: Any) -> None:
+    strategy = ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=64)
+    shardstore.save(state(version), PLACE, strategy, **options)
+
+
+def version() -> int | None:
+    """The version that is there, every value of it."""
+    try:
+        loaded = shardstore.load_plain_tensors(PLACE)
+    except NotACheckpointError:
+        return None
+    found: int = loaded["step"]
+    assert torch.equal(loaded["w"], torch.full((6, 8), float(found)))
+    assert [key for key in loaded if key.startswith("only-")] == [f"only-{found}"]
+    asked: Any = shardstore.load({"o": state(0)["o"]}, PLACE)
+    assert asked["o"] == {"version": found}
+    return found
+
+
+def deaths(prepare: Callable[[], None], work: Callable[[], None]) -> Iterator[int]:
+    """Do it again and again, each time with one request more before the death."""
+    requests = 0
+    while True:
+        MortalFileSystem.store.clear()
+        MortalFileSystem.left = None
+        prepare()
+        MortalFileSystem.left = requests
+        try:
+            work()
+        except Killed:
+            MortalFileSystem.left = None
+            yield requests
+        else:
+            MortalFileSystem.left = None
+            assert requests > 5
+            return
+        requests += 1
+
+
+def test_overwriting_in_place() -> None:
+    seen = []
+    for _ in deaths(lambda: save(1), lambda: save(2, overwrite=True)):
+        seen.append(version())
+        save(3, overwrite=True)
+        assert version() == 3
+    # The old one, then for a while none, then the new one.
+    assert seen == sorted(seen, key=[1, None, 2].index)
+    assert set(seen) == {1, None, 2}
+    assert version() == 2
+
+
+def test_a_first_save() -> None:
+    for _ in deaths(lambda: None, lambda: save(2)):
+        found = version()
+        assert found in (None, 2)
+        shardstore.sweep(ROOT, older_than=timedelta(0), dry_run=False)
+        assert version() == found
+        if found is None:
+            assert MortalFileSystem.store == {}
+            save(3)
+            assert version() == 3
+
+
+def test_a_deletion() -> None:
+    for _ in deaths(lambda: save(1), lambda: shardstore.delete_checkpoint(PLACE)):
+        found = version()
+        assert found in (1, None)
+        shardstore.sweep(ROOT, older_than=timedelta(0), dry_run=False)
+        assert version() == found
+        if found is None:
+            assert MortalFileSystem.store == {}
+    assert MortalFileSystem.store == {}

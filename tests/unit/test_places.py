@@ -1,0 +1,82 @@
+"""What a location takes for a path, for a URL, and for neither."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardstore
+from shardstore.dcp import StorageReader, StorageWriter
+from shardstore.errors import StorageError
+from shardstore.mapping import ShardedTensor
+from shardstore.storage.location import Location
+from shardstore.storage.sweep import latest, sweep
+
+
+def state() -> dict[str, ShardedTensor]:
+    return {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run/step-1", "memory://run/step-1", "gs://b/x"])
+def test_a_url_that_was_made_a_path_is_no_folder(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for work in (
+        lambda: shardstore.save(state(), Path(url)),
+        lambda: shardstore.async_save(state(), os.path.normpath(url)),
+        lambda: shardstore.load(state(), Path(url)),
+        lambda: latest(Path(url)),
+        lambda: sweep(Path(url)),
+    ):
+        with pytest.raises(StorageError, match=f"{url.partition(':')[0]}://"):
+            work()
+    assert os.listdir(tmp_path) == []
+    # Whoever means it can say so.
+    shardstore.save(state(), f"./{Path(url)}")
+    assert shardstore.check_is_distributed_checkpoint(tmp_path / Path(url))
+
+
+@pytest.mark.parametrize("chain", ["simplecache::memory://x/s", "zip://s::file:///tmp/x.zip"])
+def test_a_chain_of_urls_is_refused(chain: str) -> None:
+    for work in (lambda: shardstore.save(state(), chain), lambda: shardstore.load(state(), chain)):
+        with pytest.raises(StorageError, match="chain of URLs"):
+            work()
+
+
+def test_all_of_a_store_is_a_place() -> None:
+    shardstore.save(state(), "memory://step-7")
+    try:
+        assert Location.of("memory://").url == "memory://"
+        assert latest("memory://") == "memory:///step-7"
+        assert sweep("memory://", older_than=timedelta(days=300)) == []
+    finally:
+        shardstore.delete_checkpoint("memory://step-7")
+
+
+def test_a_file_system_that_can_not_be_had_is_an_error_of_ours() -> None:
+    with pytest.raises(StorageError, match="connecting to ftp://"):
+        shardstore.load(state(), "ftp://127.0.0.1:1/x")
+    with pytest.raises(StorageError, match="storage options do not fit"):
+        shardstore.load(state(), "s3://b/x", storage_options={"config_kwargs": "none"})
+
+
+def test_a_pickle_has_no_options() -> None:
+    place = Location.of("s3://bucket/x", key="AKOFATRAINER00000", secret="of-a-trainer-123456")
+    copied = pickle.loads(pickle.dumps(place))
+    assert copied == place
+    assert copied.options == {}
+    assert b"of-a-trainer" not in pickle.dumps(place)
+
+
+def test_a_pickled_writer_of_dcp_still_reaches_its_store() -> None:
+    """DCP hands it to the process that saves in the background."""
+    options = {"key": "AKOFATRAINER00000", "secret": "of-a-trainer-123456"}
+    for kind in (StorageWriter, StorageReader):
+        copied = pickle.loads(pickle.dumps(kind("s3://bucket/x", storage_options=options)))
+        assert copied._place.options == options
