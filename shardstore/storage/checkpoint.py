@@ -223,6 +223,8 @@ class StoredCheckpoint:
         if self.root is None and not self.location.exists("metadata.json"):
             url = self.location.url
             if self.location.is_local and not self.location.exists():
-                raise NotACheckpointError(f"{url} does not exist", url=url)
+                raise NotACheckpointError(
+                    f"{url} is not a distributed checkpoint: it does not exist", url=url
+                )
             found = instead(self.location) or "it has neither zarr.json nor metadata.json"
             raise NotACheckpointError(f"{url} is not a distributed checkpoint: {found}", url=url)

@@ -34,7 +34,8 @@ def url_of(place: object) -> str:
         _require(bool(url), place, "is empty: give a path or a URL")
     elif parts := _SCHEME.match(url):
         scheme, rest = parts["scheme"], parts["rest"].strip("/")
-        _require(bool(rest), place, "names no bucket; give a URL such as s3://bucket/run/step-100")
+        named = bool(rest) or scheme == "memory"  # which has no buckets
+        _require(named, place, "names no bucket; give a URL such as s3://bucket/run/step-100")
         whole = f"{scheme}://{'/' * (scheme == 'file')}{rest}"
         _require(
             len(parts["slashes"]) > 1,
@@ -47,7 +48,8 @@ def url_of(place: object) -> str:
     _require(not is_chain, place, "is a chain of URLs, which can hold none: give the store's own")
     if "://" not in url:
         url = os.path.abspath(os.path.expanduser(url))
-    return url.rstrip("/") or "/"
+    scheme, separator, path = url.rpartition("://")
+    return f"{scheme}{separator}{path.rstrip('/')}" or "/"
 
 
 def _text(place: object) -> str:

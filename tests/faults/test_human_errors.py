@@ -242,7 +242,7 @@ def test_a_tensor_without_main_replica_is_not_left_out(
         for save in (shardstore.save, lambda *args: shardstore.async_save(*args).result()):
             if save is not shardstore.save and backend[0] == "torch_dist":
                 continue  # which has none
-            with pytest.raises(AccessPatternError, match=f"no main replica.*{name}.*replica_id=0"):
+            with pytest.raises(AccessPatternError, match=f"{name}.*no main replica.*replica_id=0"):
                 save({**wrong, **state()}, tmp_path / "place", backend)
             assert not (tmp_path / "place").exists()
 
@@ -250,7 +250,7 @@ def test_a_tensor_without_main_replica_is_not_left_out(
 def off_by_one(rank: int, world_size: int, folder: str) -> None:
     everywhere = ShardedTensor.from_rank_offsets("norm", torch.ones(3), replica_id=rank + 1)
     once = ShardedTensor.from_rank_offsets("good", torch.ones(3), replica_id=rank)
-    with pytest.raises(CheckpointingException, match=r"no main replica.*'norm'"):
+    with pytest.raises(CheckpointingException, match=r"'norm'.*no main replica"):
         shardstore.save({"a": everywhere, "b": once}, folder)
     shardstore.save({"b": once}, folder)
 

@@ -12,7 +12,7 @@ import torch
 
 import shardstore
 from shardstore.dcp import StorageReader, StorageWriter
-from shardstore.errors import StorageError
+from shardstore.errors import ArgumentError, StorageError
 from shardstore.mapping import ShardedTensor
 from shardstore.storage.location import Location
 from shardstore.storage.sweep import latest, sweep
@@ -34,7 +34,7 @@ def test_a_url_that_was_made_a_path_is_no_folder(
         lambda: latest(Path(url)),
         lambda: sweep(Path(url)),
     ):
-        with pytest.raises(StorageError, match=f"{url.partition(':')[0]}://"):
+        with pytest.raises(ArgumentError, match=f"{url.partition(':')[0]}://"):
             work()
     assert os.listdir(tmp_path) == []
     # Whoever means it can say so.
@@ -45,7 +45,7 @@ def test_a_url_that_was_made_a_path_is_no_folder(
 @pytest.mark.parametrize("chain", ["simplecache::memory://x/s", "zip://s::file:///tmp/x.zip"])
 def test_a_chain_of_urls_is_refused(chain: str) -> None:
     for work in (lambda: shardstore.save(state(), chain), lambda: shardstore.load(state(), chain)):
-        with pytest.raises(StorageError, match="chain of URLs"):
+        with pytest.raises(ArgumentError, match="chain of URLs"):
             work()
 
 
