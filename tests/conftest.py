@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 import shardstore
 from scripts.s3_servers import EmbeddedServer, S3Server, embedded_server, radosgw
@@ -18,6 +19,10 @@ from scripts.s3_servers import EmbeddedServer, S3Server, embedded_server, radosg
 assert shardstore
 # TensorStore reads it once, when it is imported: a silence in a test need not last 15 seconds.
 os.environ["TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS"] = "4"
+
+# A slow machine is no error.
+settings.register_profile("shardstore", deadline=None)
+settings.load_profile("shardstore")
 
 NO_RADOSGW = "no Ceph gateway runs here: scripts/s3_server start brings one up (Debian, as root)"
 

@@ -43,5 +43,15 @@ def measuring(
             help=f"rounds that count (default {repeats})",
         )
     if folder is not None:
-        parser.add_argument("--dir", type=Path, default=None, metavar="DIR", help=folder)
+        parser.add_argument("--dir", type=_folder, default=None, metavar="DIR", help=folder)
     return parser
+
+
+def _folder(text: str) -> Path:
+    """A folder, made where there is none."""
+    path = Path(text)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text} can not be made: {error.strerror}") from None
+    return path

@@ -139,19 +139,18 @@ class SaveSession:
             error = error or problem
 
         def decide(reports: list[bytes]) -> bytes:
-            _same_target([json.loads(report) for report in reports])
+            told = [json.loads(report) for report in reports]
+            _same_target(told)
             texts = None if base is None else read_base(base)
             attempt = commit.begin(
                 target,
                 overwrite=options.overwrite,
                 allow_unconditional=options.allow_unconditional,
             )
-            wanted = any(json.loads(report)["layouts"] for report in reports)
-            tellers = choose_tellers([json.loads(report)["copies"] for report in reports])
+            wanted = any(about["layouts"] for about in told)
+            tellers = choose_tellers([about["copies"] for about in told])
             compared = common if ranks.world_size > 1 else b""
-            shares = shared_writes.agree(
-                [bytes.fromhex(json.loads(report)["replicas"]) for report in reports]
-            )
+            shares = shared_writes.agree([bytes.fromhex(about["replicas"]) for about in told])
             return pickle.dumps((attempt.id, wanted, compared, texts, shares, tellers))
 
         about = {"target": target.url, "base": None if base is None else base.url}
