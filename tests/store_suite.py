@@ -22,6 +22,7 @@ from shardstore.errors import (
     CheckpointExistsError,
     ChunkCorruptError,
     ChunkMissingError,
+    DamagedCheckpointError,
     MissingKeyError,
     NotACheckpointError,
 )
@@ -29,9 +30,11 @@ from shardstore.ranks import Ranks
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit import is_checkpoint
 from shardstore.storage.counters import counters
+from shardstore.storage.findings import Finding
 from shardstore.storage.location import Location
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.sweep import delete_checkpoint, latest
+from shardstore.storage.verify import verify
 from shardstore.strategies.session import SaveSession
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from tests import layouts
@@ -255,6 +258,27 @@ class StoreTests:
         with pytest.raises(ChunkMissingError, match="missing") as missing:
             shardstore.load(wanted, url, storage_options=options)
         assert (missing.value.key, missing.value.chunk) == ("layer/0.w", (0, 0))
+
+    @pytest.mark.parametrize("name", ["common.pt", "o/shard_0_1.pt"])
+    def test_a_file_of_another_save_is_not_taken_for_its_own(self, place: Place, name: str) -> None:
+        """Whole by itself, as what a writer of a dead save leaves that comes too late."""
+        url, options = place("late")
+        other, _ = place("other")
+        shardstore.save(small_state(1.0), url, storage_options=options)
+        shardstore.save(small_state(2.0), other, storage_options=options)
+        at = Location.of(url, **options)
+        own = at.read(name)
+        at.write(name, Location.of(other, **options).read(name))
+        with pytest.raises(DamagedCheckpointError, match=f"{name} is not the file"):
+            shardstore.load(small_state(), url, storage_options=options)
+        found: list[Finding] = []
+        verify(StoredCheckpoint(at), found.append)
+        (finding,) = found
+        assert finding.severity == "damage"
+        assert finding.path.endswith(name)
+        assert f"{name} is not the file" in finding.message
+        at.write(name, own)
+        assert_small_state(shardstore.load(small_state(), url, storage_options=options), 1.0)
 
     def test_tensors_are_removed_and_objects_stay(self, place: Place) -> None:
         url, options = place("removed")

@@ -27,7 +27,7 @@ from shardstore.storage.manifest import ChunkRecord, RankManifest
 from shardstore.storage.names import node_name
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.publish import About, publish
-from shardstore.strategies.common import TorchCommonSaveStrategy
+from shardstore.strategies.common import object_document
 from shardstore.strategies.common_json import BACKEND, MEMBER, VERSION, StateRecord
 
 __all__ = ["ShardstoreTarget"]
@@ -109,13 +109,16 @@ class ShardstoreTarget:
             text = self._manifest.add_array(meta, created=True)
             if not self._attempt.defers_documents:
                 self._attempt.put(f"{meta.node}/{meta.document_name}", text.encode())
-        place = self._attempt.location.place
         for key, value in extras.objects.items():
             sharded = ShardedObject.empty_from_unique_key(key)
             sharded.data = value()
-            TorchCommonSaveStrategy().save_sharded_objects({key: sharded}, place)
+            self._put(*object_document(sharded))
         if extras.common is not None:
-            self._attempt.put("common.pt", extras.common)
+            self._put("common.pt", extras.common)
+
+    def _put(self, name: str, data: bytes) -> None:
+        self._attempt.put(name, data)
+        self._manifest.add_file(name, data)
 
     def write(self, chunks: Sequence[Written]) -> list[Receipt]:
         """Write chunks; their records are the receipts."""

@@ -104,7 +104,7 @@ def write_items(
     writes: list[ChunkWrite] = []
     for item in items:
         if item.type == WriteItemType.BYTE_IO:
-            _write_value(item, planner, attempt, report)
+            _write_value(item, planner, attempt, manifest, report)
             continue
         key = item.index.fqn
         meta = metas.get(key) or array_of(item, task.grids[key])
@@ -195,7 +195,13 @@ class _Source:
         return found
 
 
-def _write_value(item: WriteItem, planner: SavePlanner, attempt: Attempt, report: Report) -> None:
+def _write_value(
+    item: WriteItem,
+    planner: SavePlanner,
+    attempt: Attempt,
+    manifest: RankManifest,
+    report: Report,
+) -> None:
     """A value that is no tensor: JSON for the coordinator, or else a file of its own."""
     key = item.index.fqn
     stream = cast(Any, planner.resolve_data(item))
@@ -207,5 +213,7 @@ def _write_value(item: WriteItem, planner: SavePlanner, attempt: Attempt, report
         report.values[key] = as_json(value)
     except NotPlainError as reason:
         logger.info("%s: %s; it is kept in a file of its own", key, reason)
-        attempt.put(object_file(ShardedObject(key, None, (1,), (0,))), data)
+        name = object_file(ShardedObject(key, None, (1,), (0,)))
+        attempt.put(name, data)
+        manifest.add_file(name, data)
         report.files.append(key)

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from shardstore.errors import NotACheckpointError
+from shardstore.errors import DamagedCheckpointError, NotACheckpointError
 from shardstore.storage import documents
+from shardstore.storage.checksums import crc32c
 from shardstore.storage.collector import collector_paused
 from shardstore.storage.documents import ArrayMeta, RootDocument
 from shardstore.storage.location import Location
@@ -217,6 +218,23 @@ class StoredCheckpoint:
             # Of all arrays together: it does not hold for those that stay.
             about["commit"] = {n: v for n, v in about["commit"].items() if n != "content"}
         return {**self.root.attributes, "shardstore": about}
+
+    def check_file(self, name: str, data: bytes) -> None:
+        """Hold a file that is no chunk against what the commit says of it, if it says anything.
+
+        Raises:
+            DamagedCheckpointError: it is another than the one that was committed.
+        """
+        known = None if self.root is None else self.root.file_sum(name)
+        if known is None or known == (found := crc32c(data, 0)):
+            return
+        url = f"{self.location.url}/{name}"
+        raise DamagedCheckpointError(
+            f"{url} is not the file that was committed (crc32c {found:08x}, in the commit "
+            f"{known:08x}): it was damaged, or written again by a save that was given up; load an "
+            "earlier checkpoint",
+            url=url,
+        )
 
     def require(self) -> None:
         """Raise :class:`NotACheckpointError` unless there is a checkpoint with arrays of ours."""

@@ -38,6 +38,9 @@ FORMAT_VERSION = 1
 CHUNK_SUMS = "chunk_crc32c"
 """In ``attributes.shardstore`` of the root: checksums that tie each chunk to the commit."""
 
+FILE_SUMS = "file_crc32c"
+"""Beside it: the same for the files that are no chunks and that loads read."""
+
 SEPARATOR = "."
 """Of chunk keys: ``c.0.1`` needs no folders below the array's own (a third of the creations of a
 small array)."""
@@ -261,6 +264,17 @@ class RootDocument:
                 meta = parse_array(node, document, f"{self.url}/{node}", sums.get(node))
                 out[meta.key] = meta
         return out
+
+    def file_sum(self, name: str) -> int | None:
+        """crc32c of a file that is no chunk, as the commit wrote it down; ``None`` if it did not.
+
+        Args:
+            name: below the root.
+        """
+        about = self.attributes.get("shardstore")
+        sums = about.get(FILE_SUMS) if isinstance(about, dict) else None
+        found = sums.get(name) if isinstance(sums, dict) else None
+        return found if isinstance(found, int) else None
 
     @property
     def chunk_sums(self) -> dict[str, str]:

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from shardstore.errors import AccessPatternError, DamagedCheckpointError
 from shardstore.storage import documents
+from shardstore.storage.checksums import crc32c
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import Grid, inner_blocks
 from shardstore.storage.names import MANIFEST_NAME, node_name
@@ -59,6 +60,7 @@ class RankManifest:
     Attributes:
         rank: the writer's global rank.
         objects: unique keys of the sharded objects that it wrote.
+        files: name -> crc32c of the files that it wrote which are no chunks and that a load reads.
         copies: kind -> keys that it holds copies of and did not write, if it tells them.
         reused_bytes: bytes of the chunks that it took over from a base.
         seconds: what it did -> seconds, for the commit record.
@@ -74,6 +76,7 @@ class RankManifest:
     _digest: list[bytes] = field(default_factory=list)
     _running: list[int] = field(default_factory=list)
     objects: list[str] = field(default_factory=list)
+    files: dict[str, int] = field(default_factory=dict)
     copies: dict[str, list[str]] = field(default_factory=dict)
     reused_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -111,6 +114,10 @@ class RankManifest:
         self._digest.append(record.digest)
         self._running.extend(record.running)
 
+    def add_file(self, name: str, data: bytes) -> None:
+        """Note a file that is no chunk, by its name below the root."""
+        self.files[name] = crc32c(data, 0)
+
     @property
     def stored_bytes(self) -> int:
         """Bytes of all chunks written."""
@@ -131,6 +138,7 @@ class RankManifest:
                 },
                 "summaries": summaries,
                 "objects": self.objects,
+                "files": self.files,
                 "copies": self.copies,
                 "reused_bytes": self.reused_bytes,
                 "seconds": self.seconds,

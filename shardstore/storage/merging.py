@@ -37,6 +37,7 @@ class Merged:
         documents: ``(node, document text)`` of every array.
         arrays: the arrays themselves.
         objects: unique key of each sharded object -> ranks that wrote it.
+        files: name -> crc32c of the files that are no chunks.
         copies: rank -> kind -> keys that it holds copies of, of the ranks that tell.
         reused_bytes: bytes of the chunks that were taken over from a base.
         ranks: what each rank wrote and how long it took.
@@ -46,6 +47,7 @@ class Merged:
     documents: list[tuple[str, str]]
     arrays: list[ArrayMeta]
     objects: dict[str, list[int]]
+    files: dict[str, int] = field(default_factory=dict)
     copies: dict[int, dict[str, list[str]]] = field(default_factory=dict)
     reused_bytes: int = 0
     ranks: Sequence[RankRow] = ()
@@ -99,6 +101,7 @@ def merge(reports: Sequence[bytes], *, check: bool = True) -> Merged:
         [(meta.node, created[meta.key][0]) for meta in metas],
         metas,
         objects,
+        {name: crc for part in parts for name, crc in part.head["files"].items()},
         {part.head["rank"]: part.head["copies"] for part in parts if part.head["copies"]},
         sum(part.head["reused_bytes"] for part in parts),
         [

@@ -165,6 +165,8 @@ def last_documents(
         "commit": record,
         documents.CHUNK_SUMS: merged.manifest.chunk_sums(),
     }
+    if merged.files:
+        about[documents.FILE_SUMS] = dict(sorted(merged.files.items()))
     root = documents.root_document(merged.documents, {**attributes, "shardstore": about})
     return [(MANIFEST_NAME, merged.manifest.to_bytes()), ("zarr.json", root.encode())]
 

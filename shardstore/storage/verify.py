@@ -273,6 +273,13 @@ class _Verification:
             verify_archive(data)
         except (OSError, ValueError) as error:
             self._report(kind, f"{path}{about} is damaged: {error}", name, key=key)
+            return
+        try:
+            self.stored.check_file(name, data)
+        except DamagedCheckpointError as error:
+            self._report(kind, str(error), name, key=key)
+        except CheckpointingException:
+            pass  # of the root document, which was reported before
 
     def _foreign(self, name: str, below: Sequence[str], objects: Sequence[str]) -> None:
         strangers = [f"{name}/{entry}" for entry in below if entry not in objects]

@@ -51,6 +51,7 @@ from shardstore.strategies.base import (
     register_default_strategy,
 )
 from shardstore.strategies.compatibility import require_backend, require_version
+from shardstore.strategies.opened import open_checkpoint
 from shardstore.strategies.session import session_of
 
 __all__ = [
@@ -183,6 +184,21 @@ def object_file(sharded: ShardedObject) -> str:
     return _file_of(sharded.unique_key)
 
 
+def object_document(sharded: ShardedObject) -> tuple[str, bytes]:
+    """Name and content of a sharded object's file.
+
+    Raises:
+        CheckpointingException: it can not be pickled.
+    """
+    try:
+        return object_file(sharded), _dump(sharded.data)
+    except Exception as error:
+        raise CheckpointingException(
+            f"object {sharded.unique_key!r} can not be pickled: {type(error).__name__}: {error}",
+            key=sharded.key,
+        ) from error
+
+
 def _file_of(unique_key: str) -> str:
     key, _, shard = unique_key.rpartition("/")
     return f"{node_name(key)}/{shard}.pt"
@@ -220,7 +236,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
             ) from error
         location = Location.of(checkpoint_dir)
         session = session_of(location)
-        write = location.write if session is None else session.attempt.put
+        write = location.write if session is None else session.put
         write(COMMON_STATE_FNAME, data)
 
     def save_sharded_objects(
@@ -234,19 +250,11 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
         """
         location = Location.of(checkpoint_dir)
         session = session_of(location)
-        write = location.write if session is None else session.attempt.put
+        write = location.write if session is None else session.put
         for sharded in nested_values(sharded_objects_state_dict):
             if not isinstance(sharded, ShardedObject) or not is_main_replica(sharded.replica_id):
                 continue
-            try:
-                data = _dump(sharded.data)
-            except Exception as error:
-                raise CheckpointingException(
-                    f"object {sharded.unique_key!r} can not be pickled: {type(error).__name__}: "
-                    f"{error}",
-                    key=sharded.key,
-                ) from error
-            write(object_file(sharded), data)
+            write(*object_document(sharded))
             if session is not None:
                 session.manifest.objects.append(sharded.unique_key)
 
@@ -276,6 +284,7 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
                 f"{location.listing()[:8]}",
                 url=url,
             ) from None
+        open_checkpoint(location).check_file(COMMON_STATE_FNAME, data)
         loaded = _load(data, url)
         if not isinstance(loaded, dict):
             raise DamagedCheckpointError(
@@ -350,9 +359,11 @@ def _read_object(location: Location, sharded: ShardedObject) -> bytes:
         if ".." in name.split("/"):
             continue
         try:
-            return read_document(location, name)
+            data = read_document(location, name)
         except FileNotFoundError:
             continue
+        open_checkpoint(location).check_file(name, data)
+        return data
     beside = [n for n in location.listing(node_name(sharded.key)) if n.endswith(".pt")][:4]
     hint = f"; stored parts of this key: {beside}" if beside else "; no part of this key is stored"
     raise MissingKeyError(

@@ -216,6 +216,11 @@ class SaveSession:
         if self.meter is not None and self.meter.add is not None:
             self.meter.add(item.array.chunk_bytes, 1)
 
+    def put(self, name: str, data: bytes) -> None:
+        """Write a file that is no chunk, and note it. Errors as those of the store."""
+        self.attempt.put(name, data)
+        self.manifest.add_file(name, data)
+
     @contextmanager
     def active(self) -> Iterator[Location]:
         """While active, strategies that write to the attempt's folder find this session."""
