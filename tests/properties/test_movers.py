@@ -579,7 +579,7 @@ def test_plain_files_are_no_compressed_chunks(tmp_path: Path) -> None:
 def test_the_folder_of_a_swept_attempt_does_not_come_back(tmp_path: Path) -> None:
     meta = make_meta((4,), (4,), "int32")
     place = Location.of(tmp_path / "swept")
-    with pytest.raises(StorageError, match="gone"):
+    with pytest.raises(StorageError, match="removed it while it was in use"):
         write_all(FileMover(place), meta, random_array((4,), "int32"))
     assert not os.path.exists(place.url)
 
