@@ -37,7 +37,7 @@ from shardstore.storage.location import Location, store_errors
 from shardstore.storage.manifest import ChunkRecord, Manifest
 from shardstore.storage.parallel import default_threads, run_batched
 from shardstore.storage.whole_file import read_whole_file
-from shardstore.storage.writeback import start_writeback
+from shardstore.storage.writeback import Writeback
 
 __all__ = ["FileMover"]
 
@@ -83,16 +83,22 @@ class FileMover:
             if not array.is_plain:
                 raise ValueError(f"chunks of key {array.key!r} have codecs {array.codecs}")
 
+        writeback = Writeback() if self.durable else None
+
         def work(batch: Sequence[ChunkWrite]) -> None:
             for item in batch:
                 path = self._path(item.array, item.index)
                 with told(item), store_errors("writing", path, key=item.array.key):
-                    record = _write_chunk(path, item, durable=self.durable)
+                    record = _write_chunk(path, item, writeback)
                 counters.add(bytes_written=record.stored_bytes, chunks_written=1)
                 with self._done:
                     done(item, record)
 
-        self._run(writes, work, lambda item: item.array.chunk_bytes)
+        try:
+            self._run(writes, work, lambda item: item.array.chunk_bytes)
+        finally:
+            if writeback is not None:
+                writeback.finish()
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -136,7 +142,7 @@ class FileMover:
         return f"{self.location.url}/{array.node}/{array.chunk_key(index)}"
 
 
-def _write_chunk(path: str, item: ChunkWrite, *, durable: bool) -> ChunkRecord:
+def _write_chunk(path: str, item: ChunkWrite, writeback: Writeback | None) -> ChunkRecord:
     array = item.array
     total = array.chunk_bytes
     data = item.data()
@@ -146,11 +152,14 @@ def _write_chunk(path: str, item: ChunkWrite, *, durable: bool) -> ChunkRecord:
         if total >= PREALLOCATE_FROM:
             _preallocate(fd, stored)
         crc, digest, running = _stream(fd, pieces(data, array.grid.chunk_shape), array)
-        if durable:
-            start_writeback(fd, stored)
-        return ChunkRecord(stored, crc, digest, running[: inner_blocks(total)])
-    finally:
+    except BaseException:
         os.close(fd)
+        raise
+    if writeback is not None:
+        writeback.take(fd, stored)
+    else:
+        os.close(fd)
+    return ChunkRecord(stored, crc, digest, running[: inner_blocks(total)])
 
 
 def _stream(

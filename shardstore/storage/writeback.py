@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
+from functools import partial
 
 from shardstore.storage.location import Location, store_errors
+from shardstore.storage.parallel import Jobs
 
-__all__ = ["WRITEBACK_FROM", "start_writeback", "sync_file_system"]
+__all__ = ["WRITEBACK_FROM", "Writeback", "start_writeback", "sync_file_system"]
 
 WRITEBACK_FROM = 1024 * 1024
 """Smaller files are left to the one sync at the end, which writes neighbours together."""
+MOST_WAITING = 64
+"""Files that are open and wait for a disk that can not keep up."""
 _SYNC_FILE_RANGE_WRITE = 2
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -36,6 +41,45 @@ def start_writeback(fd: int, size: int) -> None:
     """
     if size >= WRITEBACK_FROM and _sync_file_range is not None:
         _sync_file_range(fd, 0, 0, _SYNC_FILE_RANGE_WRITE)
+
+
+class Writeback:
+    """Files on their way to the disk. The call that sends one waits where the disk's queue is full,
+    so it is made by a thread of its own, and who writes goes on.
+    """
+
+    def __init__(self) -> None:
+        self._jobs = Jobs(1, "shardstore-writeback")
+        self._room = threading.Semaphore(MOST_WAITING)
+
+    def take(self, fd: int, size: int) -> None:
+        """Send a file and close it, now or soon.
+
+        Args:
+            fd: an open file, which is the caller's no more.
+            size: its bytes.
+        """
+        if size < WRITEBACK_FROM:
+            os.close(fd)
+        elif self._room.acquire(blocking=False):
+            try:
+                self._jobs.add(partial(self._send, fd, size))
+            except RuntimeError:  # no thread is to be had, as at the end of the interpreter
+                self._send(fd, size)
+        else:
+            start_writeback(fd, size)
+            os.close(fd)
+
+    def finish(self) -> None:
+        """Wait until all files are on their way. Called once."""
+        self._jobs.finish()
+
+    def _send(self, fd: int, size: int) -> None:
+        try:
+            start_writeback(fd, size)
+        finally:
+            os.close(fd)
+            self._room.release()
 
 
 def sync_file_system(location: Location) -> None:
