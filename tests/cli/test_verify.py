@@ -127,18 +127,25 @@ def test_documents(place: Path) -> None:
     assert check(place)[1] == []
 
 
+def flipped(data: bytes, at: int) -> bytes:
+    """With one bit changed."""
+    changed = bytearray(data)
+    changed[at] ^= 1
+    return bytes(changed)
+
+
 def test_files_beside_the_arrays(place: Path) -> None:
-    shutil.rmtree(place / "rng")
-    (place / "rng").mkdir()
-    shutil.copy(place / "common.pt", place / "rng" / "shard_1_2.pt")
+    lost = place / "rng" / "shard_0_2.pt"
+    own = lost.read_bytes()
+    lost.unlink()
     assert "(0,)" in one(place, "object-missing").message
-    shutil.copy(place / "common.pt", place / "rng" / "shard_0_2.pt")
-    data = bytearray((place / "common.pt").read_bytes())
-    at = data.index(b"iteration")
-    data[at] ^= 1
-    (place / "rng" / "shard_0_2.pt").write_bytes(data)
+    lost.write_bytes(flipped(own, len(own) // 2))
     assert one(place, "object-damaged").key == "rng"
-    shutil.copy(place / "common.pt", place / "rng" / "shard_0_2.pt")
+    shutil.copy(place / "common.pt", lost)  # whole, and not what was committed
+    assert one(place, "object-damaged").key == "rng"
+    lost.write_bytes(own)
+    common = (place / "common.pt").read_bytes()
+    data = flipped(common, common.index(b"iteration"))
     (place / "common.pt").write_bytes(data)
     one(place, "common-damaged")
     (place / "common.pt").write_bytes(b"")
