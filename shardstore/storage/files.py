@@ -156,7 +156,7 @@ def _write_chunk(path: str, item: ChunkWrite, writeback: Writeback | None) -> Ch
         os.close(fd)
         raise
     if writeback is not None:
-        writeback.take(fd, stored)
+        writeback.take(fd, stored, path, array.key)
     else:
         os.close(fd)
     return ChunkRecord(stored, crc, digest, running[: inner_blocks(total)])

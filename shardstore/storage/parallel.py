@@ -98,10 +98,15 @@ class Jobs:
                 return
             thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._threads.append(thread)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # none is to be had, as at the end of the interpreter
+            with self._changed:
+                self._threads.remove(thread)
 
     def finish(self) -> None:
-        """Wait for all, and end the threads. Called once.
+        """Wait for all, and end the threads; does itself what no thread was to be had for. Called
+        once.
 
         Raises:
             BaseException: what the first job that failed raised.
@@ -111,6 +116,7 @@ class Jobs:
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
+        self._run()
         if self._error is not None:
             raise self._error
 

@@ -11,6 +11,7 @@ import os
 import threading
 from functools import partial
 
+from shardstore.errors import StorageError
 from shardstore.storage.location import Location, store_errors
 from shardstore.storage.parallel import Jobs
 
@@ -45,40 +46,54 @@ def start_writeback(fd: int, size: int) -> None:
 
 class Writeback:
     """Files on their way to the disk. The call that sends one waits where the disk's queue is full,
-    so it is made by a thread of its own, and who writes goes on.
+    so it is made by a thread of its own, and who writes goes on. Some file systems tell only when a
+    file is closed that they could not take it (man-pages close(2)).
     """
 
     def __init__(self) -> None:
         self._jobs = Jobs(1, "shardstore-writeback")
         self._room = threading.Semaphore(MOST_WAITING)
+        self._error: StorageError | None = None
 
-    def take(self, fd: int, size: int) -> None:
+    def take(self, fd: int, size: int, path: str, key: str) -> None:
         """Send a file and close it, now or soon.
 
         Args:
             fd: an open file, which is the caller's no more.
             size: its bytes.
+            path: of the file, for an error.
+            key: of the tensor that it belongs to.
+
+        Raises:
+            OSError: it was closed at once, and could not be written.
         """
         if size < WRITEBACK_FROM:
             os.close(fd)
         elif self._room.acquire(blocking=False):
-            try:
-                self._jobs.add(partial(self._send, fd, size))
-            except RuntimeError:  # no thread is to be had, as at the end of the interpreter
-                self._send(fd, size)
+            self._jobs.add(partial(self._send, fd, size, path, key))
         else:
             start_writeback(fd, size)
             os.close(fd)
 
     def finish(self) -> None:
-        """Wait until all files are on their way. Called once."""
-        self._jobs.finish()
+        """Wait until all files are on their way. Called once.
 
-    def _send(self, fd: int, size: int) -> None:
+        Raises:
+            StorageError: one of them could not be written.
+        """
+        self._jobs.finish()
+        if self._error is not None:
+            raise self._error
+
+    def _send(self, fd: int, size: int, path: str, key: str) -> None:
+        # Raises nothing: the other files have to be closed too.
+        start_writeback(fd, size)
         try:
-            start_writeback(fd, size)
+            with store_errors("writing", path, key=key):
+                os.close(fd)
+        except StorageError as error:
+            self._error = self._error or error
         finally:
-            os.close(fd)
             self._room.release()
 
 

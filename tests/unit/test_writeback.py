@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from shardstore.errors import StorageError
 from shardstore.storage.chunks import ChunkWrite
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.files import FileMover
 from shardstore.storage.grid import Grid
 from shardstore.storage.location import Location
-from shardstore.storage.writeback import WRITEBACK_FROM, start_writeback
+from shardstore.storage.writeback import WRITEBACK_FROM, Writeback, start_writeback
 
 CACHESTAT = 451
 """Its number on every architecture (Linux 6.5 and later)."""
@@ -52,6 +54,37 @@ def test_the_disk_begins_at_once_where_a_sync_will_wait_for_it(tmp_path: Path) -
         pytest.skip("this file system holds nothing back")
     assert dirty_pages(written(tmp_path / "small", WRITEBACK_FROM // 2, durable=True)) > 0
     assert dirty_pages(written(tmp_path / "durable", 4 * WRITEBACK_FROM, durable=True)) == 0
+
+
+def test_a_file_that_fails_when_it_is_closed_is_named_and_the_others_are_closed(
+    tmp_path: Path,
+) -> None:
+    lost, good = (os.open(tmp_path / name, os.O_CREAT | os.O_WRONLY) for name in ("lost", "good"))
+    os.close(lost)  # closing it again is an error, as it is where a server has no room left
+    writeback = Writeback()
+    writeback.take(lost, WRITEBACK_FROM, "place/w/c.0", "w")
+    writeback.take(good, WRITEBACK_FROM, "place/w/c.1", "w")
+    with pytest.raises(StorageError, match=r"place/w/c\.0.*'w'"):
+        writeback.finish()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(good)
+
+
+def test_without_a_thread_to_be_had_everything_is_done_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    writeback = Writeback()
+    files = [os.open(tmp_path / str(n), os.O_CREAT | os.O_WRONLY) for n in range(3)]
+    for fd in files:
+        writeback.take(fd, WRITEBACK_FROM, "place", "w")
+    writeback.finish()
+    for fd in files:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
 
 
 def test_what_cannot_be_sent_is_left_to_the_sync(tmp_path: Path) -> None:
