@@ -78,7 +78,8 @@ class S3IO:
 
     def put(self, key: str, parts: Sequence[bytes | memoryview], *, create: bool) -> bool:
         """See :meth:`ObjectIO.put`."""
-        store = self._store(sum(map(len, parts)), sends=True)
+        size = sum(map(len, parts))
+        store = self._store(size, sends=True, signed=self._settings.signs(size))
         mode = "create" if create else "overwrite"
 
         def work() -> bool:
@@ -105,7 +106,7 @@ class S3IO:
         self, key: str, start: int, stop: int | None, take: Callable[[int, memoryview], None]
     ) -> int | None:
         """See :meth:`ObjectIO.fetch`."""
-        store = self._store(0 if stop is None else stop - start, sends=False)
+        store = self._store(0 if stop is None else stop - start)
         options: Any = None
         if (start, stop) != (0, None):
             options = {"range": {"offset": start} if stop is None else (start, stop)}
@@ -138,12 +139,12 @@ class S3IO:
     def close(self) -> None:
         """Nothing to end: connections are kept for the next."""
 
-    def _store(self, size: int, *, sends: bool) -> Any:
+    def _store(self, size: int, *, sends: bool = False, signed: bool = True) -> Any:
         """The client for requests of this size."""
         # A power of two of seconds, so that there are few clients.
         seconds = self._settings.read_timeout_s
         allowed = 1 << (int(seconds + size / SLOWEST_BYTES_PER_S) - 1).bit_length()
-        return _store(self._settings, self._bucket, allowed, sends=sends)
+        return _store(self._settings, self._bucket, allowed, sends=sends, signed=signed)
 
     def _tried(self, doing: str, key: str, work: Callable[[], T]) -> T:
         """Do it, again where that may help."""
@@ -201,11 +202,11 @@ def _silent(text: str) -> str:
     return "the connection broke"
 
 
-def _store(settings: S3Settings, bucket: str, seconds: int, *, sends: bool) -> Any:
+def _store(settings: S3Settings, bucket: str, seconds: int, *, sends: bool, signed: bool) -> Any:
     """A client, kept for the next: connections are what takes time."""
     from obstore.store import S3Store
 
-    known = (os.getpid(), settings, bucket, seconds, sends)
+    known = (os.getpid(), settings, bucket, seconds, sends, signed)
     with _lock:
         found = _stores.get(known)
         if found is not None:
@@ -224,11 +225,9 @@ def _store(settings: S3Settings, bucket: str, seconds: int, *, sends: bool) -> A
         options: dict[str, Any] = {"region": settings.region}
         if settings.endpoint:
             options["endpoint"] = settings.endpoint
-        tls = not settings.endpoint.startswith("http://")
-        if not tls:
+        if not settings.tls:
             client["allow_http"] = True
-        signs = not tls if settings.signs_payload is None else settings.signs_payload
-        if not signs:
+        if not signed:
             options["unsigned_payload"] = True
         if settings.anonymous:
             options["skip_signature"] = True

@@ -79,18 +79,31 @@ def test_metadata_of_many_arrays_is_one_get(run: Run, proxy: FaultProxy) -> None
 
 
 @pytest.mark.parametrize("signs", [None, True, False])
-def test_signatures_cover_the_content_unless_told_otherwise(
-    s3_server: S3Server, proxy: FaultProxy, signs: bool | None
-) -> None:
+def test_what_signatures_cover(s3_server: S3Server, proxy: FaultProxy, signs: bool | None) -> None:
     s3: dict[str, object] = {"addressing_style": "path"}
     if signs is not None:
         s3["payload_signing_enabled"] = signs
     run = Run.new(s3_server.at(proxy.endpoint_url), s3_server, config_kwargs={"s3": s3})
-    puts = [r for r in requests_of_a_save(run, proxy, 4) if r.method == "PUT"]
-    chunks = [r.signed_content for r in puts if r.path.endswith("/c.0")]
+    large = torch.arange(2**20, dtype=torch.float32)
+    saved = {**state(ARRAYS), "large": ShardedTensor.from_rank_offsets("large", large)}
+    before = len(proxy.passed())
+    shardstore.save(saved, run.url(4), storage_options=run.options)
+    puts = [r for r in proxy.passed()[before:] if r.method == "PUT"]
+    of_large = [r.signed_content for r in puts if "/large/c" in r.path]
+    others = [r.signed_content for r in puts if "/large/c" not in r.path]
+    chunks = [r.signed_content for r in puts if r.path.endswith("/c.0") and "/a" in r.path]
+    assert of_large
     assert len(chunks) == ARRAYS
-    if signs is False:
-        assert {r.signed_content for r in puts} == {"UNSIGNED-PAYLOAD"}
+    if signs:
+        assert all(len(bytes.fromhex(said)) == 32 for said in of_large)
     else:
-        assert all(len(bytes.fromhex(said)) == 32 for said in chunks)
+        assert set(of_large) == {"UNSIGNED-PAYLOAD"}
+    if signs is False:
+        assert set(others) == {"UNSIGNED-PAYLOAD"}
+    else:
+        # Without TLS: documents, the commit and small chunks, each with a hash of its own.
+        assert all(len(bytes.fromhex(said)) == 32 for said in others)
         assert len(set(chunks)) == ARRAYS
+    large.zero_()
+    shardstore.load(saved, run.url(4), storage_options=run.options)
+    assert large[-1] == 2**20 - 1
