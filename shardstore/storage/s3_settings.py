@@ -23,8 +23,8 @@ _REFRESHED = ("iam-role", "container-role")
 """Credentials that change with time and that other clients know how to get by themselves."""
 
 SIGNED_BYTES = 1024 * 1024
-"""Hashing larger bodies takes client and server together a fifth of a save over plain HTTP (measured
-on Ceph's gateway)."""
+"""Hashing larger bodies takes client and server together a fifth of a save over plain HTTP
+(measured on Ceph's gateway)."""
 
 _lock = threading.Lock()
 _found: dict[int, S3Settings] = {}
