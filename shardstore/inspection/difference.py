@@ -144,7 +144,7 @@ def _suspects(
             manifest = stored.manifest
         except DamagedCheckpointError:
             return None
-        row = None if manifest is None else manifest.row(meta, (0,) * len(meta.shape))
+        row = None if manifest is None else manifest.first_row(meta)
         if manifest is None or row is None:
             return None
         rows.append(manifest.digest[row : row + meta.grid.size])

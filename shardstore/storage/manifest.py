@@ -264,6 +264,11 @@ class Manifest:
         start = self._of(meta)
         return None if start is None else start[0] + meta.grid.linear(index)
 
+    def first_row(self, meta: ArrayMeta) -> int | None:
+        """Row of an array's first chunk, ``None`` where the manifest does not know the array."""
+        start = self._of(meta)
+        return None if start is None else start[0]
+
     def _of(self, meta: ArrayMeta) -> tuple[int, int, int] | None:
         """First row, first inner boundary and boundaries a chunk of an array.
 

@@ -9,7 +9,6 @@ run finds all of it. It does not know what to do about it.
 from __future__ import annotations
 
 import json
-import resource
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,6 +22,7 @@ from shardstore.errors import CheckpointingException, DamagedCheckpointError
 from shardstore.storage import documents
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.chunk_check import ChunkChecker, free_memory
+from shardstore.storage.collector import collector_paused
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.findings import Finding, Severity, Verified
 from shardstore.storage.grid import Box
@@ -31,7 +31,12 @@ from shardstore.storage.manifest import MANIFEST_NAME, Manifest
 from shardstore.storage.names import key_of
 from shardstore.storage.object_files import beside_arrays, object_place
 from shardstore.storage.parallel import default_threads, run_batched
-from shardstore.storage.small_arrays import SMALL_CHUNK_BYTES, SmallArrays, document_texts
+from shardstore.storage.small_arrays import (
+    COMPILED,
+    SMALL_CHUNK_BYTES,
+    SmallArrays,
+    document_texts,
+)
 from shardstore.storage.torch_archive import verify_archive
 
 __all__ = ["Finding", "Verified", "verify"]
@@ -83,15 +88,6 @@ class _Run:
     is_all: bool
 
 
-@dataclass
-class _Proved:
-    """What the small arrays of a batch come to: one lock for all of them."""
-
-    chunks: int = 0
-    bytes: int = 0
-    weight: int = 0
-
-
 class _Verification:
     def __init__(
         self,
@@ -116,12 +112,26 @@ class _Verification:
         self._consolidated: dict[str, dict[str, Any]] = {}
         # Other backends keep what is not sharded elsewhere: ("json", 1) in the root document.
         self._common_backend: object = "torch"
-        self._small: SmallArrays | None = None
         # All names of an object store's checkpoint, in order: one listing, not one an array.
         self._listed: list[str] | None = None
 
     def run(self) -> Verified:
         start = perf_counter()
+        with collector_paused():
+            runs = self._small_ones(self._planned())
+        run_batched(
+            runs,
+            self._work,
+            threads=self.threads,
+            weight=lambda run: run.weight,
+            batch_weight=BATCH_BYTES if self.location.is_local else 1,
+            batch_items=64 if self.location.is_local else 1,
+        )
+        self.result.seconds = perf_counter() - start
+        return self.result
+
+    def _planned(self) -> list[_Run]:
+        """Look at everything but the arrays; what is to be looked at of those."""
         top = self.location.listing()
         if not {"zarr.json", "metadata.json"} & set(top):
             self.stored.require()
@@ -136,16 +146,7 @@ class _Verification:
         self.result.arrays = len(wanted)
         runs = [run for meta in wanted for run in _runs(meta)]
         self._total = sum(run.weight for run in runs)
-        run_batched(
-            self._small_ones(runs),
-            self._work,
-            threads=self.threads,
-            weight=lambda run: run.weight,
-            batch_weight=BATCH_BYTES if self.location.is_local else 1,
-            batch_items=64 if self.location.is_local else 1,
-        )
-        self.result.seconds = perf_counter() - start
-        return self.result
+        return runs
 
     # -- what there is ------------------------------------------------------------------------
 
@@ -221,7 +222,7 @@ class _Verification:
                 self._report("manifest-missing", text, MANIFEST_NAME, severity="note")
             return None
         for meta in arrays:
-            if not _knows(manifest, meta):
+            if manifest.first_row(meta) is None:
                 self._report(
                     "manifest-stale",
                     f"{path} does not know key {meta.key!r} as it is now; another program "
@@ -294,52 +295,53 @@ class _Verification:
     # -- arrays ---------------------------------------------------------------------------------
 
     def _small_ones(self, runs: Sequence[_Run]) -> Sequence[_Run]:
-        """Look at small arrays on this thread, for as long as it need not wait for the disk: the
-        threads would only wait for the interpreter, and for each other. Returns the other runs."""
+        """Look at small arrays, with little more than the system calls that it takes. Returns the
+        other runs, those that were found wanting among them."""
         small = [run for run in runs if run.is_all and run.array.chunk_bytes <= SMALL_CHUNK_BYTES]
         if self._manifest is None or not self._consolidated or not self.location.is_local:
             return runs
         texts = document_texts(self.location.read("zarr.json"), self._consolidated)
-        self._small = SmallArrays(self.location.url, texts, self._manifest, hashes=self._hashes)
-        done = 0
-        while done < len(small):
-            waits = _waits()
-            self._work(small[done : done + SMALL_BATCH])
-            done += SMALL_BATCH
-            if _waits() - waits > SMALL_BATCH // 8:
-                break
-        looked_at = set(map(id, small[:done]))
-        return [run for run in runs if id(run) not in looked_at]
+        look = SmallArrays(self.location.url, texts, self._manifest, hashes=self._hashes)
+        proved: set[int] = set()
+
+        def work(batch: Sequence[_Run]) -> None:
+            sizes = look.proves([run.array for run in batch])
+            sound = [
+                (run, size) for run, size in zip(batch, sizes, strict=True) if size is not None
+            ]
+            with self._lock:
+                proved.update(id(run) for run, _ in sound)
+                self._count(
+                    sum(run.last for run, _ in sound),
+                    sum(size for _, size in sound),
+                    sum(run.weight for run, _ in sound),
+                )
+
+        # Without the compiled part threads would only wait for the interpreter, and for each other.
+        run_batched(
+            small,
+            work,
+            threads=self.threads if COMPILED else 1,
+            weight=lambda run: run.weight,
+            batch_weight=BATCH_BYTES,
+            batch_items=SMALL_BATCH,
+        )
+        return [run for run in runs if id(run) not in proved]
 
     def _work(self, batch: Sequence[_Run]) -> None:
         try:
-            proved = _Proved()
             for run in batch:
-                if not self._proves(run, proved):
-                    self._check_run(run)
-            self._count(proved)
+                self._check_run(run)
         finally:
             free_memory()
 
-    def _proves(self, run: _Run, proved: _Proved) -> bool:
-        """Whether the run is a whole small array, and sound; if so it is added to the sum."""
-        if self._small is None or not run.is_all:
-            return False
-        size = self._small.proves(run.array)
-        if size is None:
-            return False
-        proved.chunks += run.last
-        proved.bytes += size
-        proved.weight += run.weight
-        return True
-
-    def _count(self, proved: _Proved) -> None:
-        with self._lock:
-            self.result.chunks += proved.chunks
-            self.result.bytes += proved.bytes
-            self._done += proved.weight
-            if self._progress is not None and proved.weight:
-                self._progress(self._done, self._total)
+    def _count(self, chunks: int, size: int, weight: int) -> None:
+        """Add to the result what was looked at; the lock is held."""
+        self.result.chunks += chunks
+        self.result.bytes += size
+        self._done += weight
+        if self._progress is not None and weight:
+            self._progress(self._done, self._total)
 
     def _check_run(self, run: _Run) -> None:
         array = run.array
@@ -352,14 +354,11 @@ class _Verification:
             size += read
             if problem is not None:
                 self._report_chunk(array, index, problem.kind, problem.text)
-        checked = array.has_crc or (self._manifest is not None and _knows(self._manifest, array))
+        manifest = self._manifest
+        checked = array.has_crc or (manifest is not None and manifest.first_row(array) is not None)
         with self._lock:
-            self.result.chunks += run.last - run.first
-            self.result.bytes += size
             self.result.unchecked += 0 if checked else run.last - run.first
-            self._done += run.weight
-            if self._progress is not None:
-                self._progress(self._done, self._total)
+            self._count(run.last - run.first, size, run.weight)
 
     def _report_chunk(self, array: ArrayMeta, index: tuple[int, ...], kind: str, text: str) -> None:
         name = f"{array.node}/{array.chunk_key(index)}"
@@ -437,17 +436,6 @@ class _Verification:
             else:
                 self.result.notes += 1
             self._found(finding)
-
-
-def _waits() -> int:
-    """How often this thread gave up its processor to wait for something (Linux: getrusage(2));
-    being put off it by others does not count."""
-    of_thread = getattr(resource, "RUSAGE_THREAD", None)
-    return 0 if of_thread is None else resource.getrusage(of_thread).ru_nvcsw
-
-
-def _knows(manifest: Manifest, array: ArrayMeta) -> bool:
-    return manifest.row(array, (0,) * len(array.shape)) is not None
 
 
 def _grid(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:

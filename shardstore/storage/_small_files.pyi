@@ -1,0 +1,3 @@
+def sound_arrays(
+    arrays: tuple[tuple[str, str, bytes, tuple[str, ...], int, bytes], ...], /
+) -> bytes: ...
