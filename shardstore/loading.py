@@ -143,11 +143,13 @@ def run_load(
                 report = claims(wanted)
             except Exception as problem:
                 error = problem
-            apply_claims(
-                wanted, ranks.together(report, what=what, error=error, decide=decide_claims)
-            )
-            report = report_shards(nested_values(wanted) if reported else ())
-            checked = ranks.together(report, what=what, decide=check)
+            answer = ranks.together(report, what=what, error=error, decide=decide_claims)
+            try:
+                apply_claims(wanted, answer)
+                report = report_shards(nested_values(wanted) if reported else ())
+            except Exception as problem:
+                error = problem
+            checked = ranks.together(report, what=what, error=error, decide=check)
         try:
             for_tensors, for_common = verify_checkpoint_and_load_strategy(
                 checkpoint_dir, call.sharded_strategy, call.common_strategy

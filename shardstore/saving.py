@@ -40,7 +40,7 @@ from shardstore.strategies.base import (
 from shardstore.strategies.common import TorchCommonSaveStrategy
 from shardstore.strategies.session import SaveSession
 from shardstore.strategies.unwritten import Copies, copies_of
-from shardstore.strategies.zarr import needs_layouts, sharded_tensors_of
+from shardstore.strategies.zarr import needs_layouts, plans_together, sharded_tensors_of
 from shardstore.validation import validate_sharded_objects_handling
 
 __all__ = ["SaveCall", "options_of", "run_save"]
@@ -157,9 +157,6 @@ def run_save(call: SaveCall, choose: ChooseStrategies) -> tuple[SaveSession, Asy
     )
     if callback is not None:
         session.meter = Meter("save", target.url, callback)
-    if session.common_of_coordinator and not ranks.is_coordinator:
-        compare_common(mine, session.common_of_coordinator, ranks.rank)
-
     # What begin() let pass has both strategies.
     content_metadata = call.content_metadata  # finish() lives on, and must not keep the state
 
@@ -173,11 +170,13 @@ def run_save(call: SaveCall, choose: ChooseStrategies) -> tuple[SaveSession, Asy
 
     with session.active() as place:
         try:
+            if session.common_of_coordinator and not ranks.is_coordinator:
+                compare_common(mine, session.common_of_coordinator, ranks.rank)
             if session.exchange_layouts:
-                what = f"planning the save to {session.target.url}"
-                apply_claims(
-                    sharded, ranks.together(claims(sharded), what=what, decide=decide_claims)
-                )
+                mine_claims = claims(sharded)
+                answer = session.meet(mine_claims, what=session.planning, decide=decide_claims)
+                apply_claims(sharded, answer)
+                session.plans = plans_together(sharded_strategy)
             request = _write(
                 sharded, common, place, sharded_strategy, common_strategy, call.async_sharded_save
             )
@@ -188,7 +187,8 @@ def run_save(call: SaveCall, choose: ChooseStrategies) -> tuple[SaveSession, Asy
         return session, None
     if request is None:
         # The other ranks are on their way: they meet this rank's error at the finalisation.
-        session.failure = error
+        assert error is not None
+        session.fail_planning(error)
         request = AsyncRequest(None, (), [])
     request = session.guarded(request)
     request.add_finalize_fn(lambda: finish(None))

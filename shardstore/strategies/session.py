@@ -1,13 +1,11 @@
 """One save from its first agreement to its commit, as one rank takes part in it.
 
 The ranks speak to each other three times at the most: they agree to begin (which also tells
-    everybody of a rank whose input
-is wrong, before a byte is written), they exchange the layouts of flattened and irregular tensors
-where there are any, and they
-hand in their manifests, whereupon the coordinator commits; in an object store once more between the
-two, when the documents that a reader could open are written. A strategy finds the session of the
-folder that it was
-told to write to by :func:`session_of`; called by itself it opens one of its own.
+everybody of a rank whose input is wrong, before a byte is written), they exchange the layouts of
+flattened and irregular tensors where there are any, and they hand in their manifests, whereupon the
+coordinator commits; in an object store once more between the two, when the documents that a reader
+could open are written. A strategy finds the session of the folder that it was told to write to by
+:func:`session_of`; called by itself it opens one of its own.
 """
 
 from __future__ import annotations
@@ -15,8 +13,8 @@ from __future__ import annotations
 import json
 import logging
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
@@ -67,6 +65,8 @@ class SaveSession:
             target itself is written to.
         started: :func:`time.perf_counter` at the beginning.
         failure: what went wrong on this rank in the background; then nothing is committed.
+        over: what a meeting failed with: every rank knows, and none goes to a further meeting.
+        plans: whether ranks still meet before they write.
         base: the checkpoint whose chunks are not sent again, if one was given.
         shared: the shards whose chunks this rank's group shares out, if it does.
         staging: the copy of the state that an asynchronous save writes from, if it made one.
@@ -85,6 +85,8 @@ class SaveSession:
     deferred: list[tuple[str, bytes]] = field(default_factory=list)
     started: float = field(default_factory=perf_counter)
     failure: BaseException | None = None
+    over: BaseException | None = None
+    plans: bool = False
     base: BaseChunks | None = None
     shared: SharedWrites | None = None
     staging: Staging | None = None
@@ -167,8 +169,38 @@ class SaveSession:
             session.manifest.copies = copies
         if base is not None:
             session.base = BaseChunks(base, texts)
+        session.plans = wanted
         session.shared = shared_writes.accepted(tensors, mine, shares, ranks.rank)
         return session
+
+    def meet(
+        self,
+        report: bytes = b"",
+        *,
+        what: str,
+        error: BaseException | None = None,
+        decide: Callable[[list[bytes]], bytes] | None = None,
+    ) -> bytes:
+        """As :meth:`Ranks.together`. A rank with an error goes to the next meeting, whatever that is
+        about, and it is the last one for all."""
+        try:
+            return self.ranks.together(report, what=what, error=error, decide=decide)
+        except BaseException as problem:
+            self.over = problem
+            raise
+
+    def fail_planning(self, error: BaseException) -> None:
+        """Let the ranks that wait for this one to plan know of its error, which is met again at the
+        end. Called where that end is not now."""
+        self.failure = error
+        if self.plans and self.over is None:
+            with suppress(Exception):
+                self.meet(what=self.planning, error=error)
+
+    @property
+    def planning(self) -> str:
+        """What ranks do that meet before they write, for the text of an error."""
+        return f"planning the save to {self.target.url}"
 
     def mover(self, options: SaveOptions) -> Writer:
         """Who writes the chunks of a strategy with these options."""
@@ -300,16 +332,18 @@ class SaveSession:
             return publish(reports)
 
         try:
+            if self.over is not None:
+                raise error or self.over
             what = f"committing {self.target.url}"
             if self.attempt.defers_documents:
-                self.ranks.together(report, what=what, error=error, decide=check)
+                self.meet(report, what=what, error=error, decide=check)
                 try:
                     self.attempt.put_all(self.deferred)
                 except Exception as problem:
                     error = problem
-                answer = self.ranks.together(what=what, error=error, decide=publish)
+                answer = self.meet(what=what, error=error, decide=publish)
             else:
-                answer = self.ranks.together(report, what=what, error=error, decide=decide)
+                answer = self.meet(report, what=what, error=error, decide=decide)
             self.record = json.loads(answer)
             self._committed()
             if self.base is not None and self.ranks.is_coordinator:

@@ -102,6 +102,13 @@ def needs_layouts(state_dict: ShardedStateDict) -> bool:
     )
 
 
+def plans_together(strategy: object) -> bool:
+    """Whether a strategy, or the one that it wraps, has ranks meet where :func:`needs_layouts`."""
+    while (base := getattr(strategy, "base_strategy", None)) is not None:
+        strategy = base
+    return isinstance(strategy, ZarrSaveShardedStrategy)
+
+
 class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
     """Save strategy for the Zarr backend, at once or in the background.
 
@@ -196,7 +203,7 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
             request = session.guarded(self._staged(session, sharded_state_dict))
         except Exception as problem:
             # Raised here it would be this rank's alone; it is met by all at the finalisation.
-            session.failure = problem
+            session.fail_planning(problem)
             request = AsyncRequest(None, (), [])
         opened = session
         request.add_finalize_fn(lambda: opened.finish(None))
@@ -216,11 +223,11 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
         ranks = session.ranks
         session.zarr_format = 2 if self.version == V2_LAYOUT else 3
         layouts = Layouts()
-        what = f"planning the save to {session.target.url}"
+        what = session.planning
         if session.exchange_layouts:
             report = local_layouts(tensors, ranks.rank)
             with session.timed("exchange"):
-                answer = ranks.together(
+                answer = session.meet(
                     report, what=what, decide=lambda reports: pickle.dumps(merge_layouts(reports))
                 )
             layouts = pickle.loads(answer)
@@ -253,7 +260,8 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
             error, created = problem, []
         if session.exchange_layouts:
             # Before pieces travel, so that nobody waits for a rank that could not plan.
-            ranks.together(what=what, error=error)
+            session.meet(what=what, error=error)
+            session.plans = False
         if error is not None:
             raise error
         if session.meter is not None:

@@ -1,0 +1,138 @@
+"""One rank fails in a save, at any of its steps: all hear of it at once, and the next save works.
+
+With flattened ranges in the state ranks meet once more before they write: a rank that fails before
+that meeting must neither be waited for nor put the meetings after it out of step.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardstore
+from shardstore import ShardedObject, ShardedTensor
+from shardstore.errors import CheckpointingException
+from shardstore.ranks import DEADLINE_VARIABLE
+from shardstore.strategies.common import TorchCommonSaveStrategy
+from shardstore.strategies.zarr import ZarrSaveShardedStrategy
+from tests.ranks_helper import run_ranks
+
+WORLD = 2
+DEADLINE_S = 60
+"""What is told at once takes a small part of it, on any machine."""
+
+
+class Fails(Exception):  # noqa: N818
+    pass
+
+
+class CommonFails(TorchCommonSaveStrategy):
+    def save_common(self, *args: Any, **kwargs: Any) -> None:
+        raise Fails("common")
+
+
+class ObjectsFail(TorchCommonSaveStrategy):
+    def save_sharded_objects(self, *args: Any, **kwargs: Any) -> None:
+        raise Fails("objects")
+
+
+class StrategyFails(ZarrSaveShardedStrategy):
+    def _plan(self, *args: Any) -> Any:
+        raise Fails("strategy")
+
+
+class Wraps(ZarrSaveShardedStrategy):
+    """Fails before the strategy that it wraps is called."""
+
+    def save(self, *args: Any) -> None:
+        raise Fails("wrapper")
+
+    def async_save(self, *args: Any) -> Any:
+        raise Fails("wrapper")
+
+
+def unpicklable(rank: int) -> dict[str, Any]:
+    return {"o": ShardedObject("o", (lambda: 0), (WORLD,), (rank,))}
+
+
+FAILURES: dict[str, dict[str, Callable[[], Any]]] = {
+    "common": {"common_strategy": lambda: CommonFails("torch", 1)},
+    "objects": {"common_strategy": lambda: ObjectsFail("torch", 1)},
+    "plan": {"sharded_strategy": lambda: StrategyFails("zarr", 2)},
+    "wrapper": {"sharded_strategy": lambda: Wraps("zarr", 2)},
+    "an object that does not pickle": {},
+}
+
+
+def state(rank: int, flat: bool) -> dict[str, Any]:
+    part = slice(0, 500) if rank == 0 else slice(500, 1024)
+    out: dict[str, Any] = {
+        "o": ShardedObject("o", rank, (WORLD,), (rank,)),
+        "w": ShardedTensor.from_rank_offsets("w", torch.full((4,), float(rank)), (0, rank, WORLD)),
+        "step": 1,
+    }
+    if flat:
+        out["f"] = ShardedTensor.from_rank_offsets_flat(
+            "f", torch.arange(1024.0)[part].clone(), (32, 32), flattened_range=part
+        )
+    return out
+
+
+def save(rank: int, place: str, flat: bool, asynchronous: bool, **how: Any) -> None:
+    saved = {**state(rank, flat), **how.pop("more", {})}
+    if asynchronous:
+        request = shardstore.save(saved, place, async_sharded_save=True, **how)
+        assert request is not None
+        request.execute_sync()
+    else:
+        shardstore.save(saved, place, **how)
+
+
+def fail_and_go_on(rank: int, world: int, root: str, flat: bool, asynchronous: bool) -> list[str]:
+    os.environ[DEADLINE_VARIABLE] = str(DEADLINE_S)
+    wrong = []
+    for number, (name, made) in enumerate(FAILURES.items()):
+        for victim in range(world):
+            about = f"{name} on rank {victim}"
+            how: dict[str, Any] = {key: make() for key, make in made.items()}
+            if not made:
+                how = {"more": unpicklable(rank)}
+            place = f"{root}/{number}-{victim}"
+            begin = time.monotonic()
+            try:
+                save(rank, place, flat, asynchronous, **(how if rank == victim else {}))
+                wrong.append(f"{about}: saved")
+            except Fails:
+                if rank != victim:
+                    wrong.append(f"{about}: raised as it is on another rank")
+            except CheckpointingException as error:
+                if made and f"rank {victim}: Fails: " not in str(error):
+                    wrong.append(f"{about}: {error!r}")
+            except Exception as error:
+                if rank != victim:
+                    wrong.append(f"{about}: {error!r}")
+            took = time.monotonic() - begin
+            if took > DEADLINE_S / 2:
+                wrong.append(f"{about}: told after {took:.0f} s")
+            begin = time.monotonic()
+            save(rank, f"{place}-good", flat, asynchronous)
+            if time.monotonic() - begin > DEADLINE_S / 2:
+                wrong.append(f"{about}: the next save waited")
+    return wrong
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("flat", [True, False], ids=["flattened", "regular"])
+def test_all_are_told_and_the_next_save_works(
+    tmp_path: Path, flat: bool, asynchronous: bool
+) -> None:
+    found = run_ranks(fail_and_go_on, WORLD, str(tmp_path), flat, asynchronous, timeout_s=280)
+    assert found == [[]] * WORLD
+    saved = sorted(path.name for path in tmp_path.iterdir())
+    assert saved == sorted(f"{n}-{v}-good" for n in range(len(FAILURES)) for v in range(WORLD))
