@@ -181,8 +181,8 @@ class SaveSession:
         error: BaseException | None = None,
         decide: Callable[[list[bytes]], bytes] | None = None,
     ) -> bytes:
-        """As :meth:`Ranks.together`. A rank with an error goes to the next meeting, whatever that is
-        about, and it is the last one for all."""
+        """As :meth:`Ranks.together`. A rank with an error goes to the next meeting, whatever it is
+        about, and that is the last one for all."""
         try:
             return self.ranks.together(report, what=what, error=error, decide=decide)
         except BaseException as problem:
