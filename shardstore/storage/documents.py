@@ -12,7 +12,7 @@ import json
 import math
 import struct
 from binascii import a2b_base64
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -250,8 +250,11 @@ class RootDocument:
     format_version: int | None
     consolidated: bool = True
 
-    def arrays(self) -> dict[str, ArrayMeta]:
+    def arrays(self, without: Container[str] = ()) -> dict[str, ArrayMeta]:
         """All arrays by key.
+
+        Args:
+            without: nodes that are left out.
 
         Raises:
             FormatVersionError, DTypeMismatchError: an array uses what this version does not read.
@@ -259,6 +262,8 @@ class RootDocument:
         out: dict[str, ArrayMeta] = {}
         sums = self.chunk_sums
         for node, document in self.documents.items():
+            if node in without:
+                continue
             if isinstance(document, dict) and document.get("node_type") == "array":
                 _check_node(node, self.url)
                 meta = parse_array(node, document, f"{self.url}/{node}", sums.get(node))

@@ -269,6 +269,11 @@ class Manifest:
         start = self._of(meta)
         return None if start is None else start[0]
 
+    def place(self, node: str) -> tuple[int, int, int] | None:
+        """First row, number of chunks and bytes of a decoded chunk of what was saved as a node."""
+        start = self._start.get(node)
+        return None if start is None else (start[0], start[3], start[4])
+
     def _of(self, meta: ArrayMeta) -> tuple[int, int, int] | None:
         """First row, first inner boundary and boundaries a chunk of an array.
 

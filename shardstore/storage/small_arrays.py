@@ -9,12 +9,16 @@ overhead, so nothing is done here that a sound array does not need.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
+from math import prod
+from typing import Any, NamedTuple
 
 import xxhash
 
+from shardstore.errors import DTypeMismatchError
+from shardstore.storage import dtypes
 from shardstore.storage.checksums import crc32c
-from shardstore.storage.documents import CRC32C, ArrayMeta
 from shardstore.storage.manifest import Manifest
 
 try:
@@ -24,13 +28,15 @@ except ImportError:  # no compiler at the installation, or another processor
 else:
     COMPILED = True
 
-__all__ = ["COMPILED", "SMALL_CHUNK_BYTES", "SmallArrays", "document_texts"]
+__all__ = ["COMPILED", "SMALL_CHUNK_BYTES", "SmallArray", "SmallArrays", "document_texts"]
 
 SMALL_CHUNK_BYTES = 128 * 1024
 """Larger chunks are read in pieces, where the system calls do not count."""
 
 _BEGIN = b'":{"zarr_format":'
 """Before the text of a document, behind its name."""
+_KEYS = {"name": "default", "configuration": {"separator": "."}}
+_CODECS = ["bytes", "crc32c"]
 _CRC_BYTES = 4
 _RESIDUE = 0x48674BC7
 """crc32c of anything with its own crc32c, little-endian, behind it."""
@@ -63,12 +69,37 @@ def document_texts(root: bytes, nodes: Iterable[str]) -> dict[str, bytes]:
     return texts
 
 
+class SmallArray(NamedTuple):
+    """What an array's document and the manifest say of its files.
+
+    Attributes:
+        node: its node name.
+        folder: path of its folder.
+        document_name: name of its document.
+        text: of that.
+        chunk_names: names of its chunks in C order.
+        stored: bytes of each, the crc32c at its end included.
+        crcs: crc32c of each chunk, little-endian.
+        first_row: of the first one, in the manifest.
+    """
+
+    node: str
+    folder: str
+    document_name: str
+    text: bytes
+    chunk_names: tuple[str, ...]
+    stored: int
+    crcs: bytes
+    first_row: int
+
+
 class SmallArrays:
     """Proves arrays of one checkpoint; safe to use from several threads.
 
     Args:
         root: the local folder.
-        documents: node -> text of the array's document.
+        documents: node -> the array's document, parsed.
+        texts: node -> its text.
         manifest: what the chunks were when they were written.
         hashes: compare the 128-bit hashes too.
     """
@@ -76,91 +107,100 @@ class SmallArrays:
     def __init__(
         self,
         root: str,
-        documents: dict[str, bytes],
+        documents: Mapping[str, Mapping[str, Any]],
+        texts: Mapping[str, bytes],
         manifest: Manifest,
         *,
         hashes: bool = False,
     ) -> None:
         self._root = root
         self._documents = documents
+        self._texts = texts
         self._manifest = manifest
         self._crcs = manifest.crc.astype("<u4").tobytes()
         self._hashes = hashes
 
-    def proves(self, arrays: Sequence[ArrayMeta]) -> list[int | None]:
+    def known(self, nodes: Iterable[str]) -> list[SmallArray]:
+        """The arrays among some that are for this look."""
+        return [small for node in nodes if (small := self._known(node)) is not None]
+
+    def prove(self, arrays: Sequence[SmallArray]) -> dict[str, int]:
         """Read all files of some arrays.
 
         Returns:
-            For each the bytes of its chunks if its document, its chunks and the names in its folder
-            are all as they should be; ``None`` if anything is not, or is not for this look.
+            Node -> bytes of its chunks, of each array whose document, chunks and names in the
+            folder are all as they should be; the others are left out.
         """
-        sizes: list[int | None] = [None] * len(arrays)
-        known = [
-            (number, first, array)
-            for number, array in enumerate(arrays)
-            if (first := self._first_row(array)) is not None
-        ]
         if COMPILED and not self._hashes:
-            sound = _small_files.sound_arrays(
-                tuple(self._described(array, first) for _, first, array in known)
-            )
+            sound = _small_files.sound_arrays(tuple([small[1:7] for small in arrays]))
         else:
-            sound = bytes(self._is_sound(array, first) for _, first, array in known)
-        for (number, _, array), is_sound in zip(known, sound, strict=True):
-            if is_sound:
-                sizes[number] = array.grid.size * (array.chunk_bytes + _CRC_BYTES)
-        return sizes
+            sound = bytes(self._is_sound(small) for small in arrays)
+        return {
+            small.node: len(small.chunk_names) * small.stored
+            for small, is_sound in zip(arrays, sound, strict=True)
+            if is_sound
+        }
 
-    def _first_row(self, array: ArrayMeta) -> int | None:
-        """Row in the manifest of an array's first chunk; ``None``: not for this look."""
-        if array.codecs != (CRC32C,) or array.node not in self._documents:
+    def _known(self, node: str) -> SmallArray | None:
+        """An array as its document and the manifest have it; ``None``: not for this look."""
+        text, place = self._texts.get(node), self._manifest.place(node)
+        if text is None or place is None or "/" in node or node in ("", ".", ".."):
             return None
-        if array.chunk_bytes > SMALL_CHUNK_BYTES:
+        first, count, size = place
+        try:
+            document = self._documents[node]
+            if size > SMALL_CHUNK_BYTES or document["chunk_key_encoding"] != _KEYS:
+                return None
+            if [codec["name"] for codec in document["codecs"]] != _CODECS:
+                return None
+            dtypes.check(document["data_type"])
+            shape = document["shape"]
+            chunk_shape = document["chunk_grid"]["configuration"]["chunk_shape"]
+            counts = [-(-n // c) for n, c in zip(shape, chunk_shape, strict=True)]
+        except (KeyError, TypeError, ValueError, ZeroDivisionError, DTypeMismatchError):
             return None
-        return self._manifest.first_row(array)
-
-    def _described(
-        self, array: ArrayMeta, first: int
-    ) -> tuple[str, str, bytes, tuple[str, ...], int, bytes]:
-        """An array for the compiled part."""
-        count = array.grid.size
-        return (
-            f"{self._root}/{array.node}",
-            array.document_name,
-            self._documents[array.node],
-            tuple(array.chunk_key(array.grid.index(linear)) for linear in range(count)),
-            array.chunk_bytes + _CRC_BYTES,
+        if prod(counts) != count:
+            return None
+        if count == 1:
+            names = ["c" + ".0" * len(counts)]
+        else:
+            names = [".".join(["c", *map(str, i)]) for i in product(*map(range, counts))]
+        return SmallArray(
+            node,
+            f"{self._root}/{node}",
+            "zarr.json",
+            text,
+            tuple(names),
+            size + _CRC_BYTES,
             self._crcs[_CRC_BYTES * first : _CRC_BYTES * (first + count)],
+            first,
         )
 
-    def _is_sound(self, array: ArrayMeta, first: int) -> bool:
-        """The same for one array without it."""
-        count, text = array.grid.size, self._documents[array.node]
-        folder = f"{self._root}/{array.node}"
-        stored = array.chunk_bytes + _CRC_BYTES
+    def _is_sound(self, small: SmallArray) -> bool:
+        """What the compiled part finds out, without it."""
         try:
             # Each of the files is opened below: with no other name beside them, all are theirs.
-            if len(os.listdir(folder)) != 1 + count:
+            if len(os.listdir(small.folder)) != 1 + len(small.chunk_names):
                 return False
-            if _read(f"{folder}/{array.document_name}", len(text)) != text:
+            if _read(f"{small.folder}/{small.document_name}", len(small.text)) != small.text:
                 return False
-            for linear in range(count):
-                data = _read(f"{folder}/{array.chunk_key(array.grid.index(linear))}", stored)
-                if not self._is_saved(data, stored, first + linear):
+            for number, name in enumerate(small.chunk_names):
+                data = _read(f"{small.folder}/{name}", small.stored)
+                if not self._is_saved(data, small, number):
                     return False
         except (OSError, ValueError):
             return False
         return True
 
-    def _is_saved(self, data: bytes, stored: int, row: int) -> bool:
-        if len(data) != stored or crc32c(data, 0) != _RESIDUE:
+    def _is_saved(self, data: bytes, small: SmallArray, number: int) -> bool:
+        if len(data) != small.stored or crc32c(data, 0) != _RESIDUE:
             return False
-        if data[-_CRC_BYTES:] != self._crcs[_CRC_BYTES * row : _CRC_BYTES * (row + 1)]:
+        if data[-_CRC_BYTES:] != small.crcs[_CRC_BYTES * number : _CRC_BYTES * (number + 1)]:
             return False
         if not self._hashes:
             return True
         digest = xxhash.xxh3_128_digest(memoryview(data)[:-_CRC_BYTES])
-        return bool(digest == self._manifest.digest[row].tobytes())
+        return bool(digest == self._manifest.digest[small.first_row + number].tobytes())
 
 
 def _read(path: str, size: int) -> bytes:

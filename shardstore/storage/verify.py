@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import islice
@@ -33,7 +33,6 @@ from shardstore.storage.object_files import beside_arrays, object_place
 from shardstore.storage.parallel import default_threads, run_batched
 from shardstore.storage.small_arrays import (
     COMPILED,
-    SMALL_CHUNK_BYTES,
     SmallArrays,
     document_texts,
 )
@@ -45,7 +44,8 @@ BATCH_BYTES = 64 * 1024 * 1024
 RUN_BYTES = 32 * 1024 * 1024
 """Chunks of one array are shared out to the threads in runs of about this size."""
 RUN_CHUNKS = 256
-SMALL_BATCH = 256
+SMALL_BATCH = 1024
+"""Small arrays that are looked at in one call: after each a thread waits for the interpreter."""
 SHOWN_OBJECTS = 10
 """Of one key that are missing; a name alone can claim a grid of any size."""
 REMOTE_THREADS = 16
@@ -85,7 +85,6 @@ class _Run:
     first: int
     last: int
     weight: int
-    is_all: bool
 
 
 class _Verification:
@@ -118,7 +117,7 @@ class _Verification:
     def run(self) -> Verified:
         start = perf_counter()
         with collector_paused():
-            runs = self._small_ones(self._planned())
+            runs = self._planned(self._small_ones())
         run_batched(
             runs,
             self._work,
@@ -130,31 +129,53 @@ class _Verification:
         self.result.seconds = perf_counter() - start
         return self.result
 
-    def _planned(self) -> list[_Run]:
-        """Look at everything but the arrays; what is to be looked at of those."""
+    def _planned(self, proved: Mapping[str, int]) -> list[_Run]:
+        """Look at everything but the arrays; what is to be looked at of those.
+
+        Args:
+            proved: nodes of arrays that are sound, and bytes of their chunks.
+        """
         top = self.location.listing()
         if not {"zarr.json", "metadata.json"} & set(top):
             self.stored.require()
-        arrays = self._arrays(top)
+        arrays = self._arrays(top, proved)
         self._config(top)
         self._manifest = self._read_manifest(arrays)
         self._checker = ChunkChecker(self.stored, self._manifest, hashes=self._hashes)
         if not self.location.is_local:
             self._listed = self.location.remote.walk()
-        self._whole_files(top, {meta.node.split("/")[0] for meta in arrays})
+        nodes = [*proved, *(meta.node for meta in arrays)]
+        self._whole_files(top, {node.partition("/")[0] for node in nodes})
         wanted = [meta for meta in arrays if self._wants(meta.key)]
-        self.result.arrays = len(wanted)
+        self.result.arrays = len(wanted) + len(proved)
         runs = [run for meta in wanted for run in _runs(meta)]
         self._total = sum(run.weight for run in runs)
+        self._count(proved)
         return runs
+
+    def _count(self, proved: Mapping[str, int]) -> None:
+        """Add what is known to be sound to the result."""
+        manifest = self._manifest
+        if not proved or manifest is None:
+            return
+        places = [place for node in proved if (place := manifest.place(node)) is not None]
+        self.result.chunks += sum(chunks for _, chunks, _ in places)
+        self.result.bytes += sum(proved.values())
+        self._done += sum(chunks * size for _, chunks, size in places)
+        self._total += self._done
+        if self._progress is not None:
+            self._progress(self._done, self._total)
 
     # -- what there is ------------------------------------------------------------------------
 
-    def _arrays(self, top: Sequence[str]) -> list[ArrayMeta]:
-        """All arrays; from their own documents where the root's can not be used."""
+    def _arrays(self, top: Sequence[str], proved: Mapping[str, int]) -> list[ArrayMeta]:
+        """All arrays but those that are sound; from their own documents where the root's can not
+        be used."""
         try:
             if self.stored.root is not None:
                 self._consolidated = self.stored.root.documents
+                if proved:
+                    return list(self.stored.root.arrays(without=proved).values())
                 return list(self.stored.arrays.values())
         except CheckpointingException as error:
             self._report("root-damaged", str(error), "zarr.json")
@@ -294,39 +315,34 @@ class _Verification:
 
     # -- arrays ---------------------------------------------------------------------------------
 
-    def _small_ones(self, runs: Sequence[_Run]) -> Sequence[_Run]:
-        """Look at small arrays, with little more than the system calls that it takes. Returns the
-        other runs, those that were found wanting among them."""
-        small = [run for run in runs if run.is_all and run.array.chunk_bytes <= SMALL_CHUNK_BYTES]
-        if self._manifest is None or not self._consolidated or not self.location.is_local:
-            return runs
-        texts = document_texts(self.location.read("zarr.json"), self._consolidated)
-        look = SmallArrays(self.location.url, texts, self._manifest, hashes=self._hashes)
-        proved: set[int] = set()
+    def _small_ones(self) -> dict[str, int]:
+        """Look at the small arrays first, with little more than the system calls that it takes.
 
-        def work(batch: Sequence[_Run]) -> None:
-            sizes = look.proves([run.array for run in batch])
-            sound = [
-                (run, size) for run, size in zip(batch, sizes, strict=True) if size is not None
-            ]
-            with self._lock:
-                proved.update(id(run) for run, _ in sound)
-                self._count(
-                    sum(run.last for run, _ in sound),
-                    sum(size for _, size in sound),
-                    sum(run.weight for run, _ in sound),
-                )
-
+        Returns:
+            Node -> bytes of the chunks of each that is sound.
+        """
+        if self._keys or not self.location.is_local:
+            return {}
+        try:
+            root, manifest = self.stored.root, self.stored.manifest
+        except CheckpointingException:
+            return {}  # reported by others
+        if root is None or manifest is None or not root.documents:
+            return {}
+        texts = document_texts(self.location.read("zarr.json"), root.documents)
+        look = SmallArrays(self.location.url, root.documents, texts, manifest, hashes=self._hashes)
+        arrays = look.known(texts)
+        proved: dict[str, int] = {}
         # Without the compiled part threads would only wait for the interpreter, and for each other.
         run_batched(
-            small,
-            work,
+            arrays,
+            lambda batch: proved.update(look.prove(batch)),
             threads=self.threads if COMPILED else 1,
-            weight=lambda run: run.weight,
-            batch_weight=BATCH_BYTES,
+            weight=lambda _: 1,
+            batch_weight=SMALL_BATCH,
             batch_items=SMALL_BATCH,
         )
-        return [run for run in runs if id(run) not in proved]
+        return proved
 
     def _work(self, batch: Sequence[_Run]) -> None:
         try:
@@ -334,14 +350,6 @@ class _Verification:
                 self._check_run(run)
         finally:
             free_memory()
-
-    def _count(self, chunks: int, size: int, weight: int) -> None:
-        """Add to the result what was looked at; the lock is held."""
-        self.result.chunks += chunks
-        self.result.bytes += size
-        self._done += weight
-        if self._progress is not None and weight:
-            self._progress(self._done, self._total)
 
     def _check_run(self, run: _Run) -> None:
         array = run.array
@@ -358,7 +366,11 @@ class _Verification:
         checked = array.has_crc or (manifest is not None and manifest.first_row(array) is not None)
         with self._lock:
             self.result.unchecked += 0 if checked else run.last - run.first
-            self._count(run.last - run.first, size, run.weight)
+            self.result.chunks += run.last - run.first
+            self.result.bytes += size
+            self._done += run.weight
+            if self._progress is not None:
+                self._progress(self._done, self._total)
 
     def _report_chunk(self, array: ArrayMeta, index: tuple[int, ...], kind: str, text: str) -> None:
         name = f"{array.node}/{array.chunk_key(index)}"
@@ -451,11 +463,11 @@ def _runs(array: ArrayMeta) -> Iterator[_Run]:
     size, count = array.chunk_bytes, array.grid.size
     step = max(1, min(RUN_CHUNKS, RUN_BYTES // size))
     if count <= step:
-        yield _Run(array, 0, count, count * size, True)
+        yield _Run(array, 0, count, count * size)
         return
     for first in range(0, count, step):
         last = min(first + step, count)
-        yield _Run(array, first, last, (last - first) * size, False)
+        yield _Run(array, first, last, (last - first) * size)
 
 
 def _names_below(location: Location, node: str, prefix: str = "") -> Iterator[str]:

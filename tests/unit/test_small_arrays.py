@@ -37,10 +37,11 @@ def proved(place: Path, *, hashes: bool = False) -> dict[str, int | None]:
     stored = StoredCheckpoint(Location.of(place))
     assert stored.root is not None
     assert stored.manifest is not None
-    texts = document_texts((place / "zarr.json").read_bytes(), stored.root.documents)
-    look = SmallArrays(str(place), texts, stored.manifest, hashes=hashes)
-    arrays = [stored.arrays[key] for key in KEYS]
-    return dict(zip(KEYS, look.proves(arrays), strict=True))
+    documents = stored.root.documents
+    texts = document_texts((place / "zarr.json").read_bytes(), documents)
+    look = SmallArrays(str(place), documents, texts, stored.manifest, hashes=hashes)
+    found = look.prove(look.known(stored.arrays[key].node for key in KEYS))
+    return {key: found.get(stored.arrays[key].node) for key in KEYS}
 
 
 @pytest.fixture(params=["compiled", "python", "hashes"])
@@ -118,6 +119,20 @@ def test_a_damaged_one_is_not_proved_and_the_others_are(
     stored = StoredCheckpoint(Location.of(tmp_path / "c"))
     DAMAGE[damage](tmp_path / "c" / stored.arrays[key].node)
     assert look(tmp_path / "c") == {**before, key: None}
+
+
+def test_no_folder_outside_of_the_checkpoint_is_looked_at(tmp_path: Path, look: Look) -> None:
+    place = tmp_path / "c"
+    save(place)
+    stored = StoredCheckpoint(Location.of(place))
+    assert stored.root is not None
+    assert stored.manifest is not None
+    (place / "line").rename(tmp_path / "line")
+    documents = {"../line": stored.root.documents["line"]}
+    texts = {"../line": (tmp_path / "line" / "zarr.json").read_bytes()}
+    manifest = stored.manifest
+    manifest._start["../line"] = manifest._start["line"]
+    assert SmallArrays(str(place), documents, texts, manifest).known(texts) == []
 
 
 def test_texts_are_those_of_the_arrays_own_documents(tmp_path: Path) -> None:
