@@ -114,20 +114,105 @@ def test_the_compose_file_holds_together() -> None:
         assert "ports" not in service, "the trial's server is for its own network"
 
 
-def test_an_engine_agrees() -> None:
-    command = ["docker", "compose"]
+def compose_command(folder: Path) -> tuple[list[str], Path] | None:
+    """What runs compose files here, and the file for it; None where nothing does.
+
+    Compose 1 refuses the top-level ``name``, so it gets a copy without that line, in folders laid
+    out as in the checkout so that the paths in it lead to something.
+    """
     if (
-        shutil.which("docker") is None
-        or subprocess.run([*command, "version"], capture_output=True).returncode != 0
+        shutil.which("docker") is not None
+        and subprocess.run(["docker", "compose", "version"], capture_output=True).returncode == 0
     ):
-        pytest.skip("docker compose is not installed")
-    found = subprocess.run(
-        [*command, "-f", str(DOCKER / "compose.yaml"), "--profile", "gpu", "config", "--quiet"],
+        return ["docker", "compose"], DOCKER / "compose.yaml"
+    if shutil.which("docker-compose") is None:
+        return None
+    shutil.copytree(DOCKER, folder / "docker")
+    copy = folder / "docker" / "compose.yaml"
+    lines = copy.read_text().splitlines(keepends=True)
+    copy.write_text("".join(line for line in lines if not line.startswith("name:")))
+    return ["docker-compose"], copy
+
+
+def test_an_engine_agrees(tmp_path: Path) -> None:
+    found = compose_command(tmp_path)
+    if found is None:
+        pytest.skip("neither docker compose nor docker-compose is installed")
+    command, file = found
+    done = subprocess.run(
+        [*command, "-f", str(file), "--profile", "gpu", "config"],
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert found.returncode == 0, found.stderr
+    assert done.returncode == 0, done.stderr
+    assert "warn" not in done.stderr.lower(), done.stderr
+    resolved = yaml.safe_load(done.stdout)["services"]
+    assert set(resolved) == set(compose()["services"])
+    for name, service in resolved.items():
+        # With the anchors merged, every client of the server has all of its environment.
+        assert {"AWS_ENDPOINT_URL", "AWS_SECRET_ACCESS_KEY"} <= set(service["environment"]), name
+        if "build" in service:
+            assert Path(service["build"]["context"]) == file.parents[1]
+
+
+def documented() -> list[list[str]]:
+    """Every ``docker compose`` command line of the folder's texts, split into words."""
+    texts = [path.read_text() for path in sorted(DOCKER.iterdir()) if path.is_file()]
+    return [
+        shlex.split(line)
+        for text in texts
+        for line in re.findall(r"docker compose [^`\n]*", text)
+        if line.split()[2].startswith("-")
+    ]
+
+
+def test_documented_commands_outlive_the_service_that_ends_first() -> None:
+    """`up` ends everything with the first service it watches, and `bucket` is meant to end."""
+    commands = documented()
+    assert len(commands) >= 3
+    for words in commands:
+        files = [Path(words[i + 1]) for i, word in enumerate(words) if word == "-f"]
+        assert files == [Path("docker/compose.yaml")], f"{words} from the root of the checkout"
+        if {"--abort-on-container-exit", "--exit-code-from"} & set(words):
+            job = words[words.index("--exit-code-from") + 1]
+            assert words[-2:] == [job, job], f"{words} watches more than the job"
+
+
+def run_line(text: str) -> str:
+    """The one RUN instruction that has this text."""
+    (found,) = [found for name, found in instructions() if name == "RUN" and text in found]
+    return found
+
+
+def test_the_constraint_is_the_version_that_pip_sees(tmp_path: Path) -> None:
+    """Builds of torch from PyPI call themselves 2.7.1+cu126 and are installed as 2.7.1."""
+    (tmp_path / "torch.py").write_text("__version__ = '2.7.1+cu126'\n")
+    metadata = tmp_path / "torch-2.7.1.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.7.1\n")
+    words = shlex.split(run_line("/opt/torch-constraint.txt").partition(" > ")[0])
+    assert words[:2] == ["python", "-c"]
+    done = subprocess.run(
+        [sys.executable, *words[1:]],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (0, "torch==2.7.1\n"), done.stderr
+
+
+def test_what_was_installed_is_what_is_checked() -> None:
+    """The folder of the build has a `shardstore` of its own, which an import would find first."""
+    checks = [part for part in run_line("import torch, shardstore").split("&&") if "import" in part]
+    assert shlex.split(checks[-1])[:2] == ["python", "-P"]
+
+
+def test_nothing_built_on_the_host_is_copied() -> None:
+    lines = (DOCKER / "Dockerfile.dockerignore").read_text().split()
+    assert {"**/__pycache__", "**/*.so"} <= set(lines[1:])
+    assert lines[-1].startswith("**"), "a later line would let them in again"
 
 
 def test_the_bucket_is_created_once_and_stays(s3_server: S3Server) -> None:
