@@ -26,6 +26,7 @@ from shardstore.dtensor import adopt_for_save
 from shardstore.errors import ArgumentError
 from shardstore.mapping import CommonStateDict, ShardedObject, ShardedStateDict, StateDict
 from shardstore.one_rank import CONTENT_METADATA_KEY
+from shardstore.process_groups import require_group
 from shardstore.progress import Meter, ProgressCallback, callback_of
 from shardstore.ranks import Ranks
 from shardstore.state_dict_utils import check_lists, check_state, save_preprocess
@@ -118,6 +119,7 @@ def run_save(call: SaveCall, choose: ChooseStrategies) -> tuple[SaveSession, Asy
     try:
         if call.base is not None:
             base = Location.given(call.base, call.storage_options)
+        require_group("replica_group", call.replica_group)
         check_state(call.sharded_state_dict)
         if not isinstance(call.content_metadata, dict | None):
             raise ArgumentError(f"content_metadata={call.content_metadata!r:.100} must be a dict")
