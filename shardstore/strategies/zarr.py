@@ -221,9 +221,14 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
             report = local_layouts(tensors, ranks.rank)
             with session.timed("exchange"):
                 answer = ranks.together(
-                    report, what=what, decide=lambda reports: pickle.dumps(merge_layouts(reports))
+                    report,
+                    what=what,
+                    error=session.failure,
+                    decide=lambda reports: pickle.dumps(merge_layouts(reports)),
                 )
             layouts = pickle.loads(answer)
+        elif session.failure is not None:
+            raise session.failure
         error: Exception | None = None
         plan = WritePlan()
         try:
