@@ -248,6 +248,10 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
                     compression=session.options.compression,
                     shared=session.shared,
                 )
+                if session.zarr_format == 2:
+                    nodes = {write.array.node for write in plan.writes}
+                    nodes |= {cut.array.node for cut in plan.cut if cut.owner == ranks.rank}
+                    session.attempt.announce(nodes, ranks.rank)
                 created = [
                     (meta, text)
                     for meta, first in plan.arrays
