@@ -3,6 +3,10 @@
 # Prints a Python of at least 3.11; PYTHON names another than the first one found.
 find_python() {
     local candidate
+    if [ -n "${PYTHON:-}" ] && ! new_enough "$PYTHON"; then
+        echo "PYTHON=$PYTHON is no Python of at least 3.11; name another, or leave it out" >&2
+        return 2
+    fi
     for candidate in ${PYTHON:+"$PYTHON"} python3 python3.11 python3.12 python3.13 python; do
         if new_enough "$candidate"; then
             echo "$candidate"
@@ -25,9 +29,13 @@ make_environment() {
         # Only the remains of an environment may be cleared away.
         if [ -e "$venv" ] && [ ! -f "$venv/pyvenv.cfg" ]; then
             echo "$venv exists and is no virtual environment; remove it or name another" >&2
-            return 1
+            return 2
         fi
         python=$(find_python)
+        if ! mkdir -p "$(dirname "$venv")" 2>/dev/null || [ ! -w "$(dirname "$venv")" ]; then
+            echo "$venv can not be made: nothing can be written there; name another folder" >&2
+            return 2
+        fi
         if ! "$python" -m venv --clear "$venv"; then
             rm -f "$venv/.shardstore-installed"
             echo "No virtual environment in $venv (Debian, Ubuntu: apt install python3-venv)" >&2

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -175,9 +176,15 @@ def job(folder: Path, checkpoint: str, options: argparse.Namespace) -> list[str]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="scripts/quickstart", description=__doc__)
-    parser.add_argument("--dir", type=Path, help="new or empty folder to work in (temporary)")
-    parser.add_argument("--steps", type=int, default=40, help="training steps, saved at half (40)")
+    from arguments import OneLineParser, count, writable_folder
+
+    parser = OneLineParser(prog="scripts/quickstart", description=__doc__)
+    parser.add_argument(
+        "--dir", type=writable_folder, help="new or empty folder to work in (temporary)"
+    )
+    parser.add_argument(
+        "--steps", type=count, default=40, help="training steps, saved at half (40)"
+    )
     parser.add_argument("--keep", action="store_true", help="leave checkpoint and records behind")
     parser.add_argument("--small", action="store_true", help="a tiny model, for a run of seconds")
     where = parser.add_mutually_exclusive_group()
@@ -189,19 +196,24 @@ def main() -> int:
         metavar="URL",
         help="save below this URL, with the environment's credentials",
     )
+    parser.add_argument("--only-check", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.steps < 4:
         parser.error("--steps has to be at least 4")
+    if options.checkpoint is not None and not re.fullmatch("[a-z0-9+.-]+://.+", options.checkpoint):
+        parser.error(
+            f"--checkpoint {options.checkpoint!r} is no URL such as s3://bucket/run; a folder is "
+            "given by --dir"
+        )
     try:
-        if options.dir is None:
-            folder = Path(tempfile.mkdtemp(prefix="shardstore-quickstart-"))
-        else:
-            folder = options.dir.resolve()
-            folder.mkdir(parents=True, exist_ok=True)
-            if any(folder.iterdir()):
-                parser.error(f"--dir {folder} is not empty; give a new or empty folder")
+        if options.dir is not None and any(options.dir.iterdir()):
+            parser.error(f"--dir {options.dir} is not empty; give a new or empty folder")
+        if options.only_check:
+            return 0
+        made = options.dir or tempfile.mkdtemp(prefix="shardstore-quickstart-")
+        folder = Path(made).resolve()
     except OSError as error:
-        parser.error(f"cannot work in {options.dir}: {error}")
+        parser.error(f"can not work in {options.dir or 'a temporary folder'}: {error.strerror}")
 
     # In a pipe too, what this process says has to stay in order with what the ranks say.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]

@@ -25,7 +25,7 @@ from shardstore.dtensor import Adopted, adopt_for_load, needs_adoption
 from shardstore.errors import ArgumentError
 from shardstore.mapping import ShardedObject, ShardedStateDict, StateDict, apply_factory_merges
 from shardstore.one_rank import place_of
-from shardstore.process_groups import raise_together
+from shardstore.process_groups import raise_together, require_group
 from shardstore.progress import Meter, ProgressCallback, callback_of
 from shardstore.ranks import Ranks
 from shardstore.shard_reports import check_reports, report_shards, shards_of_report
@@ -101,6 +101,7 @@ def run_load(
     callback: ProgressCallback | None = None
     try:
         callback = callback_of(call.progress, shows=ranks.is_coordinator)
+        require_group("replica_group", call.replica_group)
         if error is None:
             checkpoint_dir = place_of(location).place
         check_state(call.sharded_state_dict)

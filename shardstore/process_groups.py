@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardstore.errors import RanksError
+from shardstore.errors import ArgumentError, RanksError
 
 __all__ = [
     "Group",
@@ -21,6 +21,7 @@ __all__ = [
     "group_size",
     "has_ranks",
     "raise_together",
+    "require_group",
 ]
 
 Group = Any
@@ -56,6 +57,30 @@ def raise_together(error: BaseException | None, group: Group, what: str) -> None
                 raise RanksError(f"{what} failed on {listed}", failures=failures)
     if error is not None:
         raise error
+
+
+def require_group(name: str, group: object) -> None:
+    """Raise :class:`ArgumentError` unless an argument is a process group, what a rank that is no
+    member of it has in its place, or None.
+
+    Args:
+        name: of the argument.
+        group: what was given.
+    """
+    if group is None:
+        return
+    if torch.distributed.is_available():
+        from torch.distributed.distributed_c10d import GroupMember
+
+        outside = GroupMember.NON_GROUP_MEMBER
+        if isinstance(group, torch.distributed.ProcessGroup) or group is outside:
+            return
+        if type(outside) is type(group) and outside == group:
+            return
+    raise ArgumentError(
+        f"{name}={group!r:.200} must be a process group, as torch.distributed.new_group() and "
+        "DeviceMesh.get_group() return it, or None"
+    )
 
 
 def has_ranks() -> bool:

@@ -26,6 +26,7 @@ from shardstore.dtensor import adopt_for_save
 from shardstore.errors import ArgumentError
 from shardstore.mapping import CommonStateDict, ShardedObject, ShardedStateDict, StateDict
 from shardstore.one_rank import CONTENT_METADATA_KEY
+from shardstore.process_groups import require_group
 from shardstore.progress import Meter, ProgressCallback, callback_of
 from shardstore.ranks import Ranks
 from shardstore.state_dict_utils import check_lists, check_state, save_preprocess
@@ -118,6 +119,7 @@ def run_save(call: SaveCall, choose: ChooseStrategies) -> tuple[SaveSession, Asy
     try:
         if call.base is not None:
             base = Location.given(call.base, call.storage_options)
+        require_group("replica_group", call.replica_group)
         check_state(call.sharded_state_dict)
         if not isinstance(call.content_metadata, dict | None):
             raise ArgumentError(f"content_metadata={call.content_metadata!r:.100} must be a dict")
@@ -178,7 +180,11 @@ def run_save(call: SaveCall, choose: ChooseStrategies) -> tuple[SaveSession, Asy
                 apply_claims(sharded, answer)
                 session.plans = plans_together(sharded_strategy)
             request = _write(
-                sharded, common, place, sharded_strategy, common_strategy, call.async_sharded_save
+                session,
+                (sharded, common),
+                place,
+                (sharded_strategy, common_strategy),
+                call.async_sharded_save,
             )
         except Exception as problem:
             error, request = problem, None
@@ -204,24 +210,34 @@ def _located(call: SaveCall) -> tuple[Location, BaseException | None]:
 
 
 def _write(
-    sharded: ShardedStateDict,
-    common: StateDict,
+    session: SaveSession,
+    state: tuple[ShardedStateDict, StateDict],
     place: Location,
-    sharded_strategy: SaveShardedStrategy,
-    common_strategy: SaveCommonStrategy,
+    strategies: SaveStrategies,
     async_sharded_save: bool,
 ) -> AsyncRequest | None:
     """Write this rank's part of everything."""
-    common_strategy.save_common(common, place.place)
-    tensors = sharded
+    (tensors, common), (sharded_strategy, common_strategy) = state, strategies
+    objects: ShardedStateDict | None = None
     if not sharded_strategy.can_handle_sharded_objects:
         validate_sharded_objects_handling(sharded_strategy, common_strategy)
-        objects, tensors = extract_matching_values(sharded, lambda v: isinstance(v, ShardedObject))
-        common_strategy.save_sharded_objects(cast(StateDict, objects), place.place)
+        objects, tensors = extract_matching_values(tensors, lambda v: isinstance(v, ShardedObject))
+    try:
+        common_strategy.save_common(common, place.place)
+        if objects is not None:
+            common_strategy.save_sharded_objects(objects, place.place)
+    except Exception as problem:
+        # The ranks may meet in the strategy: it hears of this, and lets the others know there.
+        session.failure = problem
+    request = None
     if async_sharded_save:
-        return cast(AsyncSaveShardedStrategy, sharded_strategy).async_save(tensors, place.place)
-    sharded_strategy.save(tensors, place.place)
-    return None
+        strategy = cast(AsyncSaveShardedStrategy, sharded_strategy)
+        request = strategy.async_save(tensors, place.place)
+    else:
+        sharded_strategy.save(tensors, place.place)
+    if session.failure is not None and not async_sharded_save:
+        raise session.failure
+    return request
 
 
 def _config(sharded: SaveShardedStrategy, common: SaveCommonStrategy) -> CheckpointingConfig:

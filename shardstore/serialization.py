@@ -251,6 +251,7 @@ def load(
         ChunkMissingError, ChunkCorruptError, DamagedCheckpointError: what is stored is not what
             was written.
         UnsafeObjectError: a class is needed that was not allowed.
+        ArgumentError: a tensor that is given can not be filled in place: it is sparse, or expanded.
         RanksError: another rank failed, or did not answer in time.
     """
     call = LoadCall(

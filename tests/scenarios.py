@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,6 +60,17 @@ def logged() -> Iterator[list[str]]:
         yield handler.texts
     finally:
         logging.getLogger().removeHandler(handler)
+
+
+@contextmanager
+def files_at_most(size: int) -> Iterator[None]:
+    """A file system that refuses larger files, to this process."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def raised(call: Callable[[], object]) -> CheckpointingException:

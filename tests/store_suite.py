@@ -73,11 +73,13 @@ def assert_small_state(loaded: dict[str, Any], value: float) -> None:
     assert loaded["step"] == int(value)
 
 
-def unfinished_save(url: str, options: dict[str, Any], value: float = 5.0) -> SaveSession:
+def unfinished_save(
+    url: str, options: dict[str, Any], value: float = 5.0, *, version: int = 2
+) -> SaveSession:
     """A save that wrote everything but its commit, and is never heard of again."""
     session = SaveSession.begin(Ranks(), Location.of(url, **options), SaveOptions())
     with session.active() as place:
-        ZarrSaveShardedStrategy("zarr", 2).save(
+        ZarrSaveShardedStrategy("zarr", version).save(
             {"w": tensor("layer/0.w", torch.full((20, 30), value))}, place.place
         )
     return session

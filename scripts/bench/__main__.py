@@ -7,8 +7,9 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
+
+from arguments import OneLineParser, above_zero, chosen_of, counts
 
 from bench import asynchronous, clients, command_line, gpu, machine, page, plot, report, scale
 from bench.cases import DISK, S3
@@ -31,8 +32,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="benchmark", description="Measure shardstore beside raw I/O and its peers."
+    parser = OneLineParser(
+        prog="scripts/benchmark", description="Measure shardstore beside raw I/O and its peers."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     disk = measuring(
@@ -43,23 +44,25 @@ def _parser() -> argparse.ArgumentParser:
         description="All clients in turn in one run: same state, same disk, same durability.",
     )
     disk.add_argument(
-        "--ranks", type=_numbers, default=(1, 4), help="worlds for save-load and memory (1,4)"
+        "--ranks", type=counts, default=(1, 4), help="worlds for save-load and memory (1,4)"
     )
     disk.add_argument(
         "--only",
-        type=_names(tuple(DISK)),
+        type=chosen_of(tuple(DISK)),
         default=tuple(DISK),
         metavar="CASE,...",
         help=f"cases to run: {', '.join(DISK)}",
     )
     disk.add_argument(
         "--clients",
-        type=_names(clients.NAMES),
+        type=chosen_of(clients.NAMES),
         default=clients.NAMES,
         metavar="NAME,...",
         help=f"clients to run: {', '.join(clients.NAMES)}",
     )
-    disk.add_argument("--scale", type=float, default=1.0, help="factor on the sizes (default 1)")
+    disk.add_argument(
+        "--scale", type=above_zero, default=1.0, help="factor on the sizes (default 1)"
+    )
     disk.add_argument(
         "--megatron-python",
         metavar="PYTHON",
@@ -82,17 +85,17 @@ def _parser() -> argparse.ArgumentParser:
         "AWS_SECRET_ACCESS_KEY name. Works in a bucket of its own.",
         folder=None,
     )
-    s3.add_argument("--scale", type=float, default=1.0, help="factor on the sizes (default 1)")
+    s3.add_argument("--scale", type=above_zero, default=1.0, help="factor on the sizes (default 1)")
     s3.add_argument(
         "--only",
-        type=_names(tuple(S3)),
+        type=chosen_of(tuple(S3)),
         default=tuple(S3),
         metavar="CASE,...",
         help=f"cases to run: {', '.join(S3)}",
     )
     s3.add_argument(
         "--clients",
-        type=_names(clients.S3_NAMES),
+        type=chosen_of(clients.S3_NAMES),
         default=clients.S3_NAMES,
         metavar="NAME,...",
         help=f"clients to run: {', '.join(clients.S3_NAMES)}",
@@ -104,23 +107,6 @@ def _parser() -> argparse.ArgumentParser:
     page.add_parser(commands)
     command_line.add_parser(commands)
     return parser
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
-
-
-def _names(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
-    def parse(text: str) -> tuple[str, ...]:
-        asked = tuple(text.split(","))
-        unknown = [name for name in asked if name not in known]
-        if unknown:
-            raise argparse.ArgumentTypeError(
-                f"unknown: {', '.join(unknown)}; known: {', '.join(known)}"
-            )
-        return tuple(name for name in known if name in asked)
-
-    return parse
 
 
 def _disk(options: argparse.Namespace) -> int:

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from arguments import above_zero, chosen_of, count
+
 from bench import machine, report, sharing
 from bench.async_clients import (
     BUDGET,
@@ -55,17 +57,23 @@ def add_parser(commands: Any) -> None:
         "and a plain copy and write; saves upon a base; loads that replicas share.",
         repeats=None,
     )
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of processes (default 3)")
-    parser.add_argument("--scale", type=float, default=1.0, help="of the 2 GiB state (default 1)")
+    parser.add_argument("--rounds", type=count, default=3, help="rounds of processes (default 3)")
     parser.add_argument(
-        "--only", default=",".join(CASES), metavar="CASE,...", help=f"of {', '.join(CASES)}"
+        "--scale", type=above_zero, default=1.0, help="of the 2 GiB state (default 1)"
+    )
+    parser.add_argument(
+        "--only",
+        type=chosen_of(tuple(CASES)),
+        default=tuple(CASES),
+        metavar="CASE,...",
+        help=f"of {', '.join(CASES)}",
     )
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the cases; 0 if every target that was measured is met."""
     results = Results()
-    cases = [case for case in CASES if case in options.only.split(",")]
+    cases = list(options.only)
     with tempfile.TemporaryDirectory(prefix="shardstore-bench-", dir=options.dir) as folder:
         root = Path(folder)
         results.notes.update(

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from arguments import above_zero
 
 import shardstore
 from bench import machine, report
@@ -55,7 +56,9 @@ def add_parser(commands: Any) -> None:
         help="the command line's start, listing and verification",
         description=__doc__,
     )
-    parser.add_argument("--scale", type=float, default=1.0, help="factor on the number of arrays")
+    parser.add_argument(
+        "--scale", type=above_zero, default=1.0, help="factor on the number of arrays"
+    )
 
 
 def run(options: argparse.Namespace) -> int:

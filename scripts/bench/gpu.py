@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from arguments import above_zero
 
 from bench import machine, report
 from bench.async_clients import Shardstore
@@ -34,7 +35,9 @@ SETTLE_S = 0.5
 def add_parser(commands: Any) -> None:
     """Add the subcommand to the command line."""
     parser = measuring(commands, "gpu", run, help="saves off a CUDA device", description=__doc__)
-    parser.add_argument("--scale", type=float, default=4.0, help="of a 2 GiB state (default 4)")
+    parser.add_argument(
+        "--scale", type=above_zero, default=4.0, help="of a 2 GiB state (default 4)"
+    )
 
 
 def run(options: argparse.Namespace) -> int:

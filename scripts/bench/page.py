@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
+
+from arguments import new_file, run_of_benchmark
 
 from bench import plot, report
 from bench.clients import OURS, RAW
@@ -26,8 +27,10 @@ def add_parser(commands: Any) -> None:
         "page", help="the results page from the JSON of several runs", description=__doc__
     )
     parser.set_defaults(run=run)
-    parser.add_argument("json", type=Path, nargs="+", metavar="FILE", help="what --json wrote")
-    parser.add_argument("--markdown", type=Path, required=True, metavar="FILE", help="the page")
+    parser.add_argument(
+        "json", type=run_of_benchmark, nargs="+", metavar="FILE", help="what --json wrote"
+    )
+    parser.add_argument("--markdown", type=new_file, required=True, metavar="FILE", help="the page")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -13,6 +13,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from arguments import new_file, run_of_benchmark
+
 OURS = "shardstore"
 NOT_OURS, MINE = "#9aa7b4", "#1f6f8b"
 BAR_INCHES = 0.24
@@ -30,9 +32,9 @@ def add_parser(commands: Any) -> None:
         "plot", help="a picture of a run's JSON", description=__doc__
     )
     parser.set_defaults(run=run)
-    parser.add_argument("json", type=Path, metavar="FILE", help="what --json wrote")
+    parser.add_argument("json", type=run_of_benchmark, metavar="FILE", help="what --json wrote")
     parser.add_argument(
-        "-o", "--output", type=Path, default=None, help="PNG or SVG (default: FILE with .svg)"
+        "-o", "--output", type=new_file, default=None, help="PNG or SVG (default: FILE with .svg)"
     )
 
 

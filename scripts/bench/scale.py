@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from arguments import counts, new_file
 
 from bench import machine, report
 from bench.memory import peak_rss_bytes, reset_peak
@@ -58,17 +59,13 @@ def add_parser(commands: Any) -> None:
         repeats=1,
         folder="folder to commit to (default: the temporary folder)",
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture, PNG or SVG")
+    parser.add_argument("--plot", type=new_file, metavar="FILE", help="a picture, PNG or SVG")
     for name, default in (
         ("ranks", "1024,4096,16384"),
         ("tensors", "1000,10000,100000"),
         ("chunks", "10000,100000,1000000"),
     ):
-        parser.add_argument(f"--{name}", type=_numbers, default=_numbers(default), metavar="N,...")
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+        parser.add_argument(f"--{name}", type=counts, default=counts(default), metavar="N,...")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
+
+from arguments import count, new_file, writable_folder
 
 ON_DISK = "folder on the disk to measure (default: the temporary folder)"
 
@@ -33,25 +34,15 @@ def measuring(
     """
     parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=description)
     parser.set_defaults(run=run)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="every sample, as JSON")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="the tables, as Markdown")
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="every sample, as JSON")
+    parser.add_argument("--markdown", type=new_file, metavar="FILE", help="the tables, as Markdown")
     if repeats is not None:
         parser.add_argument(
             "--repeats",
-            type=int,
+            type=count,
             default=repeats,
             help=f"rounds that count (default {repeats})",
         )
     if folder is not None:
-        parser.add_argument("--dir", type=_folder, default=None, metavar="DIR", help=folder)
+        parser.add_argument("--dir", type=writable_folder, default=None, metavar="DIR", help=folder)
     return parser
-
-
-def _folder(text: str) -> Path:
-    """A folder, made where there is none."""
-    path = Path(text)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text} can not be made: {error.strerror}") from None
-    return path

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from shardstore.convert.apart import require_apart
 from shardstore.convert.bar import Progress, callback_of
 from shardstore.convert.dcp_target import DcpObjects, DcpTarget
 from shardstore.convert.journal import Journal, Receipts
@@ -105,6 +106,7 @@ def convert(
     Raises:
         NotACheckpointError, DamagedCheckpointError: the source is not there, or not whole.
         CheckpointExistsError: something is at the target.
+        ArgumentError: the target is the source, or one of them lies in the other.
         DTypeMismatchError: the target's format lacks a data type.
         UnsafeObjectError: an object of the source needs a class that was not allowed.
         StorageError: a disk or a store refused. What was done is kept for the next run.
@@ -114,6 +116,7 @@ def convert(
             raise ArgumentError(f"{name}={size!r} must be a number of bytes, at least 1")
     place = Location.given(source, source_options)
     goal = Location.given(target, target_options)
+    require_apart(place, goal)
     found = source_format or detect(place)
     wanted = _target_format(goal, target_format)
     beside = _beside(goal)

@@ -31,6 +31,8 @@ from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.chunks import RegionRead
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import Box
+from shardstore.storage.options import require_number
+from shardstore.strategies.destinations import require_writable
 
 __all__ = ["StorageReader"]
 
@@ -49,6 +51,9 @@ class StorageReader(Placed, DcpStorageReader):
             otherwise.
         threads: threads that read, each rank; default: one a processor, at most 8.
         storage_options: options of the store behind the URL.
+
+    Raises:
+        ArgumentError: ``threads`` is no number of at least 1.
     """
 
     _purpose = "read from:load"
@@ -62,6 +67,7 @@ class StorageReader(Placed, DcpStorageReader):
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(url, storage_options)
+        require_number("threads", threads, none=True)
         self._cast = cast
         self._threads = threads
         self._stored: StoredCheckpoint | None = None
@@ -116,6 +122,7 @@ class StorageReader(Placed, DcpStorageReader):
         Raises:
             DTypeMismatchError: a tensor has another data type than what is stored, without
                 ``cast``.
+            ArgumentError: a tensor can not be filled in place: it is sparse, or expanded.
             ChunkMissingError, ChunkCorruptError: what is stored is not what was written.
             UnsafeObjectError: an object needs a class that was not allowed.
         """
@@ -129,6 +136,7 @@ class StorageReader(Placed, DcpStorageReader):
                 planner.load_bytes(item, self._values.pickled(item.storage_index.fqn))
                 continue
             target = planner.resolve_tensor(item).detach()
+            require_writable(target, item.storage_index.fqn)
             targets.append((item, target))
             common = self._values.tensors.get(item.storage_index.fqn)
             if common is not None:
@@ -176,20 +184,12 @@ def _box(item: ReadItem, ndim: int) -> Box:
 
 
 def _is_direct(target: torch.Tensor) -> bool:
-    """Whether it has plain memory of this process, in which no element lies twice."""
+    """Whether it has plain memory of this process."""
     return (
         target.is_cpu
         and type(target) is torch.Tensor
-        and target.layout is torch.strided
         and not target.is_conj()
         and not target.is_neg()
-        and (
-            target.is_contiguous()
-            or not any(
-                stride == 0 and size > 1
-                for stride, size in zip(target.stride(), target.shape, strict=True)
-            )
-        )
     )
 
 

@@ -8,30 +8,25 @@ gives them: the grid of shards, and behind it the elements of a flattened shard.
 from __future__ import annotations
 
 import math
-import os
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from shardstore.dcp.files import ORIGINAL_SHAPE, DcpFiles
+from shardstore.dcp.torch_dist_save import FilesSave
 from shardstore.dict_utils import dict_list_map_outplace, nested_values
 from shardstore.errors import (
     AccessPatternError,
+    ArgumentError,
     CheckpointingException,
     FormatVersionError,
     NotACheckpointError,
-    StorageError,
 )
 from shardstore.mapping import (
     ShardedObject,
@@ -40,11 +35,13 @@ from shardstore.mapping import (
     StateDict,
     is_main_replica,
 )
+from shardstore.ranks import Ranks
 from shardstore.storage import dtypes
 from shardstore.storage.location import Location
+from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import (
+    AsyncSaveShardedStrategy,
     LoadShardedStrategy,
-    SaveShardedStrategy,
     StrategyAction,
     register_default_strategy,
 )
@@ -54,6 +51,7 @@ from shardstore.strategies.checkpointable import (
 )
 from shardstore.strategies.planned_writes import require_plain
 from shardstore.strategies.read_plan import find_array, plan_read
+from shardstore.strategies.session import SaveSession, session_of
 from shardstore.strategies.unwritten import without_main_replica
 
 __all__ = [
@@ -68,20 +66,57 @@ WRITER_THREADS = 2
 _Shapes = dict[str, dict[str, tuple[int, ...]]]
 
 
-class TorchDistSaveShardedStrategy(SaveShardedStrategy):
-    """Save strategy for DCP's own files.
+class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
+    """Save strategy for DCP's own files, at once or in the background.
+
+    The parameters are those of Megatron-Core 0.15's strategy of this name.
 
     Args:
         backend: ``"torch_dist"``.
         version: 1.
-        threads: files that each rank writes at a time.
+        keep_only_main_replica: leave replicas to the rank that holds the main one. Otherwise DCP
+            is given all, and chooses of each the rank that writes it; then no main one is needed.
+        thread_count: files that each rank writes at a time.
+        cached_metadata: accepted, and without effect: plans are made anew for each save, in one
+            meeting of the ranks, so that nothing kept can decide what is written.
+        separation_hint: tensors and objects whose key begins with it go into files of their own,
+            whose names begin with it too.
+
+    Raises:
+        FormatVersionError: another version than 1.
+        ArgumentError: ``thread_count`` is no positive number, or ``separation_hint`` can not begin
+            the name of a file.
     """
 
     def __init__(
-        self, backend: str = BACKEND, version: int = VERSION, *, threads: int = WRITER_THREADS
+        self,
+        backend: str = BACKEND,
+        version: int = VERSION,
+        keep_only_main_replica: bool = True,
+        thread_count: int = WRITER_THREADS,
+        cached_metadata: bool = False,
+        separation_hint: str | None = None,
     ) -> None:
         super().__init__(backend, version)
-        self._threads = threads
+        if version != VERSION:
+            raise FormatVersionError(
+                f"backend {backend!r} has no version {version!r}, only {VERSION}"
+            )
+        if not isinstance(thread_count, int) or thread_count < 1:
+            raise ArgumentError(f"thread_count={thread_count!r} must be a number of at least 1")
+        if separation_hint is not None and (
+            not isinstance(separation_hint, str)
+            or "/" in separation_hint
+            or separation_hint.startswith(".")
+        ):
+            raise ArgumentError(
+                f"separation_hint={separation_hint!r} must be how keys begin, such as "
+                "'optimizer.', and how a file's name may begin"
+            )
+        self.keep_only_main_replica = keep_only_main_replica
+        self.thread_count = thread_count
+        self.cached_metadata = cached_metadata
+        self.separation_hint = separation_hint
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -93,23 +128,112 @@ class TorchDistSaveShardedStrategy(SaveShardedStrategy):
 
         Raises:
             AccessPatternError: a flattened range of an irregular shard, which the format lacks.
-            StorageError: the place is in an object store.
-            CheckpointingException: DCP failed, here or on another rank.
+            StorageError: the place is in an object store, or the disk refused.
+            CheckpointingException: DCP refused, here or on another rank.
         """
-        Location.of(checkpoint_dir).require_local(f"writing the {BACKEND!r} format")
-        state, shapes, held = _for_dcp(sharded_state_dict)
-        folder = str(checkpoint_dir)
-        writer = FileSystemWriter(
-            folder, thread_count=self._threads, sync_files=False, overwrite=True
-        )
-        alone = not (dist.is_available() and dist.is_initialized())
+        session = session_of(checkpoint_dir)
+        ranks = Ranks.current() if session is None else session.ranks
+        saving = self._planned(session, ranks, sharded_state_dict, checkpoint_dir)
+        error: Exception | None = None
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                save(state, storage_writer=writer, planner=_Planner(shapes, held), no_dist=alone)
-        except CheckpointException as error:
-            # Derived from BaseException, and not to be missed by who catches errors.
-            raise _own(error, folder) from error
+            saving.write(ranks.rank)
+        except Exception as problem:
+            error = problem
+        saving.finish(ranks, error)
+
+    def async_save(
+        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path
+    ) -> AsyncRequest:
+        """Copy this rank's tensors and objects, and describe the writing that is left.
+
+        Called by every rank, which waits for all others once. The state may be changed when it
+        returns, unless the save overlaps its copying (:func:`shardstore.async_save`; objects are
+        copied at once then too). ``.metadata``, without which nothing can be read, is written when
+        the request is finalised, once every rank has written its files.
+
+        Returns:
+            The writing, for a thread, and what finishes it, for every rank together.
+
+        Raises: as :meth:`save`; what goes wrong on one rank after the ranks agreed is raised by all
+            when the request is finalised.
+        """
+        session = session_of(checkpoint_dir)
+        ranks = Ranks.current() if session is None else session.ranks
+        saving = self._planned(session, ranks, sharded_state_dict, checkpoint_dir)
+        if session is None:
+            return _staged(saving, ranks)
+        return _staged_in(session, saving)
+
+    def _planned(
+        self,
+        session: SaveSession | None,
+        ranks: Ranks,
+        state_dict: ShardedStateDict,
+        place: str | Path,
+    ) -> FilesSave:
+        """Agree with all ranks on who writes what."""
+        folder = str(place)
+        error: BaseException | None = None if session is None else session.failure
+        state: dict[str, Any] = {}
+        shapes: _Shapes = {}
+        held: list[str] = []
+        if error is None:
+            try:
+                location = Location.of(place)
+                location.require_local(f"writing the {BACKEND!r} format")
+                folder = location.url
+                state, shapes, held = _for_dcp(state_dict, self.keep_only_main_replica)
+            except Exception as problem:
+                error = problem  # met by all ranks together
+        url = folder if session is None else session.target.url
+        saving = FilesSave(folder, url, self.thread_count, self.separation_hint)
+        saving.plan(state, _Planner(shapes, held), ranks, error)
+        return saving
+
+
+def _staged(saving: FilesSave, ranks: Ranks) -> AsyncRequest:
+    """A save of its own, copied."""
+    failed: list[Exception] = []
+    try:
+        saving.stage(budget_bytes=None, overlap=False)
+    except Exception as problem:
+        # Raised here it would be this rank's alone; it is met by all at the end.
+        saving.close()
+        failed.append(problem)
+
+    def write() -> None:
+        if not failed:
+            saving.write(ranks.rank)
+
+    return AsyncRequest(write, (), [lambda: saving.finish(ranks, failed[0] if failed else None)])
+
+
+def _staged_in(session: SaveSession, saving: FilesSave) -> AsyncRequest:
+    """Part of a save, copied; its errors are the save's, which lets all ranks know."""
+    options = session.options
+    try:
+        with session.timed("stage"):
+            saving.stage(budget_bytes=options.staging_budget_bytes, overlap=options.overlap_staging)
+        session.staging = saving.staging
+    except Exception as problem:
+        saving.close()
+        session.failure = problem
+
+    def write() -> None:
+        if session.failure is not None:
+            saving.close()
+            return
+        with session.timed("write"):
+            saving.write(session.ranks.rank)
+
+    def finish() -> None:
+        try:
+            # In the background the ranks of the session are others than those that planned.
+            saving.finish(session.ranks, session.failure)
+        except Exception as problem:
+            session.failure = session.failure or problem
+
+    return AsyncRequest(write, (), [finish])
 
 
 class _Planner(DefaultSavePlanner):
@@ -136,30 +260,16 @@ class _Planner(DefaultSavePlanner):
         return [replace(plan, planner_data=None) for plan in plans], metadata
 
 
-def _own(error: CheckpointException, url: str) -> CheckpointingException:
-    """DCP's error as one of ours: the cause, if that is one already."""
-    texts = []
-    for rank, (cause, _) in error.failures.items():
-        if isinstance(cause, CheckpointingException):
-            return cause
-        if isinstance(cause, OSError) and cause.errno is not None:
-            failure = StorageError(
-                f"writing {url} failed on rank {rank}: {os.strerror(cause.errno)}"
-            )
-            failure.errno, failure.rank, failure.url = cause.errno, rank, url
-            return failure
-        texts.append(f"rank {rank}: {type(cause).__name__}: {cause}")
-    return CheckpointingException(f"PyTorch DCP failed: {'; '.join(texts)}")
-
-
-def _for_dcp(state_dict: ShardedStateDict) -> tuple[dict[str, Any], _Shapes, list[str]]:
+def _for_dcp(
+    state_dict: ShardedStateDict, only_main: bool
+) -> tuple[dict[str, Any], _Shapes, list[str]]:
     """Flat keys with what DCP takes, original shapes of flattened tensors, keys left to others."""
     held: list[str] = []
     shards: dict[str, list[CheckpointableShardedTensor]] = {}
     state: dict[str, Any] = {}
     shapes: _Shapes = {}
     for value in nested_values(state_dict):
-        if not is_main_replica(value.replica_id):
+        if only_main and not is_main_replica(value.replica_id):
             held.append(value.unique_key if isinstance(value, ShardedObject) else value.key)
             continue
         if isinstance(value, ShardedObject):
@@ -242,8 +352,15 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
 
         return cast(StateDict, dict_list_map_outplace(loaded, sharded_state_dict))
 
-    def load_tensors_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
-        """Key -> sharded tensor without data, whole, for each stored tensor."""
+    def load_tensors_metadata(
+        self, checkpoint_dir: str | Path, metadata: object = None
+    ) -> ShardedStateDict:
+        """Key -> sharded tensor without data, whole, for each stored tensor.
+
+        Args:
+            checkpoint_dir: checkpoint to read.
+            metadata: accepted, as Megatron-Core's has it, and not used: the file itself is read.
+        """
         return _whole_tensors(DcpFiles.open(checkpoint_dir))
 
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
@@ -254,6 +371,20 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
             sharded = ShardedObject.empty_from_unique_key(key)
             found[sharded.unique_key] = sharded
         return found
+
+    def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
+        """Refuse: many tensors share a file of this format.
+
+        Raises:
+            CheckpointingException: always, with what to do instead.
+        """
+        raise CheckpointingException(
+            f"tensors whose keys begin with {key_prefix!r} can not be removed from "
+            f"{checkpoint_dir}: in the {BACKEND!r} format many tensors share a file. Load what "
+            "shall stay and save it anew, or convert the checkpoint to ('zarr', 2) (`shardstore "
+            "convert`) and remove them there",
+            url=str(checkpoint_dir),
+        )
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         """Raise unless the checkpoint was written by this backend."""

@@ -14,7 +14,6 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter as DcpStorageWriter
@@ -26,6 +25,7 @@ from shardstore.dcp.place import Placed
 from shardstore.dcp.save_plan import Grids, Task, with_items
 from shardstore.dcp.write_items import Report, write_items
 from shardstore.errors import CheckpointingException
+from shardstore.process_groups import group_size
 from shardstore.storage import commit
 from shardstore.storage.attempt import Attempt
 from shardstore.storage.grid import DEFAULT_TARGET_CHUNK_BYTES
@@ -52,6 +52,9 @@ class StorageWriter(Placed, DcpStorageWriter):
         target_chunk_bytes: large shards are cut into chunks of about this many bytes.
         threads: threads that write, each rank; default: one a processor, at most 8.
         storage_options: options of the store behind the URL.
+
+    Raises:
+        ArgumentError: a number makes no sense.
     """
 
     _purpose = "write to:save"
@@ -105,7 +108,7 @@ class StorageWriter(Placed, DcpStorageWriter):
             CheckpointingException: they are not (``use_collectives=False``).
         """
         self._started = perf_counter()
-        if not kwargs.get("use_collectives", True) and _world_size() > 1:
+        if not kwargs.get("use_collectives", True) and group_size(None) > 1:
             raise CheckpointingException(
                 "use_collectives=False has every rank write a checkpoint of its own, with nobody "
                 f"to commit {self.checkpoint_id} as a whole; leave it out"
@@ -187,9 +190,3 @@ class StorageWriter(Placed, DcpStorageWriter):
         if self._abandon is not None:
             self._abandon.detach()
         self._attempt = self._abandon = None
-
-
-def _world_size() -> int:
-    distributed = torch.distributed
-    ready = distributed.is_available() and distributed.is_initialized()
-    return distributed.get_world_size() if ready else 1

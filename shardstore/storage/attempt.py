@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from shardstore.storage.location import Location
@@ -32,6 +32,14 @@ class Attempt(Protocol):
 
     def check(self) -> None:
         """Raise :class:`StorageError` if a newer attempt took the target over."""
+
+    def announce(self, nodes: Iterable[str], rank: int) -> None:
+        """Before chunks of layout 1 are written: leave word whose they are, where they lie at the
+        target already. Called by each rank, once.
+
+        Raises:
+            StorageError: the store refused.
+        """
 
     def put(self, name: str, data: bytes) -> None:
         """Write a small document or object of this attempt.

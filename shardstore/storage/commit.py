@@ -23,7 +23,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,6 +90,9 @@ class FolderAttempt:
     def defers_documents(self) -> bool:
         """No: nobody opens an attempt's folder."""
         return False
+
+    def announce(self, nodes: Iterable[str], rank: int) -> None:
+        """Nothing to say: the folder is the attempt's own."""
 
     def check(self) -> None:
         """Nothing to check: nobody else writes to an attempt's folder."""

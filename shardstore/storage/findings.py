@@ -1,14 +1,16 @@
 """What a verification finds, and what it covered: values for those who print, log or decide.
 
-Knows no files; :mod:`verify` looks at them.
+Knows no files; :mod:`verify` and :mod:`verify_files` look at them.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-__all__ = ["Finding", "Severity", "Verified"]
+__all__ = ["Finding", "Findings", "Severity", "Verified"]
 
 Severity = Literal["damage", "note"]
 
@@ -66,3 +68,43 @@ class Verified:
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {"ok": self.ok, **asdict(self)}
+
+
+class Findings:
+    """Where the threads of one verification report to.
+
+    Args:
+        url: the checkpoint.
+        found: called for each finding, one call at a time.
+
+    Attributes:
+        result: what was covered; changed under :attr:`lock`.
+        lock: held for every change, and while ``found`` is called.
+    """
+
+    def __init__(self, url: str, found: Callable[[Finding], None]) -> None:
+        self.result = Verified()
+        self.lock = threading.Lock()
+        self._url = url
+        self._found = found
+
+    def report(
+        self,
+        kind: str,
+        message: str,
+        name: str,
+        severity: Severity = "damage",
+        *,
+        key: str | None = None,
+        chunk: tuple[int, ...] | None = None,
+        rank: int | None = None,
+    ) -> None:
+        """Report one; ``name`` is the file's below the checkpoint, the rest as in a Finding."""
+        path = f"{self._url}/{name}"
+        finding = Finding(kind, severity, message.replace("\n", " "), path, key, chunk, rank)
+        with self.lock:
+            if severity == "damage":
+                self.result.damage += 1
+            else:
+                self.result.notes += 1
+            self._found(finding)

@@ -26,6 +26,7 @@ __all__ = [
     "CLEARING",
     "COMMITTING",
     "DELETING",
+    "NODES",
     "SETTLE_S",
     "claims",
     "described",
@@ -50,6 +51,8 @@ data."""
 CLAIM = re.compile(r"(\d{6,})\.json")
 COMMITTING = re.compile(r"(\d{6,})\.committing")
 CLEARING = re.compile(r"(\d{6,})\.clearing")
+NODES = re.compile(r"(\d{6,})\.nodes-\d+\.json")
+"""What a rank of an attempt is about to write chunks of, where their names alone prove nothing."""
 
 _honest: set[str] = set()
 """Stores of this process that were seen to refuse a second creation."""

@@ -19,9 +19,10 @@ Called by one process where it is not said otherwise. How claims are made and re
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shardstore.errors import CheckpointExistsError, StorageError
@@ -42,6 +43,7 @@ from shardstore.storage.object_claims import (
 )
 from shardstore.storage.object_io import put_objects
 from shardstore.storage.own_objects import (
+    announced_nodes,
     committed_among,
     delete_objects,
     is_committed,
@@ -96,6 +98,14 @@ class ObjectAttempt:
             raise self._superseded(described(self.target, newest))
         if newest < self.number or read_claim(self.target, newest).get("id") != self.id:
             raise self._superseded("another one, which is finished")
+
+    def announce(self, nodes: Iterable[str], rank: int) -> None:
+        """Leave word that chunks below nodes are this attempt's. Any rank may call it, once.
+
+        For layout 1: its chunks (``w/0.1``) could be anybody's as long as there is no document.
+        """
+        text = json.dumps(sorted(set(nodes))).encode()
+        self.target.remote.write(f"{ATTEMPTS}/{self.number:06d}.nodes-{rank}.json", text)
 
     def put(self, name: str, data: bytes) -> None:
         """Write a small object, in the place of a leftover if need be. Any rank may call it."""
@@ -255,7 +265,11 @@ class ObjectAttempt:
     def abandon(self) -> None:
         """Remove what was written, as far as the store lets us; the next attempt does the rest."""
         with contextlib.suppress(StorageError, FileNotFoundError):
-            self._clear(leftovers(self.target.remote.walk()))
+            names = self.target.remote.walk()
+            self._clear(leftovers(names, announced_nodes(self.target, names)))
+            said = f"{ATTEMPTS}/{self.number:06d}.nodes-"
+            if marks := [name for name in names if name.startswith(said)]:
+                self.target.remote.delete(marks)
             self._withdraw()
             return
         # The claim stays: it says that what is left is of a save. Nobody has to wait for it.
@@ -319,7 +333,8 @@ def begin(
         if not overwrite and committed_among(place, names):
             raise _exists(place)
         claim = f"{ATTEMPTS}/{attempt.number:06d}.json"
-        attempt._clear(leftovers(name for name in names if name != claim))
+        said = announced_nodes(place, names)
+        attempt._clear(leftovers((name for name in names if name != claim), said))
     except BaseException:
         with contextlib.suppress(StorageError):
             attempt._withdraw()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 
 from shardstore.errors import ArgumentError
 from shardstore.storage.grid import DEFAULT_TARGET_CHUNK_BYTES
 
-__all__ = ["DEFAULT_BUDGET_BYTES", "SaveOptions"]
+__all__ = ["DEFAULT_BUDGET_BYTES", "SaveOptions", "require_number"]
 
 DEFAULT_BUDGET_BYTES = 256 * 1024 * 1024
 
@@ -46,17 +47,28 @@ class SaveOptions:
     overlap_staging: bool = False
 
     def __post_init__(self) -> None:
-        if self.target_chunk_bytes < 1:
-            raise ArgumentError(f"target_chunk_bytes={self.target_chunk_bytes} must be at least 1")
-        if self.budget_bytes < 1:
-            raise ArgumentError(f"budget_bytes={self.budget_bytes} must be at least 1")
-        if self.threads is not None and self.threads < 1:
-            raise ArgumentError(f"threads={self.threads} must be at least 1, or None")
+        require_number("target_chunk_bytes", self.target_chunk_bytes)
+        require_number("budget_bytes", self.budget_bytes)
+        require_number("threads", self.threads, none=True)
         if self.mover not in ("auto", "file", "tensorstore"):
             raise ArgumentError(f"mover={self.mover!r} must be 'auto', 'file' or 'tensorstore'")
         if self.compression not in (None, "zstd"):
             raise ArgumentError(f"compression={self.compression!r} must be 'zstd' or None")
-        if self.staging_budget_bytes is not None and self.staging_budget_bytes < 1:
-            raise ArgumentError(
-                f"staging_budget_bytes={self.staging_budget_bytes} must be at least 1, or None"
-            )
+        require_number("staging_budget_bytes", self.staging_budget_bytes, none=True)
+
+
+def require_number(name: str, value: object, *, none: bool = False) -> None:
+    """Raise :class:`ArgumentError` unless an argument is a whole number of at least 1.
+
+    Args:
+        name: of the argument.
+        value: what was given.
+        none: whether it may be None, too.
+    """
+    if value is None and none:
+        return
+    # A bool is an Integral, and nobody means 1 by it.
+    if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < 1:
+        raise ArgumentError(
+            f"{name}={value!r} must be a whole number of at least 1" + (", or None" if none else "")
+        )

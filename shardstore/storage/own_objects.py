@@ -1,20 +1,21 @@
 """What of all objects at a target belongs to checkpoints, and whether one is committed there.
 
 It knows names, and of documents only what makes them a commit; nothing of attempts but where their
-claims are.
+claims are, and what they said that they would write.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from shardstore.storage.location import Location
-from shardstore.storage.object_claims import ATTEMPTS, DELETING
+from shardstore.storage.object_claims import ATTEMPTS, DELETING, NODES
 from shardstore.storage.parallel import run_together
 
 __all__ = [
+    "announced_nodes",
     "committed_among",
     "delete_all",
     "delete_objects",
@@ -72,12 +73,40 @@ def _is_commit(text: bytes) -> bool:
     return not committed_by_root
 
 
-def own_names(names: Iterable[str]) -> list[str]:
+def announced_nodes(location: Location, names: Iterable[str]) -> frozenset[str]:
+    """Nodes that attempts said they would write chunks of. A request for each that said so.
+
+    Args:
+        location: the target.
+        names: all object names below it.
+
+    Raises:
+        StorageError: the store refused.
+    """
+    found: set[str] = set()
+    for name in names:
+        folder, _, last = name.rpartition("/")
+        if folder != ATTEMPTS or not NODES.fullmatch(last):
+            continue
+        try:
+            nodes = json.loads(location.remote.read(name))
+        except (FileNotFoundError, ValueError):
+            continue
+        found.update(node for node in nodes if isinstance(node, str))
+    return frozenset(found)
+
+
+def own_names(names: Iterable[str], announced: Collection[str] = ()) -> list[str]:
     """Those of all object names below a target that belong to checkpoints, finished or not.
 
     A checkpoint further below, a foreign Zarr group or anything else is left out. What only looks
-    like a chunk (``logs/1``) counts beside the document of an array; where claims or marks say that
-    a save or a deletion died here, those of layout 2 count without one: the documents come last.
+    like a chunk (``logs/1``) counts beside the document of an array, and in a node that an attempt
+    announced; where claims or marks say that a save or a deletion died here, those of layout 2
+    count without either: the documents come last.
+
+    Args:
+        names: all that there are.
+        announced: see :func:`announced_nodes`.
     """
     names = list(names)
     died = any(name.startswith(f"{ATTEMPTS}/") and "/probe-" not in name for name in names)
@@ -96,24 +125,29 @@ def own_names(names: Iterable[str]) -> list[str]:
             own.append(name)
         elif first not in foreign and _PART.fullmatch(rest):
             chunk_like = _CHUNK.fullmatch(rest)
-            if first in arrays or not chunk_like or (died and rest.startswith("c")):
+            known = first in arrays or first in announced
+            if known or not chunk_like or (died and rest.startswith("c")):
                 own.append(name)
     return own
 
 
-def leftovers(names: Iterable[str]) -> list[str]:
-    """What checkpoints and dead attempts left, of all names at a target, but for the claims."""
-    return [name for name in own_names(names) if not name.startswith(f"{ATTEMPTS}/")]
+def leftovers(names: Iterable[str], announced: Collection[str] = ()) -> list[str]:
+    """What checkpoints and dead attempts left, of all names at a target, but for the claims;
+    arguments as :func:`own_names`."""
+    own = own_names(names, announced)
+    return [name for name in own if not name.startswith(f"{ATTEMPTS}/")]
 
 
 def delete_objects(place: Location, names: Sequence[str]) -> None:
-    """Delete objects, the commits first."""
+    """Delete objects, the commits first, and last what tells that chunks of layout 1 are ours."""
     for name in _COMMITS:
         if name in names:
             place.remote.delete([name])
     rest = [name for name in names if name not in _COMMITS]
-    if rest:
-        place.remote.delete(rest)
+    documents = [name for name in rest if name.endswith("/.zarray")]
+    for part in ([name for name in rest if not name.endswith("/.zarray")], documents):
+        if part:
+            place.remote.delete(part)
 
 
 def delete_all(place: Location) -> None:

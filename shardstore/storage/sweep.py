@@ -147,7 +147,7 @@ def _uncovered(place: Location) -> dict[str, list[tuple[int, datetime | None]]]:
     """Targets without a commit, relative to the root -> size and age of what is there.
 
     Told by claims and marks, which are there before anything else and go last, or by a manifest. No
-    other name is certainly ours.
+    other name is certainly ours; chunks of layout 1 are where a mark or a document says so.
     """
     known = {name: (size, when) for name, size, when in place.remote.details()}
     names = list(known)
@@ -165,7 +165,9 @@ def _uncovered(place: Location) -> dict[str, list[tuple[int, datetime | None]]]:
             continue
         prefix = f"{target}/" if target else ""
         below = [name[len(prefix) :] for name in names if name.startswith(prefix)]
-        own = own_objects.own_names(below)
+        own = own_objects.own_names(
+            below, own_objects.announced_nodes(_below(place, target), below)
+        )
         if own:
             found[target] = [known[prefix + name] for name in own]
     return found

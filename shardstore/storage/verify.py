@@ -1,22 +1,20 @@
 """Verifies a stored checkpoint: every chunk, every document, every file that should be there.
 
 Answers for what is wrong with the files of one checkpoint, in parallel and without torch: checksums
-of all chunks, array documents against the root's copy, files that are missing or do not belong,
-checksums inside ``common.pt`` and the sharded objects. Damage is reported, not raised, so that one
-run finds all of it. It does not know what to do about it.
+of all chunks, array documents against the root's copy; what lies beside the arrays is
+:mod:`verify_files`'s. Damage is reported, not raised, so that one run finds all of it. It does not
+know what to do about it.
 """
 
 from __future__ import annotations
 
 import json
-import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import islice
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 from shardstore.errors import CheckpointingException, DamagedCheckpointError
 from shardstore.storage import documents
@@ -24,19 +22,17 @@ from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.chunk_check import ChunkChecker, free_memory
 from shardstore.storage.collector import collector_paused
 from shardstore.storage.documents import ArrayMeta
-from shardstore.storage.findings import Finding, Severity, Verified
+from shardstore.storage.findings import Finding, Findings, Verified
 from shardstore.storage.grid import Box
 from shardstore.storage.location import Location
 from shardstore.storage.manifest import MANIFEST_NAME, Manifest
 from shardstore.storage.names import key_of
-from shardstore.storage.object_files import beside_arrays, object_place
+from shardstore.storage.object_files import object_place
+from shardstore.storage.options import require_number
 from shardstore.storage.parallel import default_threads, run_batched
-from shardstore.storage.small_arrays import (
-    COMPILED,
-    SmallArrays,
-    document_texts,
-)
-from shardstore.storage.torch_archive import verify_archive
+from shardstore.storage.small_arrays import COMPILED, SmallArrays, document_texts
+from shardstore.storage.verify_bar import callback_of
+from shardstore.storage.verify_files import OtherFiles
 
 __all__ = ["Finding", "Verified", "verify"]
 
@@ -46,8 +42,6 @@ RUN_BYTES = 32 * 1024 * 1024
 RUN_CHUNKS = 256
 SMALL_BATCH = 1024
 """Small arrays that are looked at in one call: after each a thread waits for the interpreter."""
-SHOWN_OBJECTS = 10
-"""Of one key that are missing; a name alone can claim a grid of any size."""
 REMOTE_THREADS = 16
 
 
@@ -58,7 +52,7 @@ def verify(
     keys: Sequence[str] = (),
     hashes: bool = False,
     threads: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] | Literal["bar"] | None = None,
 ) -> Verified:
     """Verify a checkpoint. One process calls it; it changes nothing.
 
@@ -68,13 +62,17 @@ def verify(
         keys: patterns (``fnmatch``) of the keys to look at; all, and foreign files too, if empty.
         hashes: compare the 128-bit hashes of the manifest beside the checksums.
         threads: threads that read; default: one a processor, more where the store is far away.
-        progress: called with ``(bytes done, bytes in all)``, one call at a time.
+        progress: called with ``(bytes done, bytes in all)``, one call at a time; or ``"bar"``,
+            which is drawn on standard error.
 
     Raises:
+        ArgumentError: ``threads`` or ``progress`` is nothing of that kind.
         NotACheckpointError: nothing like a checkpoint is there.
         StorageError: the store refused to list it.
     """
-    return _Verification(stored, found, keys, hashes, threads, progress).run()
+    require_number("threads", threads, none=True)
+    with callback_of(progress, stored.location.url) as told:
+        return _Verification(stored, found, keys, hashes, threads, told).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,17 +98,14 @@ class _Verification:
         self.stored = stored
         self.location = stored.location
         self.threads = threads or (default_threads() if self.location.is_local else REMOTE_THREADS)
-        self.result = Verified()
-        self._found = found
+        self._findings = Findings(self.location.url, found)
         self._keys = keys
         self._hashes = hashes
         self._progress = progress
-        self._lock = threading.Lock()
         self._done = self._total = 0
         self._manifest: Manifest | None = None
         self._consolidated: dict[str, dict[str, Any]] = {}
-        # Other backends keep what is not sharded elsewhere: ("json", 1) in the root document.
-        self._common_backend: object = "torch"
+        self._files = OtherFiles(stored, self._findings, self._wants, everything=not keys)
         # All names of an object store's checkpoint, in order: one listing, not one an array.
         self._listed: list[str] | None = None
 
@@ -126,8 +121,8 @@ class _Verification:
             batch_weight=BATCH_BYTES if self.location.is_local else 1,
             batch_items=64 if self.location.is_local else 1,
         )
-        self.result.seconds = perf_counter() - start
-        return self.result
+        self._findings.result.seconds = perf_counter() - start
+        return self._findings.result
 
     def _planned(self, proved: Mapping[str, int]) -> list[_Run]:
         """Look at everything but the arrays; what is to be looked at of those.
@@ -139,15 +134,15 @@ class _Verification:
         if not {"zarr.json", "metadata.json"} & set(top):
             self.stored.require()
         arrays = self._arrays(top, proved)
-        self._config(top)
+        self._files.config(top)
         self._manifest = self._read_manifest(arrays)
         self._checker = ChunkChecker(self.stored, self._manifest, hashes=self._hashes)
         if not self.location.is_local:
             self._listed = self.location.remote.walk()
         nodes = [*proved, *(meta.node for meta in arrays)]
-        self._whole_files(top, {node.partition("/")[0] for node in nodes})
+        self._files.whole(top, {node.partition("/")[0] for node in nodes})
         wanted = [meta for meta in arrays if self._wants(meta.key)]
-        self.result.arrays = len(wanted) + len(proved)
+        self._findings.result.arrays = len(wanted) + len(proved)
         runs = [run for meta in wanted for run in _runs(meta)]
         self._total = sum(run.weight for run in runs)
         self._count(proved)
@@ -159,8 +154,8 @@ class _Verification:
         if not proved or manifest is None:
             return
         places = [place for node in proved if (place := manifest.place(node)) is not None]
-        self.result.chunks += sum(chunks for _, chunks, _ in places)
-        self.result.bytes += sum(proved.values())
+        self._findings.result.chunks += sum(chunks for _, chunks, _ in places)
+        self._findings.result.bytes += sum(proved.values())
         self._done += sum(chunks * size for _, chunks, size in places)
         self._total += self._done
         if self._progress is not None:
@@ -178,10 +173,10 @@ class _Verification:
                     return list(self.stored.root.arrays(without=proved).values())
                 return list(self.stored.arrays.values())
         except CheckpointingException as error:
-            self._report("root-damaged", str(error), "zarr.json")
+            self._findings.report("root-damaged", str(error), "zarr.json")
             return self._arrays_alone(top)
         if "manifest.npz" in top:
-            self._report(
+            self._findings.report(
                 "root-missing",
                 f"{self.location.url}/zarr.json is missing: without it the checkpoint does not "
                 "open",
@@ -200,51 +195,26 @@ class _Verification:
             except FileNotFoundError:
                 continue
             except CheckpointingException as error:
-                self._report("document-damaged", str(error), f"{node}/zarr.json", key=key_of(node))
-        return found
-
-    def _config(self, top: Sequence[str]) -> None:
-        name = "metadata.json"
-        path = f"{self.location.url}/{name}"
-        if name not in top:
-            if self.stored_by_us:
-                self._report(
-                    "config-missing",
-                    f"{path} is missing: load() takes the folder for no checkpoint",
-                    name,
+                self._findings.report(
+                    "document-damaged", str(error), f"{node}/zarr.json", key=key_of(node)
                 )
-            return
-        try:
-            document = json.loads(self.location.read(name))
-            if not isinstance(document, dict) or "sharded_backend" not in document:
-                raise ValueError("it names no sharded_backend")
-            self._common_backend = document.get("common_backend", "torch")
-        except (OSError, ValueError) as error:
-            self._report("config-damaged", f"{path} is damaged: {error}", name)
-
-    @property
-    def stored_by_us(self) -> bool:
-        """Whether the root says that shardstore wrote it (a damaged root counts as ours)."""
-        try:
-            return self.stored.root is None or self.stored.root.format_version is not None
-        except CheckpointingException:
-            return True
+        return found
 
     def _read_manifest(self, arrays: Sequence[ArrayMeta]) -> Manifest | None:
         path = f"{self.location.url}/{MANIFEST_NAME}"
         try:
             manifest = self.stored.manifest
         except DamagedCheckpointError as error:
-            self._report("manifest-damaged", str(error), MANIFEST_NAME)
+            self._findings.report("manifest-damaged", str(error), MANIFEST_NAME)
             return None
         if manifest is None:
-            if self._consolidated and self.stored_by_us:
+            if self._consolidated and self._files.stored_by_us:
                 text = f"{path} is missing: chunks are held against their own checksums alone"
-                self._report("manifest-missing", text, MANIFEST_NAME, severity="note")
+                self._findings.report("manifest-missing", text, MANIFEST_NAME, severity="note")
             return None
         for meta in arrays:
             if manifest.first_row(meta) is None:
-                self._report(
+                self._findings.report(
                     "manifest-stale",
                     f"{path} does not know key {meta.key!r} as it is now; another program "
                     "rewrote or added it, and it is held against its own checksums alone",
@@ -254,64 +224,8 @@ class _Verification:
                 )
         return manifest
 
-    # -- files that are not chunks -------------------------------------------------------------
-
-    def _whole_files(self, top: Sequence[str], nodes: set[str]) -> None:
-        if not self._keys:
-            if "common.pt" in top:
-                self._check_archive("common.pt", "common-damaged")
-            elif self.stored_by_us and self._common_backend == "torch":
-                path = f"{self.location.url}/common.pt"
-                text = f"{path} is missing: the non-sharded part of the state is gone"
-                self._report("common-missing", text, "common.pt")
-        for found in beside_arrays(self.location, top, nodes, self._wants):
-            self._objects(found.name, found.key, found.objects)
-            self._foreign(found.name, found.entries, found.objects)
-
-    def _objects(self, node: str, key: str, names: Sequence[str]) -> None:
-        with self._lock:
-            self.result.objects += len(names)
-        shapes = {place[1] for name in names if (place := object_place(name))}
-        for name in names:
-            self._check_archive(f"{node}/{name}", "object-damaged", key=key)
-        places = {place for name in names if (place := object_place(name))}
-        for shape in shapes:
-            missing = (index for index in _grid(shape) if (index, shape) not in places)
-            for index in islice(missing, SHOWN_OBJECTS):
-                name = f"shard_{'.'.join(map(str, index))}_{'.'.join(map(str, shape))}.pt"
-                path = f"{self.location.url}/{node}/{name}"
-                text = f"object {index} of key {key!r} is missing: {path}"
-                self._report("object-missing", text, f"{node}/{name}", key=key)
-
-    def _check_archive(self, name: str, kind: str, key: str | None = None) -> None:
-        path = f"{self.location.url}/{name}"
-        about = "" if key is None else f" (object of key {key!r})"
-        try:
-            data = self.location.read(name)
-            if not data:
-                raise ValueError("it is empty")
-            if data[:1] not in (b"P", b"\x80"):
-                raise ValueError("it is no file of torch.save")
-            verify_archive(data)
-        except (OSError, ValueError) as error:
-            self._report(kind, f"{path}{about} is damaged: {error}", name, key=key)
-            return
-        try:
-            self.stored.check_file(name, data)
-        except DamagedCheckpointError as error:
-            self._report(kind, str(error), name, key=key)
-        except CheckpointingException:
-            pass  # of the root document, which was reported before
-
-    def _foreign(self, name: str, below: Sequence[str], objects: Sequence[str]) -> None:
-        strangers = [f"{name}/{entry}" for entry in below if entry not in objects]
-        if name.endswith(".sync") and self.stored.root is None:
-            return  # locks that Megatron-Core left behind
-        if not below:
-            strangers = [name]
-        for stranger in strangers:
-            path = f"{self.location.url}/{stranger}"
-            self._report("foreign", f"{path} is no part of the checkpoint", stranger, "note")
+    def _wants(self, key: str) -> bool:
+        return not self._keys or any(fnmatchcase(key, pattern) for pattern in self._keys)
 
     # -- arrays ---------------------------------------------------------------------------------
 
@@ -364,10 +278,11 @@ class _Verification:
                 self._report_chunk(array, index, problem.kind, problem.text)
         manifest = self._manifest
         checked = array.has_crc or (manifest is not None and manifest.first_row(array) is not None)
-        with self._lock:
-            self.result.unchecked += 0 if checked else run.last - run.first
-            self.result.chunks += run.last - run.first
-            self.result.bytes += size
+        with self._findings.lock:
+            result = self._findings.result
+            result.chunks += run.last - run.first
+            result.bytes += size
+            result.unchecked += 0 if checked else run.last - run.first
             self._done += run.weight
             if self._progress is not None:
                 self._progress(self._done, self._total)
@@ -378,7 +293,7 @@ class _Verification:
         by = "" if rank is None else f", written by rank {rank}"
         path = f"{self.location.url}/{name}"
         message = f"chunk {index} of key {array.key!r} {text}: {path}{by}"
-        self._report(f"chunk-{kind}", message, name, key=array.key, chunk=index, rank=rank)
+        self._findings.report(f"chunk-{kind}", message, name, key=array.key, chunk=index, rank=rank)
 
     def _check_document(self, array: ArrayMeta) -> None:
         if array.node not in self._consolidated:
@@ -389,11 +304,11 @@ class _Verification:
             own = json.loads(self.location.read(name))
         except FileNotFoundError:
             text = f"{path} is missing: readers that open key {array.key!r} alone do not find it"
-            self._report("document-missing", text, name, key=array.key)
+            self._findings.report("document-missing", text, name, key=array.key)
             return
         except (OSError, ValueError) as error:
             text = f"{path} (key {array.key!r}) is damaged: {error}"
-            self._report("document-damaged", text, name, key=array.key)
+            self._findings.report("document-damaged", text, name, key=array.key)
             return
         copy = self._consolidated[array.node]
         if own != copy:
@@ -403,7 +318,7 @@ class _Verification:
                 f"{path} (key {array.key!r}) differs from the root's copy in "
                 f"{', '.join(differ) or 'everything'}"
             )
-            self._report("document-differs", text, name, key=array.key)
+            self._findings.report("document-differs", text, name, key=array.key)
 
     def _check_folder(self, array: ArrayMeta) -> None:
         if array.codecs is None:
@@ -414,10 +329,10 @@ class _Verification:
         names.difference_update(array.chunk_key(index) for index in indices)
         objects = sorted(name for name in names if object_place(name))
         if objects:
-            self._objects(array.node, array.key, objects)
+            self._files.objects(array.node, array.key, objects)
         for name in sorted(names.difference(objects, (".zattrs", ".zarray"))):
             text = f"{self.location.url}/{array.node}/{name} is no chunk of key {array.key!r}"
-            self._report("foreign", text, f"{array.node}/{name}", "note", key=array.key)
+            self._findings.report("foreign", text, f"{array.node}/{name}", "note", key=array.key)
 
     def _names_below(self, node: str) -> Iterable[str]:
         if self._listed is None:
@@ -425,38 +340,6 @@ class _Verification:
         first = bisect_left(self._listed, f"{node}/")
         last = bisect_left(self._listed, f"{node}0")  # "0" is the character after "/"
         return (name[len(node) + 1 :] for name in self._listed[first:last])
-
-    def _wants(self, key: str) -> bool:
-        return not self._keys or any(fnmatchcase(key, pattern) for pattern in self._keys)
-
-    def _report(
-        self,
-        kind: str,
-        message: str,
-        name: str,
-        severity: Severity = "damage",
-        *,
-        key: str | None = None,
-        chunk: tuple[int, ...] | None = None,
-        rank: int | None = None,
-    ) -> None:
-        path = f"{self.location.url}/{name}"
-        finding = Finding(kind, severity, message.replace("\n", " "), path, key, chunk, rank)
-        with self._lock:
-            if severity == "damage":
-                self.result.damage += 1
-            else:
-                self.result.notes += 1
-            self._found(finding)
-
-
-def _grid(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    if not shape:
-        yield ()
-        return
-    for first in range(shape[0]):
-        for rest in _grid(shape[1:]):
-            yield (first, *rest)
 
 
 def _runs(array: ArrayMeta) -> Iterator[_Run]:

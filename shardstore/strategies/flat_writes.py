@@ -29,7 +29,6 @@ def _plan_flat(
     meta: ArrayMeta,
     box: Box,
     ranges: Sequence[FlatRange],
-    rank: int,
 ) -> None:
     """A chunk that lies wholly in this rank's range is its own, one that a boundary cuts has one
     owner."""

@@ -2,15 +2,14 @@
 
 A destination is the tensor that was given, where its memory can be written directly; else a new
 one, which is copied
-over at the end (a tensor on a device) or returned in its place. Flattened ranges are read as
-boxes, never as the
-whole shard. Nothing is cast, and nothing is padded unless ``allow_shape_mismatch`` says so.
+over at the end (a tensor on a device) or, where none was given or one without memory (on the meta
+device), returned. One that can not be filled is refused. Flattened ranges are read as boxes, never
+as the whole shard. Nothing is cast, and nothing is padded unless ``allow_shape_mismatch`` says so.
 """
 
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +28,7 @@ from shardstore.storage import dtypes
 from shardstore.storage.chunks import RegionRead
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import Box, flat_range_boxes
+from shardstore.strategies.destinations import require_writable
 from shardstore.strategies.layouts import flat_bounds, local_box
 
 __all__ = ["TensorRead", "plan_read"]
@@ -106,6 +106,7 @@ def plan_read(tensor: ShardedTensor, meta: ArrayMeta) -> TensorRead:
         ShapeMismatchError, DTypeMismatchError: the tensor given has not the described shape or
             data type.
         AccessPatternError: the shard lies outside the global shape.
+        ArgumentError: the tensor given can not be filled in place.
     """
     tensor.validate_metadata_integrity()
     box = local_box(tensor)
@@ -164,8 +165,7 @@ def _destination(tensor: ShardedTensor, shape: tuple[int, ...]) -> TensorRead:
     data = tensor.data
     if data is None or data.device.type == "meta":
         return TensorRead(torch.empty(shape, dtype=tensor.dtype))
-    if data.layout is not torch.strided or _overlaps_itself(data):
-        return TensorRead(torch.empty(shape, dtype=tensor.dtype, device=data.device))
+    require_writable(data, tensor.key)
     if data.device.type != "cpu" or type(data) not in (torch.Tensor, torch.nn.Parameter):
         staged = torch.empty(shape, dtype=tensor.dtype, pin_memory=data.device.type == "cuda")
         return TensorRead(data, staged=staged)
@@ -173,15 +173,3 @@ def _destination(tensor: ShardedTensor, shape: tuple[int, ...]) -> TensorRead:
     if lazy or (tensor.flattened_range is not None and not data.is_contiguous()):
         return TensorRead(data, staged=torch.empty(shape, dtype=tensor.dtype))
     return TensorRead(data.detach())
-
-
-def _overlaps_itself(data: torch.Tensor) -> bool:
-    """Whether several elements share memory, as in an expanded tensor."""
-    extent = 1
-    for stride, size in sorted(zip(data.stride(), data.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride < extent:
-            return math.prod(data.shape) > 0
-        extent = stride * (size - 1) + extent
-    return False

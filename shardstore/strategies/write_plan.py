@@ -181,7 +181,7 @@ def plan_writes(
                 part = meta.grid.box(index).relative_to(box.offset)
                 plan.writes.append(ChunkWrite(meta, index, source.part(part.slices)))
         else:
-            _plan_flat(plan, tensor, meta, box, layouts.ranges[tensor.key][box], rank)
+            _plan_flat(plan, tensor, meta, box, layouts.ranges[tensor.key][box])
     plan.cut.sort(key=lambda chunk: (chunk.array.key, chunk.index, chunk.start))
     plan.cut = _one_a_chunk(plan.cut, rank)
     return plan

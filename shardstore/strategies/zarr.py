@@ -228,9 +228,14 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
             report = local_layouts(tensors, ranks.rank)
             with session.timed("exchange"):
                 answer = session.meet(
-                    report, what=what, decide=lambda reports: pickle.dumps(merge_layouts(reports))
+                    report,
+                    what=what,
+                    error=session.failure,
+                    decide=lambda reports: pickle.dumps(merge_layouts(reports)),
                 )
             layouts = pickle.loads(answer)
+        elif session.failure is not None:
+            raise session.failure
         error: Exception | None = None
         plan = WritePlan()
         try:
@@ -250,6 +255,10 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
                     compression=session.options.compression,
                     shared=session.shared,
                 )
+                if session.zarr_format == 2:
+                    nodes = {write.array.node for write in plan.writes}
+                    nodes |= {cut.array.node for cut in plan.cut if cut.owner == ranks.rank}
+                    session.attempt.announce(nodes, ranks.rank)
                 created = [
                     (meta, text)
                     for meta, first in plan.arrays

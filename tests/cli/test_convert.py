@@ -93,3 +93,14 @@ def test_wrong_places(tmp_path: Path, cli: Cli) -> None:
     assert "does not exist" in cli.refused("convert", tmp_path / "none", tmp_path / "t")
     assert "nosuch://" in cli.refused("convert", "nosuch://bucket/none", tmp_path / "t")
     assert "target" in cli.refused("convert", tmp_path)
+
+
+@pytest.mark.parametrize("where", ["", "inside", "inside/deeper", "link", "link/inside"])
+def test_not_into_its_own_source(pristine: Path, tmp_path: Path, cli: Cli, where: str) -> None:
+    (tmp_path / "link").symlink_to(pristine)
+    target = tmp_path / where if where.startswith("link") else pristine / where
+    for options in ((), ("--overwrite",), ("--to", "dcp")):
+        line = cli.refused("convert", *options, pristine, target)
+        assert "nothing was converted" in line
+        assert str(target) in line
+    assert cli("verify", "--strict", pristine).code == 0

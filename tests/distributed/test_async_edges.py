@@ -15,8 +15,7 @@ from scripts.s3_servers import S3Server
 from shardstore.mapping import ShardedObject, ShardedTensor
 from shardstore.storage.counters import counters
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
-from tests.ranks_helper import run_ranks
-from tests.scenarios import Scenario, run_scenarios
+from tests.scenarios import Scenario
 
 WORLD = 3
 
@@ -113,14 +112,6 @@ SCENARIOS: tuple[Scenario, ...] = (
 )
 
 
-@pytest.fixture(scope="module")
-def held(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
-    folder = tmp_path_factory.mktemp("scenarios")
-    found: list[list[str]] = run_ranks(run_scenarios, WORLD, str(folder), SCENARIOS)
-    return found
-
-
-@pytest.mark.parametrize("scenario", [s.__name__ for s in SCENARIOS])
 def test_ranks(held: list[list[str]], scenario: str) -> None:
     assert all(scenario in names for names in held)
 

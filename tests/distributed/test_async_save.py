@@ -10,8 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,7 @@ from shardstore.mapping import ShardedObject, ShardedStateDict, ShardedTensor
 from shardstore.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from tests.ranks_helper import RankFailed, run_ranks
-from tests.scenarios import Scenario, raised, remains, run_scenarios
+from tests.scenarios import Scenario, files_at_most, raised, remains
 
 WORLD = 3
 WHOLE = torch.arange(3 * 64 * 40, dtype=torch.float32).reshape(3 * 64, 40)
@@ -56,17 +54,6 @@ class Gated(ZarrSaveShardedStrategy):
             write()
 
         return request._replace(async_fn=after_gate)
-
-
-@contextmanager
-def files_at_most(size: int) -> Iterator[None]:
-    """A file system that refuses larger files, to this process."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def state_of(rank: int, world_size: int) -> tuple[dict[str, Any], list[torch.Tensor]]:
@@ -285,14 +272,6 @@ SCENARIOS: tuple[Scenario, ...] = (
 )
 
 
-@pytest.fixture(scope="module")
-def held(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
-    folder = tmp_path_factory.mktemp("scenarios")
-    found: list[list[str]] = run_ranks(run_scenarios, WORLD, str(folder), SCENARIOS)
-    return found
-
-
-@pytest.mark.parametrize("scenario", [s.__name__ for s in SCENARIOS])
 def test_ranks(held: list[list[str]], scenario: str) -> None:
     assert all(scenario in names for names in held)
 

@@ -15,7 +15,12 @@ import torch.distributed as dist
 import zarr
 
 import shardstore
-from shardstore.errors import CheckpointExistsError, CheckpointingException, ShapeMismatchError
+from shardstore.errors import (
+    ArgumentError,
+    CheckpointExistsError,
+    CheckpointingException,
+    ShapeMismatchError,
+)
 from shardstore.mapping import (
     LocalNonpersistentObject,
     ShardedObject,
@@ -423,12 +428,39 @@ def test_loading_writes_into_the_memory_given(stored: Path) -> None:
 
 
 def test_loading_makes_a_tensor_where_there_is_no_memory_of_its_own(stored: Path) -> None:
-    one = torch.zeros(1, 6)
-    _given(one.expand(8, 6), stored)
-    assert torch.equal(one, torch.zeros(1, 6))
     assert _given(torch.empty(8, 6, device="meta"), stored).device.type == "cpu"
     nothing = ShardedTensor("w", None, torch.float32, (8, 6), (8, 6), (0, 0), (1, 1))
     assert torch.equal(load({"w": nothing}, stored)["w"], WHOLE)
+
+
+SHARING: dict[str, Callable[[], torch.Tensor]] = {
+    "expanded": lambda: torch.zeros(1, 6).expand(8, 6),
+    "one element": lambda: torch.zeros(()).expand(8, 6),
+    "overlapping": lambda: torch.zeros(60).as_strided((8, 6), (3, 1)),
+    "sparse": lambda: torch.zeros(8, 6).to_sparse(),
+    "csr": lambda: torch.zeros(8, 6).to_sparse_csr(),
+}
+
+
+@pytest.mark.parametrize("kind", SHARING)
+@pytest.mark.parametrize("backend", [("zarr", 2), ("zarr", 1), ("torch_dist", 1)], ids=str)
+def test_a_tensor_that_can_not_be_filled_is_refused(
+    tmp_path: Path, kind: str, backend: tuple[str, int]
+) -> None:
+    """A new tensor in its place would leave a model as it was."""
+    shardstore.save({"w": replicated("w", 0)}, tmp_path / "c", backend)
+    given = SHARING[kind]()
+    with pytest.raises(ArgumentError, match=r"'w'.*shape \(8, 6\).*data=None"):
+        load({"w": ShardedTensor.from_rank_offsets("w", given)}, tmp_path / "c")
+    assert not given.to_dense().any() if given.layout is not torch.strided else not given.any()
+
+
+def test_strides_that_reach_into_each_other_without_a_clash_are_filled(stored: Path) -> None:
+    memory = torch.zeros(80)
+    assert len({7 * i + 2 * j for i in range(8) for j in range(6)}) == 48
+    given = memory.as_strided((8, 6), (7, 2))
+    assert _given(given, stored).data_ptr() == memory.data_ptr()
+    assert torch.equal(given, WHOLE)
 
 
 def test_a_part_of_a_larger_state_may_be_asked_for(stored: Path) -> None:

@@ -24,6 +24,7 @@ import shardstore
 from scripts.s3_servers import S3Server
 from shardstore import ShardedTensor, delete_checkpoint, sweep
 from shardstore.errors import (
+    AccessPatternError,
     CheckpointExistsError,
     ChunkCorruptError,
     ChunkMissingError,
@@ -298,6 +299,9 @@ def test_what_is_not_ours_is_known() -> None:
     assert own_objects.own_names(["w/c", "w/c.0.1", "v1/0.1", "notes/1"]) == []
     dead = [".attempts/000001.json", "w/c", "w/c.0.1", "v1/0.1"]
     assert own_objects.own_names(dead) == dead[:3]
+    # Chunks of layout 1 are ours where an attempt said so, as chunks and nothing else.
+    said = [*dead, "v1/notes.txt", "v1/a/0", "v2/0.1"]
+    assert own_objects.own_names(said, {"v1"}) == dead
 
 
 FOREIGN = {
@@ -420,6 +424,66 @@ def test_the_sweeper_takes_what_no_commit_covers(target: Target) -> None:
     with pytest.raises(StorageError, match="belongs"):
         session.finish(None)
     assert not is_committed(dead)
+
+
+STRANGERS = ("step-2/logs/1", "step-2/logs/0.0", "step-2/notes.txt")
+
+
+def _dead_before_its_documents(target: Target) -> tuple[Location, Location]:
+    """A save in Megatron-Core's old layout, whose chunks have the names that anything can have."""
+    root, dead = target("runs"), target("runs/step-2")
+    unfinished_save(dead.url, dict(dead.options), version=1)
+    assert not any(name.endswith(".zarray") for name in dead.remote.walk())
+    assert any(name.endswith("/0.0") for name in dead.remote.walk())
+    for name in STRANGERS:
+        root.write(name, b"mine")
+    return root, dead
+
+
+def test_the_sweeper_takes_chunks_of_layout_1_that_have_no_document(target: Target) -> None:
+    root, dead = _dead_before_its_documents(target)
+    (found,) = sweep(root, older_than=timedelta(0))
+    assert (found.url, found.objects) == (dead.url, 3)  # claim, mark, chunk
+    assert sweep(root, older_than=timedelta(0), dry_run=False) == [found]
+    assert sorted(root.remote.walk()) == sorted(STRANGERS)
+
+
+def test_the_next_save_clears_them_and_leaves_no_mark(target: Target) -> None:
+    root, dead = _dead_before_its_documents(target)
+    shardstore.save(small_state(1.0), dead.place)
+    names = set(root.remote.walk())
+    assert set(STRANGERS) <= names
+    assert not any(ATTEMPTS in name for name in names)
+    assert not any(name.endswith("/0.0") for name in names - set(STRANGERS))
+
+
+def test_a_save_in_layout_1_that_is_refused_or_deleted_leaves_nothing(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, place = target("old"), target("old/step-1")
+    root.write("step-1/logs/1", b"mine")
+    holes = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2, 3), (0, 0, 2))}
+    with pytest.raises(AccessPatternError):
+        shardstore.save(holes, place.place, ("zarr", 1))
+    assert root.remote.walk() == ["step-1/logs/1"]
+    shardstore.save(small_state(1.0), place.place, ("zarr", 1))
+    assert not any(ATTEMPTS in name for name in root.remote.walk())
+    # A deletion that died, wherever it did, leaves nothing that is not known.
+    delete = RemoteStore.delete
+    left = [2]
+
+    def dies(self: RemoteStore, names: Any) -> None:
+        if not left[0]:
+            raise StorageError("killed")
+        left[0] -= 1
+        delete(self, list(names))
+
+    monkeypatch.setattr(RemoteStore, "delete", dies)
+    with pytest.raises(StorageError, match="killed"):
+        delete_checkpoint(place)
+    monkeypatch.setattr(RemoteStore, "delete", delete)
+    sweep(root, older_than=timedelta(0), dry_run=False)
+    assert root.remote.walk() == ["step-1/logs/1"]
 
 
 def test_uploads_that_were_never_completed_are_swept(s3_server: S3Server) -> None:

@@ -1,0 +1,148 @@
+"""Verifies what lies in a checkpoint beside its arrays: ``metadata.json``, ``common.pt``, sharded
+objects, and files that are nobody's.
+
+Answers for what is missing, damaged or foreign among them. It knows neither chunks nor the
+documents of arrays.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+
+from shardstore.errors import CheckpointingException, DamagedCheckpointError
+from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.findings import Findings
+from shardstore.storage.object_files import beside_arrays, object_place
+from shardstore.storage.torch_archive import verify_archive
+
+__all__ = ["OtherFiles"]
+
+SHOWN_OBJECTS = 10
+"""Of one key that are missing; a name alone can claim a grid of any size."""
+
+
+class OtherFiles:
+    """The files of one checkpoint that are no arrays'.
+
+    Args:
+        stored: the checkpoint.
+        findings: where to report to.
+        wants: whether a key is of interest.
+        everything: whether what belongs to no key is, too.
+    """
+
+    def __init__(
+        self,
+        stored: StoredCheckpoint,
+        findings: Findings,
+        wants: Callable[[str], bool],
+        *,
+        everything: bool,
+    ) -> None:
+        self.stored = stored
+        self.location = stored.location
+        self._findings = findings
+        self._wants = wants
+        self._everything = everything
+        # Other backends keep what is not sharded elsewhere: ("json", 1) in the root document.
+        self._common_backend: object = "torch"
+
+    def config(self, top: Sequence[str]) -> None:
+        """Look at ``metadata.json``; ``top`` are the names directly below the checkpoint."""
+        name = "metadata.json"
+        path = f"{self.location.url}/{name}"
+        if name not in top:
+            if self.stored_by_us:
+                self._findings.report(
+                    "config-missing",
+                    f"{path} is missing: load() takes the folder for no checkpoint",
+                    name,
+                )
+            return
+        try:
+            document = json.loads(self.location.read(name))
+            if not isinstance(document, dict) or "sharded_backend" not in document:
+                raise ValueError("it names no sharded_backend")
+            self._common_backend = document.get("common_backend", "torch")
+        except (OSError, ValueError) as error:
+            self._findings.report("config-damaged", f"{path} is damaged: {error}", name)
+
+    @property
+    def stored_by_us(self) -> bool:
+        """Whether the root says that shardstore wrote it (a damaged root counts as ours)."""
+        try:
+            return self.stored.root is None or self.stored.root.format_version is not None
+        except CheckpointingException:
+            return True
+
+    def whole(self, top: Sequence[str], nodes: set[str]) -> None:
+        """Look at all else; ``nodes`` are the names that arrays' folders begin with."""
+        if self._everything:
+            if "common.pt" in top:
+                self._check_archive("common.pt", "common-damaged")
+            elif self.stored_by_us and self._common_backend == "torch":
+                path = f"{self.location.url}/common.pt"
+                text = f"{path} is missing: the non-sharded part of the state is gone"
+                self._findings.report("common-missing", text, "common.pt")
+        for found in beside_arrays(self.location, top, nodes, self._wants):
+            self.objects(found.name, found.key, found.objects)
+            self._foreign(found.name, found.entries, found.objects)
+
+    def objects(self, node: str, key: str, names: Sequence[str]) -> None:
+        """Look at the sharded objects of a key, by the names of their files."""
+        with self._findings.lock:
+            self._findings.result.objects += len(names)
+        shapes = {place[1] for name in names if (place := object_place(name))}
+        for name in names:
+            self._check_archive(f"{node}/{name}", "object-damaged", key=key)
+        places = {place for name in names if (place := object_place(name))}
+        for shape in shapes:
+            missing = (index for index in _grid(shape) if (index, shape) not in places)
+            for index in islice(missing, SHOWN_OBJECTS):
+                name = f"shard_{'.'.join(map(str, index))}_{'.'.join(map(str, shape))}.pt"
+                path = f"{self.location.url}/{node}/{name}"
+                text = f"object {index} of key {key!r} is missing: {path}"
+                self._findings.report("object-missing", text, f"{node}/{name}", key=key)
+
+    def _check_archive(self, name: str, kind: str, key: str | None = None) -> None:
+        path = f"{self.location.url}/{name}"
+        about = "" if key is None else f" (object of key {key!r})"
+        try:
+            data = self.location.read(name)
+            if not data:
+                raise ValueError("it is empty")
+            if data[:1] not in (b"P", b"\x80"):
+                raise ValueError("it is no file of torch.save")
+            verify_archive(data)
+        except (OSError, ValueError) as error:
+            self._findings.report(kind, f"{path}{about} is damaged: {error}", name, key=key)
+            return
+        try:
+            self.stored.check_file(name, data)
+        except DamagedCheckpointError as error:
+            self._findings.report(kind, str(error), name, key=key)
+        except CheckpointingException:
+            pass  # of the root document, which was reported before
+
+    def _foreign(self, name: str, below: Sequence[str], objects: Sequence[str]) -> None:
+        strangers = [f"{name}/{entry}" for entry in below if entry not in objects]
+        if name.endswith(".sync") and self.stored.root is None:
+            return  # locks that Megatron-Core left behind
+        if not below:
+            strangers = [name]
+        for stranger in strangers:
+            path = f"{self.location.url}/{stranger}"
+            self._findings.report(
+                "foreign", f"{path} is no part of the checkpoint", stranger, "note"
+            )
+
+
+def _grid(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    if not shape:
+        yield ()
+        return
+    for first in range(shape[0]):
+        for rest in _grid(shape[1:]):
+            yield (first, *rest)

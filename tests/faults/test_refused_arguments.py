@@ -1,0 +1,202 @@
+"""Arguments that make no sense: refused by name, with what was given and what may be, before
+anything is touched."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+import shardstore
+from shardstore import ShardedTensor
+from shardstore.convert import convert
+from shardstore.dcp import StorageReader, StorageWriter
+from shardstore.errors import ArgumentError, CheckpointingException
+from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.findings import Finding
+from shardstore.storage.location import Location
+from shardstore.storage.verify import verify
+from tests.ranks_helper import run_ranks
+
+
+def state(**more: torch.Tensor) -> dict[str, Any]:
+    tensors = {"w": torch.arange(6.0).reshape(2, 3), **more}
+    return {key: ShardedTensor.from_rank_offsets(key, value) for key, value in tensors.items()}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    shardstore.save(state(), tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+# -- numbers and groups ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [0, -1, 1.5, "2", True])
+@pytest.mark.parametrize("kind", [StorageReader, StorageWriter], ids=lambda k: k.__name__)
+def test_threads_of_the_reader_and_the_writer(
+    tmp_path: Path, kind: Callable[..., object], threads: object
+) -> None:
+    with pytest.raises(ArgumentError, match=f"threads={threads!r} must be .*at least 1, or None"):
+        kind(tmp_path / "c", threads=threads)
+
+
+@pytest.mark.parametrize("size", [0, -5, 2.5, "1 MiB", None])
+def test_chunk_bytes_of_the_writer(tmp_path: Path, size: object) -> None:
+    with pytest.raises(ArgumentError, match=r"target_chunk_bytes=.* must be .*at least 1"):
+        StorageWriter(tmp_path / "c", target_chunk_bytes=size)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("group", [3, "dp", [0, 1]], ids=str)
+def test_what_is_no_process_group_in_a_world_of_one(saved: Path, group: object) -> None:
+    wanted = r"replica_group=.* must be a process group.*or None"
+    with pytest.raises(ArgumentError, match=wanted):
+        shardstore.save(state(), saved.with_name("c"), replica_group=group)
+    with pytest.raises(ArgumentError, match=wanted):
+        shardstore.async_save(state(), saved.with_name("c"), replica_group=group)
+    with pytest.raises(ArgumentError, match=wanted):
+        shardstore.load(state(), saved, replica_group=group)
+    assert os.listdir(saved.parent) == ["saved"]
+
+
+def _groups(rank: int, world_size: int, folder: str) -> None:
+    place = Path(folder, "c")
+    mine = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3), replica_id=rank)}
+    wrong: Any = 3 if rank == 1 else None
+    with pytest.raises(CheckpointingException, match="replica_group=3"):
+        shardstore.save(mine, place, replica_group=wrong)
+    shardstore.save(mine, place, replica_group=dist.group.WORLD)
+    with pytest.raises(CheckpointingException, match="replica_group=3"):
+        shardstore.load(mine, place, replica_group=wrong)
+    # What a rank that is no member of a group holds of it.
+    alone = dist.new_group([0])
+    shardstore.save(mine, place, overwrite=True, replica_group=alone)
+    shardstore.load(mine, place, replica_group=alone)
+
+
+def test_groups_of_ranks(tmp_path: Path) -> None:
+    run_ranks(_groups, 2, str(tmp_path))
+
+
+# -- tensors that DCP's loads can not fill -----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given",
+    [torch.zeros(1, 3).expand(2, 3), torch.zeros(4).as_strided((2, 3), (1, 1))],
+    ids=["expanded", "overlapping"],
+)
+@pytest.mark.parametrize("cast", [False, True])
+def test_dcp_loads_into_no_shared_memory(saved: Path, given: torch.Tensor, cast: bool) -> None:
+    reader = StorageReader(saved, cast=cast)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load({"w": given}, storage_reader=reader, no_dist=True)
+    error = caught.value.failures[0][0]
+    assert isinstance(error, ArgumentError)
+    assert "'w'" in str(error)
+    assert "share memory" in str(error)
+    assert not given.any()
+
+
+# -- a conversion's two places -----------------------------------------------------------------
+
+
+def _everything(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+@pytest.mark.parametrize("target_format", ["shardstore", "safetensors", "dcp"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_conversion_into_its_source(saved: Path, target_format: str, overwrite: bool) -> None:
+    before = _everything(saved.parent)
+    link = saved.parent / "link"
+    link.symlink_to(saved)
+    for target, where in (
+        (saved, "is the source itself"),
+        (saved / "new", "lies inside the source"),
+        (saved / "w" / "deep" / "new", "lies inside the source"),
+        (link, "is the source itself"),
+        (link / "new", "lies inside the source"),
+        (saved / "x" / ".." / "new", "lies inside the source"),
+    ):
+        for source in (saved, link):
+            with pytest.raises(ArgumentError, match=f"{where} .*beside it"):
+                convert(source, target, target_format=target_format, overwrite=overwrite)
+    link.unlink()
+    assert _everything(saved.parent) == before
+
+
+def test_a_conversion_over_the_folder_that_its_source_is_in(tmp_path: Path) -> None:
+    outer = tmp_path / "outer"
+    shardstore.save(state(), outer)
+    shardstore.save(state(), outer / "inner")
+    before = _everything(tmp_path)
+    for options in ({}, {"overwrite": True}):
+        with pytest.raises(ArgumentError, match="holds the source"):
+            convert(outer / "inner", outer, **options)  # type: ignore[arg-type]
+    (tmp_path / "link").symlink_to(outer)
+    with pytest.raises(ArgumentError, match="holds the source"):
+        convert(outer / "inner", tmp_path / "link", overwrite=True)
+    (tmp_path / "link").unlink()
+    assert _everything(tmp_path) == before
+
+
+def test_a_conversion_inside_an_object_store(saved: Path) -> None:
+    convert(saved, "memory://apart/run/c")
+    for target in ("memory://apart/run/c", "memory://apart/run/c/d", "memory://apart/run"):
+        with pytest.raises(ArgumentError, match="the target memory://apart/run"):
+            convert("memory://apart/run/c", target, overwrite=True)
+    convert("memory://apart/run/c", "memory://apart/run/c2")  # which only begins alike
+    assert shardstore.load_plain_tensors("memory://apart/run/c2")["w"].tolist()[1] == [3, 4, 5]
+
+
+def test_places_side_by_side_are_apart(saved: Path) -> None:
+    convert(saved, saved.with_name("saved.more"))
+    convert(saved, saved.with_name("sav"))
+    single = saved.with_name("one.safetensors")
+    convert(saved, single)
+    convert(single, saved.with_name("one"))
+    # Nothing there: what is wrong with the source comes first.
+    with pytest.raises(CheckpointingException, match="nothing"):
+        convert(saved.with_name("nothing"), saved.with_name("d"))
+
+
+# -- verify, as a function ---------------------------------------------------------------------
+
+
+def _verify(place: Path, **options: Any) -> list[Finding]:
+    found: list[Finding] = []
+    verify(StoredCheckpoint(Location.of(place)), found.append, **options)
+    return found
+
+
+def test_verify_draws_a_bar(saved: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert _verify(saved, progress="bar") == []
+    line = capfd.readouterr().err
+    assert "verify saved done" in line
+    assert "24/24 bytes" in line
+    with pytest.raises(CheckpointingException):
+        _verify(saved.parent, progress="bar")
+    assert f"verify {saved.parent.name} failed" in capfd.readouterr().err
+
+
+def test_what_verify_takes(saved: Path) -> None:
+    with pytest.raises(ArgumentError, match="progress='x' must be a callable, 'bar' or None"):
+        _verify(saved, progress="x")
+    with pytest.raises(ArgumentError, match="threads=0"):
+        _verify(saved, threads=0)
+    seen: list[tuple[int, int]] = []
+    _verify(saved, progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (24, 24)
