@@ -213,6 +213,7 @@ def load(
     replica_group: Any = None,
     share_replicas: str = "auto",
     exchange_budget_bytes: int = DEFAULT_BUDGET_BYTES,
+    cast: bool = False,
     progress: ProgressCallback | Literal["bar"] | None = None,
 ) -> StateDict | tuple[StateDict, set[str], set[str]]:
     """Load a checkpoint under any layout.
@@ -237,7 +238,11 @@ def load(
             checkpoint.
         share_replicas: ``"always"``, ``"never"`` or ``"auto"``: where the bytes come over a
             network (an object store, or a group on more than one host).
-        exchange_budget_bytes: host memory for chunks under way between ranks.
+        exchange_budget_bytes: host memory for chunks under way between ranks, or being cast.
+        cast: fill tensors of another data type than the stored one, values as ``Tensor.copy_``
+            converts them, which is an error otherwise. What loses more than precision or range (a
+            float to an integer, a complex to a real number, a number to a bool: what
+            ``torch.can_cast`` denies) stays one. Sharded objects and common values are as stored.
         progress: called as this rank's tensors fill, see :func:`save`.
 
     Returns:
@@ -247,7 +252,7 @@ def load(
     Raises:
         NotACheckpointError, FormatVersionError: nothing there that can be loaded.
         MissingKeyError, ShapeMismatchError, DTypeMismatchError: what is stored is not what is
-            asked for.
+            asked for (the last: without ``cast``, or where it does not help).
         ChunkMissingError, ChunkCorruptError, DamagedCheckpointError: what is stored is not what
             was written.
         UnsafeObjectError: a class is needed that was not allowed.
@@ -265,6 +270,7 @@ def load(
         replica_group=replica_group,
         share_replicas=share_replicas,
         exchange_budget_bytes=exchange_budget_bytes,
+        cast=cast,
         progress=progress,
     )
     # Looked up here at call time, as programs replace it.
