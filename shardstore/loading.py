@@ -34,7 +34,7 @@ from shardstore.storage.collector import collector_paused
 from shardstore.storage.location import Location
 from shardstore.storage.parallel import run_together
 from shardstore.strategies.base import LoadCommonStrategy, LoadShardedStrategy
-from shardstore.strategies.casting import casting
+from shardstore.strategies.casting import budget_of, casting
 from shardstore.strategies.common import COMMON_STATE_FNAME
 from shardstore.strategies.opened import ROOT_DOCUMENT, handed_out
 from shardstore.strategies.partial import with_destinations
@@ -180,7 +180,7 @@ def run_load(
         ranks.together(what=what, error=error, decide=lambda _: _raised(verdict))
 
         try:
-            with casting(call.exchange_budget_bytes if call.cast else None):
+            with casting(budget_of(call.exchange_budget_bytes, location) if call.cast else None):
                 loaded = _read(wanted, checkpoint_dir, for_tensors, for_common, sharing)
             merge(common_state, loaded)
             result = adopted.restore(apply_factory_merges(common_state, factories))

@@ -20,11 +20,23 @@ from numpy.typing import NDArray
 from shardstore.storage import dtypes
 from shardstore.storage.chunks import ReadDone, RegionRead, chunk_parts
 from shardstore.storage.grid import Box
+from shardstore.storage.location import Location
+from shardstore.storage.parallel import default_threads
 
-__all__ = ["CastRead", "can_cast", "cast_budget", "casting", "converted", "read_converting"]
+__all__ = [
+    "CastRead",
+    "budget_of",
+    "can_cast",
+    "cast_budget",
+    "casting",
+    "converted",
+    "read_converting",
+]
 
 BUFFERS = 2
 ALIGNMENT = 64
+BYTES_A_THREAD = 32 * 1024 * 1024
+"""Of files: more is only memory that is touched for the first time, and that takes its time."""
 
 Read = Callable[[Sequence[RegionRead], ReadDone | None], None]
 
@@ -44,6 +56,11 @@ def casting(budget_bytes: int | None) -> Iterator[None]:
 def cast_budget() -> int | None:
     """Memory for buffers of the load that is going on; ``None`` where it must not convert."""
     return _budget.get()
+
+
+def budget_of(budget_bytes: int, place: Location) -> int:
+    """What of a budget is used: all of it for a store with many requests under way."""
+    return min(budget_bytes, BYTES_A_THREAD * default_threads()) if place.is_local else budget_bytes
 
 
 def can_cast(stored: str, wanted: torch.dtype) -> bool:

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from numpy.typing import NDArray
 
 from shardstore.errors import (
     AccessPatternError,
@@ -160,10 +159,8 @@ def _inside(box: Box, shape: tuple[int, ...]) -> bool:
     return True
 
 
-def _add(
-    read: TensorRead, meta: ArrayMeta, region: Box, out: NDArray[Any] | torch.Tensor, whole: bool
-) -> None:
-    """Read the part of a region that is stored; into a tensor: cast it."""
+def _add(read: TensorRead, meta: ArrayMeta, region: Box, out: Any, whole: bool) -> None:
+    """Read the part of a region that is stored; into a tensor, not an array: cast it."""
     kind = CastRead if isinstance(out, torch.Tensor) else RegionRead
     if whole:
         if region.size:

@@ -50,6 +50,8 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     a, b = (t.detach().resolve_conj().contiguous() for t in (one, other))
+    if a.dtype.is_complex:
+        a, b = torch.view_as_real(a), torch.view_as_real(b)
     if a.dtype.is_floating_point:
         a, b = a.double(), b.double()
     return np.array_equal(a.numpy(), b.numpy(), equal_nan=a.dtype.is_floating_point)
