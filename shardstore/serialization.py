@@ -78,6 +78,7 @@ def save(
     allow_unconditional: bool = False,
     staging_budget_bytes: int | None = None,
     base: str | Path | None = None,
+    verify_base: bool = False,
     compression: str | None = None,
     replica_group: Any = None,
     progress: ProgressCallback | Literal["bar"] | None = None,
@@ -118,7 +119,12 @@ def save(
         base: an earlier checkpoint: chunks that are the same there, by a 128-bit hash, are linked,
             or in the same object store copied by the store itself, and not sent again. Each
             checkpoint is whole by itself, any may be deleted. What was spared is ``reused_bytes``
-            in the commit record, and logged.
+            in the commit record, and logged. A chunk that is missing there, of another size, or
+            that ends in another checksum is sent, with a warning. Linked files are one file: what
+            damages one damages all.
+        verify_base: read each chunk of the base, and hold it against its checksums, before it is
+            taken over; what is damaged is sent, with a warning. Reads as many bytes as are taken
+            over, from an object store through this host.
         compression: ``"zstd"`` (level 1) for each chunk; default: none.
         replica_group: a process group (this rank's data-parallel group) whose ranks hold the same
             shards: they share out the chunks by size. Where they do not, main replicas write. With
@@ -145,6 +151,7 @@ def save(
         validate=validate_access_integrity,
         staging_budget_bytes=staging_budget_bytes,
         compression=compression,
+        verify_base=verify_base,
         allow_unconditional=allow_unconditional,
     )
     call = SaveCall(

@@ -31,6 +31,7 @@ class SaveOptions:
         staging_budget_bytes: host memory for the copy that an asynchronous save makes;
             ``None``: as much as the state.
         overlap_staging: let an asynchronous save copy in the background too.
+        verify_base: read each chunk of a base before it is taken over.
     """
 
     target_chunk_bytes: int = DEFAULT_TARGET_CHUNK_BYTES
@@ -44,10 +45,13 @@ class SaveOptions:
     compression: str | None = None
     staging_budget_bytes: int | None = None
     overlap_staging: bool = False
+    verify_base: bool = False
 
     def __post_init__(self) -> None:
         if self.target_chunk_bytes < 1:
             raise ArgumentError(f"target_chunk_bytes={self.target_chunk_bytes} must be at least 1")
+        if not isinstance(self.verify_base, bool):
+            raise ArgumentError(f"verify_base={self.verify_base!r:.100} must be True or False")
         if self.budget_bytes < 1:
             raise ArgumentError(f"budget_bytes={self.budget_bytes} must be at least 1")
         if self.threads is not None and self.threads < 1:
