@@ -57,6 +57,7 @@ def async_save(
     overlap_staging: bool = False,
     staging_budget_bytes: int | None = None,
     base: str | Path | None = None,
+    verify_base: bool = False,
     compression: str | None = None,
     replica_group: Any = None,
     when_busy: Literal["wait", "refuse"] = "wait",
@@ -116,6 +117,7 @@ def async_save(
         staging_budget_bytes=staging_budget_bytes,
         overlap_staging=overlap_staging,
         compression=compression,
+        verify_base=verify_base,
         allow_unconditional=allow_unconditional,
     )
     if _latest is not None and not _latest.done():

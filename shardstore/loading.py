@@ -34,6 +34,7 @@ from shardstore.storage.collector import collector_paused
 from shardstore.storage.location import Location
 from shardstore.storage.parallel import run_together
 from shardstore.strategies.base import LoadCommonStrategy, LoadShardedStrategy
+from shardstore.strategies.casting import budget_of, casting
 from shardstore.strategies.common import COMMON_STATE_FNAME
 from shardstore.strategies.opened import ROOT_DOCUMENT, handed_out
 from shardstore.strategies.partial import with_destinations
@@ -72,6 +73,7 @@ class LoadCall:
     replica_group: Any
     share_replicas: str
     exchange_budget_bytes: int
+    cast: bool
     progress: ProgressCallback | Literal["bar"] | None
 
 
@@ -105,6 +107,11 @@ def run_load(
         if error is None:
             checkpoint_dir = place_of(location).place
         check_state(call.sharded_state_dict)
+        if not isinstance(call.cast, bool):
+            raise ArgumentError(
+                f"cast={call.cast!r:.100} must be True or False: tensors have the data types that "
+                "the state dict asks for"
+            )
         mode = parse_strict_flag(call.strict)
         compared = StrictHandling.requires_global_app_metadata(mode)
         reported = call.validate_access_integrity or compared
@@ -176,7 +183,8 @@ def run_load(
         ranks.together(what=what, error=error, decide=lambda _: _raised(verdict))
 
         try:
-            loaded = _read(wanted, checkpoint_dir, for_tensors, for_common, sharing)
+            with casting(budget_of(call.exchange_budget_bytes, location) if call.cast else None):
+                loaded = _read(wanted, checkpoint_dir, for_tensors, for_common, sharing)
             merge(common_state, loaded)
             result = adopted.restore(apply_factory_merges(common_state, factories))
         except Exception as problem:

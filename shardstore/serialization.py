@@ -78,6 +78,7 @@ def save(
     allow_unconditional: bool = False,
     staging_budget_bytes: int | None = None,
     base: str | Path | None = None,
+    verify_base: bool = False,
     compression: str | None = None,
     replica_group: Any = None,
     progress: ProgressCallback | Literal["bar"] | None = None,
@@ -118,7 +119,12 @@ def save(
         base: an earlier checkpoint: chunks that are the same there, by a 128-bit hash, are linked,
             or in the same object store copied by the store itself, and not sent again. Each
             checkpoint is whole by itself, any may be deleted. What was spared is ``reused_bytes``
-            in the commit record, and logged.
+            in the commit record, and logged. A chunk that is missing there, of another size, or
+            that ends in another checksum is sent, with a warning. Linked files are one file: what
+            damages one damages all.
+        verify_base: read each chunk of the base, and hold it against its checksums, before it is
+            taken over; what is damaged is sent, with a warning. Reads as many bytes as are taken
+            over, from an object store through this host.
         compression: ``"zstd"`` (level 1) for each chunk; default: none.
         replica_group: a process group (this rank's data-parallel group) whose ranks hold the same
             shards: they share out the chunks by size. Where they do not, main replicas write. With
@@ -145,6 +151,7 @@ def save(
         validate=validate_access_integrity,
         staging_budget_bytes=staging_budget_bytes,
         compression=compression,
+        verify_base=verify_base,
         allow_unconditional=allow_unconditional,
     )
     call = SaveCall(
@@ -213,6 +220,7 @@ def load(
     replica_group: Any = None,
     share_replicas: str = "auto",
     exchange_budget_bytes: int = DEFAULT_BUDGET_BYTES,
+    cast: bool = False,
     progress: ProgressCallback | Literal["bar"] | None = None,
 ) -> StateDict | tuple[StateDict, set[str], set[str]]:
     """Load a checkpoint under any layout.
@@ -237,7 +245,11 @@ def load(
             checkpoint.
         share_replicas: ``"always"``, ``"never"`` or ``"auto"``: where the bytes come over a
             network (an object store, or a group on more than one host).
-        exchange_budget_bytes: host memory for chunks under way between ranks.
+        exchange_budget_bytes: host memory for chunks under way between ranks, or being cast.
+        cast: fill tensors of another data type than the stored one, values as ``Tensor.copy_``
+            converts them, which is an error otherwise. What loses more than precision or range (a
+            float to an integer, a complex to a real number, a number to a bool: what
+            ``torch.can_cast`` denies) stays one. Sharded objects and common values are as stored.
         progress: called as this rank's tensors fill, see :func:`save`.
 
     Returns:
@@ -247,7 +259,7 @@ def load(
     Raises:
         NotACheckpointError, FormatVersionError: nothing there that can be loaded.
         MissingKeyError, ShapeMismatchError, DTypeMismatchError: what is stored is not what is
-            asked for.
+            asked for (the last: without ``cast``, or where it does not help).
         ChunkMissingError, ChunkCorruptError, DamagedCheckpointError: what is stored is not what
             was written.
         UnsafeObjectError: a class is needed that was not allowed.
@@ -266,6 +278,7 @@ def load(
         replica_group=replica_group,
         share_replicas=share_replicas,
         exchange_budget_bytes=exchange_budget_bytes,
+        cast=cast,
         progress=progress,
     )
     # Looked up here at call time, as programs replace it.

@@ -31,6 +31,7 @@ class SaveArguments(TypedDict, total=False):
     durable: bool
     allow_unconditional: bool
     base: str | os.PathLike[str] | None
+    verify_base: bool
     compression: str | None
     replica_group: Any
     progress: ProgressCallback | Literal["bar"] | None

@@ -1,4 +1,5 @@
-"""`benchmark async`: what saving in the background costs, and what sharing and a base save.
+"""`benchmark async`: what saving in the background costs, what sharing and a base save, and what
+memory a load takes.
 
 Clients take turns, each in a fresh process a round, so that slow minutes of the machine fall on all
 of them alike.
@@ -18,7 +19,7 @@ from typing import Any
 
 from arguments import above_zero, chosen_of, count
 
-from bench import machine, report, sharing
+from bench import load_memory, machine, report, sharing
 from bench.async_clients import (
     BUDGET,
     BUDGET_BYTES,
@@ -41,6 +42,7 @@ CASES = {
     "memory": (OURS, BUDGET),
     "base": (),
     "replicas": (),
+    "loads": (),
 }
 SAVES_A_PROCESS = 3
 BUDGET_PEAK_BYTES = 300 * 2**20
@@ -54,7 +56,8 @@ def add_parser(commands: Any) -> None:
         run,
         help="saves in the background, saves upon a base, shared loads",
         description="Stall, lost training and memory of saves in the background beside PyTorch DCP "
-        "and a plain copy and write; saves upon a base; loads that replicas share.",
+        "and a plain copy and write; saves upon a base; loads that replicas share; memory of "
+        "loads.",
         repeats=None,
     )
     parser.add_argument("--rounds", type=count, default=3, help="rounds of processes (default 3)")
@@ -86,6 +89,8 @@ def run(options: argparse.Namespace) -> int:
                     sharing.base(results, root, options.scale, number)
                 elif case == "replicas":
                     sharing.replicas(results, root, options.scale, number)
+                elif case == "loads":
+                    load_memory.run(results, root, options.scale, number)
                 else:
                     _clients(results, case, root, options.scale, number)
     judged = list(_verdicts(results, options.scale))
@@ -157,3 +162,4 @@ def _verdicts(results: Results, scale: float) -> Iterator[Verdict]:
         text = "rate with the budget at least 0.8 of that without"
         yield at_least("memory", text, ratio("memory", OURS, BUDGET, SECONDS), 0.8)
     yield from sharing.verdicts(results, cases)
+    yield from load_memory.verdicts(results, cases)

@@ -78,7 +78,7 @@ def replicas(results: Results, root: Path, scale: float, number: int) -> None:
         ]
         for process in ranks:
             process.start()
-        found = [_answer(answers, ranks) for _ in ranks]
+        found = [answer_of(answers, ranks) for _ in ranks]
         for process in ranks:
             process.join()
     shutil.rmtree(place)
@@ -91,7 +91,7 @@ def replicas(results: Results, root: Path, scale: float, number: int) -> None:
     results.add(Sample("replicas", RANKS, "stored", READ, number, stored, "bytes"))
 
 
-def _answer(answers: Any, ranks: Sequence[Any]) -> dict[str, Any]:
+def answer_of(answers: Any, ranks: Sequence[Any]) -> dict[str, Any]:
     """The next rank's answer; raises once a rank has died without one."""
     while True:
         try:

@@ -45,6 +45,7 @@ from shardstore.strategies.base import (
     StrategyAction,
     register_default_strategy,
 )
+from shardstore.strategies.casting import read_converting
 from shardstore.strategies.checkpointable import (
     CheckpointableShardedTensor,
     LocalShardsContainer,
@@ -343,7 +344,8 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
             if isinstance(value, ShardedTensor):
                 meta = find_array(files.arrays, value, files.location.url)
                 planned[id(value)] = plan_read(value, meta)
-        files.read([region for read in planned.values() for region in read.regions])
+        regions = [region for read in planned.values() for region in read.regions]
+        read_converting(lambda reads, _: files.read(reads), regions)
 
         def loaded(value: Any) -> Any:
             if isinstance(value, ShardedObject):

@@ -68,6 +68,7 @@ class FileMover:
         self.threads = threads or default_threads()
         self.durable = durable
         self._done = threading.Lock()
+        self._writeback: Writeback | None = None
 
     # -- writing -------------------------------------------------------------------------------
 
@@ -83,7 +84,8 @@ class FileMover:
             if not array.is_plain:
                 raise ValueError(f"chunks of key {array.key!r} have codecs {array.codecs}")
 
-        writeback = Writeback() if self.durable else None
+        shared = self._writeback
+        writeback = shared or (Writeback() if self.durable else None)
 
         def work(batch: Sequence[ChunkWrite]) -> None:
             for item in batch:
@@ -97,8 +99,22 @@ class FileMover:
         try:
             self._run(writes, work, lambda item: item.array.chunk_bytes)
         finally:
-            if writeback is not None:
+            if writeback is not None and shared is None:
                 writeback.finish()
+
+    @contextlib.contextmanager
+    def one_writeback(self) -> Iterator[None]:
+        """Within, calls that write do not wait for the disk to take their files, each for itself;
+        the end does, for all of them, and raises what :meth:`write` would have."""
+        if not self.durable:
+            yield
+            return
+        self._writeback = writeback = Writeback()
+        try:
+            yield
+        finally:
+            self._writeback = None
+            writeback.finish()
 
     # -- reading -------------------------------------------------------------------------------
 

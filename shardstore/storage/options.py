@@ -32,6 +32,7 @@ class SaveOptions:
         staging_budget_bytes: host memory for the copy that an asynchronous save makes;
             ``None``: as much as the state.
         overlap_staging: let an asynchronous save copy in the background too.
+        verify_base: read each chunk of a base before it is taken over.
     """
 
     target_chunk_bytes: int = DEFAULT_TARGET_CHUNK_BYTES
@@ -45,11 +46,14 @@ class SaveOptions:
     compression: str | None = None
     staging_budget_bytes: int | None = None
     overlap_staging: bool = False
+    verify_base: bool = False
 
     def __post_init__(self) -> None:
         require_number("target_chunk_bytes", self.target_chunk_bytes)
         require_number("budget_bytes", self.budget_bytes)
         require_number("threads", self.threads, none=True)
+        if not isinstance(self.verify_base, bool):
+            raise ArgumentError(f"verify_base={self.verify_base!r:.100} must be True or False")
         if self.mover not in ("auto", "file", "tensorstore"):
             raise ArgumentError(f"mover={self.mover!r} must be 'auto', 'file' or 'tensorstore'")
         if self.compression not in (None, "zstd"):

@@ -3,7 +3,9 @@
 A chunk is the earlier one where both lie at the same place of the same grid, are encoded alike, and
 have the same 128-bit hash (xxh3, kept in the manifest; a 32-bit checksum would be no proof). On one
 file system it becomes a hard link, in one object store a copy that the store makes: each checkpoint
-is whole by itself, and any may be deleted. It knows two locations and a mover; not who saves.
+is whole by itself, and any may be deleted. What the base says it has need not be there any more:
+size and stored checksum are looked at always, the bytes where that is asked for. It knows two
+locations and a mover; not who saves.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Protocol
 
@@ -21,10 +24,12 @@ from shardstore.errors import NotACheckpointError
 from shardstore.storage.attempt import Attempt
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.chunk_bytes import free_scratch, pieces
-from shardstore.storage.chunk_reader import CRC
+from shardstore.storage.chunk_check import ChunkChecker, free_memory
+from shardstore.storage.chunk_reader import CRC, CRC_BYTES
 from shardstore.storage.chunks import ChunkWrite, told
 from shardstore.storage.counters import counters
 from shardstore.storage.documents import ArrayMeta
+from shardstore.storage.files import FileMover
 from shardstore.storage.location import Location
 from shardstore.storage.manifest import MANIFEST_NAME, ChunkRecord
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES
@@ -86,6 +91,7 @@ class BaseChunks:
         self._stored = StoredCheckpoint(location, read_document=lambda _, name: texts[name])
         self._manifest = self._stored.manifest
         self._arrays = self._stored.arrays
+        self._checker = ChunkChecker(self._stored, self._manifest)
 
     def knows(self, array: ArrayMeta) -> bool:
         """Whether the base has the same array: grid, data type and codecs."""
@@ -103,6 +109,24 @@ class BaseChunks:
         stored, crc = int(self._manifest.stored[row]), int(self._manifest.crc[row])
         return ChunkRecord(stored, crc, digest, inner)
 
+    def is_whole(self, array: ArrayMeta, index: tuple[int, ...]) -> bool:
+        """Read a chunk: whether it is what was written. Warns of one that is not."""
+        size, problem = self._checker.check(self._arrays[array.key], index)
+        counters.add(bytes_read=size)
+        if problem is not None:
+            name = f"{array.node}/{array.chunk_key(index)}"
+            _warn_of_damage(f"{self.location.url}/{name}", problem.text)
+        return problem is None
+
+
+def _warn_of_damage(url: str, what: str) -> None:
+    logger.warning(
+        "%s, which is to be taken over, %s: it is written anew here, and the checkpoint that it is "
+        "part of is damaged",
+        url,
+        what,
+    )
+
 
 def _place(array: ArrayMeta) -> tuple[object, ...]:
     return (array.node, array.grid, array.dtype, array.codecs, array.separator, array.zarr_format)
@@ -117,7 +141,8 @@ class ReusingMover:
         adopt: brings an object of the base to its new place, see :func:`adopter`.
         reused: called with the bytes of each chunk that was not sent, one call at a time.
         threads: threads that hash, and write files.
-        budget_bytes: memory for chunks that are on their way to an object store.
+        budget_bytes: memory for chunks that are on their way to an object store, or from it.
+        verify: read what is going to be taken over.
     """
 
     def __init__(
@@ -129,13 +154,16 @@ class ReusingMover:
         *,
         threads: int | None = None,
         budget_bytes: int = DEFAULT_BUDGET_BYTES,
+        verify: bool = False,
     ) -> None:
+        self._verify = verify
         self._mover = mover
         self._base = base
         self._adopt = adopt
         self._reused = reused
         self._threads = threads or default_threads()
         self._limit = ByteLimit(budget_bytes)
+        self._is_far = isinstance(adopt, ServerCopies)
         self._lock = threading.Lock()
 
     def write(
@@ -156,6 +184,7 @@ class ReusingMover:
                             place(item, self._same(item) if known[item.array] else None)
                 finally:
                     free_scratch()
+                    free_memory()
 
             run_batched(
                 writes,
@@ -170,8 +199,11 @@ class ReusingMover:
                 # One at a time: what a staged source waits for may be what others hold.
                 self._mover.write([item], locked)
 
-        if isinstance(self._adopt, ServerCopies):
+        if self._is_far:
             self._over_requests(hashed, locked)
+        elif isinstance(self._mover, FileMover):
+            with self._mover.one_writeback():
+                hashed(place)
         else:
             hashed(place)
 
@@ -207,6 +239,12 @@ class ReusingMover:
         if record is None:
             return False
         array, stored = item.array, record.stored_bytes
+        if self._verify:
+            # A store's object is in memory as a whole while it is looked at.
+            held = self._limit.taken(array.chunk_bytes) if self._is_far else nullcontext()
+            with held:
+                if not self._base.is_whole(array, item.index):
+                    return False
         tail = CRC.pack(record.crc) if array.has_crc and array.is_plain else None
         if not self._adopt(f"{array.node}/{array.chunk_key(item.index)}", stored, tail):
             return False
@@ -250,8 +288,10 @@ def adopter(base: Location, location: Location, attempt: Attempt | None = None) 
             return False
         source, target = f"{base.url}/{name}", f"{location.url}/{name}"
         try:
-            if os.stat(source).st_size != stored_bytes:
-                return False  # the base is damaged there; the new checkpoint shall not be
+            damage = _seen_at_once(source, stored_bytes, tail)
+            if damage is not None:
+                _warn_of_damage(source, damage)
+                return False
             try:
                 os.link(source, target)
             except FileNotFoundError:
@@ -272,6 +312,23 @@ def adopter(base: Location, location: Location, attempt: Attempt | None = None) 
         return True
 
     return link
+
+
+def _seen_at_once(path: str, size: int, tail: bytes | None) -> str | None:
+    """What is wrong with a file as far as its size and its last bytes tell."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return "is missing"
+    try:
+        found = os.fstat(fd).st_size
+        if found != size:
+            return f"has {found} bytes instead of {size}"
+        if tail is not None and os.pread(fd, CRC_BYTES, size - CRC_BYTES) != tail:
+            return "ends in another checksum than when it was written"
+        return None
+    finally:
+        os.close(fd)
 
 
 def _retry(source: str, target: str) -> bool:

@@ -4,7 +4,8 @@ A destination is the tensor that was given, where its memory can be written dire
 one, which is copied
 over at the end (a tensor on a device) or, where none was given or one without memory (on the meta
 device), returned. One that can not be filled is refused. Flattened ranges are read as boxes, never
-as the whole shard. Nothing is cast, and nothing is padded unless ``allow_shape_mismatch`` says so.
+as the whole shard. Nothing is cast unless the load was asked to, and nothing is padded unless
+``allow_shape_mismatch`` says so.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from numpy.typing import NDArray
 
 from shardstore.errors import (
     AccessPatternError,
@@ -28,6 +28,7 @@ from shardstore.storage import dtypes
 from shardstore.storage.chunks import RegionRead
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import Box, flat_range_boxes
+from shardstore.strategies.casting import CastRead, can_cast, cast_budget
 from shardstore.strategies.destinations import require_writable
 from shardstore.strategies.layouts import flat_bounds, local_box
 
@@ -62,7 +63,7 @@ def find_array(arrays: Mapping[str, ArrayMeta], tensor: ShardedTensor, url: str)
 
     Raises:
         MissingKeyError: there is none of that key.
-        DTypeMismatchError: of another data type.
+        DTypeMismatchError: of another data type, in a load that does not cast, or not to this one.
         ShapeMismatchError: of another global shape, without ``allow_shape_mismatch``.
     """
     meta = arrays.get(tensor.key)
@@ -77,13 +78,7 @@ def find_array(arrays: Mapping[str, ArrayMeta], tensor: ShardedTensor, url: str)
         )
     expected = dtypes.zarr_name(tensor.dtype)
     if meta.dtype != expected:
-        raise DTypeMismatchError(
-            f"key {tensor.key!r} is stored as {meta.dtype} in {url} but asked for as {expected}; "
-            "nothing is cast "
-            f"silently: load it as {dtypes.torch_dtype(meta.dtype)} and convert",
-            key=tensor.key,
-            url=url,
-        )
+        _require_cast(tensor, meta, url)
     same = meta.shape == tensor.global_shape
     if not same and not (
         tensor.allow_shape_mismatch and len(meta.shape) == len(tensor.global_shape)
@@ -97,6 +92,22 @@ def find_array(arrays: Mapping[str, ArrayMeta], tensor: ShardedTensor, url: str)
             url=url,
         )
     return meta
+
+
+def _require_cast(tensor: ShardedTensor, meta: ArrayMeta, url: str) -> None:
+    """Raise unless a tensor may be filled with values of another data type."""
+    remedy = "which loses more than precision and is never done for you:"
+    if can_cast(meta.dtype, tensor.dtype):
+        if cast_budget() is not None:
+            return
+        remedy = "nothing is cast silently: load with cast=True, or"
+    raise DTypeMismatchError(
+        f"key {tensor.key!r} is stored as {meta.dtype} in {url} but asked for as "
+        f"{dtypes.zarr_name(tensor.dtype)}; {remedy} load it as "
+        f"{dtypes.torch_dtype(meta.dtype)} and convert",
+        key=tensor.key,
+        url=url,
+    )
 
 
 def plan_read(tensor: ShardedTensor, meta: ArrayMeta) -> TensorRead:
@@ -118,9 +129,10 @@ def plan_read(tensor: ShardedTensor, meta: ArrayMeta) -> TensorRead:
             f"beyond the global shape {tensor.global_shape}; correct global_offset",
             key=tensor.key,
         )
-    read = _destination(tensor, shape)
+    casts = dtypes.zarr_name(tensor.dtype) != meta.dtype
+    read = _destination(tensor, shape, casts)
     host = read.staged if read.staged is not None else read.result
-    out = dtypes.as_numpy(host)
+    out: Any = host.detach() if casts else dtypes.as_numpy(host)
     whole = meta.shape == tensor.global_shape or _inside(box, meta.shape)
     if not whole:
         with torch.no_grad():
@@ -148,25 +160,29 @@ def _inside(box: Box, shape: tuple[int, ...]) -> bool:
     return True
 
 
-def _add(read: TensorRead, meta: ArrayMeta, region: Box, out: NDArray[Any], whole: bool) -> None:
-    """Read the part of a region that is stored."""
+def _add(read: TensorRead, meta: ArrayMeta, region: Box, out: Any, whole: bool) -> None:
+    """Read the part of a region that is stored; into a tensor, not an array: cast it."""
+    kind = CastRead if isinstance(out, torch.Tensor) else RegionRead
     if whole:
-        if out.size:
-            read.regions.append(RegionRead(meta, region, out))
+        if region.size:
+            read.regions.append(kind(meta, region, out))
         return
     common = Box((0,) * len(meta.shape), meta.shape).intersect(region)
     if common is None:
         return
     where: tuple[Any, ...] = (..., *common.relative_to(region.offset).slices)
-    read.regions.append(RegionRead(meta, common, out[where]))
+    read.regions.append(kind(meta, common, out[where]))
 
 
-def _destination(tensor: ShardedTensor, shape: tuple[int, ...]) -> TensorRead:
+def _destination(tensor: ShardedTensor, shape: tuple[int, ...], casts: bool) -> TensorRead:
     data = tensor.data
     if data is None or data.device.type == "meta":
         return TensorRead(torch.empty(shape, dtype=tensor.dtype))
     require_writable(data, tensor.key)
-    if data.device.type != "cpu" or type(data) not in (torch.Tensor, torch.nn.Parameter):
+    plain = type(data) in (torch.Tensor, torch.nn.Parameter)
+    if casts and plain:
+        return TensorRead(data.detach())  # what is cast goes through a buffer of its own
+    if data.device.type != "cpu" or not plain:
         staged = torch.empty(shape, dtype=tensor.dtype, pin_memory=data.device.type == "cuda")
         return TensorRead(data, staged=staged)
     lazy = data.is_conj() or data.is_neg()  # the memory holds other values than the tensor

@@ -205,7 +205,12 @@ class SaveSession:
     def mover(self, options: SaveOptions) -> Writer:
         """Who writes the chunks of a strategy with these options."""
         mine = self.options
-        options = replace(options, compression=mine.compression, durable=mine.durable)
+        options = replace(
+            options,
+            compression=mine.compression,
+            durable=mine.durable,
+            verify_base=mine.verify_base,
+        )
         location = self.attempt.location
         mover = arrays.mover_for(location, options, self.attempt)
         if self.base is None:
@@ -224,6 +229,7 @@ class SaveSession:
             reused,
             threads=options.threads,
             budget_bytes=options.budget_bytes,
+            verify=options.verify_base,
         )
 
     @contextmanager

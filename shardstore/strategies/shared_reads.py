@@ -38,6 +38,7 @@ from shardstore.storage.chunks import ChunkPart, ReadDone, RegionRead, chunk_par
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import Box
 from shardstore.storage.location import Location
+from shardstore.strategies.casting import CastRead, converted, read_converting
 from shardstore.strategies.staging import copy_bits
 
 __all__ = ["Sharing", "read_regions", "shared_reads", "sharing_of"]
@@ -46,8 +47,9 @@ DEFAULT_BUDGET_BYTES = 256 * 1024 * 1024
 ALIGNMENT = 64
 ROUND_BYTES = 16 * 1024 * 1024
 """Of one rank in a round at the most, budget or not: the next is read while one travels."""
-BUFFERS = 3
-"""A rank holds at a time: what it sends, what it receives, what it reads for the next round."""
+BUFFERS = 4
+"""A rank holds at a time: what it sends, what it receives, what it reads for the next round, and
+what it reads alone to convert."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ def read_regions(
     if sharing is None:
         if error is not None:
             raise error
-        stored.read(regions, done)
+        read_converting(stored.read, regions, done)
         return
     group, what = sharing.group, f"loading {stored.location.url} together"
     exchange = None
@@ -176,7 +178,7 @@ class _Exchange:
         self._done = done
         self._group = sharing.group
         self._rank, self._size = group_rank(sharing.group), group_size(sharing.group)
-        self._budget = sharing.budget_bytes
+        self._limit = max(1, min(ROUND_BYTES, sharing.budget_bytes // BUFFERS))
         self._metas = [stored.arrays[key] for key in sorted(stored.arrays)]
         sizes = [meta.grid.size for meta in self._metas]
         self._starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
@@ -255,11 +257,10 @@ class _Exchange:
 
     def _batches(self, chunks: Sequence[_Chunk]) -> list[list[_Chunk]]:
         """Cut into batches that fit into one of the buffers, or are a single chunk."""
-        limit = max(1, min(ROUND_BYTES, self._budget // BUFFERS))
         batches: list[list[_Chunk]] = []
-        size = limit + 1
+        size = self._limit + 1
         for chunk in chunks:
-            if size + chunk.size > limit:
+            if size + chunk.size > self._limit:
                 batches.append([])
                 size = 0
             batches[-1].append(chunk)
@@ -281,8 +282,9 @@ class _Exchange:
             (part,) = parts
             corner = part.array.grid.box(part.index).offset
             offset = tuple(a + b for a, b in zip(corner, part.within.offset, strict=True))
-            reads.append(RegionRead(part.array, Box(offset, part.within.shape), part.out))
-        self._stored.read(reads, self._done)
+            kind = CastRead if isinstance(part.out, torch.Tensor) else RegionRead
+            reads.append(kind(part.array, Box(offset, part.within.shape), part.out))
+        read_converting(self._stored.read, reads, self._done, self._limit)
         # Boxes of a flat range may meet in a chunk: it is read once all the same.
         for chunks in self._batches(several):
             self._scatter(self._read_whole(chunks), chunks)
@@ -312,7 +314,10 @@ class _Exchange:
         for chunk, view in _views(buffer, chunks):
             for part in self._parts.get(chunk.number, ()):
                 where: tuple[Any, ...] = (..., *part.within.slices)
-                copy_bits(part.out, view[where])
+                if isinstance(part.out, torch.Tensor):
+                    converted(part.out, view[where])
+                else:
+                    copy_bits(part.out, view[where])
                 if self._done is not None:
                     self._done(part.out.nbytes, 1)
 

@@ -100,6 +100,18 @@ def test_only_what_changed_is_sent(place: Place, how: str) -> None:
     check(tensors, place("b"))
 
 
+def test_a_flipped_bit_is_found_where_it_is_asked_for(place: Place) -> None:
+    tensors = random_state()
+    save(tensors, place("a"))
+    base = Location.of(place("a")[0], **place("a")[1])
+    data = bytearray(base.read("w1/c.3.0"))
+    data[100] ^= 1
+    base.replace("w1/c.3.0", bytes(data))
+    counted = save(tensors, place("b"), base=place("a")[0], verify_base=True)
+    assert counted["chunks_written"] == 1
+    check(tensors, place("b"))
+
+
 def test_a_base_that_is_replaced_is_sent(place: Place) -> None:
     """An object store has the old checkpoint deleted before the new one is written."""
     tensors = random_state()

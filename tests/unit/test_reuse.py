@@ -142,6 +142,75 @@ def test_a_truncated_chunk_of_the_base_is_not_taken_over(tmp_path: Path) -> None
     check(tensors, tmp_path / "b")
 
 
+def damaged(chunk: Path, how: str) -> None:
+    """What happens to a file, its size kept unless said otherwise."""
+    data = bytearray(chunk.read_bytes())
+    if how == "missing":
+        chunk.unlink()
+        return
+    if how == "cut":
+        del data[100:]
+    elif how == "another tail":
+        data[-1] ^= 1
+    else:
+        data[100] ^= 1
+    chunk.unlink()  # a file of its own: others may be links to it
+    chunk.write_bytes(data)
+
+
+@pytest.mark.parametrize("how", ["missing", "cut", "another tail"])
+def test_damage_that_can_be_seen_at_once_is_not_taken_over(
+    tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of one chunk; all others are."""
+    tensors = {"w": torch.randn(4, CHUNK // 4)}
+    save(tensors, tmp_path / "a", durable=False)
+    damaged(tmp_path / "a" / "w" / "c.2.0", how)
+    counted = save(tensors, tmp_path / "b", base=tmp_path / "a", durable=False)
+    assert (counted["chunks_written"], counted["bytes_reused"]) == (1, 3 * (CHUNK + 4))
+    assert [r.getMessage() for r in caplog.records if "w/c.2.0, which is to be" in r.getMessage()]
+    check(tensors, tmp_path / "b")
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+@pytest.mark.parametrize("save_in_background", [False, True])
+def test_a_flipped_bit_is_found_where_it_is_asked_for(
+    tmp_path: Path,
+    compression: str | None,
+    save_in_background: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tensors = {"w": torch.arange(CHUNK, dtype=torch.float32).reshape(4, -1), "v": torch.ones(3)}
+    save(tensors, tmp_path / "a", compression=compression, durable=False)
+    damaged(tmp_path / "a" / "w" / "c.1.0", "a bit")
+    options: dict[str, Any] = {"base": tmp_path / "a", "compression": compression}
+    before = counters.snapshot()
+    if save_in_background:
+        place = tmp_path / "b"
+        shardstore.async_save(
+            state_of(tensors), place, SMALL, durable=False, verify_base=True, **options
+        ).result(60)
+    else:
+        save(tensors, tmp_path / "b", durable=False, verify_base=True, **options)
+    assert counters.snapshot()["chunks_written"] - before["chunks_written"] == 1
+    assert "w/c.1.0, which is to be taken over," in caplog.text
+    check(tensors, tmp_path / "b")
+    # Nothing but the file tells: unread, it is the same file afterwards, and found by who loads it.
+    save(tensors, tmp_path / "c", durable=False, **options)
+    with pytest.raises(DamagedCheckpointError, match=r"\(1, 0\) of key 'w'"):
+        check(tensors, tmp_path / "c")
+
+
+def test_a_whole_base_is_read_once_and_taken_over(tmp_path: Path) -> None:
+    tensors = {"w": torch.randn(4, CHUNK // 4)}
+    first = save(tensors, tmp_path / "a", durable=False)
+    counted = save(tensors, tmp_path / "b", base=tmp_path / "a", verify_base=True, durable=False)
+    assert counted["chunks_written"] == 0
+    assert counted["bytes_read"] == counted["bytes_reused"] == first["bytes_written"]
+    with pytest.raises(ValueError, match="verify_base='yes' must be"):
+        save(tensors, tmp_path / "c", base=tmp_path / "a", verify_base="yes")
+
+
 def test_a_base_that_is_none(tmp_path: Path) -> None:
     tensors = {"w": torch.randn(4, 4)}
     with pytest.raises(NotACheckpointError, match="is not a committed checkpoint"):
