@@ -45,6 +45,8 @@ PRELOADED = (
 )
 SERVERS = 2
 _STREAMS = 3
+# Libraries of linear algebra read these when they are imported; one starts its threads there.
+_ALONE = dict.fromkeys(("MKL_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 _LENGTH = struct.Struct("<Q")
 
 
@@ -96,8 +98,7 @@ class _Server:
             with theirs:
                 self._process = subprocess.Popen(
                     [sys.executable, __file__, str(theirs.fileno())],
-                    # Libraries of linear algebra start threads when they are imported.
-                    env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+                    env={**os.environ, **_ALONE},
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
                 )
