@@ -1,6 +1,7 @@
-"""Runs a function on N spawned gloo ranks and brings back what each returned or raised.
+"""Runs a function on N gloo ranks of their own and brings back what each returned or raised.
 
-Knows nothing of shardstore. Spawned, never forked: TensorStore does not survive a fork.
+Knows nothing of shardstore. Ranks are forked from :mod:`tests.rank_server`, which never saw
+TensorStore, and not from the process of the tests: TensorStore does not survive a fork.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+
+from tests.rank_server import Started, start
 
 
 class RankFailed(RuntimeError):  # noqa: N818 (reads as what it says in a test report)
@@ -32,7 +34,7 @@ def run_ranks(
 
     Args:
         fn: a top-level function of an importable module.
-        world_size: number of ranks, each a spawned process with one thread for torch.
+        world_size: number of ranks, each a process of its own with one thread for torch.
         *args: passed on; must pickle.
         timeout_s: limit for all ranks together, in seconds.
 
@@ -44,20 +46,18 @@ def run_ranks(
         RankFailed: a rank died or did not end in time, or its exception does not pickle.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        context = mp.get_context("spawn")
-        ranks = [
-            context.Process(
-                target=_main, args=(rank, world_size, folder, timeout_s, fn, args), daemon=True
-            )
-            for rank in range(world_size)
-        ]
-        for process in ranks:
-            process.start()
-        late = _wait(ranks, time.monotonic() + timeout_s)
+        ranks = start(
+            (_main, (rank, world_size, folder, timeout_s, fn, args)) for rank in range(world_size)
+        )
+        try:
+            late = _wait(ranks, time.monotonic() + timeout_s)
+        finally:
+            for process in ranks:
+                process.kill()
         return _collect(Path(folder), [process.exitcode for process in ranks], late)
 
 
-def _wait(ranks: list[Any], deadline: float) -> list[int]:
+def _wait(ranks: list[Started], deadline: float) -> list[int]:
     """Wait for the ranks to end; kill those that do not, and return their numbers."""
     running = dict(enumerate(ranks))
     while running and (left := deadline - time.monotonic()) > 0:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 import signal
@@ -14,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from shardstore.errors import AccessPatternError, RanksError, StorageError
 from shardstore.ranks import DEADLINE_VARIABLE, TREE_FROM_BYTES, Ranks
+from tests.rank_server import start
 from tests.ranks_helper import run_ranks
 
 WORLD = 4
@@ -164,16 +163,10 @@ def _main(rank: int, folder: str, who: int, how: str) -> None:
 
 
 def outcomes(folder: Path, who: int, how: str) -> dict[int, tuple[Any, float, bool]]:
-    context = mp.get_context("spawn")
-    processes = [
-        context.Process(target=_main, args=(rank, str(folder), who, how)) for rank in range(WORLD)
-    ]
-    for process in processes:
-        process.start()
+    processes = start((_main, (rank, str(folder), who, how)) for rank in range(WORLD))
     for process in processes:
         process.join(90)
-        with contextlib.suppress(ValueError):
-            process.kill()
+        process.kill()
         process.join()
     assert processes[who].exitcode == (-signal.SIGKILL if how == "killed" else 0)
     return {

@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import zarr
 
 import shardstore
 from shardstore.mapping import ShardedObject, ShardedTensor
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
+from tests.rank_server import start
 
 WORLD = 3
 KEYS = 12
@@ -99,13 +99,9 @@ def _main(rank: int, folder: str, rendezvous: str, victim: int, moment: int) -> 
 def run(folder: Path, victim: int = -1, moment: int = -1) -> list[dict[str, Any]]:
     """The outcomes by rank, empty for one that was killed."""
     with tempfile.TemporaryDirectory(prefix="kill-") as rendezvous:
-        context = mp.get_context("spawn")
-        ranks = [
-            context.Process(target=_main, args=(rank, str(folder), rendezvous, victim, moment))
-            for rank in range(WORLD)
-        ]
-        for process in ranks:
-            process.start()
+        ranks = start(
+            (_main, (rank, str(folder), rendezvous, victim, moment)) for rank in range(WORLD)
+        )
         deadline = time.monotonic() + 90
         for process in ranks:
             process.join(max(0, deadline - time.monotonic()))

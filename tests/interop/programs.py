@@ -1,5 +1,8 @@
 """Runs what a page prints: its programs and its shell commands, in order, in one folder.
 
+torchrun starts the first program of a page that wants several ranks; the others find in their
+environment what torchrun would have put there.
+
 A comment before a block says how: ``<!-- ranks: 4 -->`` a program on so many ranks, ``none`` for a
 reader that must not need torch, ``s3`` for one rank and a bucket; ``<!-- run -->`` shell commands,
 line by line, ``<!-- run: s3 -->`` with a bucket; ``<!-- not run: why -->``. What ``print(...)  #
@@ -16,7 +19,13 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
+import torch.distributed as dist
+
+from tests.rank_server import start
+
+LIMIT_S = 200
 _BLOCK = re.compile(
     r"(?:<!-- (ranks|run|not run)(?:: ([^>]*?))? -->\n)?```(python|sh)\n(.*?)^```",
     re.DOTALL | re.MULTILINE,
@@ -46,27 +55,76 @@ def blocks(page: str) -> list[Block]:
 
 def run_page(page: str, folder: Path, store: Mapping[str, str]) -> None:
     """Run all blocks; ``store`` is the environment of those that need a bucket."""
+    torchrun = True
     for number, block in enumerate(blocks(page)):
         environment = dict(store) if block.where == "s3" else {}
         if block.how == "ranks":
-            _program(block, folder / f"block_{number}.py", environment)
+            several = block.where.isdecimal() and int(block.where) > 1
+            _program(block, folder / f"block_{number}.py", environment, torchrun and several)
+            torchrun = torchrun and not several
         elif block.how == "run":
             for line in block.text.splitlines():
                 _command(line, folder, environment)
 
 
-def _program(block: Block, file: Path, environment: Mapping[str, str]) -> None:
+def _program(block: Block, file: Path, environment: Mapping[str, str], torchrun: bool) -> None:
     program = block.text
     if block.where == "none":
         program += "\nimport sys\nassert 'torch' not in sys.modules\n"
     file.write_text(program, encoding="utf-8")
     command = [sys.executable]
-    if block.where.isdecimal() and int(block.where) > 1:
+    if torchrun:
         command += ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
         command += ["--nproc-per-node", block.where]
-    done = _run([*command, str(file)], file.parent, environment)
+    if torchrun or block.where == "none":
+        done = _run([*command, str(file)], file.parent, environment)
+    else:
+        ranks = int(block.where) if block.where.isdecimal() else 1
+        done = _run_forked(file, ranks, environment)
     assert done.returncode == 0, f"{program}\n{done.stdout}\n{done.stderr}"
     assert done.stdout.splitlines() == _CLAIM.findall(program), program
+
+
+def _run_forked(
+    file: Path, ranks: int, environment: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """Run a program on so many ranks that need not import torch again."""
+    # As with torchrun, who starts the ranks keeps the store by which they find each other.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    alone = {**environment, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    shared = {
+        **alone,
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": str(ranks),
+    }
+    several = [{**shared, "LOCAL_RANK": str(rank), "RANK": str(rank)} for rank in range(ranks)]
+    own = several if ranks > 1 else [alone]
+    processes = start((_main, (str(file), environment)) for environment in own)
+    for process in processes:
+        process.join(LIMIT_S)
+        process.kill()
+        process.join()
+    codes = [process.exitcode for process in processes]
+    out, err = (file.with_suffix(stream).read_text("utf-8") for stream in (".out", ".err"))
+    return subprocess.CompletedProcess(str(file), next(filter(None, codes), 0), out, err)
+
+
+def _main(file: str, environment: Mapping[str, str]) -> None:
+    """Become the program, whose names are there to the end of the process."""
+    for stream, suffix in ((1, ".out"), (2, ".err")):
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        os.dup2(os.open(Path(file).with_suffix(suffix), flags, 0o600), stream)
+    os.environ.update(environment)
+    os.chdir(Path(file).parent)
+    sys.argv[:] = [file]
+    sys.path[:0] = [str(Path(file).parent)]
+    program = sys.modules["__main__"] = ModuleType("__main__")
+    program.__file__ = file
+    exec(compile(Path(file).read_text("utf-8"), file, "exec"), vars(program))
 
 
 def _command(line: str, folder: Path, environment: Mapping[str, str]) -> None:
@@ -88,6 +146,6 @@ def _run(
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=LIMIT_S,
         check=False,
     )
