@@ -24,7 +24,14 @@ os.environ["TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS"] = "4"
 settings.register_profile("shardstore", deadline=None)
 settings.load_profile("shardstore")
 
+# Begun first where files run side by side, or all others would be done long before them.
+LONG = ("interop/test_readme.py", "distributed/test_quickstart.py", "s3/test_races.py")
+
 NO_RADOSGW = "no Ceph gateway runs here: scripts/s3_server start brings one up (Debian, as root)"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.path.as_posix().endswith(LONG))
 
 
 @pytest.fixture(scope="session")

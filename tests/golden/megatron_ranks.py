@@ -1,4 +1,7 @@
-"""Saves and loads the state of ``states.py`` with the real Megatron-Core, on spawned gloo ranks.
+"""Saves and loads the state of ``states.py`` with the real Megatron-Core, on gloo ranks.
+
+The ranks are forked from a process that has imported torch and nothing that uses TensorStore, which
+does not survive a fork.
 
 Runs inside the environment that scripts/megatron_env makes; knows nothing of this package::
 
@@ -72,12 +75,13 @@ def main() -> None:
     backend = named[0] if named else "zarr"
     layout = states.Layout.parse(layout_text)
     Path(checkpoint).mkdir(parents=True, exist_ok=True)
+    assert not {"megatron", "tensorstore"} & set(sys.modules)
     with tempfile.TemporaryDirectory() as scratch:
         mp.start_processes(
             one_rank,
             (action, layout, checkpoint, f"{scratch}/meet", backend),
             nprocs=layout.world_size,
-            start_method="spawn",
+            start_method="fork",
         )
 
 
