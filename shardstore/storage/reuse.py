@@ -112,7 +112,8 @@ class BaseChunks:
     def is_whole(self, array: ArrayMeta, index: tuple[int, ...]) -> bool:
         """Read a chunk: whether it is what was written. Warns of one that is not."""
         size, problem = self._checker.check(self._arrays[array.key], index)
-        counters.add(bytes_read=size)
+        if array.is_plain:  # what is compressed was counted by who decompressed it
+            counters.add(bytes_read=size)
         if problem is not None:
             name = f"{array.node}/{array.chunk_key(index)}"
             _warn_of_damage(f"{self.location.url}/{name}", problem.text)

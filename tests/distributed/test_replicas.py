@@ -15,7 +15,9 @@ import shardstore
 from shardstore.errors import AccessPatternError, CheckpointingException
 from shardstore.mapping import ShardedTensor
 from shardstore.storage.counters import counters
+from shardstore.storage.location import Location
 from shardstore.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+from shardstore.strategies.shared_reads import sharing_of
 from shardstore.strategies.shared_writes import share_out
 from shardstore.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
 from tests.scenarios import Scenario, raised, remains
@@ -171,6 +173,21 @@ def sharing_is_a_choice(rank: int, world_size: int, folder: Path) -> None:
         )
 
 
+def automatic_is_where_bytes_come_over_a_network(rank: int, world_size: int, folder: Path) -> None:
+    here, far = Location.of(folder), Location.of("s3://bucket/run")
+    alone = [dist.new_group([number]) for number in range(WORLD)][rank]
+    assert sharing_of(everything(), "auto", far) is not None
+    assert sharing_of(everything(), "never", far) is None
+    assert sharing_of(alone, "always", far) is None
+    assert sharing_of(None, "always", far) is None
+    assert sharing_of(everything(), "auto", here) is None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "2")  # as torchrun says it: two hosts
+        assert sharing_of(everything(), "auto", here) is not None
+        patch.setenv("LOCAL_WORLD_SIZE", str(WORLD))
+        assert sharing_of(everything(), "auto", here) is None
+
+
 def ranks_may_ask_for_different_parts(rank: int, world_size: int, folder: Path) -> None:
     """Random boxes of random tensors, flat ranges, and nothing at all."""
     shardstore.save(replicated(rank), folder / "c", SMALL)
@@ -257,6 +274,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     two_main_replicas_are_still_an_error,
     each_byte_is_read_once,
     sharing_is_a_choice,
+    automatic_is_where_bytes_come_over_a_network,
     ranks_may_ask_for_different_parts,
     the_wrapper_can_share_chunks,
     what_goes_wrong_on_one_rank_is_raised_on_all,

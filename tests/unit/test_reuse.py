@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import shardstore
 from shardstore.errors import DamagedCheckpointError, FormatVersionError, NotACheckpointError
 from shardstore.mapping import ShardedTensor
+from shardstore.storage.checksums import crc32c
 from shardstore.storage.counters import counters
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 
@@ -140,6 +141,38 @@ def test_a_truncated_chunk_of_the_base_is_not_taken_over(tmp_path: Path) -> None
     counted = save(tensors, tmp_path / "b", base=tmp_path / "a")
     assert counted["chunks_written"] == 1
     check(tensors, tmp_path / "b")
+
+
+def with_checksum(data: bytes, wanted: int) -> bytes:
+    """Data of the same length whose crc32c is another's: the last four bytes are solved for, bit
+    by bit, as the checksum is linear in them."""
+    head = data[:-4]
+    zero = crc32c(head + bytes(4), 0)
+    rows = [
+        (crc32c(head + (1 << bit).to_bytes(4, "little"), 0) ^ zero, 1 << bit) for bit in range(32)
+    ]
+    rest, found = wanted ^ zero, 0
+    for bit in range(32):
+        pivot = next(row for row in rows if row[0] >> bit & 1)
+        rows.remove(pivot)
+        rows = [(r ^ pivot[0], m ^ pivot[1]) if r >> bit & 1 else (r, m) for r, m in rows]
+        if rest >> bit & 1:
+            rest, found = rest ^ pivot[0], found ^ pivot[1]
+    return head + found.to_bytes(4, "little")
+
+
+def test_an_equal_checksum_is_no_proof(tmp_path: Path) -> None:
+    first = np.random.default_rng(0).bytes(CHUNK)
+    other = with_checksum(b"x" + first[1:], crc32c(first, 0))
+    assert other != first
+    assert crc32c(other, 0) == crc32c(first, 0)
+    tensors = [
+        {"w": torch.frombuffer(bytearray(data), dtype=torch.uint8)} for data in (first, other)
+    ]
+    save(tensors[0], tmp_path / "a", durable=False)
+    counted = save(tensors[1], tmp_path / "b", base=tmp_path / "a", durable=False)
+    assert counted["chunks_written"] == 1
+    check(tensors[1], tmp_path / "b")
 
 
 def damaged(chunk: Path, how: str) -> None:
