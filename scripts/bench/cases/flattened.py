@@ -11,8 +11,7 @@ from bench.results import LOAD_WARM, SAVE, SAVE_SYNC, Sample
 
 CASE = "flattened"
 WORLD = 8
-# A quarter of the GPT: the old strategy takes minutes for the whole of it.
-SCALE = 0.25
+SCALE = 1.0
 READ = "bytes read / wanted, worst rank"
 
 
