@@ -183,7 +183,7 @@ def run_load(
         ranks.together(what=what, error=error, decide=lambda _: _raised(verdict))
 
         try:
-            with casting(budget_of(call.exchange_budget_bytes, location) if call.cast else None):
+            with casting(call.cast, budget_of(call.exchange_budget_bytes, location)):
                 loaded = _read(wanted, checkpoint_dir, for_tensors, for_common, sharing)
             merge(common_state, loaded)
             result = adopted.restore(apply_factory_merges(common_state, factories))

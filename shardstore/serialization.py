@@ -245,7 +245,8 @@ def load(
             checkpoint.
         share_replicas: ``"always"``, ``"never"`` or ``"auto"``: where the bytes come over a
             network (an object store, or a group on more than one host).
-        exchange_budget_bytes: host memory for chunks under way between ranks, or being cast.
+        exchange_budget_bytes: host memory for chunks on their way to other ranks or to a device, or
+            being cast.
         cast: fill tensors of another data type than the stored one, values as ``Tensor.copy_``
             converts them, which is an error otherwise. What loses more than precision or range (a
             float to an integer, a complex to a real number, a number to a bool: what

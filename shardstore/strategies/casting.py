@@ -1,8 +1,8 @@
-"""Loads that convert: what is stored as one data type is read into a tensor of another.
+"""Loads through host memory: into tensors of another data type than the stored one, or on a device.
 
 The stored bytes go, verified, through two buffers, of which one is read while the other is
-converted; no more of them is in memory at a time than the budget says. It knows regions and a
-function that reads; not why somebody wants another data type.
+converted or copied; no more of them is in memory at a time than the budget says. It knows regions
+and a function that reads; not why somebody wants another data type.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ __all__ = [
     "CastRead",
     "budget_of",
     "can_cast",
-    "cast_budget",
     "casting",
+    "casts",
     "converted",
+    "goes_through_host",
     "read_converting",
 ]
 
@@ -40,22 +41,29 @@ BYTES_A_THREAD = 32 * 1024 * 1024
 
 Read = Callable[[Sequence[RegionRead], ReadDone | None], None]
 
-_budget: ContextVar[int | None] = ContextVar("cast_budget", default=None)
+_casts: ContextVar[bool] = ContextVar("casts", default=False)
+_budget: ContextVar[int] = ContextVar("budget", default=2 * BYTES_A_THREAD)
 
 
 @contextmanager
-def casting(budget_bytes: int | None) -> Iterator[None]:
-    """Within, loads convert, with so much memory for what is under way; ``None``: they do not."""
-    token = _budget.set(budget_bytes)
+def casting(allowed: bool, budget_bytes: int) -> Iterator[None]:
+    """Within, whether loads convert, and how much memory is for what is under way."""
+    tokens = _casts.set(allowed), _budget.set(budget_bytes)
     try:
         yield
     finally:
-        _budget.reset(token)
+        _casts.reset(tokens[0])
+        _budget.reset(tokens[1])
 
 
-def cast_budget() -> int | None:
-    """Memory for buffers of the load that is going on; ``None`` where it must not convert."""
-    return _budget.get()
+def casts() -> bool:
+    """Whether the load that is going on may convert."""
+    return _casts.get()
+
+
+def goes_through_host(tensor: torch.Tensor) -> bool:
+    """Whether bytes can not be read into a tensor's own memory, which is on a device."""
+    return tensor.device.type != "cpu"
 
 
 def budget_of(budget_bytes: int, place: Location) -> int:
@@ -72,7 +80,7 @@ def can_cast(stored: str, wanted: torch.dtype) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CastRead(RegionRead):
-    """A region to be read and converted.
+    """A region to be read through host memory, and converted if its tensor is of another data type.
 
     Attributes:
         out: the tensor that it goes into, of the region's shape, on any device.
@@ -89,7 +97,7 @@ class CastRead(RegionRead):
 
 
 def converted(out: torch.Tensor, stored: NDArray[Any]) -> None:
-    """Fill a tensor with values of another data type."""
+    """Fill a tensor with stored values."""
     with torch.no_grad():
         out.copy_(dtypes.as_tensor(stored))
 
@@ -106,8 +114,8 @@ def read_converting(
         read: reads regions of their arrays' own data types.
         regions: what is wanted.
         done: told as the regions fill, in bytes of their destinations.
-        budget_bytes: for the buffers; default: :func:`cast_budget`. A chunk that can not be read in
-            parts, as it is compressed, may take more.
+        budget_bytes: for the buffers; default: that of :func:`casting`. A chunk that can not be
+            read in parts, as it is compressed, may take more.
 
     Raises:
         ChunkMissingError, ChunkCorruptError: as ``read``.
@@ -118,7 +126,7 @@ def read_converting(
         read(plain, done)
     if not cast:
         return
-    limit = max(1, (budget_bytes or cast_budget() or 1) // BUFFERS)
+    limit = max(1, (budget_bytes or _budget.get()) // BUFFERS)
     batches = list(_batches(cast, limit))
     buffers = _Buffers(min(limit, max(map(_size, batches))), any(r.out.is_cuda for r in cast))
 
@@ -130,7 +138,7 @@ def read_converting(
         read([RegionRead(piece.array, piece.box, view) for (piece, _), view in pairs], None)
         return views
 
-    with ThreadPoolExecutor(1, thread_name_prefix="shardstore-cast") as reader:
+    with ThreadPoolExecutor(1, thread_name_prefix="shardstore-host") as reader:
         coming = reader.submit(fetch, 0)
         for number, batch in enumerate(batches):
             views = coming.result()

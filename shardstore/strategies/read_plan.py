@@ -1,11 +1,10 @@
 """From sharded tensors to regions: what of which array goes where in memory.
 
-A destination is the tensor that was given, where its memory can be written directly; else a new
-one, which is copied
-over at the end (a tensor on a device) or, where none was given or one without memory (on the meta
-device), returned. One that can not be filled is refused. Flattened ranges are read as boxes, never
-as the whole shard. Nothing is cast unless the load was asked to, and nothing is padded unless
-``allow_shape_mismatch`` says so.
+A destination is the tensor that was given, where its memory can be written directly. One on a
+device is filled through a little host memory, one of an unusual kind by a copy at the end; where
+none was given or one without memory (on the meta device), a new one is returned. One that can not
+be filled is refused. Flattened ranges are read as boxes, never as the whole shard. Nothing is cast
+unless the load was asked to, and nothing is padded unless ``allow_shape_mismatch`` says so.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from shardstore.storage import dtypes
 from shardstore.storage.chunks import RegionRead
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import Box, flat_range_boxes
-from shardstore.strategies.casting import CastRead, can_cast, cast_budget
+from shardstore.strategies.casting import CastRead, can_cast, casts, goes_through_host
 from shardstore.strategies.destinations import require_writable
 from shardstore.strategies.layouts import flat_bounds, local_box
 
@@ -98,7 +97,7 @@ def _require_cast(tensor: ShardedTensor, meta: ArrayMeta, url: str) -> None:
     """Raise unless a tensor may be filled with values of another data type."""
     remedy = "which loses more than precision and is never done for you:"
     if can_cast(meta.dtype, tensor.dtype):
-        if cast_budget() is not None:
+        if casts():
             return
         remedy = "nothing is cast silently: load with cast=True, or"
     raise DTypeMismatchError(
@@ -129,10 +128,11 @@ def plan_read(tensor: ShardedTensor, meta: ArrayMeta) -> TensorRead:
             f"beyond the global shape {tensor.global_shape}; correct global_offset",
             key=tensor.key,
         )
-    casts = dtypes.zarr_name(tensor.dtype) != meta.dtype
-    read = _destination(tensor, shape, casts)
+    converts = dtypes.zarr_name(tensor.dtype) != meta.dtype
+    read = _destination(tensor, shape, converts)
     host = read.staged if read.staged is not None else read.result
-    out: Any = host.detach() if casts else dtypes.as_numpy(host)
+    through = converts or goes_through_host(host)
+    out: Any = host.detach() if through else dtypes.as_numpy(host)
     whole = meta.shape == tensor.global_shape or _inside(box, meta.shape)
     if not whole:
         with torch.no_grad():
@@ -161,7 +161,7 @@ def _inside(box: Box, shape: tuple[int, ...]) -> bool:
 
 
 def _add(read: TensorRead, meta: ArrayMeta, region: Box, out: Any, whole: bool) -> None:
-    """Read the part of a region that is stored; into a tensor, not an array: cast it."""
+    """Read the part of a region that is stored; into a tensor, not an array: through the host."""
     kind = CastRead if isinstance(out, torch.Tensor) else RegionRead
     if whole:
         if region.size:
@@ -174,15 +174,15 @@ def _add(read: TensorRead, meta: ArrayMeta, region: Box, out: Any, whole: bool) 
     read.regions.append(kind(meta, common, out[where]))
 
 
-def _destination(tensor: ShardedTensor, shape: tuple[int, ...], casts: bool) -> TensorRead:
+def _destination(tensor: ShardedTensor, shape: tuple[int, ...], converts: bool) -> TensorRead:
     data = tensor.data
     if data is None or data.device.type == "meta":
         return TensorRead(torch.empty(shape, dtype=tensor.dtype))
     require_writable(data, tensor.key)
     plain = type(data) in (torch.Tensor, torch.nn.Parameter)
-    if casts and plain:
-        return TensorRead(data.detach())  # what is cast goes through a buffer of its own
-    if data.device.type != "cpu" or not plain:
+    if plain and (converts or goes_through_host(data)):
+        return TensorRead(data.detach())  # a buffer is between it and the store
+    if not plain:
         staged = torch.empty(shape, dtype=tensor.dtype, pin_memory=data.device.type == "cuda")
         return TensorRead(data, staged=staged)
     lazy = data.is_conj() or data.is_neg()  # the memory holds other values than the tensor

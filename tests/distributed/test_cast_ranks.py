@@ -16,8 +16,7 @@ from shardstore.mapping import ShardedTensor
 from shardstore.storage.counters import counters
 from shardstore.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from shardstore.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
-from tests.ranks_helper import run_ranks
-from tests.scenarios import Scenario, raised, run_scenarios
+from tests.scenarios import Scenario, raised
 
 WORLD = 3
 CHUNK = 4096
@@ -142,13 +141,5 @@ SCENARIOS: tuple[Scenario, ...] = (
 )
 
 
-@pytest.fixture(scope="module")
-def held(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
-    folder = tmp_path_factory.mktemp("scenarios")
-    found: list[list[str]] = run_ranks(run_scenarios, WORLD, str(folder), SCENARIOS)
-    return found
-
-
-@pytest.mark.parametrize("scenario", [s.__name__ for s in SCENARIOS])
 def test_ranks(held: list[list[str]], scenario: str) -> None:
     assert all(scenario in names for names in held)

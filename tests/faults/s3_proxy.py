@@ -38,6 +38,7 @@ class Fault(Enum):
     RESET_IN_REQUEST = "reset after half of the request's body went to the server"
     DROP_ANSWER = "the server does the work, then reset in place of its answer"
     RESET_IN_ANSWER = "reset after half of the answer's body"
+    RESET_AFTER_ANSWER = "the whole answer, then a reset of the connection that was to be kept"
     TRUNCATE_ANSWER = "closed in good order after half of the answer's body"
     SHORTEN_ANSWER = "half of the answer's body, with a Content-Length that agrees"
     FLIP_ANSWER = "one bit of the answer's body is another"
@@ -390,6 +391,9 @@ class _Connection:
         if size is None:
             self.writer.write(b"0\r\n\r\n")
         await self.writer.drain()
+        if fault is Fault.RESET_AFTER_ANSWER:
+            await asyncio.sleep(0.05)  # as in _spoiled
+            raise Cut
         if not _kept_alive(answer):
             raise EOFError
 

@@ -20,6 +20,7 @@ from shardstore.errors import ArgumentError, ChunkCorruptError, DTypeMismatchErr
 from shardstore.mapping import ShardedTensor
 from shardstore.storage.counters import counters
 from shardstore.storage.grid import Box
+from shardstore.strategies import read_plan
 from shardstore.strategies.casting import _split
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from tests.layouts import (
@@ -116,17 +117,24 @@ def test_nothing_is_cast_unless_asked_and_the_error_says_how(every: Path) -> Non
         shardstore.load({"t": whole("float64", given_)}, every, cast=torch.float32)  # type: ignore[arg-type]
 
 
+Case = tuple[
+    Shape, tuple[torch.dtype, torch.dtype], bool, int, str | None, tuple[int, int], random.Random
+]
+
+
 @st.composite
 def cases(
     draw: st.DrawFn,
-) -> tuple[Shape, torch.dtype, torch.dtype, int, str | None, int, int, random.Random]:
+) -> Case:
     rng = draw(st.randoms(use_true_random=False))
     stored = draw(st.sampled_from(DTYPES))
     wanted = draw(st.sampled_from([d for d in FLOATS if torch.can_cast(stored, d)] or DTYPES[-2:]))
     version = draw(st.sampled_from([2, 2, 1]))
     packed = draw(st.sampled_from([None, None, "zstd"])) if version == 2 else None
     target, budget = draw(st.sampled_from(TARGETS)), draw(st.sampled_from([1, 300, 5000, 1 << 28]))
-    return random_shape(rng), stored, wanted, version, packed, target, budget, rng
+    if far := draw(st.booleans()):
+        wanted = draw(st.sampled_from([wanted, stored, stored]))
+    return random_shape(rng), (stored, wanted), far, version, packed, (target, budget), rng
 
 
 @settings(
@@ -137,9 +145,9 @@ def cases(
 )
 @given(cases())
 def test_any_layout_from_any_layout_within_any_memory(
-    case: tuple[Shape, torch.dtype, torch.dtype, int, str | None, int, int, random.Random],
+    case: Case,
 ) -> None:
-    shape, stored, wanted, version, packed, target, budget, rng = case
+    shape, (stored, wanted), far, version, packed, (target, budget), rng = case
     tensor = random_tensor(shape, stored, rng)
     target_tensor = cast(tensor, wanted)
     saved, asked = random_layout(shape, 1, rng), random_layout(shape, 1, rng)
@@ -157,7 +165,10 @@ def test_any_layout_from_any_layout_within_any_memory(
             shardstore.save(
                 {"w": whole("w", tensor)}, place, strategy, compression=packed, durable=False
             )
-        loaded = shardstore.load(state, place, cast=True, exchange_budget_bytes=budget)
+        with pytest.MonkeyPatch.context() as patch:
+            if far:  # there is no device: host memory is filled as if it were one's
+                patch.setattr(read_plan, "goes_through_host", lambda _: True)
+            loaded = shardstore.load(state, place, cast=True, exchange_budget_bytes=budget)
     assert isinstance(loaded, dict)
     for piece, data, got in zip(pieces, given_, loaded.get("w", []), strict=True):
         want = expected_part(target_tensor, piece, asked.prepended)
@@ -208,12 +219,10 @@ def test_destinations_of_every_kind(tmp_path: Path) -> None:
     conjugated = torch.zeros(6, 8, dtype=torch.complex128).conj()
     negated = torch.zeros(6, 8, dtype=torch.complex128).conj().imag
     parameter = torch.nn.Parameter(torch.zeros(6, 8, dtype=torch.bfloat16))
-    expanded = torch.zeros(1, 8, dtype=torch.float64).expand(6, 8)
     state = {
         "conjugated": whole("z", conjugated),
         "negated": whole("r", negated),
         "parameter": whole("r", parameter),
-        "expanded": whole("r", expanded),
         "as stored": whole("r", torch.zeros(6, 8)),
     }
     loaded = shardstore.load(state, tmp_path / "c", cast=True, validate_access_integrity=False)
@@ -221,8 +230,10 @@ def test_destinations_of_every_kind(tmp_path: Path) -> None:
     assert same(conjugated, tensor.to(torch.complex128))
     assert same(negated.resolve_neg(), real.double())
     assert same(parameter, real.bfloat16())
-    assert same(loaded["expanded"], real.double())
     assert same(loaded["as stored"], real)
+    expanded = whole("r", torch.zeros(1, 8, dtype=torch.float64).expand(6, 8))
+    with pytest.raises(ArgumentError, match="share memory"):
+        shardstore.load({"r": expanded}, tmp_path / "c", cast=True)
 
 
 def test_plain_tensors_and_a_device_for_new_ones(tmp_path: Path) -> None:

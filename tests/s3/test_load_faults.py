@@ -70,6 +70,7 @@ ONCE = [
     Fault.RESET_BEFORE,
     Fault.DROP_ANSWER,
     Fault.RESET_IN_ANSWER,
+    Fault.RESET_AFTER_ANSWER,
     Fault.TRUNCATE_ANSWER,
 ]
 

@@ -28,7 +28,15 @@ PHASES = {
     "commit": (("PUT",), r"/step-2/zarr\.json$"),
     "clean-up": (("POST", "DELETE"), r""),
 }
-ONCE = [Fault.SLOW_DOWN, Fault.RESET_BEFORE, Fault.RESET_IN_REQUEST, Fault.DROP_ANSWER]
+ONCE = [
+    Fault.SLOW_DOWN,
+    Fault.RESET_BEFORE,
+    Fault.RESET_IN_REQUEST,
+    Fault.DROP_ANSWER,
+    Fault.RESET_IN_ANSWER,
+    Fault.RESET_AFTER_ANSWER,
+    Fault.TRUNCATE_ANSWER,
+]
 
 
 @pytest.fixture(scope="module")

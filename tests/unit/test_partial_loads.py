@@ -91,3 +91,22 @@ def test_map_location_on_a_device(place: Path) -> None:
     loaded = shardstore.load_plain_tensors(place, keys=["w"], map_location="cuda")
     assert loaded["w"].is_cuda
     assert torch.equal(loaded["w"].cpu(), W)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_into_tensors_on_a_device(place: Path, dtype: torch.dtype) -> None:
+    given = torch.zeros(W.shape, dtype=dtype, device="cuda")
+    flat = torch.zeros(30, device="cuda")
+    wanted = {
+        "w": ShardedTensor.from_rank_offsets("w", given),
+        "part": ShardedTensor.from_rank_offsets_flat(
+            "w", flat, tuple(W.shape), flattened_range=slice(10, 40)
+        ),
+    }
+    shardstore.load(
+        wanted, place, validate_access_integrity=False, cast=True, exchange_budget_bytes=4096
+    )
+    assert torch.equal(given.cpu(), W.to(dtype))
+    assert torch.equal(flat.cpu(), W.reshape(-1)[10:40])
