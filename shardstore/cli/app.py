@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 
+from shardstore.cli.printing import open_streams
 from shardstore.cli.shared import (
     WRONG_USE,
     complain,
@@ -50,6 +51,9 @@ Options = Annotated[
         metavar="NAME=VALUE",
         help="For an object store, such as endpoint_url=...; may be repeated.",
     ),
+]
+Wide = Annotated[
+    bool, typer.Option("--wide", help="Whole lines, however narrow the terminal is.")
 ]
 Memory = Annotated[str, typer.Option(help="Memory for values, such as 512MiB.")]
 Output = Annotated[str, typer.Option("-o", "--output", help="File to write.")]
@@ -91,6 +95,7 @@ def ls(
     keys: Patterns = None,
     flat: Annotated[bool, typer.Option("--flat", help="Whole keys instead of a tree.")] = False,
     depth: Annotated[int | None, typer.Option(min=1, help="Levels of the tree to show.")] = None,
+    wide: Wide = False,
     as_json: Json = False,
     storage_option: Options = None,
 ) -> None:
@@ -98,7 +103,7 @@ def ls(
     from shardstore.cli.listing import ls as run
 
     stored = open_stored(checkpoint, storage_option or [])
-    run(stored, keys or [], flat=flat, depth=depth, as_json=as_json)
+    run(stored, keys or [], flat=flat, depth=depth, as_json=as_json, wide=wide)
 
 
 @app.command()
@@ -152,6 +157,7 @@ def diff(
     keys: Patterns = None,
     files: Annotated[bool, typer.Option(help="Compare common.pt and sharded objects too.")] = True,
     memory: Memory = "256MiB",
+    wide: Wide = False,
     as_json: Json = False,
     storage_option: Options = None,
 ) -> None:
@@ -162,7 +168,13 @@ def diff(
     left, right = open_stored(a, options), open_stored(b, options)
     budget = parse_size(memory)
     code = run_diff(
-        left, right, keys or [], files=files and not keys, budget_bytes=budget, as_json=as_json
+        left,
+        right,
+        keys or [],
+        files=files and not keys,
+        budget_bytes=budget,
+        as_json=as_json,
+        wide=wide,
     )
     raise typer.Exit(code)
 
@@ -172,6 +184,7 @@ def stats(
     checkpoint: Checkpoint,
     keys: Patterns = None,
     memory: Memory = "256MiB",
+    wide: Wide = False,
     as_json: Json = False,
     storage_option: Options = None,
 ) -> None:
@@ -180,7 +193,8 @@ def stats(
 
     stored = open_stored(checkpoint, storage_option or [])
     budget = parse_size(memory)
-    raise typer.Exit(run_stats(stored, keys or [], budget_bytes=budget, as_json=as_json))
+    code = run_stats(stored, keys or [], budget_bytes=budget, as_json=as_json, wide=wide)
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -188,13 +202,15 @@ def show(
     checkpoint: Checkpoint,
     key: Annotated[str, typer.Argument(metavar="KEY[SLICE]", help="Such as 'w[0, :5]'.")],
     limit: Annotated[int, typer.Option(min=1, help="Most values that --json prints.")] = 100_000,
+    wide: Wide = False,
     as_json: Json = False,
     storage_option: Options = None,
 ) -> None:
     """Print values of an array, all or a slice of them."""
     from shardstore.cli.values import run_show
 
-    run_show(open_stored(checkpoint, storage_option or []), key, limit=limit, as_json=as_json)
+    stored = open_stored(checkpoint, storage_option or [])
+    run_show(stored, key, limit=limit, as_json=as_json, wide=wide)
 
 
 @app.command()
@@ -362,4 +378,5 @@ def main() -> None:
     """Entry point of the console script."""
     # A listing makes many objects and then ends: looking for rubbish among them only costs time.
     gc_module.set_threshold(200_000)
+    open_streams()
     sys.exit(run())

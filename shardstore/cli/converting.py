@@ -10,7 +10,8 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
-from shardstore.cli.shared import counted, emit, human_bytes, progress_bar
+from shardstore.cli.printing import emit, say
+from shardstore.cli.shared import counted, human_bytes, progress_bar
 from shardstore.convert import Progress, convert
 
 __all__ = ["run_convert"]
@@ -46,7 +47,7 @@ def run_convert(
         emit({"source": source, "target": target, **asdict(done)})
         return
     resumed = f", {human_bytes(done.resumed_bytes)} of it before" if done.resumed_bytes else ""
-    print(
+    say(
         f"{done.source_format} -> {done.target_format}: {counted(done.tensors, 'tensor')}, "
         f"{human_bytes(done.total_bytes)}{resumed}; verified"
     )

@@ -7,7 +7,6 @@ could not be carried out. Results go to standard output, everything else to stan
 from __future__ import annotations
 
 import json
-import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NoReturn
 
+from shardstore.cli.printing import clean
 from shardstore.errors import CheckpointingException, MissingKeyError, NotACheckpointError
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.documents import ArrayMeta
@@ -32,7 +32,6 @@ __all__ = [
     "choose",
     "complain",
     "counted",
-    "emit",
     "get_array",
     "human_bytes",
     "locate",
@@ -246,24 +245,10 @@ def human_bytes(size: float) -> str:
     raise AssertionError
 
 
-def emit(value: object) -> None:
-    """Print a JSON document. Numbers that JSON lacks are the strings that Zarr has for them."""
-    print(json.dumps(_plain(value), indent=2, ensure_ascii=False))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(name): _plain(entry) for name, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
-
-
 def complain(message: object) -> None:
     """One line to standard error."""
-    print("shardstore: " + re.sub(r"\s*[\n\t]\s*", " ", str(message)), file=sys.stderr)
+    line = re.sub(r"\s*[\n\t]\s*", " ", str(message).strip())
+    print(clean(f"shardstore: {line}"), file=sys.stderr)
 
 
 @contextmanager
