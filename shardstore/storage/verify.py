@@ -9,6 +9,7 @@ run finds all of it. It does not know what to do about it.
 from __future__ import annotations
 
 import json
+import logging
 import resource
 import threading
 from bisect import bisect_left
@@ -20,6 +21,7 @@ from time import perf_counter
 from typing import Any
 
 from shardstore.errors import CheckpointingException, DamagedCheckpointError
+from shardstore.events import log_event
 from shardstore.storage import documents
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.chunk_check import ChunkChecker, free_memory
@@ -35,6 +37,8 @@ from shardstore.storage.small_arrays import SMALL_CHUNK_BYTES, SmallArrays, docu
 from shardstore.storage.torch_archive import verify_archive
 
 __all__ = ["Finding", "Verified", "verify"]
+
+logger = logging.getLogger(__name__)
 
 BATCH_BYTES = 64 * 1024 * 1024
 RUN_BYTES = 32 * 1024 * 1024
@@ -69,7 +73,13 @@ def verify(
         NotACheckpointError: nothing like a checkpoint is there.
         StorageError: the store refused to list it.
     """
-    return _Verification(stored, found, keys, hashes, threads, progress).run()
+    url = stored.location.url
+    log_event(logger, "verify_begin", f"{url}: verifying", url=url)
+    result = _Verification(stored, found, keys, hashes, threads, progress).run()
+    about = {name: n for name, n in result.as_dict().items() if name not in ("ok", "unchecked")}
+    state = "sound" if result.ok else f"{result.damage} finding(s) of damage"
+    log_event(logger, "verify", f"{url}: verified, {state}", url=url, **about)
+    return result
 
 
 @dataclass(frozen=True, slots=True)
