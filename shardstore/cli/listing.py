@@ -8,6 +8,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from shardstore.cli.printing import Table, cells, clean, columns, emit, fold, say
@@ -16,6 +17,7 @@ from shardstore.errors import DamagedCheckpointError
 from shardstore.inspection.layout import Module, array_bytes, modules, shard_counts
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.documents import ArrayMeta
+from shardstore.storage.grid import Grid
 
 __all__ = ["about", "describe", "info", "ls"]
 
@@ -78,6 +80,7 @@ def _leaves(tree: Module) -> list[ArrayMeta]:
     return [node.array for _, node in tree.walk() if node.array is not None]
 
 
+Columns = tuple[str, str, str, str, str]
 Row = tuple[str, ArrayMeta | None, Module | None]
 
 
@@ -113,15 +116,22 @@ def _headline(label: str, tail: str, width: int | None, *, color: bool) -> list[
     return [*named, *(f"{dim}{line}{end}" for line in fold(below, width))]
 
 
-def _columns(meta: ArrayMeta | None) -> tuple[str, str, str, str, str]:
+def _columns(meta: ArrayMeta | None) -> Columns:
     if meta is None:
         return "", "", "", "", ""
+    return _described(meta.dtype, meta.grid, meta.shard_shape)
+
+
+@lru_cache(maxsize=4096)
+def _described(dtype: str, grid: Grid, shard_shape: tuple[int, ...] | None) -> Columns:
+    """The same for all arrays that are alike, as most are in the layers of a model."""
+    meta = ArrayMeta("", "", grid, dtype, shard_shape=shard_shape)
     counts = shard_counts(meta)
     shards = "" if counts is None else f"{'x'.join(map(str, counts))} shards"
     if counts is not None and all(count == 1 for count in counts):
         shards = "whole"
-    chunk = f"{meta.grid.size} of {_shape(meta.grid.chunk_shape)}" if meta.grid.size else "no chunk"
-    return meta.dtype, _shape(meta.shape), chunk, shards, human_bytes(array_bytes(meta))
+    chunk = f"{grid.size} of {_shape(grid.chunk_shape)}" if grid.size else "no chunk"
+    return dtype, _shape(meta.shape), chunk, shards, human_bytes(array_bytes(meta))
 
 
 def _shape(shape: Sequence[int]) -> str:
