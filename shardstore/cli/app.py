@@ -23,8 +23,10 @@ from shardstore.cli.shared import (
     parse_options,
     parse_size,
     require_no_array,
+    warn_of_idle_options,
 )
 from shardstore.errors import CheckpointingException, DamagedCheckpointError
+from shardstore.storage.location import Location
 
 __all__ = ["app", "main"]
 
@@ -52,11 +54,9 @@ Options = Annotated[
         help="For an object store, such as endpoint_url=...; may be repeated.",
     ),
 ]
-Wide = Annotated[
-    bool, typer.Option("--wide", help="Whole lines, however narrow the terminal is.")
-]
-Memory = Annotated[str, typer.Option(help="Memory for values, such as 512MiB.")]
-Output = Annotated[str, typer.Option("-o", "--output", help="File to write.")]
+Wide = Annotated[bool, typer.Option("--wide", help="Whole lines, however narrow the terminal is.")]
+Memory = Annotated[str, typer.Option(metavar="SIZE", help="Memory for values, such as 512MiB.")]
+Output = Annotated[str, typer.Option("-o", "--output", metavar="FILE", help="File to write.")]
 
 
 class Plot(StrEnum):
@@ -94,7 +94,9 @@ def ls(
     checkpoint: Checkpoint,
     keys: Patterns = None,
     flat: Annotated[bool, typer.Option("--flat", help="Whole keys instead of a tree.")] = False,
-    depth: Annotated[int | None, typer.Option(min=1, help="Levels of the tree to show.")] = None,
+    depth: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Levels of the tree to show.")
+    ] = None,
     wide: Wide = False,
     as_json: Json = False,
     storage_option: Options = None,
@@ -124,8 +126,10 @@ def verify(
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit with 1 for notes (foreign files) too.")
     ] = False,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads that read.")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Findings to print.")] = 100,
+    threads: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Threads that read.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, metavar="N", help="Findings to print.")] = 100,
     as_json: Json = False,
     storage_option: Options = None,
 ) -> None:
@@ -135,7 +139,7 @@ def verify(
 
     location = locate(checkpoint, storage_option or [])
     if not location.exists("zarr.json"):
-        open_stored(checkpoint, storage_option or [])
+        open_stored(location)
     elif not location.exists("metadata.json"):
         require_no_array(location)
     code = run_verify(
@@ -165,7 +169,9 @@ def diff(
     from shardstore.cli.checking import run_diff
 
     options = storage_option or []
-    left, right = open_stored(a, options), open_stored(b, options)
+    one, other = (Location.of(place, **parse_options(options)) for place in (a, b))
+    warn_of_idle_options(options, one, other)
+    left, right = open_stored(one), open_stored(other)
     budget = parse_size(memory)
     code = run_diff(
         left,
@@ -201,7 +207,9 @@ def stats(
 def show(
     checkpoint: Checkpoint,
     key: Annotated[str, typer.Argument(metavar="KEY[SLICE]", help="Such as 'w[0, :5]'.")],
-    limit: Annotated[int, typer.Option(min=1, help="Most values that --json prints.")] = 100_000,
+    limit: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Most values that --json prints.")
+    ] = 100_000,
     wide: Wide = False,
     as_json: Json = False,
     storage_option: Options = None,
@@ -215,9 +223,11 @@ def show(
 
 @app.command()
 def plot(
-    kind: Annotated[Plot, typer.Argument(help="What to draw.")],
+    kind: Annotated[Plot, typer.Argument(metavar="KIND", help="layout, histogram or sizes.")],
     checkpoint: Checkpoint,
-    key: Annotated[str | None, typer.Argument(help="The array, for layout and histogram.")] = None,
+    key: Annotated[
+        str | None, typer.Argument(metavar="KEY", help="The array, for layout and histogram.")
+    ] = None,
     output: Output = "",
     as_json: Json = False,
     storage_option: Options = None,
@@ -251,8 +261,13 @@ def report(
 
 @app.command()
 def convert(
-    source: Annotated[str, typer.Argument(help="Folder, safetensors file or its index; or URL.")],
-    target: Annotated[str, typer.Argument(help="Folder, or NAME.safetensors; or URL.")],
+    source: Annotated[
+        str,
+        typer.Argument(metavar="SOURCE", help="Folder, safetensors file or its index; or URL."),
+    ],
+    target: Annotated[
+        str, typer.Argument(metavar="TARGET", help="Folder, or NAME.safetensors; or URL.")
+    ],
     source_format: Annotated[
         str | None, typer.Option("--from", metavar="FORMAT", help="Default: what it looks like.")
     ] = None,
@@ -264,6 +279,16 @@ def convert(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a shardstore checkpoint at TARGET.")
     ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume/--no-resume", help="Go on with a conversion that died.")
+    ] = True,
+    check: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="Compare with the source at the end.")
+    ] = True,
+    file_bytes: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Of each of several safetensors files. Default: 5 GB."),
+    ] = None,
     as_json: Json = False,
     storage_option: Options = None,
     target_storage_option: Annotated[
@@ -275,6 +300,11 @@ def convert(
     from shardstore.cli.converting import run_convert
 
     of_source = storage_option or []
+    if target_storage_option is None:
+        warn_of_idle_options(of_source, Location.of(source), Location.of(target))
+    else:
+        warn_of_idle_options(of_source, Location.of(source))
+        warn_of_idle_options(target_storage_option, Location.of(target))
     run_convert(
         source,
         target,
@@ -282,6 +312,9 @@ def convert(
         target_format=target_format,
         memory_budget=parse_size(memory_budget),
         overwrite=overwrite,
+        resume=resume,
+        check=check,
+        file_bytes=None if file_bytes is None else parse_size(file_bytes),
         as_json=as_json,
         source_options=parse_options(of_source),
         target_options=parse_options(target_storage_option or of_source),
@@ -290,7 +323,10 @@ def convert(
 
 @app.command()
 def gc(
-    root: Annotated[str, typer.Argument(help="Folder or URL below which checkpoints are saved.")],
+    root: Annotated[
+        str,
+        typer.Argument(metavar="ROOT", help="Folder or URL below which checkpoints are saved."),
+    ],
     delete: Annotated[bool, typer.Option("--delete", help="Remove them; default: list.")] = False,
     older_than: Annotated[
         float,
@@ -377,6 +413,9 @@ def _usage(error: Exception) -> str:
 def main() -> None:
     """Entry point of the console script."""
     # A listing makes many objects and then ends: looking for rubbish among them only costs time.
-    gc_module.set_threshold(200_000)
+    gc_module.set_threshold(1_000_000)
     open_streams()
-    sys.exit(run())
+    code = run()
+    # What is left goes with the process, unsearched.
+    gc_module.freeze()
+    sys.exit(code)

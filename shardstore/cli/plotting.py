@@ -127,4 +127,6 @@ def _sizes(axes: Any, tree: Module, path: str | None) -> None:
     axes.set_yticks(range(len(names)), list(map(clean, names)))
     axes.invert_yaxis()
     axes.set_xlabel("MiB")
-    axes.set_title(f"{clean(path or 'all arrays')}: {human_bytes(node.bytes)} in {node.arrays} arrays")
+    axes.set_title(
+        f"{clean(path or 'all arrays')}: {human_bytes(node.bytes)} in {node.arrays} arrays"
+    )

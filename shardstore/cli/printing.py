@@ -104,7 +104,7 @@ def fold(text: str, width: int | None, indent: int = INDENT) -> list[str]:
         end = _break(rest, width - len(lead))
         lines.append(lead + rest[:end].rstrip(" "))
         rest, lead = rest[end:].lstrip(" "), below
-    return [*lines, lead + rest] if rest else lines
+    return [*lines, lead + rest] if rest or not lines else lines
 
 
 def _break(text: str, width: int) -> int:

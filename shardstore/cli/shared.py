@@ -24,6 +24,7 @@ from shardstore.storage.identity import node_type
 from shardstore.storage.location import Location
 from shardstore.storage.names import key_of
 from shardstore.storage.other_kinds import instead
+from shardstore.storage.redaction import CLIENT_OPTIONS, OPTIONS
 
 __all__ = [
     "DAMAGE",
@@ -42,8 +43,11 @@ __all__ = [
     "progress_bar",
     "require_no_array",
     "require_output",
+    "warn_of_idle_options",
 ]
 
+TEXTS = (*OPTIONS, *CLIENT_OPTIONS, "account_name", "profile", "region_name")
+"""Storage options that may look like numbers and must stay what they are."""
 DAMAGE = 1
 WRONG_USE = 2
 
@@ -69,12 +73,10 @@ def parse_options(given: Sequence[str]) -> dict[str, Any]:
             parsed = json.loads(value)
         except ValueError:
             parsed = value
-        # Keys and secrets may look like numbers and must stay what they are.
-        parsed = (
-            value if isinstance(parsed, int | float) and not isinstance(parsed, bool) else parsed
-        )
         place = out
         *path, last = name.split(".")
+        if last in TEXTS and isinstance(parsed, int | float) and not isinstance(parsed, bool):
+            parsed = value
         for part in path:
             place = place.setdefault(part, {})
             if not isinstance(place, dict):
@@ -83,13 +85,13 @@ def parse_options(given: Sequence[str]) -> dict[str, Any]:
     return out
 
 
-def open_stored(place: str, options: Sequence[str] = ()) -> StoredCheckpoint:
+def open_stored(place: str | Location, options: Sequence[str] = ()) -> StoredCheckpoint:
     """A checkpoint from a path or URL, its root document read.
 
     Raises:
         NotACheckpointError: nothing of ours is there; says what is.
     """
-    stored = StoredCheckpoint(locate(place, options))
+    stored = StoredCheckpoint(place if isinstance(place, Location) else locate(place, options))
     try:
         root = stored.root
     except NotACheckpointError:
@@ -108,7 +110,17 @@ def locate(place: str, options: Sequence[str] = ()) -> Location:
     """
     if re.fullmatch(r"\w+:/+", place):
         raise UsageProblem(f"{place} names no bucket; give a URL such as s3://bucket/run/step-100")
-    return Location.of(place, **parse_options(options))
+    location = Location.of(place, **parse_options(options))
+    warn_of_idle_options(options, location)
+    return location
+
+
+def warn_of_idle_options(options: Sequence[str], *locations: Location) -> None:
+    """Say that storage options have no effect, where all places are on disks of this machine."""
+    if options and all(location.is_local for location in locations):
+        urls = " and ".join(location.url for location in locations)
+        what = "is a local path" if len(locations) == 1 else "are local paths"
+        complain(f"--storage-option has no effect: {urls} {what}, and it is for object stores")
 
 
 def require_no_array(location: Location) -> None:
@@ -192,7 +204,11 @@ def get_array(stored: StoredCheckpoint, key: str) -> ArrayMeta:
 def _missing(arrays: Mapping[str, ArrayMeta], key: str) -> MissingKeyError:
     near = get_close_matches(key, arrays, n=3, cutoff=0.5)
     near = near or [known for known in arrays if key.lower() in known.lower()][:3]
-    hint = f"; did you mean {', '.join(near)}?" if near else "; `shardstore ls` lists all keys"
+    hint = (
+        f"; did you mean {', '.join(map(clean, near))}?"
+        if near
+        else "; `shardstore ls` lists all keys"
+    )
     return MissingKeyError(f"no key {key!r} among {len(arrays)}{hint}", key=key)
 
 
@@ -202,6 +218,11 @@ def require_output(output: str) -> Path:
     Raises:
         UsageProblem: it is none, or its folder is not there.
     """
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", output):
+        raise UsageProblem(
+            f"--output {output!r} is a URL: give the path of a file on this machine, and copy it "
+            "from there"
+        )
     target = Path(output)
     if not output or target.is_dir():
         raise UsageProblem(f"--output {output!r} is a folder; give the name of a file")

@@ -168,11 +168,8 @@ def run_show(
         shape = tuple(len(p) for p, s in zip(picks, selection, strict=True) if isinstance(s, slice))
         threshold = 0
     values = _printable(_gather(stored, array, picks).reshape(shape))
-    # NumPy takes the last column for itself.
-    most = LINE_WIDTH if width is None else width + 1
-    text = np.array2string(
-        values, threshold=max(threshold, 0), edgeitems=EDGE, max_line_width=most
-    )
+    most = LINE_WIDTH if width is None else width
+    text = np.array2string(values, threshold=max(threshold, 0), edgeitems=EDGE, max_line_width=most)
     say(*text.split("\n"))
 
 
