@@ -7,6 +7,7 @@ Whatever goes wrong is one line on standard error and an exit code, never a trac
 from __future__ import annotations
 
 import gc as gc_module
+import logging
 import os
 import sys
 from enum import StrEnum
@@ -17,6 +18,7 @@ import typer
 from shardstore.cli.printing import open_streams
 from shardstore.cli.shared import (
     WRONG_USE,
+    Warnings,
     complain,
     locate,
     open_stored,
@@ -415,6 +417,7 @@ def main() -> None:
     # A listing makes many objects and then ends: looking for rubbish among them only costs time.
     gc_module.set_threshold(1_000_000)
     open_streams()
+    logging.getLogger("shardstore").addHandler(Warnings())
     code = run()
     # What is left goes with the process, unsearched.
     gc_module.freeze()

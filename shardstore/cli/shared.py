@@ -7,6 +7,7 @@ could not be carried out. Results go to standard output, everything else to stan
 from __future__ import annotations
 
 import json
+import logging
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ __all__ = [
     "DAMAGE",
     "WRONG_USE",
     "UsageProblem",
+    "Warnings",
     "choose",
     "complain",
     "counted",
@@ -270,6 +272,17 @@ def complain(message: object) -> None:
     """One line to standard error."""
     line = re.sub(r"\s*[\n\t]\s*", " ", str(message).strip())
     print(clean(f"shardstore: {line}"), file=sys.stderr)
+
+
+class Warnings(logging.Handler):
+    """What the library warns of, told as all else: one line to standard error, nothing raw."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See :meth:`logging.Handler.emit`."""
+        complain(record.getMessage())
 
 
 @contextmanager

@@ -121,6 +121,17 @@ def test_nothing_in_errors_is_raw(odd: Path, tmp_path: Path, cli: Cli) -> None:
     assert cli("report", odd, "-o", tmp_path / "r\x1b.html").out == f"{tmp_path}/r\\x1b.html\n"
 
 
+def test_warnings_of_the_library_are_lines_of_the_command(tmp_path: Path) -> None:
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2)), HOSTILE: torch.ones(2)}
+    shardstore.save(state, tmp_path / "c")
+    done = run_with("", "convert", tmp_path / "c", tmp_path / "m.safetensors")
+    assert done.returncode == 0
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("shardstore: evil\\x1b[31m key")
+    assert "is left out" in line
+    assert line.isprintable()
+
+
 def test_json_has_exact_keys_in_printable_text(odd: Path, cli: Cli) -> None:
     outcome = cli("ls", "--json", odd)
     assert HOSTILE in {entry["key"] for entry in outcome.json["arrays"]}
