@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import gc as gc_module
 import logging
-import os
 import sys
 from enum import StrEnum
 from typing import Annotated
 
 import typer
 
+from shardstore.cli.ending import seen_enough, usage
 from shardstore.cli.printing import open_streams
 from shardstore.cli.shared import (
     WRONG_USE,
@@ -377,11 +377,11 @@ def run(arguments: list[str] | None = None) -> int:
         complain(error)
         return WRONG_USE
     except BrokenPipeError:
-        return _seen_enough()
+        return seen_enough()
     except SystemExit as error:
         # How typer ends where the pipe broke while it was its turn.
         if isinstance(error.__context__, BrokenPipeError):
-            return _seen_enough()
+            return seen_enough()
         raise
     except ImportError as error:
         complain(f"{error}; a part that this needs is not installed")
@@ -390,26 +390,8 @@ def run(arguments: list[str] | None = None) -> int:
         complain(f"{type(error).__name__}: {error}")
         return WRONG_USE
     except Exception as error:
-        complain(_usage(error))
+        complain(usage(error))
         return WRONG_USE
-
-
-def _seen_enough() -> int:
-    """The reader (head, less) has seen enough, and all is well; Python would complain again at its
-    end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)
-    return 0
-
-
-def _usage(error: Exception) -> str:
-    """A line about wrong arguments; typer has moved its errors from one module to another."""
-    format_message = getattr(error, "format_message", None)
-    if format_message is None:
-        return f"unexpected {type(error).__name__}: {error}; please report this"
-    context = getattr(error, "ctx", None)
-    path = getattr(context, "command_path", "shardstore")
-    text = str(format_message()).strip().rstrip(".")
-    return f"{text}; see `{path} --help`"
 
 
 def main() -> None:

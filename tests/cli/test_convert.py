@@ -104,4 +104,4 @@ def test_wrong_options(
 def test_wrong_places(tmp_path: Path, cli: Cli) -> None:
     assert "does not exist" in cli.refused("convert", tmp_path / "none", tmp_path / "t")
     assert "nosuch://" in cli.refused("convert", "nosuch://bucket/none", tmp_path / "t")
-    assert "target" in cli.refused("convert", tmp_path)
+    assert "TARGET" in cli.refused("convert", tmp_path)
