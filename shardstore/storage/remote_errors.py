@@ -95,7 +95,7 @@ def explained(doing: str, url: str, error: BaseException, **about: Any) -> Stora
     ):
         advice = NO_ANSWER
     else:
-        advice = "check URL and storage options; the error that this one comes from says more"
+        advice = "check the URL and the storage options"
     shown = f"{code}: {text}" if code and code not in text else text
     failure = StorageError(f"{doing} {url} failed: {shown}; {advice}", url=url, **about)
     failure.errno = getattr(error, "errno", None)
