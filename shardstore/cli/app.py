@@ -7,23 +7,28 @@ Whatever goes wrong is one line on standard error and an exit code, never a trac
 from __future__ import annotations
 
 import gc as gc_module
-import os
+import logging
 import sys
 from enum import StrEnum
 from typing import Annotated
 
 import typer
 
+from shardstore.cli.ending import seen_enough, usage
+from shardstore.cli.printing import open_streams
 from shardstore.cli.shared import (
     WRONG_USE,
+    Warnings,
     complain,
     locate,
     open_stored,
     parse_options,
     parse_size,
     require_no_array,
+    warn_of_idle_options,
 )
 from shardstore.errors import CheckpointingException, DamagedCheckpointError
+from shardstore.storage.location import Location
 
 __all__ = ["app", "main"]
 
@@ -51,8 +56,9 @@ Options = Annotated[
         help="For an object store, such as endpoint_url=...; may be repeated.",
     ),
 ]
-Memory = Annotated[str, typer.Option(help="Memory for values, such as 512MiB.")]
-Output = Annotated[str, typer.Option("-o", "--output", help="File to write.")]
+Wide = Annotated[bool, typer.Option("--wide", help="Whole lines, however narrow the terminal is.")]
+Memory = Annotated[str, typer.Option(metavar="SIZE", help="Memory for values, such as 512MiB.")]
+Output = Annotated[str, typer.Option("-o", "--output", metavar="FILE", help="File to write.")]
 
 
 class Plot(StrEnum):
@@ -90,7 +96,10 @@ def ls(
     checkpoint: Checkpoint,
     keys: Patterns = None,
     flat: Annotated[bool, typer.Option("--flat", help="Whole keys instead of a tree.")] = False,
-    depth: Annotated[int | None, typer.Option(min=1, help="Levels of the tree to show.")] = None,
+    depth: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Levels of the tree to show.")
+    ] = None,
+    wide: Wide = False,
     as_json: Json = False,
     storage_option: Options = None,
 ) -> None:
@@ -98,7 +107,7 @@ def ls(
     from shardstore.cli.listing import ls as run
 
     stored = open_stored(checkpoint, storage_option or [])
-    run(stored, keys or [], flat=flat, depth=depth, as_json=as_json)
+    run(stored, keys or [], flat=flat, depth=depth, as_json=as_json, wide=wide)
 
 
 @app.command()
@@ -119,8 +128,10 @@ def verify(
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit with 1 for notes (foreign files) too.")
     ] = False,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads that read.")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Findings to print.")] = 100,
+    threads: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Threads that read.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, metavar="N", help="Findings to print.")] = 100,
     as_json: Json = False,
     storage_option: Options = None,
 ) -> None:
@@ -130,7 +141,7 @@ def verify(
 
     location = locate(checkpoint, storage_option or [])
     if not location.exists("zarr.json"):
-        open_stored(checkpoint, storage_option or [])
+        open_stored(location)
     elif not location.exists("metadata.json"):
         require_no_array(location)
     code = run_verify(
@@ -152,6 +163,7 @@ def diff(
     keys: Patterns = None,
     files: Annotated[bool, typer.Option(help="Compare common.pt and sharded objects too.")] = True,
     memory: Memory = "256MiB",
+    wide: Wide = False,
     as_json: Json = False,
     storage_option: Options = None,
 ) -> None:
@@ -159,10 +171,18 @@ def diff(
     from shardstore.cli.checking import run_diff
 
     options = storage_option or []
-    left, right = open_stored(a, options), open_stored(b, options)
+    one, other = (Location.of(place, **parse_options(options)) for place in (a, b))
+    warn_of_idle_options(options, one, other)
+    left, right = open_stored(one), open_stored(other)
     budget = parse_size(memory)
     code = run_diff(
-        left, right, keys or [], files=files and not keys, budget_bytes=budget, as_json=as_json
+        left,
+        right,
+        keys or [],
+        files=files and not keys,
+        budget_bytes=budget,
+        as_json=as_json,
+        wide=wide,
     )
     raise typer.Exit(code)
 
@@ -172,6 +192,7 @@ def stats(
     checkpoint: Checkpoint,
     keys: Patterns = None,
     memory: Memory = "256MiB",
+    wide: Wide = False,
     as_json: Json = False,
     storage_option: Options = None,
 ) -> None:
@@ -180,28 +201,35 @@ def stats(
 
     stored = open_stored(checkpoint, storage_option or [])
     budget = parse_size(memory)
-    raise typer.Exit(run_stats(stored, keys or [], budget_bytes=budget, as_json=as_json))
+    code = run_stats(stored, keys or [], budget_bytes=budget, as_json=as_json, wide=wide)
+    raise typer.Exit(code)
 
 
 @app.command()
 def show(
     checkpoint: Checkpoint,
     key: Annotated[str, typer.Argument(metavar="KEY[SLICE]", help="Such as 'w[0, :5]'.")],
-    limit: Annotated[int, typer.Option(min=1, help="Most values that --json prints.")] = 100_000,
+    limit: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Most values that --json prints.")
+    ] = 100_000,
+    wide: Wide = False,
     as_json: Json = False,
     storage_option: Options = None,
 ) -> None:
     """Print values of an array, all or a slice of them."""
     from shardstore.cli.values import run_show
 
-    run_show(open_stored(checkpoint, storage_option or []), key, limit=limit, as_json=as_json)
+    stored = open_stored(checkpoint, storage_option or [])
+    run_show(stored, key, limit=limit, as_json=as_json, wide=wide)
 
 
 @app.command()
 def plot(
-    kind: Annotated[Plot, typer.Argument(help="What to draw.")],
+    kind: Annotated[Plot, typer.Argument(metavar="KIND", help="layout, histogram or sizes.")],
     checkpoint: Checkpoint,
-    key: Annotated[str | None, typer.Argument(help="The array, for layout and histogram.")] = None,
+    key: Annotated[
+        str | None, typer.Argument(metavar="KEY", help="The array, for layout and histogram.")
+    ] = None,
     output: Output = "",
     as_json: Json = False,
     storage_option: Options = None,
@@ -235,8 +263,13 @@ def report(
 
 @app.command()
 def convert(
-    source: Annotated[str, typer.Argument(help="Folder, safetensors file or its index; or URL.")],
-    target: Annotated[str, typer.Argument(help="Folder, or NAME.safetensors; or URL.")],
+    source: Annotated[
+        str,
+        typer.Argument(metavar="SOURCE", help="Folder, safetensors file or its index; or URL."),
+    ],
+    target: Annotated[
+        str, typer.Argument(metavar="TARGET", help="Folder, or NAME.safetensors; or URL.")
+    ],
     source_format: Annotated[
         str | None, typer.Option("--from", metavar="FORMAT", help="Default: what it looks like.")
     ] = None,
@@ -248,6 +281,16 @@ def convert(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a shardstore checkpoint at TARGET.")
     ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume/--no-resume", help="Go on with a conversion that died.")
+    ] = True,
+    check: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="Compare with the source at the end.")
+    ] = True,
+    file_bytes: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Of each of several safetensors files. Default: 5 GB."),
+    ] = None,
     as_json: Json = False,
     storage_option: Options = None,
     target_storage_option: Annotated[
@@ -259,6 +302,11 @@ def convert(
     from shardstore.cli.converting import run_convert
 
     of_source = storage_option or []
+    if target_storage_option is None:
+        warn_of_idle_options(of_source, Location.of(source), Location.of(target))
+    else:
+        warn_of_idle_options(of_source, Location.of(source))
+        warn_of_idle_options(target_storage_option, Location.of(target))
     run_convert(
         source,
         target,
@@ -266,6 +314,9 @@ def convert(
         target_format=target_format,
         memory_budget=parse_size(memory_budget),
         overwrite=overwrite,
+        resume=resume,
+        check=check,
+        file_bytes=None if file_bytes is None else parse_size(file_bytes),
         as_json=as_json,
         source_options=parse_options(of_source),
         target_options=parse_options(target_storage_option or of_source),
@@ -274,7 +325,10 @@ def convert(
 
 @app.command()
 def gc(
-    root: Annotated[str, typer.Argument(help="Folder or URL below which checkpoints are saved.")],
+    root: Annotated[
+        str,
+        typer.Argument(metavar="ROOT", help="Folder or URL below which checkpoints are saved."),
+    ],
     delete: Annotated[bool, typer.Option("--delete", help="Remove them; default: list.")] = False,
     older_than: Annotated[
         float,
@@ -323,11 +377,11 @@ def run(arguments: list[str] | None = None) -> int:
         complain(error)
         return WRONG_USE
     except BrokenPipeError:
-        return _seen_enough()
+        return seen_enough()
     except SystemExit as error:
         # How typer ends where the pipe broke while it was its turn.
         if isinstance(error.__context__, BrokenPipeError):
-            return _seen_enough()
+            return seen_enough()
         raise
     except ImportError as error:
         complain(f"{error}; a part that this needs is not installed")
@@ -336,30 +390,17 @@ def run(arguments: list[str] | None = None) -> int:
         complain(f"{type(error).__name__}: {error}")
         return WRONG_USE
     except Exception as error:
-        complain(_usage(error))
+        complain(usage(error))
         return WRONG_USE
-
-
-def _seen_enough() -> int:
-    """The reader (head, less) has seen enough, and all is well; Python would complain again at its
-    end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)
-    return 0
-
-
-def _usage(error: Exception) -> str:
-    """A line about wrong arguments; typer has moved its errors from one module to another."""
-    format_message = getattr(error, "format_message", None)
-    if format_message is None:
-        return f"unexpected {type(error).__name__}: {error}; please report this"
-    context = getattr(error, "ctx", None)
-    path = getattr(context, "command_path", "shardstore")
-    text = str(format_message()).strip().rstrip(".")
-    return f"{text}; see `{path} --help`"
 
 
 def main() -> None:
     """Entry point of the console script."""
     # A listing makes many objects and then ends: looking for rubbish among them only costs time.
-    gc_module.set_threshold(200_000)
-    sys.exit(run())
+    gc_module.set_threshold(1_000_000)
+    open_streams()
+    logging.getLogger("shardstore").addHandler(Warnings())
+    code = run()
+    # What is left goes with the process, unsearched.
+    gc_module.freeze()
+    sys.exit(code)

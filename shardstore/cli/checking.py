@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from shardstore.cli.printing import cells, clean, columns, emit, fold, say
 from shardstore.cli.shared import (
     DAMAGE,
     UsageProblem,
-    emit,
+    counted,
     human_bytes,
     matcher,
     progress_bar,
@@ -20,6 +22,9 @@ from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.verify import Finding, verify
 
 __all__ = ["run_diff", "run_verify"]
+
+MARGIN = 11
+"""Of what goes on in a further line."""
 
 
 def run_verify(
@@ -41,7 +46,8 @@ def run_verify(
         findings.append(finding)
         if not as_json and shown < limit:
             shown += 1
-            print(f"{finding.severity.upper():<7}{finding.kind:<18}{finding.message}", flush=True)
+            say(f"{finding.severity.upper():<7}{finding.kind:<18}{finding.message}")
+            sys.stdout.flush()
 
     last = 0
     with progress_bar("verifying", _total(stored), quiet=as_json) as advance:
@@ -66,12 +72,12 @@ def run_verify(
         )
     else:
         if len(findings) > shown:
-            print(f"... and {len(findings) - shown} more (--limit shows them)")
+            say(f"... and {len(findings) - shown} more (--limit shows them)")
         rate = result.bytes / max(result.seconds, 1e-9)
         state = "OK" if result.ok else f"DAMAGED: {result.damage} finding(s)"
         unchecked = f", {result.unchecked} without checksums" if result.unchecked else ""
         notes = f", {result.notes} note(s)" if result.notes else ""
-        print(
+        say(
             f"{state}: {result.arrays} arrays, {result.chunks} chunks{unchecked}, {result.objects} "
             f"objects{notes}; {human_bytes(result.bytes)} in {result.seconds:.2f} s "
             f"({human_bytes(rate)}/s)"
@@ -94,6 +100,7 @@ def run_diff(
     files: bool,
     budget_bytes: int,
     as_json: bool,
+    wide: bool = False,
 ) -> int:
     """Compare and print; returns the exit code."""
     wants = matcher(patterns)
@@ -105,27 +112,41 @@ def run_diff(
     if as_json:
         emit({"a": a.location.url, "b": b.location.url, **found.as_dict()})
     else:
-        _print(found)
+        _print(found, columns(wide))
     return 0 if found.same else DAMAGE
 
 
-def _print(found: Difference) -> None:
+def _print(found: Difference, width: int | None) -> None:
+    def tell(line: str) -> None:
+        say(*fold(clean(line), width, MARGIN))
+
     for side, keys in (("A", found.only_a), ("B", found.only_b)):
         for key in keys:
-            print(f"only in {side}  {key}")
+            tell(f"only in {side}  {key}")
     for key, parts in found.described.items():
         text = ", ".join(f"{name} {a} -> {b}" for name, (a, b) in parts.items())
-        print(f"described  {key}  {text}")
-    width = max((len(key) for key in found.values), default=0)
+        tell(f"described  {key}  {text}")
+    widest = max((cells(clean(key)) for key in found.values), default=0)
     for key, difference in found.values.items():
-        print(f"differs    {key:<{width}}  {_values(difference)}")
+        room = " " * (0 if width is not None else widest - cells(clean(key)))
+        tell(f"differs    {key}{room}  {_values(difference)}")
         for damage in difference.damage:
-            print(f"damaged    {key}  {damage}")
+            tell(f"damaged    {key}  {damage}")
     for name, how in found.files.items():
-        print(f"file       {name}  {how}")
+        tell(f"file       {name}  {how}")
+    tell(_summary(found))
+
+
+def _summary(found: Difference) -> str:
+    compared = found.equal + len(found.values) + len(found.described)
+    if not compared and (found.only_a or found.only_b):
+        return (
+            f"no keys in common: {counted(len(found.only_a), 'array')} in A alone, "
+            f"{counted(len(found.only_b), 'array')} in B alone"
+        )
     how = f" ({found.hashed} by their hashes alone)" if found.hashed else ""
     read = f", {human_bytes(found.bytes_read)} of values read" if found.bytes_read else ""
-    print(f"{found.equal} equal{how}, {len(found.values)} with other values{read}")
+    return f"{found.equal} equal{how}, {len(found.values)} with other values{read}"
 
 
 def _values(found: ArrayDifference) -> str:

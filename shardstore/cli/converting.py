@@ -10,8 +10,9 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
-from shardstore.cli.shared import counted, emit, human_bytes, progress_bar
-from shardstore.convert import Progress, convert
+from shardstore.cli.printing import emit, say
+from shardstore.cli.shared import counted, human_bytes, progress_bar
+from shardstore.convert import DEFAULT_FILE_BYTES, Progress, convert
 
 __all__ = ["run_convert"]
 
@@ -24,6 +25,9 @@ def run_convert(
     target_format: str | None,
     memory_budget: int,
     overwrite: bool,
+    resume: bool,
+    check: bool,
+    file_bytes: int | None,
     as_json: bool,
     source_options: Mapping[str, Any],
     target_options: Mapping[str, Any],
@@ -38,6 +42,9 @@ def run_convert(
             target_format=target_format,
             memory_budget=memory_budget,
             overwrite=overwrite,
+            resume=resume,
+            verify=check,
+            file_bytes=file_bytes or DEFAULT_FILE_BYTES,
             progress=progress,
             source_options=source_options,
             target_options=target_options,
@@ -46,9 +53,10 @@ def run_convert(
         emit({"source": source, "target": target, **asdict(done)})
         return
     resumed = f", {human_bytes(done.resumed_bytes)} of it before" if done.resumed_bytes else ""
-    print(
+    outcome = "verified" if done.verified else "not verified"
+    say(
         f"{done.source_format} -> {done.target_format}: {counted(done.tensors, 'tensor')}, "
-        f"{human_bytes(done.total_bytes)}{resumed}; verified"
+        f"{human_bytes(done.total_bytes)}{resumed}; {outcome}"
     )
 
 

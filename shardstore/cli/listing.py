@@ -8,16 +8,20 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
-from shardstore.cli.shared import choose, counted, emit, human_bytes
+from shardstore.cli.printing import Table, cells, clean, columns, emit, fold, say
+from shardstore.cli.shared import choose, counted, human_bytes
 from shardstore.errors import DamagedCheckpointError
 from shardstore.inspection.layout import Module, array_bytes, modules, shard_counts
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.documents import ArrayMeta
+from shardstore.storage.grid import Grid
 
 __all__ = ["about", "describe", "info", "ls"]
 
+MOST_LABEL = 60
 BOLD, DIM, END = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 
 
@@ -45,6 +49,7 @@ def ls(
     flat: bool,
     depth: int | None,
     as_json: bool,
+    wide: bool = False,
 ) -> None:
     """List arrays as a tree."""
     arrays = choose(stored.arrays, patterns)
@@ -62,9 +67,9 @@ def ls(
         rows: list[Row] = [(meta.key, meta, None) for meta in _leaves(tree)]
     else:
         rows = [_row(level, node, depth) for level, node in tree.walk() if _shown(level, depth)]
-    _print_rows(rows)
+    _print_rows(rows, columns(wide))
     total = human_bytes(tree.bytes)
-    print(f"{counted(len(arrays), 'array')}, {total}")
+    say(f"{counted(len(arrays), 'array')}, {total}")
 
 
 def _shown(level: int, depth: int | None) -> bool:
@@ -75,6 +80,7 @@ def _leaves(tree: Module) -> list[ArrayMeta]:
     return [node.array for _, node in tree.walk() if node.array is not None]
 
 
+Columns = tuple[str, str, str, str, str]
 Row = tuple[str, ArrayMeta | None, Module | None]
 
 
@@ -84,36 +90,48 @@ def _row(level: int, node: Module, depth: int | None) -> Row:
     return label, None if collapsed else node.array, node if node.below else None
 
 
-def _print_rows(rows: Sequence[Row]) -> None:
+def _print_rows(rows: Sequence[Row], width: int | None) -> None:
     color = sys.stdout.isatty()
-    name_width = min(60, max((len(label) for label, _, _ in rows), default=0))
-    columns = [_columns(meta) for _, meta, _ in rows]
-    widths = [max((len(cells[i]) for cells in columns), default=0) for i in range(4)]
-    lines = []
-    for (label, meta, module), texts in zip(rows, columns, strict=True):
-        dtype, shape, chunks, shards = texts
-        if meta is None:
-            assert module is not None
-            tail = f"{counted(module.arrays, 'array')}, {human_bytes(module.bytes)}"
-            line = f"{BOLD}{label}{END}  {DIM}{tail}{END}" if color else f"{label}  ({tail})"
-        else:
-            cells = f"{dtype:<{widths[0]}}  {shape:<{widths[1]}}  {chunks:<{widths[2]}}"
-            size = human_bytes(array_bytes(meta))
-            line = f"{label:<{name_width}}  {cells}  {shards:<{widths[3]}}  {size:>10}"
-        lines.append(line)
+    texts = [(clean(label), *_columns(meta)) for label, meta, _ in rows]
+    table = Table(texts, "<<<<<>", width, most_key=MOST_LABEL)
+    lines: list[str] = []
+    for (_, meta, module), row in zip(rows, texts, strict=True):
+        if meta is not None:
+            lines += table.lines(row)
+            continue
+        assert module is not None
+        tail = f"{counted(module.arrays, 'array')}, {human_bytes(module.bytes)}"
+        lines += _headline(row[0], tail if color else f"({tail})", width, color=color)
     if lines:
         print("\n".join(lines))
 
 
-def _columns(meta: ArrayMeta | None) -> tuple[str, str, str, str]:
+def _headline(label: str, tail: str, width: int | None, *, color: bool) -> list[str]:
+    """A module and what is below it, in one line where there is room."""
+    bold, dim, end = (BOLD, DIM, END) if color else ("", "", "")
+    if width is None or cells(label) + 2 + cells(tail) <= width:
+        return [f"{bold}{label}{end}  {dim}{tail}{end}"]
+    below = " " * min(len(label) - len(label.lstrip(" ")) + 4, width // 2) + tail
+    named = [f"{bold}{line}{end}" for line in fold(label, width)]
+    return [*named, *(f"{dim}{line}{end}" for line in fold(below, width))]
+
+
+def _columns(meta: ArrayMeta | None) -> Columns:
     if meta is None:
-        return "", "", "", ""
+        return "", "", "", "", ""
+    return _described(meta.dtype, meta.grid, meta.shard_shape)
+
+
+@lru_cache(maxsize=4096)
+def _described(dtype: str, grid: Grid, shard_shape: tuple[int, ...] | None) -> Columns:
+    """The same for all arrays that are alike, as most are in the layers of a model."""
+    meta = ArrayMeta("", "", grid, dtype, shard_shape=shard_shape)
     counts = shard_counts(meta)
     shards = "" if counts is None else f"{'x'.join(map(str, counts))} shards"
     if counts is not None and all(count == 1 for count in counts):
         shards = "whole"
-    chunk = f"{meta.grid.size} of {_shape(meta.grid.chunk_shape)}" if meta.grid.size else "no chunk"
-    return meta.dtype, _shape(meta.shape), chunk, shards
+    chunk = f"{grid.size} of {_shape(grid.chunk_shape)}" if grid.size else "no chunk"
+    return dtype, _shape(meta.shape), chunk, shards, human_bytes(array_bytes(meta))
 
 
 def _shape(shape: Sequence[int]) -> str:
@@ -189,6 +207,7 @@ def info(stored: StoredCheckpoint, *, as_json: bool) -> None:
         "content": json.dumps(found["content_metadata"]) if found["content_metadata"] else None,
         "manifest": found["manifest_damage"],
     }
+    width = columns()
     for name, value in lines.items():
         if value:
-            print(f"{name:<11}{value}")
+            say(*fold(clean(f"{name:<11}{value}"), width, 11))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardstore.cli.printing import clean, emit, say
 from shardstore.cli.shared import (
     UsageProblem,
     choose,
     complain,
     counted,
-    emit,
     get_array,
     human_bytes,
     require_output,
@@ -56,7 +56,7 @@ def run_plot(
     if as_json:
         emit({"kind": kind, "key": key, "output": output})
     else:
-        print(output)
+        say(output)
 
 
 def _layout(figure: Any, axes: Any, stored: StoredCheckpoint, array: ArrayMeta) -> None:
@@ -83,7 +83,7 @@ def _layout(figure: Any, axes: Any, stored: StoredCheckpoint, array: ArrayMeta) 
         axes.set_yticks([])
     shards = "" if array.shard_shape is None else f", shards of {list(array.shard_shape)}"
     chunks = f"{counted(array.grid.size, 'chunk')} of {list(array.grid.chunk_shape)}"
-    axes.set_title(f"{array.key}\n{array.dtype} {list(array.shape)}, {chunks}{shards}")
+    axes.set_title(f"{clean(array.key)}\n{array.dtype} {list(array.shape)}, {chunks}{shards}")
     shown = ranks[:16]
     handles = [Patch(facecolor=color[rank], label=f"rank {rank}") for rank in shown]
     if handles:
@@ -109,7 +109,7 @@ def _histogram(axes: Any, stored: StoredCheckpoint, array: ArrayMeta) -> None:
     mean = "-" if statistics.mean is None else f"{statistics.mean:.4g}"
     odd = f", {statistics.nan} NaN, {statistics.inf} infinite"
     odd = odd if statistics.nan or statistics.inf else ""
-    axes.set_title(f"{array.key}\nnorm {statistics.norm:.4g}, mean {mean}{odd}")
+    axes.set_title(f"{clean(array.key)}\nnorm {statistics.norm:.4g}, mean {mean}{odd}")
 
 
 def _sizes(axes: Any, tree: Module, path: str | None) -> None:
@@ -124,7 +124,9 @@ def _sizes(axes: Any, tree: Module, path: str | None) -> None:
         names.append(f"{len(bars) - BARS} others")
         sizes.append(sum(child.bytes for child in bars[BARS:]) / 2**20)
     axes.barh(range(len(names)), sizes)
-    axes.set_yticks(range(len(names)), names)
+    axes.set_yticks(range(len(names)), list(map(clean, names)))
     axes.invert_yaxis()
     axes.set_xlabel("MiB")
-    axes.set_title(f"{path or 'all arrays'}: {human_bytes(node.bytes)} in {node.arrays} arrays")
+    axes.set_title(
+        f"{clean(path or 'all arrays')}: {human_bytes(node.bytes)} in {node.arrays} arrays"
+    )

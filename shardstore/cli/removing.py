@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 
-from shardstore.cli.shared import UsageProblem, emit, human_bytes
+from shardstore.cli.printing import clean, emit, say
+from shardstore.cli.shared import UsageProblem, human_bytes
 from shardstore.errors import CheckpointingException, NotACheckpointError
 from shardstore.inspection.layout import array_bytes
 from shardstore.storage.checkpoint import StoredCheckpoint
@@ -32,13 +33,13 @@ def run_gc(root: Location, *, delete: bool, older_than_h: float, as_json: bool) 
         return
     for leftover in found:
         about = f"{human_bytes(leftover.stored_bytes):>10}  {leftover.objects:>8} files"
-        print(f"{leftover.kind:<8}{about}  {leftover.url}")
+        say(f"{leftover.kind:<8}{about}  {leftover.url}")
     if not found:
-        print(f"nothing left behind by dead saves below {root.url}")
+        say(f"nothing left behind by dead saves below {root.url}")
     elif delete:
-        print(f"removed {human_bytes(size)} in {len(found)} attempt(s)")
+        say(f"removed {human_bytes(size)} in {len(found)} attempt(s)")
     else:
-        print(
+        say(
             f"{human_bytes(size)} in {len(found)} attempt(s); run again with --delete to remove "
             "them"
         )
@@ -58,16 +59,16 @@ def run_rm(location: Location, *, yes: bool, as_json: bool, confirm: Callable[[s
     if not yes:
         if as_json or not sys.stdin.isatty():
             raise UsageProblem(f"nobody can be asked whether to remove {what}: give --yes")
-        if not confirm(f"Remove {what}?"):
+        if not confirm(clean(f"Remove {what}?")):
             raise UsageProblem("nothing was removed")
     delete_checkpoint(location)
     left = location.listing()
     if as_json:
         emit({"url": location.url, "removed": True, "left": left})
         return
-    print(f"removed {what}")
+    say(f"removed {what}")
     if left:
-        print(f"left what is not the checkpoint's: {', '.join(left[:8])}")
+        say(f"left what is not the checkpoint's: {', '.join(left[:8])}")
 
 
 def _size(location: Location) -> str:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from shardstore.cli.listing import about
 from shardstore.cli.page import ArrayFacts, page
-from shardstore.cli.shared import DAMAGE, emit, progress_bar, require_output
+from shardstore.cli.printing import emit, say
+from shardstore.cli.shared import DAMAGE, progress_bar, require_output
 from shardstore.errors import DamagedCheckpointError
 from shardstore.inspection.layout import array_bytes, cells, modules
 from shardstore.inspection.statistics import Statistics, histogram, measure
@@ -67,5 +68,5 @@ def run_report(
     if as_json:
         emit({"output": output, "bytes": len(text.encode()), "ok": not damaged})
     else:
-        print(f"{output}{'  (the checkpoint is DAMAGED)' if damaged else ''}")
+        say(f"{output}{'  (the checkpoint is DAMAGED)' if damaged else ''}")
     return DAMAGE if damaged else 0

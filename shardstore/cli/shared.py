@@ -7,7 +7,7 @@ could not be carried out. Results go to standard output, everything else to stan
 from __future__ import annotations
 
 import json
-import math
+import logging
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +17,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NoReturn
 
+from shardstore.cli.printing import clean
 from shardstore.errors import CheckpointingException, MissingKeyError, NotACheckpointError
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.documents import ArrayMeta
@@ -24,15 +25,16 @@ from shardstore.storage.identity import node_type
 from shardstore.storage.location import Location
 from shardstore.storage.names import key_of
 from shardstore.storage.other_kinds import instead
+from shardstore.storage.redaction import CLIENT_OPTIONS, OPTIONS
 
 __all__ = [
     "DAMAGE",
     "WRONG_USE",
     "UsageProblem",
+    "Warnings",
     "choose",
     "complain",
     "counted",
-    "emit",
     "get_array",
     "human_bytes",
     "locate",
@@ -43,8 +45,11 @@ __all__ = [
     "progress_bar",
     "require_no_array",
     "require_output",
+    "warn_of_idle_options",
 ]
 
+TEXTS = (*OPTIONS, *CLIENT_OPTIONS, "account_name", "profile", "region_name")
+"""Storage options that may look like numbers and must stay what they are."""
 DAMAGE = 1
 WRONG_USE = 2
 
@@ -70,12 +75,10 @@ def parse_options(given: Sequence[str]) -> dict[str, Any]:
             parsed = json.loads(value)
         except ValueError:
             parsed = value
-        # Keys and secrets may look like numbers and must stay what they are.
-        parsed = (
-            value if isinstance(parsed, int | float) and not isinstance(parsed, bool) else parsed
-        )
         place = out
         *path, last = name.split(".")
+        if last in TEXTS and isinstance(parsed, int | float) and not isinstance(parsed, bool):
+            parsed = value
         for part in path:
             place = place.setdefault(part, {})
             if not isinstance(place, dict):
@@ -84,13 +87,13 @@ def parse_options(given: Sequence[str]) -> dict[str, Any]:
     return out
 
 
-def open_stored(place: str, options: Sequence[str] = ()) -> StoredCheckpoint:
+def open_stored(place: str | Location, options: Sequence[str] = ()) -> StoredCheckpoint:
     """A checkpoint from a path or URL, its root document read.
 
     Raises:
         NotACheckpointError: nothing of ours is there; says what is.
     """
-    stored = StoredCheckpoint(locate(place, options))
+    stored = StoredCheckpoint(place if isinstance(place, Location) else locate(place, options))
     try:
         root = stored.root
     except NotACheckpointError:
@@ -109,7 +112,17 @@ def locate(place: str, options: Sequence[str] = ()) -> Location:
     """
     if re.fullmatch(r"\w+:/+", place):
         raise UsageProblem(f"{place} names no bucket; give a URL such as s3://bucket/run/step-100")
-    return Location.of(place, **parse_options(options))
+    location = Location.of(place, **parse_options(options))
+    warn_of_idle_options(options, location)
+    return location
+
+
+def warn_of_idle_options(options: Sequence[str], *locations: Location) -> None:
+    """Say that storage options have no effect, where all places are on disks of this machine."""
+    if options and all(location.is_local for location in locations):
+        urls = " and ".join(location.url for location in locations)
+        what = "is a local path" if len(locations) == 1 else "are local paths"
+        complain(f"--storage-option has no effect: {urls} {what}, and it is for object stores")
 
 
 def require_no_array(location: Location) -> None:
@@ -193,7 +206,11 @@ def get_array(stored: StoredCheckpoint, key: str) -> ArrayMeta:
 def _missing(arrays: Mapping[str, ArrayMeta], key: str) -> MissingKeyError:
     near = get_close_matches(key, arrays, n=3, cutoff=0.5)
     near = near or [known for known in arrays if key.lower() in known.lower()][:3]
-    hint = f"; did you mean {', '.join(near)}?" if near else "; `shardstore ls` lists all keys"
+    hint = (
+        f"; did you mean {', '.join(map(clean, near))}?"
+        if near
+        else "; `shardstore ls` lists all keys"
+    )
     return MissingKeyError(f"no key {key!r} among {len(arrays)}{hint}", key=key)
 
 
@@ -203,6 +220,11 @@ def require_output(output: str) -> Path:
     Raises:
         UsageProblem: it is none, or its folder is not there.
     """
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", output):
+        raise UsageProblem(
+            f"--output {output!r} is a URL: give the path of a file on this machine, and copy it "
+            "from there"
+        )
     target = Path(output)
     if not output or target.is_dir():
         raise UsageProblem(f"--output {output!r} is a folder; give the name of a file")
@@ -246,24 +268,21 @@ def human_bytes(size: float) -> str:
     raise AssertionError
 
 
-def emit(value: object) -> None:
-    """Print a JSON document. Numbers that JSON lacks are the strings that Zarr has for them."""
-    print(json.dumps(_plain(value), indent=2, ensure_ascii=False))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(name): _plain(entry) for name, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
-
-
 def complain(message: object) -> None:
     """One line to standard error."""
-    print("shardstore: " + re.sub(r"\s*[\n\t]\s*", " ", str(message)), file=sys.stderr)
+    line = re.sub(r"\s*[\n\t]\s*", " ", str(message).strip())
+    print(clean(f"shardstore: {line}"), file=sys.stderr)
+
+
+class Warnings(logging.Handler):
+    """What the library warns of, told as all else: one line to standard error, nothing raw."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See :meth:`logging.Handler.emit`."""
+        complain(record.getMessage())
 
 
 @contextmanager

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shardstore.cli.printing import Table, clean, columns, emit, fold, say
 from shardstore.cli.shared import (
     DAMAGE,
     UsageProblem,
     choose,
     complain,
-    emit,
     get_array,
     progress_bar,
 )
@@ -31,11 +31,18 @@ __all__ = ["parse_selection", "run_show", "run_stats", "split_key"]
 PRINTED = 1000
 """Elements that are printed whole; of more, NumPy shows the ends of each axis."""
 EDGE = 3
+LINE_WIDTH = 100
+"""Where standard output is no terminal."""
 Selection = tuple[int | slice, ...]
 
 
 def run_stats(
-    stored: StoredCheckpoint, patterns: Sequence[str], *, budget_bytes: int, as_json: bool
+    stored: StoredCheckpoint,
+    patterns: Sequence[str],
+    *,
+    budget_bytes: int,
+    as_json: bool,
+    wide: bool = False,
 ) -> int:
     """Print statistics; returns the exit code."""
     arrays = choose(stored.arrays, patterns)
@@ -57,27 +64,27 @@ def run_stats(
         ]
         emit({"url": stored.location.url, "arrays": entries})
     else:
-        _print_stats(arrays, found)
+        _print_stats(arrays, found, columns(wide))
     for key in sorted(damage):
         for text in damage[key]:
             complain(text)
     return DAMAGE if damage else 0
 
 
-def _print_stats(arrays: dict[str, ArrayMeta], found: dict[str, Statistics]) -> None:
+def _print_stats(
+    arrays: dict[str, ArrayMeta], found: dict[str, Statistics], width: int | None
+) -> None:
     head = ("key", "dtype", "count", "norm", "mean", "min", "max", "zeros", "NaN", "Inf")
-    rows: list[tuple[str, ...]] = [head]
+    rows: list[tuple[str, ...]] = []
     for key in sorted(arrays):
         s = found[key]
         numbers = (s.norm, s.mean, s.min, s.max)
         texts = ["-" if x is None else f"{x:.6g}" for x in numbers]
         counts = [str(n) for n in (s.zeros, s.nan, s.inf)]
-        rows.append((key, arrays[key].dtype, str(s.count), *texts, *counts))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    for row in rows:
-        left = f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}"
-        right = "  ".join(f"{c:>{w}}" for c, w in zip(row[2:], widths[2:], strict=True))
-        print(f"{left}  {right}")
+        rows.append((clean(key), arrays[key].dtype, str(s.count), *texts, *counts))
+    table = Table([head, *rows], "<<" + ">" * 8, width, names=head)
+    for row in rows if table.is_stacked else [head, *rows]:
+        say(*table.lines(row))
 
 
 def split_key(text: str, known: Sequence[str] | dict[str, Any]) -> tuple[str, str]:
@@ -131,7 +138,9 @@ def _parse_axis(part: str, length: int, axis: int, key: str) -> int | slice:
         ) from None
 
 
-def run_show(stored: StoredCheckpoint, what: str, *, limit: int, as_json: bool) -> None:
+def run_show(
+    stored: StoredCheckpoint, what: str, *, limit: int, as_json: bool, wide: bool = False
+) -> None:
     """Print values of an array, all or a slice of them."""
     key, inside = split_key(what, dict(stored.arrays))
     array = get_array(stored, key)
@@ -148,7 +157,9 @@ def run_show(stored: StoredCheckpoint, what: str, *, limit: int, as_json: bool) 
         values = _gather(stored, array, picks).reshape(shape)
         emit({"key": key, "dtype": array.dtype, "shape": list(shape), "values": _listed(values)})
         return
-    print(f"{key}{f'[{inside}]' if inside else ''}  {array.dtype} {list(shape)}")
+    width = columns(wide)
+    title = f"{key}{f'[{inside}]' if inside else ''}  {array.dtype} {list(shape)}"
+    say(*fold(clean(title), width))
     threshold = size
     if size > PRINTED:
         # Only the ends of each axis are printed, so only they are read.
@@ -157,7 +168,9 @@ def run_show(stored: StoredCheckpoint, what: str, *, limit: int, as_json: bool) 
         shape = tuple(len(p) for p, s in zip(picks, selection, strict=True) if isinstance(s, slice))
         threshold = 0
     values = _printable(_gather(stored, array, picks).reshape(shape))
-    print(np.array2string(values, threshold=max(threshold, 0), edgeitems=EDGE, max_line_width=100))
+    most = LINE_WIDTH if width is None else width
+    text = np.array2string(values, threshold=max(threshold, 0), edgeitems=EDGE, max_line_width=most)
+    say(*text.split("\n"))
 
 
 def _positions(part: int | slice, length: int) -> Sequence[int]:

@@ -8,9 +8,11 @@ Before the result takes its place it is read back and compared with the source t
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, Literal
 
 import numpy as np
@@ -32,6 +34,7 @@ from shardstore.errors import (
     CheckpointingException,
     DamagedCheckpointError,
 )
+from shardstore.events import log_event
 from shardstore.storage import dtypes
 from shardstore.storage.chunks import RegionRead, as_bytes
 from shardstore.storage.commit import is_checkpoint
@@ -39,6 +42,8 @@ from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.location import Location
 
 __all__ = ["FORMATS", "TARGET_FORMATS", "Conversion", "Progress", "convert", "detect"]
+
+logger = logging.getLogger(__name__)
 
 TARGET_FORMATS = ("shardstore", "safetensors", "dcp")
 DEFAULT_MEMORY_BUDGET = 512 * 1024 * 1024
@@ -121,6 +126,9 @@ def convert(
     wanted = _target_format(goal, target_format)
     beside = _beside(goal)
     _check_free(goal, wanted, overwrite)
+    about = {"source": place.url, "source_format": found, "target_format": wanted}
+    log_event(logger, "convert_begin", f"{goal.url}: converting", url=goal.url, **about)
+    started = perf_counter()
     opened = open_source(place, found)
     work = beside.child(f".{goal.name}.convert")
     journal = Journal(beside, f".{goal.name}.convert.journal")
@@ -158,7 +166,24 @@ def convert(
             built.stop()
             raise
     journal.remove()
-    return Conversion(found, wanted, len(run.arrays), run.total_bytes, resumed, verify)
+    done = Conversion(found, wanted, len(run.arrays), run.total_bytes, resumed, verify)
+    _log_end(goal, about, done, perf_counter() - started)
+    return done
+
+
+def _log_end(goal: Location, about: Mapping[str, str], done: Conversion, seconds: float) -> None:
+    log_event(
+        logger,
+        "convert",
+        f"{goal.url}: converted, {done.total_bytes} bytes in {seconds:.3f} s",
+        url=goal.url,
+        **about,
+        tensors=done.tensors,
+        bytes=done.total_bytes,
+        resumed_bytes=done.resumed_bytes,
+        seconds=seconds,
+        verified=done.verified,
+    )
 
 
 def _begun(built: Target, journal: Journal, head: dict[str, Any], resume: bool) -> Receipts:
@@ -301,7 +326,7 @@ class _Run:
                 raise DamagedCheckpointError(
                     f"chunk {chunk.index} of key {chunk.array.key!r} differs between {source} "
                     f"and what was written for {target}; nothing was put there. Convert again "
-                    "with resume=False, and check the disk",
+                    "with resume=False (--no-resume), and check the disk",
                     key=chunk.array.key,
                     chunk=chunk.index,
                     url=target,

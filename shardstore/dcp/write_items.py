@@ -113,6 +113,8 @@ def write_items(
         _plan_item(item, planner, meta, straddled, writes, report)
         if straddled:
             report.metas[key] = meta
+    # The largest first, of each array in order: at the end none is left to be sent alone.
+    writes.sort(key=lambda write: -write.array.chunk_bytes)
     created = [(meta, key in task.creates) for key, meta in metas.items()]
     write_chunks(attempt, options, manifest, created, writes)
     manifest.seconds = {"plan": plan_seconds, "write": perf_counter() - start}

@@ -17,6 +17,7 @@ import fsspec  # type: ignore[import-untyped]
 from shardstore.errors import StorageError
 from shardstore.storage.redaction import keep_quiet_about
 from shardstore.storage.remote_errors import explained
+from shardstore.storage.s3_options import problem_of
 
 __all__ = ["file_system"]
 
@@ -40,6 +41,8 @@ def file_system(url: str, options: Mapping[str, Any]) -> Any:
     with _lock:
         fs = _file_systems.get(known)
         if fs is None:
+            if protocol in _S3 and (problem := problem_of(options, os.environ)):
+                raise StorageError(f"{url}: the storage options do not fit: {problem}", url=url)
             fs = _file_systems[known] = _made(url, protocol, options)
     return fs
 

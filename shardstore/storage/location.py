@@ -54,7 +54,7 @@ def store_errors(doing: str, url: str, *, key: str | None = None) -> Iterator[No
     except OSError as error:
         if error.errno is None:
             raise
-        remedy = _REMEDIES.get(error.errno, "see the cause")
+        remedy = _REMEDIES.get(error.errno, "check the disk, and the messages of the system")
         about = f" for key {key!r}" if key is not None else ""
         failure = StorageError(
             f"{doing} {url}{about} failed: {os.strerror(error.errno)}; {remedy}", key=key, url=url

@@ -27,7 +27,8 @@ def url_of(place: object) -> str:
     Raises:
         ArgumentError: no path and no URL; says what it is, and what to give.
     """
-    url = _text(place)
+    # RFC 3986, section 3.1: schemes do not mind capitals.
+    url = re.sub(r"^[A-Za-z][A-Za-z0-9+.-]+:/", lambda found: found[0].lower(), _text(place))
     if url.startswith(_FILE):
         # RFC 8089: an empty host is this one, as is localhost.
         url = re.sub("^localhost(?=/)", "", url[len(_FILE) :])

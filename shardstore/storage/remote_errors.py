@@ -56,13 +56,21 @@ _CREDENTIALS = (
 )
 
 
-def remedy(code: str | None) -> str:
+_OF_READS = {
+    "SlowDown": "the store is overloaded: try again later, or with fewer ranks at a time",
+}
+_READING = ("reading", "looking for", "listing")
+
+
+def remedy(code: str | None, doing: str = "") -> str:
     """What to do about an answer of the store.
 
     Args:
         code: the store's own name for what went wrong, or the HTTP status.
+        doing: what was asked for: who reads is not told what to do about saves.
     """
-    return _REMEDIES.get(code or "", "see the store's own words")
+    found = _OF_READS.get(code or "") if doing in _READING else None
+    return found or _REMEDIES.get(code or "", "see the store's own words")
 
 
 def explained(doing: str, url: str, error: BaseException, **about: Any) -> StorageError:
@@ -72,7 +80,7 @@ def explained(doing: str, url: str, error: BaseException, **about: Any) -> Stora
     name = type(error).__name__
     text = (str(error).strip().splitlines() or [name])[0][:300]
     if code is not None and code in _REMEDIES:
-        advice = _REMEDIES[code]
+        advice = remedy(code, doing)
     elif name in ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"):
         advice = _CREDENTIALS
     elif isinstance(error, PermissionError):
@@ -87,7 +95,7 @@ def explained(doing: str, url: str, error: BaseException, **about: Any) -> Stora
     ):
         advice = NO_ANSWER
     else:
-        advice = "see the cause"
+        advice = "check the URL and the storage options"
     shown = f"{code}: {text}" if code and code not in text else text
     failure = StorageError(f"{doing} {url} failed: {shown}; {advice}", url=url, **about)
     failure.errno = getattr(error, "errno", None)

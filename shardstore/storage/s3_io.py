@@ -174,7 +174,7 @@ class S3IO:
         code = found.group(1) if found else None
         if status is not None:
             said = f"{code} (HTTP {status})" if code else f"HTTP {status}"
-            hint = remedy(code or str(status))
+            hint = remedy(code or str(status), doing)
         else:
             said, hint = _silent(text), NO_ANSWER
         return StorageError(f"{doing} {url} failed: {said}; {hint}", url=url)

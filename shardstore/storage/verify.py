@@ -9,6 +9,7 @@ know what to do about it.
 from __future__ import annotations
 
 import json
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from time import perf_counter
 from typing import Any, Literal
 
 from shardstore.errors import CheckpointingException, DamagedCheckpointError
+from shardstore.events import log_event
 from shardstore.storage import documents
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.chunk_check import ChunkChecker, free_memory
@@ -35,6 +37,8 @@ from shardstore.storage.verify_bar import callback_of
 from shardstore.storage.verify_files import OtherFiles
 
 __all__ = ["Finding", "Verified", "verify"]
+
+logger = logging.getLogger(__name__)
 
 BATCH_BYTES = 64 * 1024 * 1024
 RUN_BYTES = 32 * 1024 * 1024
@@ -71,8 +75,14 @@ def verify(
         StorageError: the store refused to list it.
     """
     require_number("threads", threads, none=True)
-    with callback_of(progress, stored.location.url) as told:
-        return _Verification(stored, found, keys, hashes, threads, told).run()
+    url = stored.location.url
+    log_event(logger, "verify_begin", f"{url}: verifying", url=url)
+    with callback_of(progress, url) as told:
+        result = _Verification(stored, found, keys, hashes, threads, told).run()
+    about = {name: n for name, n in result.as_dict().items() if name not in ("ok", "unchecked")}
+    state = "sound" if result.ok else f"{result.damage} finding(s) of damage"
+    log_event(logger, "verify", f"{url}: verified, {state}", url=url, **about)
+    return result
 
 
 @dataclass(frozen=True, slots=True)

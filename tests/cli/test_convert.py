@@ -65,6 +65,18 @@ def test_only_overwrite_replaces(pristine: Path, tmp_path: Path, cli: Cli) -> No
     assert cli("diff", "--no-files", pristine, target).code == 0
 
 
+def test_what_the_library_has_the_command_has(pristine: Path, tmp_path: Path, cli: Cli) -> None:
+    folder = tmp_path / "several"
+    several = ["--file-bytes", "4000", "--to", "safetensors"]
+    assert cli("convert", "--no-verify", *several, pristine, folder).out.endswith(
+        "; not verified\n"
+    )
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    outcome = cli("convert", "--no-resume", "--no-verify", "--json", pristine, tmp_path / "copy")
+    assert (outcome.code, outcome.json["verified"]) == (0, False)
+    assert "is no size" in cli.refused("convert", "--file-bytes", "0", pristine, tmp_path / "no")
+
+
 def test_a_damaged_source_is_not_converted(place: Path, tmp_path: Path, cli: Cli) -> None:
     flip(place / "layers.0.weight" / "c.0.0")
     outcome = cli("convert", place, tmp_path / "t")
@@ -92,7 +104,7 @@ def test_wrong_options(
 def test_wrong_places(tmp_path: Path, cli: Cli) -> None:
     assert "does not exist" in cli.refused("convert", tmp_path / "none", tmp_path / "t")
     assert "nosuch://" in cli.refused("convert", "nosuch://bucket/none", tmp_path / "t")
-    assert "target" in cli.refused("convert", tmp_path)
+    assert "TARGET" in cli.refused("convert", tmp_path)
 
 
 @pytest.mark.parametrize("where", ["", "inside", "inside/deeper", "link", "link/inside"])

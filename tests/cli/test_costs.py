@@ -65,6 +65,26 @@ def test_commands_that_read_no_values_import_little(place: Path, command: str) -
         assert not imported & {"fsspec", "s3fs"}
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["show", "PLACE", "layers.0.weight[0]"],
+        ["stats", "PLACE", "layers"],
+        ["plot", "layout", "PLACE", "layers.0.weight", "-o", "OUT.png"],
+        ["plot", "histogram", "PLACE", "layers.0.weight", "-o", "OUT.png"],
+        ["report", "PLACE", "-o", "OUT.html"],
+    ],
+    ids=lambda arguments: " ".join(arguments[:2]),
+)
+def test_commands_that_read_values_import_no_torch(
+    place: Path, tmp_path: Path, arguments: list[str]
+) -> None:
+    names = {"PLACE": str(place), "OUT.png": f"{tmp_path}/p.png", "OUT.html": f"{tmp_path}/r.html"}
+    imported = modules_of_command(*(names.get(word, word) for word in arguments))
+    drawing = {"matplotlib"} if arguments[0] == "plot" else set()
+    assert not imported & (HEAVY - drawing)
+
+
 def test_help_imports_little() -> None:
     assert not modules_of_command("ls", "--help") & (HEAVY | {"numpy", "fsspec"})
 

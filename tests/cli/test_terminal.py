@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.terminal import read_all
+
 
 def in_a_terminal(*arguments: object) -> tuple[int, str, str]:
     """Exit code, standard output, and what came to the terminal that standard error was."""
@@ -24,15 +26,7 @@ def in_a_terminal(*arguments: object) -> tuple[int, str, str]:
         )
     finally:
         os.close(theirs)
-    drawn = b""
-    while True:
-        try:
-            piece = os.read(ours, 65536)
-        except OSError:  # how Linux says that the other end of a terminal is closed
-            break
-        if not piece:
-            break
-        drawn += piece
+    drawn = read_all(ours)
     os.close(ours)
     out, _ = process.communicate(timeout=60)
     return process.returncode, out, drawn.decode()

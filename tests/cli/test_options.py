@@ -1,0 +1,151 @@
+"""Options and places that do not fit: one line that says what to give, at once and without secrets.
+
+No server is asked: what is wrong here is told before any request.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardstore
+from shardstore.cli.shared import parse_options
+from shardstore.errors import StorageError
+from shardstore.mapping import ShardedTensor
+from shardstore.storage.places import url_of
+from shardstore.storage.remote_errors import remedy
+from shardstore.storage.s3_options import problem_of
+from tests.cli.checkpoints import Cli
+
+PASSWORD = "hunter2-hunter2"
+
+WRONG = [
+    ("endpoint_url=127.0.0.1:1", "give http://127.0.0.1:1 or https://127.0.0.1:1"),
+    ("client_kwargs.endpoint_url=host:9000", "client_kwargs.endpoint_url must begin with http://"),
+    ("endpoint_url=ftp://host", "must begin with http://"),
+    ("endpoint_url=http://", "names no host"),
+    ("endpoint_url=http://host:port", "is no URL"),
+    (f"endpoint_url=http://user:{PASSWORD}@127.0.0.1:1", "key and secret"),
+    (f"endpoint_url=user:{PASSWORD}@127.0.0.1:1", "key and secret"),
+    (f'secret={{"a": "{PASSWORD}"}}', "secret must be a text, not of type dict"),
+    (f"secret={PASSWORD}", "secret is given without key"),
+    (f"key={PASSWORD}", "key is given without secret"),
+    ("config_kwargs.retries=5", "config_kwargs.retries has a value, of type int"),
+    ("config_kwargs.timeout=5", "config_kwargs.timeout is unknown"),
+    ("client_kwargs=3", "client_kwargs must be a dict, not of type int"),
+    ("config_kwargs=many", "config_kwargs must be a dict, not of type str"),
+]
+
+
+@pytest.mark.parametrize(("option", "said"), WRONG, ids=[option for option, _ in WRONG])
+def test_options_that_do_not_fit(cli: Cli, option: str, said: str) -> None:
+    began = time.monotonic()
+    line = cli.refused("info", "s3://bucket/run", "--storage-option", option)
+    assert time.monotonic() - began < 10  # the deadline for a server that is silent is 20
+    assert said in line
+    assert PASSWORD not in line
+    assert "see the cause" not in line
+    assert "Error" not in line.replace("(AttributeError)", "")
+
+
+def test_the_library_says_the_same() -> None:
+    with pytest.raises(StorageError, match="key and secret") as caught:
+        shardstore.load_plain_tensors(
+            "s3://bucket/run", storage_options={"endpoint_url": f"http://u:{PASSWORD}@h:1"}
+        )
+    assert PASSWORD not in str(caught.value)
+    assert caught.value.__cause__ is None
+
+
+def test_endpoints_of_the_environment(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "127.0.0.1:1")
+    assert "AWS_ENDPOINT_URL must begin with http://" in cli.refused("ls", "s3://bucket/run")
+    # One that is not used does not matter.
+    assert problem_of({"endpoint_url": "http://host:1"}, {"AWS_ENDPOINT_URL": "x"}) is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"anon": True, "endpoint_url": "https://[::1]:9000/"},
+        {"key": "a", "secret": "b", "token": None, "client_kwargs": None},
+        {"client_kwargs": {"endpoint_url": "http://host", "verify": False}},
+        {"config_kwargs": {"retries": {"max_attempts": 2}, "read_timeout": 5, "s3": {}}},
+    ],
+)
+def test_options_that_fit(options: dict[str, object]) -> None:
+    assert problem_of(options, {}) is None
+
+
+def test_numbers_are_numbers_but_for_credentials() -> None:
+    given = ["config_kwargs.read_timeout=7", "max_concurrency=2", "key=12", "secret=34"]
+    client = ["client_kwargs.aws_session_token=56", "region_name=1"]
+    assert parse_options([*given, *client]) == {
+        "config_kwargs": {"read_timeout": 7},
+        "max_concurrency": 2,
+        "key": "12",
+        "secret": "34",
+        "client_kwargs": {"aws_session_token": "56"},
+        "region_name": "1",
+    }
+
+
+def test_schemes_do_not_mind_capitals(place: Path, cli: Cli) -> None:
+    assert url_of("S3://Bucket/Run/") == "s3://Bucket/Run"
+    assert url_of("FILE:///tmp/X") == "/tmp/X"
+    assert cli("ls", f"File://{place}").code == 0
+    assert "s3://bucket/run" in cli.refused("ls", "S3:/bucket/run")
+    shown = cli.refused("ls", "S3://bucket/run", "--storage-option", "client_kwargs=3")
+    assert shown.startswith("shardstore: s3://bucket/run: ")
+
+
+def test_who_loads_is_not_told_to_save_less() -> None:
+    assert "save" not in remedy("SlowDown", "reading")
+    assert "save" not in remedy("SlowDown", "listing")
+    assert "save less often" in remedy("SlowDown", "writing")
+
+
+@pytest.mark.parametrize("command", [["plot", "sizes"], ["report"]])
+def test_pictures_and_pages_are_local_files(place: Path, cli: Cli, command: list[str]) -> None:
+    for output in ("s3://bucket/x.png", "s3:/bucket/x.png", "file:///tmp/x.png"):
+        line = cli.refused(*command, place, "-o", output)
+        assert "is a URL: give the path of a file on this machine" in line
+
+
+def test_options_of_stores_have_no_effect_on_disks(place: Path, tmp_path: Path, cli: Cli) -> None:
+    option = ["--storage-option", "key=abc"]
+    for command in (["ls"], ["info"], ["verify"], ["stats", "--json"], ["diff", place]):
+        outcome = cli(command[0], place, *command[1:], *option)
+        assert outcome.code == 0
+        assert re.fullmatch(r"shardstore: --storage-option has no effect: .*\n", outcome.err)
+        assert "abc" not in outcome.err
+        assert outcome.out
+    outcome = cli("convert", place, tmp_path / "c", *option)
+    assert (outcome.code, outcome.err.count("\n")) == (0, 1)
+    assert cli("ls", place).err == ""
+
+
+def test_no_keys_in_common(place: Path, tmp_path: Path, cli: Cli) -> None:
+    state = {"other": ShardedTensor.from_rank_offsets("other", torch.ones(2))}
+    shardstore.save(state, tmp_path / "other")
+    outcome = cli("diff", "--no-files", place, tmp_path / "other")
+    assert outcome.code == 1
+    summary = "no keys in common: 7 arrays in A alone, 1 array in B alone"
+    assert outcome.out.splitlines()[-1] == summary
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["ls", "info", "verify", "diff", "stats", "show", "plot", "report", "convert", "gc", "rm"],
+)
+def test_metavars_are_capitals(cli: Cli, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    usage = re.search(r"Usage: .*", cli(command, "--help").out)
+    assert usage is not None
+    words = usage[0].replace(f"Usage: shardstore {command} ", "")
+    assert words == words.upper()
