@@ -236,6 +236,20 @@ class Location:
                     os.unlink(fresh)
                 raise
 
+    def stamp(self, name: str) -> object | None:
+        """Something that is another once a document was replaced; ``None``: there is none.
+
+        Raises:
+            StorageError: the store refused.
+        """
+        if not self.is_local:
+            return self.remote.stamp(name)
+        try:
+            found = os.stat(f"{self.url}/{name}")
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
+
     def exists(self, name: str = "") -> bool:
         """Whether there is a document or folder of that name (default: this location itself)."""
         if self.is_local:

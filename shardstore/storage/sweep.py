@@ -94,7 +94,8 @@ def latest(
     root: str | os.PathLike[str] | Location, *, storage_options: Mapping[str, Any] | None = None
 ) -> str | None:
     """The committed checkpoint directly below a root whose name has the highest numbers
-    (``step-1000`` after ``step-200``); ``None`` if there is none. Any process may call it.
+    (``step-1000`` after ``step-200``); ``None`` if there is none. Any process may call it. It goes
+    by the names alone: where a run went back, see :meth:`CheckpointManager.latest`.
 
     Raises:
         StorageError: the store refused.
