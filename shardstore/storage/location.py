@@ -118,8 +118,9 @@ class Location:
         """
         if options is not None and not isinstance(options, Mapping):
             raise ArgumentError(
-                f"storage_options={options!r} must be a dict, such as "
-                "{'endpoint_url': 'http://host:9000'}"
+                # Not what it is: there may be a secret in it.
+                f"storage_options must be a dict, such as {{'endpoint_url': 'http://host:9000'}}, "
+                f"not a {type(options).__name__}"
             )
         return cls.of(place, **(options or {}))
 
