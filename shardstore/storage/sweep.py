@@ -115,7 +115,7 @@ def delete_checkpoint(
     place: str | os.PathLike[str] | Location, *, storage_options: Mapping[str, Any] | None = None
 ) -> None:
     """Delete a checkpoint: its commit first, so that no reader opens what is half gone, then its
-    data. Foreign files stay. Called by one process.
+    data. Foreign files stay. A symbolic link is followed, and goes too. Called by one process.
 
     Raises:
         NotACheckpointError: there is none; what is there instead (an array of a checkpoint, a group

@@ -337,6 +337,19 @@ def test_rm_leaves_what_is_not_the_checkpoints(place: Path, cli: Cli) -> None:
     assert "not a checkpoint" in cli.refused("rm", "--yes", place)
 
 
+def test_rm_does_not_follow_a_link(place: Path, tmp_path: Path, cli: Cli) -> None:
+    link = tmp_path / "latest"
+    link.symlink_to(place)
+    files = sorted(place.rglob("*"))
+    said = cli.refused("rm", "--yes", link)
+    assert f"symbolic link to {place}; nothing was removed" in said
+    assert link.is_symlink()
+    assert sorted(place.rglob("*")) == files
+    assert "link" in cli("rm", "--help").out
+    assert cli("rm", "--yes", place).code == 0
+    assert not place.exists()
+
+
 def test_rm_takes_a_damaged_checkpoint_too(place: Path, cli: Cli) -> None:
     (place / "zarr.json").write_text("{")
     assert "(damaged)" in cli("rm", "--yes", place).out
