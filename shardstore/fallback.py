@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 
+from shardstore.branches import branches
 from shardstore.errors import (
     CheckpointingException,
     DamagedCheckpointError,
@@ -44,7 +45,7 @@ def choose(
     Args:
         steps: where to look.
         claims: what is on its way out is passed over.
-        wanted: this one and no other; ``None``: the newest.
+        wanted: this one and no other; ``None``: the newest, see :mod:`branches`.
         passed: steps that are known to be damaged.
         check: what is damaged in a step, if it shall be looked at before it is loaded.
 
@@ -58,7 +59,8 @@ def choose(
     found: list[Damage] = []
     there = steps.committed()
     known = {step for step, _ in passed}
-    for step in reversed(there):
+    tried = there if wanted is not None else branches(steps.times(there)).to_restore
+    for step in tried:
         if step in known or wanted not in (None, step) or not claims.take(step):
             continue
         try:

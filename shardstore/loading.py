@@ -33,6 +33,7 @@ from shardstore.state_dict_utils import check_state, load_preprocess
 from shardstore.storage.collector import collector_paused
 from shardstore.storage.location import Location
 from shardstore.storage.parallel import run_together
+from shardstore.storage.places import shown
 from shardstore.strategies.base import LoadCommonStrategy, LoadShardedStrategy
 from shardstore.strategies.casting import budget_of, casting
 from shardstore.strategies.common import COMMON_STATE_FNAME
@@ -91,7 +92,7 @@ def run_load(
     try:
         location = Location.given(call.checkpoint_dir, call.storage_options)
     except ArgumentError as problem:
-        location, error = Location(str(call.checkpoint_dir)), problem
+        location, error = Location(shown(call.checkpoint_dir)), problem
     what = f"loading {location.url}"
     report = b""
     mode = StrictHandling.ASSUME_OK_UNEXPECTED

@@ -20,6 +20,7 @@ from typing import Any, Literal, Unpack
 import torch.distributed as dist
 
 from shardstore.async_handle import AsyncSave, async_save
+from shardstore.branches import branches
 from shardstore.errors import ArgumentError
 from shardstore.housekeeping import Claims, Housekeeping
 from shardstore.mapping import ShardedStateDict
@@ -53,6 +54,12 @@ class CheckpointManager:
     newest whole step, never one that this manager is writing, basing a save on, or restoring. One
     manager (one run) at a time writes below a root; a reader elsewhere may find a step gone that it
     is still reading, unless the policy keeps it.
+
+    A run may go back: restore an earlier step by its number, and save lower numbers than are there.
+    From the first such save on, the run is where that save is: :meth:`latest` and a
+    :meth:`restore` without a step give it, and the policy counts the steps up to it. Higher numbers
+    that were saved before it stay, whatever the policy, until the run has come past them; see
+    ``discard_later`` of :meth:`restore`.
 
     Args:
         root: folder or URL.
@@ -108,13 +115,14 @@ class CheckpointManager:
         return self._steps.committed()
 
     def latest(self) -> int | None:
-        """The newest committed step, ``None`` if there is none. Any rank may call it; it waits for
-        no other.
+        """The newest committed step: the highest number, unless a run went back and saved lower
+        ones since; then the last of those. ``None`` if there is none. Any rank may call it; it
+        waits for no other.
 
         Raises:
             StorageError: the store refused.
         """
-        return max(self.steps(), default=None)
+        return branches(self._steps.times(self.steps())).latest
 
     def url(self, step: int) -> str:
         """Where a step is, or would be.
@@ -153,7 +161,7 @@ class CheckpointManager:
             ValueError, TypeError: the step, a metric or an option; on every rank an error.
             CheckpointingException: as :func:`shardstore.save`.
         """
-        place, numbers, given, error = self._prepare(step, metrics, options, SaveArguments)
+        place, about, given, error = self._prepare(step, metrics, options, SaveArguments)
         named = {f.name for f in fields(SaveOptions)}
         settings = {name: given.pop(name) for name in named & set(given)}
         settings["validate"] = given.pop("validate_access_integrity", True)
@@ -167,7 +175,7 @@ class CheckpointManager:
                 **given,
             )
             session, _ = begin_save(call)
-        self._after(place, numbers, lambda: session.record)
+        self._after(about, lambda: session.record)
         return dict(session.record)
 
     def async_save(
@@ -188,7 +196,7 @@ class CheckpointManager:
             ValueError, TypeError, CheckpointingException: see :meth:`save`; what goes wrong in the
                 background is the handle's.
         """
-        place, numbers, given, error = self._prepare(step, metrics, options, AsyncSaveArguments)
+        place, about, given, error = self._prepare(step, metrics, options, AsyncSaveArguments)
         used = self._using.of(self._used_by(place, given))
         used.__enter__()
         try:
@@ -203,7 +211,7 @@ class CheckpointManager:
             finally:
                 used.__exit__(None, None, None)
 
-        self._after(place, numbers, record, everywhere=True)
+        self._after(about, record, everywhere=True)
         return handle
 
     def _prepare(
@@ -212,10 +220,10 @@ class CheckpointManager:
         metrics: Mapping[str, Any] | None,
         options: Mapping[str, Any],
         known: type,
-    ) -> tuple[Location, dict[str, float], dict[str, Any], BaseException | None]:
-        """Place, metrics and arguments of a save, and what is wrong with them on this rank."""
+    ) -> tuple[Location, StepInfo, dict[str, Any], BaseException | None]:
+        """Place, step and arguments of a save, and what is wrong with them on this rank."""
         error: BaseException | None = None
-        place, numbers = self._steps.place(0), {}
+        place, about = self._steps.place(0), StepInfo(0)
         allowed: Collection[str] = known.__annotations__
         given = {name: value for name, value in options.items() if name in allowed}
         try:
@@ -227,22 +235,24 @@ class CheckpointManager:
                 )
             number = number_of(step)
             place = self._steps.place(number)
+            about = StepInfo(number, True)
             if self._is_first:
-                numbers = metrics_of(metrics)
+                saved = self._steps.time_of_save()
+                about = StepInfo(number, True, metrics_of(metrics), saved=saved)
             if number in self._damaged:
                 given["overwrite"] = True
-            mark = {MARK: mark_of(number, numbers)}
-            about = given.get("content_metadata")
-            if not isinstance(about, dict | None):
-                raise ArgumentError(f"content_metadata={about!r:.100} must be a dict")
-            given["content_metadata"] = {**(about or {}), **mark}
+            mark = {MARK: mark_of(number, about.metrics, about.saved)}
+            content = given.get("content_metadata")
+            if not isinstance(content, dict | None):
+                raise ArgumentError(f"content_metadata={content!r:.100} must be a dict")
+            given["content_metadata"] = {**(content or {}), **mark}
             given["preprocess_common_before_consistancy_check"] = without_mark(
                 given.get("preprocess_common_before_consistancy_check")
             )
         except (TypeError, ValueError) as problem:
             error = problem
         self._open()
-        return place, numbers, given, error
+        return place, about, given, error
 
     def _used_by(self, place: Location, given: Mapping[str, Any]) -> set[int]:
         """Steps that must not go while a save runs: its own, and its base."""
@@ -255,15 +265,13 @@ class CheckpointManager:
 
     def _after(
         self,
-        place: Location,
-        metrics: Mapping[str, float],
+        about: StepInfo,
         committed: Callable[[], Mapping[str, Any] | None],
         *,
         everywhere: bool = False,
     ) -> None:
         """Once a save has ended: note it, compare it, delete old steps. Rank 0's background."""
-        step = self._steps.step_of(place.name)
-        assert step is not None
+        step = about.step
         # Now: by the time of the job the process group may be gone.
         first = self._is_first
 
@@ -274,7 +282,7 @@ class CheckpointManager:
             self._damaged.discard(step)
             if not first:
                 return
-            self._upkeep.saved(step, record, metrics)
+            self._upkeep.saved(about, record)
 
         if not everywhere:
             self._damaged.discard(step)
@@ -289,10 +297,11 @@ class CheckpointManager:
         step: int | None = None,
         *,
         verify_first: bool = False,
+        discard_later: bool = False,
         progress: ProgressCallback | Literal["bar"] | None = None,
         **options: Any,
     ) -> Restored | None:
-        """Load the newest step, or the newest before it that is not damaged.
+        """Load the newest step (see :meth:`latest`), or the newest before it that is not damaged.
 
         Called by every rank, which waits for all others. Every byte that is loaded is verified;
         where that fails on any rank, all of them warn, naming what is damaged, and go back to the
@@ -304,6 +313,10 @@ class CheckpointManager:
             step: this step and no other; then damage is an error.
             verify_first: rank 0 reads all of a checkpoint, also what no rank asks for, before
                 anything is loaded; the others wait for it (``SHARDSTORE_DEADLINE_S``).
+            discard_later: once it is loaded, delete the steps of higher numbers that managers saved
+                (rank 0's word counts; the others wait for it, ``SHARDSTORE_DEADLINE_S``). Otherwise
+                they stay, and rank 0 warns of them: until a step is saved, the next run that names
+                no step resumes there, and saving one of their numbers needs ``overwrite=True``.
             progress: see :func:`shardstore.save`.
             **options: see :func:`shardstore.load`.
 
@@ -313,6 +326,7 @@ class CheckpointManager:
         Raises:
             NotACheckpointError: the step asked for is not there.
             DamagedCheckpointError: the step asked for, or every one, is damaged.
+            StorageError: a later step could not be deleted; the state is loaded.
             CheckpointingException: as :func:`shardstore.load`; what is no damage (another shape, a
                 store that does not answer) is never fallen back from.
         """
@@ -324,6 +338,7 @@ class CheckpointManager:
             self._damaged,
             step=step,
             verify_first=verify_first,
+            discard_later=discard_later,
             progress=progress,
             options=options,
         )

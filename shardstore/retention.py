@@ -15,7 +15,8 @@ __all__ = ["Retention"]
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """What is kept is what any of the rules keeps, and the newest step in any case.
+    """What is kept is what any of the rules keeps, and the newest step in any case. Steps that a
+    run left when it went back are no concern of it (:mod:`branches`).
 
     Attributes:
         keep_last: the newest so many. ``None``: all, unless another rule is given.

@@ -32,6 +32,7 @@ from shardstore.ranks import Ranks
 from shardstore.state_dict_utils import check_lists, check_state, save_preprocess
 from shardstore.storage.location import Location
 from shardstore.storage.options import SaveOptions
+from shardstore.storage.places import shown
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import (
     AsyncSaveShardedStrategy,
@@ -206,7 +207,7 @@ def _located(call: SaveCall) -> tuple[Location, BaseException | None]:
     try:
         return Location.given(call.checkpoint_dir, call.storage_options), call.error
     except ArgumentError as problem:
-        return Location(str(call.checkpoint_dir)), call.error or problem
+        return Location(shown(call.checkpoint_dir)), call.error or problem
 
 
 def _write(

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from shardstore.branches import branches
 from shardstore.housekeeping import Claims
 from shardstore.retention import Retention
 from shardstore.storage.steps import StepInfo, Steps, what_is_missing
@@ -44,13 +46,21 @@ class Upkeep:
         self._using = using
         self._damaged = damaged
         self._infos = infos
+        self._told: set[int] = set()
 
-    def saved(self, step: int, record: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        """A step was committed: log it, compare it with earlier ones, delete what goes."""
-        self._infos[step] = StepInfo(step, True, metrics, record.get("content"))
-        _log_step(step, self._url(step), record, metrics)
+    def saved(self, about: StepInfo, record: Mapping[str, Any]) -> None:
+        """A step was committed: log it, compare it with earlier ones, delete what goes.
+
+        Args:
+            about: what the save knew of it.
+            record: of its commit.
+        """
+        step = about.step
+        self._infos[step] = replace(about, content=record.get("content"))
+        _log_step(step, self._url(step), record, about.metrics)
         try:
             self._compare(step)
+            self._tell_of_abandoned(step)
         finally:
             self._retain()
 
@@ -79,12 +89,35 @@ class Upkeep:
                 )
                 return
 
+    def _tell_of_abandoned(self, step: int) -> None:
+        """Warn, once of each, of steps of higher numbers that were saved before this one."""
+        there = {number: self._info(number).saved for number in self._steps.committed()}
+        left = [n for n in branches(there).abandoned if n > step and n not in self._told]
+        if not left:
+            return
+        self._told.update(left)
+        logger.warning(
+            "step %d is saved below %s, where there are higher ones that were saved before it: %s. "
+            "Did the run go back, or is it another run? They are not restored from any more, "
+            "and stay until the run has come past them; saving one of their numbers needs "
+            "overwrite=True",
+            step,
+            self._steps.root.url,
+            ", ".join(map(str, left)),
+            extra={"event": "later_steps", "step": step, "later": left},
+        )
+
     def _retain(self) -> None:
-        """Delete what the policy does not keep, and only steps before the newest whole one."""
+        """Delete what the policy does not keep, and only steps before the newest whole one.
+
+        Those that the run left when it went back stay: they are no part of what it is on, and who
+        went back may want them.
+        """
         if not self._policy.deletes:
             return
         there = [step for step in self._steps.committed() if step not in self._damaged]
-        managed = [step for step in there if self._info(step).managed]
+        current = branches({step: self._info(step).saved for step in there}).current
+        managed = [step for step in current if self._info(step).managed]
         newest = self._newest_whole(managed)
         if newest is None:
             return

@@ -351,7 +351,8 @@ def rm(
     as_json: Json = False,
     storage_option: Options = None,
 ) -> None:
-    """Remove a checkpoint, its commit first; files of others in its folder stay."""
+    """Remove a checkpoint, its commit first; files of others in its folder stay. A symbolic link is
+    refused: name the folder that it leads to."""
     from shardstore.cli.removing import run_rm
 
     location = locate(checkpoint, storage_option or [])

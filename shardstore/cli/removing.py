@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -51,6 +52,12 @@ def run_rm(location: Location, *, yes: bool, as_json: bool, confirm: Callable[[s
     from shardstore.storage.identity import what_else
     from shardstore.storage.sweep import delete_checkpoint
 
+    if location.is_local and location.path.is_symlink():
+        target = os.path.realpath(location.url)
+        raise UsageProblem(
+            f"{location.url} is a symbolic link to {target}; nothing was removed: give {target} to "
+            "remove the checkpoint, or unlink the link if only that is to go"
+        )
     if not is_checkpoint(location):
         instead = what_else(location)
         found = f"is {instead}, not a checkpoint" if instead else "is not a checkpoint"

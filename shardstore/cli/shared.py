@@ -69,7 +69,8 @@ def parse_options(given: Sequence[str]) -> dict[str, Any]:
         name, found, value = text.partition("=")
         if not found or not name:
             raise UsageProblem(
-                f"--storage-option {text!r}: give NAME=VALUE, such as endpoint_url=http://host:9000"
+                f"--storage-option '{_name_in(text)}...': give NAME=VALUE, such as "
+                "endpoint_url=http://host:9000"
             )
         try:
             parsed = json.loads(value)
@@ -82,9 +83,15 @@ def parse_options(given: Sequence[str]) -> dict[str, Any]:
         for part in path:
             place = place.setdefault(part, {})
             if not isinstance(place, dict):
-                raise UsageProblem(f"--storage-option {text!r}: {part!r} has a value already")
+                raise UsageProblem(f"--storage-option {name!r}: {part!r} has a value already")
         place[last] = parsed
     return out
+
+
+def _name_in(text: str) -> str:
+    """The name of an option that a wrong text begins with; what follows may be a secret."""
+    names = ("key", "secret", "token", "endpoint_url", "region_name", "client_kwargs", "profile")
+    return next((name for name in names if text.startswith(name)), "")
 
 
 def open_stored(place: str | Location, options: Sequence[str] = ()) -> StoredCheckpoint:

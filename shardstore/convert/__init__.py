@@ -27,6 +27,7 @@ from shardstore.convert.safetensors_target import SafetensorsObjects, Safetensor
 from shardstore.convert.shardstore_target import ShardstoreTarget
 from shardstore.convert.sources import FORMATS, Source, detect, open_source
 from shardstore.convert.targets import Target, Written
+from shardstore.convert.values import compare_values
 from shardstore.dcp.files import METADATA_NAME
 from shardstore.errors import (
     ArgumentError,
@@ -100,7 +101,8 @@ def convert(
         progress: called now and then with how far it is, from this thread; or ``"bar"``.
         overwrite: replace a checkpoint at the target (shardstore only).
         resume: go on with a conversion of the same source that died.
-        verify: read the result back and compare it with the source before it takes its place.
+        verify: read the result back and compare it with the source before it takes its place:
+            tensors, common values and sharded objects, each to the bit.
         file_bytes: size of each of several safetensors files, about.
         source_options: storage options of the store behind the source's URL.
         target_options: the same of the target's.
@@ -161,6 +163,10 @@ def convert(
             read = built.reader()
             if verify:
                 run.compare(read, place.url, goal.url)
+                # Opened anew: what the first one has read it may have kept.
+                again = open_source(place, found).extras()
+                between = (place.url, goal.url)
+                compare_values(again, built.written(), plain=built.plain, between=between)
             built.publish()
         except BaseException:
             built.stop()

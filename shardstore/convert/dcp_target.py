@@ -10,8 +10,8 @@ from __future__ import annotations
 import io
 import pickle
 import re
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -25,9 +25,17 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardstore.convert.sources import Extras
-from shardstore.convert.targets import Read, Receipt, Written, put_in_place, rows_of, values_of
+from shardstore.convert.targets import (
+    UNREADABLE,
+    Read,
+    Receipt,
+    Written,
+    put_in_place,
+    rows_of,
+    values_of,
+)
 from shardstore.dcp.files import METADATA_NAME, DcpFiles
-from shardstore.errors import CheckpointExistsError
+from shardstore.errors import CheckpointExistsError, UnsafeObjectError
 from shardstore.storage import dtypes
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import Box
@@ -54,6 +62,8 @@ class DcpTarget:
         work: folder beside the target.
         target: where the checkpoint shall be.
     """
+
+    plain: ClassVar[bool] = False
 
     def __init__(self, work: Location, target: Location) -> None:
         self._at, self._target = work, target
@@ -136,6 +146,22 @@ class DcpTarget:
             places[MetadataIndex(key)] = _info(place)
             paths[key] = path
         return pickle.dumps(Metadata(about, paths, places, version="1.0.0"))
+
+    def written(self) -> Extras:
+        """By the metadata."""
+        files = DcpFiles.parse(self._at, self._metadata)
+
+        def value_of(key: str) -> Callable[[], Any]:
+            def read() -> Any:
+                try:
+                    return files.read_object(key)
+                except UnsafeObjectError:  # a frozenset, which JSON has and torch does not allow
+                    return UNREADABLE
+
+            return read
+
+        # Under the names of objects of one shard each.
+        return Extras(objects={f"{key}/shard_0_1": value_of(key) for key in files.objects})
 
     def publish(self) -> None:
         """Write the metadata, and rename the folder."""

@@ -13,9 +13,15 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from shardstore.convert.safetensors_files import INDEX_SUFFIX, Entry, header_bytes
+from shardstore.convert.safetensors_files import (
+    INDEX_SUFFIX,
+    Entry,
+    damaged,
+    header_bytes,
+    read_header,
+)
 from shardstore.convert.sources import STATE_METADATA, Extras, read_entry
 from shardstore.convert.targets import Read, Receipt, Written, put_in_place, record_of, rows_of
 from shardstore.errors import CheckpointExistsError, StorageError
@@ -24,6 +30,7 @@ from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.file_ranges import FileRanges
 from shardstore.storage.grid import Box
 from shardstore.storage.location import Location, store_errors
+from shardstore.strategies.common_json import StateRecord
 
 __all__ = ["SafetensorsObjects", "SafetensorsTarget"]
 
@@ -109,6 +116,17 @@ class _Layout:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         return json.dumps(index, indent=2).encode()
 
+    def written(self, folder: Location) -> Extras:
+        """What is no tensor, from the header of the first file in a folder."""
+        name = self.files[0].name
+        ranges = FileRanges(folder)
+        _, metadata = read_header(ranges, name)
+        try:
+            about = {"shardstore": {"state_dict": json.loads(metadata[STATE_METADATA])}}
+        except (KeyError, ValueError):
+            raise damaged(ranges.path(name), "its metadata is another than was written") from None
+        return Extras(record=StateRecord.from_root(about, ranges.path(name)) or StateRecord())
+
     def reader(self, folder: Location) -> Read:
         """How the tensors are read back from a folder."""
         ranges = FileRanges(folder)
@@ -141,6 +159,8 @@ class SafetensorsTarget:
         target: a file's path, or a folder's.
         file_bytes: size of each of several files, about.
     """
+
+    plain: ClassVar[bool] = True
 
     def __init__(self, work: Location, target: Location, *, file_bytes: int) -> None:
         self._work, self._target = work, target
@@ -197,6 +217,10 @@ class SafetensorsTarget:
         """Mapped from the files."""
         return self._layout.reader(self._work)
 
+    def written(self) -> Extras:
+        """From the header of the first file."""
+        return self._layout.written(self._work)
+
     def publish(self) -> None:
         """Rename the folder, or the file in it."""
         if self._single is None:
@@ -221,6 +245,8 @@ class SafetensorsObjects:
         file_bytes: size of each of several files, about.
         budget_bytes: memory for an upload, about.
     """
+
+    plain: ClassVar[bool] = True
 
     def __init__(
         self, work: Location, target: Location, *, file_bytes: int, budget_bytes: int
@@ -304,6 +330,10 @@ class SafetensorsObjects:
             if file.name not in self._done:
                 self._at.write(file.name, file.head)
         return self._layout.reader(self._at)
+
+    def written(self) -> Extras:
+        """From the header of the first file."""
+        return self._layout.written(self._at)
 
     def publish(self) -> None:
         """Write the index, or copy the file to its name.

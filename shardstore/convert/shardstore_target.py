@@ -6,14 +6,15 @@ target itself, as every save is, which a later run goes on with as long as no ot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, ClassVar
 
 from shardstore.convert.sources import Extras
 from shardstore.convert.targets import Read, Receipt, Written
 from shardstore.dcp.layout import grid_of
-from shardstore.errors import StorageError
+from shardstore.errors import DamagedCheckpointError, StorageError
 from shardstore.mapping import ShardedObject
 from shardstore.storage import arrays as stored_arrays
 from shardstore.storage import commit, dtypes
@@ -27,7 +28,7 @@ from shardstore.storage.manifest import ChunkRecord, RankManifest
 from shardstore.storage.names import node_name
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.publish import About, publish
-from shardstore.strategies.common import object_document
+from shardstore.strategies.common import load_bytes, object_document, object_file
 from shardstore.strategies.common_json import BACKEND, MEMBER, VERSION, StateRecord
 
 __all__ = ["ShardstoreTarget"]
@@ -43,6 +44,8 @@ class ShardstoreTarget:
         overwrite: a checkpoint at the target may be replaced.
         budget_bytes: memory for chunks on their way to a store.
     """
+
+    plain: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -148,6 +151,38 @@ class ShardstoreTarget:
         mover = stored_arrays.mover_for(self._attempt.location, self._options, self._attempt)
         return lambda reads: mover.read(reads, lambda: None)
 
+    def written(self) -> Extras:
+        """From their files. Plain values are still to be written, with the commit: as they will
+        be."""
+        place, extras = self._attempt.location, self._extras
+
+        def read(name: str) -> bytes:
+            try:
+                return place.read(name)
+            except FileNotFoundError:
+                url = f"{place.url}/{name}"
+                raise DamagedCheckpointError(
+                    f"{url}, which was written, is not there; convert again with resume=False",
+                    url=url,
+                ) from None
+
+        def value_of(key: str) -> Callable[[], Any]:
+            name = object_file(ShardedObject.empty_from_unique_key(key))
+            return lambda: load_bytes(read(name), f"{place.url}/{name}", key)
+
+        objects = {key: value_of(key) for key in extras.objects}
+        if extras.common is not None:
+            return Extras(read("common.pt"), objects=objects)
+        about = {"shardstore": json.loads(json.dumps({MEMBER: self._record().to_json()}))}
+        record = StateRecord.from_root(about, place.url)
+        assert record is not None
+        return Extras(None, StateRecord(record.paths, record.values), objects)
+
+    def _record(self) -> StateRecord:
+        extras = self._extras
+        files = sorted(key.rpartition("/")[0] for key in extras.objects)
+        return StateRecord(extras.record.paths, extras.record.values, files)
+
     def publish(self) -> None:
         """Root document and commit."""
         extras = self._extras
@@ -155,9 +190,7 @@ class ShardstoreTarget:
         backend = ("torch", 1)
         if extras.common is None:
             backend = (BACKEND, VERSION)
-            files = sorted(key.rpartition("/")[0] for key in extras.objects)
-            about = StateRecord(extras.record.paths, extras.record.values, files)
-            record[MEMBER] = about.to_json()
+            record[MEMBER] = self._record().to_json()
         seconds = perf_counter() - self._started
         self._manifest.seconds = {"write": seconds}
         about_root = About(

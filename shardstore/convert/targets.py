@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from numpy.typing import NDArray
 
@@ -24,6 +24,7 @@ from shardstore.storage.location import Location, store_errors
 from shardstore.strategies.common_json import StateRecord, as_json
 
 __all__ = [
+    "UNREADABLE",
     "Read",
     "Receipt",
     "Target",
@@ -35,6 +36,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+UNREADABLE = object()
+"""In the place of a value that was written, and can be read by who allows its class alone."""
 
 Receipt = Any
 Read = Callable[[Sequence[RegionRead]], None]
@@ -57,6 +61,9 @@ class Written:
 
 class Target(Protocol):
     """A checkpoint under construction."""
+
+    plain: ClassVar[bool]
+    """Whether its format keeps only values that have a JSON form."""
 
     def array(self, meta: ArrayMeta, boxes: Sequence[Box], most_bytes: int) -> ArrayMeta:
         """The tensor on the grid that it is written by, in chunks of about so many bytes."""
@@ -81,6 +88,9 @@ class Target(Protocol):
 
     def reader(self) -> Read:
         """How to read back what was written, once all of it is."""
+
+    def written(self) -> Extras:
+        """What is no tensor, read back from what was written; asked after :meth:`reader`."""
 
     def publish(self) -> None:
         """Put the finished checkpoint in its place."""

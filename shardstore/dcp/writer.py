@@ -166,6 +166,14 @@ class StorageWriter(Placed, DcpStorageWriter):
             AccessPatternError: something in the metadata was not written, or not exactly once.
             StorageError: the store refused; what was at the target is as it was.
         """
+        try:
+            self._commit(metadata, results)
+        except BaseException:
+            # At once: this object may live on, and who saves there next would wait for it.
+            self._give_up()
+            raise
+
+    def _commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         attempt = self._attempt
         if attempt is None:
             raise CheckpointingException(

@@ -216,18 +216,20 @@ def histogram(
     low, high = statistics.min, statistics.max
     if low is None or high is None:
         return np.zeros(bins, np.int64), np.linspace(0.0, 1.0, bins + 1)
-    if not math.isfinite(high - low) or high == low:
-        low, high = low - 0.5 if high == low else low / 2, high + 0.5 if high == low else high / 2
+    if high == low:
+        low, high = low - 0.5, high + 0.5
+    # Of a range that is wider than numbers are, half of everything.
+    scale = 1.0 if math.isfinite(high - low) else 0.5
     counts = np.zeros(bins, np.int64)
     lock = threading.Lock()
-    ends = (low, high)
+    ends = (low * scale, high * scale)
 
     def work(array: ArrayMeta, box: Box) -> None:
         mine = np.zeros(bins, np.int64)
         for block in blocks(read_box(stored, array, box)):
-            mine += np.histogram(block[np.isfinite(block)], bins, ends)[0]
+            mine += np.histogram(block[np.isfinite(block)] * scale, bins, ends)[0]
         with lock:
             counts[:] += mine
 
     stream([array], work, lambda array, error: None, budget_bytes=budget_bytes)
-    return counts, np.linspace(*ends, bins + 1)
+    return counts, np.linspace(*ends, bins + 1) / scale

@@ -211,10 +211,17 @@ def delete_folder(location: Location) -> None:
     """Delete a checkpoint: its commit first. Foreign files, and then the folder, stay.
 
     Where all of it is ours it goes in one step to the name of an attempt, which the next save or
-    sweep clears if this process dies on the way.
+    sweep clears if this process dies on the way. A symbolic link goes after the folder that it
+    leads to.
     """
+    if os.path.islink(location.url):
+        target = Location.of(os.path.realpath(location.url))
+        delete_folder(target)
+        if not target.exists():
+            location.delete()
+        return
     paths = [os.path.join(location.url, name) for name in location.listing()]
-    if not os.path.islink(location.url) and all(map(_is_ours, paths)):
+    if all(map(_is_ours, paths)):
         doomed = _attempt_location(location, f"{_fresh_id()}.deleted")
         try:
             location.write(OWNER_NAME, json.dumps(_owner()).encode())

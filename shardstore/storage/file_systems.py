@@ -15,7 +15,7 @@ from typing import Any
 import fsspec  # type: ignore[import-untyped]
 
 from shardstore.errors import StorageError
-from shardstore.storage.redaction import keep_quiet_about
+from shardstore.storage.redaction import PROFILE_VALUES, keep_quiet_about
 from shardstore.storage.remote_errors import explained
 from shardstore.storage.s3_options import problem_of
 
@@ -50,11 +50,13 @@ def file_system(url: str, options: Mapping[str, Any]) -> Any:
 def _made(url: str, protocol: str, options: Mapping[str, Any]) -> Any:
     package = "s3fs (pip install 'shardstore[s3]')" if protocol in _S3 else "the package it names"
     make: Callable[..., Any] = fsspec.filesystem
-    keep_quiet_about(options)
+    keep_quiet_about(options, *(_in_profiles() if protocol in _S3 else ()))
     try:
         given = _s3_options(options) if protocol in _S3 else dict(options)
         if protocol in _S3:
-            return make(protocol, skip_instance_cache=True, **given)
+            made = make(protocol, skip_instance_cache=True, **given)
+            keep_quiet_about(options)  # of modules, too, that are imported by now
+            return made
         if protocol == "local":
             return make(protocol, **{"auto_mkdir": True, **given})
         return fsspec.core.url_to_fs(url, **given)[0]
@@ -74,6 +76,19 @@ def _made(url: str, protocol: str, options: Mapping[str, Any]) -> Any:
     # Not while the other is handled: its text, which would be the context, could hold what was
     # given.
     raise StorageError(f"{url}: {said}", url=url)
+
+
+def _in_profiles() -> list[str]:
+    """Credentials in the files of profiles; none where those can not be read."""
+    try:
+        import botocore.session  # type: ignore[import-untyped]
+
+        profiles = botocore.session.Session().full_config["profiles"].values()
+    except Exception:  # whoever needs them says what is wrong with them
+        return []
+    return [
+        value for profile in profiles for name in PROFILE_VALUES if (value := profile.get(name))
+    ]
 
 
 def _s3_options(options: Mapping[str, Any]) -> dict[str, Any]:

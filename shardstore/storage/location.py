@@ -118,8 +118,9 @@ class Location:
         """
         if options is not None and not isinstance(options, Mapping):
             raise ArgumentError(
-                f"storage_options={options!r} must be a dict, such as "
-                "{'endpoint_url': 'http://host:9000'}"
+                # Not what it is: there may be a secret in it.
+                f"storage_options must be a dict, such as {{'endpoint_url': 'http://host:9000'}}, "
+                f"not a {type(options).__name__}"
             )
         return cls.of(place, **(options or {}))
 
@@ -235,6 +236,20 @@ class Location:
                 with suppress(OSError):
                     os.unlink(fresh)
                 raise
+
+    def stamp(self, name: str) -> object | None:
+        """Something that is another once a document was replaced; ``None``: there is none.
+
+        Raises:
+            StorageError: the store refused.
+        """
+        if not self.is_local:
+            return self.remote.stamp(name)
+        try:
+            found = os.stat(f"{self.url}/{name}")
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
 
     def exists(self, name: str = "") -> bool:
         """Whether there is a document or folder of that name (default: this location itself)."""

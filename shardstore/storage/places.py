@@ -11,11 +11,19 @@ import re
 
 from shardstore.errors import ArgumentError
 
-__all__ = ["url_of"]
+__all__ = ["shown", "url_of"]
 
 _FILE = "file://"
 # Of two letters at least, for drives of Windows have one.
 _SCHEME = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):(?P<slashes>/+)(?P<rest>.*)", re.DOTALL)
+
+
+_OF_BUCKETS = ("s3", "s3a", "gs", "gcs")
+
+
+def shown(place: object) -> str:
+    """A place as texts may name it: what stands where a URL has a user and a password is hidden."""
+    return re.sub(r"(?s)(:/+)[^/]*:.*@", r"\1***@", str(place))
 
 
 def url_of(place: object) -> str:
@@ -35,6 +43,15 @@ def url_of(place: object) -> str:
         _require(bool(url), place, "is empty: give a path or a URL")
     elif parts := _SCHEME.match(url):
         scheme, rest = parts["scheme"], parts["rest"].strip("/")
+        # A secret key may have slashes in it; names of buckets have no colon (but for ARNs).
+        has_credentials = scheme in _OF_BUCKETS and bool(re.match(r"(?!arn:)[^/]*:", rest))
+        if has_credentials:
+            raise ArgumentError(
+                f"the place of a checkpoint, {scheme}://***, has a colon where the name of the "
+                "bucket is expected: credentials are no part of such a URL; give them as "
+                "storage_options={'key': ..., 'secret': ...}, or as AWS_* variables or a profile",
+                url=f"{scheme}://***",
+            )
         named = bool(rest) or scheme == "memory"  # which has no buckets
         _require(named, place, "names no bucket; give a URL such as s3://bucket/run/step-100")
         whole = f"{scheme}://{'/' * (scheme == 'file')}{rest}"
@@ -71,4 +88,6 @@ def _text(place: object) -> str:
 
 def _require(condition: bool, place: object, what: str) -> None:
     if not condition:
-        raise ArgumentError(f"the place of a checkpoint, {str(place)!r}, {what}", url=str(place))
+        raise ArgumentError(
+            f"the place of a checkpoint, {shown(place)!r}, {what}", url=shown(place)
+        )

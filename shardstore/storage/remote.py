@@ -177,6 +177,17 @@ class RemoteStore:
                     raise
                 return False
 
+    def stamp(self, name: str) -> object | None:
+        """Something that is another once a document was replaced; ``None``: there is none."""
+        with self._errors("looking for", name):
+            try:
+                about = self._call("info", self._path(name))
+            except FileNotFoundError as error:
+                if code_of(error) == "NoSuchBucket":
+                    raise
+                return None
+        return repr((about.get("ETag"), _written_at(about), about.get("size")))
+
     def is_dir(self, name: str = "") -> bool:
         """Whether there is anything below that name."""
         return bool(self.listing(name)) if name else True

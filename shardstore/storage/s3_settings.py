@@ -14,6 +14,7 @@ from typing import Any
 from fsspec.asyn import sync  # type: ignore[import-untyped]
 
 from shardstore.storage.location import Location
+from shardstore.storage.redaction import keep_quiet_about
 from shardstore.storage.remote import FIRST_DEADLINE_S
 from shardstore.storage.remote_errors import explained
 
@@ -116,12 +117,14 @@ async def _settings(fs: Any) -> S3Settings:
         verify=fs.client_kwargs.get("verify", os.environ.get("AWS_CA_BUNDLE") or True),
         signs_payload=(meta.config.s3 or {}).get("payload_signing_enabled"),
     )
+    keep_quiet_about({})  # of modules, too, that a client's making has imported
     credentials = client._request_signer._credentials
     if settings.anonymous or credentials is None or credentials.method in _REFRESHED:
         return settings
     frozen = credentials.get_frozen_credentials()
     if hasattr(frozen, "__await__"):
         frozen = await frozen
+    keep_quiet_about({}, frozen.access_key, frozen.secret_key, frozen.token)
     return replace(
         settings, key=frozen.access_key, secret=frozen.secret_key, token=frozen.token or None
     )

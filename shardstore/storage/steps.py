@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -26,12 +27,15 @@ from shardstore.storage import commit, sweep
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.content import content_digest
 from shardstore.storage.location import Location
+from shardstore.storage.parallel import run_batched
 
 __all__ = ["MARK", "StepInfo", "Steps", "mark_of", "what_is_missing"]
 
 MARK = "checkpoint_manager"
-"""In the content metadata of a checkpoint: its step and metrics, and that a manager may delete
-it."""
+"""In the content metadata of a checkpoint: its step and metrics, when its save began, and that a
+manager may delete it."""
+READS = 16
+"""Commits that are read at a time from an object store."""
 
 _ATTEMPT = re.compile(r"\.(.+)\.attempt-.+")
 _PREFIX = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*|")
@@ -46,20 +50,23 @@ class StepInfo:
         managed: whether a manager saved it; it is never deleted otherwise.
         metrics: given at the save.
         content: digest of all arrays, see :func:`content_digest`; ``None`` where there is none.
+        saved: when its save began, in nanoseconds since 1970; of two saves of managers the later
+            one has the greater, whatever the clocks say. ``None``: no manager saved it.
     """
 
     step: int
     managed: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
     content: str | None = None
+    saved: int | None = None
 
 
-def mark_of(step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
+def mark_of(step: int, metrics: Mapping[str, float], saved: int | None = None) -> dict[str, Any]:
     """What is kept in the content metadata. JSON has neither NaN nor infinities: they are text."""
     kept = {
         name: value if abs(value) < float("inf") else str(value) for name, value in metrics.items()
     }
-    return {"step": step, "metrics": kept}
+    return {"step": step, "metrics": kept, **({} if saved is None else {"saved_ns": saved})}
 
 
 class Steps:
@@ -81,6 +88,8 @@ class Steps:
             )
         self.root = root
         self.prefix = prefix
+        self._known: dict[int, tuple[object, int | None]] = {}  # stamp, time
+        self._last: int | None = None
 
     def place(self, step: int) -> Location:
         """Where a step is, or would be."""
@@ -103,6 +112,35 @@ class Steps:
         steps = [step for step in map(self.step_of, self.root.listing()) if step is not None]
         return sorted(step for step in steps if commit.is_checkpoint(self.place(step)))
 
+    def times(self, steps: Sequence[int]) -> dict[int, int | None]:
+        """When committed steps were saved, see :attr:`StepInfo.saved`. A commit is read again only
+        if it is another than before.
+
+        Raises:
+            StorageError: the store refused.
+        """
+
+        def work(batch: Sequence[int]) -> None:
+            for step in batch:
+                stamp = self.place(step).stamp("zarr.json")
+                if step not in self._known or self._known[step][0] != stamp:
+                    self._known[step] = (stamp, self.info(step).saved)
+
+        threads = 1 if self.root.is_local else READS
+        run_batched(list(steps), work, threads=threads, weight=lambda _: 1, batch_weight=1)
+        found = {step: self._known[step][1] for step in steps}
+        self._last = max([self._last or 0, *(when for when in found.values() if when is not None)])
+        return found
+
+    def time_of_save(self) -> int:
+        """The time of a save that begins now: after all steps that are there, even if their hosts'
+        clocks were ahead. Called by the one process that saves."""
+        if self._last is None:
+            with contextlib.suppress(StorageError):  # what refuses will refuse the save too
+                self.times(self.committed())
+        self._last = max(time.time_ns(), (self._last or 0) + 1)
+        return self._last
+
     def info(self, step: int) -> StepInfo:
         """What is known of a step; of one that can not be read, or is of another layout, nothing.
 
@@ -124,7 +162,9 @@ class Steps:
         except CheckpointingException:
             return StepInfo(step)
         metrics = dict(_numbers(_mapping(mark.get("metrics"))))
-        return StepInfo(step, mark.get("step") == step, metrics, content)
+        saved = mark.get("saved_ns")
+        saved = saved if isinstance(saved, int) else None
+        return StepInfo(step, mark.get("step") == step, metrics, content, saved)
 
     def remove(self, step: int) -> None:
         """Delete a committed step: its commit first, then its data. Foreign files in it stay.

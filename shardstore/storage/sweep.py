@@ -94,7 +94,8 @@ def latest(
     root: str | os.PathLike[str] | Location, *, storage_options: Mapping[str, Any] | None = None
 ) -> str | None:
     """The committed checkpoint directly below a root whose name has the highest numbers
-    (``step-1000`` after ``step-200``); ``None`` if there is none. Any process may call it.
+    (``step-1000`` after ``step-200``); ``None`` if there is none. Any process may call it. It goes
+    by the names alone: where a run went back, see :meth:`CheckpointManager.latest`.
 
     Raises:
         StorageError: the store refused.
@@ -114,7 +115,7 @@ def delete_checkpoint(
     place: str | os.PathLike[str] | Location, *, storage_options: Mapping[str, Any] | None = None
 ) -> None:
     """Delete a checkpoint: its commit first, so that no reader opens what is half gone, then its
-    data. Foreign files stay. Called by one process.
+    data. Foreign files stay. A symbolic link is followed, and goes too. Called by one process.
 
     Raises:
         NotACheckpointError: there is none; what is there instead (an array of a checkpoint, a group

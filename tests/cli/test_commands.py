@@ -287,6 +287,21 @@ def test_wrong_use_is_one_helpful_line(
     assert sorted(place.rglob("*")) == files
 
 
+def test_slips_of_the_finger_show_no_secret(place: Path, cli: Cli) -> None:
+    for option in ("secret:of-a-trainer", "of-a-trainer", "secret of-a-trainer"):
+        said = cli.refused("ls", place, "--storage-option", option)
+        assert "NAME=VALUE" in said
+        assert "of-a-trainer" not in said
+    options = ("secret=of-a-trainer", "secret.x=of-a-trainer")
+    words = [word for option in options for word in ("--storage-option", option)]
+    assert "of-a-trainer" not in cli.refused("ls", place, *words)
+    for command in (["ls"], ["rm", "--yes"], ["convert", place]):
+        said = cli.refused(*command, "s3://AKNOBODY:of-a-trainer@bucket/run")
+        assert "of-a-trainer" not in said
+        assert "AKNOBODY" not in said
+        assert "credentials" in said
+
+
 def test_foreign_backends_are_named(tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     assert "'torch_dist'" in cli.refused("ls", tmp_path)
@@ -320,6 +335,19 @@ def test_rm_leaves_what_is_not_the_checkpoints(place: Path, cli: Cli) -> None:
     assert (outcome.code, outcome.json["left"]) == (0, ["train.log"])
     assert [entry.name for entry in place.iterdir()] == ["train.log"]
     assert "not a checkpoint" in cli.refused("rm", "--yes", place)
+
+
+def test_rm_does_not_follow_a_link(place: Path, tmp_path: Path, cli: Cli) -> None:
+    link = tmp_path / "latest"
+    link.symlink_to(place)
+    files = sorted(place.rglob("*"))
+    said = cli.refused("rm", "--yes", link)
+    assert f"symbolic link to {place}; nothing was removed" in said
+    assert link.is_symlink()
+    assert sorted(place.rglob("*")) == files
+    assert "link" in cli("rm", "--help").out
+    assert cli("rm", "--yes", place).code == 0
+    assert not place.exists()
 
 
 def test_rm_takes_a_damaged_checkpoint_too(place: Path, cli: Cli) -> None:

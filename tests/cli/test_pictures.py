@@ -13,7 +13,9 @@ import torch
 
 import shardstore
 from shardstore import ShardedTensor
-from tests.cli.checkpoints import Cli, flip, values
+from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.location import Location
+from tests.cli.checkpoints import CUT, WORLD, Cli, flip, values
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 SWITCHES = (
@@ -98,6 +100,67 @@ def test_report_is_one_file_that_asks_for_nothing(pristine: Path, tmp_path: Path
     tags = {tag for tag, _ in page.found}
     assert not tags & {"script", "link", "img", "iframe", "object", "embed"}
     assert not re.search(r"(src|href|url\(|@import)", text)
+
+
+class Pictures(HTMLParser):
+    """The rectangles of the layouts by key: title, and place in elements of the SVG."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: dict[str, list[tuple[str, list[float]]]] = {}
+        self.key, self.figure, self.titled = "", "", False
+        self.place: list[float] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.key = given.get("data-key") or self.key
+        if tag == "figure":
+            self.figure = str(given["class"])
+        elif tag == "rect" and self.figure == "layout":
+            self.place = [float(str(given[name])) for name in ("y", "x", "height", "width")]
+        self.titled = tag == "title" and self.figure == "layout"
+
+    def handle_data(self, data: str) -> None:
+        if self.titled:
+            self.found.setdefault(self.key, []).append((data, self.place))
+            self.titled = False
+
+
+def test_layouts_are_what_the_manifest_says(pristine: Path, tmp_path: Path, cli: Cli) -> None:
+    """Each rectangle names the chunk that lies there, and the rank that wrote it."""
+    target = tmp_path / "report.html"
+    assert cli("report", pristine, "-o", target).code == 0
+    pictures = Pictures(target.read_text()).found
+    stored = StoredCheckpoint(Location.of(pristine))
+    assert stored.manifest is not None
+    assert set(pictures) == {key for key, meta in stored.arrays.items() if meta.grid.size}
+    for key, shown in pictures.items():
+        meta = stored.arrays[key]
+        assert len(shown) == meta.grid.size
+        sizes = ([1, 1] + [max(1, n) for n in meta.shape])[-2:]  # of rows and columns drawn
+        # The whole picture, from its own rectangles: they fill it.
+        high = max(y + h for _, (y, _, h, _) in shown)
+        wide = max(x + w for _, (_, x, _, w) in shown)
+        for title, (y, x, h, w) in shown:
+            found = re.fullmatch(r"chunk \[([\d, ]*)\], rank (\d+)", title)
+            assert found is not None, title
+            index = tuple(int(n) for n in found[1].split(",") if n)
+            assert int(found[2]) == stored.manifest.writer(meta, index)
+            if key in CUT:  # and as it was saved
+                axis = CUT[key]
+                half = meta.grid.box(index).offset[axis] >= meta.shape[axis] // WORLD
+                assert int(found[2]) == half
+            box = meta.grid.box(index)
+            offset, shape = ([0, 0, *box.offset])[-2:], ([1, 1, *box.shape])[-2:]
+            place = [
+                y * sizes[0] / high,
+                x * sizes[1] / wide,
+                h * sizes[0] / high,
+                w * sizes[1] / wide,
+            ]
+            assert place == pytest.approx([*offset, *shape], abs=0.05 * max(sizes))
+    assert {title[-1] for title, _ in pictures["layers.1.weight"]} == {"0", "1"}
 
 
 def test_report_of_damage(place: Path, tmp_path: Path, cli: Cli) -> None:

@@ -217,7 +217,38 @@ def pieces_of_shared_chunks_count_for_their_owner(rank: int, world_size: int, fo
     assert "exchange_s" in record["ranks"]
 
 
+def all_ranks_go_back_together(rank: int, world_size: int, folder: Path) -> None:
+    manager = CheckpointManager(folder, keep_last=3)
+    for step in (1, 2, 3):
+        manager.save(step, state_of(rank, world_size, step))
+    manager.wait()
+    dist.barrier()
+    state = state_of(rank, world_size, -1)
+    with logged() as texts:
+        assert manager.restore(state, 1) is not None
+    assert [": 2, 3. They stay" in text for text in texts] == [True] * (rank == 0)
+    manager.save(0, state_of(rank, world_size, 0))
+    dist.barrier()
+    same_everywhere((manager.latest(), manager.steps()))
+    assert manager.latest() == 0
+    restored = manager.restore(state)
+    assert restored is not None
+    assert restored.step == 0
+    check(state, rank, 0)
+    # Rank 0's word counts; nobody waits for what another was told.
+    restored = manager.restore(state, 1, discard_later=rank == 0)
+    assert restored is not None
+    assert manager.steps() == [0, 1]
+    check(state, rank, 1)
+    manager.save(2, state_of(rank, world_size, 22))
+    restored = manager.restore(state)
+    assert restored is not None
+    assert restored.step == 2
+    check(state, rank, 22)
+
+
 SCENARIOS: list[Scenario] = [
+    all_ranks_go_back_together,
     every_rank_keeps_and_restores_the_same,
     background_saves_are_retained,
     damage_that_one_rank_meets_sends_all_back,

@@ -11,6 +11,9 @@ import shardstore
 from scripts.s3_servers import S3Server
 from shardstore.errors import NotACheckpointError
 from shardstore.mapping import ShardedObject, ShardedTensor
+from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.location import Location
+from shardstore.storage.verify import Finding, verify
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 
 CHUNK_BYTES = 4096
@@ -80,10 +83,17 @@ class Run:
     def with_direct(self) -> Run:
         return Run(self.direct, self.direct, self.bucket, self.direct.storage_options)
 
-    def version(self, step: int) -> int | None:
-        """The version that is committed there, every value of it; ``None``: nothing is."""
+    def version(self, step: int, parts: int = 1) -> int | None:
+        """The version that is committed there, every value and object of it, with nothing to find
+        for who verifies it; ``None``: nothing is.
+
+        Args:
+            step: which.
+            parts: number of ranks that saved it.
+        """
         asked = state(0)
-        del asked["step"], asked["o"]
+        del asked["step"]
+        asked["o"] = [ShardedObject("o", None, (parts,), (i,)) for i in range(parts)]
         for key in ("w", "b", "flat"):
             asked[key].data.fill_(float("nan"))
         try:
@@ -93,8 +103,17 @@ class Run:
         except NotACheckpointError:
             return None
         version = loaded["step"]
+        assert loaded["o"] == [f"of version {version}"] * parts
         wanted = state(version)
         for key in ("w", "b", "flat"):
             assert torch.equal(loaded[key], wanted[key].data), f"{key} is not of version {version}"
         assert isinstance(version, int)
+        assert self.findings(step) == []
         return version
+
+    def findings(self, step: int) -> list[str]:
+        """What a verification of a checkpoint finds, hashes included."""
+        found: list[Finding] = []
+        place = Location.of(self.url(step), **self.direct.storage_options)
+        verify(StoredCheckpoint(place), found.append, hashes=True)
+        return [f"{one.severity}: {one.message}" for one in found]

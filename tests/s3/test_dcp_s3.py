@@ -24,7 +24,9 @@ from shardstore.errors import CheckpointExistsError, NotACheckpointError
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.location import Location
 from tests import dtensor_states
+from tests.faults.s3_proxy import Fault, FaultProxy
 from tests.ranks_helper import run_ranks
+from tests.s3.checkpoints import Run
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -145,3 +147,28 @@ def test_nothing_there(s3_server: S3Server) -> None:
     assert f"{place} is not a distributed checkpoint" in str(caught.value.failures[0][0])
     with pytest.raises(NotACheckpointError):
         reader.read_metadata()
+
+
+@pytest.mark.parametrize("document", ["manifest.npz", "zarr.json"])
+def test_a_save_that_failed_does_not_hold_up_the_next(
+    s3_server: S3Server, document: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also while the writer that failed lives on, as a trainer's does."""
+    with FaultProxy(s3_server.endpoint_url) as proxy:
+        run = Run.new(s3_server.at(proxy.endpoint_url), s3_server)
+        place, wanted = run.url(1), {"w": torch.arange(100.0)}
+        proxy.add(Fault.SLOW_DOWN, methods=("PUT",), path=rf"/step-1/{document}$", count=None)
+        failed = StorageWriter(place, storage_options=run.options)
+        with pytest.raises(CheckpointException, match=r"SlowDown|503"):
+            dcp.save(wanted, storage_writer=failed, no_dist=True)
+        assert s3_server.keys(run.bucket, "run/step-1/") == []
+        proxy.clear()
+        writer = StorageWriter(place, storage_options=run.options)
+        dcp.save(wanted, storage_writer=writer, no_dist=True)
+        assert "taken for dead" not in caplog.text
+        # What was given up long ago is not given up again, on what is there now.
+        failed.reset()
+        found = {"w": torch.zeros(100)}
+        reader = StorageReader(place, storage_options=run.options)
+        dcp.load(found, storage_reader=reader, no_dist=True)
+        assert torch.equal(found["w"], wanted["w"])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import pickle
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from scripts.s3_servers import S3Server
 from shardstore.errors import StorageError
 from shardstore.storage.location import Location
 from shardstore.storage.object_io import object_io
+from shardstore.storage.redaction import keep_quiet_about
 from tests.s3.checkpoints import state
 
 WRONG = {
@@ -93,3 +97,89 @@ def test_no_log_has_them_at_any_level(
     assert "Credential=***" in said  # the libraries did say much
     for value in (*WRONG.values(), s3_server.key, s3_server.secret):
         assert value not in said
+
+
+@pytest.mark.parametrize("source", ["profile", "program"])
+def test_no_log_has_those_that_a_client_found(
+    s3_server: S3Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    source: str,
+) -> None:
+    """Of a profile with a session token; and of a program that is asked for them, which nothing
+    here knows before the client does."""
+    token = f"IQoJb3JpZ2luX2VjEHMaCXVzLWVhc3Qt+{source}/Qx=="
+    lines = {
+        "aws_access_key_id": s3_server.key,
+        "aws_secret_access_key": s3_server.secret,
+        "aws_session_token": token,
+    }
+    if source == "program":
+        answer = {
+            "Version": 1,
+            "AccessKeyId": s3_server.key,
+            "SecretAccessKey": s3_server.secret,
+            "SessionToken": token,
+        }
+        (tmp_path / "answer.py").write_text(f"print({json.dumps(answer)!r})")
+        lines = {"credential_process": f"{sys.executable} {tmp_path}/answer.py"}
+    text = "\n".join(f"{name} = {value}" for name, value in lines.items())
+    (tmp_path / "config").write_text(f"[profile of-the-test]\n{text}\n")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_PROFILE", "of-the-test")
+    # What other tests made known must not help.
+    monkeypatch.setattr("shardstore.storage.redaction._hidden", frozenset())
+    options = {"endpoint_url": s3_server.endpoint_url, "region_name": s3_server.region}
+    caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, logger="botocore")
+    url = f"s3://{s3_server.new_bucket()}/run/step-1"
+    caplog.clear()  # of the test's own client
+    shardstore.save(state(1), url, storage_options=options)
+    shardstore.load({"w": state(0)["w"]}, url, storage_options=options)
+    said = "\n".join([caplog.text, *(f"{r.getMessage()} {r.args!r}" for r in caplog.records)])
+    assert "Credential=***" in said
+    assert "security-token" in said.lower()
+    for value in (s3_server.key, s3_server.secret, token):
+        assert value not in said
+
+
+FOUND = {
+    "key": "ASIAROLE00000000EXMP",
+    "secret": "wJalr/role+K7MDENG0",
+    "token": "FwoGZXIvYXdzEJr//role==",
+}
+ANSWERS = [
+    "<AssumeRoleResult><Credentials><AccessKeyId>{key}</AccessKeyId><SecretAccessKey>{secret}"
+    "</SecretAccessKey><SessionToken>{token}</SessionToken></Credentials></AssumeRoleResult>",
+    'Response body:\nb\'{{"roleCredentials":{{"accessKeyId":"{key}","secretAccessKey":"{secret}",'
+    '"sessionToken":"{token}","expiration":1700000000000}}}}\'',
+    "{{'AccessKeyId': '{key}', 'SecretAccessKey': '{secret}', 'Token': '{token}'}}",
+    "headers={{'Authorization': b'AWS4-HMAC-SHA256 Credential={key}/20260101/us-east-1/s3/"
+    "aws4_request, SignedHeaders=host, Signature=00', 'X-Amz-Security-Token': b'{token}'}}"
+    "{secret:.0}",
+    "CanonicalRequest:\nGET\n/\n\nhost:x\nx-amz-date:20260101T000000Z\nx-amz-security-token:{token}"
+    "\n\nhost {key:.0}{secret:.0}",
+]
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_answers_that_bring_credentials_are_logged_without_them(
+    answer: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the token service, the single sign-on and the metadata service give them: the first line
+    that has them is the one that is to be hidden."""
+    monkeypatch.setattr("shardstore.storage.redaction._hidden", frozenset())
+    keep_quiet_about({})
+    caplog.set_level(logging.DEBUG, "botocore.parsers")
+    logging.getLogger("botocore.parsers").debug("%s", answer.format(**FOUND))
+    for value in FOUND.values():
+        assert value not in caplog.text
+    for word in ("host", "expiration", "AssumeRoleResult", "us-east-1/s3"):
+        assert (word in caplog.text) == (word in answer)
+    logging.getLogger("botocore.parsers").debug("path /bucket/run: x-amz-date %s", FOUND["token"])
+    assert FOUND["token"] not in caplog.text
+    assert "path /bucket/run" in caplog.text

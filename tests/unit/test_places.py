@@ -14,7 +14,9 @@ import shardstore
 from shardstore.dcp import StorageReader, StorageWriter
 from shardstore.errors import ArgumentError, StorageError
 from shardstore.mapping import ShardedTensor
+from shardstore.saving import SaveCall
 from shardstore.storage.location import Location
+from shardstore.storage.options import SaveOptions
 from shardstore.storage.sweep import latest, sweep
 
 
@@ -64,6 +66,44 @@ def test_a_file_system_that_can_not_be_had_is_an_error_of_ours() -> None:
         shardstore.load(state(), "ftp://127.0.0.1:1/x")
     with pytest.raises(StorageError, match="storage options do not fit"):
         shardstore.load(state(), "s3://b/x", storage_options={"config_kwargs": "none"})
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://AKNOBODY:of/a+secret@bucket/run", "s3a://AKNOBODY:of/a+secret@bucket"]
+)
+def test_credentials_in_a_url_are_refused_and_not_repeated(url: str) -> None:
+    for work in (
+        lambda: shardstore.save(state(), url),
+        lambda: shardstore.async_save(state(), url),
+        lambda: shardstore.load(state(), url),
+        lambda: shardstore.CheckpointManager(url),
+        lambda: StorageWriter(url),
+        lambda: latest(f"memory::{url}"),
+    ):
+        with pytest.raises(ArgumentError) as caught:
+            work()
+        said = f"{caught.value!r} {vars(caught.value)} {caught.value.__cause__!r}"
+        assert "of/a+secret" not in said
+        assert "AKNOBODY" not in said
+
+
+def test_calls_and_places_do_not_show_their_options() -> None:
+    options = {"key": "AKOFATRAINER00000", "secret": "of-a-trainer-123456"}
+    call = SaveCall(
+        sharded_state_dict={},
+        checkpoint_dir="s3://bucket/x",
+        options=SaveOptions(),
+        storage_options=options,
+    )
+    for one in (
+        call,
+        Location.given("s3://bucket/x", options),
+        StorageWriter("s3://b/x", storage_options=options),
+    ):
+        assert "of-a-trainer" not in f"{one!r} {one}"
+    with pytest.raises(ArgumentError) as caught:
+        shardstore.load({}, "s3://b/x", storage_options="secret=of-a-trainer-123456")  # type: ignore[arg-type]
+    assert "of-a-trainer" not in str(caught.value)
 
 
 def test_a_pickle_has_no_options() -> None:

@@ -1,0 +1,190 @@
+"""What a conversion writes beside the arrays is read back and compared as well."""
+
+from __future__ import annotations
+
+import io
+import random
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import shardstore
+from scripts.s3_servers import S3Server
+from shardstore import ShardedObject, ShardedTensor
+from shardstore.convert import Progress, convert
+from shardstore.convert.values import same_value
+from shardstore.errors import DamagedCheckpointError
+from shardstore.storage.commit import is_checkpoint
+from shardstore.storage.location import Location
+from shardstore.strategies.common import object_document
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    place = tmp_path / "source"
+    objects = [
+        ShardedObject("o", {"rank": rank, "x": torch.ones(3)}, (2,), (rank,)) for rank in (0, 1)
+    ]
+    state = {
+        "w": ShardedTensor.from_rank_offsets("w", torch.arange(10.0)),
+        "o": objects,
+        "step": 41,
+        "lr": float("nan"),
+        "names": ["first", "second"],
+    }
+    shardstore.save(state, place)
+    return place
+
+
+def other_object(work: Path) -> None:
+    name, data = object_document(ShardedObject("o", {"rank": 1, "x": torch.zeros(3)}, (2,), (1,)))
+    assert (work / name).read_bytes() != data
+    (work / name).write_bytes(data)
+
+
+def other_common(work: Path) -> None:
+    stream = io.BytesIO()
+    state = torch.load(work / "common.pt", weights_only=True)
+    torch.save({**state, "step": 42}, stream)
+    (work / "common.pt").write_bytes(stream.getvalue())
+
+
+def missing_object(work: Path) -> None:
+    name, _ = object_document(ShardedObject("o", None, (2,), (1,)))
+    (work / name).unlink()
+
+
+def last_item(work: Path) -> None:
+    """Of DCP: what is no tensor is behind the tensors."""
+    (file,) = work.glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    place = data.rindex(b"second")
+    data[place : place + 6] = b"SECOND"
+    file.write_bytes(data)
+
+
+def head(work: Path) -> None:
+    (file,) = work.glob("*.safetensors")
+    data = file.read_bytes()
+    assert data.count(b"second") == 1
+    file.write_bytes(data.replace(b"second", b"SECOND"))
+
+
+@pytest.mark.parametrize(
+    ("target_format", "spoil", "named"),
+    [
+        ("shardstore", other_object, r"'o/shard_1_2'.* differs"),
+        ("shardstore", missing_object, r"o"),
+        ("shardstore", other_common, r"'step'.* differs"),
+        ("dcp", last_item, r"names"),
+        ("safetensors", head, r"'names'.* differs"),
+    ],
+)
+def test_what_is_written_wrong_beside_the_arrays_is_found(
+    source: Path, tmp_path: Path, target_format: str, spoil: Any, named: str
+) -> None:
+    spoiled = False
+
+    def progress(event: Progress) -> None:
+        nonlocal spoiled
+        if event.stage == "verify" and not spoiled:
+            spoiled = True
+            spoil(tmp_path / ".target.convert")
+
+    target = tmp_path / "target"
+    with pytest.raises(DamagedCheckpointError, match=named):
+        convert(source, target, target_format=target_format, progress=progress)
+    assert spoiled
+    assert not target.exists()
+    done = convert(source, target, target_format=target_format, resume=False)
+    assert done.verified
+    assert target.exists()
+    spoiled = False
+    convert(source, tmp_path / "unverified", target_format=target_format, verify=False)
+
+
+def test_in_an_object_store_too(source: Path, tmp_path: Path, s3_server: S3Server) -> None:
+    url, options = f"s3://{s3_server.new_bucket()}/target", s3_server.storage_options
+    name, data = object_document(ShardedObject("o", {"rank": 1, "x": None}, (2,), (1,)))
+
+    def progress(event: Progress) -> None:
+        if event.stage == "verify":
+            Location.of(url, **options).write(name, data)
+
+    with pytest.raises(DamagedCheckpointError, match=r"'o/shard_1_2'.* differs"):
+        convert(source, url, target_options=options, progress=progress)
+    assert not is_checkpoint(Location.of(url, **options))
+    convert(source, url, target_options=options, resume=False)
+    back = tmp_path / "back"
+    convert(url, back, source_options=options)
+    objects = [ShardedObject("o", None, (2,), (rank,)) for rank in (0, 1)]
+    loaded: Any = shardstore.load({"o": objects}, back)
+    assert (loaded["step"], loaded["o"][1]["rank"]) == (41, 1)
+
+
+def test_objects_of_other_kinds_pass(tmp_path: Path) -> None:
+    """As trainers keep them: random states, optimizer settings, streams of bytes."""
+    values = {
+        "w": torch.arange(6.0),
+        "python": random.getstate(),
+        "settings": {"lr": float("nan"), "betas": (0.9, 0.95), 3: [None, b"x"]},
+        "zero": -0.0,
+        "half": np.float16(1.5),
+    }
+    dcp.save(values, checkpoint_id=tmp_path / "a", no_dist=True)
+    for source, target, kind in (
+        ("a", "b", "shardstore"),
+        ("b", "c", "dcp"),
+        ("c", "d", "shardstore"),
+    ):
+        convert(tmp_path / source, tmp_path / target, target_format=kind)
+    found: Any = shardstore.load_plain_tensors(tmp_path / "d")
+    assert found["settings"]["betas"] == (0.9, 0.95)
+    convert(tmp_path / "d", tmp_path / "e.safetensors")
+    assert convert(tmp_path / "e.safetensors", tmp_path / "f").verified
+
+
+def test_values_are_compared_to_the_bit() -> None:
+    nan, loop = float("nan"), []  # type: ignore[var-annotated]
+    loop.append(loop)
+    equal = [
+        nan,
+        -0.0,
+        complex(nan, 1),
+        [1, (2, {"a": nan})],
+        torch.tensor([nan, 1.0]).bfloat16(),
+        torch.zeros(0),
+        np.array([nan, -0.0]),
+        Namespace(lr=nan, w=torch.ones(2)),
+        io.BytesIO(b"state"),
+        {1, 2},
+        torch.float32,
+        loop,
+    ]
+    for value in equal:
+        stream = io.BytesIO()
+        torch.save(value, stream)
+        stream.seek(0)
+        assert same_value(value, torch.load(stream, weights_only=False)), value
+    different = [
+        (0.0, -0.0),
+        (1, 1.0),
+        (True, 1),
+        ([1], (1,)),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+        (torch.zeros(2), torch.zeros(2, 1)),
+        (torch.zeros(2), torch.zeros(2).double()),
+        (torch.tensor([0.0]), torch.tensor([-0.0])),
+        (np.zeros(2), np.zeros(2, np.float32)),
+        (Namespace(a=1), Namespace(a=2)),
+        (io.BytesIO(b"a"), io.BytesIO(b"b")),
+    ]
+    for a, b in different:
+        assert not same_value(a, b), (a, b)

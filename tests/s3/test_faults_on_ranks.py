@@ -1,0 +1,184 @@
+"""Two ranks and a store that fails one of them, or a rank that is killed: all are told, and nothing
+half is seen.
+
+The moments of a kill are requests: the proxy holds one, and its sender is killed meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import shardstore
+from scripts.s3_servers import S3Server
+from shardstore.errors import CheckpointingException
+from shardstore.storage import object_commit, s3_io
+from tests.faults.s3_proxy import Fault, FaultProxy
+from tests.ranks_helper import run_ranks
+from tests.s3.checkpoints import Run, state
+
+WORLD = 2
+LIMIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def shared(s3_server: S3Server) -> Iterator[tuple[FaultProxy, Run]]:
+    with FaultProxy(s3_server.endpoint_url) as proxy:
+        run = Run.new(s3_server.at(proxy.endpoint_url), s3_server)
+        run.save_directly(1)
+        yield proxy, run
+
+
+@pytest.fixture
+def proxy(shared: tuple[FaultProxy, Run]) -> Iterator[FaultProxy]:
+    yield shared[0]
+    shared[0].clear()
+
+
+@pytest.fixture
+def run(shared: tuple[FaultProxy, Run]) -> Run:
+    return shared[1]
+
+
+# -- a rank is killed ------------------------------------------------------------------------------
+
+
+def _main(rank: int, folder: str, run: Run, step: int, background: bool) -> None:
+    """Save, and leave a note of how it ended."""
+    torch.set_num_threads(1)
+    os.environ["SHARDSTORE_DEADLINE_S"] = "10"
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=WORLD,
+        timeout=timedelta(seconds=60),
+    )
+    text = "saved"
+    try:
+        if background:
+            options = run.options
+            part = state(step, rank, WORLD)
+            shardstore.async_save(part, run.url(step), storage_options=options).result(LIMIT_S)
+        else:
+            run.save(step, rank, WORLD)
+    except CheckpointingException as error:
+        text = f"{type(error).__name__}: {error}"
+    Path(folder, f"{rank}.json").write_text(json.dumps(text))
+    os._exit(0)  # the group may be beyond an orderly end
+
+
+MOMENTS = {
+    # Who is killed, and the request that it sends: the object of rank 1 is its own.
+    "an object": (1, r"/o/shard_1_2\.pt$"),
+    "the commit": (0, r"/step-\d+/zarr\.json$"),
+}
+STEPS = iter(range(2, 100))
+
+
+@pytest.mark.parametrize(
+    ("moment", "background"),
+    [(moment, background) for moment in MOMENTS for background in (False, True)],
+)
+def test_a_killed_rank_leaves_nothing_half(
+    run: Run,
+    proxy: FaultProxy,
+    moment: str,
+    background: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    victim, path = MOMENTS[moment]
+    step = next(STEPS)
+    # One request of the victim's is never answered, and the server never sees it.
+    rule = proxy.add(Fault.SILENCE, methods=("PUT",), path=path)
+    with tempfile.TemporaryDirectory(prefix="killed-") as folder:
+        context = mp.get_context("spawn")
+        ranks = [
+            context.Process(target=_main, args=(rank, folder, run, step, background))
+            for rank in range(WORLD)
+        ]
+        for process in ranks:
+            process.start()
+        deadline = time.monotonic() + LIMIT_S
+        while not rule.hits and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert rule.hits == 1
+        pid = ranks[victim].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        for process in ranks:
+            process.join(max(0.0, deadline - time.monotonic()))
+        hung = [process for process in ranks if process.exitcode is None]
+        for process in hung:
+            process.kill()
+        assert not hung, "the other rank waits for the dead one"
+        told = json.loads(Path(folder, f"{1 - victim}.json").read_text())
+        assert not Path(folder, f"{victim}.json").exists()
+    assert told.startswith("RanksError")
+    assert "rank 0" in told if victim == 0 else "rank 1" in told
+    proxy.clear()
+    assert run.version(1) == 1
+    assert run.version(step) is None
+    assert run.direct.keys(run.bucket, f"run/step-{step}/zarr.json") == []
+    # Who died between its last look and the commit is waited for; here it is certain.
+    monkeypatch.setattr(object_commit, "SETTLE_S", 0.5)
+    run.save(step)
+    assert run.version(step) == step
+    assert run.version(1) == 1
+    keys = run.direct.keys(run.bucket, f"run/step-{step}/")
+    assert [key for key in keys if ".attempts" in key] == []
+
+
+# -- a load under faults ---------------------------------------------------------------------------
+
+
+def _load(rank: int, world: int, run: Run) -> tuple[str, str, float]:
+    os.environ["SHARDSTORE_DEADLINE_S"] = "30"
+    s3_io.TRIES = 3  # ten seconds in the place of one
+    asked: dict[str, Any] = state(0, rank, world)
+    del asked["step"], asked["o"]
+    began = time.monotonic()
+    try:
+        shardstore.load(asked, run.url(1), storage_options=run.options)
+    except CheckpointingException as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    return "loaded", "", time.monotonic() - began
+
+
+@pytest.mark.parametrize(
+    ("fault", "path", "kinds"),
+    [
+        (Fault.SLOW_DOWN, r"/w/c\.2\.0$", ("RanksError", "StorageError")),
+        (Fault.FLIP_ANSWER, r"/w/c\.2\.0$", ("RanksError", "ChunkCorruptError")),
+        (Fault.SHORTEN_ANSWER, r"/w/c\.0\.0$", ("ChunkCorruptError", "RanksError")),
+        (Fault.SLOW_DOWN, r"/step-1/zarr\.json$", ("StorageError", "StorageError|RanksError")),
+    ],
+    ids=["a chunk that never comes", "a chunk of rank 1", "a chunk of rank 0", "the root"],
+)
+def test_a_load_that_fails_on_one_rank_fails_on_all(
+    run: Run, proxy: FaultProxy, fault: Fault, path: str, kinds: tuple[str, str]
+) -> None:
+    rule = proxy.add(fault, methods=("GET",), path=path, count=None)
+    outcomes = run_ranks(_load, WORLD, run)
+    assert rule.hits
+    for wanted, (kind, text, seconds) in zip(kinds, outcomes, strict=True):
+        assert kind in wanted.split("|"), text
+        assert run.bucket in text
+        assert seconds < 30
+    for (kind, text, _), other in zip(outcomes, (1, 0), strict=True):
+        if kind == "RanksError":
+            assert f"rank {other}" in text
+    proxy.clear()
+    assert run.version(1) == 1
