@@ -3,7 +3,8 @@
 Every module logs to :mod:`logging` under its own name below ``shardstore``, texts for people. A
 record that tells of an operation has beside its text the attribute ``event``, one of
 :data:`EVENTS`, and the fields of it as further attributes, so that a handler can count and chart
-without parsing texts. They are of level INFO, but for ``damaged`` and ``same_content`` (WARNING).
+without parsing texts. They are of level INFO, but for ``damaged``, ``later_steps`` and
+``same_content`` (WARNING).
 In a save or a load of several ranks the coordinator alone logs them.
 
 An operation that fails raises, and has no event of its end.
@@ -29,6 +30,8 @@ EVENTS = {
     "step": "a manager has saved a step: step, url, bytes, seconds, bytes_per_second, metrics",
     "delete": "a manager has deleted a step: step, url",
     "damaged": "a manager passes over a damaged step: step, url",
+    "later_steps": "a run goes on from a step, of which there are later ones that it did not come "
+    "from: step, later (their numbers), url where they are looked for",
     "same_content": "a step has the same tensors as an earlier one: step, earlier",
 }
 """Name -> when it is logged, and its fields: sizes in bytes, times in seconds."""
