@@ -113,19 +113,25 @@ static int is_sound(const struct array *array, const char *const *names, uint8_t
     return sound;
 }
 
-/* Takes an array out of its tuple; its number of chunks, -1 with an error set. */
+/* Takes an array out of its tuple; its number of chunks, -1 with an error set. Formats with lengths are
+ * avoided: what they need depends on whose headers a stable interface was built with. */
 static Py_ssize_t unpack(PyObject *item, struct array *array)
 {
+    PyObject *text, *crcs;
+    char *text_start, *crcs_start;
     Py_ssize_t crc_bytes;
 
     if (!PyTuple_Check(item)) {
         PyErr_SetString(PyExc_TypeError, "an array is a tuple");
         return -1;
     }
-    if (!PyArg_ParseTuple(item, "ssy#O!ny#", &array->folder, &array->document, &array->text,
-                          &array->text_bytes, &PyTuple_Type, &array->names, &array->stored,
-                          &array->crcs, &crc_bytes))
+    if (!PyArg_ParseTuple(item, "ssO!O!nO!", &array->folder, &array->document, &PyBytes_Type, &text,
+                          &PyTuple_Type, &array->names, &array->stored, &PyBytes_Type, &crcs) ||
+        PyBytes_AsStringAndSize(text, &text_start, &array->text_bytes) ||
+        PyBytes_AsStringAndSize(crcs, &crcs_start, &crc_bytes))
         return -1;
+    array->text = (const uint8_t *)text_start;
+    array->crcs = (const uint8_t *)crcs_start;
     array->chunks = PyTuple_Size(array->names);
     if (array->stored < CRC_BYTES || crc_bytes != array->chunks * CRC_BYTES) {
         PyErr_SetString(PyExc_ValueError, "a checksum a chunk, and room for it in each");

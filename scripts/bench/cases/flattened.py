@@ -16,8 +16,8 @@ READ = "bytes read / wanted, worst rank"
 
 
 def run(context: Context) -> None:
-    """Save and load with both, round after round."""
-    names = (clients.OURS, clients.MEGATRON)
+    """Save and load with both and with plain files, round after round."""
+    names = (clients.RAW[0], clients.OURS, clients.MEGATRON)
     with Field(context, CASE, WORLD, "flattened", context.scale * SCALE, names) as field:
         field.rounds(_round, range(-1, context.repeats))
 
