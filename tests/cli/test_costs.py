@@ -108,6 +108,8 @@ opened = collections.Counter()
 def hook(event, arguments):
     if event in ("open", "os.listdir", "os.scandir"):
         opened[event, "/layers." in str(arguments[0])] += 1
+# What the compiled parts open the interpreter does not see; they open the same files.
+sys.modules["shardstore.storage._small_files"] = None
 from shardstore.cli.app import run
 import shardstore.storage.verify
 sys.addaudithook(hook)
@@ -132,7 +134,7 @@ def test_verifying_opens_each_file_once(many: Path) -> None:
     code, files, lists, _ = counted("verify", many)
     assert code == 0
     # All documents but the last one's are told by their bytes, and none is opened a second time;
-    # the compiled part may open the last one's chunk, unseen by the interpreter.
+    # the last one's chunk may be opened by the other compiled part.
     assert 2 * SMALL_ARRAYS - 1 <= files <= 2 * SMALL_ARRAYS + 1
     assert SMALL_ARRAYS <= lists <= SMALL_ARRAYS + 1
 
