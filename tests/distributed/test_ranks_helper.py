@@ -48,7 +48,8 @@ def test_a_dead_rank_is_named() -> None:
 
 
 def _surroundings(rank: int, world_size: int) -> dict[str, Any]:
-    print(f"rank {rank} speaks", flush=True)
+    sys.stdout.flush()
+    os.write(sys.stdout.fileno(), f"rank {rank} speaks\n".encode())  # a line, not two pieces of one
     return {
         "threads": threading.active_count(),
         "variable": os.environ.get("SHARDSTORE_TEST_VARIABLE"),
