@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.disk_state import claim_memory
 from bench.memory import Sampler
 
 SCRIPTS = Path(__file__).resolve().parent.parent
@@ -102,11 +103,17 @@ class Crew:
     def save(self, client: str, path: Path | str, *, sync: bool, sample: bool = False) -> Timing:
         """All ranks save to `path`."""
         self._ask(op="prepare_save", client=client)
+        if isinstance(path, Path):
+            claim_memory(path.parent, sum(reply["written_bytes"] for reply in self.setup))
         return self._time(sample, op="save", client=client, path=str(path), sync=sync)
 
-    def load(self, client: str, path: Path | str, *, sample: bool = False) -> Timing:
-        """All ranks load from `path`."""
+    def load(
+        self, client: str, path: Path | str, *, sample: bool = False, cold: bool = False
+    ) -> Timing:
+        """All ranks load from `path`; `cold`: its files are not in the page cache."""
         self._ask(op="prepare_load", client=client)
+        if cold and isinstance(path, Path):
+            claim_memory(path.parent, sum(reply["wanted_bytes"] for reply in self.setup))
         return self._time(sample, op="load", client=client, path=str(path))
 
     def check(self) -> bool:

@@ -38,7 +38,7 @@ def _round(case: str, context: Context, crew: Crew, client: str, repeat: int) ->
     taken[LOAD_WARM] = crew.load(client, path).seconds
     in_place = crew.check()
     drop_from_cache(path)
-    taken[LOAD_COLD] = crew.load(client, path).seconds
+    taken[LOAD_COLD] = crew.load(client, path, cold=True).seconds
     crew.check()
     retire(path, context.root)
     taken[SAVE] = crew.save(client, path, sync=False).seconds
