@@ -59,8 +59,9 @@ class Crew:
         environment = dict(os.environ)
         environment["PYTHONPATH"] = str(SCRIPTS)
         environment["GLOO_SOCKET_IFNAME"] = "lo"
+        # What torchrun does too; more threads than cores only disturb one another.
+        environment["LOCAL_WORLD_SIZE"] = str(world)
         if world > 1:
-            # What torchrun does too; more threads than cores only disturb one another.
             environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // world))
         rendezvous = str(Path(self._scratch.name, "rendezvous"))
         with self._log.open("wb") as log:

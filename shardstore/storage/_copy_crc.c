@@ -4,11 +4,7 @@
  * read(2) and then a checksum, the destination is fetched into the cache only to be overwritten,
  * and is read once more. Here the bytes come from a mapping of the file, go to the destination by
  * stores that bypass the cache, and are folded into the checksum while they are in registers.
- *
- * The checksum is folded as in V. Gopal et al., "Fast CRC Computation for Generic Polynomials
- * Using PCLMULQDQ Instruction" (Intel, 2009), for the reflected Castagnoli polynomial; its constants
- * are computed here. What is left after folding is a short message of the same checksum, which the
- * crc32 instruction finishes.
+ * The kernels that do it are in _crc_kernels.h.
  *
  * Built where there is a compiler; shardstore/storage/whole_file.py does without it where there is none.
  */
@@ -27,184 +23,14 @@
 #include <sys/vfs.h>
 #include <unistd.h>
 
-#if !defined(__x86_64__) || !defined(__linux__)
-#error "only for Linux on x86-64; the package works without this module"
-#endif
+#include "_crc_kernels.h"
 
-#include <immintrin.h>
-
-#define WITH_CRC __attribute__((target("sse4.2,pclmul")))
-#define WITH_WIDE __attribute__((target("avx512f,avx512vl,avx512bw,vpclmulqdq,pclmul,sse4.2")))
-
-enum { LINE = 64, AHEAD = 2048, WIDE_BLOCK = 4 * 64, NARROW_BLOCK = 8 * 16 };
 /* Of a file, below which setting up a mapping costs more than it spares. */
 enum { MIN_MAPPED_BYTES = 128 * 1024 };
+/* What is copied, or summed, while it is in the nearest cache. */
 enum { SPREAD_BYTES = 16 * 1024, MOST_AXES = 64 };
 /* The system call's number on x86-64: headers may be older than the kernel. */
 enum { CACHESTAT = 451 };
-
-/* What multiplies the lower and the upper half of 128 bits that move on by one block. */
-struct factors {
-    uint64_t low, high;
-};
-
-/* Takes whole blocks, at least one, to a destination at a multiple of LINE; to none if it is NULL. */
-typedef uint32_t kernel_fn(struct factors by, uint32_t crc, uint8_t *to, const uint8_t *from,
-                           size_t bytes);
-
-/* x to the power n modulo the Castagnoli polynomial, bits reflected. */
-static uint64_t power_of_x(unsigned n)
-{
-    uint32_t value = 0x80000000u;
-    while (n--)
-        value = (value >> 1) ^ (value & 1 ? 0x82F63B78u : 0);
-    return value;
-}
-
-/* The crc32c register carried over bytes, without its inversions. */
-WITH_CRC static uint32_t carry(uint32_t crc, const uint8_t *from, size_t bytes)
-{
-    uint64_t value = crc;
-    for (; bytes >= 8; from += 8, bytes -= 8) {
-        uint64_t word;
-        memcpy(&word, from, 8);
-        value = _mm_crc32_u64(value, word);
-    }
-    crc = (uint32_t)value;
-    for (; bytes; bytes--)
-        crc = _mm_crc32_u8(crc, *from++);
-    return crc;
-}
-
-WITH_WIDE static inline __attribute__((always_inline)) uint32_t
-fold_wide(struct factors by, uint32_t crc, uint8_t *to, const uint8_t *from, size_t bytes)
-{
-    enum { LANES = WIDE_BLOCK / 64 };
-    const __m512i factor =
-        _mm512_broadcast_i32x4(_mm_set_epi64x((long long)by.high, (long long)by.low));
-    __m512i state[LANES];
-    uint8_t rest[WIDE_BLOCK];
-
-#pragma GCC unroll 4
-    for (int i = 0; i < LANES; i++) {
-        state[i] = _mm512_loadu_si512(from + 64 * i);
-        if (to)
-            _mm512_stream_si512((__m512i *)(to + 64 * i), state[i]);
-    }
-    state[0] = _mm512_xor_si512(state[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128((int)crc)));
-    for (size_t at = WIDE_BLOCK; at < bytes; at += WIDE_BLOCK) {
-#pragma GCC unroll 4
-        for (int i = 0; i < LANES; i++) {
-            const uint8_t *source = from + at + 64 * i;
-            _mm_prefetch((const char *)source + AHEAD, _MM_HINT_T0);
-            __m512i next = _mm512_loadu_si512(source);
-            if (to)
-                _mm512_stream_si512((__m512i *)(to + at + 64 * i), next);
-            state[i] = _mm512_ternarylogic_epi64(
-                _mm512_clmulepi64_epi128(state[i], factor, 0x00),
-                _mm512_clmulepi64_epi128(state[i], factor, 0x11), next, 0x96);
-        }
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < LANES; i++)
-        _mm512_storeu_si512(rest + 64 * i, state[i]);
-    return carry(0, rest, WIDE_BLOCK);
-}
-
-WITH_CRC static inline __attribute__((always_inline)) uint32_t
-fold_narrow(struct factors by, uint32_t crc, uint8_t *to, const uint8_t *from, size_t bytes)
-{
-    enum { LANES = NARROW_BLOCK / 16 };
-    const __m128i factor = _mm_set_epi64x((long long)by.high, (long long)by.low);
-    __m128i state[LANES];
-    uint8_t rest[NARROW_BLOCK];
-
-#pragma GCC unroll 8
-    for (int i = 0; i < LANES; i++) {
-        state[i] = _mm_loadu_si128((const __m128i *)(from + 16 * i));
-        if (to)
-            _mm_stream_si128((__m128i *)(to + 16 * i), state[i]);
-    }
-    state[0] = _mm_xor_si128(state[0], _mm_cvtsi32_si128((int)crc));
-    for (size_t at = NARROW_BLOCK; at < bytes; at += NARROW_BLOCK) {
-        _mm_prefetch((const char *)from + at + AHEAD, _MM_HINT_T0);
-        _mm_prefetch((const char *)from + at + AHEAD + LINE, _MM_HINT_T0);
-#pragma GCC unroll 8
-        for (int i = 0; i < LANES; i++) {
-            __m128i next = _mm_loadu_si128((const __m128i *)(from + at + 16 * i));
-            if (to)
-                _mm_stream_si128((__m128i *)(to + at + 16 * i), next);
-            state[i] = _mm_xor_si128(
-                _mm_xor_si128(_mm_clmulepi64_si128(state[i], factor, 0x00),
-                              _mm_clmulepi64_si128(state[i], factor, 0x11)),
-                next);
-        }
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < LANES; i++)
-        _mm_storeu_si128((__m128i *)(rest + 16 * i), state[i]);
-    return carry(0, rest, NARROW_BLOCK);
-}
-
-WITH_WIDE static uint32_t run_wide(struct factors by, uint32_t crc, uint8_t *to,
-                                   const uint8_t *from, size_t bytes)
-{
-    return to ? fold_wide(by, crc, to, from, bytes) : fold_wide(by, crc, NULL, from, bytes);
-}
-
-WITH_CRC static uint32_t run_narrow(struct factors by, uint32_t crc, uint8_t *to,
-                                    const uint8_t *from, size_t bytes)
-{
-    return to ? fold_narrow(by, crc, to, from, bytes) : fold_narrow(by, crc, NULL, from, bytes);
-}
-
-/* The best one first. */
-static struct kernel {
-    const char *name;
-    size_t block;
-    kernel_fn *run;
-    struct factors by;
-} kernels[] = {
-    {"avx512", WIDE_BLOCK, run_wide, {0, 0}},
-    {"pclmul", NARROW_BLOCK, run_narrow, {0, 0}},
-};
-enum { KERNELS = sizeof kernels / sizeof *kernels };
-
-static const struct kernel *best;
-
-static int supported(int which)
-{
-    if (!__builtin_cpu_supports("sse4.2") || !__builtin_cpu_supports("pclmul"))
-        return 0;
-    return kernels[which].run != run_wide ||
-           (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
-            __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("vpclmulqdq"));
-}
-
-/* Copies, at any alignment, and carries the checksum on. `to` may be NULL, for the checksum alone. */
-static uint32_t copy_crc(const struct kernel *kernel, uint32_t crc, uint8_t *to,
-                         const uint8_t *from, size_t bytes)
-{
-    size_t head = (size_t)(-(uintptr_t)to) % LINE, whole;
-
-    crc = ~crc;
-    if (head > bytes)
-        head = bytes;
-    if (head) {
-        memcpy(to, from, head);
-        crc = carry(crc, from, head);
-        to += head, from += head, bytes -= head;
-    }
-    whole = bytes - bytes % kernel->block;
-    if (whole) {
-        crc = kernel->run(kernel->by, crc, to, from, whole);
-        if (to)
-            _mm_sfence();
-    }
-    if (to)
-        memcpy(to + whole, from + whole, bytes - whole);
-    return ~carry(crc, from + whole, bytes - whole);
-}
 
 /* A run to a place of its own: past the cache where it fills whole lines. */
 static void copy_run(uint8_t *to, const uint8_t *from, size_t bytes)
@@ -217,33 +43,99 @@ static void copy_run(uint8_t *to, const uint8_t *from, size_t bytes)
         _mm_stream_si128((__m128i *)(to + at), _mm_loadu_si128((const __m128i *)(from + at)));
 }
 
+/* The rows of a buffer whose last axis is contiguous, in C order. */
+struct rows {
+    const Py_buffer *of;
+    uint8_t *at;
+    /* Bytes of a row: of the last axis, and of those before it that lie without gaps. */
+    size_t run;
+    int axes;
+    Py_ssize_t index[MOST_AXES];
+};
+
+static struct rows rows_of(const Py_buffer *of)
+{
+    struct rows rows = {.of = of, .at = of->buf, .run = 1};
+
+    if (!of->ndim)
+        return rows;
+    rows.axes = of->ndim - 1;
+    rows.run = (size_t)of->shape[rows.axes];
+    while (rows.axes && of->strides[rows.axes - 1] == (Py_ssize_t)rows.run)
+        rows.run *= (size_t)of->shape[--rows.axes];
+    return rows;
+}
+
+static void next_row(struct rows *rows)
+{
+    for (int axis = rows->axes; axis--;) {
+        rows->at += rows->of->strides[axis];
+        if (++rows->index[axis] < rows->of->shape[axis])
+            break;
+        rows->at -= rows->of->strides[axis] * rows->of->shape[axis];
+        rows->index[axis] = 0;
+    }
+}
+
+/* Has the cache fetch the row after this one. Where there is none, nothing happens. */
+static void expect_row(const struct rows *rows)
+{
+    const size_t most = rows->run < SPREAD_BYTES ? rows->run : SPREAD_BYTES;
+
+    if (rows->axes)
+        for (size_t at = 0; at < most; at += LINE)
+            _mm_prefetch((const char *)rows->at + rows->of->strides[rows->axes - 1] + at, _MM_HINT_T2);
+}
+
+/* Carries the checksum over a buffer, in C order, and notes it wherever a block ends.
+ *
+ * What has gaps between its rows goes to `to` on the way, and each piece of it is summed while it is
+ * in the cache; `to` is NULL for what has none. `position` is that of the buffer's start in what the
+ * blocks divide. */
+static uint32_t gather_crc(const struct kernel *kernel, uint8_t *to, const Py_buffer *from, size_t block,
+                           uint32_t crc, size_t position, uint32_t *noted)
+{
+    struct rows rows = rows_of(from);
+    const uint8_t *source = to ? to : from->buf;
+    const size_t bytes = (size_t)from->len;
+    size_t copied = to ? 0 : bytes;
+
+    for (size_t summed = 0; summed < bytes;) {
+        size_t piece = block - (position + summed) % block;
+        if (to && piece > SPREAD_BYTES)
+            piece = SPREAD_BYTES;
+        if (piece > bytes - summed)
+            piece = bytes - summed;
+        for (; copied < summed + piece; copied += rows.run) {
+            expect_row(&rows);
+            memcpy(to + copied, rows.at, rows.run);
+            next_row(&rows);
+        }
+        crc = copy_crc(kernel, crc, NULL, source + summed, piece);
+        summed += piece;
+        if ((position + summed) % block == 0)
+            *noted++ = crc;
+    }
+    return crc;
+}
+
 /* Spreads bytes over a buffer whose last axis is contiguous, in C order; their checksum. */
 static uint32_t spread_crc(const struct kernel *kernel, const Py_buffer *to, const uint8_t *from)
 {
-    int axes = to->ndim - 1;
-    size_t run = (size_t)to->shape[axes];
-    Py_ssize_t index[MOST_AXES] = {0};
-    uint8_t *row = to->buf;
+    struct rows rows = rows_of(to);
+    const size_t run = rows.run;
     uint32_t crc = 0;
 
     if (!to->len)
         return 0;
-    while (axes && to->strides[axes - 1] == (Py_ssize_t)run)
-        run *= (size_t)to->shape[--axes];
     /* A few runs at a time, so that those that were checksummed are copied out of the cache. */
     const size_t runs = (size_t)to->len / run, at_once = run < SPREAD_BYTES ? SPREAD_BYTES / run : 1;
     for (size_t done = 0; done < runs;) {
         size_t now = runs - done < at_once ? runs - done : at_once;
         crc = copy_crc(kernel, crc, NULL, from, now * run);
         for (done += now; now--; from += run) {
-            copy_run(row, from, run);
-            for (int axis = axes; axis--;) {
-                row += to->strides[axis];
-                if (++index[axis] < to->shape[axis])
-                    break;
-                row -= to->strides[axis] * to->shape[axis];
-                index[axis] = 0;
-            }
+            copy_run(rows.at, from, run);
+            next_row(&rows);
         }
     }
     _mm_sfence();
@@ -334,6 +226,66 @@ static PyObject *py_copy_crc32c(PyObject *self, PyObject *args)
     PyBuffer_Release(&from);
     PyBuffer_Release(&to);
     return PyErr_Occurred() ? NULL : PyLong_FromUnsignedLong(crc);
+}
+
+/* The checksum and those at the ends of blocks, as Python has them. */
+static PyObject *noted_answer(uint32_t crc, const uint32_t *noted, size_t count)
+{
+    PyObject *list = PyList_New((Py_ssize_t)count), *last = PyLong_FromUnsignedLong(crc), *both = NULL;
+
+    for (size_t i = 0; list && i < count; i++) {
+        PyObject *value = PyLong_FromUnsignedLong(noted[i]);
+        if (!value || PyList_SetItem(list, (Py_ssize_t)i, value))
+            Py_CLEAR(list);
+    }
+    if (list && last)
+        both = PyTuple_Pack(2, last, list);
+    Py_XDECREF(list);
+    Py_XDECREF(last);
+    return both;
+}
+
+static PyObject *py_sum_blocks(PyObject *self, PyObject *args)
+{
+    PyObject *source, *target, *found = NULL;
+    Py_buffer from, to = {0};
+    Py_ssize_t block, position;
+    unsigned long crc;
+
+    if (!PyArg_ParseTuple(args, "OOnkn", &source, &target, &block, &crc, &position))
+        return NULL;
+    if (block < 1 || position < 0)
+        return PyErr_Format(PyExc_ValueError, "blocks of %zd bytes, from %zd on", block, position);
+    if (PyObject_GetBuffer(source, &from, PyBUF_STRIDED_RO))
+        return NULL;
+    const int dense = PyBuffer_IsContiguous(&from, 'C');
+    if (target != Py_None && PyObject_GetBuffer(target, &to, PyBUF_SIMPLE | PyBUF_WRITABLE)) {
+        PyBuffer_Release(&from);
+        return NULL;
+    }
+    if (from.itemsize != 1 || from.ndim > MOST_AXES || (!dense && from.strides[from.ndim - 1] != 1))
+        PyErr_SetString(PyExc_ValueError, "the source has to be of bytes, along its last axis one "
+                                          "behind the other");
+    else if (target == Py_None ? !dense : to.len != from.len)
+        PyErr_Format(PyExc_ValueError, "%zd bytes do not go into %zd", from.len, to.len);
+    if (!PyErr_Occurred()) {
+        const size_t count = (size_t)((position + from.len) / block - position / block);
+        uint32_t *noted = malloc((count ? count : 1) * sizeof *noted);
+        if (noted) {
+            Py_BEGIN_ALLOW_THREADS
+            crc = gather_crc(best, to.buf, &from, (size_t)block, (uint32_t)crc, (size_t)position,
+                             noted);
+            Py_END_ALLOW_THREADS
+            found = noted_answer((uint32_t)crc, noted, count);
+            free(noted);
+        } else {
+            PyErr_NoMemory();
+        }
+    }
+    PyBuffer_Release(&from);
+    if (target != Py_None)
+        PyBuffer_Release(&to);
+    return found;
 }
 
 /* Reads into both buffers what small files have; 0 where it came up short. */
@@ -475,6 +427,10 @@ static PyObject *py_checksum_file(PyObject *self, PyObject *args)
 static PyMethodDef methods[] = {
     {"copy_crc32c", py_copy_crc32c, METH_VARARGS,
      "copy_crc32c(source, target, crc=0, kernel=None): copies all bytes; the crc32c carried on."},
+    {"sum_blocks", py_sum_blocks, METH_VARARGS,
+     "sum_blocks(source, target, block, crc, position): the crc32c carried on over the source, and "
+     "its values where blocks end; on the way the source, which may have gaps between its rows, is "
+     "copied to target, if that is not None."},
     {"read_file", py_read_file, METH_VARARGS,
      "read_file(path, target, tail): fills both from a file of just that size; target may have gaps "
      "between its rows. The crc32c of what went to target; None where the file is not there, has "

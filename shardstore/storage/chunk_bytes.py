@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardstore.storage.checksums import crc32c
+from shardstore.storage.block_sums import sum_blocks
 from shardstore.storage.chunks import as_bytes
 from shardstore.storage.grid import Box
 
 __all__ = [
     "SCRATCH_BYTES",
     "SPARE_BYTES",
+    "Sums",
     "checksums",
     "free_scratch",
     "pieces",
@@ -73,49 +75,95 @@ def checksums(
         The checksum at the piece's end, and its values at the block boundaries met on the way, one
         at the very end included.
     """
-    running = []
-    start, size = 0, len(piece)
-    view = memoryview(piece)
-    while start < size:
-        step = min(block - (position + start) % block, size - start)
-        crc = crc32c(view[start : start + step], crc)
-        start += step
-        if (position + start) % block == 0:
-            running.append(crc)
-    return crc, running
+    return sum_blocks(piece, None, block, crc, position)
 
 
-def pieces(source: NDArray[Any], chunk_shape: tuple[int, ...]) -> Iterator[memoryview]:
+@dataclass(slots=True)
+class Sums:
+    """What is known of a chunk's bytes up to some position.
+
+    Attributes:
+        block: bytes of the blocks whose ends are noted.
+        crc: crc32c of all bytes so far.
+        position: how many they are.
+        running: values of ``crc`` at the ends of blocks.
+    """
+
+    block: int
+    crc: int = 0
+    position: int = 0
+    running: list[int] = field(default_factory=list)
+
+    def add(self, source: memoryview | NDArray[np.uint8], to: memoryview | None = None) -> None:
+        """Take further bytes in; they are copied to ``to`` on the way, which they may have to be
+        where ``source`` has gaps between its rows."""
+        self.crc, found = sum_blocks(source, to, self.block, self.crc, self.position)
+        self.position += source.nbytes
+        self.running += found
+
+
+def pieces(
+    source: NDArray[Any],
+    chunk_shape: tuple[int, ...],
+    sums: Sums | None = None,
+    most_bytes: int | None = None,
+) -> Iterator[memoryview]:
     """The bytes of a chunk in order, zeros where ``source`` does not reach to the chunk's edge.
 
     The source's own memory where it lies right, else gathered in scratch memory: then a piece is
     valid only until the next one is asked for.
+
+    Args:
+        source: the chunk, or what there is of it.
+        chunk_shape: of the whole chunk.
+        sums: takes each piece in before it is handed out.
+        most_bytes: of a piece; default: no limit where nothing is gathered.
     """
     if source.shape == chunk_shape and source.flags.c_contiguous:
-        yield as_bytes(source).data
+        whole = as_bytes(source).data
+        step = most_bytes or len(whole)
+        for start in range(0, len(whole), step) if whole else ():
+            piece = whole[start : start + step]
+            if sums is not None:
+                sums.add(piece)
+            yield piece
         return
-    yield from _gathered(source, chunk_shape)
+    yield from _gathered(source, chunk_shape, sums)
 
 
-def _gathered(source: NDArray[Any], chunk_shape: tuple[int, ...]) -> Iterator[memoryview]:
+def _gathered(
+    source: NDArray[Any], chunk_shape: tuple[int, ...], sums: Sums | None
+) -> Iterator[memoryview]:
     row_bytes = source.dtype.itemsize
     for edge in chunk_shape[1:]:
         row_bytes *= edge
     if row_bytes > SCRATCH_BYTES:
         padding = np.zeros((0,) * (len(chunk_shape) - 1), source.dtype)
         for i in range(chunk_shape[0]):
-            yield from _gathered(source[i] if i < source.shape[0] else padding, chunk_shape[1:])
+            part = source[i] if i < source.shape[0] else padding
+            yield from _gathered(part, chunk_shape[1:], sums)
         return
     rows = SCRATCH_BYTES // row_bytes
     for start in range(0, chunk_shape[0], rows):
         count = min(rows, chunk_shape[0] - start)
         buffer = scratch(count * row_bytes)
-        block = buffer.view(source.dtype).reshape(count, *chunk_shape[1:])
         part = source[start : start + count]
+        if sums is not None and part.shape == (count, *chunk_shape[1:]) and _rows(part):
+            sums.add(part.view(np.uint8), buffer.data)
+            yield buffer.data
+            continue
+        block = buffer.view(source.dtype).reshape(count, *chunk_shape[1:])
         if part.shape != block.shape:
             buffer[:] = 0
         block[tuple(slice(n) for n in part.shape)] = part
+        if sums is not None:
+            sums.add(buffer.data)
         yield buffer.data
+
+
+def _rows(part: NDArray[Any]) -> bool:
+    """Whether its bytes lie in rows without gaps within."""
+    return part.ndim > 0 and part.size > 0 and part.strides[-1] == part.itemsize
 
 
 def span(box: Box, chunk_shape: tuple[int, ...], itemsize: int) -> tuple[int, int]:

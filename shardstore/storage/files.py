@@ -13,13 +13,14 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import xxhash
+from numpy.typing import NDArray
 
 from shardstore.errors import ChunkCorruptError, ChunkMissingError
-from shardstore.storage.chunk_bytes import checksums, free_scratch, pieces
+from shardstore.storage.chunk_bytes import Sums, free_scratch, pieces
 from shardstore.storage.chunk_reader import CRC, CRC_BYTES, read_part
 from shardstore.storage.chunks import (
     ChunkPart,
@@ -167,7 +168,7 @@ def _write_chunk(path: str, item: ChunkWrite, writeback: Writeback | None) -> Ch
         stored = total + (CRC_BYTES if array.has_crc else 0)
         if total >= PREALLOCATE_FROM:
             _preallocate(fd, stored)
-        crc, digest, running = _stream(fd, pieces(data, array.grid.chunk_shape), array)
+        sums, digest = _stream(fd, data, array)
     except BaseException:
         os.close(fd)
         raise
@@ -175,31 +176,19 @@ def _write_chunk(path: str, item: ChunkWrite, writeback: Writeback | None) -> Ch
         writeback.take(fd, stored, path, array.key)
     else:
         os.close(fd)
-    return ChunkRecord(stored, crc, digest, running[: inner_blocks(total)])
+    return ChunkRecord(stored, sums.crc, digest, sums.running[: inner_blocks(total)])
 
 
-def _stream(
-    fd: int, source: Iterable[memoryview], array: ArrayMeta
-) -> tuple[int, bytes, list[int]]:
+def _stream(fd: int, data: NDArray[Any], array: ArrayMeta) -> tuple[Sums, bytes]:
     total = array.chunk_bytes
-    block = block_bytes(total)
+    sums = Sums(block_bytes(total))
     hasher = xxhash.xxh3_128()
-    crc = position = 0
-    running: list[int] = []
-    for piece in _cut(source):
-        crc, found = checksums(piece, block, crc, position)
-        running += found
+    for piece in pieces(data, array.grid.chunk_shape, sums, IO_BYTES):
         hasher.update(piece)
-        ends = position + len(piece) == total and array.has_crc
-        _write_all(fd, [piece, CRC.pack(crc)] if ends else [piece], position)
-        position += len(piece)
-    return crc, hasher.digest(), running
-
-
-def _cut(source: Iterable[memoryview]) -> Iterator[memoryview]:
-    for piece in source:
-        for start in range(0, len(piece), IO_BYTES):
-            yield piece[start : start + IO_BYTES]
+        ends = sums.position == total and array.has_crc
+        start = sums.position - len(piece)
+        _write_all(fd, [piece, CRC.pack(sums.crc)] if ends else [piece], start)
+    return sums, hasher.digest()
 
 
 def _preallocate(fd: int, size: int) -> None:

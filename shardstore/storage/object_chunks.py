@@ -15,7 +15,7 @@ from numcodecs.zstd import Zstd  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
 from shardstore.storage.checksums import crc32c
-from shardstore.storage.chunk_bytes import checksums, pieces, span, view_in_chunk
+from shardstore.storage.chunk_bytes import Sums, checksums, pieces, span, view_in_chunk
 from shardstore.storage.chunk_reader import CRC, CRC_BYTES
 from shardstore.storage.chunks import ChunkPart, ChunkWrite, as_bytes
 from shardstore.storage.documents import ZSTD_LEVEL, ArrayMeta
@@ -59,27 +59,22 @@ def encode(item: ChunkWrite) -> tuple[list[bytes | memoryview], ChunkRecord]:
     """
     array = item.array
     total = array.chunk_bytes
-    block = block_bytes(total)
+    sums = Sums(block_bytes(total))
     hasher = xxhash.xxh3_128()
-    crc = position = 0
-    running: list[int] = []
     parts: list[bytes | memoryview] = []
     data = item.data()
     borrowed = _lies_as_chunk(data, array)
-    for piece in pieces(data, array.grid.chunk_shape):
-        crc, found = checksums(piece, block, crc, position)
-        running += found
+    for piece in pieces(data, array.grid.chunk_shape, sums):
         hasher.update(piece)
-        position += len(piece)
         # A piece that was gathered lies in memory that the next one needs.
         parts.append(piece if borrowed else bytes(piece))
     if array.is_packed:
         packed = Zstd(level=ZSTD_LEVEL).encode(parts[0] if len(parts) == 1 else b"".join(parts))
         parts = [packed, CRC.pack(crc32c(packed, 0))]
     elif array.has_crc:
-        parts.append(CRC.pack(crc))
+        parts.append(CRC.pack(sums.crc))
     size = sum(map(len, parts))
-    return parts, ChunkRecord(size, crc, hasher.digest(), running[: inner_blocks(total)])
+    return parts, ChunkRecord(size, sums.crc, hasher.digest(), sums.running[: inner_blocks(total)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,30 @@ NICENESS = 5
 
 
 def default_threads() -> int:
-    """Threads of one mover: the processors this process may use, at least 1, at most 8."""
-    return max(1, min(MAX_THREADS, len(os.sched_getaffinity(0))))
+    """Threads of one mover: this rank's share of the processors, at least 1, at most 8.
+
+    The ranks of a machine share the processors that they may use, as many as the launcher tells
+    (``LOCAL_WORLD_SIZE``, which torchrun sets), unless it has bound each to processors of its own.
+    """
+    processors = len(os.sched_getaffinity(0))
+    if not _is_bound(processors):
+        processors //= _local_ranks()
+    return max(1, min(MAX_THREADS, processors))
+
+
+def _local_ranks() -> int:
+    try:
+        return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    except ValueError:
+        return 1
+
+
+def _is_bound(processors: int) -> bool:
+    """Whether this process may use fewer processors than the one that started it."""
+    try:
+        return processors < len(os.sched_getaffinity(os.getppid()))
+    except OSError:  # it has ended, or is none of ours
+        return False
 
 
 def yield_to_others() -> None:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from shardstore.errors import ChunkCorruptError, ChunkMissingError, FormatVersionError, StorageError
 from shardstore.storage import documents, dtypes
-from shardstore.storage.chunk_bytes import checksums, free_scratch, pieces
+from shardstore.storage.chunk_bytes import Sums, free_scratch, pieces
 from shardstore.storage.chunks import ChunkWrite, ReadDone, RegionRead
 from shardstore.storage.counters import counters
 from shardstore.storage.documents import ArrayMeta
@@ -225,16 +225,12 @@ class _Stores(dict[ArrayMeta, Any]):
 
 def _record(array: ArrayMeta, data: NDArray[Any]) -> ChunkRecord:
     total = array.chunk_bytes
-    crc = position = 0
-    running: list[int] = []
+    sums = Sums(block_bytes(total))
     hasher = xxhash.xxh3_128()
-    for piece in pieces(data, array.grid.chunk_shape):
-        crc, found = checksums(piece, block_bytes(total), crc, position)
-        running += found
+    for piece in pieces(data, array.grid.chunk_shape, sums):
         hasher.update(piece)
-        position += len(piece)
     stored = total + (4 if array.has_crc else 0)
-    return ChunkRecord(stored, crc, hasher.digest(), running[: inner_blocks(total)])
+    return ChunkRecord(stored, sums.crc, hasher.digest(), sums.running[: inner_blocks(total)])
 
 
 def _failure_of(future: Any) -> Exception | None:

@@ -81,9 +81,11 @@ def _carry_out(
             except Exception as problem:
                 failed.append(problem)
 
-    # The disk gets something to do before the many small files are made.
+    # Who waits for the disk gives it something to do before the many small files are made. Who does
+    # not makes them before it has begun: a file system at work on its own holds up who makes files.
     large, small = _by_size(plan.writes)
-    attempt(lambda: mover.write(large, session.written))
+    if session.options.durable:
+        attempt(lambda: mover.write(large, session.written))
     if session.attempt.defers_documents:
         session.deferred += [
             (f"{meta.node}/{meta.document_name}", text.encode()) for meta, text in created
@@ -91,6 +93,8 @@ def _carry_out(
     else:
         attempt(lambda: arrays.create_arrays(location, created, threads=options.threads))
     attempt(lambda: mover.write(small, session.written))
+    if not session.options.durable:
+        attempt(lambda: mover.write(large, session.written))
     for batch in _rounds(plan.cut):
         with session.timed("exchange"):
             writes = _put_together(session.ranks, batch)
