@@ -14,6 +14,7 @@ from arguments import OneLineParser, above_zero, chosen_of, counts
 from bench import asynchronous, clients, command_line, gpu, machine, page, plot, report, scale
 from bench.cases import DISK, S3
 from bench.context import Context
+from bench.disk_state import spread_folders
 from bench.results import Results
 from bench.subcommand import measuring
 from bench.targets import verdicts
@@ -113,6 +114,7 @@ def _disk(options: argparse.Namespace) -> int:
     results = Results()
     with tempfile.TemporaryDirectory(prefix="shardstore-bench-", dir=options.dir) as folder:
         root = Path(folder)
+        spread_folders(root)
         free = shutil.disk_usage(root).free
         if free < NEEDED_BYTES * options.scale:
             print(f"too little space: {free / 2**30:.1f} GiB free", file=sys.stderr)

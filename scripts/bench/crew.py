@@ -105,7 +105,8 @@ class Crew:
         """All ranks save to `path`."""
         self._ask(op="prepare_save", client=client)
         if isinstance(path, Path):
-            claim_memory(path.parent, sum(reply["written_bytes"] for reply in self.setup))
+            written = sum(reply["written_bytes"] for reply in self.setup)
+            claim_memory(path.parent, written, rest=not sync)
         return self._time(sample, op="save", client=client, path=str(path), sync=sync)
 
     def load(

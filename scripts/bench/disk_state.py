@@ -7,14 +7,23 @@ Knows files and the kernel's page cache; knows no client and no ranks.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
+import struct
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 ATTIC = ".retired"
 CLAIM = ".claimed"
 SPARE_BYTES = 512 * 2**20
+REST_S = 6.0
 BLOCK_BYTES = 8 * 2**20
+
+# Linux, include/uapi/linux/fs.h, and ext4's flag there.
+_GET_FLAGS, _SET_FLAGS = 0x80086601, 0x40086602
+_TOP_FOLDER = 0x00020000
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -51,14 +60,23 @@ def drop_from_cache(path: Path) -> None:
             os.close(handle)
 
 
-def claim_memory(root: Path, size: int) -> None:
+def claim_memory(root: Path, size: int, *, rest: bool = False) -> None:
     """Have the machine own the memory that the page cache is going to take for `size` bytes.
 
     A virtual machine may give memory that was free for two seconds back to its host (Linux free
     page reporting), and each page then costs a fault in the host when it is used again: 2 GiB were
     seen to take 0.2 s to write into the page cache, or 2.5 s, depending on what had run before. A
     hole is read through the page cache, with no byte from or to the disk, and its file removed.
+
+    Args:
+        root: a folder on the file system in question.
+        size: bytes; a little more is claimed.
+        rest: wait first until what was freed before has been given back, which goes on in steps of
+            two seconds: what is freed here then stays for the next two. For samples that are
+            shorter, and wait for no disk.
     """
+    if rest:
+        time.sleep(REST_S)
     place = root / CLAIM
     handle = os.open(place, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
@@ -67,6 +85,21 @@ def claim_memory(root: Path, size: int) -> None:
         block = bytearray(BLOCK_BYTES)
         while os.readv(handle, [block]):
             pass
+    finally:
+        os.close(handle)
+
+
+def spread_folders(root: Path) -> None:
+    """Have the folders made in `root` lie apart on an ext4 (chattr(1), attribute T), each where
+    nobody has deleted files lately; elsewhere nothing happens."""
+    handle = os.open(root, os.O_RDONLY)
+    try:
+        flags = bytearray(struct.calcsize("l"))
+        fcntl.ioctl(handle, _GET_FLAGS, flags)
+        value = int.from_bytes(flags, sys.byteorder) | _TOP_FOLDER
+        fcntl.ioctl(handle, _SET_FLAGS, value.to_bytes(len(flags), sys.byteorder))
+    except OSError:
+        pass
     finally:
         os.close(handle)
 
