@@ -8,6 +8,8 @@ from __future__ import annotations
 import gc
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -457,6 +459,24 @@ def test_dcp_reads_what_our_own_save_wrote(saved: Path) -> None:
     dcp.load(wanted, storage_reader=StorageReader(saved / "fsdp_saves" / "flat-ours"), no_dist=True)
     assert torch.equal(wanted["model"]["up.weight"], full["model"]["up.weight"])
     assert wanted["step"] == 3
+
+
+def test_dcp_saves_in_a_process_of_its_own(tmp_path: Path) -> None:
+    program = Path(__file__).parents[1] / "dcp_in_a_process.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    ended = subprocess.run(
+        [*command, str(program), str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    for step in range(2):
+        group = zarr.open_group(str(tmp_path / f"{step}"), mode="r")
+        assert group["w"][:, 0].tolist() == [10.0 * step] * 4 + [10.0 * step + 1] * 4
 
 
 # -- a world of one --------------------------------------------------------------------------------
