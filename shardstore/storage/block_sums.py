@@ -6,6 +6,7 @@ it the blocks are summed one by one. It knows bytes, not chunks.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,31 @@ except ImportError:  # no compiler at the installation, or another processor
 else:
     COMPILED = True
 
-__all__ = ["COMPILED", "sum_blocks"]
+__all__ = ["COMPILED", "Sums", "sum_blocks"]
+
+
+@dataclass(slots=True)
+class Sums:
+    """What is known of a chunk's bytes up to some position.
+
+    Attributes:
+        block: bytes of the blocks whose ends are noted.
+        crc: crc32c of all bytes so far.
+        position: how many they are.
+        running: values of ``crc`` at the ends of blocks.
+    """
+
+    block: int
+    crc: int = 0
+    position: int = 0
+    running: list[int] = field(default_factory=list)
+
+    def add(self, source: memoryview | NDArray[np.uint8], to: memoryview | None = None) -> None:
+        """Take further bytes in; they are copied to ``to`` on the way, which they may have to be
+        where ``source`` has gaps between its rows."""
+        self.crc, found = sum_blocks(source, to, self.block, self.crc, self.position)
+        self.position += source.nbytes
+        self.running += found
 
 
 def sum_blocks(

@@ -1,4 +1,4 @@
-"""The bytes of a chunk in memory: its parts in order, their checksums, where a box of it lies.
+"""The bytes of a chunk in memory: its parts in order, where a box of it lies.
 
 Sources and destinations are NumPy arrays of any strides; what does not lie in memory as it lies in
 the chunk goes through a little scratch memory of the thread. Nothing here knows files or stores.
@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardstore.storage.block_sums import sum_blocks
+from shardstore.storage.block_sums import Sums
 from shardstore.storage.chunks import as_bytes
 from shardstore.storage.grid import Box
 
 __all__ = [
     "SCRATCH_BYTES",
     "SPARE_BYTES",
-    "Sums",
-    "checksums",
     "free_scratch",
     "pieces",
     "scratch",
@@ -64,42 +61,6 @@ def spare(size: int) -> memoryview:
 def free_scratch() -> None:
     """Give this thread's scratch memory back; threads that end do so themselves."""
     _local.__dict__.clear()
-
-
-def checksums(
-    piece: memoryview | bytes, block: int, crc: int, position: int
-) -> tuple[int, list[int]]:
-    """Carry the running crc32c over a piece that begins at ``position`` of its chunk.
-
-    Returns:
-        The checksum at the piece's end, and its values at the block boundaries met on the way, one
-        at the very end included.
-    """
-    return sum_blocks(piece, None, block, crc, position)
-
-
-@dataclass(slots=True)
-class Sums:
-    """What is known of a chunk's bytes up to some position.
-
-    Attributes:
-        block: bytes of the blocks whose ends are noted.
-        crc: crc32c of all bytes so far.
-        position: how many they are.
-        running: values of ``crc`` at the ends of blocks.
-    """
-
-    block: int
-    crc: int = 0
-    position: int = 0
-    running: list[int] = field(default_factory=list)
-
-    def add(self, source: memoryview | NDArray[np.uint8], to: memoryview | None = None) -> None:
-        """Take further bytes in; they are copied to ``to`` on the way, which they may have to be
-        where ``source`` has gaps between its rows."""
-        self.crc, found = sum_blocks(source, to, self.block, self.crc, self.position)
-        self.position += source.nbytes
-        self.running += found
 
 
 def pieces(

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardstore.errors import ChunkCorruptError
+from shardstore.storage.block_sums import sum_blocks
 from shardstore.storage.checksums import crc32c
 from shardstore.storage.chunk_bytes import (
     SPARE_BYTES,
-    checksums,
     scratch,
     slabs,
     span,
@@ -214,7 +214,7 @@ class _Verified:
         self._position = stop
         if self._sums is not None:
             first = start // self._block
-            self._crc, found = checksums(view, self._block, self._crc, start)
+            self._crc, found = sum_blocks(view, None, self._block, self._crc, start)
             for i, crc in enumerate(found):
                 self._compare(self._sums[first + i], crc)
             if stop == self._total:

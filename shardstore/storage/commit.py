@@ -204,13 +204,16 @@ def _unlink_soon(path: str) -> None:
 
     A file system in the middle of writing much else can hold up who frees an inode (50 ms were
     seen, a tenth of a save). The last one to close the file frees it: a thread that nobody waits
-    for.
+    for, or this one where none is to be had, as while the interpreter ends.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.unlink(path)
     finally:
-        threading.Thread(target=os.close, args=(fd,), name="shardstore-free", daemon=True).start()
+        try:
+            threading.Thread(target=os.close, args=(fd,), daemon=True).start()
+        except RuntimeError:
+            os.close(fd)
 
 
 def remove_attempt(attempt: Location) -> None:

@@ -20,7 +20,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from shardstore.errors import ChunkCorruptError, ChunkMissingError
-from shardstore.storage.chunk_bytes import Sums, free_scratch, pieces
+from shardstore.storage.block_sums import Sums
+from shardstore.storage.chunk_bytes import free_scratch, pieces
 from shardstore.storage.chunk_reader import CRC, CRC_BYTES, read_part
 from shardstore.storage.chunks import (
     ChunkPart,

@@ -14,8 +14,9 @@ import xxhash
 from numcodecs.zstd import Zstd  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
+from shardstore.storage.block_sums import Sums, sum_blocks
 from shardstore.storage.checksums import crc32c
-from shardstore.storage.chunk_bytes import Sums, checksums, pieces, span, view_in_chunk
+from shardstore.storage.chunk_bytes import pieces, span, view_in_chunk
 from shardstore.storage.chunk_reader import CRC, CRC_BYTES
 from shardstore.storage.chunks import ChunkPart, ChunkWrite, as_bytes
 from shardstore.storage.documents import ZSTD_LEVEL, ArrayMeta
@@ -193,7 +194,7 @@ class ChunkSink:
         if self._wanted.sums is None:
             self._crc = crc32c(body, self._crc)
         else:
-            self._crc, running = checksums(body, self._block, self._crc, at)
+            self._crc, running = sum_blocks(body, None, self._block, self._crc, at)
             self._running += running
 
     def finish(self, count: int) -> str | None:

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from shardstore.errors import ChunkCorruptError, ChunkMissingError, FormatVersionError, StorageError
 from shardstore.storage import documents, dtypes
-from shardstore.storage.chunk_bytes import Sums, free_scratch, pieces
+from shardstore.storage.block_sums import Sums
+from shardstore.storage.chunk_bytes import free_scratch, pieces
 from shardstore.storage.chunks import ChunkWrite, ReadDone, RegionRead
 from shardstore.storage.counters import counters
 from shardstore.storage.documents import ArrayMeta

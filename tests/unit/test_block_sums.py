@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardstore.storage import block_sums
-from shardstore.storage.block_sums import sum_blocks
+from shardstore.storage.block_sums import Sums, sum_blocks
 from shardstore.storage.checksums import crc32c
-from shardstore.storage.chunk_bytes import Sums, pieces
+from shardstore.storage.chunk_bytes import pieces
 
 WAYS = [
     pytest.param(

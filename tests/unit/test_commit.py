@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,6 +62,24 @@ def test_a_new_checkpoint_appears_in_one_step(tmp_path: Path, durable: bool) -> 
     assert is_checkpoint(attempt.target)
     assert content(target) == checkpoint("one")
     assert os.listdir(target.parent) == ["ckpt"]
+
+
+def test_a_commit_while_the_interpreter_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python 3.12 and later start no threads then; a save in the background may still commit."""
+
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    attempt = begin(Location.of(tmp_path / "checkpoint"))
+    attempt.put("zarr.json", b"{}")
+    files = sorted(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    attempt.commit([("metadata.json", b"{}")], durable=False)
+    monkeypatch.undo()
+    assert sorted(os.listdir(tmp_path / "checkpoint")) == ["metadata.json", "zarr.json"]
+    assert sorted(os.listdir("/proc/self/fd")) == files
 
 
 def test_an_abandoned_attempt_leaves_nothing(tmp_path: Path) -> None:
