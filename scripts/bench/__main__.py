@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
         help="saves and loads on an S3 server",
         description="All clients in turn in one run, on Ceph's gateway (scripts/s3_server start) "
         "or on the server that AWS_ENDPOINT_URL, AWS_REGION, AWS_ACCESS_KEY_ID and "
-        "AWS_SECRET_ACCESS_KEY name. Works in a bucket of its own.",
+        "AWS_SECRET_ACCESS_KEY name. Works in a bucket of its own, which takes 10 GiB a round.",
         folder=None,
     )
     s3.add_argument("--scale", type=above_zero, default=1.0, help="factor on the sizes (default 1)")

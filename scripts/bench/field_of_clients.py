@@ -55,7 +55,8 @@ class Field:
         """Run `action` for one client after the other, in every round.
 
         What a client leaves behind (caches, discards of freed space) may slow down the next one.
-        Each round begins with another client, and every other one goes backwards.
+        Every other round goes backwards, and each pair of rounds begins with another client: of two
+        clients each is the first as often as the other.
 
         Args:
             action: called with the context, the client's crew and name, and the number of the
@@ -121,6 +122,6 @@ class Field:
 
 
 def _order(names: list[str], number: int) -> list[str]:
-    first = number % len(names) if names else 0
+    first = number // 2 % len(names) if names else 0
     order = names[first:] + names[:first]
     return order[::-1] if number % 2 else order

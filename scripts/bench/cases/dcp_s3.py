@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bench import clients
-from bench.cases.object_store import one_round
+from bench.cases.object_store import one_round, places
 from bench.context import Context
 from bench.field_of_clients import Field
 
@@ -14,8 +14,10 @@ PEER = "dcp-s3"
 def run(context: Context) -> None:
     """Save and load, client by client in every round."""
     names = (clients.DCP_OURS, PEER)
-    with Field(context, CASE, 1, "gpt", context.scale, names) as field:
+    with places() as place, Field(context, CASE, 1, "gpt", context.scale, names) as field:
         field.rounds(
-            lambda context, crew, client, repeat: one_round(CASE, context, crew, client, repeat),
+            lambda context, crew, client, repeat: one_round(
+                CASE, context, crew, client, repeat, place(client)
+            ),
             range(-1, context.repeats),
         )

@@ -1,7 +1,9 @@
 """The cases of `benchmark s3`: saves and loads of an object store, all clients in turn.
 
-Each client saves and loads under a prefix of its own, which is deleted before the next one begins.
-Where requests or bytes are counted, or made to wait, a proxy stands between clients and server.
+Each client saves and loads under a prefix of its own. What was saved is deleted when the case ends:
+a store that takes deleted objects apart in the background would do so during the samples of the
+next client. Where requests or bytes are counted, or made to wait, a proxy stands between clients
+and server.
 """
 
 from __future__ import annotations
@@ -50,12 +52,12 @@ def arrays(context: Context) -> None:
 def latency(context: Context) -> None:
     """The same arrays, each request 50 ms late. The ideal: every object that the checkpoint has to
     have (a chunk and a document an array), 32 at a time, nothing but the wait."""
-    with _proxy(LATENCY_MS) as counters:
+    with places() as place, _proxy(LATENCY_MS) as counters:
         with Field(context, LATENCY, 1, "arrays", context.scale, S3_DIRECT) as field:
 
             def one(context: Context, crew: Crew, client: str, repeat: int) -> None:
                 counters("reset")
-                one_round(LATENCY, context, crew, client, repeat)
+                one_round(LATENCY, context, crew, client, repeat, place(client))
 
             field.rounds(one, range(context.repeats))
             if OURS in field.names:
@@ -174,22 +176,36 @@ CASES: dict[str, Callable[[Context], None]] = {
 def _save_and_load(
     context: Context, case: str, workload: str, names: Sequence[str] = S3_DIRECT
 ) -> None:
-    with Field(context, case, 1, workload, context.scale, names) as field:
+    with places() as place, Field(context, case, 1, workload, context.scale, names) as field:
         field.rounds(
-            lambda context, crew, client, repeat: one_round(case, context, crew, client, repeat),
+            lambda context, crew, client, repeat: one_round(
+                case, context, crew, client, repeat, place(client)
+            ),
             range(-1, context.repeats),
         )
 
 
-def one_round(case: str, context: Context, crew: Crew, client: str, repeat: int) -> None:
-    """A save and a load of one client."""
-    url = _place(client)
+@contextmanager
+def places() -> Iterator[Callable[[str], str]]:
+    """Gives URLs for what clients save; all that is there is deleted at the end."""
+    given: list[str] = []
+
+    def place(name: str) -> str:
+        given.append(_place(name))
+        return given[-1]
+
     try:
-        taken = {SAVE: crew.save(client, url, sync=True).seconds}
-        taken[LOAD] = crew.load(client, url).seconds
-        crew.check()
+        yield place
     finally:
-        _delete(url)
+        for url in given:
+            _delete(url)
+
+
+def one_round(case: str, context: Context, crew: Crew, client: str, repeat: int, url: str) -> None:
+    """A save to ``url`` and a load from there, of one client."""
+    taken = {SAVE: crew.save(client, url, sync=True).seconds}
+    taken[LOAD] = crew.load(client, url).seconds
+    crew.check()
     line = ", ".join(f"{measure} {seconds:.2f} s" for measure, seconds in taken.items())
     context.say(f"  {case}, round {repeat + 1}/{context.repeats}, {client}: {line}")
     if repeat >= 0:
