@@ -13,11 +13,11 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from shardstore.dcp import StorageReader, StorageWriter
+from shardstore.dcp import StorageReader, StorageWriter, install
 
 
 def main() -> None:
-    """Save two steps in the background process, then load them."""
+    """Save two steps in the background process, the second by its place alone; load them."""
     folder = Path(sys.argv[1])
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -27,12 +27,12 @@ def main() -> None:
 
     for step in range(2):
         state = {"w": made(10.0 * step), "step": step}
-        future = dcp.async_save(
-            state,
-            storage_writer=StorageWriter(folder / f"{step}"),
-            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-        )
-        future.result()
+        place = folder / f"{step}"
+        given = {"checkpoint_id": place} if step else {"storage_writer": StorageWriter(place)}
+        with install():
+            dcp.async_save(
+                state, **given, async_checkpointer_type=AsyncCheckpointerType.PROCESS
+            ).result()
     for step in range(2):
         wanted = {"w": made(-1.0), "step": -1}
         dcp.load(wanted, storage_reader=StorageReader(folder / f"{step}"))

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.storage import StorageWriter as DcpStorageWrit
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from shardstore.dcp.files import METADATA_NAME
 from shardstore.dcp.gathered import put_together, state_record
 from shardstore.dcp.place import Placed
 from shardstore.dcp.save_plan import Grids, Task, with_items
@@ -34,6 +35,9 @@ from shardstore.storage.publish import About, publish
 from shardstore.strategies.common_json import BACKEND, MEMBER, VERSION
 
 __all__ = ["StorageWriter"]
+
+MARKER = b"not a file of PyTorch DCP: a checkpoint of shardstore, for shardstore.dcp.StorageReader\n"
+"""No pickle begins so: whoever takes it for DCP's own is told by an error."""
 
 
 class StorageWriter(Placed, DcpStorageWriter):
@@ -51,6 +55,8 @@ class StorageWriter(Placed, DcpStorageWriter):
         durable: wait until everything is on the disk before the commit.
         target_chunk_bytes: large shards are cut into chunks of about this many bytes.
         threads: threads that write, each rank; default: one a processor, at most 8.
+        dcp_marker: after the commit leave a file ``.metadata``, a line of text, for programs that
+            take a folder without one for a checkpoint that DCP did not finish.
         storage_options: options of the store behind the URL.
 
     Raises:
@@ -67,9 +73,11 @@ class StorageWriter(Placed, DcpStorageWriter):
         durable: bool = True,
         target_chunk_bytes: int = DEFAULT_TARGET_CHUNK_BYTES,
         threads: int | None = None,
+        dcp_marker: bool = False,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(url, storage_options)
+        self._marker = dcp_marker
         self.options = SaveOptions(
             overwrite=overwrite,
             durable=durable,
@@ -198,3 +206,6 @@ class StorageWriter(Placed, DcpStorageWriter):
         if self._abandon is not None:
             self._abandon.detach()
         self._attempt = self._abandon = None
+        if self._marker:
+            # Not a moment before: whoever looks for it takes the folder for a whole checkpoint.
+            self._place.replace(METADATA_NAME, MARKER)

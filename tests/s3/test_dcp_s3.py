@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import shardstore
 from scripts.s3_servers import S3Server
-from shardstore.dcp import StorageReader, StorageWriter
+from shardstore.dcp import StorageReader, StorageWriter, install
 from shardstore.errors import CheckpointExistsError, NotACheckpointError
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.location import Location
@@ -172,3 +172,26 @@ def test_a_save_that_failed_does_not_hold_up_the_next(
         reader = StorageReader(place, storage_options=run.options)
         dcp.load(found, storage_reader=reader, no_dist=True)
         assert torch.equal(found["w"], wanted["w"])
+
+
+def installed(rank: int, world_size: int, server: S3Server, place: str) -> list[list[str]]:
+    for name in server.environment:
+        os.environ.pop(name, None)
+    found = []
+    with install(storage_options=server.storage_options):
+        for shift in (0, 5):
+            dcp.save(state(world_size, whole(shift)), checkpoint_id=place)
+            wanted = state(world_size, whole() * 0 - 1)
+            wanted["v"] = {**dict.fromkeys(VALUES), "betas": (), "names": []}
+            dcp.load(wanted, checkpoint_id=place)
+            found.append(differences(wanted, shift))
+    return found
+
+
+def test_places_alone_are_ours_once_installed(s3_server: S3Server) -> None:
+    place = f"s3://{s3_server.new_bucket()}/run/step-1"
+    assert run_ranks(installed, 2, s3_server, place) == [[[], []]] * 2
+    location = Location.of(place, **s3_server.storage_options)
+    assert location.read(".metadata").startswith(b"not a file of PyTorch DCP")
+    shardstore.delete_checkpoint(place, storage_options=s3_server.storage_options)
+    assert location.remote.walk() == []

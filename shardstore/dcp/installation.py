@@ -1,0 +1,167 @@
+"""shardstore under programs that give PyTorch DCP a place and no storage.
+
+torchtitan and Lightning call ``dcp.save(state, checkpoint_id=path)`` somewhere inside, with no way
+to hand in a storage writer. :func:`install` changes what DCP chooses in that case; a call that
+names its storage keeps it. It touches four private names of ``torch.distributed.checkpoint``, and
+says so where a PyTorch does not have them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+
+from shardstore.dcp.files import METADATA_NAME
+from shardstore.dcp.reader import StorageReader
+from shardstore.dcp.writer import StorageWriter
+from shardstore.errors import CheckpointingException
+from shardstore.storage.grid import DEFAULT_TARGET_CHUNK_BYTES
+from shardstore.storage.location import Location
+
+__all__ = ["Installation", "install"]
+
+_CHOICE = "_storage_setup"
+_PROCESS = "_ProcessBasedAsyncCheckpointExecutor"
+
+Place = str | os.PathLike[str]
+
+
+class Installation:
+    """What :func:`install` changed; as a context manager it is taken back at the end."""
+
+    def __init__(self, changes: Mapping[tuple[Any, str], Any]) -> None:
+        self._before = {
+            (module, name): getattr(module, name) for (module, name) in changes
+        }
+        for (module, name), value in changes.items():
+            setattr(module, name, value)
+
+    def uninstall(self) -> None:
+        """DCP chooses as it did before. Of several installations the last one goes first."""
+        for (module, name), value in self._before.items():
+            setattr(module, name, value)
+
+    def __enter__(self) -> Installation:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.uninstall()
+
+
+def install(
+    *,
+    overwrite: bool = True,
+    durable: bool = True,
+    target_chunk_bytes: int = DEFAULT_TARGET_CHUNK_BYTES,
+    threads: int | None = None,
+    cast: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Installation:
+    """Have DCP use shardstore wherever a program names a ``checkpoint_id`` and no storage.
+
+    From then on ``torch.distributed.checkpoint.save``, ``async_save`` (both of its forms) and
+    ``load`` write and read checkpoints of ours, by path or URL, in this process. Checkpoints that
+    DCP's own storage wrote are still loaded by it, so a run goes on from its last one. What is
+    saved also gets a file ``.metadata`` (a line of text): programs look for it to tell a folder
+    that DCP has finished from one that it has not. Called by all ranks, once, before the first
+    save.
+
+    Args:
+        overwrite: as :class:`StorageWriter`, but on by default: DCP's own storage overwrites, and
+            programs rely on it when they save a step again. The old checkpoint stays readable until
+            the new one takes its place.
+        durable, target_chunk_bytes: as :class:`StorageWriter`.
+        threads: that write or read, each rank; default: one a processor, at most 8.
+        cast: as :class:`StorageReader`.
+        storage_options: options of the store behind the URLs.
+
+    Returns:
+        A handle to take it back with; it may be dropped.
+
+    Raises:
+        ArgumentError: a number makes no sense.
+        CheckpointingException: this PyTorch chooses its storage in another way.
+    """
+
+    def new_writer() -> StorageWriter:
+        return StorageWriter(
+            overwrite=overwrite,
+            durable=durable,
+            target_chunk_bytes=target_chunk_bytes,
+            threads=threads,
+            dcp_marker=True,
+            storage_options=storage_options,
+        )
+
+    def new_reader() -> StorageReader:
+        return StorageReader(cast=cast, threads=threads, storage_options=storage_options)
+
+    # Wrong options are told here, not at the first save.
+    new_writer()
+    _require()
+    before: Callable[..., Any] = getattr(state_dict_saver, _CHOICE)
+
+    def choose(storage: Any, checkpoint_id: Place | None, reader: bool = False) -> Any:
+        if storage is not None or not checkpoint_id:
+            return before(storage, checkpoint_id, reader=reader)
+        if reader and _is_of_dcp(Location.of(checkpoint_id, **(storage_options or {}))):
+            return before(None, checkpoint_id, reader=True)
+        chosen: StorageWriter | StorageReader = new_reader() if reader else new_writer()
+        chosen.reset(checkpoint_id)
+        return chosen
+
+    process: Any = getattr(state_dict_saver, _PROCESS)
+
+    class InAProcess(process):  # type: ignore[misc]
+        """The process that saves knows nothing of this one's choice: it is handed the writer."""
+
+        def execute_save(
+            self,
+            staged: Any,
+            *,
+            checkpoint_id: Place | None = None,
+            storage_writer: Any = None,
+            **options: Any,
+        ) -> Any:
+            return super().execute_save(
+                staged,
+                checkpoint_id=checkpoint_id,
+                storage_writer=choose(storage_writer, checkpoint_id),
+                **options,
+            )
+
+    return Installation(
+        {
+            (state_dict_saver, _CHOICE): choose,
+            (state_dict_loader, _CHOICE): choose,
+            (state_dict_saver, _PROCESS): InAProcess,
+        }
+    )
+
+
+def _require() -> None:
+    for module, name in (
+        (state_dict_saver, _CHOICE),
+        (state_dict_loader, _CHOICE),
+        (state_dict_saver, _PROCESS),
+    ):
+        if not hasattr(module, name):
+            raise CheckpointingException(
+                f"PyTorch {torch.__version__} chooses its storage in another way "
+                f"({module.__name__}.{name} is not there): give each call a "
+                "shardstore.dcp.StorageWriter or StorageReader instead, or upgrade shardstore"
+            )
+
+
+def _is_of_dcp(location: Location) -> bool:
+    return not location.exists("zarr.json") and location.exists(METADATA_NAME)

@@ -1,0 +1,184 @@
+"""`shardstore.dcp.install()`: programs that give DCP a `checkpoint_id` alone save and load ours."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import zarr
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import shardstore
+from shardstore.dcp import StorageReader, install
+from shardstore.errors import ArgumentError, CheckpointExistsError, CheckpointingException
+from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.location import Location
+from shardstore.storage.verify import verify
+from tests.ranks_helper import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def state(value: float = 1.0) -> dict[str, Any]:
+    return {"model": {"w": torch.full((4, 3), value)}, "step": int(value)}
+
+
+def loaded(place: Path | str, **options: Any) -> dict[str, Any]:
+    wanted = state(-1.0)
+    dcp.load(wanted, checkpoint_id=place, no_dist=True, **options)
+    return wanted
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return torch.equal(a["model"]["w"], b["model"]["w"]) and a["step"] == b["step"]
+
+
+def whole(place: Path) -> bool:
+    return verify(StoredCheckpoint(Location.of(place)), lambda finding: None).ok
+
+
+@pytest.fixture
+def installed() -> Iterator[None]:
+    with install(durable=False):
+        yield
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_place_alone_is_ours(tmp_path: Path) -> None:
+    place = tmp_path / "step-1"
+    dcp.save(state(), checkpoint_id=place, no_dist=True)
+    assert zarr.open_group(place, mode="r")["model.w"][:].tolist() == [[1.0] * 3] * 4
+    assert shardstore.load_plain_tensors(place)["model.w"].shape == (4, 3)
+    assert same(loaded(place), state())
+    assert same(loaded(str(place)), state())
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_step_that_is_saved_again_takes_the_place_of_the_first(tmp_path: Path) -> None:
+    for value in (1.0, 2.0):
+        dcp.save(state(value), checkpoint_id=tmp_path / "c", no_dist=True)
+    assert same(loaded(tmp_path / "c"), state(2.0))
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_folder_that_the_trainer_made_is_written_into(tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    dcp.save(state(), checkpoint_id=tmp_path / "c", no_dist=True)
+    assert same(loaded(tmp_path / "c"), state())
+
+
+@pytest.mark.usefixtures("installed")
+def test_what_the_trainer_leaves_in_it_hinders_nothing(tmp_path: Path) -> None:
+    place = tmp_path / "c"
+    for value in (1.0, 2.0):
+        dcp.save(state(value), checkpoint_id=place, no_dist=True)
+        torch.save({"epoch": value}, place / "meta.pt")
+    assert same(loaded(place), state(2.0))
+    assert torch.load(place / "meta.pt") == {"epoch": 2.0}
+    assert whole(place)
+
+
+def test_checkpoints_of_before_are_still_loaded(tmp_path: Path) -> None:
+    dcp.save(state(3.0), checkpoint_id=tmp_path / "old", no_dist=True)
+    with install():
+        assert same(loaded(tmp_path / "old"), state(3.0))
+
+
+@pytest.mark.usefixtures("installed")
+def test_storage_that_is_given_is_used(tmp_path: Path) -> None:
+    writer = dcp.FileSystemWriter(tmp_path / "theirs")
+    dcp.save(state(), storage_writer=writer, no_dist=True)
+    assert list((tmp_path / "theirs").glob("*.distcp"))
+    assert same(
+        loaded(None, storage_reader=dcp.FileSystemReader(tmp_path / "theirs")),  # type: ignore[arg-type]
+        state(),
+    )
+    with pytest.raises(RuntimeError, match="checkpoint_id"):
+        dcp.save(state(), no_dist=True)
+
+
+@pytest.mark.usefixtures("installed")
+def test_programs_that_look_for_the_file_of_dcp_find_one(tmp_path: Path) -> None:
+    place = tmp_path / "c"
+    dcp.save(state(), checkpoint_id=place, no_dist=True)
+    assert (place / ".metadata").is_file()
+    with pytest.raises(pickle.UnpicklingError):
+        pickle.loads((place / ".metadata").read_bytes())
+    assert whole(place)
+    shardstore.delete_checkpoint(place)
+    assert not place.exists()
+
+
+def test_without_it_there_is_none(tmp_path: Path) -> None:
+    writer = shardstore.dcp.StorageWriter(tmp_path / "c")
+    dcp.save(state(), storage_writer=writer, no_dist=True)
+    assert not (tmp_path / "c" / ".metadata").exists()
+
+
+def test_taken_back(tmp_path: Path) -> None:
+    before = [state_dict_saver.__dict__["_storage_setup"], state_dict_loader._storage_setup]
+    installation = install()
+    installation.uninstall()
+    assert [state_dict_saver.__dict__["_storage_setup"], state_dict_loader._storage_setup] == before
+    dcp.save(state(), checkpoint_id=tmp_path / "c", no_dist=True)
+    assert list((tmp_path / "c").glob("*.distcp"))
+
+
+def test_the_last_one_counts_until_it_is_taken_back(tmp_path: Path) -> None:
+    with install(), install(overwrite=False):
+        dcp.save(state(), checkpoint_id=tmp_path / "c", no_dist=True)
+        with pytest.raises(CheckpointException) as caught:
+            dcp.save(state(), checkpoint_id=tmp_path / "c", no_dist=True)
+    failure = next(iter(caught.value.failures.values()))[0]
+    assert isinstance(failure, CheckpointExistsError)
+    dcp.save(state(2.0), storage_writer=None, checkpoint_id=tmp_path / "d", no_dist=True)
+    assert list((tmp_path / "d").glob("*.distcp"))
+
+
+def test_wrong_options_are_told_at_once() -> None:
+    with pytest.raises(ArgumentError, match="threads"):
+        install(threads=0)
+    assert "shardstore" not in state_dict_saver.__dict__["_storage_setup"].__module__
+
+
+def test_a_pytorch_that_chooses_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(state_dict_loader, "_storage_setup")
+    with pytest.raises(CheckpointingException, match="StorageWriter or StorageReader"):
+        install()
+
+
+def _background(rank: int, world_size: int, folder: str) -> list[bool]:
+    mesh = init_device_mesh("cpu", (world_size,))
+
+    def made(value: float) -> DTensor:
+        return DTensor.from_local(torch.full((4, 3), value + rank), mesh, [Shard(0)])
+
+    group = dist.new_group(backend="gloo")
+    with install(durable=False):
+        place = f"{folder}/step-5"
+        async_save(
+            {"w": made(5.0)},
+            checkpoint_id=place,
+            process_group=group,
+            async_checkpointer_type=AsyncCheckpointerType.THREAD,
+        ).result()
+        wanted = {"w": made(-1.0)}
+        dcp.load(wanted, checkpoint_id=place)
+    found = [torch.equal(wanted["w"].to_local(), made(5.0).to_local())]
+    explicit = {"w": made(-1.0)}
+    dcp.load(explicit, storage_reader=StorageReader(place))
+    return [*found, torch.equal(explicit["w"].to_local(), made(5.0).to_local())]
+
+
+def test_asynchronous_saves_of_several_ranks(tmp_path: Path) -> None:
+    assert run_ranks(_background, 2, str(tmp_path)) == [[True, True]] * 2

@@ -1,0 +1,62 @@
+"""Real trainers that call PyTorch DCP somewhere inside, over shardstore by one line: torchtitan's
+checkpoint manager, Lightning's Fabric."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import zarr
+
+from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.location import Location
+from shardstore.storage.verify import verify
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def python() -> Path:
+    found = ROOT / ".envs" / "trainers" / "bin" / "python"
+    if not found.exists():
+        pytest.skip("no environment with torchtitan and Lightning: scripts/trainers_env makes it")
+    return found
+
+
+def run(python: Path, program: str, *arguments: object) -> None:
+    """Two ranks of a program under torchrun."""
+    command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ended = subprocess.run(
+        [*command, ROOT / "tests" / "trainers" / program, *map(str, arguments)],
+        env={**os.environ, "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+
+
+def whole(place: Path) -> bool:
+    return verify(StoredCheckpoint(Location.of(place)), lambda finding: None).ok
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_torchtitan(python: Path, tmp_path: Path, mode: str) -> None:
+    run(python, "titan.py", tmp_path, mode)
+    folder = tmp_path / "checkpoint"
+    steps = sorted(path.name for path in folder.iterdir())
+    assert steps == ["step-4", "step-6"]  # its own retention removed the first
+    for step in steps:
+        assert whole(folder / step)
+        group = zarr.open_group(folder / step, mode="r")
+        assert group["0.weight"].shape == (10, 6)
+
+
+def test_lightning_fabric(python: Path, tmp_path: Path) -> None:
+    run(python, "lightning_fabric.py", tmp_path)
+    place = tmp_path / "last.ckpt"
+    assert whole(place)
+    assert zarr.open_group(place, mode="r")["model.0.weight"].shape == (10, 6)

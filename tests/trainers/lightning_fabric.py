@@ -1,0 +1,70 @@
+"""Lightning's Fabric with FSDP2: saves and loads a model, an optimizer and a step.
+
+    torchrun --nproc-per-node=2 lightning_fabric.py FOLDER
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
+
+import shardstore.dcp
+
+
+def parallelize(model: torch.nn.Module, mesh: Any) -> torch.nn.Module:
+    """FSDP2 over all ranks."""
+    fully_shard(model, mesh=mesh["data_parallel"])
+    return model
+
+
+def made(fabric: Fabric, seed: int) -> tuple[Any, Any]:
+    """A model and its optimizer, set up by Fabric."""
+    torch.manual_seed(seed)
+    model = fabric.setup(torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.Linear(10, 3)))
+    return model, fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=0.05))
+
+
+def step(fabric: Fabric, model: Any, optimizer: Any, number: int) -> None:
+    """One step of training on data of its number."""
+    torch.manual_seed(number)
+    optimizer.zero_grad()
+    fabric.backward(model(torch.randn(4, 6)).square().mean())
+    optimizer.step()
+
+
+def parts(model: Any) -> list[torch.Tensor]:
+    """This rank's part of the parameters."""
+    return [p.to_local().detach().clone() for p in model.parameters()]
+
+
+def main() -> None:
+    """Save twice to one place, resume from it, and go on as the unbroken run does."""
+    place = Path(sys.argv[1]) / "last.ckpt"
+    shardstore.dcp.install()
+    strategy = ModelParallelStrategy(parallelize, data_parallel_size=2, tensor_parallel_size=1)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+    model, optimizer = made(fabric, 0)
+    for number in (1, 2):
+        step(fabric, model, optimizer, number)
+        fabric.save(place, {"model": model, "optimizer": optimizer, "step": number})
+    again, its_optimizer = made(fabric, 1)
+    step(fabric, again, its_optimizer, 7)
+    state = {"model": again, "optimizer": its_optimizer, "step": -1}
+    fabric.load(place, state)
+    assert state["step"] == 2
+    for _ in range(2):
+        for a, b in zip(parts(model), parts(again), strict=True):
+            assert torch.equal(a, b), (a, b)
+        step(fabric, model, optimizer, 3)
+        step(fabric, again, its_optimizer, 3)
+
+
+if __name__ == "__main__":
+    main()
