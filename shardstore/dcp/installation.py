@@ -35,9 +35,7 @@ class Installation:
     """What :func:`install` changed; as a context manager it is taken back at the end."""
 
     def __init__(self, changes: Mapping[tuple[Any, str], Any]) -> None:
-        self._before = {
-            (module, name): getattr(module, name) for (module, name) in changes
-        }
+        self._before = {(module, name): getattr(module, name) for (module, name) in changes}
         for (module, name), value in changes.items():
             setattr(module, name, value)
 

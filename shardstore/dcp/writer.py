@@ -36,7 +36,9 @@ from shardstore.strategies.common_json import BACKEND, MEMBER, VERSION
 
 __all__ = ["StorageWriter"]
 
-MARKER = b"not a file of PyTorch DCP: a checkpoint of shardstore, for shardstore.dcp.StorageReader\n"
+MARKER = (
+    b"not a file of PyTorch DCP: a checkpoint of shardstore, for shardstore.dcp.StorageReader\n"
+)
 """No pickle begins so: whoever takes it for DCP's own is told by an error."""
 
 

@@ -1,6 +1,6 @@
 """Lightning's Fabric with FSDP2: saves and loads a model, an optimizer and a step.
 
-    torchrun --nproc-per-node=2 lightning_fabric.py FOLDER
+torchrun --nproc-per-node=2 lightning_fabric.py FOLDER
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """torchtitan's checkpoint manager: trains, saves, purges; a second run finds the latest step.
 
-    torchrun --nproc-per-node=2 titan.py FOLDER MODE
+torchrun --nproc-per-node=2 titan.py FOLDER MODE
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torchtitan.components.optimizer.optimizer import default_adamw
 
 import shardstore.dcp
 
-STEPS = 6
+STEPS = 8
 
 
 class Progress(Stateful):
@@ -91,6 +91,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     first = Run(folder, mode, seed=0)
     first.train(STEPS)
+    first.manager.maybe_wait_for_saving()
     first.manager.close()
     dist.barrier()
     second = Run(folder, mode, seed=1)
@@ -102,6 +103,7 @@ def main() -> None:
     for a, b in zip(first.state(), second.state(), strict=True):
         assert torch.equal(a, b), (a, b)
     second.manager.close()
+    assert second.progress.step == STEPS + 1
     dist.barrier()
     dist.destroy_process_group()
 
