@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.disk_state import claim_memory
+from bench.disk_state import claim_memory, no_throttling
 from bench.memory import Sampler
 
 SCRIPTS = Path(__file__).resolve().parent.parent
@@ -107,7 +107,8 @@ class Crew:
         if isinstance(path, Path):
             written = sum(reply["written_bytes"] for reply in self.setup)
             claim_memory(path.parent, written, rest=not sync)
-        return self._time(sample, op="save", client=client, path=str(path), sync=sync)
+        with contextlib.nullcontext() if sync else no_throttling():
+            return self._time(sample, op="save", client=client, path=str(path), sync=sync)
 
     def load(
         self, client: str, path: Path | str, *, sample: bool = False, cold: bool = False

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import zarr
 
+import shardstore
+from scripts.s3_servers import S3Server
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.location import Location
 from shardstore.storage.verify import verify
@@ -25,12 +27,17 @@ def python() -> Path:
     return found
 
 
-def run(python: Path, program: str, *arguments: object) -> None:
+def run(python: Path, program: str, *arguments: object, **environment: str) -> None:
     """Two ranks of a program under torchrun."""
     command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     ended = subprocess.run(
         [*command, ROOT / "tests" / "trainers" / program, *map(str, arguments)],
-        env={**os.environ, "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"},
+        env={
+            **os.environ,
+            "MASTER_ADDR": "127.0.0.1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            **environment,
+        },
         capture_output=True,
         text=True,
         timeout=240,
@@ -54,6 +61,17 @@ def test_torchtitan(python: Path, tmp_path: Path, mode: str) -> None:
         assert whole(folder / step)
         group = zarr.open_group(folder / step, mode="r")
         assert group["0.weight"].shape == (10, 6)
+
+
+def test_torchtitan_on_s3(python: Path, s3_server: S3Server) -> None:
+    folder = f"s3://{s3_server.new_bucket()}/run"
+    run(python, "titan.py", folder, "disabled", **s3_server.environment)
+    options = s3_server.storage_options
+    assert shardstore.latest(f"{folder}/checkpoint", storage_options=options) == (
+        f"{folder}/checkpoint/step-8"
+    )
+    place = Location.of(f"{folder}/checkpoint/step-8", **options)
+    assert verify(StoredCheckpoint(place), lambda finding: None).ok
 
 
 def test_lightning_fabric(python: Path, tmp_path: Path) -> None:

@@ -8,12 +8,12 @@ from bench.context import Context
 from bench.field_of_clients import Field
 
 CASE = "s3-dcp"
-PEER = "dcp-s3"
+PEERS = {"dcp-s3-default": "at its defaults", "dcp-s3": "with two threads"}
 
 
 def run(context: Context) -> None:
     """Save and load, client by client in every round."""
-    names = (clients.DCP_OURS, PEER)
+    names = (clients.DCP_OURS, *PEERS)
     with places() as place, Field(context, CASE, 1, "gpt", context.scale, names) as field:
         field.rounds(
             lambda context, crew, client, repeat: one_round(

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench.clients import OURS, S3_DIRECT, S3_NAMES
+from bench.clients import OURS, RAW_DOCUMENTS, S3_DIRECT
 from bench.context import Context
 from bench.crew import Crew
 from bench.field_of_clients import Field
@@ -46,7 +46,7 @@ def chunks(context: Context) -> None:
 def arrays(context: Context) -> None:
     """2,000 arrays of 16 KiB, and beside plain puts of their bytes those of as many objects as Zarr
     arrays are."""
-    _save_and_load(context, ARRAYS, "arrays", S3_NAMES)
+    _save_and_load(context, ARRAYS, "arrays", (*S3_DIRECT, *RAW_DOCUMENTS))
 
 
 def latency(context: Context) -> None:

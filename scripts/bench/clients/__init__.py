@@ -25,6 +25,7 @@ _S3_CLIENTS: dict[str, tuple[str, str, tuple[int, ...]]] = {
     "raw-ob-documents": ("raw_s3", "ObstorePuts", (1,)),
     "shardstore": _CLIENTS["shardstore"],
     "dcp-s3": ("dcp_s3", "DcpS3", (2,)),
+    "dcp-s3-default": ("dcp_s3", "DcpS3", (1,)),
     "dcp-shardstore": _CLIENTS["dcp-shardstore"],
 }
 
@@ -33,11 +34,10 @@ S3_NAMES = tuple(_S3_CLIENTS)
 DCP_OURS = "dcp-shardstore"
 DIRECT = tuple(name for name in NAMES if name != DCP_OURS)
 """All but DCP over our storage, which is measured against DCP alone."""
-S3_DIRECT = tuple(name for name in S3_NAMES if name != DCP_OURS)
 RAW = ("raw-1", "raw-2", "raw-tensorstore", "raw-obstore")
 RAW_DOCUMENTS = ("raw-ts-documents", "raw-ob-documents")
 """The same with a small document beside each object: as many objects as Zarr arrays are."""
-S3_DIRECT = tuple(name for name in S3_NAMES if name not in RAW_DOCUMENTS)
+S3_DIRECT = tuple(name for name in S3_NAMES if name not in (*RAW_DOCUMENTS, "dcp-s3-default"))
 MEGATRON = "megatron-zarr"
 ORBAX = "orbax"
 OURS = "shardstore"
