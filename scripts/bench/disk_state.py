@@ -93,6 +93,11 @@ def claim_memory(root: Path, size: int, *, rest: bool = False) -> None:
         os.close(handle)
 
 
+def may_set_limits() -> bool:
+    """Whether :func:`no_throttling` has an effect here."""
+    return os.access(_LIMITS / "dirty_bytes", os.W_OK)
+
+
 @contextmanager
 def no_throttling() -> Iterator[None]:
     """Let the page cache hold what is written within, where this process may say so (root).

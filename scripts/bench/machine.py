@@ -6,6 +6,8 @@ import os
 import platform
 from pathlib import Path
 
+from bench.disk_state import DIRTY_BYTES, may_set_limits
+
 
 def describe(folder: Path) -> dict[str, str | float]:
     """Processor, memory, kernel, and the file system that holds `folder`."""
@@ -18,6 +20,9 @@ def describe(folder: Path) -> dict[str, str | float]:
         "memory_gib": round(memory_kib / 2**20, 1),
         "file_system": f"{kind} ({options})",
         "kernel": f"{platform.system()} {platform.release().split('-')[0]}",
+        "dirty_pages_without_a_sync": (
+            f"up to {DIRTY_BYTES >> 30} GiB" if may_set_limits() else "up to the kernel's limits"
+        ),
     }
 
 
