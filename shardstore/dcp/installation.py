@@ -2,8 +2,8 @@
 
 torchtitan and Lightning call ``dcp.save(state, checkpoint_id=path)`` somewhere inside, with no way
 to hand in a storage writer. :func:`install` changes what DCP chooses in that case; a call that
-names its storage keeps it. It touches four private names of ``torch.distributed.checkpoint``, and
-says so where a PyTorch does not have them.
+names its storage keeps it. It touches three private names of ``torch.distributed.checkpoint``,
+and says so where a PyTorch does not have them.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ __all__ = ["Installation", "install"]
 
 _CHOICE = "_storage_setup"
 _PROCESS = "_ProcessBasedAsyncCheckpointExecutor"
+_SAVES = (state_dict_saver, _CHOICE)
+_LOADS = (state_dict_loader, _CHOICE)
+_SAVES_IN_A_PROCESS = (state_dict_saver, _PROCESS)
 
 Place = str | os.PathLike[str]
 
@@ -35,7 +38,7 @@ class Installation:
     """What :func:`install` changed; as a context manager it is taken back at the end."""
 
     def __init__(self, changes: Mapping[tuple[Any, str], Any]) -> None:
-        self._before = {(module, name): getattr(module, name) for (module, name) in changes}
+        self._before = {(module, name): getattr(module, name) for module, name in changes}
         for (module, name), value in changes.items():
             setattr(module, name, value)
 
@@ -138,21 +141,11 @@ def install(
                 **options,
             )
 
-    return Installation(
-        {
-            (state_dict_saver, _CHOICE): choose,
-            (state_dict_loader, _CHOICE): choose,
-            (state_dict_saver, _PROCESS): InAProcess,
-        }
-    )
+    return Installation({_SAVES: choose, _LOADS: choose, _SAVES_IN_A_PROCESS: InAProcess})
 
 
 def _require() -> None:
-    for module, name in (
-        (state_dict_saver, _CHOICE),
-        (state_dict_loader, _CHOICE),
-        (state_dict_saver, _PROCESS),
-    ):
+    for module, name in (_SAVES, _LOADS, _SAVES_IN_A_PROCESS):
         if not hasattr(module, name):
             raise CheckpointingException(
                 f"PyTorch {torch.__version__} chooses its storage in another way "
