@@ -90,7 +90,7 @@ def install(
         A handle to take it back with; it may be dropped.
 
     Raises:
-        ArgumentError: a number makes no sense.
+        ArgumentError: a number makes no sense, or the storage options are no mapping.
         CheckpointingException: this PyTorch chooses its storage in another way.
     """
 
@@ -115,7 +115,7 @@ def install(
     def choose(storage: Any, checkpoint_id: Place | None, reader: bool = False) -> Any:
         if storage is not None or not checkpoint_id:
             return before(storage, checkpoint_id, reader=reader)
-        if reader and _is_of_dcp(Location.of(checkpoint_id, **(storage_options or {}))):
+        if reader and _is_of_dcp(Location.given(checkpoint_id, storage_options)):
             return before(None, checkpoint_id, reader=True)
         chosen: StorageWriter | StorageReader = new_reader() if reader else new_writer()
         chosen.reset(checkpoint_id)

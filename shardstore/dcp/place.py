@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from shardstore.errors import CheckpointingException
-from shardstore.storage.location import Location
+from shardstore.storage.location import Location, given_options
 
 __all__ = ["Placed"]
 
@@ -22,6 +22,9 @@ class Placed:
     Args:
         url: the place; ``None`` if DCP is to name it.
         storage_options: options of the store behind the URL.
+
+    Raises:
+        ArgumentError: they are no mapping, or the place is none.
     """
 
     _purpose: ClassVar[str]
@@ -30,7 +33,7 @@ class Placed:
     def __init__(
         self, url: str | os.PathLike[str] | None, storage_options: Mapping[str, Any] | None
     ) -> None:
-        self._storage_options = dict(storage_options or {})
+        self._storage_options = given_options(storage_options)
         self._location: Location | None = None
         if url is not None:
             self._go_to(url)

@@ -23,7 +23,7 @@ from shardstore.storage.places import url_of
 if TYPE_CHECKING:
     from shardstore.storage.remote import RemoteStore
 
-__all__ = ["Location", "StoreUrl", "store_errors"]
+__all__ = ["Location", "StoreUrl", "given_options", "store_errors"]
 
 _REMEDIES = {
     errno.ENOSPC: "the disk is full: free space or choose another place",
@@ -61,6 +61,21 @@ def store_errors(doing: str, url: str, *, key: str | None = None) -> Iterator[No
         )
         failure.errno = error.errno
         raise failure from error
+
+
+def given_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Storage options as callers give them, which may be none.
+
+    Raises:
+        ArgumentError: no mapping.
+    """
+    if options is not None and not isinstance(options, Mapping):
+        raise ArgumentError(
+            # Not what it is: there may be a secret in it.
+            f"storage_options must be a dict, such as {{'endpoint_url': 'http://host:9000'}}, "
+            f"not a {type(options).__name__}"
+        )
+    return dict(options or {})
 
 
 class StoreUrl(str):
@@ -116,13 +131,7 @@ class Location:
         Raises:
             ArgumentError: the place is none, or ``options`` is no mapping.
         """
-        if options is not None and not isinstance(options, Mapping):
-            raise ArgumentError(
-                # Not what it is: there may be a secret in it.
-                f"storage_options must be a dict, such as {{'endpoint_url': 'http://host:9000'}}, "
-                f"not a {type(options).__name__}"
-            )
-        return cls.of(place, **(options or {}))
+        return cls.of(place, **given_options(options))
 
     @property
     def is_local(self) -> bool:

@@ -148,6 +148,8 @@ def test_the_last_one_counts_until_it_is_taken_back(tmp_path: Path) -> None:
 def test_wrong_options_are_told_at_once() -> None:
     with pytest.raises(ArgumentError, match="threads"):
         install(threads=0)
+    with pytest.raises(ArgumentError, match="storage_options must be a dict"):
+        install(storage_options=5)  # type: ignore[arg-type]
     assert "shardstore" not in state_dict_saver.__dict__["_storage_setup"].__module__
 
 
