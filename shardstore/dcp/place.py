@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, ClassVar
 
 from shardstore.errors import CheckpointingException
 from shardstore.storage.location import Location, given_options
 
-__all__ = ["Placed"]
+__all__ = ["Placed", "forget_listings"]
 
 
 class Placed:
@@ -61,3 +62,19 @@ class Placed:
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether a checkpoint can be there: a local path or a URL."""
         return bool(os.fspath(checkpoint_id))
+
+
+def forget_listings(place: Location) -> None:
+    """Have the program's own fsspec file system list the folders above a place anew.
+
+    It keeps listings for ever, except of what it wrote itself (as DCP's own storage does by it): a
+    trainer that looks for its steps there would see those of its first look.
+    """
+    if place.is_local:
+        return
+    # A file system that the program can not have made has no listings to forget either.
+    with suppress(Exception):
+        import fsspec  # type: ignore[import-untyped]
+
+        file_system, path = fsspec.core.url_to_fs(place.url)
+        file_system.invalidate_cache(path)

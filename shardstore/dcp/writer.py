@@ -22,7 +22,7 @@ from torch.futures import Future
 
 from shardstore.dcp.files import METADATA_NAME
 from shardstore.dcp.gathered import put_together, state_record
-from shardstore.dcp.place import Placed
+from shardstore.dcp.place import Placed, forget_listings
 from shardstore.dcp.save_plan import Grids, Task, with_items
 from shardstore.dcp.write_items import Report, write_items
 from shardstore.errors import CheckpointingException
@@ -211,3 +211,4 @@ class StorageWriter(Placed, DcpStorageWriter):
         if self._marker:
             # Not a moment before: whoever looks for it takes the folder for a whole checkpoint.
             self._place.replace(METADATA_NAME, MARKER)
+            forget_listings(self._place)

@@ -43,7 +43,7 @@ def run(python: Path, program: str, *arguments: object, **environment: str) -> N
         timeout=240,
         check=False,
     )
-    assert ended.returncode == 0, ended.stderr[-4000:]
+    assert ended.returncode == 0, ended.stderr[-20000:]
 
 
 def whole(place: Path) -> bool:
@@ -70,6 +70,7 @@ def test_torchtitan_on_s3(python: Path, s3_server: S3Server) -> None:
     assert shardstore.latest(f"{folder}/checkpoint", storage_options=options) == (
         f"{folder}/checkpoint/step-8"
     )
+    assert "step-2" not in Location.of(f"{folder}/checkpoint", **options).listing()
     place = Location.of(f"{folder}/checkpoint/step-8", **options)
     assert verify(StoredCheckpoint(place), lambda finding: None).ok
 
