@@ -1,8 +1,8 @@
 """shardstore under programs that give PyTorch DCP a place and no storage.
 
-torchtitan and Lightning call ``dcp.save(state, checkpoint_id=path)`` somewhere inside, with no way
-to hand in a storage writer. :func:`install` changes what DCP chooses in that case; a call that
-names its storage keeps it. It touches three private names of ``torch.distributed.checkpoint``,
+torchtitan and Lightning's FSDP2 call ``dcp.save(state, checkpoint_id=path)`` somewhere inside, with
+no way to hand in a storage writer. :func:`install` changes what DCP chooses in that case; a call
+that names its storage keeps it. It touches three private names of ``torch.distributed.checkpoint``,
 and says so where a PyTorch does not have them.
 """
 
@@ -72,7 +72,9 @@ def install(
 
     From then on ``torch.distributed.checkpoint.save``, ``async_save`` (both of its forms) and
     ``load`` write and read checkpoints of ours, by path or URL, in this process. Checkpoints that
-    DCP's own storage wrote are still loaded by it, so a run goes on from its last one. What is
+    DCP's own storage wrote are still loaded by it, so a run goes on from its last one. A program
+    that saves by place but names DCP's own reader when it loads (Lightning's ``FSDPStrategy`` does,
+    for optimizers) can not read what it saved so: convert it back, or do not install. What is
     saved also gets a file ``.metadata`` (a line of text): programs look for it to tell a folder
     that DCP has finished from one that it has not. Called by all ranks, once, before the first
     save.
