@@ -59,6 +59,8 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
 
     It is the caller's part to hand out replica ids such that each shard has one main replica.
     """
+    if type(replica_id) is tuple:  # what nearly all are, and each save asks of each shard
+        return replica_id.count(0) == len(replica_id)
     if isinstance(replica_id, Integral):
         return bool(replica_id == 0)
     if not isinstance(replica_id, Sequence) or isinstance(replica_id, str):

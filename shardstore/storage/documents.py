@@ -145,12 +145,12 @@ def _fill_value(dtype: str) -> object:
     return 0.0 if "float" in dtype else 0
 
 
-def _codec_documents(meta: ArrayMeta) -> list[dict[str, Any]]:
+def _codec_documents(dtype: str, codecs: tuple[str, ...] | None) -> list[dict[str, Any]]:
     bytes_codec: dict[str, Any] = {"name": "bytes"}
-    if dtypes.itemsize(meta.dtype) > 1:
+    if dtypes.itemsize(dtype) > 1:
         bytes_codec["configuration"] = {"endian": "little"}
     documents = [bytes_codec]
-    for name in meta.codecs or ():
+    for name in codecs or ():
         if name == ZSTD:
             documents.append(
                 {"name": ZSTD, "configuration": {"level": ZSTD_LEVEL, "checksum": False}}
@@ -176,30 +176,36 @@ def array_document(meta: ArrayMeta) -> str:
                 "dimension_separator": meta.separator,
             }
         )
-    about: dict[str, Any] = {"key": meta.key}
-    if meta.shard_shape is not None:
-        about["shard_shape"] = list(meta.shard_shape)
-    return _dumps(
-        {
-            "zarr_format": 3,
-            "node_type": "array",
-            "shape": list(meta.shape),
-            "data_type": meta.dtype,
-            "chunk_grid": {
-                "name": "regular",
-                "configuration": {"chunk_shape": list(meta.grid.chunk_shape)},
-            },
-            "chunk_key_encoding": {
-                "name": "default",
-                "configuration": {"separator": meta.separator},
-            },
-            "fill_value": _fill_value(meta.dtype),
-            "codecs": _codec_documents(meta),
-            # Of this array alone: xarray takes equal names for one axis, of one length.
-            "dimension_names": [f"{meta.key}:{axis}" for axis in range(len(meta.shape))],
-            "attributes": {"shardstore": about},
-        }
+    key = _dumps(meta.key)
+    before, between = _of_kind(meta.dtype, meta.codecs, meta.separator)
+    shards = "" if meta.shard_shape is None else f',"shard_shape":{_numbers(meta.shard_shape)}'
+    # Of this array alone: xarray takes equal names for one axis, of one length.
+    axes = ",".join(f'{key[:-1]}:{axis}"' for axis in range(len(meta.shape)))
+    return (
+        f'{{"zarr_format":3,"node_type":"array","shape":{_numbers(meta.shape)},{before}'
+        f'"chunk_grid":{{"name":"regular","configuration":{{"chunk_shape":'
+        f"{_numbers(meta.grid.chunk_shape)}}}}},{between}"
+        f'"dimension_names":[{axes}],"attributes":{{"shardstore":{{"key":{key}{shards}}}}}}}'
     )
+
+
+def _numbers(shape: Sequence[int]) -> str:
+    return f"[{','.join(map(str, shape))}]"
+
+
+@lru_cache(maxsize=256)
+def _of_kind(dtype: str, codecs: tuple[str, ...] | None, separator: str) -> tuple[str, str]:
+    """Members of a document that arrays of one kind share: before their chunk grid, and behind it.
+
+    Kept, because putting documents together was a large part of planning a save.
+    """
+    keys = {"name": "default", "configuration": {"separator": separator}}
+    behind = {
+        "chunk_key_encoding": keys,
+        "fill_value": _fill_value(dtype),
+        "codecs": _codec_documents(dtype, codecs),
+    }
+    return _dumps({"data_type": dtype})[1:-1] + ",", _dumps(behind)[1:-1] + ","
 
 
 def root_document(arrays: Iterable[tuple[str, str]], attributes: Mapping[str, Any]) -> str:

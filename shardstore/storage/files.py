@@ -43,8 +43,9 @@ from shardstore.storage.writeback import Writeback
 
 __all__ = ["FileMover"]
 
-IO_BYTES = 8 * 1024 * 1024
-"""A single write; large enough that system calls do not count."""
+IO_BYTES = 2 * 1024 * 1024
+"""A single write: large enough that system calls do not count, small enough that much of it is in
+the processor's cache when it is written, having been checksummed and hashed."""
 PREALLOCATE_FROM = 64 * 1024
 BATCH_BYTES = 4 * 1024 * 1024
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 
 from shardstore.errors import AccessPatternError
 
@@ -141,7 +142,7 @@ class Grid:
             range(o // c, -(-(o + s) // c))
             for o, s, c in zip(region.offset, region.shape, self.chunk_shape, strict=True)
         ]
-        yield from _product(ranges)
+        yield from product(*ranges)
 
     def is_aligned(self, region: Box) -> bool:
         """Whether ``region`` is made of whole chunks."""
@@ -158,21 +159,17 @@ def _counts(shape: Shape, chunk_shape: Shape) -> Shape:
     return tuple(-(-n // c) for n, c in zip(shape, chunk_shape, strict=True))
 
 
-def _product(ranges: Sequence[range]) -> Iterator[Shape]:
-    if not ranges:
-        yield ()
-        return
-    for first in ranges[0]:
-        for rest in _product(ranges[1:]):
-            yield (first, *rest)
-
-
 def shard_edges(global_shape: Sequence[int], fragments: Sequence[int]) -> Shape:
     """Edges of a shard where axis ``i`` is cut into ``fragments[i]`` parts.
 
     The rule of ``torch.chunk``: ``ceil(n / parts)`` each, the last ones smaller or empty.
     """
-    return tuple(max(1, -(-n // max(1, f))) for n, f in zip(global_shape, fragments, strict=True))
+    return _shard_edges(tuple(global_shape), tuple(fragments))
+
+
+@lru_cache(maxsize=4096)
+def _shard_edges(shape: Shape, fragments: Shape) -> Shape:
+    return tuple(max(1, -(-n // max(1, f))) for n, f in zip(shape, fragments, strict=True))
 
 
 def cut_gcd(global_shape: Sequence[int], shards: Iterable[Box]) -> Shape:
@@ -212,8 +209,15 @@ def plan_grid(
         leading_only: never cut along an inner axis before the outer ones are cut to single rows, so
             that each chunk is one contiguous range of the flattened shard.
     """
-    shape = tuple(global_shape)
-    edges = tuple(max(1, min(s, max(1, n))) for s, n in zip(shard_shape, shape, strict=True))
+    shape, shard = tuple(global_shape), tuple(shard_shape)
+    return _plan_grid(shape, shard, itemsize, target_chunk_bytes, leading_only)
+
+
+@lru_cache(maxsize=4096)  # a model has many tensors of few shapes, each with its moments
+def _plan_grid(
+    shape: Shape, shard: Shape, itemsize: int, target_chunk_bytes: int, leading_only: bool
+) -> Grid:
+    edges = tuple(max(1, min(s, max(1, n))) for s, n in zip(shard, shape, strict=True))
     cut = tuple(e < n for e, n in zip(edges, shape, strict=True))
     return Grid(shape, chunk_shape_for(edges, cut, itemsize, target_chunk_bytes, leading_only))
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 from urllib.parse import unquote
 
 from shardstore.errors import KeyNameError
@@ -35,6 +36,11 @@ def node_name(key: str) -> str:
     """
     if not isinstance(key, str):
         raise KeyNameError(f"key {key!r} is a {type(key).__name__}, not a string")
+    return _node_name(key)
+
+
+@lru_cache(maxsize=16384)
+def _node_name(key: str) -> str:
     if not key:
         raise KeyNameError("an empty key can not be stored; give the tensor a name", key=key)
     try:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -171,6 +172,7 @@ def last_documents(
     return [(MANIFEST_NAME, merged.manifest.to_bytes()), ("zarr.json", root.encode())]
 
 
+@cache
 def _version() -> str:
     try:
         return version("shardstore")

@@ -104,11 +104,12 @@ def _carry_out(
 
 
 def _by_size(writes: Sequence[ChunkWrite]) -> tuple[list[ChunkWrite], list[ChunkWrite]]:
-    """Large chunks and small ones."""
+    """Large chunks, the largest first, and small ones: threads then end at about the same time."""
     large: list[ChunkWrite] = []
     small: list[ChunkWrite] = []
     for write in writes:
         (large if write.array.chunk_bytes >= WRITEBACK_FROM else small).append(write)
+    large.sort(key=lambda write: -write.array.chunk_bytes)
     return large, small
 
 

@@ -88,6 +88,32 @@ def test_documents_of_arrays_lead_back(meta: ArrayMeta) -> None:
     assert names == [f"{meta.key}:{axis}" for axis in range(len(names))]
 
 
+@given(metas)
+def test_documents_of_arrays_are_what_the_specification_asks_for(meta: ArrayMeta) -> None:
+    text = documents.array_document(meta)
+    about: dict[str, Any] = {"key": meta.key}
+    if meta.shard_shape is not None:
+        about["shard_shape"] = list(meta.shard_shape)
+    found = json.loads(text)
+    assert [codec["name"] for codec in found["codecs"]] == ["bytes", *(meta.codecs or ())]
+    del found["codecs"], found["fill_value"]
+    assert found == {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(meta.shape),
+        "data_type": meta.dtype,
+        "chunk_grid": {
+            "name": "regular",
+            "configuration": {"chunk_shape": list(meta.grid.chunk_shape)},
+        },
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": meta.separator}},
+        "dimension_names": [f"{meta.key}:{axis}" for axis in range(len(meta.shape))],
+        "attributes": {"shardstore": about},
+    }
+    # Cut out of the root's text again byte for byte, so nothing may lie between the members.
+    assert text == json.dumps(json.loads(text), separators=(",", ":"), ensure_ascii=False)
+
+
 @given(st.lists(metas, max_size=5, unique_by=lambda m: m.key))
 def test_root_document_leads_back(found: list[ArrayMeta]) -> None:
     attributes = {"shardstore": {"format_version": 1}, "user": {"ä": [1, None]}}
