@@ -1,0 +1,172 @@
+"""Which steps are kept: retention's rules, and runs that went back to an earlier step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardstore
+from shardstore import CheckpointManager
+from shardstore.branches import branches
+from shardstore.errors import (
+    CheckpointExistsError,
+    NotACheckpointError,
+)
+from shardstore.retention import Retention
+from tests.unit.managed import damage, managed, state_of, wanted, warnings_of
+
+
+def test_a_run_that_went_back_goes_on_from_there(
+    place: tuple[str, dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    state, data = wanted()
+    with managed(place, keep_last=2) as manager:
+        for step in (100, 200, 300):
+            manager.save(step, state_of(step))
+        manager.wait(60)
+        assert manager.steps() == [200, 300]
+        assert warnings_of(caplog) == []
+        assert manager.restore(state, 200) is not None
+        (text,) = warnings_of(caplog)
+        assert "later steps" in text
+        assert ": 300. " in text
+        assert "resumes at step 300" in text
+        assert "discard_later=True" in text
+        for step in (210, 220):
+            manager.save(step, state_of(step))
+            assert manager.wait(60)
+            assert step in manager.steps()
+            assert (manager.latest(), managed(place).latest()) == (step, step)
+        assert "saved before it: 300." in warnings_of(caplog)[-1]
+        assert len(warnings_of(caplog)) == 2
+        # The line that the run is on counts, and what it left stays.
+        assert manager.steps() == [210, 220, 300]
+    again = managed(place, keep_last=2)
+    restored = again.restore(state)
+    assert restored is not None
+    assert (restored.step, restored.damaged) == (220, ())
+    assert data.eq(220).all()
+    assert "later steps" in warnings_of(caplog)[-1]
+    assert "resumes" not in warnings_of(caplog)[-1]
+    with pytest.raises(CheckpointExistsError):
+        again.save(300, state_of(300))
+    # From damage the run goes back along its own line.
+    damage(place, "step-220/w/c.0.0", None)
+    restored = managed(place).restore(state)
+    assert restored is not None
+    assert (restored.step, restored.damaged) == (210, (220,))
+    assert "resumes" not in warnings_of(caplog)[-1]
+    # Once the run has come past what it left, that is one more old step.
+    for step in (400, 500, 600):
+        again.save(step, state_of(step))
+    again.close()
+    assert again.steps() == [500, 600]
+
+
+def test_the_step_just_saved_after_going_back_stays(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, keep_last=1, keep_every=100) as manager:
+        for step in (100, 200):
+            manager.save(step, state_of(step))
+        manager.restore(wanted()[0], 100)
+        for step in (150, 160):
+            manager.save(step, state_of(step))
+            manager.wait(60)
+            assert manager.latest() == step
+        assert manager.steps() == [100, 160, 200]
+        manager.save(200, state_of(7), overwrite=True)
+        manager.wait(60)
+        assert (manager.steps(), manager.latest()) == ([100, 200], 200)
+
+
+def test_later_steps_are_discarded_if_asked(place: tuple[str, dict[str, Any]]) -> None:
+    state, data = wanted()
+    manager = managed(place, keep_last=4)
+    for step in (1, 2, 3, 4):
+        manager.save(step, state_of(step))
+    manager.close()
+    shardstore.save(state_of(9), f"{place[0]}/step-9", storage_options=place[1] or None)
+    with pytest.raises(NotACheckpointError):
+        manager.restore(state, 7, discard_later=True)
+    assert manager.steps() == [1, 2, 3, 4, 9]
+    assert manager.restore(state, 2, discard_later=True).step == 2  # type: ignore[union-attr]
+    assert data.eq(2).all()
+    assert manager.steps() == [1, 2, 9]  # 9 is not the manager's
+    manager.save(3, state_of(33))
+    manager.close()
+    assert managed(place).restore(state, 3) is not None
+    assert data.eq(33).all()
+
+
+def test_a_clock_that_went_back_changes_no_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a host whose clock is behind that of the one which ran before it."""
+    CheckpointManager(tmp_path).save(100, state_of(100))
+    CheckpointManager(tmp_path).save(200, state_of(200))
+    monkeypatch.setattr("time.time_ns", lambda: 10**18)
+    with CheckpointManager(tmp_path, keep_last=1) as manager:
+        for step in (250, 300):
+            manager.save(step, state_of(step))
+    assert manager.steps() == [300]
+    CheckpointManager(tmp_path).save(270, state_of(270))
+    assert CheckpointManager(tmp_path).latest() == 270
+
+
+steps_and_losses = st.dictionaries(
+    st.integers(0, 60), st.none() | st.floats(allow_nan=True, width=16), max_size=12
+)
+limits = st.none() | st.integers(1, 5)
+
+
+@given(steps_and_losses, limits, limits, limits, st.sampled_from(["min", "max"]))
+def test_retention_keeps_what_each_rule_says(
+    losses: dict[int, float | None],
+    last: int | None,
+    every: int | None,
+    best: int | None,
+    mode: Any,
+) -> None:
+    metric = None if best is None else "loss"
+    policy = Retention(keep_last=last, keep_every=every, best=best, metric=metric, mode=mode)
+    steps = {s: ({} if loss is None else {"loss": loss}) for s, loss in losses.items()}
+    kept = policy.kept(steps)
+    newest = sorted(steps)[-1:]
+    assert set(newest) <= kept <= set(steps)
+    for step in steps:
+        newer = sum(other > step for other in steps)
+        loss = losses[step]
+        finite = [(o, v) for o, v in losses.items() if v is not None and abs(v) < float("inf")]
+        sign = 1 if mode == "min" else -1
+        better = [
+            o
+            for o, v in finite
+            if loss is not None and (sign * v < sign * loss or (v == loss and o > step))
+        ]
+        among_best = best is not None and step in dict(finite) and len(better) < best
+        expected = (
+            (last is None and every is None and best is None)
+            or newer < (last or 1)
+            or (every is not None and step % every == 0)
+            or among_best
+        )
+        assert (step in kept) == expected
+
+
+@given(st.lists(st.integers(0, 12), max_size=12))
+def test_branches_are_told_by_the_order_of_the_saves(order: list[int]) -> None:
+    """Against a plain model: a save of a step leaves all higher ones that are there."""
+    left: dict[int, bool] = {}
+    for step in order:
+        left = {other: gone or other > step for other, gone in left.items()}
+        left[step] = False
+    found = branches({step: when for when, step in enumerate(order)})
+    assert found.abandoned == tuple(sorted(step for step, gone in left.items() if gone))
+    assert found.current == tuple(sorted(step for step, gone in left.items() if not gone))
+    assert found.latest == (order[-1] if order else None)
+    assert set(found.to_restore) == set(order)
+    unknown = branches(dict.fromkeys(order))
+    assert (unknown.current, unknown.abandoned) == (tuple(sorted(set(order))), ())
