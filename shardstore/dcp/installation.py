@@ -3,7 +3,8 @@
 torchtitan and Lightning's FSDP2 call ``dcp.save(state, checkpoint_id=path)`` somewhere inside, with
 no way to hand in a storage writer. :func:`install` changes what DCP chooses in that case; a call
 that names its storage keeps it. It touches three private names of ``torch.distributed.checkpoint``,
-and says so where a PyTorch does not have them.
+and says so where a PyTorch does not have them; and the methods of DCP's own reader
+(:mod:`named_reader`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
-from shardstore.dcp.files import METADATA_NAME
+from shardstore.dcp.named_reader import handing_on, is_of_dcp
 from shardstore.dcp.reader import StorageReader
 from shardstore.dcp.writer import StorageWriter
 from shardstore.errors import CheckpointingException
@@ -43,7 +44,8 @@ class Installation:
             setattr(module, name, value)
 
     def uninstall(self) -> None:
-        """DCP chooses as it did before. Of several installations the last one goes first."""
+        """DCP chooses as it did before, and its reader, whenever it was made, reads DCP's own files
+        alone. Of several installations the last one goes first."""
         for (module, name), value in self._before.items():
             setattr(module, name, value)
 
@@ -72,12 +74,12 @@ def install(
 
     From then on ``torch.distributed.checkpoint.save``, ``async_save`` (both of its forms) and
     ``load`` write and read checkpoints of ours, by path or URL, in this process. Checkpoints that
-    DCP's own storage wrote are still loaded by it, so a run goes on from its last one. A program
-    that saves by place but names DCP's own reader when it loads (Lightning's ``FSDPStrategy`` does,
-    for optimizers) can not read what it saved so: convert it back, or do not install. What is
-    saved also gets a file ``.metadata`` (a line of text): programs look for it to tell a folder
-    that DCP has finished from one that it has not. Called by all ranks, once, before the first
-    save.
+    DCP's own storage wrote are still loaded by it, so a run goes on from its last one. Programs
+    that name DCP's ``FileSystemReader`` when they load (Lightning's ``FSDPStrategy`` does, for
+    optimizers) read ours by it, in local folders; who names a writer of DCP gets DCP's own files.
+    What is saved also gets a file ``.metadata`` (a line of text): programs look for it to tell a
+    folder that DCP has finished from one that it has not. Called by all ranks, once, before the
+    first save.
 
     Args:
         overwrite: as :class:`StorageWriter`, but on by default: DCP's own storage overwrites, and
@@ -117,7 +119,7 @@ def install(
     def choose(storage: Any, checkpoint_id: Place | None, reader: bool = False) -> Any:
         if storage is not None or not checkpoint_id:
             return before(storage, checkpoint_id, reader=reader)
-        if reader and _is_of_dcp(Location.given(checkpoint_id, storage_options)):
+        if reader and is_of_dcp(Location.given(checkpoint_id, storage_options)):
             return before(None, checkpoint_id, reader=True)
         chosen: StorageWriter | StorageReader = new_reader() if reader else new_writer()
         chosen.reset(checkpoint_id)
@@ -143,7 +145,8 @@ def install(
                 **options,
             )
 
-    return Installation({_SAVES: choose, _LOADS: choose, _SAVES_IN_A_PROCESS: InAProcess})
+    choices = {_SAVES: choose, _LOADS: choose, _SAVES_IN_A_PROCESS: InAProcess}
+    return Installation({**choices, **handing_on(new_reader)})
 
 
 def _require() -> None:
@@ -154,7 +157,3 @@ def _require() -> None:
                 f"({module.__name__}.{name} is not there): give each call a "
                 "shardstore.dcp.StorageWriter or StorageReader instead, or upgrade shardstore"
             )
-
-
-def _is_of_dcp(location: Location) -> bool:
-    return not location.exists("zarr.json") and location.exists(METADATA_NAME)

@@ -1,4 +1,5 @@
-"""`shardstore.dcp.install()`: programs that give DCP a `checkpoint_id` alone save and load ours."""
+"""`shardstore.dcp.install()`: programs that give DCP a `checkpoint_id` alone save and load ours,
+and load it by DCP's own reader where they name that."""
 
 from __future__ import annotations
 
@@ -12,10 +13,20 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import zarr
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import (
+    FileSystemReader,
+    FileSystemWriter,
+    filesystem,
+    state_dict_loader,
+    state_dict_saver,
+)
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 import shardstore
@@ -36,6 +47,12 @@ def state(value: float = 1.0) -> dict[str, Any]:
 def loaded(place: Path | str, **options: Any) -> dict[str, Any]:
     wanted = state(-1.0)
     dcp.load(wanted, checkpoint_id=place, no_dist=True, **options)
+    return wanted
+
+
+def loaded_by(reader: FileSystemReader) -> dict[str, Any]:
+    wanted = state(-1.0)
+    dcp.load(wanted, storage_reader=reader, no_dist=True)
     return wanted
 
 
@@ -82,6 +99,7 @@ def test_what_the_trainer_leaves_in_it_hinders_nothing(tmp_path: Path) -> None:
     place = tmp_path / "c"
     for value in (1.0, 2.0):
         dcp.save(state(value), checkpoint_id=place, no_dist=True)
+        assert value == 1.0 or torch.load(place / "meta.pt") == {"epoch": 1.0}
         torch.save({"epoch": value}, place / "meta.pt")
     assert same(loaded(place), state(2.0))
     assert torch.load(place / "meta.pt") == {"epoch": 2.0}
@@ -119,6 +137,94 @@ def test_programs_that_look_for_the_file_of_dcp_find_one(tmp_path: Path) -> None
     assert not place.exists()
 
 
+@pytest.mark.usefixtures("installed")
+def test_the_reader_of_dcp_reads_ours_where_it_is_named(tmp_path: Path) -> None:
+    dcp.save(state(), checkpoint_id=tmp_path / "c", no_dist=True)
+    for place in (tmp_path / "c", str(tmp_path / "c")):
+        assert same(loaded_by(FileSystemReader(place)), state())
+    whole_state = tmp_path / "whole.pt"
+    dcp_to_torch_save(tmp_path / "c", whole_state)
+    assert same(torch.load(whole_state), state())
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_reader_of_dcp_goes_from_its_checkpoints_to_ours_and_back(tmp_path: Path) -> None:
+    dcp.save(state(1.0), checkpoint_id=tmp_path / "ours", no_dist=True)
+    writer = FileSystemWriter(tmp_path / "theirs")
+    dcp.save(state(2.0), storage_writer=writer, no_dist=True)
+    reader = FileSystemReader(tmp_path / "theirs")
+    for name, value in (("theirs", 2.0), ("ours", 1.0), ("theirs", 2.0)):
+        reader.reset(tmp_path / name)
+        assert same(loaded_by(reader), state(value))
+        assert same(loaded_by(reader), state(value))
+        assert reader.checkpoint_id == tmp_path / name
+
+
+def test_a_reader_of_dcp_may_be_older_than_the_installation_and_outlive_it(tmp_path: Path) -> None:
+    class Derived(FileSystemReader):
+        pass
+
+    dcp.save(state(2.0), checkpoint_id=tmp_path / "theirs", no_dist=True)
+    readers = [FileSystemReader(tmp_path / "ours"), Derived(tmp_path / "ours")]
+    with install(durable=False):
+        dcp.save(state(), checkpoint_id=tmp_path / "ours", no_dist=True)
+        readers += [dcp.FileSystemReader(tmp_path / "ours")]
+        readers += [filesystem.FileSystemReader(tmp_path / "ours")]
+        for reader in readers:
+            assert isinstance(reader, FileSystemReader)
+            assert same(loaded_by(reader), state())
+    for reader in readers:
+        with pytest.raises(CheckpointException, match="invalid load key"):
+            loaded_by(reader)
+        reader.reset(tmp_path / "theirs")
+        assert same(loaded_by(reader), state(2.0))
+    with install():
+        for reader in readers:
+            reader.reset(tmp_path / "ours")
+            assert same(loaded_by(reader), state())
+
+
+@pytest.mark.usefixtures("installed")
+def test_what_was_written_last_is_read(tmp_path: Path) -> None:
+    place = tmp_path / "c"
+    for value in (1.0, 3.0):
+        dcp.save(state(value), checkpoint_id=place, no_dist=True)
+        assert same(loaded_by(FileSystemReader(place)), state(value))
+        dcp.save(state(value + 1), storage_writer=FileSystemWriter(place), no_dist=True)
+        assert same(loaded_by(FileSystemReader(place)), state(value + 1))
+        assert same(loaded(place), state(value + 1))
+
+
+def test_one_without_the_file_of_dcp_is_read_too(tmp_path: Path) -> None:
+    writer = shardstore.dcp.StorageWriter(tmp_path / "c")
+    dcp.save(state(), storage_writer=writer, no_dist=True)
+    with install():
+        assert same(loaded_by(FileSystemReader(tmp_path / "c")), state())
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_reader_of_dcp_is_as_ever_elsewhere(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"\.metadata"):
+        FileSystemReader(tmp_path / "nothing").read_metadata()
+    place = tmp_path / "of_one_rank"
+    dcp.save(state(), storage_writer=FileSystemWriter(place), no_dist=True)
+    (place / ".metadata").rename(place / "__0.metadata")
+    assert same(loaded_by(FileSystemReader(place)), state())
+    dcp.save(state(), checkpoint_id=tmp_path / "ours", no_dist=True)
+    with pytest.raises(FileNotFoundError, match="__0"):
+        FileSystemReader(tmp_path / "ours").read_metadata(rank=0)
+
+
+@pytest.mark.usefixtures("installed")
+def test_damage_is_told_by_the_reader_of_dcp(tmp_path: Path) -> None:
+    place = tmp_path / "c"
+    dcp.save(state(), checkpoint_id=place, no_dist=True)
+    (chunk,) = (path for path in (place / "model.w").glob("c*") if path.is_file())
+    chunk.unlink()
+    with pytest.raises(CheckpointException, match="load an earlier one"):
+        loaded_by(FileSystemReader(place))
+
+
 def test_without_it_there_is_none(tmp_path: Path) -> None:
     writer = shardstore.dcp.StorageWriter(tmp_path / "c")
     dcp.save(state(), storage_writer=writer, no_dist=True)
@@ -127,9 +233,12 @@ def test_without_it_there_is_none(tmp_path: Path) -> None:
 
 def test_taken_back(tmp_path: Path) -> None:
     before = [state_dict_saver.__dict__["_storage_setup"], state_dict_loader._storage_setup]
+    methods = dict(vars(FileSystemReader))
     installation = install()
+    assert dict(vars(FileSystemReader)) != methods
     installation.uninstall()
     assert [state_dict_saver.__dict__["_storage_setup"], state_dict_loader._storage_setup] == before
+    assert dict(vars(FileSystemReader)) == methods
     dcp.save(state(), checkpoint_id=tmp_path / "c", no_dist=True)
     assert list((tmp_path / "c").glob("*.distcp"))
 
@@ -184,3 +293,65 @@ def _background(rank: int, world_size: int, folder: str) -> list[bool]:
 
 def test_asynchronous_saves_of_several_ranks(tmp_path: Path) -> None:
     assert run_ranks(_background, 2, str(tmp_path)) == [[True, True]] * 2
+
+
+def _fsdp1(rank: int, world_size: int, folder: str) -> bool:
+    def made(seed: int) -> tuple[FullyShardedDataParallel, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        # Rows that two ranks share unevenly, or that one of them has alone.
+        layers = [torch.nn.Linear(6, 5), torch.nn.Linear(5, 1), torch.nn.Linear(1, 4)]
+        model = FullyShardedDataParallel(
+            torch.nn.Sequential(*layers),
+            auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}),
+            use_orig_params=True,
+            device_id=torch.device("cpu"),
+        )
+        FullyShardedDataParallel.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.05, amsgrad=True)
+
+    def step(
+        model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer, number: int
+    ) -> None:
+        torch.manual_seed(world_size * number + rank)
+        optimizer.zero_grad()
+        model(torch.randn(4, 6)).square().mean().backward()
+        optimizer.step()
+
+    def parts(
+        model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer
+    ) -> list[torch.Tensor]:
+        found = [parameter.detach().clone() for parameter in model.parameters()]
+        for parameter in model.parameters():
+            own = optimizer.state[parameter]
+            found += [own[name].clone() for name in sorted(own)]
+        return found
+
+    model, optimizer = made(0)
+    step(model, optimizer, 1)
+    with install(durable=False):
+        state = {
+            "model": model.state_dict(),
+            "optim": FullyShardedDataParallel.optim_state_dict(model, optimizer),
+        }
+        dcp.save(state, checkpoint_id=folder)
+        again, its_optimizer = made(1)
+        step(again, its_optimizer, 2)
+        wanted = {"model": again.state_dict()}
+        reader = FileSystemReader(folder)
+        dcp.load(wanted, storage_reader=reader)
+        again.load_state_dict(wanted["model"])
+        found = load_sharded_optimizer_state_dict(wanted["model"], "optim", reader)
+    flat = FullyShardedDataParallel.optim_state_dict_to_load(again, its_optimizer, found["optim"])
+    its_optimizer.load_state_dict(flat)
+    for number in (3, 4):
+        ours, theirs = parts(again, its_optimizer), parts(model, optimizer)
+        if not all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)):
+            return False
+        step(model, optimizer, number)
+        step(again, its_optimizer, number)
+    return True
+
+
+def test_sharded_states_of_fsdp1_with_an_optimizer(tmp_path: Path) -> None:
+    assert run_ranks(_fsdp1, 2, str(tmp_path / "c")) == [True, True]
+    assert whole(tmp_path / "c")
