@@ -1,5 +1,5 @@
 """Real trainers that call PyTorch DCP somewhere inside, over shardstore by one line: torchtitan's
-checkpoint manager, Lightning's Fabric."""
+checkpoint manager, Lightning's Fabric and Trainer."""
 
 from __future__ import annotations
 
@@ -80,3 +80,22 @@ def test_lightning_fabric(python: Path, tmp_path: Path) -> None:
     place = tmp_path / "last.ckpt"
     assert whole(place)
     assert zarr.open_group(place, mode="r")["model.0.weight"].shape == (10, 6)
+
+
+def test_lightning_fabric_with_fsdp1(python: Path, tmp_path: Path) -> None:
+    run(python, "lightning_fsdp1.py", tmp_path)
+    place = tmp_path / "last.ckpt"
+    assert whole(place)
+    group = zarr.open_group(place, mode="r")
+    assert group["optimizer.state.0.weight.exp_avg"].shape == (10, 6)
+    assert not list(place.glob("*.distcp"))
+
+
+def test_lightning_trainer_with_fsdp1(python: Path, tmp_path: Path) -> None:
+    run(python, "lightning_trainer_fsdp1.py", tmp_path)
+    for name, step in (("unbroken", 4), ("broken", 2), ("resumed", 4)):
+        (place,) = (tmp_path / name).iterdir()  # its own retention removed the others
+        assert place.name == f"step={step}.ckpt"
+        assert whole(place)
+        group = zarr.open_group(place, mode="r")
+        assert group["optimizer_0.state.layers.0.weight.momentum_buffer"].shape == (10, 6)

@@ -1,0 +1,104 @@
+"""Lightning's Trainer with its older strategy, FSDP1: a run that is resumed from a checkpoint ends
+as the unbroken one does.
+
+torchrun --nproc-per-node=2 lightning_trainer_fsdp1.py FOLDER
+
+On the CPU, with what lightning_fsdp1.py says of it: a subclass of the strategy, and layers that
+the module wraps itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import FSDPStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.utils.data import DataLoader
+
+import shardstore.dcp
+
+STEPS = 4
+
+
+class OnCpu(FSDPStrategy):
+    """The strategy, under a class that the Trainer lets run on the CPU."""
+
+
+class Module(LightningModule):
+    """Two layers, trained with momentum and a learning rate that falls."""
+
+    def configure_model(self) -> None:
+        """The layers, wrapped for the CPU."""
+        layers = [torch.nn.Linear(6, 10), torch.nn.Linear(10, 3)]
+        cpu = torch.device("cpu")
+        wrapped = (
+            FullyShardedDataParallel(layer, use_orig_params=True, device_id=cpu) for layer in layers
+        )
+        self.layers = torch.nn.Sequential(*wrapped)
+
+    def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+        """The loss of a batch."""
+        return self.layers(batch).square().mean()
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """SGD with momentum."""
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {
+                "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+                "interval": "step",
+            },
+        }
+
+
+def fitted(seed: int, folder: Path, stop: int, resume: Path | None) -> tuple[Trainer, Module]:
+    """A module after so many steps of training, one an epoch; the last of them stays saved."""
+    callback = ModelCheckpoint(folder, "{step}", save_top_k=1, every_n_epochs=1)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=OnCpu(state_dict_type="sharded"),
+        max_epochs=stop,
+        callbacks=[callback],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    torch.manual_seed(seed)
+    module = Module()
+    data = torch.linspace(-1.0, 1.0, 8 * 6).sin().reshape(8, 6)
+    trainer.fit(module, DataLoader(data, batch_size=4), ckpt_path=resume)
+    assert trainer.global_step == stop
+    return trainer, module
+
+
+def parts(trainer: Trainer, module: Module) -> list[torch.Tensor]:
+    """This rank's part of the parameters, and of the optimizer's state."""
+    (optimizer,) = trainer.optimizers
+    found = []
+    for parameter in module.parameters():
+        own = optimizer.state[parameter]
+        found += [parameter.detach(), *(own[name] for name in sorted(own))]
+    return found
+
+
+def main() -> None:
+    """Train without a break, and again from the second step."""
+    folder = Path(sys.argv[1])
+    shardstore.dcp.install()
+    unbroken = parts(*fitted(0, folder / "unbroken", STEPS, None))
+    fitted(0, folder / "broken", 2, None)
+    resume = folder / "broken" / "step=2.ckpt"
+    resumed = parts(*fitted(1, folder / "resumed", STEPS, resume))
+    for a, b in zip(unbroken, resumed, strict=True):
+        assert torch.equal(a, b), (a, b)
+
+
+if __name__ == "__main__":
+    main()
