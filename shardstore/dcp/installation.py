@@ -83,8 +83,8 @@ def install(
 
     Args:
         overwrite: as :class:`StorageWriter`, but on by default: DCP's own storage overwrites, and
-            programs rely on it when they save a step again. The old checkpoint stays readable until
-            the new one takes its place.
+            programs rely on it when they save a step again. In a folder the old checkpoint stays
+            readable until the new one takes its place; an object store has none for a while.
         durable, target_chunk_bytes: as :class:`StorageWriter`.
         threads: that write or read, each rank; default: one a processor, at most 8.
         cast: as :class:`StorageReader`.
