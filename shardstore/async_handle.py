@@ -59,6 +59,7 @@ def async_save(
     base: str | Path | None = None,
     verify_base: bool = False,
     compression: str | None = None,
+    array_documents: bool = True,
     replica_group: Any = None,
     when_busy: Literal["wait", "refuse"] = "wait",
     at_exit: Literal["wait", "abort"] = "wait",
@@ -117,6 +118,7 @@ def async_save(
         staging_budget_bytes=staging_budget_bytes,
         overlap_staging=overlap_staging,
         compression=compression,
+        array_documents=array_documents,
         verify_base=verify_base,
         allow_unconditional=allow_unconditional,
     )

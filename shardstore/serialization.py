@@ -80,6 +80,7 @@ def save(
     base: str | Path | None = None,
     verify_base: bool = False,
     compression: str | None = None,
+    array_documents: bool = True,
     replica_group: Any = None,
     progress: ProgressCallback | Literal["bar"] | None = None,
 ) -> AsyncRequest | None:
@@ -126,6 +127,12 @@ def save(
             taken over; what is damaged is sent, with a warning. Reads as many bytes as are taken
             over, from an object store through this host.
         compression: ``"zstd"`` (level 1) for each chunk; default: none.
+        array_documents: give each array a ``zarr.json`` of its own beside the root's copy. Without
+            them an object store takes half as many requests where each array is one chunk.
+            ``zarr.open_group`` and xarray, which read the root's consolidated metadata, find all
+            arrays all the same; ``zarr.open_array(url/node)`` and TensorStore, by an array's own
+            path, find none, and ``zarr.open_group(url, use_consolidated=False)`` shows none. For
+            the Zarr v2 layout, which has no root document, ``False`` is refused.
         replica_group: a process group (this rank's data-parallel group) whose ranks hold the same
             shards: they share out the chunks by size. Where they do not, main replicas write. With
             a group given, those whose ``replica_id`` is not the main one need their data too.
@@ -151,6 +158,7 @@ def save(
         validate=validate_access_integrity,
         staging_budget_bytes=staging_budget_bytes,
         compression=compression,
+        array_documents=array_documents,
         verify_base=verify_base,
         allow_unconditional=allow_unconditional,
     )

@@ -33,6 +33,7 @@ class SaveArguments(TypedDict, total=False):
     base: str | os.PathLike[str] | None
     verify_base: bool
     compression: str | None
+    array_documents: bool
     replica_group: Any
     progress: ProgressCallback | Literal["bar"] | None
 

@@ -5,6 +5,7 @@ A store's test class gives `place`, a function from a name to a URL and its stor
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -20,9 +21,11 @@ import shardstore
 from shardstore import ShardedObject, ShardedTensor
 from shardstore.errors import (
     CheckpointExistsError,
+    CheckpointingException,
     ChunkCorruptError,
     ChunkMissingError,
     DamagedCheckpointError,
+    FormatVersionError,
     MissingKeyError,
     NotACheckpointError,
 )
@@ -36,7 +39,11 @@ from shardstore.storage.options import SaveOptions
 from shardstore.storage.sweep import delete_checkpoint, latest
 from shardstore.storage.verify import verify
 from shardstore.strategies.session import SaveSession
-from shardstore.strategies.zarr import ZarrSaveShardedStrategy
+from shardstore.strategies.zarr import (
+    ZarrSaveShardedStrategy,
+    _load_from_array,
+    load_zarr_based_sharded_metadata,
+)
 from tests import layouts
 
 Place = Callable[[str], tuple[str, dict[str, Any]]]
@@ -83,6 +90,26 @@ def unfinished_save(
             {"w": tensor("layer/0.w", torch.full((20, 30), value))}, place.place
         )
     return session
+
+
+CHUNKS = {"layer%2F0.w/c.0.0", "b/c.0", "half/c.0", "scalar/c"}
+DOCUMENTS = {f"{node}/zarr.json" for node in ("layer%2F0.w", "b", "half", "scalar", "empty")}
+BESIDE = {"zarr.json", "metadata.json", "manifest.npz", "common.pt", "o/shard_0_1.pt"}
+"""What small_state() becomes."""
+
+
+def names_of(where: Location) -> set[str]:
+    """All files or objects below a place."""
+    if not where.is_local:
+        return set(where.remote.walk())
+    files = [path for path in where.path.rglob("*") if path.is_file()]
+    return {str(path.relative_to(where.path)) for path in files}
+
+
+def findings(where: Location) -> list[Finding]:
+    found: list[Finding] = []
+    verify(StoredCheckpoint(where), found.append)
+    return found
 
 
 class StoreTests:
@@ -293,6 +320,252 @@ class StoreTests:
         wanted = {"half": tensor("half", torch.zeros(5, dtype=torch.bfloat16))}
         with pytest.raises(MissingKeyError):
             shardstore.load(wanted, url, storage_options=options)
+
+    # -- without documents of the arrays' own -----------------------------------------------------
+
+    @pytest.mark.parametrize("how", ["at once", "in the background", "compressed", "by strategy"])
+    def test_one_document_is_enough(self, place: Place, how: str) -> None:
+        url, options = place("root-only")
+        if how == "in the background":
+            shardstore.async_save(
+                small_state(3.0), url, storage_options=options, array_documents=False
+            ).result(60)
+        elif how == "by strategy":
+            strategy = ZarrSaveShardedStrategy("zarr", 2, array_documents=False)
+            shardstore.save(small_state(3.0), url, strategy, storage_options=options)
+        else:
+            compression = "zstd" if how == "compressed" else None
+            shardstore.save(
+                small_state(3.0),
+                url,
+                storage_options=options,
+                array_documents=False,
+                compression=compression,
+            )
+        where = Location.of(url, **options)
+        assert names_of(where) == CHUNKS | BESIDE
+        root = json.loads(where.read("zarr.json"))
+        assert root["attributes"]["shardstore"]["array_documents"] is False
+        assert_small_state(shardstore.load(small_state(), url, storage_options=options), 3.0)
+        plain = shardstore.load_plain_tensors(url, storage_options=options)
+        assert torch.equal(plain["layer/0.w"], torch.full((20, 30), 3.0))
+        stored = shardstore.load_tensors_metadata(url, storage_options=options)
+        assert set(stored) == {"layer/0.w", "b", "half", "scalar", "empty"}
+        part = ShardedTensor.from_rank_offsets("layer/0.w", torch.zeros(20, 10), (1, 2, 3))
+        loaded = shardstore.load(
+            {"w": part}, url, storage_options=options, validate_access_integrity=False
+        )
+        assert torch.equal(loaded["w"], torch.full((20, 10), 3.0))
+        assert findings(where) == []
+
+    def test_an_ordinary_checkpoint_has_all_documents(self, place: Place) -> None:
+        url, options = place("ordinary")
+        shardstore.save(small_state(3.0), url, storage_options=options)
+        where = Location.of(url, **options)
+        assert names_of(where) == CHUNKS | BESIDE | DOCUMENTS
+        about = json.loads(where.read("zarr.json"))["attributes"]["shardstore"]
+        assert "array_documents" not in about
+
+    def test_a_strategy_by_itself_leaves_them_out_too(self, place: Place) -> None:
+        url, options = place("alone")
+        target = Location.of(url, **options)
+        strategy = ZarrSaveShardedStrategy("zarr", 2, array_documents=False)
+        strategy.save({"w": tensor("w", torch.ones(3, 4))}, target.place)
+        assert names_of(target) == {"zarr.json", "manifest.npz", "w/c.0.0"}
+
+    def test_plain_zarr_reads_it_by_the_root_alone(self, place: Place) -> None:
+        if not self.reads_with_plain_zarr:
+            pytest.skip("zarr can not open this store by its URL")
+        url, options = place("zarr")
+        shardstore.save(small_state(4.0), url, storage_options=options, array_documents=False)
+        given = options or None
+        group = zarr.open_group(url, mode="r", storage_options=given)
+        assert set(group.keys()) == {"layer%2F0.w", "b", "half", "scalar", "empty"}
+        assert (group["layer%2F0.w"][3:5, 7] == 4.0).all()
+        assert group["empty"][...].shape == (0, 3)
+        # What the documentation says of other ways.
+        unread = zarr.open_group(url, mode="r", storage_options=given, use_consolidated=False)
+        assert list(unread.keys()) == []
+        with pytest.raises(FileNotFoundError):
+            zarr.open_array(f"{url}/b", mode="r", storage_options=given)
+
+    def test_its_damage_is_found(self, place: Place) -> None:
+        url, options = place("damaged")
+        shardstore.save(small_state(2.0), url, storage_options=options, array_documents=False)
+        where = Location.of(url, **options)
+        for name, key in (("layer%2F0.w/c.0.0", "layer/0.w"), ("scalar/c", "scalar")):
+            content = where.read(name)
+            for damaged, kind in (
+                (bytes([content[0] ^ 1]) + content[1:], "crc"),
+                (content[:-1], "size"),
+                (None, "missing"),
+            ):
+                where.delete(name) if damaged is None else where.write(name, damaged)
+                (finding,) = findings(where)
+                assert (finding.kind, finding.severity) == (f"chunk-{kind}", "damage")
+                assert (finding.key, finding.rank) == (key, 0)
+            where.write(name, content)
+        # Whole, but of another place: only the commit and the manifest tell.
+        own = where.read("b/c.0")
+        other, _ = place("another")
+        shardstore.save(small_state(5.0), other, storage_options=options)
+        where.write("b/c.0", Location.of(other, **options).read("b/c.0"))
+        assert [finding.kind for finding in findings(where)] == ["chunk-manifest"]
+        where.write("b/c.0", own)
+        assert findings(where) == []
+
+    def test_its_root_is_all_there_is(self, place: Place) -> None:
+        url, options = place("headless")
+        shardstore.save(small_state(2.0), url, storage_options=options, array_documents=False)
+        where = Location.of(url, **options)
+        root = where.read("zarr.json")
+        for damaged in (b"", root[:-40], None):
+            where.delete("zarr.json") if damaged is None else where.write("zarr.json", damaged)
+            lost, unread = findings(where)
+            assert lost.kind == ("root-missing" if damaged is None else "root-damaged")
+            assert lost.severity == "damage"
+            assert (unread.kind, unread.severity) == ("arrays-unread", "note")
+            assert "5 array(s)" in unread.message
+            with pytest.raises(CheckpointingException):
+                shardstore.load(small_state(), url, storage_options=options)
+
+    def test_documents_where_there_should_be_none(self, place: Place) -> None:
+        url, options = place("more")
+        shardstore.save(small_state(2.0), url, storage_options=options, array_documents=False)
+        where = Location.of(url, **options)
+        root = json.loads(where.read("zarr.json"))
+        document = root["consolidated_metadata"]["metadata"]["b"]
+        where.write("b/zarr.json", json.dumps(document).encode())
+        (finding,) = findings(where)
+        assert (finding.kind, finding.severity, finding.key) == ("foreign", "note", "b")
+        for wrong, kind in (({**document, "shape": [3]}, "differs"), (None, "damaged")):
+            where.write("b/zarr.json", b"{" if wrong is None else json.dumps(wrong).encode())
+            (finding,) = findings(where)
+            assert (finding.kind, finding.severity) == (f"document-{kind}", "damage")
+
+    def test_a_document_that_is_lost_is_damage(self, place: Place) -> None:
+        url, options = place("lost")
+        shardstore.save(small_state(2.0), url, storage_options=options)
+        where = Location.of(url, **options)
+        where.delete("b/zarr.json")
+        (finding,) = findings(where)
+        assert (finding.kind, finding.severity) == ("document-missing", "damage")
+        # What lies there is known all the same.
+        delete_checkpoint(url, storage_options=options)
+        assert names_of(where) == set()
+
+    @pytest.mark.parametrize("first", [True, False])
+    def test_one_kind_replaces_the_other(self, place: Place, first: bool) -> None:
+        url, options = place("turns")
+        where = Location.of(url, **options)
+        foreign = {"notes.txt", "logs/1", "logs/c.0", "logs/c/0/1"}
+        for number, documents in enumerate((first, not first, first, first)):
+            state = small_state(float(number))
+            state[f"only-{number}"] = tensor(f"only-{number}", torch.ones(2, 2))
+            shardstore.save(
+                state, url, storage_options=options, overwrite=True, array_documents=documents
+            )
+            for name in foreign:
+                where.write(name, b"mine")
+            wanted = CHUNKS | BESIDE | {f"only-{number}/c.0.0"}
+            if documents:
+                wanted |= DOCUMENTS | {f"only-{number}/zarr.json"}
+            assert names_of(where) == wanted | foreign
+            loaded = shardstore.load(small_state(), url, storage_options=options)
+            assert_small_state(loaded, float(number))
+            assert {finding.kind for finding in findings(where)} == {"foreign"}
+        assert all(where.read(name) == b"mine" for name in foreign)
+
+    @pytest.mark.parametrize("lost", [None, "zarr.json", "manifest.npz"])
+    def test_deleting_it_takes_all_chunks(self, place: Place, lost: str | None) -> None:
+        url, options = place("deleted")
+        shardstore.save(small_state(2.0), url, storage_options=options, array_documents=False)
+        where = Location.of(url, **options)
+        foreign = {"notes.txt", "logs/c.0"}
+        for name in foreign:
+            where.write(name, b"mine")
+        if lost is not None:
+            where.write(lost, b"{")
+        delete_checkpoint(url, storage_options=options)
+        assert names_of(where) == foreign
+
+    def test_tensors_are_removed_from_it(
+        self, place: Place, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        url, options = place("removed")
+        state = {**small_state(2.0), "also": ShardedObject("half", [1], (1,), (0,))}
+        shardstore.save(
+            state,
+            url,
+            storage_options=options,
+            validate_access_integrity=False,
+            array_documents=False,
+        )
+        where = Location.of(url, **options)
+        shardstore.remove_sharded_tensors(url, "half", storage_options=options)
+        assert names_of(where) == (CHUNKS | BESIDE | {"half/shard_0_1.pt"}) - {"half/c.0"}
+        left = shardstore.load_sharded_metadata(url, storage_options=options)
+        assert set(left) == {"layer/0.w", "b", "scalar", "empty", "o/shard_0_1", "half/shard_0_1"}
+        assert findings(where) == []
+
+        def killed(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(StoredCheckpoint, "_delete_arrays", killed)
+            with pytest.raises(KeyboardInterrupt):
+                shardstore.remove_sharded_tensors(url, "b", storage_options=options)
+        assert "b" not in shardstore.load_tensors_metadata(url, storage_options=options)
+        assert "b/c.0" in names_of(where)
+        shardstore.save(
+            {"w": tensor("w", torch.ones(2))}, url, storage_options=options, overwrite=True
+        )
+        wanted = {"w/zarr.json", "w/c.0", "zarr.json", "metadata.json", "manifest.npz", "common.pt"}
+        assert names_of(where) == wanted
+
+    @pytest.mark.parametrize("documents", [True, False])
+    def test_a_base_of_the_other_kind(self, place: Place, documents: bool) -> None:
+        (first, options), (second, _) = place("base"), place("upon")
+        data = torch.randn(100, 100)
+        state = {"w": tensor("w", data), "e": tensor("e", torch.zeros(0, 2))}
+        shardstore.save(state, first, storage_options=options, array_documents=documents)
+        before = counters.snapshot()
+        shardstore.save(
+            state, second, storage_options=options, base=first, array_documents=not documents
+        )
+        assert counters.snapshot()["bytes_reused"] - before["bytes_reused"] == 40_004
+        delete_checkpoint(first, storage_options=options)
+        there = Location.of(second, **options)
+        own = {name for name in names_of(there) if name.endswith("/zarr.json")}
+        assert own == (set() if documents else {"w/zarr.json", "e/zarr.json"})
+        loaded = shardstore.load_plain_tensors(second, storage_options=options)
+        assert torch.equal(loaded["w"], data)
+        assert findings(there) == []
+
+    def test_functions_of_the_reference_page_read_it(self, place: Place) -> None:
+        url, options = place("pages")
+        shardstore.save(small_state(2.0), url, storage_options=options, array_documents=False)
+        target: Any = Location.of(url, **options).place
+        whole = _load_from_array(tensor("layer/0.w", torch.zeros(20, 30)), target)
+        assert torch.equal(whole, torch.full((20, 30), 2.0))
+        with pytest.raises(MissingKeyError):
+            _load_from_array(tensor("none", torch.zeros(2)), target)
+
+        def never(path: str) -> Any:
+            raise AssertionError(path)
+
+        found = load_zarr_based_sharded_metadata(target, never)
+        assert found == shardstore.load_tensors_metadata(url, storage_options=options)
+
+    def test_the_old_layout_can_not_do_without(self, place: Place) -> None:
+        url, options = place("old")
+        with pytest.raises(FormatVersionError, match="leave array_documents out"):
+            shardstore.save(
+                small_state(), url, ("zarr", 1), storage_options=options, array_documents=False
+            )
+        with pytest.raises(FormatVersionError, match="leave array_documents out"):
+            ZarrSaveShardedStrategy("zarr", 1, array_documents=False)
+        assert names_of(Location.of(url, **options)) == set()
 
     def test_a_checkpoint_of_megatron_is_read(self, place: Place) -> None:
         url, options = place("megatron")

@@ -168,6 +168,7 @@ def about(stored: StoredCheckpoint) -> dict[str, Any]:
         "bytes": sum(map(array_bytes, arrays.values())),
         "bytes_by_dtype": dict(dtypes.most_common()),
         "chunks": sum(meta.grid.size for meta in arrays.values()),
+        "array_documents": root is None or root.array_documents,
         "stored_bytes": None if manifest is None else int(manifest.stored.sum()),
         "writers": len(ranks) or None,
         "manifest_damage": damaged,
@@ -199,6 +200,9 @@ def info(stored: StoredCheckpoint, *, as_json: bool) -> None:
             else ""
         ),
         "arrays": f"{found['arrays']} in {found['chunks']} chunks, {found['elements']:,} elements",
+        "documents": ""
+        if found["array_documents"]
+        else "of the root alone, none of the arrays' own",
         "size": f"{human_bytes(found['bytes'])}" + (f" ({by_dtype})" if by_dtype else ""),
         "stored": None if found["stored_bytes"] is None else human_bytes(found["stored_bytes"]),
         "saved": commit.get("created"),

@@ -67,6 +67,7 @@ def install(
     durable: bool = True,
     target_chunk_bytes: int = DEFAULT_TARGET_CHUNK_BYTES,
     threads: int | None = None,
+    array_documents: bool = True,
     cast: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Installation:
@@ -87,6 +88,7 @@ def install(
             readable until the new one takes its place; an object store has none for a while.
         durable, target_chunk_bytes: as :class:`StorageWriter`.
         threads: that write or read, each rank; default: one a processor, at most 8.
+        array_documents: as :class:`StorageWriter`.
         cast: as :class:`StorageReader`.
         storage_options: options of the store behind the URLs.
 
@@ -104,6 +106,7 @@ def install(
             durable=durable,
             target_chunk_bytes=target_chunk_bytes,
             threads=threads,
+            array_documents=array_documents,
             dcp_marker=True,
             storage_options=storage_options,
         )

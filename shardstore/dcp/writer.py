@@ -57,6 +57,7 @@ class StorageWriter(Placed, DcpStorageWriter):
         durable: wait until everything is on the disk before the commit.
         target_chunk_bytes: large shards are cut into chunks of about this many bytes.
         threads: threads that write, each rank; default: one a processor, at most 8.
+        array_documents: as for :func:`shardstore.save`.
         dcp_marker: after the commit leave a file ``.metadata``, a line of text, for programs that
             take a folder without one for a checkpoint that DCP did not finish.
         storage_options: options of the store behind the URL.
@@ -75,6 +76,7 @@ class StorageWriter(Placed, DcpStorageWriter):
         durable: bool = True,
         target_chunk_bytes: int = DEFAULT_TARGET_CHUNK_BYTES,
         threads: int | None = None,
+        array_documents: bool = True,
         dcp_marker: bool = False,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -85,6 +87,7 @@ class StorageWriter(Placed, DcpStorageWriter):
             durable=durable,
             target_chunk_bytes=target_chunk_bytes,
             threads=threads,
+            array_documents=array_documents,
         )
         self._attempt: Attempt | None = None
         self._abandon: weakref.finalize[Any, Any] | None = None

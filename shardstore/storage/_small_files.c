@@ -103,9 +103,10 @@ static int is_sound(const struct array *array, const char *const *names, uint8_t
     if (folder < 0)
         return 0;
     /* Each of the files is opened: with no other name beside them, all are theirs. */
-    sound = names_in(folder) == array->chunks + 1 &&
-            reads(folder, array->document, buffer, array->text_bytes) &&
-            !memcmp(buffer, array->text, (size_t)array->text_bytes);
+    sound = names_in(folder) == array->chunks + (array->text_bytes > 0) &&
+            (!array->text_bytes ||
+             (reads(folder, array->document, buffer, array->text_bytes) &&
+              !memcmp(buffer, array->text, (size_t)array->text_bytes)));
     for (Py_ssize_t i = 0; sound && i < array->chunks; i++)
         sound = reads(folder, names[i], buffer, array->stored) &&
                 chunk_is_sound(array, buffer, array->crcs + i * CRC_BYTES);
@@ -205,8 +206,8 @@ static PyObject *py_sound_arrays(PyObject *self, PyObject *items)
 static PyMethodDef methods[] = {
     {"sound_arrays", py_sound_arrays, METH_O,
      "sound_arrays(arrays): a byte an array, 1 for one that is as it was saved. Each array is (folder, "
-     "name of its document, text of that, names of its chunks, bytes of a stored chunk, their crc32c "
-     "as little-endian words)."},
+     "name of its document, text of that (empty where it has none), names of its chunks, bytes of a "
+     "stored chunk, their crc32c as little-endian words)."},
     {NULL, NULL, 0, NULL},
 };
 

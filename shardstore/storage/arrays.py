@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import zarr
@@ -25,7 +25,15 @@ from shardstore.storage.options import SaveOptions
 from shardstore.storage.parallel import default_threads, run_batched
 from shardstore.storage.tensorstore_mover import TensorStoreMover
 
-__all__ = ["create_array", "create_arrays", "mover_for", "open_zarr_array", "read_array_meta"]
+__all__ = [
+    "create_array",
+    "create_arrays",
+    "create_folders",
+    "mover_for",
+    "open_zarr_array",
+    "read_array_meta",
+    "root_arrays",
+]
 
 assert zarr_dtypes is not None  # its import teaches zarr bfloat16 and float8
 
@@ -40,10 +48,8 @@ def create_array(location: Location, meta: ArrayMeta, text: str | None = None) -
     if not location.is_local:
         location.write(f"{meta.node}/{meta.document_name}", text.encode())
         return
-    folder = f"{location.url}/{meta.node}"
+    folder = _create_folder(location, meta)
     with store_errors("creating", folder, key=meta.key):
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(folder)
         path = f"{folder}/{meta.document_name}"
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
@@ -52,6 +58,21 @@ def create_array(location: Location, meta: ArrayMeta, text: str | None = None) -
                 data = data[os.write(fd, data) :]
         finally:
             os.close(fd)
+
+
+def _create_folder(location: Location, meta: ArrayMeta) -> str:
+    folder = f"{location.url}/{meta.node}"
+    with store_errors("creating", folder, key=meta.key), contextlib.suppress(FileExistsError):
+        os.mkdir(folder)
+    return folder
+
+
+def create_folders(location: Location, arrays: Iterable[ArrayMeta]) -> None:
+    """Make the folders of arrays without documents, where a store has folders; errors as
+    :func:`create_array`."""
+    if location.is_local:
+        for meta in arrays:
+            _create_folder(location, meta)
 
 
 def create_arrays(
@@ -69,7 +90,7 @@ def create_arrays(
 
 
 def read_array_meta(location: Location, key: str) -> ArrayMeta:
-    """The array of a key from its own document, without the root's.
+    """The array of a key from its own document; from the root's where it has none.
 
     Raises:
         MissingKeyError: there is no such array.
@@ -85,9 +106,23 @@ def read_array_meta(location: Location, key: str) -> ArrayMeta:
         except FileNotFoundError:
             continue
         return documents.parse_array_text(node, text, url)
+    if (meta := root_arrays(location).get(key)) is not None:
+        return meta
     raise MissingKeyError(
         f"there is no array of key {key!r} below {location.url}", key=key, url=location.url
     )
+
+
+def root_arrays(location: Location) -> dict[str, ArrayMeta]:
+    """Arrays that the root group's document describes, by key; none where there is no such
+    document."""
+    try:
+        text = location.read("zarr.json")
+    except FileNotFoundError:
+        return {}
+    if not documents.is_group(text):
+        return {}
+    return documents.parse_root(text, f"{location.url}/zarr.json").arrays()
 
 
 def open_zarr_array(

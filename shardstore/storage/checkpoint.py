@@ -173,12 +173,14 @@ class StoredCheckpoint:
 
     def remove(self, keys: Sequence[str]) -> None:
         """Remove arrays: from the root document first, so that no reader meets a hole, then their
-        chunks.
+        chunks, and then from the manifest, by which a deletion finds what is left of them if this
+        one is cut short.
 
         Raises:
             NotACheckpointError: nothing of ours is there.
         """
         doomed = [self.arrays[key].node for key in keys if key in self.arrays]
+        manifest = self.manifest if self.root is not None and doomed else None
         if self.root is not None and doomed:
             kept = [
                 (node, json.dumps(document, separators=(",", ":"), ensure_ascii=False))
@@ -187,23 +189,26 @@ class StoredCheckpoint:
             ]
             text = documents.root_document(kept, self._attributes_without(set(doomed)))
             self.location.replace("zarr.json", text.encode())
-            if self.manifest is not None:
-                manifest = self.manifest.without(set(doomed))
-                self.location.replace(MANIFEST_NAME, manifest.to_bytes())
+        self._delete_arrays(doomed)
+        if manifest is not None:
+            self.location.replace(MANIFEST_NAME, manifest.without(set(doomed)).to_bytes())
+        for name in ("root", "arrays", "manifest"):
+            self.__dict__.pop(name, None)
+
+    def _delete_arrays(self, nodes: Sequence[str]) -> None:
+        """Delete documents and chunks; sharded objects of the same keys, in the same folders,
+        stay."""
         if not self.location.is_local:
             store = self.location.remote
-            files = [name for node in doomed for name in store.walk(node)]
+            files = [name for node in nodes for name in store.walk(node)]
             store.delete([name for name in files if not name.endswith(".pt")])
-            doomed = []
-        for node in doomed:
+            return
+        for node in nodes:
             for name in self.location.listing(node):
-                # Sharded objects of the same key live in the same folder and stay.
                 if not name.endswith(".pt"):
                     self.location.delete(f"{node}/{name}")
             if not self.location.listing(node):
                 self.location.delete(node)
-        for name in ("root", "arrays", "manifest"):
-            self.__dict__.pop(name, None)
 
     def _attributes_without(self, nodes: set[str]) -> dict[str, Any]:
         """Attributes of the root group, less the checksums of some arrays."""

@@ -30,8 +30,10 @@ from pathlib import Path
 
 from shardstore.errors import CheckpointExistsError, StorageError
 from shardstore.storage.attempt import Attempt
+from shardstore.storage.described import described_nodes
 from shardstore.storage.identity import node_type, what_else
 from shardstore.storage.location import Location, store_errors
+from shardstore.storage.names import MANIFEST_NAME
 from shardstore.storage.writeback import sync_file_system
 
 __all__ = ["FolderAttempt", "begin", "is_checkpoint", "join", "sweep"]
@@ -178,10 +180,10 @@ class FolderAttempt:
                 _unlink_soon(f"{target}/{OWNER_NAME}")
                 return
             # What is no checkpoint's (a log, a config) stays where its owner put it.
+            ours = _own_names(self.location)
             for name in os.listdir(source):
-                path = os.path.join(source, name)
-                if not _is_ours(path) and not os.path.lexists(os.path.join(target, name)):
-                    os.rename(path, os.path.join(target, name))
+                if name not in ours and not os.path.lexists(os.path.join(target, name)):
+                    os.rename(os.path.join(source, name), os.path.join(target, name))
             # From here on the next attempt may sweep it, should this process die on the way.
             os.rename(f"{target}/{OWNER_NAME}", f"{source}/{OWNER_NAME}")
             remove_attempt(self.location)
@@ -238,8 +240,8 @@ def delete_folder(location: Location) -> None:
         if not target.exists():
             location.delete()
         return
-    paths = [os.path.join(location.url, name) for name in location.listing()]
-    if all(map(_is_ours, paths)):
+    ours = _own_names(location)
+    if ours.issuperset(location.listing()):
         doomed = _attempt_location(location, f"{_fresh_id()}.deleted")
         try:
             location.write(OWNER_NAME, json.dumps(_owner()).encode())
@@ -249,26 +251,33 @@ def delete_folder(location: Location) -> None:
         else:
             remove_attempt(doomed)
             return
-    for name in (*MARKERS, *location.listing()):
-        if name in MARKERS or _is_ours(os.path.join(location.url, name)):
-            location.delete(name)
+    # The manifest last: without the root it alone tells arrays that have no documents.
+    for name in (*MARKERS, *sorted(ours - {MANIFEST_NAME}), MANIFEST_NAME):
+        location.delete(name)
     if not location.listing():
         location.delete()
 
 
-def _is_ours(path: str) -> bool:
-    """Whether a file or folder directly below a replaced checkpoint is a part of it."""
-    name = os.path.basename(path)
-    if name in _OWN_NAMES or name.endswith(".distcp"):
-        return True
-    if not os.path.isdir(path) or os.path.islink(path):
-        return False
-    entries = os.listdir(path)
-    if "metadata.json" in entries:
-        return False  # a checkpoint of its own
-    return any(
-        entry in (".zarray", "zarr.json") or (entry.startswith("shard_") and entry.endswith(".pt"))
-        for entry in entries
+def _own_names(location: Location) -> set[str]:
+    """Names of the files and folders directly below a checkpoint that are parts of it."""
+    ours: set[str] = set()
+    unmarked: set[str] = set()
+    for name in location.listing():
+        path = os.path.join(location.url, name)
+        if name in _OWN_NAMES or name.endswith(".distcp"):
+            ours.add(name)
+        elif os.path.isdir(path) and not os.path.islink(path):
+            entries = os.listdir(path)
+            if "metadata.json" in entries:
+                continue  # a checkpoint of its own
+            (ours if any(map(_is_mark, entries)) else unmarked).add(name)
+    return ours | described_nodes(location, unmarked)
+
+
+def _is_mark(entry: str) -> bool:
+    """Whether a name in a folder says that the folder is an array's, or of sharded objects."""
+    return entry in (".zarray", "zarr.json") or (
+        entry.startswith("shard_") and entry.endswith(".pt")
     )
 
 

@@ -41,6 +41,9 @@ CHUNK_SUMS = "chunk_crc32c"
 FILE_SUMS = "file_crc32c"
 """Beside it: the same for the files that are no chunks and that loads read."""
 
+ARRAY_DOCUMENTS = "array_documents"
+"""Beside it: false where arrays have no documents of their own; else it is left out."""
+
 SEPARATOR = "."
 """Of chunk keys: ``c.0.1`` needs no folders below the array's own (a third of the creations of a
 small array)."""
@@ -255,6 +258,12 @@ class RootDocument:
     documents: dict[str, dict[str, Any]]
     format_version: int | None
     consolidated: bool = True
+
+    @property
+    def array_documents(self) -> bool:
+        """Whether arrays have documents of their own, as far as this one says."""
+        about = self.attributes.get("shardstore")
+        return not isinstance(about, dict) or about.get(ARRAY_DOCUMENTS) is not False
 
     def arrays(self, without: Container[str] = ()) -> dict[str, ArrayMeta]:
         """All arrays by key.

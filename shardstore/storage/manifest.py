@@ -63,6 +63,7 @@ class RankManifest:
         files: name -> crc32c of the files that it wrote which are no chunks and that a load reads.
         copies: kind -> keys that it holds copies of and did not write, if it tells them.
         reused_bytes: bytes of the chunks that it took over from a base.
+        array_documents: whether it writes the documents of the arrays that it creates.
         seconds: what it did -> seconds, for the commit record.
     """
 
@@ -79,11 +80,12 @@ class RankManifest:
     files: dict[str, int] = field(default_factory=dict)
     copies: dict[str, list[str]] = field(default_factory=dict)
     reused_bytes: int = 0
+    array_documents: bool = True
     seconds: dict[str, float] = field(default_factory=dict)
 
     def add_array(self, meta: ArrayMeta, *, created: bool) -> str:
-        """Note an array that this rank writes to, and whether it wrote the document. Returns the
-        document's text.
+        """Note an array that this rank writes to, and whether it is the one that creates it.
+        Returns the text of the array's document.
 
         Raises:
             AccessPatternError: the same key was noted with another document.
@@ -141,6 +143,7 @@ class RankManifest:
                 "files": self.files,
                 "copies": self.copies,
                 "reused_bytes": self.reused_bytes,
+                "array_documents": self.array_documents,
                 "seconds": self.seconds,
             },
             {

@@ -40,6 +40,7 @@ class Merged:
         files: name -> crc32c of the files that are no chunks.
         copies: rank -> kind -> keys that it holds copies of, of the ranks that tell.
         reused_bytes: bytes of the chunks that were taken over from a base.
+        array_documents: whether each array has a document of its own beside the root's copy.
         ranks: what each rank wrote and how long it took.
     """
 
@@ -50,6 +51,7 @@ class Merged:
     files: dict[str, int] = field(default_factory=dict)
     copies: dict[int, dict[str, list[str]]] = field(default_factory=dict)
     reused_bytes: int = 0
+    array_documents: bool = True
     ranks: Sequence[RankRow] = ()
 
 
@@ -64,9 +66,11 @@ def merge(reports: Sequence[bytes], *, check: bool = True) -> Merged:
             ranks wrote counts for the last of them, and missing ones are left to readers to find.
 
     Raises:
-        AccessPatternError: "Invalid access pattern", with key, region and ranks.
+        AccessPatternError: "Invalid access pattern", with key, region and ranks; or the ranks do
+            not agree whether arrays get documents of their own.
     """
     parts = [unpack_report(report, number) for number, report in enumerate(reports)]
+    array_documents = _array_documents(parts)
     created, creators = _created(parts)
     order = {key: i for i, key in enumerate(sorted(created))}
     metas = [array_of(key, created[key][1:]) for key in order]
@@ -104,11 +108,24 @@ def merge(reports: Sequence[bytes], *, check: bool = True) -> Merged:
         {name: crc for part in parts for name, crc in part.head["files"].items()},
         {part.head["rank"]: part.head["copies"] for part in parts if part.head["copies"]},
         sum(part.head["reused_bytes"] for part in parts),
+        array_documents,
         [
             RankRow(p.head["rank"], int(p.columns["stored"].sum()), n, p.head["seconds"])
             for p, n in zip(parts, counts, strict=True)
         ],
     )
+
+
+def _array_documents(parts: Sequence[RankReport]) -> bool:
+    """Whether the arrays of a save get documents of their own; the ranks have to agree."""
+    ranks = {bool(part.head["array_documents"]): part.head["rank"] for part in reversed(parts)}
+    if len(ranks) > 1:
+        raise AccessPatternError(
+            f"rank {ranks[True]} saves with array_documents=True but rank {ranks[False]} with "
+            "array_documents=False; give every rank the same",
+            rank=ranks[False],
+        )
+    return next(iter(ranks), True)
 
 
 def _joined(columns: Sequence[NDArray[Any]]) -> NDArray[Any]:

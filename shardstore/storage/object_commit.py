@@ -43,10 +43,10 @@ from shardstore.storage.object_claims import (
 )
 from shardstore.storage.object_io import put_objects
 from shardstore.storage.own_objects import (
-    announced_nodes,
     committed_among,
     delete_objects,
     is_committed,
+    known_nodes,
     leftovers,
 )
 from shardstore.storage.parallel import run_together
@@ -266,7 +266,7 @@ class ObjectAttempt:
         """Remove what was written, as far as the store lets us; the next attempt does the rest."""
         with contextlib.suppress(StorageError, FileNotFoundError):
             names = self.target.remote.walk()
-            self._clear(leftovers(names, announced_nodes(self.target, names)))
+            self._clear(leftovers(names, known_nodes(self.target, names)))
             said = f"{ATTEMPTS}/{self.number:06d}.nodes-"
             if marks := [name for name in names if name.startswith(said)]:
                 self.target.remote.delete(marks)
@@ -333,8 +333,8 @@ def begin(
         if not overwrite and committed_among(place, names):
             raise _exists(place)
         claim = f"{ATTEMPTS}/{attempt.number:06d}.json"
-        said = announced_nodes(place, names)
-        attempt._clear(leftovers((name for name in names if name != claim), said))
+        known = known_nodes(place, names)
+        attempt._clear(leftovers((name for name in names if name != claim), known))
     except BaseException:
         with contextlib.suppress(StorageError):
             attempt._withdraw()

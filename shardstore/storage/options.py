@@ -33,6 +33,8 @@ class SaveOptions:
             ``None``: as much as the state.
         overlap_staging: let an asynchronous save copy in the background too.
         verify_base: read each chunk of a base before it is taken over.
+        array_documents: give each array a document of its own (``NODE/zarr.json``) beside the
+            root's copy; see :func:`shardstore.save`. Zarr v3 only.
     """
 
     target_chunk_bytes: int = DEFAULT_TARGET_CHUNK_BYTES
@@ -47,13 +49,16 @@ class SaveOptions:
     staging_budget_bytes: int | None = None
     overlap_staging: bool = False
     verify_base: bool = False
+    array_documents: bool = True
 
     def __post_init__(self) -> None:
         require_number("target_chunk_bytes", self.target_chunk_bytes)
         require_number("budget_bytes", self.budget_bytes)
         require_number("threads", self.threads, none=True)
-        if not isinstance(self.verify_base, bool):
-            raise ArgumentError(f"verify_base={self.verify_base!r:.100} must be True or False")
+        for name in ("verify_base", "array_documents"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ArgumentError(f"{name}={value!r:.100} must be True or False")
         if self.mover not in ("auto", "file", "tensorstore"):
             raise ArgumentError(f"mover={self.mover!r} must be 'auto', 'file' or 'tensorstore'")
         if self.compression not in (None, "zstd"):

@@ -1,7 +1,7 @@
 """What of all objects at a target belongs to checkpoints, and whether one is committed there.
 
-It knows names, and of documents only what makes them a commit; nothing of attempts but where their
-claims are, and what they said that they would write.
+It knows names, and of documents only what makes them a commit and which arrays they describe;
+nothing of attempts but where their claims are, and what they said that they would write.
 """
 
 from __future__ import annotations
@@ -10,16 +10,18 @@ import json
 import re
 from collections.abc import Collection, Iterable, Sequence
 
+from shardstore.storage.described import described_nodes
 from shardstore.storage.location import Location
+from shardstore.storage.names import MANIFEST_NAME
 from shardstore.storage.object_claims import ATTEMPTS, DELETING, NODES
 from shardstore.storage.parallel import run_together
 
 __all__ = [
-    "announced_nodes",
     "committed_among",
     "delete_all",
     "delete_objects",
     "is_committed",
+    "known_nodes",
     "leftovers",
     "own_names",
 ]
@@ -73,8 +75,10 @@ def _is_commit(text: bytes) -> bool:
     return not committed_by_root
 
 
-def announced_nodes(location: Location, names: Iterable[str]) -> frozenset[str]:
-    """Nodes that attempts said they would write chunks of. A request for each that said so.
+def known_nodes(location: Location, names: Collection[str]) -> frozenset[str]:
+    """Nodes of arrays without a document beside their chunks: those that attempts said they would
+    write, a request for each that said so, and those that the root or the manifest describes, a
+    request or two where there are any.
 
     Args:
         location: the target.
@@ -83,6 +87,20 @@ def announced_nodes(location: Location, names: Iterable[str]) -> frozenset[str]:
     Raises:
         StorageError: the store refused.
     """
+    return _announced_nodes(location, names) | described_nodes(location, _undocumented(names))
+
+
+def _undocumented(names: Collection[str]) -> set[str]:
+    """Folders with chunks of layout 2 and without the document of an array."""
+    found = set()
+    for name in names:
+        first, _, rest = name.partition("/")
+        if rest.startswith("c") and _CHUNK.fullmatch(rest):
+            found.add(first)
+    return found - {name.partition("/")[0] for name in names if name.endswith("/zarr.json")}
+
+
+def _announced_nodes(location: Location, names: Iterable[str]) -> frozenset[str]:
     found: set[str] = set()
     for name in names:
         folder, _, last = name.rpartition("/")
@@ -96,17 +114,17 @@ def announced_nodes(location: Location, names: Iterable[str]) -> frozenset[str]:
     return frozenset(found)
 
 
-def own_names(names: Iterable[str], announced: Collection[str] = ()) -> list[str]:
+def own_names(names: Iterable[str], known: Collection[str] = ()) -> list[str]:
     """Those of all object names below a target that belong to checkpoints, finished or not.
 
     A checkpoint further below, a foreign Zarr group or anything else is left out. What only looks
-    like a chunk (``logs/1``) counts beside the document of an array, and in a node that an attempt
-    announced; where claims or marks say that a save or a deletion died here, those of layout 2
+    like a chunk (``logs/1``) counts beside the document of an array, and in a node that is known
+    otherwise; where claims or marks say that a save or a deletion died here, those of layout 2
     count without either: the documents come last.
 
     Args:
         names: all that there are.
-        announced: see :func:`announced_nodes`.
+        known: see :func:`known_nodes`.
     """
     names = list(names)
     died = any(name.startswith(f"{ATTEMPTS}/") and "/probe-" not in name for name in names)
@@ -125,27 +143,30 @@ def own_names(names: Iterable[str], announced: Collection[str] = ()) -> list[str
             own.append(name)
         elif first not in foreign and _PART.fullmatch(rest):
             chunk_like = _CHUNK.fullmatch(rest)
-            known = first in arrays or first in announced
-            if known or not chunk_like or (died and rest.startswith("c")):
+            of_array = first in arrays or first in known
+            if of_array or not chunk_like or (died and rest.startswith("c")):
                 own.append(name)
     return own
 
 
-def leftovers(names: Iterable[str], announced: Collection[str] = ()) -> list[str]:
+def leftovers(names: Iterable[str], known: Collection[str] = ()) -> list[str]:
     """What checkpoints and dead attempts left, of all names at a target, but for the claims;
     arguments as :func:`own_names`."""
-    own = own_names(names, announced)
+    own = own_names(names, known)
     return [name for name in own if not name.startswith(f"{ATTEMPTS}/")]
 
 
 def delete_objects(place: Location, names: Sequence[str]) -> None:
-    """Delete objects, the commits first, and last what tells that chunks of layout 1 are ours."""
+    """Delete objects, the commits first, and last what tells that chunks are ours: the documents
+    of layout 1, and the manifest where arrays have no documents."""
     for name in _COMMITS:
         if name in names:
             place.remote.delete([name])
     rest = [name for name in names if name not in _COMMITS]
-    documents = [name for name in rest if name.endswith("/.zarray")]
-    for part in ([name for name in rest if not name.endswith("/.zarray")], documents):
+    last = {name for name in rest if name.endswith("/.zarray")}
+    if _undocumented(rest):
+        last.update({MANIFEST_NAME} & set(rest))
+    for part in ([name for name in rest if name not in last], sorted(last)):
         if part:
             place.remote.delete(part)
 
@@ -155,7 +176,8 @@ def delete_all(place: Location) -> None:
 
     Until all is gone there is a mark, which tells the sweeper what a deletion that died left.
     """
-    names = leftovers(place.remote.walk())
+    names = place.remote.walk()
+    names = leftovers(names, known_nodes(place, names))
     place.remote.write(DELETING, b"")
     delete_objects(place, names)
     place.remote.delete([DELETING])

@@ -74,12 +74,13 @@ def write_chunks(
         attempt: where to.
         options: how.
         manifest: gets a row a chunk.
-        metas: the arrays of ``writes``, and whether this writer creates their documents.
+        metas: the arrays of ``writes``, and whether this writer creates them.
         writes: whole chunks.
 
     Raises:
         StorageError: the store refused.
     """
+    manifest.array_documents = options.array_documents
     created = []
     for meta, first in metas:
         text = manifest.add_array(meta, created=first)
@@ -89,7 +90,9 @@ def write_chunks(
     def done(item: ChunkWrite, record: ChunkRecord) -> None:
         manifest.add_chunk(item.array, item.index, record)
 
-    if not attempt.defers_documents:
+    if not options.array_documents:
+        arrays.create_folders(attempt.location, [meta for meta, _ in created])
+    elif not attempt.defers_documents:
         arrays.create_arrays(attempt.location, created, threads=options.threads)
     arrays.mover_for(attempt.location, options, attempt).write(writes, done)
 
@@ -121,7 +124,7 @@ def publish(attempt: Attempt, options: SaveOptions, reports: Sequence[bytes], ab
         record = commit_record(attempt, merged, about.world_size, about.seconds)
         last = [(CONFIG_NAME, json.dumps(config).encode())]
         last += last_documents(merged, record, about.attributes, {**about.record, CONFIG: config})
-    if attempt.defers_documents:
+    if merged.array_documents and attempt.defers_documents:
         attempt.put_all([(f"{node}/zarr.json", t.encode()) for node, t in merged.documents])
     attempt.commit(last, durable=options.durable)
 
@@ -166,6 +169,8 @@ def last_documents(
         "commit": record,
         documents.CHUNK_SUMS: merged.manifest.chunk_sums(),
     }
+    if not merged.array_documents:
+        about[documents.ARRAY_DOCUMENTS] = False
     if merged.files:
         about[documents.FILE_SUMS] = dict(sorted(merged.files.items()))
     root = documents.root_document(merged.documents, {**attributes, "shardstore": about})

@@ -76,7 +76,7 @@ class SmallArray(NamedTuple):
         node: its node name.
         folder: path of its folder.
         document_name: name of its document.
-        text: of that.
+        text: of that; empty where the array has none.
         chunk_names: names of its chunks in C order.
         stored: bytes of each, the crc32c at its end included.
         crcs: crc32c of each chunk, little-endian.
@@ -102,6 +102,7 @@ class SmallArrays:
         texts: node -> its text.
         manifest: what the chunks were when they were written.
         hashes: compare the 128-bit hashes too.
+        array_documents: whether each array has a document of its own.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class SmallArrays:
         manifest: Manifest,
         *,
         hashes: bool = False,
+        array_documents: bool = True,
     ) -> None:
         self._root = root
         self._documents = documents
@@ -119,6 +121,7 @@ class SmallArrays:
         self._manifest = manifest
         self._crcs = manifest.crc.astype("<u4").tobytes()
         self._hashes = hashes
+        self._array_documents = array_documents
 
     def known(self, nodes: Iterable[str]) -> list[SmallArray]:
         """The arrays among some that are for this look."""
@@ -169,7 +172,7 @@ class SmallArrays:
             node,
             f"{self._root}/{node}",
             "zarr.json",
-            text,
+            text if self._array_documents else b"",
             tuple(names),
             size + _CRC_BYTES,
             self._crcs[_CRC_BYTES * first : _CRC_BYTES * (first + count)],
@@ -180,9 +183,10 @@ class SmallArrays:
         """What the compiled part finds out, without it."""
         try:
             # Each of the files is opened below: with no other name beside them, all are theirs.
-            if len(os.listdir(small.folder)) != 1 + len(small.chunk_names):
+            if len(os.listdir(small.folder)) != bool(small.text) + len(small.chunk_names):
                 return False
-            if _read(f"{small.folder}/{small.document_name}", len(small.text)) != small.text:
+            text = small.text
+            if text and _read(f"{small.folder}/{small.document_name}", len(text)) != text:
                 return False
             for number, name in enumerate(small.chunk_names):
                 data = _read(f"{small.folder}/{name}", small.stored)

@@ -166,9 +166,7 @@ def _uncovered(place: Location) -> dict[str, list[tuple[int, datetime | None]]]:
             continue
         prefix = f"{target}/" if target else ""
         below = [name[len(prefix) :] for name in names if name.startswith(prefix)]
-        own = own_objects.own_names(
-            below, own_objects.announced_nodes(_below(place, target), below)
-        )
+        own = own_objects.own_names(below, own_objects.known_nodes(_below(place, target), below))
         if own:
             found[target] = [known[prefix + name] for name in own]
     return found

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from time import perf_counter
@@ -47,6 +47,8 @@ RUN_CHUNKS = 256
 SMALL_BATCH = 1024
 """Small arrays that are looked at in one call: after each a thread waits for the interpreter."""
 REMOTE_THREADS = 16
+SHOWN = 4
+"""Arrays that a finding about many of them names."""
 
 
 def verify(
@@ -115,6 +117,8 @@ class _Verification:
         self._done = self._total = 0
         self._manifest: Manifest | None = None
         self._consolidated: dict[str, dict[str, Any]] = {}
+        self._array_documents = True
+        self._described = True
         self._files = OtherFiles(stored, self._findings, self._wants, everything=not keys)
         # All names of an object store's checkpoint, in order: one listing, not one an array.
         self._listed: list[str] | None = None
@@ -150,6 +154,8 @@ class _Verification:
         if not self.location.is_local:
             self._listed = self.location.remote.walk()
         nodes = [*proved, *(meta.node for meta in arrays)]
+        if not self._described:
+            nodes += self._undescribed(set(nodes))
         self._files.whole(top, {node.partition("/")[0] for node in nodes})
         wanted = [meta for meta in arrays if self._wants(meta.key)]
         self._findings.result.arrays = len(wanted) + len(proved)
@@ -179,6 +185,7 @@ class _Verification:
         try:
             if self.stored.root is not None:
                 self._consolidated = self.stored.root.documents
+                self._array_documents = self.stored.root.array_documents
                 if proved:
                     return list(self.stored.root.arrays(without=proved).values())
                 return list(self.stored.arrays.values())
@@ -196,6 +203,7 @@ class _Verification:
         return list(self.stored.arrays.values())
 
     def _arrays_alone(self, top: Sequence[str]) -> list[ArrayMeta]:
+        self._described = False
         found = []
         for node in top:
             url = f"{self.location.url}/{node}/zarr.json"
@@ -209,6 +217,20 @@ class _Verification:
                     "document-damaged", str(error), f"{node}/zarr.json", key=key_of(node)
                 )
         return found
+
+    def _undescribed(self, nodes: Collection[str]) -> list[str]:
+        """Nodes that the manifest has beside those whose own documents were found."""
+        manifest = self._manifest
+        if manifest is None:
+            return []
+        lost = [node for node, _, _ in manifest.arrays if node not in nodes]
+        if lost and not self._keys:
+            text = (
+                f"{len(lost)} array(s) of {self.location.url}/{MANIFEST_NAME} have no document but "
+                f"the root's, and their chunks were not looked at: {', '.join(lost[:SHOWN])}"
+            )
+            self._findings.report("arrays-unread", text, MANIFEST_NAME, severity="note")
+        return lost
 
     def _read_manifest(self, arrays: Sequence[ArrayMeta]) -> Manifest | None:
         path = f"{self.location.url}/{MANIFEST_NAME}"
@@ -254,7 +276,14 @@ class _Verification:
         if root is None or manifest is None or not root.documents:
             return {}
         texts = document_texts(self.location.read("zarr.json"), root.documents)
-        look = SmallArrays(self.location.url, root.documents, texts, manifest, hashes=self._hashes)
+        look = SmallArrays(
+            self.location.url,
+            root.documents,
+            texts,
+            manifest,
+            hashes=self._hashes,
+            array_documents=root.array_documents,
+        )
         arrays = look.known(texts)
         proved: dict[str, int] = {}
         # Without the compiled part threads would only wait for the interpreter, and for each other.
@@ -310,9 +339,13 @@ class _Verification:
             return
         name = f"{array.node}/{array.document_name}"
         path = f"{self.location.url}/{name}"
+        if not self._array_documents and not self._is_listed(name):
+            return
         try:
             own = json.loads(self.location.read(name))
         except FileNotFoundError:
+            if not self._array_documents:
+                return
             text = f"{path} is missing: readers that open key {array.key!r} alone do not find it"
             self._findings.report("document-missing", text, name, key=array.key)
             return
@@ -329,6 +362,12 @@ class _Verification:
                 f"{', '.join(differ) or 'everything'}"
             )
             self._findings.report("document-differs", text, name, key=array.key)
+        elif not self._array_documents:
+            text = (
+                f"{path} (key {array.key!r}) is no part of the checkpoint, which was saved without "
+                "documents of arrays; it says what the root does"
+            )
+            self._findings.report("foreign", text, name, "note", key=array.key)
 
     def _check_folder(self, array: ArrayMeta) -> None:
         if array.codecs is None:
@@ -343,6 +382,13 @@ class _Verification:
         for name in sorted(names.difference(objects, (".zattrs", ".zarray"))):
             text = f"{self.location.url}/{array.node}/{name} is no chunk of key {array.key!r}"
             self._findings.report("foreign", text, f"{array.node}/{name}", "note", key=array.key)
+
+    def _is_listed(self, name: str) -> bool:
+        """Whether a name is there, as far as that is known without asking."""
+        if self._listed is None:
+            return True
+        at = bisect_left(self._listed, name)
+        return self._listed[at : at + 1] == [name]
 
     def _names_below(self, node: str) -> Iterable[str]:
         if self._listed is None:

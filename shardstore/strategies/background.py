@@ -30,7 +30,7 @@ class BackgroundWrite:
     Args:
         session: the save.
         mover: who writes.
-        created: documents of arrays that this rank creates.
+        created: arrays that this rank creates, and their documents.
         staging: the copy of the state; it is closed at the end.
         owned: further chunks, in memory of their own.
         threads: threads that create documents.
@@ -101,7 +101,9 @@ class BackgroundWrite:
             with self._session.timed("write"):
                 self._mover.write(staging.writes, self._done)
                 self._mover.write(self._owned, self._done)
-                if not attempt.defers_documents:
+                if not self._session.manifest.array_documents:
+                    arrays.create_folders(attempt.location, [meta for meta, _ in self._created])
+                elif not attempt.defers_documents:
                     arrays.create_arrays(attempt.location, self._created, threads=self._threads)
                 else:
                     # Here and not at the commit, which the trainer waits for.

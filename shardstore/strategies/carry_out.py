@@ -86,7 +86,9 @@ def _carry_out(
     large, small = _by_size(plan.writes)
     if session.options.durable:
         attempt(lambda: mover.write(large, session.written))
-    if session.attempt.defers_documents:
+    if not session.manifest.array_documents:
+        attempt(lambda: arrays.create_folders(location, [meta for meta, _ in created]))
+    elif session.attempt.defers_documents:
         session.deferred += [
             (f"{meta.node}/{meta.document_name}", text.encode()) for meta, text in created
         ]

@@ -119,6 +119,12 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
         threads: threads that write, on each rank.
         mover: see :attr:`SaveOptions.mover`.
         budget_bytes: see :attr:`SaveOptions.budget_bytes`.
+        array_documents: see :attr:`SaveOptions.array_documents`; what :func:`shardstore.save` is
+            given counts too, and ``False`` of either is enough (version 2).
+
+    Raises:
+        FormatVersionError: there is no such version, or arrays of version 1 were to have no
+            documents.
     """
 
     def __init__(
@@ -130,6 +136,7 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
         threads: int | None = None,
         mover: str = "auto",
         budget_bytes: int = DEFAULT_BUDGET_BYTES,
+        array_documents: bool = True,
     ) -> None:
         super().__init__(backend, version)
         if version not in (V2_LAYOUT, V3_LAYOUT):
@@ -143,7 +150,10 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
             threads=threads,
             mover=mover,
             budget_bytes=budget_bytes,
+            array_documents=array_documents,
         )
+        if version == V2_LAYOUT:
+            _require_documents(self.options)
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
         """Write this rank's part of the sharded tensors.
@@ -244,6 +254,11 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
                     "the Zarr v2 layout of Megatron-Core is never compressed: leave compression "
                     "out, or save with backend ('zarr', 2)"
                 )
+            if session.zarr_format == 2:
+                _require_documents(session.options)
+            session.manifest.array_documents = (
+                session.options.array_documents and self.options.array_documents
+            )
             with session.timed("plan"), collector_paused():
                 check_collisions(tensor.key for tensor in tensors)
                 plan = plan_writes(
@@ -277,6 +292,14 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
             session.expect(write.array for write in plan.writes)
             session.expect(cut.array for cut in plan.cut if cut.owner == ranks.rank)
         return plan, created
+
+
+def _require_documents(options: SaveOptions) -> None:
+    if not options.array_documents:
+        raise FormatVersionError(
+            "the Zarr v2 layout of Megatron-Core has no root document that could describe its "
+            "arrays: leave array_documents out, or save with backend ('zarr', 2)"
+        )
 
 
 class ZarrLoadShardedStrategy(LoadShardedStrategy):

@@ -148,7 +148,8 @@ def load_zarr_based_sharded_metadata(
 
     Args:
         checkpoint_dir: root of the checkpoint.
-        get_shape_dtype_fn: path of an array -> its shape and NumPy data type.
+        get_shape_dtype_fn: path of an array -> its shape and NumPy data type. Not asked about
+            arrays that only the root's document describes.
 
     Returns:
         Key -> sharded tensor without data, whole.
@@ -164,6 +165,9 @@ def load_zarr_based_sharded_metadata(
         shape, dtype = get_shape_dtype_fn(str(root.child(node).place))
         torch_dtype = dtypes.torch_dtype(dtypes.zarr_name(np.dtype(dtype)))
         found[key] = _whole_tensor(key, tuple(int(n) for n in shape), torch_dtype)
+    for key, meta in arrays.root_arrays(root).items():
+        if key not in found:
+            found[key] = _whole_tensor(key, meta.shape, dtypes.torch_dtype(meta.dtype))
     return found
 
 
