@@ -42,7 +42,9 @@ def values() -> dict[str, torch.Tensor]:
 CUT = {"layers.0.weight": 0, "layers.1.weight": 1}
 
 
-def save(rank: int, world: int, place: str, scale: float = 1.0) -> None:
+def save(
+    rank: int, world: int, place: str, scale: float = 1.0, array_documents: bool = True
+) -> None:
     """Called by each rank."""
     state: dict[str, Any] = {"iteration": 7}
     for key, value in values().items():
@@ -56,7 +58,13 @@ def save(rank: int, world: int, place: str, scale: float = 1.0) -> None:
             state[key] = ShardedTensor.from_rank_offsets(key, value, replica_id=rank)
     state["rng"] = ShardedObject("rng", {"seed": rank}, (world,), (rank,))
     strategy = ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=CHUNK_BYTES)
-    shardstore.save(state, place, strategy, content_metadata={"note": "<b>small & odd</b>"})
+    shardstore.save(
+        state,
+        place,
+        strategy,
+        content_metadata={"note": "<b>small & odd</b>"},
+        array_documents=array_documents,
+    )
 
 
 @dataclass

@@ -51,6 +51,33 @@ def test_ls_and_info(pristine: Path, cli: Cli) -> None:
     assert "2 rank(s), 2 of which" in cli("info", pristine).out
 
 
+def test_without_documents_of_the_arrays(pristine: Path, tmp_path: Path, cli: Cli) -> None:
+    """All commands, on what the root alone describes."""
+    place = tmp_path / "root-only"
+    save(0, 1, str(place), array_documents=False)
+    ordinary = cli("ls", "--json", pristine).json["arrays"]
+    listed = cli("ls", "--json", place).json["arrays"]
+    assert [entry["key"] for entry in listed] == [entry["key"] for entry in ordinary]
+    assert cli("info", "--json", place).json["array_documents"] is False
+    assert "root alone" in cli("info", place).out
+    assert cli("info", "--json", pristine).json["array_documents"] is True
+    assert "root alone" not in cli("info", pristine).out
+    assert cli("verify", "--strict", "--hashes", place).code == 0
+    same = cli("diff", "--no-files", pristine, place)
+    assert (same.code, same.err) == (0, "")
+    figures = [cli("stats", "--json", at).json["arrays"] for at in (pristine, place)]
+    assert figures[0] == figures[1]
+    shown = [cli("show", at, "layers.0.weight[3, :5]").out for at in (pristine, place)]
+    assert shown[0] == shown[1]
+    assert cli("plot", "layout", place, "layers.0.weight", "-o", tmp_path / "a.png").code == 0
+    assert cli("report", place, "-o", tmp_path / "a.html").code == 0
+    assert cli("convert", place, tmp_path / "a.safetensors").code == 0
+    assert cli("convert", place, tmp_path / "again").code == 0
+    assert cli("diff", "--no-files", place, tmp_path / "again").code == 0
+    assert cli("rm", place, "--yes").code == 0
+    assert not place.exists()
+
+
 @pytest.mark.parametrize("memory", ["1MiB", "4KiB", "100"])
 def test_stats_are_those_of_torch(pristine: Path, cli: Cli, memory: str) -> None:
     outcome = cli("stats", "--json", "--memory", memory, pristine)

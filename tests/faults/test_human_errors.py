@@ -272,6 +272,8 @@ WRONG_SAVES: dict[str, tuple[dict[str, Any], str]] = {
     "progress": ({"progress": "bars"}, "progress='bars'"),
     "metadata": ({"content_metadata": [1]}, "content_metadata=.* must be a dict"),
     "base": ({"base": ""}, "empty"),
+    "documents": ({"array_documents": "no"}, "array_documents='no' must be True or False"),
+    "documents, a number": ({"array_documents": 0}, "array_documents=0 must be True or False"),
 }
 
 

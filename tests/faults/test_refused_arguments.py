@@ -17,12 +17,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 import shardstore
 from shardstore import ShardedTensor
 from shardstore.convert import convert
-from shardstore.dcp import StorageReader, StorageWriter
+from shardstore.dcp import StorageReader, StorageWriter, install
 from shardstore.errors import ArgumentError, CheckpointingException
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.findings import Finding
 from shardstore.storage.location import Location
 from shardstore.storage.verify import verify
+from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from tests.ranks_helper import run_ranks
 
 
@@ -53,6 +54,46 @@ def test_threads_of_the_reader_and_the_writer(
 def test_chunk_bytes_of_the_writer(tmp_path: Path, size: object) -> None:
     with pytest.raises(ArgumentError, match=r"target_chunk_bytes=.* must be .*at least 1"):
         StorageWriter(tmp_path / "c", target_chunk_bytes=size)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [None, 1, "False"], ids=str)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        StorageWriter,
+        install,
+        lambda **options: ZarrSaveShardedStrategy("zarr", 2, **options),
+        lambda **options: ZarrSaveShardedStrategy("zarr", 1, **options),
+    ],
+    ids=["writer", "install", "strategy", "old strategy"],
+)
+def test_documents_of_arrays(kind: Callable[..., object], given: object) -> None:
+    with pytest.raises(ArgumentError, match=f"array_documents={given!r} must be True or False"):
+        kind(array_documents=given)
+
+
+def _documents(rank: int, world_size: int, folder: str) -> None:
+    rows = torch.full((2, 3), float(rank))
+    mine = {"w": ShardedTensor.from_rank_offsets("w", rows, (0, rank, world_size))}
+    wanted = r"rank 1 saves with array_documents=True but rank 0 with array_documents=False"
+    for place in (folder, f"local://{folder}-elsewhere"):
+        with pytest.raises(CheckpointingException, match=wanted):
+            shardstore.save(mine, place, array_documents=rank != 0)
+        if rank == 0:
+            assert not Location.of(place).listing()
+        shardstore.save(mine, place, array_documents=False)
+        strategy = ZarrSaveShardedStrategy("zarr", 2, array_documents=rank != 0)
+        shardstore.save(mine, place, strategy, array_documents=rank == 0, overwrite=True)
+        shardstore.load(mine, place)
+
+
+def test_ranks_agree_about_documents(tmp_path: Path) -> None:
+    run_ranks(_documents, 2, str(tmp_path / "c"))
+    for place in (str(tmp_path / "c"), f"local://{tmp_path}/c-elsewhere"):
+        stored = StoredCheckpoint(Location.of(place))
+        assert stored.root is not None
+        assert not stored.root.array_documents
+        assert sorted(stored.location.listing("w")) == ["c.0.0", "c.1.0"]
 
 
 @pytest.mark.parametrize("group", [3, "dp", [0, 1]], ids=str)

@@ -106,6 +106,17 @@ def test_what_the_trainer_leaves_in_it_hinders_nothing(tmp_path: Path) -> None:
     assert whole(place)
 
 
+def test_the_root_alone_describes_it(tmp_path: Path) -> None:
+    place = tmp_path / "c"
+    with install(durable=False, array_documents=False):
+        for value in (1.0, 2.0):
+            dcp.save(state(value), checkpoint_id=place, no_dist=True)
+        assert same(loaded(place), state(2.0))
+    assert [path.name for path in (place / "model.w").iterdir()] == ["c.0.0"]
+    assert zarr.open_group(place, mode="r")["model.w"][:].tolist() == [[2.0] * 3] * 4
+    assert whole(place)
+
+
 def test_checkpoints_of_before_are_still_loaded(tmp_path: Path) -> None:
     dcp.save(state(3.0), checkpoint_id=tmp_path / "old", no_dist=True)
     with install():

@@ -77,16 +77,31 @@ def _state(rank: int) -> dict[str, Any]:
     return state
 
 
-def _save(rank: int, world_size: int, path: str) -> None:
+def _save(rank: int, world_size: int, path: str, array_documents: bool) -> None:
     strategy = ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=TARGET_CHUNK_BYTES)
-    shardstore.save(_state(rank), path, strategy, content_metadata={"made_by": "a test"})
+    shardstore.save(
+        _state(rank),
+        path,
+        strategy,
+        content_metadata={"made_by": "a test"},
+        array_documents=array_documents,
+    )
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoint; beside it what its arrays have to hold, as bytes, and a list of them."""
-    root = tmp_path_factory.mktemp("plain") / "step-7"
-    run_ranks(_save, WORLD_SIZE, str(root))
+    return _saved(tmp_path_factory.mktemp("plain") / "step-7", array_documents=True)
+
+
+@pytest.fixture(scope="module")
+def root_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same without documents of the arrays' own."""
+    return _saved(tmp_path_factory.mktemp("root-only") / "step-7", array_documents=False)
+
+
+def _saved(root: Path, *, array_documents: bool) -> Path:
+    run_ranks(_save, WORLD_SIZE, str(root), array_documents)
     expected = []
     for number, (key, whole) in enumerate(_wholes().items()):
         data = whole.contiguous().flatten().view(torch.uint8).numpy().tobytes()
@@ -185,7 +200,10 @@ FORMAT_READER = """
         entry = by_key[key]
         assert node == node_name(key) == entry[1]
         array = nodes[node]
-        assert json.loads((root / node / "zarr.json").read_text()) == array
+        if about.get("array_documents", True):
+            assert json.loads((root / node / "zarr.json").read_text()) == array
+        else:
+            assert not (root / node / "zarr.json").exists()
         assert [codec["name"] for codec in array["codecs"]] == ["bytes", "crc32c"]
         shape = array["shape"]
         edges = array["chunk_grid"]["configuration"]["chunk_shape"]
@@ -258,16 +276,21 @@ TENSORSTORE_READER = """
 """
 
 
-def test_a_reader_made_from_the_format_page(checkpoint: Path) -> None:
-    _check(FORMAT_READER, checkpoint, never="torch shardstore zarr tensorstore")
+@pytest.mark.parametrize("place", ["checkpoint", "root_only"])
+def test_a_reader_made_from_the_format_page(request: pytest.FixtureRequest, place: str) -> None:
+    root: Path = request.getfixturevalue(place)
+    _check(FORMAT_READER, root, never="torch shardstore zarr tensorstore")
 
 
+@pytest.mark.parametrize("place", ["checkpoint", "root_only"])
 @pytest.mark.parametrize("which", ["here", "newest"])
 @pytest.mark.parametrize("script", [ZARR_READER, XARRAY_READER], ids=["zarr", "xarray"])
-def test_zarr_and_what_builds_on_it(checkpoint: Path, script: str, which: str) -> None:
+def test_zarr_and_what_builds_on_it(
+    request: pytest.FixtureRequest, script: str, which: str, place: str
+) -> None:
     _check(
         script,
-        checkpoint,
+        request.getfixturevalue(place),
         never="torch shardstore.storage.checkpoint shardstore.storage.documents",
         which=which,
     )
@@ -276,6 +299,24 @@ def test_zarr_and_what_builds_on_it(checkpoint: Path, script: str, which: str) -
 @pytest.mark.parametrize("which", ["here", "newest"])
 def test_tensorstore(checkpoint: Path, which: str) -> None:
     _check(TENSORSTORE_READER, checkpoint, never="torch shardstore zarr", which=which)
+
+
+def test_what_reads_by_an_arrays_own_path_finds_none_without_documents(root_only: Path) -> None:
+    done = _run(TENSORSTORE_READER, root_only, never="torch")
+    assert done.returncode != 0
+    assert "NOT_FOUND" in done.stderr
+    alone = "import zarr\nzarr.open_array(root / 'rows', mode='r')"
+    done = _run(alone, root_only, never="torch")
+    assert done.returncode != 0
+    assert "ArrayNotFoundError" in done.stderr
+    # xarray as well as zarr, where it is told not to use the consolidated metadata.
+    listing = """
+        import warnings, xarray, zarr
+        warnings.simplefilter("ignore")
+        assert not list(zarr.open_group(root, mode="r", use_consolidated=False).keys())
+        assert not xarray.open_zarr(root, chunks=None, consolidated=False).variables
+    """
+    _check(listing, root_only, never="torch")
 
 
 @pytest.mark.parametrize("script", [ZARR_READER, TENSORSTORE_READER], ids=["zarr", "tensorstore"])

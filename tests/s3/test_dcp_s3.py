@@ -22,7 +22,9 @@ from scripts.s3_servers import S3Server
 from shardstore.dcp import StorageReader, StorageWriter, install
 from shardstore.errors import CheckpointExistsError, NotACheckpointError
 from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.findings import Finding
 from shardstore.storage.location import Location
+from shardstore.storage.verify import verify
 from tests import dtensor_states
 from tests.faults.s3_proxy import Fault, FaultProxy
 from tests.ranks_helper import run_ranks
@@ -65,11 +67,14 @@ def save(rank: int, world_size: int, server: S3Server, root: str) -> None:
     assert isinstance(caught.value.failures[0][0], CheckpointExistsError)
     dcp.save(state(world_size, whole(5)), storage_writer=StorageWriter(f"{root}/over"))
     dcp.save(made, storage_writer=StorageWriter(f"{root}/over", overwrite=True))
+    dcp.save(made, storage_writer=StorageWriter(f"{root}/bare"))
+    bare = StorageWriter(f"{root}/bare", overwrite=True, array_documents=False)
+    dcp.save(made, storage_writer=bare)
     writer = StorageWriter(storage_options=server.storage_options)
     future = dcp.async_save(made, checkpoint_id=f"{root}/async", storage_writer=writer)
     made["m"]["rows"].to_local().zero_()
     future.result()
-    for name in ("plain", "over", "async"):
+    for name in ("plain", "over", "bare", "async"):
         assert load(rank, world_size, server, f"{root}/{name}") == []
 
 
@@ -100,6 +105,20 @@ def test_loads_by_more_and_by_fewer_ranks(saved: str, s3_server: S3Server) -> No
     dcp.load(wanted, storage_reader=reader, no_dist=True)
     assert torch.equal(wanted["m"]["rows"], whole())
     assert not dist.is_initialized()
+
+
+def test_without_documents_of_the_arrays(saved: str, s3_server: S3Server) -> None:
+    plain, bare = (
+        Location.of(f"{saved}/{n}", **s3_server.storage_options) for n in ("plain", "bare")
+    )
+    names = plain.remote.walk()
+    found: list[Finding] = []
+    assert bare.remote.walk() == [name for name in names if not name.endswith("/zarr.json")]
+    assert len(names) == len(bare.remote.walk()) + 2
+    assert verify(StoredCheckpoint(bare), found.append).ok
+    assert found == []
+    group = zarr.open_group(bare.url, mode="r", storage_options=s3_server.storage_options)
+    assert (group["m.rows"][...] == whole().numpy()).all()
 
 
 def test_there_is_no_pickle_in_the_store(saved: str, s3_server: S3Server) -> None:

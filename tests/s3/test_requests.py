@@ -38,24 +38,52 @@ def run(s3_server: S3Server, proxy: FaultProxy) -> Run:
     return run
 
 
-def requests_of_a_save(run: Run, proxy: FaultProxy, step: int) -> list[Passed]:
+def requests_of_a_save(run: Run, proxy: FaultProxy, step: int, **options: bool) -> list[Passed]:
     before = len(proxy.passed())
-    shardstore.save(state(ARRAYS), run.url(step), storage_options=run.options)
+    shardstore.save(state(ARRAYS), run.url(step), storage_options=run.options, **options)
     return proxy.passed()[before:]
 
 
-def test_each_object_is_put_once_and_asked_for_never(run: Run, proxy: FaultProxy) -> None:
-    asked = requests_of_a_save(run, proxy, 2)
+@pytest.mark.parametrize("documents", [True, False])
+def test_each_object_is_put_once_and_asked_for_never(
+    run: Run, proxy: FaultProxy, documents: bool
+) -> None:
+    asked = requests_of_a_save(run, proxy, 2, array_documents=documents)
     prefix = f"/{run.bucket}/run/step-2/"
     objects = [r.path.removeprefix(prefix) for r in asked if ".attempts" not in r.path]
     puts = [r.path.removeprefix(prefix) for r in asked if r.method == "PUT"]
-    documents = {"common.pt", "manifest.npz", "metadata.json", "zarr.json"}
-    wanted = {f"a{i}/{name}" for i in range(ARRAYS) for name in ("c.0", "zarr.json")} | documents
+    fixed = {"common.pt", "manifest.npz", "metadata.json", "zarr.json"}
+    each = ("c.0", "zarr.json") if documents else ("c.0",)
+    wanted = {f"a{i}/{name}" for i in range(ARRAYS) for name in each} | fixed
     assert sorted(name for name in puts if ".attempts" not in name) == sorted(wanted)
-    assert {name for name in objects if name.startswith("a")} == wanted - documents
+    assert {name for name in objects if name.startswith("a")} == wanted - fixed
     assert all(200 <= (r.status or 0) < 300 for r in asked if r.method == "PUT")
     assert "HEAD" not in {r.method for r in asked}
     assert len(asked) - len(wanted) <= CONTROL
+
+
+@pytest.mark.parametrize("documents", [True, False])
+def test_a_load_asks_for_each_chunk_and_for_no_document(
+    run: Run, proxy: FaultProxy, documents: bool
+) -> None:
+    requests_of_a_save(run, proxy, 2, array_documents=documents)
+    before = len(proxy.passed())
+    shardstore.load(state(ARRAYS), run.url(2), storage_options=run.options)
+    asked = [r.path.rpartition("/step-2/")[2] for r in proxy.passed()[before:]]
+    assert sorted(name for name in asked if "/" in name) == sorted(
+        f"a{i}/c.0" for i in range(ARRAYS)
+    )
+
+
+def test_deleting_what_has_no_documents_reads_the_root_once(run: Run, proxy: FaultProxy) -> None:
+    counts = []
+    for step, documents in ((2, True), (3, False)):
+        requests_of_a_save(run, proxy, step, array_documents=documents)
+        before = len(proxy.passed())
+        shardstore.delete_checkpoint(run.url(step), storage_options=run.options)
+        counts.append(len(proxy.passed()) - before)
+    # The document, and the manifest last, by a request of its own.
+    assert counts[1] == counts[0] + 2
 
 
 def test_what_can_be_under_way_at_once_is(run: Run, proxy: FaultProxy) -> None:

@@ -117,20 +117,33 @@ def deaths(prepare: Callable[[], None], work: Callable[[], None]) -> Iterator[in
         requests += 1
 
 
-def test_overwriting_in_place() -> None:
+def names() -> set[str]:
+    """Objects of the checkpoint."""
+    return {path.rpartition("/step-1/")[2] for path in MortalFileSystem.store}
+
+
+@pytest.mark.parametrize("old", [True, False])
+@pytest.mark.parametrize("new", [True, False])
+def test_overwriting_in_place(old: bool, new: bool) -> None:
+    """With and without documents of the arrays, and from each to the other."""
     seen = []
-    for _ in deaths(lambda: save(1), lambda: save(2, overwrite=True)):
+    for _ in deaths(
+        lambda: save(1, array_documents=old),
+        lambda: save(2, overwrite=True, array_documents=new),
+    ):
         seen.append(version())
         save(3, overwrite=True)
         assert version() == 3
+        assert {name.partition("/")[0] for name in names() if "/" in name} == {"w", "only-3", "o"}
     # The old one, then for a while none, then the new one.
     assert seen == sorted(seen, key=[1, None, 2].index)
     assert set(seen) == {1, None, 2}
     assert version() == 2
 
 
-def test_a_first_save() -> None:
-    for _ in deaths(lambda: None, lambda: save(2)):
+@pytest.mark.parametrize("documents", [True, False])
+def test_a_first_save(documents: bool) -> None:
+    for _ in deaths(lambda: None, lambda: save(2, array_documents=documents)):
         found = version()
         assert found in (None, 2)
         shardstore.sweep(ROOT, older_than=timedelta(0), dry_run=False)
@@ -141,8 +154,11 @@ def test_a_first_save() -> None:
             assert version() == 3
 
 
-def test_a_deletion() -> None:
-    for _ in deaths(lambda: save(1), lambda: shardstore.delete_checkpoint(PLACE)):
+@pytest.mark.parametrize("documents", [True, False])
+def test_a_deletion(documents: bool) -> None:
+    for _ in deaths(
+        lambda: save(1, array_documents=documents), lambda: shardstore.delete_checkpoint(PLACE)
+    ):
         found = version()
         assert found in (1, None)
         shardstore.sweep(ROOT, older_than=timedelta(0), dry_run=False)
@@ -150,3 +166,14 @@ def test_a_deletion() -> None:
         if found is None:
             assert MortalFileSystem.store == {}
     assert MortalFileSystem.store == {}
+
+
+def test_a_removal_of_tensors_without_documents() -> None:
+    """What is left of them when it dies goes with the checkpoint."""
+    for _ in deaths(
+        lambda: save(1, array_documents=False),
+        lambda: shardstore.remove_sharded_tensors(PLACE, "only"),
+    ):
+        shardstore.delete_checkpoint(PLACE)
+        assert MortalFileSystem.store == {}
+    assert {name.partition("/")[0] for name in names() if "/" in name} == {"w", "o"}

@@ -18,7 +18,7 @@ from shardstore.storage.small_arrays import SmallArrays, document_texts
 KEYS = ["line", "square", "point", "none", "müller", "in/folder"]
 
 
-def save(place: Path) -> None:
+def save(place: Path, **options: bool) -> None:
     values = {
         "line": torch.arange(10, dtype=torch.int64),
         "square": torch.rand(6, 5, dtype=torch.float64),
@@ -30,7 +30,7 @@ def save(place: Path) -> None:
     state = {key: ShardedTensor.from_rank_offsets(key, value) for key, value in values.items()} | {
         "z": ShardedTensor.from_rank_offsets("z", torch.zeros(1))
     }
-    shardstore.save(state, place)
+    shardstore.save(state, place, **options)
 
 
 def proved(place: Path, *, hashes: bool = False) -> dict[str, int | None]:
@@ -39,7 +39,14 @@ def proved(place: Path, *, hashes: bool = False) -> dict[str, int | None]:
     assert stored.manifest is not None
     documents = stored.root.documents
     texts = document_texts((place / "zarr.json").read_bytes(), documents)
-    look = SmallArrays(str(place), documents, texts, stored.manifest, hashes=hashes)
+    look = SmallArrays(
+        str(place),
+        documents,
+        texts,
+        stored.manifest,
+        hashes=hashes,
+        array_documents=stored.root.array_documents,
+    )
     found = look.prove(look.known(stored.arrays[key].node for key in KEYS))
     return {key: found.get(stored.arrays[key].node) for key in KEYS}
 
@@ -58,8 +65,9 @@ def look(
 Look = Callable[[Path], dict[str, int | None]]
 
 
-def test_sound_ones(tmp_path: Path, look: Look) -> None:
-    save(tmp_path / "c")
+@pytest.mark.parametrize("documents", [True, False])
+def test_sound_ones(tmp_path: Path, look: Look, documents: bool) -> None:
+    save(tmp_path / "c", array_documents=documents)
     found = look(tmp_path / "c")
     files = dict.fromkeys(KEYS, 0)
     stored = StoredCheckpoint(Location.of(tmp_path / "c"))
@@ -107,6 +115,24 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "a file too many": lambda f: (f / "x").write_bytes(b""),
     "another name": lambda f: next(f.glob("c*")).rename(f / "d"),
 }
+
+
+@pytest.mark.parametrize("damage", [name for name in DAMAGE if "document" not in name])
+def test_a_damaged_one_without_a_document(tmp_path: Path, look: Look, damage: str) -> None:
+    save(tmp_path / "c", array_documents=False)
+    before = look(tmp_path / "c")
+    DAMAGE[damage](tmp_path / "c" / "line")
+    assert look(tmp_path / "c") == {**before, "line": None}
+
+
+def test_a_document_too_many(tmp_path: Path, look: Look) -> None:
+    save(tmp_path / "c", array_documents=False)
+    before = look(tmp_path / "c")
+    stored = StoredCheckpoint(Location.of(tmp_path / "c"))
+    assert stored.root is not None
+    texts = document_texts((tmp_path / "c" / "zarr.json").read_bytes(), stored.root.documents)
+    (tmp_path / "c" / "line" / "zarr.json").write_bytes(texts["line"])
+    assert look(tmp_path / "c") == {**before, "line": None}
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
