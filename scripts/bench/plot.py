@@ -15,7 +15,7 @@ from typing import Any
 
 from arguments import new_file, run_of_benchmark
 
-OURS = "shardstore"
+OURS, OURS_IN_DCP = "shardstore", "dcp-shardstore"
 NOT_OURS, MINE = "#9aa7b4", "#1f6f8b"
 BAR_INCHES = 0.24
 WIDTH_INCHES = 9.0
@@ -68,8 +68,9 @@ def ratios(data: Data) -> list[tuple[Group, list[tuple[str, float]]]]:
             found.setdefault(group, {}).setdefault(sample["client"], []).append(sample["value"])
     out = []
     for group, clients in found.items():
-        ours = clients.get(OURS) or next(
-            (values for name, values in clients.items() if name.startswith("dcp-shardstore")), None
+        ours = clients.get(OURS) or clients.get(OURS_IN_DCP)
+        ours = ours or next(
+            (values for name, values in clients.items() if name.startswith(OURS_IN_DCP)), None
         )
         if ours is None or len(clients) < 2 or not median(ours):
             ours = next(iter(clients.values()))

@@ -15,7 +15,7 @@ from bench.cases import (
     save_load,
     small,
 )
-from bench.clients import DCP_OURS, MEGATRON, OURS, RAW, RAW_DOCUMENTS
+from bench.clients import DCP_OURS, MEGATRON, OURS, RAW, RAW_DOCUMENTS, ROOT_ONLY
 from bench.results import LOAD_COLD, LOAD_WARM, SAVE, SAVE_SYNC, Results, Verdict
 
 MIB = 2**20
@@ -187,6 +187,10 @@ def _object_arrays(results: Results) -> Iterator[Verdict]:
     ours = results.median(case, 1, OURS, object_store.SAVE)
     raw = _quotient(results.fastest(case, 1, RAW_DOCUMENTS, object_store.SAVE), ours)
     target = f"{object_store.SAVE}: at least 0.8 of plain puts of as many objects"
+    yield at_least(case, target, raw, 0.8)
+    bare = results.median(case, 1, ROOT_ONLY, object_store.SAVE)
+    raw = _quotient(results.fastest(case, 1, RAW, object_store.SAVE), bare)
+    target = f"{object_store.SAVE} without array documents: at least 0.8 of plain puts"
     yield at_least(case, target, raw, 0.8)
 
 

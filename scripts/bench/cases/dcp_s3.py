@@ -13,7 +13,7 @@ PEERS = {"dcp-s3-default": "at its defaults", "dcp-s3": "with two threads"}
 
 def run(context: Context) -> None:
     """Save and load, client by client in every round."""
-    names = (clients.DCP_OURS, *PEERS)
+    names = (clients.DCP_OURS, clients.DCP_ROOT_ONLY, *PEERS)
     with places() as place, Field(context, CASE, 1, "gpt", context.scale, names) as field:
         field.rounds(
             lambda context, crew, client, repeat: one_round(

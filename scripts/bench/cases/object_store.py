@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench.clients import OURS, RAW_DOCUMENTS, S3_DIRECT
+from bench.clients import OURS, RAW_DOCUMENTS, ROOT_ONLY, S3_DIRECT
 from bench.context import Context
 from bench.crew import Crew
 from bench.field_of_clients import Field
@@ -44,23 +44,24 @@ def chunks(context: Context) -> None:
 
 
 def arrays(context: Context) -> None:
-    """2,000 arrays of 16 KiB, and beside plain puts of their bytes those of as many objects as Zarr
-    arrays are."""
-    _save_and_load(context, ARRAYS, "arrays", (*S3_DIRECT, *RAW_DOCUMENTS))
+    """2,000 arrays of 16 KiB, with documents of their own and without, and beside plain puts of
+    their bytes those of as many objects as Zarr arrays with documents are."""
+    _save_and_load(context, ARRAYS, "arrays", (*S3_DIRECT, ROOT_ONLY, *RAW_DOCUMENTS))
 
 
 def latency(context: Context) -> None:
     """The same arrays, each request 50 ms late. The ideal: every object that the checkpoint has to
     have (a chunk and a document an array), 32 at a time, nothing but the wait."""
     with places() as place, _proxy(LATENCY_MS) as counters:
-        with Field(context, LATENCY, 1, "arrays", context.scale, S3_DIRECT) as field:
+        names = (*S3_DIRECT, ROOT_ONLY)
+        with Field(context, LATENCY, 1, "arrays", context.scale, names) as field:
 
             def one(context: Context, crew: Crew, client: str, repeat: int) -> None:
                 counters("reset")
                 one_round(LATENCY, context, crew, client, repeat, place(client))
 
             field.rounds(one, range(context.repeats))
-            if OURS in field.names:
+            if {OURS, ROOT_ONLY} & set(field.names):
                 _counted_save(context, field, counters)
         objects = 2 * max(10, round(OBJECT_ARRAYS * context.scale))
         ideal = objects / CONCURRENCY * LATENCY_MS / 1000
@@ -69,7 +70,7 @@ def latency(context: Context) -> None:
 
 def _counted_save(context: Context, field: Field, counters: Callable[[str], Any]) -> None:
     def one(context: Context, crew: Crew, client: str, repeat: int) -> None:
-        if client != OURS:
+        if client not in (OURS, ROOT_ONLY):
             return
         counters("reset")
         url = _place(client)

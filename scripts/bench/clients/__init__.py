@@ -27,17 +27,22 @@ _S3_CLIENTS: dict[str, tuple[str, str, tuple[int, ...]]] = {
     "dcp-s3": ("dcp_s3", "DcpS3", (2,)),
     "dcp-s3-default": ("dcp_s3", "DcpS3", (1,)),
     "dcp-shardstore": _CLIENTS["dcp-shardstore"],
+    "shardstore-root-only": ("ours", "Ours", (False,)),
+    "dcp-shardstore-root-only": ("dcp", "DcpOverShardstore", (False,)),
 }
 
 NAMES = tuple(_CLIENTS)
 S3_NAMES = tuple(_S3_CLIENTS)
 DCP_OURS = "dcp-shardstore"
+ROOT_ONLY, DCP_ROOT_ONLY = "shardstore-root-only", "dcp-shardstore-root-only"
+"""The same two without documents of the arrays' own."""
 DIRECT = tuple(name for name in NAMES if name != DCP_OURS)
 """All but DCP over our storage, which is measured against DCP alone."""
 RAW = ("raw-1", "raw-2", "raw-tensorstore", "raw-obstore")
 RAW_DOCUMENTS = ("raw-ts-documents", "raw-ob-documents")
 """The same with a small document beside each object: as many objects as Zarr arrays are."""
-S3_DIRECT = tuple(name for name in S3_NAMES if name not in (*RAW_DOCUMENTS, "dcp-s3-default"))
+_OF_SOME_CASES = (*RAW_DOCUMENTS, "dcp-s3-default", ROOT_ONLY, DCP_ROOT_ONLY)
+S3_DIRECT = tuple(name for name in S3_NAMES if name not in _OF_SOME_CASES)
 MEGATRON = "megatron-zarr"
 ORBAX = "orbax"
 OURS = "shardstore"

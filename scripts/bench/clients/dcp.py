@@ -61,15 +61,19 @@ class Dcp:
 class DcpOverShardstore(Dcp):
     """The same program with one line changed: our storage under DCP."""
 
-    def __init__(self) -> None:
+    def __init__(self, array_documents: int = True) -> None:
         super().__init__(threads=0)
-        self.settings = "StorageWriter, checksums written and verified; sync: durable=True"
+        self._array_documents = bool(array_documents)
+        self.settings = "StorageWriter, checksums written and verified; sync: durable=True" + (
+            "" if array_documents else "; array_documents=False"
+        )
 
     def save(self, prepared: dict[str, torch.Tensor], path: Path, sync: bool) -> None:
         """`torch.distributed.checkpoint.save`, planning and commit included."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            save(dict(prepared), storage_writer=StorageWriter(path, durable=sync))
+            writer = StorageWriter(path, durable=sync, array_documents=self._array_documents)
+            save(dict(prepared), storage_writer=writer)
 
     def load(self, prepared: dict[str, torch.Tensor], path: Path) -> None:
         """`torch.distributed.checkpoint.load`, every byte verified."""

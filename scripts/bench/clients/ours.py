@@ -16,7 +16,11 @@ from shardstore import mapping
 class Ours:
     """Backend ("zarr", 2) at its defaults: crc32c in every chunk, verified on load."""
 
-    settings = "zarr v3, crc32c written and verified; sync: durable=True"
+    def __init__(self, array_documents: int = True) -> None:
+        self._array_documents = bool(array_documents)
+        self.settings = "zarr v3, crc32c written and verified; sync: durable=True" + (
+            "" if array_documents else "; array_documents=False"
+        )
 
     def prepare(self, share: Share) -> dict[str, Any]:
         """A sharded state dict over the share's tensors."""
@@ -24,7 +28,7 @@ class Ours:
 
     def save(self, prepared: dict[str, Any], path: Path, sync: bool) -> None:
         """Save and commit."""
-        shardstore.save(prepared, str(path), durable=sync)
+        shardstore.save(prepared, str(path), durable=sync, array_documents=self._array_documents)
 
     def load(self, prepared: dict[str, Any], path: Path) -> dict[str, torch.Tensor]:
         """Load, into the given tensors."""
