@@ -13,7 +13,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 import shardstore
-from shardstore.errors import NotACheckpointError
+from shardstore.errors import NotACheckpointError, StorageError
 from shardstore.mapping import ShardedObject, ShardedTensor
 from shardstore.storage import object_commit
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
@@ -32,6 +32,8 @@ class MortalFileSystem(MemoryFileSystem):
     protocol = "mortal"
     store: ClassVar[dict[str, Any]] = {}
     left: ClassVar[int | None] = None
+    kept: ClassVar[str | None] = None
+    """End of the name of an object that it refuses to delete."""
 
     @classmethod
     def request(cls) -> None:
@@ -51,6 +53,8 @@ class MortalFileSystem(MemoryFileSystem):
 
     def rm_file(self, *args: Any, **kwargs: Any) -> None:
         self.request()
+        if self.kept is not None and args[0].endswith(self.kept):
+            raise PermissionError(args[0])
         super().rm_file(*args, **kwargs)
 
     def ls(self, *args: Any, **kwargs: Any) -> Any:
@@ -63,7 +67,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(object_commit, "SETTLE_S", 0.0)
     fsspec.register_implementation("mortal", MortalFileSystem, clobber=True)
     yield
-    MortalFileSystem.left = None
+    MortalFileSystem.left = MortalFileSystem.kept = None
     MortalFileSystem.store.clear()
     MortalFileSystem.pseudo_dirs[:] = [""]
 
@@ -166,6 +170,20 @@ def test_a_deletion(documents: bool) -> None:
         if found is None:
             assert MortalFileSystem.store == {}
     assert MortalFileSystem.store == {}
+
+
+@pytest.mark.parametrize("documents", [True, False])
+def test_a_store_that_refuses_a_deletion(documents: bool) -> None:
+    """The save that clears the target gives up and takes its claim back; what it left is known."""
+    save(1, array_documents=documents)
+    MortalFileSystem.kept = "/only-1/c.0"
+    with pytest.raises(StorageError):
+        save(2, overwrite=True)
+    assert not any(".attempts" in path for path in MortalFileSystem.store)
+    MortalFileSystem.kept = None
+    save(3, overwrite=True)
+    assert version() == 3
+    assert {name.partition("/")[0] for name in names() if "/" in name} == {"w", "only-3", "o"}
 
 
 def test_a_removal_of_tensors_without_documents() -> None:
