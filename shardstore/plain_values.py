@@ -3,6 +3,7 @@
 Numbers, text, bytes, ``None``, lists, tuples, sets, dicts of any such keys, and torch's data types,
 sizes and devices. JSON has fewer types than Python, so what it lacks goes as ``{"$type": ...}``. A
 value of any other kind is not encoded at all: nothing here can run code, in either direction.
+Torch is imported with the first value that is torch's.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import collections
 import json
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["NotPlainError", "decode", "encode"]
 
@@ -57,13 +60,24 @@ def _encode(value: Any, depth: int) -> Any:
         return _tagged("complex", [_encode(value.real, depth), _encode(value.imag, depth)])
     if kind in (bytes, bytearray):
         return _tagged(kind.__name__, base64.b64encode(value).decode("ascii"))
+    if kind.__module__ == "torch" and (found := _encode_of_torch(value, depth)) is not None:
+        return found
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+        return _tagged("numpy", [value.dtype.str, base64.b64encode(value.tobytes()).decode()])
+    raise NotPlainError(f"{kind.__module__}.{kind.__qualname__} has no JSON form")
+
+
+def _encode_of_torch(value: Any, depth: int) -> Any:
+    import torch
+
+    kind = type(value)
     if kind is torch.dtype:
         return _tagged("dtype", str(value).removeprefix("torch."))
     if kind is torch.device:
         return _tagged("device", str(value))
-    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
-        return _tagged("numpy", [value.dtype.str, base64.b64encode(value.tobytes()).decode()])
-    raise NotPlainError(f"{kind.__module__}.{kind.__qualname__} has no JSON form")
+    if kind is torch.Size:
+        return _tagged("Size", [_encode(item, depth + 1) for item in value])
+    return None
 
 
 def _text(value: str) -> Any:
@@ -90,7 +104,6 @@ _SEQUENCES: dict[type, str] = {
     tuple: "tuple",
     set: "set",
     frozenset: "frozenset",
-    torch.Size: "Size",
 }
 
 
@@ -116,10 +129,24 @@ def decode(document: Any) -> Any:
 
 
 def _dtype(name: str) -> torch.dtype:
+    import torch
+
     found = getattr(torch, name)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{name!r} is no data type of torch")
     return found
+
+
+def _device(text: str) -> torch.device:
+    import torch
+
+    return torch.device(text)
+
+
+def _size(items: Any) -> torch.Size:
+    import torch
+
+    return torch.Size(decode(items))
 
 
 def _numpy(parts: list[str]) -> np.generic:
@@ -136,12 +163,12 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "tuple": lambda items: tuple(decode(items)),
     "set": lambda items: set(decode(items)),
     "frozenset": lambda items: frozenset(decode(items)),
-    "Size": lambda items: torch.Size(decode(items)),
+    "Size": _size,
     "complex": lambda parts: complex(decode(parts[0]), decode(parts[1])),
     "bytes": lambda text: base64.b64decode(text),
     "bytearray": lambda text: bytearray(base64.b64decode(text)),
     "dtype": _dtype,
-    "device": torch.device,
+    "device": _device,
     "numpy": _numpy,
     "dict": lambda pairs: {decode(key): decode(item) for key, item in pairs},
     "OrderedDict": lambda pairs: collections.OrderedDict(

@@ -3,7 +3,8 @@
 Tensors go through buffers of a bounded size and never exist as a whole. What is written lies in a
 work folder beside the target, or in an object store where no reader takes it for a checkpoint yet,
 with a journal of what is done; a conversion that died goes on from there when it is started again.
-Before the result takes its place it is read back and compared with the source to the bit.
+Before the result takes its place it is read back and compared with the source to the bit. Torch is
+imported where a format or a value is torch's, and else not.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from numpy.typing import NDArray
 
 from shardstore.convert.apart import require_apart
 from shardstore.convert.bar import Progress, callback_of
-from shardstore.convert.dcp_target import DcpObjects, DcpTarget
 from shardstore.convert.journal import Journal, Receipts
 from shardstore.convert.safetensors_files import INDEX_SUFFIX, is_file_name
 from shardstore.convert.safetensors_target import SafetensorsObjects, SafetensorsTarget
@@ -28,7 +28,6 @@ from shardstore.convert.shardstore_target import ShardstoreTarget
 from shardstore.convert.sources import FORMATS, Source, detect, open_source
 from shardstore.convert.targets import Target, Written
 from shardstore.convert.values import compare_values
-from shardstore.dcp.files import METADATA_NAME
 from shardstore.errors import (
     ArgumentError,
     CheckpointExistsError,
@@ -41,6 +40,7 @@ from shardstore.storage.chunks import RegionRead, as_bytes
 from shardstore.storage.commit import is_checkpoint
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.location import Location
+from shardstore.storage.names import DCP_METADATA_NAME
 
 __all__ = ["FORMATS", "TARGET_FORMATS", "Conversion", "Progress", "convert", "detect"]
 
@@ -153,6 +153,8 @@ def convert(
     elif wanted == "safetensors":
         built = SafetensorsObjects(work, goal, file_bytes=file_bytes, budget_bytes=batch_bytes)
     else:
+        from shardstore.convert.dcp_target import DcpObjects, DcpTarget  # torch's own format
+
         built = DcpTarget(work, goal) if goal.is_local else DcpObjects(goal)
     with callback_of(progress, goal.url) as told:
         run = _Run(opened, built, batch_bytes, told)
@@ -228,7 +230,7 @@ def _check_free(target: Location, wanted: str, overwrite: bool) -> None:
     else:
         # Files of an earlier run may be there already; what makes them a checkpoint may not.
         names = target.listing()
-        taken = any(name == METADATA_NAME or name.endswith(INDEX_SUFFIX) for name in names)
+        taken = any(name == DCP_METADATA_NAME or name.endswith(INDEX_SUFFIX) for name in names)
         taken = taken or (is_file_name(target.name) and target.exists())
     if not taken or (overwrite and wanted == "shardstore" and is_checkpoint(target)):
         return

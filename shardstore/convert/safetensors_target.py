@@ -30,7 +30,7 @@ from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.file_ranges import FileRanges
 from shardstore.storage.grid import Box
 from shardstore.storage.location import Location, store_errors
-from shardstore.strategies.common_json import StateRecord
+from shardstore.strategies.state_record import StateRecord
 
 __all__ = ["SafetensorsObjects", "SafetensorsTarget"]
 

@@ -7,29 +7,27 @@ target itself, as every save is, which a later run goes on with as long as no ot
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Any, ClassVar
 
 from shardstore.convert.sources import Extras
 from shardstore.convert.targets import Read, Receipt, Written
-from shardstore.dcp.layout import grid_of
 from shardstore.errors import DamagedCheckpointError, StorageError
-from shardstore.mapping import ShardedObject
 from shardstore.storage import arrays as stored_arrays
 from shardstore.storage import commit, dtypes
 from shardstore.storage.attempt import Attempt
+from shardstore.storage.box_grid import grid_of
 from shardstore.storage.chunks import ChunkWrite
 from shardstore.storage.commit import FolderAttempt
 from shardstore.storage.documents import SEPARATOR, ArrayMeta
 from shardstore.storage.grid import DEFAULT_TARGET_CHUNK_BYTES, Box
 from shardstore.storage.location import Location
 from shardstore.storage.manifest import ChunkRecord, RankManifest
-from shardstore.storage.names import node_name
+from shardstore.storage.names import COMMON_STATE_NAME, node_name
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.publish import About, publish
-from shardstore.strategies.common import load_bytes, object_document, object_file
-from shardstore.strategies.common_json import BACKEND, MEMBER, VERSION, StateRecord
+from shardstore.strategies.state_record import BACKEND, MEMBER, VERSION, StateRecord
 
 __all__ = ["ShardstoreTarget"]
 
@@ -112,12 +110,19 @@ class ShardstoreTarget:
             text = self._manifest.add_array(meta, created=True)
             if not self._attempt.defers_documents:
                 self._attempt.put(f"{meta.node}/{meta.document_name}", text.encode())
-        for key, value in extras.objects.items():
+        if extras.objects:
+            self._put_objects(extras.objects)
+        if extras.common is not None:
+            self._put(COMMON_STATE_NAME, extras.common)
+
+    def _put_objects(self, objects: Mapping[str, Callable[[], Any]]) -> None:
+        from shardstore.mapping import ShardedObject
+        from shardstore.strategies.common import object_document
+
+        for key, value in objects.items():
             sharded = ShardedObject.empty_from_unique_key(key)
             sharded.data = value()
             self._put(*object_document(sharded))
-        if extras.common is not None:
-            self._put("common.pt", extras.common)
 
     def _put(self, name: str, data: bytes) -> None:
         self._attempt.put(name, data)
@@ -167,12 +172,15 @@ class ShardstoreTarget:
                 ) from None
 
         def value_of(key: str) -> Callable[[], Any]:
+            from shardstore.mapping import ShardedObject
+            from shardstore.strategies.common import load_bytes, object_file
+
             name = object_file(ShardedObject.empty_from_unique_key(key))
             return lambda: load_bytes(read(name), f"{place.url}/{name}", key)
 
         objects = {key: value_of(key) for key in extras.objects}
         if extras.common is not None:
-            return Extras(read("common.pt"), objects=objects)
+            return Extras(read(COMMON_STATE_NAME), objects=objects)
         about = {"shardstore": json.loads(json.dumps({MEMBER: self._record().to_json()}))}
         record = StateRecord.from_root(about, place.url)
         assert record is not None

@@ -1,4 +1,7 @@
-"""What can be converted: checkpoints as arrays that are read region by region, without ranks."""
+"""What can be converted: checkpoints as arrays that are read region by region, without ranks.
+
+Those of PyTorch DCP are in :mod:`.dcp_source`, which imports torch.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +14,31 @@ from typing import Any, Protocol
 
 from shardstore.convert.safetensors_files import Entry, is_file_name, open_files
 from shardstore.core import CONFIG_FNAME, maybe_load_config
-from shardstore.dcp.files import METADATA_NAME, DcpFiles
 from shardstore.errors import (
     CheckpointingException,
     DamagedCheckpointError,
     NotACheckpointError,
 )
-from shardstore.plain_values import NotPlainError
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.chunks import RegionRead
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.file_ranges import FileRanges, bytes_stamp
 from shardstore.storage.grid import Box, Grid
 from shardstore.storage.location import Location
+from shardstore.storage.names import COMMON_STATE_NAME, DCP_METADATA_NAME
 from shardstore.storage.parallel import default_threads, run_batched
-from shardstore.strategies.common import COMMON_STATE_FNAME, TorchCommonLoadStrategy, load_bytes
-from shardstore.strategies.common_json import StateRecord, as_json
+from shardstore.strategies.state_record import StateRecord
 
-__all__ = ["FORMATS", "STATE_METADATA", "Extras", "Source", "detect", "open_source"]
+__all__ = [
+    "FORMATS",
+    "STATE_METADATA",
+    "Extras",
+    "Source",
+    "common_values",
+    "detect",
+    "open_source",
+    "stamps",
+]
 
 FORMATS = ("shardstore", "megatron-zarr", "torch_dist", "dcp", "safetensors")
 STATE_METADATA = "shardstore.state_dict"
@@ -92,7 +102,7 @@ def detect(place: Location) -> str:
         return "shardstore"
     if config is not None:
         return "megatron-zarr"
-    if METADATA_NAME in names:
+    if DCP_METADATA_NAME in names:
         return "dcp"
     if any(is_file_name(name) for name in names):
         return "safetensors"
@@ -112,6 +122,8 @@ def open_source(place: Location, source_format: str) -> Source:
     if source_format in ("shardstore", "megatron-zarr"):
         return ZarrSource(place)
     if source_format in ("torch_dist", "dcp"):
+        from shardstore.convert.dcp_source import DcpSource  # torch's own format
+
         return DcpSource(place)
     if source_format == "safetensors":
         return SafetensorsSource(place)
@@ -141,76 +153,39 @@ class ZarrSource:
 
     def extras(self) -> Extras:
         """The common part as it is, and sharded objects."""
-        loader = TorchCommonLoadStrategy()
         url = self._location.url
-        at = self._location.place
         attributes: dict[str, Any] = {}
         record = None
         if self._stored.root is not None:
             attributes = dict(self._stored.root.attributes)
             attributes.pop("shardstore", None)
             record = StateRecord.from_root(self._stored.root.attributes, url)
-        sharded = loader.load_sharded_metadata(at)
+        objects: Mapping[str, Callable[[], Any]] = {}
+        if record is None or record.files:
+            objects = self._objects()
         if record is not None:
             # Their files are listed with the sharded objects.
             record = StateRecord(record.paths, record.values)
+        common = None
+        if record is None and self._location.exists(COMMON_STATE_NAME):
+            common = self._location.read(COMMON_STATE_NAME)
+        return Extras(common, record or StateRecord(), objects, attributes)
+
+    def _objects(self) -> Mapping[str, Callable[[], Any]]:
+        from shardstore.strategies.common import TorchCommonLoadStrategy
+
+        loader = TorchCommonLoadStrategy()
+        at = self._location.place
+        sharded = loader.load_sharded_metadata(at)
 
         def value_of(key: str) -> Callable[[], Any]:
             return lambda: loader.load_sharded_objects({key: sharded[key]}, at)[key]
 
-        common = None
-        if record is None and self._location.exists(COMMON_STATE_FNAME):
-            common = self._location.read(COMMON_STATE_FNAME)
-        objects = {key: value_of(key) for key in sharded}
-        return Extras(common, record or StateRecord(), objects, attributes)
+        return {key: value_of(key) for key in sharded}
 
     def identity(self) -> list[Any]:
         """What its documents are."""
-        return _stamps(self._location, ("zarr.json", CONFIG_FNAME))
-
-
-class DcpSource:
-    """Checkpoints of PyTorch DCP, and of Megatron-Core's torch_dist backend."""
-
-    def __init__(self, place: Location) -> None:
-        self._place = place
-        self._files = DcpFiles.open(place)
-        self.arrays = self._files.arrays
-
-    def boxes(self, key: str) -> list[Box]:
-        """One box a part."""
-        return [part.box for part in self._files.parts[key]]
-
-    def read(self, reads: Sequence[RegionRead]) -> None:
-        """Read regions."""
-        self._files.read(reads)
-
-    def extras(self) -> Extras:
-        """Values as JSON where they have such a form."""
-        if self._place.exists(COMMON_STATE_FNAME):
-            objects = {key: self._object(key, unwrap=True) for key in self._files.objects}
-            return Extras(self._place.read(COMMON_STATE_FNAME), objects=objects)
-        values: dict[str, Any] = {}
-        found: dict[str, Callable[[], Any]] = {}
-        for key in self._files.objects:
-            value = self._files.read_object(key)
-            try:
-                values[key] = as_json(value)
-            except NotPlainError:
-                found[f"{key}/shard_0_1"] = self._object(key)
-        return Extras(None, StateRecord(self._files.paths, values), found)
-
-    def _object(self, key: str, *, unwrap: bool = False) -> Callable[[], Any]:
-        def read() -> Any:
-            value = self._files.read_object(key)
-            # Megatron-Core keeps an object in a list of one.
-            return value[0] if unwrap and isinstance(value, list) and len(value) == 1 else value
-
-        return read
-
-    def identity(self) -> list[Any]:
-        """What its metadata is."""
-        return _stamps(self._place, (METADATA_NAME,))
+        return stamps(self._location, ("zarr.json", CONFIG_FNAME))
 
 
 class SafetensorsSource:
@@ -274,7 +249,7 @@ def read_entry(ranges: FileRanges, entry: Entry, read: RegionRead) -> None:
         ) from error
 
 
-def _stamps(place: Location, names: Sequence[str]) -> list[Any]:
+def stamps(place: Location, names: Sequence[str]) -> list[Any]:
     """Documents as they are now."""
     found = []
     for name in names:
@@ -298,6 +273,8 @@ def common_values(common: bytes, url: str) -> dict[tuple[str | int, ...], Any]:
                 walk(item, (*path, name))
         else:
             found[path] = value
+
+    from shardstore.strategies.common import load_bytes
 
     state = load_bytes(common, url)
     if not isinstance(state, dict):

@@ -21,7 +21,7 @@ from shardstore.storage.chunks import RegionRead
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import Box, plan_grid
 from shardstore.storage.location import Location, store_errors
-from shardstore.strategies.common_json import StateRecord, as_json
+from shardstore.strategies.state_record import StateRecord, as_json
 
 __all__ = [
     "UNREADABLE",

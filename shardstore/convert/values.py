@@ -9,16 +9,19 @@ from __future__ import annotations
 import io
 import logging
 import pickle
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from shardstore.convert.sources import Extras
 from shardstore.convert.targets import UNREADABLE, values_of
 from shardstore.errors import DamagedCheckpointError
 from shardstore.plain_values import NotPlainError
-from shardstore.strategies.common_json import as_json
+from shardstore.strategies.state_record import as_json
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["compare_values", "same_value"]
 
@@ -91,7 +94,8 @@ def same_value(a: Any, b: Any) -> bool:
 def _same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
-    if isinstance(a, torch.Tensor):
+    torch = sys.modules.get("torch")  # without it no value is a tensor
+    if torch is not None and isinstance(a, torch.Tensor):
         return (a.dtype, a.shape) == (b.dtype, b.shape) and _elements(a) == _elements(b)
     if isinstance(a, np.ndarray) and a.dtype != object:
         return (a.dtype, a.shape) == (b.dtype, b.shape) and a.tobytes() == b.tobytes()
@@ -115,5 +119,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _elements(tensor: torch.Tensor) -> bytes:
+    import torch
+
     flat = tensor.detach().cpu().to_dense().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""

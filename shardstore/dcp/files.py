@@ -34,12 +34,13 @@ from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.file_ranges import FileRanges, RangeFile
 from shardstore.storage.grid import Box, Grid, flat_range_boxes
 from shardstore.storage.location import Location
+from shardstore.storage.names import DCP_METADATA_NAME
 from shardstore.storage.parallel import default_threads, run_batched
 from shardstore.strategies.common import load_bytes
 
 __all__ = ["METADATA_NAME", "ORIGINAL_SHAPE", "DcpFiles", "StoredPart"]
 
-METADATA_NAME = ".metadata"
+METADATA_NAME = DCP_METADATA_NAME
 ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"
 """Megatron-Core's name for the shape of a tensor that is stored as flattened ranges."""
 _BATCH_BYTES = 4 * 1024 * 1024

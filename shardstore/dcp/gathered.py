@@ -23,7 +23,7 @@ from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.manifest import RankManifest
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.publish import write_chunks
-from shardstore.strategies.common_json import StateRecord
+from shardstore.strategies.state_record import StateRecord
 
 __all__ = ["put_together", "state_record"]
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from shardstore.dcp.layout import grid_of
 from shardstore.errors import AccessPatternError, CheckpointingException, DTypeMismatchError
 from shardstore.storage import dtypes
+from shardstore.storage.box_grid import grid_of
 from shardstore.storage.documents import SEPARATOR, ArrayMeta
 from shardstore.storage.grid import Box, Grid
 from shardstore.storage.names import check_collisions, node_name

@@ -28,7 +28,7 @@ from shardstore.mapping import ShardedObject
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.location import Location
 from shardstore.strategies.common import TorchCommonLoadStrategy
-from shardstore.strategies.common_json import StatePath, StateRecord
+from shardstore.strategies.state_record import StatePath, StateRecord
 from shardstore.validation import verify_checkpoint_and_load_strategy
 
 __all__ = ["StoredValues", "described"]

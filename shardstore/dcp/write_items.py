@@ -18,13 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
-from shardstore.dcp.layout import contains
 from shardstore.dcp.save_plan import Task, array_of, box_of
 from shardstore.errors import CheckpointingException, DTypeMismatchError
 from shardstore.mapping import ShardedObject
 from shardstore.plain_values import NotPlainError
 from shardstore.storage import dtypes
 from shardstore.storage.attempt import Attempt
+from shardstore.storage.box_grid import contains
 from shardstore.storage.chunks import ChunkWrite, as_bytes
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import Box
@@ -32,7 +32,7 @@ from shardstore.storage.manifest import RankManifest
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.publish import write_chunks
 from shardstore.strategies.common import object_file
-from shardstore.strategies.common_json import as_json
+from shardstore.strategies.state_record import as_json
 
 __all__ = ["Piece", "Report", "write_items"]
 

@@ -32,7 +32,7 @@ from shardstore.storage.attempt import Attempt
 from shardstore.storage.grid import DEFAULT_TARGET_CHUNK_BYTES
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.publish import About, publish
-from shardstore.strategies.common_json import BACKEND, MEMBER, VERSION
+from shardstore.strategies.state_record import BACKEND, MEMBER, VERSION
 
 __all__ = ["StorageWriter"]
 

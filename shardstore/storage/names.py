@@ -18,11 +18,24 @@ from urllib.parse import unquote
 
 from shardstore.errors import KeyNameError
 
-__all__ = ["MANIFEST_NAME", "MAX_NAME_BYTES", "RESERVED", "check_collisions", "key_of", "node_name"]
+__all__ = [
+    "COMMON_STATE_NAME",
+    "DCP_METADATA_NAME",
+    "MANIFEST_NAME",
+    "MAX_NAME_BYTES",
+    "RESERVED",
+    "check_collisions",
+    "key_of",
+    "node_name",
+]
 
 MAX_NAME_BYTES = 200
 MANIFEST_NAME = "manifest.npz"
-RESERVED = frozenset({"zarr.json", "metadata.json", "common.pt", MANIFEST_NAME})
+COMMON_STATE_NAME = "common.pt"
+DCP_METADATA_NAME = ".metadata"
+"""File by which PyTorch DCP's own checkpoints are known; for programs that look for one, ours may
+have it too."""
+RESERVED = frozenset({"zarr.json", "metadata.json", COMMON_STATE_NAME, MANIFEST_NAME})
 """Names that the checkpoint itself uses, lower case."""
 
 _UNSAFE = re.compile(rb"[^A-Za-z0-9._-]")

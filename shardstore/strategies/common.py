@@ -42,7 +42,7 @@ from shardstore.mapping import ShardedObject, ShardedStateDict, StateDict, is_ma
 from shardstore.ranks import Ranks
 from shardstore.storage.handed import read_document
 from shardstore.storage.location import Location
-from shardstore.storage.names import key_of, node_name
+from shardstore.storage.names import COMMON_STATE_NAME, key_of, node_name
 from shardstore.storage.torch_archive import verify_archive
 from shardstore.strategies.base import (
     LoadCommonStrategy,
@@ -63,7 +63,7 @@ __all__ = [
 
 logger = getLogger(__name__)
 
-COMMON_STATE_FNAME = "common.pt"
+COMMON_STATE_FNAME = COMMON_STATE_NAME
 BACKEND, VERSION = "torch", 1
 
 

@@ -11,11 +11,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 
 import shardstore
 from scripts.s3_servers import S3Server
+from shardstore.convert import convert
 from shardstore.mapping import ShardedTensor
 from tests.cli.checkpoints import Cli
 from tests.faults.s3_proxy import FaultProxy
@@ -83,6 +86,18 @@ def test_commands_that_read_values_import_no_torch(
     imported = modules_of_command(*(names.get(word, word) for word in arguments))
     drawing = {"matplotlib"} if arguments[0] == "plot" else set()
     assert not imported & (HEAVY - drawing)
+
+
+@pytest.mark.parametrize("names", [("a", "b.safetensors"), ("b.safetensors", "a")])
+def test_conversions_of_what_is_not_torchs_import_no_torch(
+    tmp_path: Path, names: tuple[str, str]
+) -> None:
+    first, source, target = (tmp_path / name for name in ("first.safetensors", *names))
+    save_file({"w": np.arange(6.0), "n": np.ones((2, 3), np.int8)}, first)
+    convert(first, source)
+    imported = modules_of_command("convert", source, target)
+    assert not imported & {"torch", "matplotlib", "pandas", "xarray"}
+    assert target.exists()
 
 
 def test_help_imports_little() -> None:

@@ -1,7 +1,7 @@
-"""Pure: from the boxes that ranks write of a tensor to its chunk grid.
+"""Pure: from the boxes that an array is written in, all of them known, to its chunk grid.
 
-DCP gathers everybody's plan anyway, so the grid can be made of all boundaries. Knows neither torch
-nor files.
+DCP gathers everybody's plan anyway, and a conversion knows how its source is cut, so the grid can
+be made of all boundaries. Knows no files.
 """
 
 from __future__ import annotations
