@@ -98,7 +98,7 @@ def detect(place: Location) -> str:
     config = maybe_load_config(place.place)
     if config is not None and config.sharded_backend == "torch_dist":
         return "torch_dist"
-    if "zarr.json" in names:
+    if "zarr.json" in names and not (DCP_METADATA_NAME in names and _dcp_wrote_last(place)):
         return "shardstore"
     if config is not None:
         return "megatron-zarr"
@@ -111,6 +111,11 @@ def detect(place: Location) -> str:
         "name its folder or file itself",
         url=place.url,
     )
+
+
+def _dcp_wrote_last(place: Location) -> bool:
+    """Whether DCP's own storage wrote over a checkpoint of ours: a pickle, and not our line."""
+    return place.read(DCP_METADATA_NAME).startswith(pickle.PROTO)
 
 
 def open_source(place: Location, source_format: str) -> Source:

@@ -114,15 +114,15 @@ def read_array_meta(location: Location, key: str) -> ArrayMeta:
 
 
 def root_arrays(location: Location) -> dict[str, ArrayMeta]:
-    """Arrays that the root group's document describes, by key; none where there is no such
-    document."""
+    """Arrays that the root group's document describes and that have none of their own, by key."""
     try:
         text = location.read("zarr.json")
     except FileNotFoundError:
         return {}
     if not documents.is_group(text):
         return {}
-    return documents.parse_root(text, f"{location.url}/zarr.json").arrays()
+    root = documents.parse_root(text, f"{location.url}/zarr.json")
+    return {} if root.array_documents else root.arrays()
 
 
 def open_zarr_array(
@@ -134,7 +134,8 @@ def open_zarr_array(
         CheckpointExistsError: it is to be created but exists.
     """
     if create:
-        if location.exists(f"{meta.node}/{meta.document_name}"):
+        described = meta.key in root_arrays(location)
+        if described or location.exists(f"{meta.node}/{meta.document_name}"):
             raise CheckpointExistsError(
                 f"Array {location.url}/{meta.node} already exists; save to an empty folder",
                 key=meta.key,

@@ -31,16 +31,16 @@ from pathlib import Path
 from shardstore.errors import CheckpointExistsError, StorageError
 from shardstore.storage.attempt import Attempt
 from shardstore.storage.described import described_nodes
-from shardstore.storage.identity import node_type, what_else
+from shardstore.storage.identity import is_foreign_node, node_type, what_else
 from shardstore.storage.location import Location, store_errors
-from shardstore.storage.names import MANIFEST_NAME
+from shardstore.storage.names import COMMON_STATE_NAME, MANIFEST_NAME
 from shardstore.storage.writeback import sync_file_system
 
 __all__ = ["FolderAttempt", "begin", "is_checkpoint", "join", "sweep"]
 
 OWNER_NAME = ".owner.json"
 MARKERS = ("zarr.json", "metadata.json")
-_OWN_NAMES = frozenset({*MARKERS, OWNER_NAME, "common.pt", "manifest.npz", ".metadata"})
+_OWN_NAMES = frozenset({*MARKERS, OWNER_NAME, COMMON_STATE_NAME, MANIFEST_NAME, ".metadata"})
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 
@@ -251,34 +251,55 @@ def delete_folder(location: Location) -> None:
         else:
             remove_attempt(doomed)
             return
-    # The manifest last: without the root it alone tells arrays that have no documents.
-    for name in (*MARKERS, *sorted(ours - {MANIFEST_NAME}), MANIFEST_NAME):
+    # Last what tells, without the root, which folders are ours.
+    last = (COMMON_STATE_NAME, MANIFEST_NAME)
+    for name in (*MARKERS, OWNER_NAME, *sorted(ours.difference(last)), *last):
         location.delete(name)
     if not location.listing():
         location.delete()
 
 
 def _own_names(location: Location) -> set[str]:
-    """Names of the files and folders directly below a checkpoint that are parts of it."""
+    """Names of the files and folders directly below a checkpoint that are parts of it.
+
+    Zarr arrays and groups of other programs, which may lie there too, are none.
+    """
     ours: set[str] = set()
-    unmarked: set[str] = set()
+    folders: dict[str, list[str]] = {}
     for name in location.listing():
         path = os.path.join(location.url, name)
         if name in _OWN_NAMES or name.endswith(".distcp"):
             ours.add(name)
         elif os.path.isdir(path) and not os.path.islink(path):
             entries = os.listdir(path)
-            if "metadata.json" in entries:
-                continue  # a checkpoint of its own
-            (ours if any(map(_is_mark, entries)) else unmarked).add(name)
-    return ours | described_nodes(location, unmarked)
+            if "metadata.json" not in entries:  # else a checkpoint of its own
+                folders[name] = entries
+    remains = not ours.isdisjoint((*MARKERS, COMMON_STATE_NAME, MANIFEST_NAME))
+    described = described_nodes(location, folders)
+    for name, entries in folders.items():
+        if name in described or _is_marked(location, name, entries, remains):
+            ours.add(name)
+    return ours
 
 
-def _is_mark(entry: str) -> bool:
-    """Whether a name in a folder says that the folder is an array's, or of sharded objects."""
-    return entry in (".zarray", "zarr.json") or (
-        entry.startswith("shard_") and entry.endswith(".pt")
-    )
+def _is_marked(location: Location, name: str, entries: list[str], remains: bool) -> bool:
+    """Whether what is in a folder says that it is an array of ours, or of sharded objects.
+
+    Args:
+        location: what the folder is in.
+        name: of the folder.
+        entries: in it.
+        remains: there are documents of a checkpoint beside it: without any, what has no mark of
+            ours is not touched.
+    """
+    if "zarr.json" in entries:
+        try:
+            return not is_foreign_node(location.read(f"{name}/zarr.json"))
+        except FileNotFoundError:  # a folder of that name
+            return False
+    if ".zarray" in entries:
+        return remains and not location.exists("zarr.json")
+    return remains and any(e.startswith("shard_") and e.endswith(".pt") for e in entries)
 
 
 def _attempt_location(target: Location, attempt_id: str) -> Location:

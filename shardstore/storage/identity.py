@@ -13,7 +13,7 @@ from typing import Any
 
 from shardstore.storage.location import Location, store_errors
 
-__all__ = ["node_type", "what_else"]
+__all__ = ["is_foreign_node", "node_type", "what_else"]
 
 
 def _document(location: Location) -> dict[str, Any]:
@@ -53,3 +53,16 @@ def what_else(location: Location) -> str | None:
     if document.get("node_type") == "group" and not ours:
         return "a Zarr group of another program"
     return None
+
+
+def is_foreign_node(text: bytes) -> bool:
+    """Whether the Zarr v3 document of a node is another program's: an array without our attributes,
+    or a group. A damaged one may be ours."""
+    try:
+        document = json.loads(text)
+    except ValueError:
+        return False
+    if not isinstance(document, dict) or document.get("node_type") not in ("array", "group"):
+        return False
+    attributes = document.get("attributes")
+    return not (isinstance(attributes, dict) and "shardstore" in attributes)

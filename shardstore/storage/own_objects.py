@@ -9,14 +9,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
 
 from shardstore.storage.described import described_nodes
+from shardstore.storage.identity import is_foreign_node
 from shardstore.storage.location import Location
-from shardstore.storage.names import MANIFEST_NAME
-from shardstore.storage.object_claims import ATTEMPTS, DELETING, NODES
+from shardstore.storage.names import COMMON_STATE_NAME, MANIFEST_NAME
+from shardstore.storage.object_claims import ATTEMPTS, CLEARING, DELETING, NODES
+from shardstore.storage.object_io import read_objects
 from shardstore.storage.parallel import run_together
 
 __all__ = [
+    "Nodes",
     "committed_among",
     "delete_all",
     "delete_objects",
@@ -26,7 +30,7 @@ __all__ = [
     "own_names",
 ]
 
-_OWN = frozenset({"zarr.json", "metadata.json", "common.pt", "manifest.npz", ".metadata"})
+_OWN = frozenset({"zarr.json", "metadata.json", COMMON_STATE_NAME, MANIFEST_NAME, ".metadata"})
 _COMMITS = ("zarr.json", "metadata.json")
 _CHUNK = re.compile(r"c([./]\d+)*|\d+([./]\d+)*")
 _PART = re.compile(r"zarr\.json|\.zarray|\.zattrs|c([./]\d+)*|\d+([./]\d+)*|shard_[\d._]*\.pt")
@@ -75,10 +79,25 @@ def _is_commit(text: bytes) -> bool:
     return not committed_by_root
 
 
-def known_nodes(location: Location, names: Collection[str]) -> frozenset[str]:
-    """Nodes of arrays without a document beside their chunks: those that attempts said they would
-    write, a request for each that said so, and those that the root or the manifest describes, a
-    request or two where there are any.
+class Nodes(NamedTuple):
+    """What is known of the folders at a target, beside their names.
+
+    Attributes:
+        ours: arrays of ours.
+        foreign: of other programs.
+    """
+
+    ours: frozenset[str] = frozenset()
+    foreign: frozenset[str] = frozenset()
+
+
+_NOTHING = Nodes()
+
+
+def known_nodes(location: Location, names: Collection[str]) -> Nodes:
+    """Ours are those that attempts said they would write, a request for each that said so, and
+    those that the root or the manifest describes, a request or two. Of others that have a document
+    of Zarr v3, that is read: it says whose it is.
 
     Args:
         location: the target.
@@ -87,7 +106,20 @@ def known_nodes(location: Location, names: Collection[str]) -> frozenset[str]:
     Raises:
         StorageError: the store refused.
     """
-    return _announced_nodes(location, names) | described_nodes(location, _undocumented(names))
+    documented = _documented(names)
+    folders = documented | _undocumented(names)
+    ours = _announced_nodes(location, names) | described_nodes(location, folders)
+    asked = sorted(documented - ours)
+    texts = read_objects(location, [f"{node}/zarr.json" for node in asked])
+    found = zip(asked, texts, strict=True)
+    foreign = {node for node, text in found if text is not None and is_foreign_node(text)}
+    return Nodes(ours, frozenset(foreign))
+
+
+def _documented(names: Iterable[str]) -> set[str]:
+    """Folders with a document of Zarr v3."""
+    parts = (name.partition("/") for name in names)
+    return {first for first, _, rest in parts if rest == "zarr.json"}
 
 
 def _undocumented(names: Collection[str]) -> set[str]:
@@ -97,7 +129,7 @@ def _undocumented(names: Collection[str]) -> set[str]:
         first, _, rest = name.partition("/")
         if rest.startswith("c") and _CHUNK.fullmatch(rest):
             found.add(first)
-    return found - {name.partition("/")[0] for name in names if name.endswith("/zarr.json")}
+    return found - _documented(names)
 
 
 def _announced_nodes(location: Location, names: Iterable[str]) -> frozenset[str]:
@@ -114,13 +146,14 @@ def _announced_nodes(location: Location, names: Iterable[str]) -> frozenset[str]
     return frozenset(found)
 
 
-def own_names(names: Iterable[str], known: Collection[str] = ()) -> list[str]:
+def own_names(names: Iterable[str], known: Nodes = _NOTHING) -> list[str]:
     """Those of all object names below a target that belong to checkpoints, finished or not.
 
-    A checkpoint further below, a foreign Zarr group or anything else is left out. What only looks
-    like a chunk (``logs/1``) counts beside the document of an array, and in a node that is known
-    otherwise; where claims or marks say that a save or a deletion died here, those of layout 2
-    count without either: the documents come last.
+    A checkpoint further below, foreign Zarr arrays and groups, and anything else is left out. What
+    only looks like a chunk (``logs/1``) counts beside the document of an array, and in a node that
+    is known otherwise; where claims or marks say that a save or a deletion died here, those of
+    layout 2 count without either: the documents come last. Those of layout 1 are arrays' of ours
+    beside a checkpoint's documents, or a deletion's mark.
 
     Args:
         names: all that there are.
@@ -128,11 +161,13 @@ def own_names(names: Iterable[str], known: Collection[str] = ()) -> list[str]:
     """
     names = list(names)
     died = any(name.startswith(f"{ATTEMPTS}/") and "/probe-" not in name for name in names)
-    arrays = {name.partition("/")[0] for name in names if name.endswith(("/zarr.json", "/.zarray"))}
+    old = {name.partition("/")[0] for name in names if name.endswith("/.zarray")}
+    arrays = _documented(names) | known.ours | (old if _may_be_layout_1(names) else set())
     documents = {name for name in names if name.endswith(("/zarr.json", "/metadata.json"))}
     # A folder with documents in folders below it is a group or a checkpoint of its own.
     foreign = {name.partition("/")[0] for name in documents if name.count("/") > 1}
     foreign |= {name.partition("/")[0] for name in documents if name.endswith("/metadata.json")}
+    foreign |= known.foreign | (old - arrays)
     own = []
     for name in names:
         first, _, rest = name.partition("/")
@@ -143,13 +178,21 @@ def own_names(names: Iterable[str], known: Collection[str] = ()) -> list[str]:
             own.append(name)
         elif first not in foreign and _PART.fullmatch(rest):
             chunk_like = _CHUNK.fullmatch(rest)
-            of_array = first in arrays or first in known
-            if of_array or not chunk_like or (died and rest.startswith("c")):
+            if first in arrays or not chunk_like or (died and rest.startswith("c")):
                 own.append(name)
     return own
 
 
-def leftovers(names: Iterable[str], known: Collection[str] = ()) -> list[str]:
+def _may_be_layout_1(names: Collection[str]) -> bool:
+    """Whether a checkpoint of layout 1 is there, or what a deletion left of one."""
+    if "zarr.json" in names:
+        return False
+    if "metadata.json" in names or DELETING in names:
+        return True
+    return any(name.startswith(f"{ATTEMPTS}/") and CLEARING.search(name) for name in names)
+
+
+def leftovers(names: Iterable[str], known: Nodes = _NOTHING) -> list[str]:
     """What checkpoints and dead attempts left, of all names at a target, but for the claims;
     arguments as :func:`own_names`."""
     own = own_names(names, known)
@@ -158,14 +201,13 @@ def leftovers(names: Iterable[str], known: Collection[str] = ()) -> list[str]:
 
 def delete_objects(place: Location, names: Sequence[str]) -> None:
     """Delete objects, the commits first, and last what tells that chunks are ours: the documents
-    of layout 1, and the manifest where arrays have no documents."""
+    of arrays, the manifest, the common part."""
     for name in _COMMITS:
         if name in names:
             place.remote.delete([name])
     rest = [name for name in names if name not in _COMMITS]
-    last = {name for name in rest if name.endswith("/.zarray")}
-    if _undocumented(rest):
-        last.update({MANIFEST_NAME} & set(rest))
+    documents = {name for name in rest if name.endswith(("/.zarray", "/zarr.json"))}
+    last = documents | ({MANIFEST_NAME, COMMON_STATE_NAME} & set(rest))
     for part in ([name for name in rest if name not in last], sorted(last)):
         if part:
             place.remote.delete(part)

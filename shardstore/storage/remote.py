@@ -9,6 +9,7 @@ checkpoint is, nothing of chunks, and not how its client is made (:mod:`file_sys
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import UTC, datetime
@@ -33,6 +34,8 @@ DELETE_BATCH = 250
 stores delete one after the other before they answer."""
 DELETE_REQUESTS = 8
 """Deletions at a time."""
+DELETE_TRIES = 4
+_WORTH_ANOTHER_TRY = ("InternalError", "SlowDown", "ServiceUnavailable", "RequestTimeout")
 
 _THERE_ALREADY = ("PreconditionFailed", "ConditionalRequestConflict", "412")
 
@@ -245,7 +248,7 @@ class RemoteStore:
 
             def work(batch: Sequence[str]) -> None:
                 if bulk:
-                    self._call("bulk_delete", list(batch))
+                    self._delete_keys(batch)
                     return
                 for path in batch:
                     try:
@@ -268,6 +271,36 @@ class RemoteStore:
             for folder in sorted(folders, key=len, reverse=True):
                 with suppress(OSError, NotImplementedError):
                     self.fs.rmdir(folder)
+
+    def _delete_keys(self, paths: Sequence[str]) -> None:
+        """One request for many keys (Amazon S3 API, DeleteObjects): its answer is a success that
+        lists the keys which were refused, so it is looked at.
+
+        Raises:
+            StorageError: the store refused to delete one of them.
+        """
+        bucket = self.fs.split_path(paths[0])[0]
+        left = [self.fs.split_path(path)[1] for path in paths]
+        for path in paths:
+            self.fs.invalidate_cache(self.fs._parent(path))
+        for tried in range(DELETE_TRIES):
+            if tried:
+                time.sleep(0.2 * 2**tried)
+            wanted = {"Objects": [{"Key": key} for key in left], "Quiet": True}
+            answer = self._call("call_s3", "delete_objects", Bucket=bucket, Delete=wanted)
+            refused = [e for e in answer.get("Errors") or () if e.get("Code") != "NoSuchKey"]
+            if not refused:
+                return
+            left = [e["Key"] for e in refused]
+            if not all(e.get("Code") in _WORTH_ANOTHER_TRY for e in refused):
+                break
+        first = refused[0]
+        raise StorageError(
+            f"deleting s3://{bucket}/{first['Key']} was refused: {first.get('Code')} "
+            f"({first.get('Message') or 'no reason given'}), as were {len(refused) - 1} more of "
+            f"{len(paths)} objects; allow s3:DeleteObject below {self.url}",
+            url=self.url,
+        )
 
     def delete_tree(self, name: str = "") -> None:
         """Delete a document, or everything below a name."""

@@ -23,7 +23,7 @@ from shardstore.storage import documents
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.chunk_check import ChunkChecker, free_memory
 from shardstore.storage.collector import collector_paused
-from shardstore.storage.documents import ArrayMeta
+from shardstore.storage.documents import ArrayMeta, RootDocument
 from shardstore.storage.findings import Finding, Findings, Verified
 from shardstore.storage.grid import Box
 from shardstore.storage.location import Location
@@ -186,6 +186,7 @@ class _Verification:
             if self.stored.root is not None:
                 self._consolidated = self.stored.root.documents
                 self._array_documents = self.stored.root.array_documents
+                self._find_undescribed(self.stored.root)
                 if proved:
                     return list(self.stored.root.arrays(without=proved).values())
                 return list(self.stored.arrays.values())
@@ -201,6 +202,18 @@ class _Verification:
             )
             return self._arrays_alone(top)
         return list(self.stored.arrays.values())
+
+    def _find_undescribed(self, root: RootDocument) -> None:
+        """Arrays that were committed, and that the root does not describe any more: programs that
+        consolidate it anew leave out what has no document of its own."""
+        lost = sorted(set(root.chunk_sums) - set(root.documents))
+        if lost and root.consolidated:
+            text = (
+                f"{self.location.url}/zarr.json has checksums of {len(lost)} array(s) that it does "
+                f"not describe: {', '.join(lost[:SHOWN])}; another program has consolidated its "
+                "metadata anew. Load an earlier checkpoint, or put back the saved zarr.json"
+            )
+            self._findings.report("arrays-undescribed", text, "zarr.json")
 
     def _arrays_alone(self, top: Sequence[str]) -> list[ArrayMeta]:
         self._described = False
