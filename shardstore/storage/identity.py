@@ -56,13 +56,15 @@ def what_else(location: Location) -> str | None:
 
 
 def is_foreign_node(text: bytes) -> bool:
-    """Whether the Zarr v3 document of a node is another program's: an array without our attributes,
-    or a group. A damaged one may be ours."""
+    """Whether the Zarr v3 document of a folder in a checkpoint says that it is none of its arrays:
+    an array without our attributes, or a group (another program's, or a checkpoint of its own). A
+    damaged document may be ours."""
     try:
         document = json.loads(text)
     except ValueError:
         return False
-    if not isinstance(document, dict) or document.get("node_type") not in ("array", "group"):
-        return False
+    kind = document.get("node_type") if isinstance(document, dict) else None
+    if kind != "array":
+        return bool(kind == "group")
     attributes = document.get("attributes")
     return not (isinstance(attributes, dict) and "shardstore" in attributes)

@@ -20,7 +20,10 @@ from shardstore.storage.location import Location
 from shardstore.storage.remote import RemoteStore
 from shardstore.storage.sweep import delete_checkpoint
 from shardstore.storage.verify import verify
-from shardstore.strategies.zarr import load_zarr_based_sharded_metadata
+from shardstore.strategies.zarr import (
+    ZarrSaveShardedStrategy,
+    load_zarr_based_sharded_metadata,
+)
 
 Place = tuple[str, dict[str, Any]]
 
@@ -89,6 +92,21 @@ def test_they_stay_where_a_save_fails(place: Place) -> None:
         shardstore.save(state, url, storage_options=options)
     assert_others(place)
     assert "w" not in Location.given(url, options).listing()
+
+
+def test_a_checkpoint_of_arrays_alone_below_stays(place: Place) -> None:
+    """What a strategy called by itself commits has no metadata.json to be known by."""
+    url, options = place[0], place[1] or None
+    shardstore.save(state_of(1), url, storage_options=options)
+    inner = Location.given(url, options).child("inner")
+    alone = ZarrSaveShardedStrategy("zarr", 2, array_documents=False)
+    alone.save(state_of(5), inner.place)
+    before = findings_of(inner)
+    shardstore.save(state_of(2), url, overwrite=True, storage_options=options)
+    assert findings_of(inner) == before
+    delete_checkpoint(url, storage_options=options)
+    assert findings_of(inner) == before
+    assert set(StoredCheckpoint(inner).arrays) == {"w", "layers/0.b"}
 
 
 def test_a_deletion_without_a_rename_leaves_no_note(
