@@ -18,10 +18,15 @@ import torch
 
 @dataclass(frozen=True)
 class Layout:
-    """``tp`` tensor parallel times ``dp`` data parallel ranks; rank = dp_rank * tp + tp_rank."""
+    """``tp`` tensor parallel times ``dp`` data parallel ranks; rank = dp_rank * tp + tp_rank.
+
+    ``flat``: the optimizer's part is held in flattened ranges, which Megatron-Core has up to 0.15;
+    else the data parallel ranks hold copies of it.
+    """
 
     tp: int
     dp: int
+    flat: bool = True
 
     @property
     def world_size(self) -> int:
@@ -32,12 +37,13 @@ class Layout:
         return rank % self.tp, rank // self.tp
 
     def __str__(self) -> str:
-        return f"tp{self.tp}dp{self.dp}"
+        return f"tp{self.tp}dp{self.dp}" + ("" if self.flat else "-whole")
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        tp, dp = text.removeprefix("tp").split("dp")
-        return cls(int(tp), int(dp))
+        ranks, _, how = text.partition("-")
+        tp, dp = ranks.removeprefix("tp").split("dp")
+        return cls(int(tp), int(dp), how != "whole")
 
 
 GOLDEN = (Layout(1, 1), Layout(2, 1), Layout(2, 2), Layout(1, 4))
@@ -161,20 +167,24 @@ def build(mapping: Any, layout: Layout, rank: int, *, empty: bool = False) -> di
     """
     wrong = _wrong if empty else torch.clone
     _, dp_rank = layout.of_rank(rank)
-    model = {
-        part.name: mapping.ShardedTensor.from_rank_offsets(
-            part.key,
-            wrong(part.data),
-            *part.offsets,
-            replica_id=(0, part.tp_replica, dp_rank),
-            prepend_axis_num=part.prepended,
-            allow_shape_mismatch=part.spec.allow_shape_mismatch,
-        )
-        for part in local_tensors(layout, rank, MODEL)
-    }
+
+    def whole(tensors: dict[str, Tensor]) -> dict[str, Any]:
+        return {
+            part.name: mapping.ShardedTensor.from_rank_offsets(
+                part.key,
+                wrong(part.data),
+                *part.offsets,
+                replica_id=(0, part.tp_replica, dp_rank),
+                prepend_axis_num=part.prepended,
+                allow_shape_mismatch=part.spec.allow_shape_mismatch,
+            )
+            for part in local_tensors(layout, rank, tensors)
+        }
+
+    optimizer = _optimizer_part(mapping, layout, rank, wrong) if layout.flat else whole(OPTIMIZER)
     state: dict[str, Any] = {
-        "model": model,
-        "optimizer": {"state": [_optimizer_part(mapping, layout, rank, wrong)]},
+        "model": whole(MODEL),
+        "optimizer": {"state": [optimizer]},
         "objects": _objects(mapping, layout, rank, empty),
     }
     return state if empty else {**state, **COMMON}

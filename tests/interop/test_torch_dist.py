@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import pickle
 import shutil
 import subprocess
@@ -106,10 +107,17 @@ def megatron() -> Path:
     return python
 
 
-def run_megatron(python: Path, *arguments: str) -> None:
+def run_megatron(python: Path, *arguments: str, newest: bool = False) -> None:
     script = ROOT / "tests" / "golden" / "megatron_ranks.py"
     command = [str(python), str(script), *arguments]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    environment = dict(os.environ)
+    if newest:
+        where = python.parents[1] / "newest"
+        assert any(where.glob("megatron_core-*.dist-info")), "scripts/megatron_env installs it"
+        environment["PYTHONPATH"] = str(where)
+    run = subprocess.run(
+        command, capture_output=True, text=True, timeout=240, check=False, env=environment
+    )
     assert run.returncode == 0, run.stderr[-3000:]
 
 
@@ -123,6 +131,24 @@ def test_megatron_reads_what_we_wrote(ours: Path, megatron: Path, read: str) -> 
 def test_we_read_what_megatron_writes(tmp_path: Path, megatron: Path) -> None:
     run_megatron(megatron, "save", "tp2dp2", str(tmp_path / "theirs"), "torch_dist")
     assert load_rank(0, 1, WHOLE, tmp_path / "theirs") == []
+
+
+@pytest.mark.megatron
+def test_the_present_megatron_reads_what_we_wrote(tmp_path: Path, megatron: Path) -> None:
+    """The present one has no flattened ranges any more."""
+    path = tmp_path / "ours"
+    run_ranks(save_rank, 4, states.Layout(2, 2, flat=False), path)
+    for read in ("tp1dp2-whole", "tp2dp1-whole"):
+        run_megatron(megatron, "load", read, str(path), newest=True)
+
+
+@pytest.mark.megatron
+def test_we_read_what_the_present_megatron_writes(tmp_path: Path, megatron: Path) -> None:
+    path = tmp_path / "theirs"
+    run_megatron(megatron, "save", "tp2dp2-whole", str(path), "torch_dist", newest=True)
+    for layout in (states.Layout(1, 1, flat=False), states.Layout(2, 1, flat=False)):
+        found = run_ranks(load_everything, layout.world_size, [(str(layout), path)])
+        assert not any(found)
 
 
 # -- what must not happen --------------------------------------------------------------------------
