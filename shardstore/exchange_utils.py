@@ -292,7 +292,9 @@ def _settle(
 
 def _bytes_on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor's bytes, without a copy where possible: not every backend knows every data type."""
-    return tensor.to(device).contiguous().reshape(-1).view(torch.uint8)
+    whole = tensor.to(device).contiguous()
+    # Not reshape: a single element may keep a stride, and then has no view of its bytes.
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
 
 
 def _from_bytes(wire: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

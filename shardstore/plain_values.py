@@ -1,18 +1,28 @@
 """Pure: values that are no tensors, as JSON and back, exactly.
 
-Numbers, text, bytes, ``None``, lists, tuples, sets, dicts of any such keys, and torch's data types,
-sizes and devices. JSON has fewer types than Python, so what it lacks goes as ``{"$type": ...}``. A
-value of any other kind is not encoded at all: nothing here can run code, in either direction.
-Torch is imported with the first value that is torch's.
+Numbers, text, bytes, dates, paths, ``None``, the containers of Python's own library with any such
+keys, NumPy's arrays and numbers, and what is torch's: data types, sizes, devices, and tensors that
+lie inside of other values. JSON has fewer types than Python, so what it lacks goes as
+``{"$type": NAME, "value": ...}``; FORMAT.md lists the names. A value of any other kind is not
+encoded at all: nothing here can run code, in either direction. Torch is imported with the first
+value that is torch's.
 """
 
 from __future__ import annotations
 
+import argparse
 import base64
 import collections
+import datetime
+import decimal
+import fractions
+import io
 import json
 import math
-from collections.abc import Callable
+import pathlib
+import types
+import uuid
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +34,13 @@ __all__ = ["NotPlainError", "decode", "encode"]
 
 _TAG = "$type"
 _MAX_DEPTH = 200
+
+_PLAIN = "biufcmMSU"
+"""Kinds of NumPy's data types whose bytes say all."""
+
+_FACTORIES: dict[str, Callable[[], Any]] = {
+    made.__name__: made for made in (bool, bytes, complex, dict, float, int, list, set, str, tuple)
+}
 
 
 class NotPlainError(TypeError):
@@ -51,19 +68,21 @@ def _encode(value: Any, depth: int) -> Any:
         return value if math.isfinite(value) else _tagged("float", repr(value))
     if kind is list:
         return [_encode(item, depth + 1) for item in value]
-    if kind in (dict, collections.OrderedDict):
+    if kind is dict:
         return _encode_dict(value, depth)
-    if kind in _SEQUENCES:
-        items = [_encode(item, depth + 1) for item in value]
-        return _tagged(_SEQUENCES[kind], items)
-    if kind is complex:
-        return _tagged("complex", [_encode(value.real, depth), _encode(value.imag, depth)])
-    if kind in (bytes, bytearray):
-        return _tagged(kind.__name__, base64.b64encode(value).decode("ascii"))
-    if kind.__module__ == "torch" and (found := _encode_of_torch(value, depth)) is not None:
-        return found
-    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
-        return _tagged("numpy", [value.dtype.str, base64.b64encode(value.tobytes()).decode()])
+    encoder = _ENCODERS.get(kind)
+    if encoder is not None:
+        name, form = encoder
+        return _tagged(name, form(value, depth + 1))
+    if kind.__module__.partition(".")[0] == "torch":
+        if (found := _encode_of_torch(value, depth)) is not None:
+            return found
+    elif isinstance(value, np.generic) and value.dtype.kind in _PLAIN:
+        # Empty text has bytes of its own, which are none of its value's.
+        data = value.tobytes()[: value.dtype.itemsize]
+        return _tagged("numpy", [value.dtype.str, _base64(data)])
+    elif isinstance(value, np.dtype) and value.kind in _PLAIN:
+        return _tagged("numpy.dtype", value.str)
     raise NotPlainError(f"{kind.__module__}.{kind.__qualname__} has no JSON form")
 
 
@@ -76,8 +95,61 @@ def _encode_of_torch(value: Any, depth: int) -> Any:
     if kind is torch.device:
         return _tagged("device", str(value))
     if kind is torch.Size:
-        return _tagged("Size", [_encode(item, depth + 1) for item in value])
+        return _tagged("Size", _items(value, depth + 1))
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        return _tagged(kind.__name__, _encode_tensor(value))
     return None
+
+
+def _encode_tensor(tensor: torch.Tensor) -> Any:
+    import torch
+
+    try:
+        # What is sparse, quantized, nested or without memory refuses one of these.
+        plain = tensor.detach().cpu().resolve_conj().resolve_neg()
+        # Not reshape: a single element may keep a stride, and then has no view of its bytes.
+        flat = plain.contiguous().as_strided((plain.numel(),), (1,))
+        data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+        shape = list(tensor.shape)
+    except (RuntimeError, TypeError) as error:
+        what = f"a tensor of dtype {tensor.dtype}, layout {tensor.layout}, on {tensor.device}"
+        raise NotPlainError(f"{what}, has no JSON form") from error
+    return [str(tensor.dtype).removeprefix("torch."), shape, _base64(data), tensor.requires_grad]
+
+
+def _encode_array(array: np.ndarray[Any, Any], depth: int) -> Any:
+    if array.dtype.kind not in _PLAIN:
+        raise NotPlainError(f"a NumPy array of dtype {array.dtype} has no JSON form")
+    return [array.dtype.str, list(array.shape), _base64(array.tobytes())]
+
+
+def _encode_time(value: datetime.datetime | datetime.time, depth: int) -> Any:
+    if type(value.tzinfo) not in (type(None), datetime.timezone):
+        kind = type(value).__name__
+        raise NotPlainError(f"datetime.{kind} in the time zone {value.tzinfo} has no JSON form")
+    return [value.isoformat(), value.fold]
+
+
+def _encode_defaultdict(value: collections.defaultdict[Any, Any], depth: int) -> Any:
+    made = value.default_factory
+    name = getattr(made, "__name__", "")
+    if made is not None and _FACTORIES.get(name) is not made:
+        raise NotPlainError(f"collections.defaultdict of {made!r:.100} has no JSON form")
+    return [None if made is None else name, _pairs(value, depth)]
+
+
+def _encode_dict(value: dict[Any, Any], depth: int) -> Any:
+    if _TAG not in value and all(type(key) is str and _text(key) == key for key in value):
+        return {key: _encode(item, depth + 1) for key, item in value.items()}
+    return _tagged("dict", _pairs(value, depth + 1))
+
+
+def _pairs(value: Any, depth: int) -> list[Any]:
+    return [[_encode(key, depth), _encode(item, depth)] for key, item in value.items()]
+
+
+def _items(value: Iterable[Any], depth: int) -> list[Any]:
+    return [_encode(item, depth) for item in value]
 
 
 def _text(value: str) -> Any:
@@ -88,23 +160,45 @@ def _text(value: str) -> Any:
     return value
 
 
-def _encode_dict(value: dict[Any, Any], depth: int) -> Any:
-    ordinary = type(value) is dict and _TAG not in value
-    if ordinary and all(type(key) is str and _text(key) == key for key in value):
-        return {key: _encode(item, depth + 1) for key, item in value.items()}
-    pairs = [[_encode(key, depth + 1), _encode(item, depth + 1)] for key, item in value.items()]
-    return _tagged("dict" if type(value) is dict else "OrderedDict", pairs)
+def _base64(data: bytes | bytearray | memoryview) -> str:
+    return base64.b64encode(data).decode("ascii")
 
 
 def _tagged(name: str, value: Any) -> dict[str, Any]:
     return {_TAG: name, "value": value}
 
 
-_SEQUENCES: dict[type, str] = {
-    tuple: "tuple",
-    set: "set",
-    frozenset: "frozenset",
+_ENCODERS: dict[type, tuple[str, Callable[[Any, int], Any]]] = {
+    tuple: ("tuple", _items),
+    set: ("set", _items),
+    frozenset: ("frozenset", _items),
+    complex: ("complex", lambda value, depth: _items((value.real, value.imag), depth)),
+    bytes: ("bytes", lambda value, _: _base64(value)),
+    bytearray: ("bytearray", lambda value, _: _base64(value)),
+    io.BytesIO: ("BytesIO", lambda value, _: [_base64(value.getbuffer()), value.tell()]),
+    np.ndarray: ("ndarray", _encode_array),
+    range: ("range", lambda value, _: [value.start, value.stop, value.step]),
+    slice: ("slice", lambda value, depth: _items((value.start, value.stop, value.step), depth)),
+    collections.OrderedDict: ("OrderedDict", _pairs),
+    collections.Counter: ("Counter", _pairs),
+    collections.defaultdict: ("defaultdict", _encode_defaultdict),
+    collections.deque: ("deque", lambda value, depth: [_items(value, depth), value.maxlen]),
+    argparse.Namespace: ("Namespace", lambda value, depth: _encode(vars(value), depth)),
+    types.SimpleNamespace: ("SimpleNamespace", lambda value, depth: _encode(vars(value), depth)),
+    datetime.datetime: ("datetime", _encode_time),
+    datetime.date: ("date", lambda value, _: value.isoformat()),
+    datetime.timedelta: (
+        "timedelta",
+        lambda value, _: [value.days, value.seconds, value.microseconds],
+    ),
+    datetime.time: ("time", _encode_time),
+    decimal.Decimal: ("Decimal", lambda value, _: str(value)),
+    fractions.Fraction: ("Fraction", lambda value, _: [value.numerator, value.denominator]),
+    uuid.UUID: ("UUID", lambda value, _: str(value)),
+    pathlib.PurePosixPath: ("PurePosixPath", lambda value, _: _text(str(value))),
+    type(pathlib.Path()): ("Path", lambda value, _: _text(str(value))),
 }
+"""By the exact type: its name, and what makes the JSON of a value, given its depth."""
 
 
 def decode(document: Any) -> Any:
@@ -124,7 +218,7 @@ def decode(document: Any) -> Any:
         raise ValueError(f"unknown type {document[_TAG]!r} of a stored value")
     try:
         return make(document["value"])
-    except (KeyError, TypeError, AttributeError, RuntimeError) as error:
+    except (KeyError, TypeError, AttributeError, RuntimeError, ArithmeticError) as error:
         raise ValueError(f"stored value of type {document[_TAG]!r} is malformed") from error
 
 
@@ -149,12 +243,66 @@ def _size(items: Any) -> torch.Size:
     return torch.Size(decode(items))
 
 
+def _tensor(parts: list[Any]) -> torch.Tensor:
+    import torch
+
+    dtype, shape, text, requires_grad = parts
+    out = torch.empty(tuple(shape), dtype=_dtype(dtype))
+    data = base64.b64decode(text)
+    _require_bytes(len(data), out.numel() * out.element_size())
+    if data:
+        out.reshape(-1).view(torch.uint8).numpy()[:] = np.frombuffer(data, np.uint8)
+    return out.requires_grad_(bool(requires_grad))
+
+
+def _parameter(parts: list[Any]) -> torch.nn.Parameter:
+    import torch
+
+    tensor = _tensor([*parts[:3], False])
+    return torch.nn.Parameter(tensor, requires_grad=bool(parts[3]))
+
+
+def _array(parts: list[Any]) -> np.ndarray[Any, Any]:
+    name, shape, text = parts
+    dtype = np.dtype(name)
+    if dtype.kind not in _PLAIN:
+        raise ValueError(f"{name!r} is no plain data type")
+    data = base64.b64decode(text)
+    _require_bytes(len(data), math.prod(shape) * dtype.itemsize)
+    # Of a buffer of its own, which may be written to.
+    return np.ndarray(tuple(shape), dtype, bytearray(data))
+
+
+def _require_bytes(found: int, wanted: int) -> None:
+    if found != wanted:
+        raise ValueError(f"{found} bytes are stored for an array of {wanted}")
+
+
 def _numpy(parts: list[str]) -> np.generic:
-    dtype = np.dtype(parts[0])
-    if dtype.kind not in "biuf":
-        raise ValueError(f"{parts[0]!r} is no plain data type")
-    scalar: np.generic = np.frombuffer(base64.b64decode(parts[1]), dtype)[0]
+    scalar: np.generic = _array([parts[0], [1], parts[1]])[0]
     return scalar
+
+
+def _stream(parts: list[Any]) -> io.BytesIO:
+    stream = io.BytesIO(base64.b64decode(parts[0]))
+    stream.seek(parts[1])
+    return stream
+
+
+def _decoded_pairs(pairs: Any) -> Iterable[tuple[Any, Any]]:
+    return ((decode(key), decode(item)) for key, item in pairs)
+
+
+def _with_members(space: Any, members: Any) -> Any:
+    vars(space).update(decode(members))
+    return space
+
+
+def _counter(pairs: Any) -> collections.Counter[Any]:
+    counter: collections.Counter[Any] = collections.Counter()
+    for key, count in _decoded_pairs(pairs):
+        counter[key] = count
+    return counter
 
 
 _DECODERS: dict[str, Callable[[Any], Any]] = {
@@ -167,11 +315,32 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "complex": lambda parts: complex(decode(parts[0]), decode(parts[1])),
     "bytes": lambda text: base64.b64decode(text),
     "bytearray": lambda text: bytearray(base64.b64decode(text)),
+    "BytesIO": _stream,
     "dtype": _dtype,
     "device": _device,
+    "Tensor": _tensor,
+    "Parameter": _parameter,
     "numpy": _numpy,
-    "dict": lambda pairs: {decode(key): decode(item) for key, item in pairs},
-    "OrderedDict": lambda pairs: collections.OrderedDict(
-        (decode(key), decode(item)) for key, item in pairs
+    "numpy.dtype": lambda name: np.dtype(name),
+    "ndarray": _array,
+    "range": lambda parts: range(*parts),
+    "slice": lambda parts: slice(*decode(parts)),
+    "dict": lambda pairs: dict(_decoded_pairs(pairs)),
+    "OrderedDict": lambda pairs: collections.OrderedDict(_decoded_pairs(pairs)),
+    "Counter": _counter,
+    "defaultdict": lambda parts: collections.defaultdict(
+        None if parts[0] is None else _FACTORIES[parts[0]], _decoded_pairs(parts[1])
     ),
+    "deque": lambda parts: collections.deque(decode(parts[0]), parts[1]),
+    "Namespace": lambda members: _with_members(argparse.Namespace(), members),
+    "SimpleNamespace": lambda members: _with_members(types.SimpleNamespace(), members),
+    "datetime": lambda parts: datetime.datetime.fromisoformat(parts[0]).replace(fold=parts[1]),
+    "date": datetime.date.fromisoformat,
+    "timedelta": lambda parts: datetime.timedelta(*parts),
+    "time": lambda parts: datetime.time.fromisoformat(parts[0]).replace(fold=parts[1]),
+    "Decimal": lambda text: decimal.Decimal(text),
+    "Fraction": lambda parts: fractions.Fraction(*parts),
+    "UUID": lambda text: uuid.UUID(text),
+    "PurePosixPath": lambda text: pathlib.PurePosixPath(decode(text)),
+    "Path": lambda text: pathlib.Path(decode(text)),
 }

@@ -12,7 +12,7 @@ from shardstore.storage.chunks import RegionRead
 from shardstore.storage.grid import Box
 from shardstore.storage.location import Location
 from shardstore.storage.names import COMMON_STATE_NAME, DCP_METADATA_NAME
-from shardstore.strategies.state_record import StateRecord, as_json
+from shardstore.strategies.state_record import StateRecord, as_text, is_long
 
 __all__ = ["DcpSource"]
 
@@ -43,9 +43,13 @@ class DcpSource:
         for key in self._files.objects:
             value = self._files.read_object(key)
             try:
-                values[key] = as_json(value)
+                document, text = as_text(value)
             except NotPlainError:
+                text = None
+            if text is None or is_long(text):
                 found[f"{key}/shard_0_1"] = self._object(key)
+            else:
+                values[key] = document
         return Extras(None, StateRecord(self._files.paths, values), found)
 
     def _object(self, key: str, *, unwrap: bool = False) -> Callable[[], Any]:

@@ -60,6 +60,7 @@ class ShardstoreTarget:
         self._attempt: Attempt = self._folder_attempt()
         self._source = source
         self._extras = Extras()
+        self._files: dict[str, str] = {}
         self._started = perf_counter()
 
     def _folder_attempt(self) -> FolderAttempt:
@@ -117,12 +118,16 @@ class ShardstoreTarget:
 
     def _put_objects(self, objects: Mapping[str, Callable[[], Any]]) -> None:
         from shardstore.mapping import ShardedObject
-        from shardstore.strategies.common import object_document
+        from shardstore.strategies.common import object_document, value_document
 
+        # Beside a record in JSON they may be values that are too long for it.
+        document = value_document if self._extras.common is None else object_document
         for key, value in objects.items():
             sharded = ShardedObject.empty_from_unique_key(key)
             sharded.data = value()
-            self._put(*object_document(sharded))
+            name, data = document(sharded)
+            self._put(name, data)
+            self._files[key] = name
 
     def _put(self, name: str, data: bytes) -> None:
         self._attempt.put(name, data)
@@ -172,11 +177,10 @@ class ShardstoreTarget:
                 ) from None
 
         def value_of(key: str) -> Callable[[], Any]:
-            from shardstore.mapping import ShardedObject
-            from shardstore.strategies.common import load_bytes, object_file
+            from shardstore.strategies.common import load_file
 
-            name = object_file(ShardedObject.empty_from_unique_key(key))
-            return lambda: load_bytes(read(name), f"{place.url}/{name}", key)
+            name = self._files[key]
+            return lambda: load_file(name, read(name), f"{place.url}/{name}", key)
 
         objects = {key: value_of(key) for key in extras.objects}
         if extras.common is not None:

@@ -279,7 +279,7 @@ def common_values(common: bytes, url: str) -> dict[tuple[str | int, ...], Any]:
         else:
             found[path] = value
 
-    from shardstore.strategies.common import load_bytes
+    from shardstore.strategies.torch_values import load_bytes
 
     state = load_bytes(common, url)
     if not isinstance(state, dict):

@@ -7,6 +7,7 @@ again continues where it was. Here is what targets of all formats have in common
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -29,6 +30,7 @@ __all__ = [
     "Receipt",
     "Target",
     "Written",
+    "plain_json",
     "put_in_place",
     "record_of",
     "rows_of",
@@ -135,13 +137,25 @@ def values_of(extras: Extras) -> Iterable[tuple[str, tuple[str | int, ...], Any]
         yield key, extras.record.paths.get(key, (key,)), value_of()
 
 
+def plain_json(value: object) -> Any:
+    """The JSON form of a value for formats that hold tensors and hardly anything else.
+
+    Raises:
+        NotPlainError: it has none, or is a tensor, which nobody would look for there.
+    """
+    torch = sys.modules.get("torch")  # without it no value is a tensor
+    if torch is not None and isinstance(value, torch.Tensor):
+        raise NotPlainError("a tensor among the values that are not sharded")
+    return as_json(value)
+
+
 def record_of(extras: Extras) -> StateRecord:
     """The values that have a JSON form, for formats that hold no others."""
     values: dict[str, Any] = {}
     paths: dict[str, Any] = dict(extras.record.paths)
     for key, path, value in values_of(extras):
         try:
-            values[key] = as_json(value)
+            values[key] = plain_json(value)
             paths[key] = path
         except NotPlainError as reason:
             logger.warning("%s is left out: %s", key, reason)

@@ -10,15 +10,15 @@ import io
 import logging
 import pickle
 import sys
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardstore.convert.sources import Extras
-from shardstore.convert.targets import UNREADABLE, values_of
+from shardstore.convert.targets import UNREADABLE, plain_json, values_of
 from shardstore.errors import DamagedCheckpointError
 from shardstore.plain_values import NotPlainError
-from shardstore.strategies.state_record import as_json
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +76,7 @@ def _differs(key: str, how: str, between: tuple[str, str]) -> DamagedCheckpointE
 
 def _is_plain(value: object) -> bool:
     try:
-        as_json(value)
+        plain_json(value)
     except NotPlainError:
         return False
     return True
@@ -102,7 +102,7 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, dict):
         # In the order in which they are: a dict of optimizer states may be walked through.
         return list(a) == list(b) and all(_same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
+    if isinstance(a, list | tuple | deque):
         return len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, float | complex):
         return repr(a) == repr(b)
@@ -121,5 +121,7 @@ def _same(a: Any, b: Any) -> bool:
 def _elements(tensor: torch.Tensor) -> bytes:
     import torch
 
-    flat = tensor.detach().cpu().to_dense().contiguous().reshape(-1)
+    whole = tensor.detach().cpu().to_dense().contiguous()
+    # Not reshape: a single element may keep a stride, and then has no view of its bytes.
+    flat = whole.as_strided((whole.numel(),), (1,))
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""

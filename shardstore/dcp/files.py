@@ -36,7 +36,7 @@ from shardstore.storage.grid import Box, Grid, flat_range_boxes
 from shardstore.storage.location import Location
 from shardstore.storage.names import DCP_METADATA_NAME
 from shardstore.storage.parallel import default_threads, run_batched
-from shardstore.strategies.common import load_bytes
+from shardstore.strategies.torch_values import load_bytes
 
 __all__ = ["METADATA_NAME", "ORIGINAL_SHAPE", "DcpFiles", "StoredPart"]
 

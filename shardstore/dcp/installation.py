@@ -68,6 +68,7 @@ def install(
     target_chunk_bytes: int = DEFAULT_TARGET_CHUNK_BYTES,
     threads: int | None = None,
     array_documents: bool = True,
+    allow_pickle: bool = False,
     cast: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Installation:
@@ -88,7 +89,7 @@ def install(
             readable until the new one takes its place; an object store has none for a while.
         durable, target_chunk_bytes: as :class:`StorageWriter`.
         threads: that write or read, each rank; default: one a processor, at most 8.
-        array_documents: as :class:`StorageWriter`.
+        array_documents, allow_pickle: as :class:`StorageWriter`.
         cast: as :class:`StorageReader`.
         storage_options: options of the store behind the URLs.
 
@@ -107,6 +108,7 @@ def install(
             target_chunk_bytes=target_chunk_bytes,
             threads=threads,
             array_documents=array_documents,
+            allow_pickle=allow_pickle,
             dcp_marker=True,
             storage_options=storage_options,
         )

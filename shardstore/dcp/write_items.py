@@ -31,8 +31,8 @@ from shardstore.storage.grid import Box
 from shardstore.storage.manifest import RankManifest
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.publish import write_chunks
-from shardstore.strategies.common import object_file
-from shardstore.strategies.state_record import as_json
+from shardstore.strategies.common import json_object_file, object_file
+from shardstore.strategies.state_record import as_text, is_long
 
 __all__ = ["Piece", "Report", "write_items"]
 
@@ -65,7 +65,7 @@ class Report:
         metas: arrays of its pieces.
         pieces: parts of chunks, which it did not write.
         values: flat key -> JSON form of what is no tensor.
-        files: flat keys of what has no such form and lies in a file.
+        files: flat keys of what lies in a file: what is long, or has no such form.
     """
 
     manifest: bytes
@@ -82,6 +82,7 @@ def write_items(
     attempt: Attempt,
     options: SaveOptions,
     *,
+    allow_pickle: bool = False,
     plan_seconds: float = 0.0,
 ) -> Report:
     """Write a rank's items. Called by every rank; it waits for no other.
@@ -92,11 +93,13 @@ def write_items(
         task: what the coordinator says of them.
         attempt: where to.
         options: how.
+        allow_pickle: write values that have no JSON form as pickles.
         plan_seconds: what the rank has done for this save so far, for the commit record.
 
     Raises:
         StorageError: the store refused.
         DTypeMismatchError: a tensor has no plain memory.
+        CheckpointingException: a value has no JSON form, and pickles are not allowed.
     """
     start = perf_counter()
     manifest, report = RankManifest(task.rank), Report(b"")
@@ -104,7 +107,7 @@ def write_items(
     writes: list[ChunkWrite] = []
     for item in items:
         if item.type == WriteItemType.BYTE_IO:
-            _write_value(item, planner, attempt, manifest, report)
+            _write_value(item, planner, attempt, manifest, report, allow_pickle)
             continue
         key = item.index.fqn
         meta = metas.get(key) or array_of(item, task.grids[key])
@@ -203,19 +206,33 @@ def _write_value(
     attempt: Attempt,
     manifest: RankManifest,
     report: Report,
+    allow_pickle: bool,
 ) -> None:
-    """A value that is no tensor: JSON for the coordinator, or else a file of its own."""
+    """A value that is no tensor: JSON for the coordinator; a large one in a file of its own."""
     key = item.index.fqn
     stream = cast(Any, planner.resolve_data(item))
     data: bytes = stream.getvalue()
+    sharded = ShardedObject(key, None, (1,), (0,))
+    stream.seek(0)
+    # What the planner pickled a moment ago, in this process.
+    value = torch.load(stream, map_location="cpu", weights_only=False)
     try:
-        stream.seek(0)
-        # What the planner pickled a moment ago, in this process.
-        value = torch.load(stream, map_location="cpu", weights_only=False)
-        report.values[key] = as_json(value)
+        document, text = as_text(value)
+        if not is_long(text):
+            report.values[key] = document
+            return
+        name, data = json_object_file(sharded), text.encode()
     except NotPlainError as reason:
-        logger.info("%s: %s; it is kept in a file of its own", key, reason)
-        name = object_file(ShardedObject(key, None, (1,), (0,)))
-        attempt.put(name, data)
-        manifest.add_file(name, data)
-        report.files.append(key)
+        if not allow_pickle:
+            raise CheckpointingException(
+                f"the value of key {key!r} can not be saved: {reason}, and nothing is pickled "
+                "unasked. Put into the state dict what it is made of (a state_dict() of numbers, "
+                "text, bytes, arrays and containers of them), or allow pickles for such values: "
+                "allow_pickle=True, of shardstore.dcp.StorageWriter and install",
+                key=key,
+            ) from reason
+        logger.warning("the value of key %r is pickled: %s", key, reason)
+        name = object_file(sharded)
+    attempt.put(name, data)
+    manifest.add_file(name, data)
+    report.files.append(key)

@@ -1,8 +1,9 @@
 """The storage writer for PyTorch DCP: ``dcp.save(state, storage_writer=StorageWriter(url))``.
 
 DCP brings the ranks and their collectives, the planner says what each rank writes; this module
-turns that into chunks of Zarr arrays and commits them. Nothing is pickled: values that are no
-tensors go into the root document as JSON, and those without a JSON form into files of their own.
+turns that into chunks of Zarr arrays and commits them. Nothing is pickled unasked: values that are
+no tensors go into the root document as JSON, long ones into JSON files of their own, and a value
+without a JSON form is refused.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from shardstore.dcp.gathered import put_together, state_record
 from shardstore.dcp.place import Placed, forget_listings
 from shardstore.dcp.save_plan import Grids, Task, with_items
 from shardstore.dcp.write_items import Report, write_items
-from shardstore.errors import CheckpointingException
+from shardstore.errors import ArgumentError, CheckpointingException
 from shardstore.process_groups import group_size
 from shardstore.storage import commit
 from shardstore.storage.attempt import Attempt
@@ -58,12 +59,16 @@ class StorageWriter(Placed, DcpStorageWriter):
         target_chunk_bytes: large shards are cut into chunks of about this many bytes.
         threads: threads that write, each rank; default: one a processor, at most 8.
         array_documents: as for :func:`shardstore.save`.
+        allow_pickle: write values that have no JSON form (objects of a class of somebody's own) as
+            pickles, in files of their own. They are loaded with ``weights_only``: their classes
+            are to be allowed then (``torch.serialization.add_safe_globals``). Without it such a
+            value is an error.
         dcp_marker: after the commit leave a file ``.metadata``, a line of text, for programs that
             take a folder without one for a checkpoint that DCP did not finish.
         storage_options: options of the store behind the URL.
 
     Raises:
-        ArgumentError: a number makes no sense.
+        ArgumentError: a number or a choice makes no sense.
     """
 
     _purpose = "write to:save"
@@ -77,10 +82,14 @@ class StorageWriter(Placed, DcpStorageWriter):
         target_chunk_bytes: int = DEFAULT_TARGET_CHUNK_BYTES,
         threads: int | None = None,
         array_documents: bool = True,
+        allow_pickle: bool = False,
         dcp_marker: bool = False,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(url, storage_options)
+        if not isinstance(allow_pickle, bool):
+            raise ArgumentError(f"allow_pickle={allow_pickle!r:.100} must be True or False")
+        self._allow_pickle = allow_pickle
         self._marker = dcp_marker
         self.options = SaveOptions(
             overwrite=overwrite,
@@ -154,6 +163,8 @@ class StorageWriter(Placed, DcpStorageWriter):
 
         Raises:
             StorageError: the store refused.
+            DTypeMismatchError: a tensor has no plain memory.
+            CheckpointingException: a value has no JSON form, and ``allow_pickle`` was not given.
         """
         task = plan.storage_data
         if not isinstance(task, Task):
@@ -164,7 +175,15 @@ class StorageWriter(Placed, DcpStorageWriter):
         attempt = commit.join(self._place, task.attempt_id, overwrite=self.options.overwrite)
         planned = perf_counter() - self._started
         self._rank = task.rank
-        report = write_items(plan.items, planner, task, attempt, self.options, plan_seconds=planned)
+        report = write_items(
+            plan.items,
+            planner,
+            task,
+            attempt,
+            self.options,
+            allow_pickle=self._allow_pickle,
+            plan_seconds=planned,
+        )
         if self.options.durable and self._attempt is None:
             attempt.flush()
         # One result for all items: nobody else reads them, and every rank's go to the coordinator.

@@ -15,6 +15,7 @@ from shardstore.storage.collector import collector_paused
 from shardstore.storage.documents import ArrayMeta, RootDocument
 from shardstore.storage.location import Location
 from shardstore.storage.names import MANIFEST_NAME
+from shardstore.storage.object_files import is_object_file
 from shardstore.storage.other_kinds import instead
 
 if TYPE_CHECKING:
@@ -201,11 +202,11 @@ class StoredCheckpoint:
         if not self.location.is_local:
             store = self.location.remote
             files = [name for node in nodes for name in store.walk(node)]
-            store.delete([name for name in files if not name.endswith(".pt")])
+            store.delete([name for name in files if not is_object_file(name.rpartition("/")[2])])
             return
         for node in nodes:
             for name in self.location.listing(node):
-                if not name.endswith(".pt"):
+                if not is_object_file(name):
                     self.location.delete(f"{node}/{name}")
             if not self.location.listing(node):
                 self.location.delete(node)

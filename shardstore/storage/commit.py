@@ -34,6 +34,7 @@ from shardstore.storage.described import described_nodes
 from shardstore.storage.identity import is_foreign_node, node_type, what_else
 from shardstore.storage.location import Location, store_errors
 from shardstore.storage.names import COMMON_STATE_NAME, MANIFEST_NAME
+from shardstore.storage.object_files import is_object_file
 from shardstore.storage.writeback import sync_file_system
 
 __all__ = ["FolderAttempt", "begin", "is_checkpoint", "join", "sweep"]
@@ -299,7 +300,7 @@ def _is_marked(location: Location, name: str, entries: list[str], remains: bool)
             return False
     if ".zarray" in entries:
         return remains and not location.exists("zarr.json")
-    return remains and any(e.startswith("shard_") and e.endswith(".pt") for e in entries)
+    return remains and any(map(is_object_file, entries))
 
 
 def _attempt_location(target: Location, attempt_id: str) -> Location:

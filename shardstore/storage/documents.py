@@ -291,10 +291,15 @@ class RootDocument:
         Args:
             name: below the root.
         """
+        found = self.file_sums.get(name)
+        return found if isinstance(found, int) else None
+
+    @property
+    def file_sums(self) -> dict[str, int]:
+        """Name below the root -> crc32c of each file that is no chunk, as the commit wrote them."""
         about = self.attributes.get("shardstore")
         sums = about.get(FILE_SUMS) if isinstance(about, dict) else None
-        found = sums.get(name) if isinstance(sums, dict) else None
-        return found if isinstance(found, int) else None
+        return sums if isinstance(sums, dict) else {}
 
     @property
     def chunk_sums(self) -> dict[str, str]:

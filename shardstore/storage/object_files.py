@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from shardstore.storage.location import Location
 from shardstore.storage.names import MANIFEST_NAME, key_of
 
-__all__ = ["OWN_FILES", "Beside", "beside_arrays", "object_place"]
+__all__ = ["OWN_FILES", "Beside", "beside_arrays", "is_object_file", "object_place"]
 
 OWN_FILES = frozenset({"zarr.json", "metadata.json", "common.pt", MANIFEST_NAME, ".owner.json"})
 """What the checkpoint itself keeps beside its arrays."""
@@ -37,14 +37,20 @@ class Beside:
 
 def object_place(name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Offset and grid shape in the name of a sharded object's file, ``None`` for other names."""
-    if not (name.startswith("shard_") and name.endswith(".pt")):
+    if not is_object_file(name):
         return None
-    parts = name[len("shard_") : -len(".pt")].split("_")
+    parts = name[len("shard_") :].rpartition(".")[0].split("_")
     try:
         offset, shape = (tuple(int(n) for n in part.split(".") if n) for part in parts)
     except ValueError:
         return None
     return offset, shape
+
+
+def is_object_file(name: str) -> bool:
+    """Whether a file in a folder of an array or object is named as one of a sharded object: what
+    ``torch.save`` wrote, or JSON."""
+    return name.startswith("shard_") and name.endswith((".pt", ".json"))
 
 
 def beside_arrays(

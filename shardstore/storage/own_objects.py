@@ -33,7 +33,9 @@ __all__ = [
 _OWN = frozenset({"zarr.json", "metadata.json", COMMON_STATE_NAME, MANIFEST_NAME, ".metadata"})
 _COMMITS = ("zarr.json", "metadata.json")
 _CHUNK = re.compile(r"c([./]\d+)*|\d+([./]\d+)*")
-_PART = re.compile(r"zarr\.json|\.zarray|\.zattrs|c([./]\d+)*|\d+([./]\d+)*|shard_[\d._]*\.pt")
+_PART = re.compile(
+    r"zarr\.json|\.zarray|\.zattrs|c([./]\d+)*|\d+([./]\d+)*|shard_[\d._]*\.(pt|json)"
+)
 
 
 def is_committed(location: Location, names: Sequence[str] | None = None) -> bool:

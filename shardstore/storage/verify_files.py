@@ -14,6 +14,7 @@ from itertools import islice
 from shardstore.errors import CheckpointingException, DamagedCheckpointError
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.findings import Findings
+from shardstore.storage.names import key_of
 from shardstore.storage.object_files import beside_arrays, object_place
 from shardstore.storage.torch_archive import verify_archive
 
@@ -48,6 +49,8 @@ class OtherFiles:
         self._everything = everything
         # Other backends keep what is not sharded elsewhere: ("json", 1) in the root document.
         self._common_backend: object = "torch"
+        self._seen: set[str] = set()
+        """Names of objects' files that were looked at, or reported."""
 
     def config(self, top: Sequence[str]) -> None:
         """Look at ``metadata.json``; ``top`` are the names directly below the checkpoint."""
@@ -89,11 +92,28 @@ class OtherFiles:
         for found in beside_arrays(self.location, top, nodes, self._wants):
             self.objects(found.name, found.key, found.objects)
             self._foreign(found.name, found.entries, found.objects)
+        self._committed_objects()
+
+    def _committed_objects(self) -> None:
+        """Look whether each object that was committed is there: where none of a key is left, no
+        name tells how many there were."""
+        try:
+            root = self.stored.root
+        except CheckpointingException:
+            return  # reported before
+        for name in () if root is None else root.file_sums:
+            node, _, file = name.rpartition("/")
+            key = key_of(node) or node
+            if name in self._seen or not self._wants(key) or (place := object_place(file)) is None:
+                continue
+            if not self.location.exists(name):
+                self._missing(name, place[0], key)
 
     def objects(self, node: str, key: str, names: Sequence[str]) -> None:
         """Look at the sharded objects of a key, by the names of their files."""
         with self._findings.lock:
             self._findings.result.objects += len(names)
+            self._seen.update(f"{node}/{name}" for name in names)
         shapes = {place[1] for name in names if (place := object_place(name))}
         for name in names:
             self._check_archive(f"{node}/{name}", "object-damaged", key=key)
@@ -102,9 +122,15 @@ class OtherFiles:
             missing = (index for index in _grid(shape) if (index, shape) not in places)
             for index in islice(missing, SHOWN_OBJECTS):
                 name = f"shard_{'.'.join(map(str, index))}_{'.'.join(map(str, shape))}.pt"
-                path = f"{self.location.url}/{node}/{name}"
-                text = f"object {index} of key {key!r} is missing: {path}"
-                self._findings.report("object-missing", text, f"{node}/{name}", key=key)
+                self._missing(f"{node}/{name}", index, key)
+
+    def _missing(self, name: str, index: tuple[int, ...], key: str) -> None:
+        with self._findings.lock:
+            if name in self._seen:
+                return
+            self._seen.add(name)
+        text = f"object {index} of key {key!r} is missing: {self.location.url}/{name}"
+        self._findings.report("object-missing", text, name, key=key)
 
     def _check_archive(self, name: str, kind: str, key: str | None = None) -> None:
         path = f"{self.location.url}/{name}"
@@ -113,9 +139,12 @@ class OtherFiles:
             data = self.location.read(name)
             if not data:
                 raise ValueError("it is empty")
-            if data[:1] not in (b"P", b"\x80"):
+            if name.endswith(".json"):
+                json.loads(data)
+            elif data[:1] not in (b"P", b"\x80"):
                 raise ValueError("it is no file of torch.save")
-            verify_archive(data)
+            else:
+                verify_archive(data)
         except (OSError, ValueError) as error:
             self._findings.report(kind, f"{path}{about} is damaged: {error}", name, key=key)
             return

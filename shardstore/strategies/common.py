@@ -2,33 +2,18 @@
 ``weights_only``.
 
 ``common.pt`` is rank 0's; a sharded object is one file, ``<key>/shard_<offset>_<shape>.pt``, of
-the rank that holds it as main
-replica. Nothing is unpickled unasked: tensors, containers and plain values load; a class loads if
-it is harmless and known here,
-or if the program allowed it (``torch.serialization.add_safe_globals``).
+the rank that holds it as main replica. Nothing is unpickled unasked: see :mod:`torch_values`.
 """
 
 from __future__ import annotations
 
-import argparse
-import collections
-import datetime
-import decimal
-import fractions
-import io
-import pathlib
-import pickle
-import re
-import types
-import uuid
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator
 from logging import getLogger
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
+from shardstore import plain_values
 from shardstore.dict_utils import dict_list_map_outplace, nested_values
 from shardstore.errors import (
     CheckpointingException,
@@ -36,14 +21,13 @@ from shardstore.errors import (
     KeyNameError,
     MissingKeyError,
     NotACheckpointError,
-    UnsafeObjectError,
 )
 from shardstore.mapping import ShardedObject, ShardedStateDict, StateDict, is_main_replica
 from shardstore.ranks import Ranks
 from shardstore.storage.handed import read_document
 from shardstore.storage.location import Location
 from shardstore.storage.names import COMMON_STATE_NAME, key_of, node_name
-from shardstore.storage.torch_archive import verify_archive
+from shardstore.storage.object_files import is_object_file
 from shardstore.strategies.base import (
     LoadCommonStrategy,
     SaveCommonStrategy,
@@ -53,6 +37,8 @@ from shardstore.strategies.base import (
 from shardstore.strategies.compatibility import require_backend, require_version
 from shardstore.strategies.opened import open_checkpoint
 from shardstore.strategies.session import session_of
+from shardstore.strategies.state_record import as_text
+from shardstore.strategies.torch_values import dump_bytes, load_bytes
 
 __all__ = [
     "COMMON_STATE_FNAME",
@@ -67,121 +53,32 @@ COMMON_STATE_FNAME = COMMON_STATE_NAME
 BACKEND, VERSION = "torch", 1
 
 
-def _safe_classes() -> list[Any]:
-    """Classes that only hold values.
-
-    Building them from a file runs no code of the file's choosing.
-    """
-    scalars = [type(np.dtype(code)) for code in "?bhilqBHILQefdFD"]
-    found = [
-        argparse.Namespace,
-        types.SimpleNamespace,
-        collections.OrderedDict,
-        collections.Counter,
-        collections.deque,
-        datetime.date,
-        datetime.datetime,
-        datetime.time,
-        datetime.timedelta,
-        datetime.timezone,
-        decimal.Decimal,
-        fractions.Fraction,
-        uuid.UUID,
-        pathlib.Path,
-        pathlib.PosixPath,
-        pathlib.PurePosixPath,
-        io.BytesIO,
-        slice,
-        range,
-        bytearray,
-        complex,
-        np.ndarray,
-        np.dtype,
-        *scalars,
-    ]
-    for module in ("numpy._core.multiarray", "numpy.core.multiarray"):
-        try:
-            loaded = __import__(module, fromlist=["_reconstruct"])
-        except ImportError:
-            continue
-        found += [loaded._reconstruct, loaded.scalar]
-        break
-    return found
-
-
-# What torch.load raises on damaged files.
-_BROKEN = (
-    RuntimeError,
-    EOFError,
-    ValueError,
-    OSError,
-    KeyError,
-    TypeError,
-    AttributeError,
-)
-
-
-def _dump(value: object) -> bytes:
-    out = io.BytesIO()
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(True)  # a program may have switched them off
-    try:
-        torch.save(value, out)
-    finally:
-        torch.serialization.set_crc32_options(before)
-    return out.getvalue()
-
-
-def _load(data: bytes, url: str, key: str | None = None) -> Any:
-    """Load without running code from the file.
+def load_file(name: str, data: bytes, url: str, key: str) -> Any:
+    """An object from what is in its file, by the file's name: JSON, or what ``torch.save`` wrote.
 
     Raises:
-        UnsafeObjectError: a class that is not allowed; says how to allow it.
-        DamagedCheckpointError: not a file of torch.
+        UnsafeObjectError, DamagedCheckpointError: see :func:`load_bytes`.
     """
-    about = f" (object {key!r})" if key is not None else ""
+    if not name.endswith(".json"):
+        return load_bytes(data, url, key)
     try:
-        verify_archive(data)
-        with torch.serialization.safe_globals(_safe_classes()):
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        text = str(error)
-        found = re.search(r"GLOBAL ([\w.]+)", text)
-        found = found or re.search(r"`?([\w]+\.[\w.]+)`? was not an allowed", text)
-        name = found.group(1) if found else None
-        if name is None and "nsupported" not in text:
-            raise DamagedCheckpointError(
-                f"{url}{about} can not be read ({text.splitlines()[0]}); load an earlier "
-                "checkpoint",
-                key=key,
-                url=url,
-            ) from error
-        what = f"class {name}" if name else "a class"
-        raise UnsafeObjectError(
-            f"{url}{about} needs {what}, which was not allowed to be loaded. If you trust this "
-            "checkpoint, allow it "
-            f"before loading: torch.serialization.add_safe_globals([{name or 'TheClass'}])",
-            key=key,
-            url=url,
-        ) from error
-    except _BROKEN as error:
+        return plain_values.decode(json.loads(data))
+    except (ValueError, RecursionError) as error:
         raise DamagedCheckpointError(
-            f"{url}{about} can not be read ({type(error).__name__}: "
-            f"{str(error).splitlines()[0] if str(error) else ''}); "
-            "load an earlier checkpoint",
+            f"{url} (object {key!r}) can not be read ({error}); load an earlier checkpoint",
             key=key,
             url=url,
         ) from error
-
-
-def load_bytes(data: bytes, url: str, key: str | None = None) -> Any:
-    """What ``torch.save`` wrote, loaded without running code from it; errors as :func:`_load`."""
-    return _load(data, url, key)
 
 
 def object_file(sharded: ShardedObject) -> str:
     """Name of a sharded object's file below the checkpoint."""
-    return _file_of(sharded.unique_key)
+    return _file_of(sharded.unique_key, ".pt")
+
+
+def json_object_file(sharded: ShardedObject) -> str:
+    """Name of the file below the checkpoint, where the object is kept as JSON."""
+    return _file_of(sharded.unique_key, ".json")
 
 
 def object_document(sharded: ShardedObject) -> tuple[str, bytes]:
@@ -191,7 +88,7 @@ def object_document(sharded: ShardedObject) -> tuple[str, bytes]:
         CheckpointingException: it can not be pickled.
     """
     try:
-        return object_file(sharded), _dump(sharded.data)
+        return object_file(sharded), dump_bytes(sharded.data)
     except Exception as error:
         raise CheckpointingException(
             f"object {sharded.unique_key!r} can not be pickled: {type(error).__name__}: {error}",
@@ -199,9 +96,18 @@ def object_document(sharded: ShardedObject) -> tuple[str, bytes]:
         ) from error
 
 
-def _file_of(unique_key: str) -> str:
+def value_document(sharded: ShardedObject) -> tuple[str, bytes]:
+    """Name and content of a file that holds an object as JSON, or as :func:`object_document` where
+    it has no JSON form."""
+    try:
+        return json_object_file(sharded), as_text(sharded.data)[1].encode()
+    except plain_values.NotPlainError:
+        return object_document(sharded)
+
+
+def _file_of(unique_key: str, suffix: str) -> str:
     key, _, shard = unique_key.rpartition("/")
-    return f"{node_name(key)}/{shard}.pt"
+    return f"{node_name(key)}/{shard}{suffix}"
 
 
 class TorchCommonSaveStrategy(SaveCommonStrategy):
@@ -226,7 +132,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
         if not Ranks.current().is_coordinator:
             return
         try:
-            data = _dump(common_state_dict)
+            data = dump_bytes(common_state_dict)
         except Exception as error:
             raise CheckpointingException(
                 f"the common (non-sharded) state can not be pickled: {type(error).__name__}: "
@@ -272,7 +178,7 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
 
         Raises:
             NotACheckpointError: there is none.
-            UnsafeObjectError, DamagedCheckpointError: see :func:`_load`.
+            UnsafeObjectError, DamagedCheckpointError: see :func:`load_bytes`.
         """
         location = Location.of(checkpoint_dir)
         url = f"{location.url}/{COMMON_STATE_FNAME}"
@@ -285,7 +191,7 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
                 url=url,
             ) from None
         open_checkpoint(location).check_file(COMMON_STATE_FNAME, data)
-        loaded = _load(data, url)
+        loaded = load_bytes(data, url)
         if not isinstance(loaded, dict):
             raise DamagedCheckpointError(
                 f"{url} holds a {type(loaded).__name__}, not a dict", url=url
@@ -299,15 +205,15 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
 
         Raises:
             MissingKeyError: an object is not in the checkpoint.
-            UnsafeObjectError, DamagedCheckpointError: see :func:`_load`.
+            UnsafeObjectError, DamagedCheckpointError: see :func:`load_bytes`.
         """
         location = Location.of(checkpoint_dir)
 
         def load_one(sharded: Any) -> Any:
             if not isinstance(sharded, ShardedObject):
                 raise CheckpointingException(f"{type(sharded).__name__} is no sharded object")
-            data = _read_object(location, sharded)
-            return _load(data, f"{location.url}/{object_file(sharded)}", sharded.unique_key)
+            name, data = _read_object(location, sharded)
+            return load_file(name, data, f"{location.url}/{name}", sharded.unique_key)
 
         loaded: StateDict = dict_list_map_outplace(load_one, sharded_objects_state_dict)
         return loaded
@@ -317,7 +223,7 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
         location = Location.of(checkpoint_dir)
         found: ShardedStateDict = {}
         for node, name in _object_files(location):
-            unique_key = f"{key_of(node) or node}/{name[: -len('.pt')]}"
+            unique_key = f"{key_of(node) or node}/{name.rpartition('.')[0]}"
             try:
                 sharded = ShardedObject.empty_from_unique_key(unique_key)
             except (KeyNameError, ValueError):
@@ -349,13 +255,14 @@ def _object_files(location: Location) -> Iterator[tuple[str, str]]:
             (node, name) for node, _, name in (p.partition("/") for p in location.remote.walk())
         )
     for node, name in paths:
-        if name.startswith("shard_") and name.endswith(".pt"):
+        if is_object_file(name):
             yield node, name
 
 
-def _read_object(location: Location, sharded: ShardedObject) -> bytes:
-    names: Sequence[str] = dict.fromkeys((object_file(sharded), f"{sharded.unique_key}.pt"))  # type: ignore[assignment]
-    for name in names:
+def _read_object(location: Location, sharded: ShardedObject) -> tuple[str, bytes]:
+    """Name and content of an object's file."""
+    names = (object_file(sharded), f"{sharded.unique_key}.pt", json_object_file(sharded))
+    for name in dict.fromkeys(names):
         if ".." in name.split("/"):
             continue
         try:
@@ -363,8 +270,8 @@ def _read_object(location: Location, sharded: ShardedObject) -> bytes:
         except FileNotFoundError:
             continue
         open_checkpoint(location).check_file(name, data)
-        return data
-    beside = [n for n in location.listing(node_name(sharded.key)) if n.endswith(".pt")][:4]
+        return name, data
+    beside = [n for n in location.listing(node_name(sharded.key)) if is_object_file(n)][:4]
     hint = f"; stored parts of this key: {beside}" if beside else "; no part of this key is stored"
     raise MissingKeyError(
         f"object {sharded.unique_key!r} is not in the checkpoint {location.url}{hint}. Sharded "

@@ -16,12 +16,24 @@ from shardstore import plain_values
 from shardstore.errors import DamagedCheckpointError
 from shardstore.sharded_base import StateDict
 
-__all__ = ["BACKEND", "MEMBER", "VERSION", "StatePath", "StateRecord", "as_json"]
+__all__ = [
+    "BACKEND",
+    "MEMBER",
+    "VERSION",
+    "StatePath",
+    "StateRecord",
+    "as_json",
+    "as_text",
+    "is_long",
+]
 
 BACKEND, VERSION = "json", 1
 """Name and version of the common backend that keeps such a record."""
 MEMBER = "state_dict"
 """Member of ``attributes.shardstore`` of the root document."""
+
+MAX_INLINE_CHARACTERS = 64 * 1024
+"""Of a value's JSON in the root document, which everybody reads; longer ones are files."""
 
 StatePath = tuple[str | int, ...]
 
@@ -33,7 +45,7 @@ class StateRecord:
     Attributes:
         paths: flat key -> path in the nested state dict; a key without one stands for itself.
         values: flat key -> JSON form of a value.
-        files: flat keys of objects that lie in files of their own.
+        files: flat keys of what lies in files of its own.
     """
 
     paths: Mapping[str, StatePath] = field(default_factory=dict)
@@ -133,9 +145,18 @@ def as_json(value: object) -> Any:
     Raises:
         NotPlainError: it has none.
     """
+    return as_text(value)[0]
+
+
+def as_text(value: object) -> tuple[Any, str]:
+    """The JSON form of a value, and its text; errors as :func:`as_json`."""
     try:
         document = plain_values.encode(value)
-        json.dumps(document, allow_nan=False)
+        return document, json.dumps(document, allow_nan=False)
     except (ValueError, RecursionError) as error:
         raise plain_values.NotPlainError(str(error)) from error
-    return document
+
+
+def is_long(text: str) -> bool:
+    """Whether a value's JSON is a file of its own, beside the root document."""
+    return len(text) > MAX_INLINE_CHARACTERS

@@ -144,6 +144,15 @@ def test_files_beside_the_arrays(place: Path) -> None:
     shutil.copy(place / "common.pt", lost)  # whole, and not what was committed
     assert one(place, "object-damaged").key == "rng"
     lost.write_bytes(own)
+    others = {path: path.read_bytes() for path in (place / "rng").iterdir()}
+    shutil.rmtree(place / "rng")  # of what is not there at all only the commit knows
+    result, found = check(place)
+    assert [(finding.kind, finding.key) for finding in found] == [("object-missing", "rng")] * 2
+    assert result.damage == 2
+    assert check(place, keys=["w*"])[1] == []
+    (place / "rng").mkdir()
+    for path, data in others.items():
+        path.write_bytes(data)
     common = (place / "common.pt").read_bytes()
     data = flipped(common, common.index(b"iteration"))
     (place / "common.pt").write_bytes(data)

@@ -93,7 +93,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.
 
 
 def _state(rank: int, world_size: int, fill: bool) -> dict[str, Any]:
-    """Tensors that all hold, one that two hold, one that one holds, a flat one, and a scalar."""
+    """Tensors that all hold, one that two hold, one that one holds, a flat one, a strided one and a
+    scalar."""
     state: dict[str, Any] = {
         f"all.{n}": _tensor(f"all.{n}", 10 + n, rank, fill, dtype=DTYPES[n]) for n in range(5)
     }
@@ -106,6 +107,9 @@ def _state(rank: int, world_size: int, fill: bool) -> dict[str, Any]:
         "flat", flat, (2, 3), flattened_range=slice(1, 5), replica_id=rank
     )
     scalar = torch.tensor(3.5) if fill else torch.tensor(0.0)
+    # One element, which counts as contiguous though it has a stride.
+    strided = (torch.full((3,), 6.5) if fill else torch.zeros(3))[::2][:1]
+    state["strided"] = ShardedTensor.from_rank_offsets("strided", strided, replica_id=rank)
     state["scalar"] = ShardedTensor.from_rank_offsets("scalar", scalar, replica_id=(0, rank))
     return state
 
@@ -163,7 +167,7 @@ def _load(rank: int, world_size: int, folder: str, algorithm: str, given: bool) 
         pairs = zip(nested_values(got), nested_values(expected), strict=True)
         for tensor, shard in pairs:
             assert tensor.dtype == shard.dtype
-            assert torch.equal(tensor.reshape(-1).view(torch.uint8), _bytes(shard.data))
+            assert torch.equal(_bytes(tensor), _bytes(shard.data))
         if given:
             for tensor, shard in zip(
                 nested_values(got),
@@ -176,7 +180,7 @@ def _load(rank: int, world_size: int, folder: str, algorithm: str, given: bool) 
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+    return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
 def test_each_shard_is_read_once_and_reaches_all(tmp_path: Path) -> None:
@@ -186,7 +190,7 @@ def test_each_shard_is_read_once_and_reaches_all(tmp_path: Path) -> None:
         assert keys == sorted(set(keys)), "nothing is read twice"
         for result in results:
             # "one" is held by a single rank: there is nobody to send it to.
-            assert len(result["sent"]) == (8 if result["algorithm"] == "broadcast" else 0)
+            assert len(result["sent"]) == (9 if result["algorithm"] == "broadcast" else 0)
 
 
 def _groups(rank: int, world_size: int, folder: str) -> tuple[list[str], list[str]]:

@@ -423,6 +423,10 @@ class Trap:
         return os.mkdir, (self.path,)
 
 
+class Items(list[int]):
+    """A class that ``weights_only`` makes, and can not fill."""
+
+
 class Harmless:
     def __init__(self) -> None:
         self.value = 5
@@ -437,6 +441,15 @@ def test_a_class_that_was_not_allowed_is_not_loaded(tmp_path: Path) -> None:
     assert "add_safe_globals" in str(error)
     assert "common.pt" in str(error)
     assert not sprung.exists()
+
+    # No damage either: here it would not help to allow the class.
+    place = tmp_path / "d"
+    shardstore.save({**_one(), "items": (Items([1]),)}, place)
+    with torch.serialization.safe_globals([Items]):
+        error = raised(lambda: shardstore.load(_one(), place))
+    assert isinstance(error, UnsafeObjectError)
+    for word in ("common.pt", "test_wrong_input.Items", "weights_only=False"):
+        assert word in str(error)
 
     place = tmp_path / "o"
     state = {"o": ShardedObject("my.o", Harmless(), (1,), (0,))}

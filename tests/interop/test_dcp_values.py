@@ -1,0 +1,262 @@
+"""Values that are no tensors, saved through PyTorch DCP: no pickle on disk, unless asked for."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import logging
+import pickletools
+import random
+import zipfile
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from typer.testing import CliRunner
+
+import shardstore
+from shardstore import ShardedTensor
+from shardstore.cli.app import app
+from shardstore.convert import convert
+from shardstore.dcp import StorageReader, StorageWriter, install
+from shardstore.errors import (
+    ArgumentError,
+    CheckpointingException,
+    DamagedCheckpointError,
+    UnsafeObjectError,
+)
+from shardstore.storage.commit import is_checkpoint
+from shardstore.storage.location import Location
+from tests.ranks_helper import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+State = dict[str, Any]
+
+
+class Opaque:
+    """A class of somebody's own."""
+
+    def __init__(self) -> None:
+        self.held = 5
+
+
+def stream(data: bytes) -> io.BytesIO:
+    return io.BytesIO(data)
+
+
+def values() -> State:
+    """What trainers keep beside tensors; two of them are long."""
+    return {
+        "w": torch.arange(4.0),
+        "losses": stream(b"\x80\x02raw bytes of a trainer"),
+        "loader": {"dp_rank_0": b"\x80\x04" * 10, "long": bytes(range(256)) * 400},
+        "random": {
+            "python": random.Random(1).getstate(),
+            "numpy": np.random.RandomState(1).get_state(),
+            "torch": (torch.arange(5, dtype=torch.uint8), "in a tuple"),
+        },
+        "seen": np.arange(20_000).reshape(2, -1),
+        "arguments": argparse.Namespace(lr=1e-3, layers=[1, 2]),
+        "last": deque([1.5, 2.5], maxlen=2),
+    }
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, io.BytesIO):
+        return isinstance(b, io.BytesIO) and a.getvalue() == b.getvalue()
+    if isinstance(a, np.ndarray | torch.Tensor):
+        return type(a) is type(b) and a.dtype == b.dtype and bool((a == b).all())
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)
+
+
+def blank(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: blank(value) for key, value in state.items()}
+    return torch.zeros_like(state) if isinstance(state, torch.Tensor) else None
+
+
+def save(state: State, place: Path, **options: Any) -> None:
+    dcp.save(state, storage_writer=StorageWriter(place, **options), no_dist=True)
+
+
+def load(wanted: State, place: Path) -> State:
+    dcp.load(wanted, storage_reader=StorageReader(place), no_dist=True)
+    return wanted
+
+
+def is_pickle(path: Path) -> bool:
+    """Whether a file is a pickle, or an archive that has one in it."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            return any(name.endswith(".pkl") for name in archive.namelist())
+    try:
+        list(pickletools.genops(path.read_bytes()))
+    except Exception:
+        return False
+    return True
+
+
+def files(place: Path) -> list[Path]:
+    return [path for path in place.rglob("*") if path.is_file()]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    save(values(), tmp_path / "c")
+    return tmp_path / "c"
+
+
+def test_no_file_is_a_pickle(place: Path, tmp_path: Path) -> None:
+    found = files(place)
+    assert not [path for path in found if is_pickle(path) or path.suffix == ".pt"]
+    # The long ones are JSON beside the root document, which stays small.
+    beside = [path for path in found if path.name == "shard_0_1.json"]
+    assert len(beside) == 2
+    assert all(json.loads(path.read_text())["$type"] for path in beside)
+    assert (place / "zarr.json").stat().st_size < 32 * 1024
+    # What this test takes for a pickle is one.
+    (tmp_path / "p").write_bytes(b"\x80\x04K\x05.")
+    torch.save(5, tmp_path / "t")
+    assert is_pickle(tmp_path / "p")
+    assert is_pickle(tmp_path / "t")
+
+
+def test_each_value_comes_back(place: Path) -> None:
+    assert same(load(blank(values()), place), values())
+    wanted: State = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(4))}
+    loaded = shardstore.load(wanted, place)
+    assert isinstance(loaded, dict)
+    assert same(loaded, values())
+
+
+def test_values_stay_when_tensors_are_removed(place: Path) -> None:
+    shardstore.remove_sharded_tensors(place, "w")
+    expected = values()
+    del expected["w"]
+    assert same(shardstore.load_common_state_dict(place), expected)
+
+
+def test_verified_and_compared(place: Path, tmp_path: Path) -> None:
+    run = CliRunner()
+    assert run.invoke(app, ["verify", str(place)]).exit_code == 0
+    other = {**values(), "seen": np.zeros(20_000)}
+    save(other, tmp_path / "other")
+    found = json.loads(
+        run.invoke(app, ["diff", "--json", str(place), str(tmp_path / "other")]).stdout
+    )
+    assert found["files"] == {"seen/shard_0_1.json": "differs"}
+    document = place / "seen" / "shard_0_1.json"
+    text = document.read_text()
+    document.write_text(text.replace("AAAA", "AAAB", 1))
+    damaged = run.invoke(app, ["verify", str(place)])
+    assert damaged.exit_code == 1
+    assert "seen/shard_0_1.json" in damaged.output.replace("\n", "")
+    with pytest.raises(DamagedCheckpointError, match=r"shard_0_1\.json"):
+        shardstore.load_common_state_dict(place)
+    document.write_text("{")
+    assert run.invoke(app, ["verify", str(place)]).exit_code == 1
+    document.unlink()
+    assert run.invoke(app, ["verify", str(place)]).exit_code == 1
+
+
+def test_deleted_and_replaced(place: Path) -> None:
+    save({"w": torch.ones(2)}, place, overwrite=True)
+    assert not (place / "seen").exists()
+    save(values(), place, overwrite=True)
+    shardstore.delete_checkpoint(place)
+    assert not place.exists()
+
+
+def test_converted(place: Path, tmp_path: Path) -> None:
+    convert(place, tmp_path / "again", target_format="shardstore")
+    assert same(shardstore.load_common_state_dict(tmp_path / "again")["seen"], values()["seen"])
+    assert not [path for path in files(tmp_path / "again") if is_pickle(path)]
+    convert(place, tmp_path / "dcp", target_format="dcp")
+    wanted = blank(values())
+    dcp.load(wanted, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    assert same(wanted, values())
+    convert(tmp_path / "dcp", tmp_path / "back", target_format="shardstore")
+    assert not [path for path in files(tmp_path / "back") if is_pickle(path)]
+    assert (tmp_path / "back" / "zarr.json").stat().st_size < 32 * 1024
+    assert same(load(blank(values()), tmp_path / "back"), values())
+
+
+# -- what has no JSON form -------------------------------------------------------------------------
+
+
+def cause(caught: pytest.ExceptionInfo[CheckpointException]) -> BaseException:
+    return next(iter(caught.value.failures.values()))[0]
+
+
+def test_a_class_is_refused(tmp_path: Path) -> None:
+    state = {"w": torch.ones(2), "mine": {"deep": [1, Opaque()]}}
+    with pytest.raises(CheckpointException) as caught:
+        save(state, tmp_path / "c")
+    error = cause(caught)
+    assert isinstance(error, CheckpointingException)
+    assert error.key == "mine.deep"
+    for part in ("'mine.deep'", "test_dcp_values.Opaque", "state_dict()", "allow_pickle=True"):
+        assert part in str(error)
+    assert not is_checkpoint(Location.of(tmp_path / "c"))
+    with install(), pytest.raises(CheckpointException, match="allow_pickle"):
+        dcp.save(state, checkpoint_id=str(tmp_path / "c"), no_dist=True)
+
+
+def test_a_class_that_was_allowed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = {"w": torch.ones(2), "mine": Opaque()}
+    with caplog.at_level(logging.WARNING):
+        save(state, tmp_path / "c", allow_pickle=True)
+    assert "'mine' is pickled" in caplog.text
+    assert [path.name for path in files(tmp_path / "c") if is_pickle(path)] == ["shard_0_1.pt"]
+    wanted = {"w": torch.zeros(2), "mine": None}
+    with pytest.raises(CheckpointException, match="add_safe_globals") as caught:
+        load(wanted, tmp_path / "c")
+    assert isinstance(cause(caught), UnsafeObjectError)
+    with torch.serialization.safe_globals([Opaque]):
+        assert load(wanted, tmp_path / "c")["mine"].held == 5
+    with install(allow_pickle=True):
+        dcp.save(state, checkpoint_id=str(tmp_path / "i"), no_dist=True)
+    assert [path.name for path in files(tmp_path / "i") if is_pickle(path)] == ["shard_0_1.pt"]
+
+
+@pytest.mark.parametrize("given", [None, "yes", 1])
+def test_neither_true_nor_false(given: Any) -> None:
+    for call in (StorageWriter, install):
+        with pytest.raises(ArgumentError, match=r"allow_pickle=.* must be True or False"):
+            call(allow_pickle=given)
+
+
+def save_by_ranks(rank: int, world_size: int, place: str) -> str:
+    state = {"w": torch.ones(2), "mine": Opaque()}
+    try:
+        dcp.save(state, storage_writer=StorageWriter(place))
+    except CheckpointException as error:
+        told = str(error)
+    else:
+        told = ""
+    # All have left the save, and the next one is not held up by it.
+    dist.barrier()
+    dcp.save({"w": torch.ones(2)}, storage_writer=StorageWriter(place))
+    return told
+
+
+def test_every_rank_is_told(tmp_path: Path) -> None:
+    for told in run_ranks(save_by_ranks, 2, str(tmp_path / "c")):
+        assert "'mine'" in told
+        assert "allow_pickle=True" in told
+    assert is_checkpoint(Location.of(tmp_path / "c"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]

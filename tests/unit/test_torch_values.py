@@ -1,0 +1,79 @@
+"""What torch.save wrote is read without running code from it, deques and defaultdicts included."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardstore
+from shardstore import ShardedTensor
+from shardstore.errors import UnsafeObjectError
+from shardstore.strategies.torch_values import dump_bytes, load_bytes
+
+
+def through_torch(value: Any) -> Any:
+    return load_bytes(dump_bytes(value), "/place/file.pt")
+
+
+def test_deques_and_defaultdicts() -> None:
+    queue = collections.deque([1, 2, (3, [4])], maxlen=5)
+    found = through_torch(queue)
+    assert type(found) is collections.deque
+    assert (found, found.maxlen) == (queue, 5)
+    assert through_torch(collections.deque()) == collections.deque()
+    for factory in (list, int, dict, None):
+        filled = collections.defaultdict(factory, a=1)
+        found = through_torch(filled)
+        assert type(found) is collections.defaultdict
+        assert (found, found.default_factory) == (filled, factory)
+
+
+def test_wherever_they_are() -> None:
+    losses = collections.deque([torch.ones(2), 1.5], maxlen=3)
+    state = {
+        "first": losses,
+        "again": [losses],
+        "in": (1, collections.OrderedDict(x=argparse.Namespace(seen=losses))),
+        "of": collections.deque([collections.defaultdict(list, a=[collections.deque([1])])]),
+        "plain": ([1], {"a": (2, 3)}),
+    }
+    found = through_torch(state)
+    assert type(found["first"]) is collections.deque
+    # One object, as before.
+    assert found["again"][0] is found["first"]
+    assert found["in"][1]["x"].seen is found["first"]
+    assert type(found["in"][1]) is collections.OrderedDict
+    assert torch.equal(found["first"][0], torch.ones(2))
+    assert found["first"].maxlen == 3
+    assert found["of"] == state["of"]
+    assert type(found["of"][0]["a"][0]) is collections.deque
+    assert found["plain"] == state["plain"]
+
+
+def test_through_a_checkpoint(tmp_path: Path) -> None:
+    state = {
+        "w": ShardedTensor.from_rank_offsets("w", torch.ones(2)),
+        "last": collections.deque([1.5, 2.5], maxlen=2),
+        "groups": collections.defaultdict(list, a=[1]),
+    }
+    shardstore.save(state, tmp_path / "c")
+    wanted = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2))}
+    loaded = shardstore.load(wanted, tmp_path / "c")
+    assert isinstance(loaded, dict)
+    assert loaded["last"] == state["last"]
+    assert loaded["groups"] == state["groups"]
+
+
+def made_by_the_program() -> int:
+    return 5
+
+
+def test_other_factories_are_not_allowed() -> None:
+    data = dump_bytes(collections.defaultdict(made_by_the_program, a=1))
+    with pytest.raises(UnsafeObjectError, match="made_by_the_program"):
+        load_bytes(data, "/place/file.pt", "key")
