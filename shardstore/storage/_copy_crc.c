@@ -179,27 +179,38 @@ static int on_this_machine(int fd)
     return 0;
 }
 
-/* Whether all of a file's start is in memory; 0 also where the kernel does not say. */
-static int resident(int fd, void *mapping, size_t bytes)
+/* Reads the pages of a file's start that are not in memory, as far as they are few, so that an error
+ * of the disk is one of pread(2); 0 where they are many, or the kernel does not say. */
+static int fetch_missing(int fd, uint8_t *mapping, size_t bytes)
 {
-    enum { AT_ONCE = 4096 };
+    enum { AT_ONCE = 4096, FEW = 2 };
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
-    const long long cached = pages_cached(fd, bytes);
+    const size_t most = bytes / page / FEW + 1;
     unsigned char there[AT_ONCE];
+    size_t missing = 0;
+    uint8_t byte;
 
-    if (!on_this_machine(fd))
-        return 0;
-    if (cached >= 0)
-        return (size_t)cached >= (bytes + page - 1) / page;
     for (size_t at = 0; at < bytes; at += AT_ONCE * page) {
         size_t piece = bytes - at < AT_ONCE * page ? bytes - at : AT_ONCE * page;
-        if (mincore((uint8_t *)mapping + at, piece, there))
+        if (mincore(mapping + at, piece, there))
             return 0;
         for (size_t i = 0; i * page < piece; i++)
-            if (!(there[i] & 1))
+            if (!(there[i] & 1) &&
+                (++missing > most || pread(fd, &byte, 1, (off_t)(at + i * page)) != 1))
                 return 0;
     }
     return 1;
+}
+
+/* Whether all of a file's start is in memory, or is now. */
+static int resident(int fd, uint8_t *mapping, size_t bytes)
+{
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+
+    if (!on_this_machine(fd))
+        return 0;
+    return pages_cached(fd, bytes) >= (long long)((bytes + page - 1) / page) ||
+           fetch_missing(fd, mapping, bytes);
 }
 
 static PyObject *py_copy_crc32c(PyObject *self, PyObject *args)

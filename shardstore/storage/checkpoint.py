@@ -224,21 +224,24 @@ class StoredCheckpoint:
             about["commit"] = {n: v for n, v in about["commit"].items() if n != "content"}
         return {**self.root.attributes, "shardstore": about}
 
-    def check_file(self, name: str, data: bytes) -> None:
+    def check_file(self, name: str, data: bytes) -> bool:
         """Hold a file that is no chunk against what the commit says of it, if it says anything.
+
+        Returns:
+            Whether it does.
 
         Raises:
             DamagedCheckpointError: it is another than the one that was committed.
         """
         known = None if self.root is None else self.root.file_sum(name)
         if known is None:
-            return
+            return False
         # A listing checks nothing, and need not wait for the library that would.
         from shardstore.storage.checksums import crc32c
 
         found = crc32c(data, 0)
         if known == found:
-            return
+            return True
         url = f"{self.location.url}/{name}"
         raise DamagedCheckpointError(
             f"{url} is not the file that was committed (crc32c {found:08x}, in the commit "

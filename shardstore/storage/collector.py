@@ -13,6 +13,9 @@ from contextlib import contextmanager
 
 __all__ = ["collector_paused"]
 
+MANY = 2000
+"""Objects, more than were freed meanwhile."""
+
 _lock = threading.Lock()
 _pauses = 0
 _was_enabled = False
@@ -33,4 +36,17 @@ def collector_paused() -> Iterator[None]:
         with _lock:
             _pauses -= 1
             if _pauses == 0 and _was_enabled:
+                _grow_old()
                 gc.enable()
+
+
+def _grow_old() -> None:
+    """Have what was made meanwhile count as old, at no cost, if it is much.
+
+    A collection would follow at once, and walk all of it for nothing; and the next ones, as it
+    grows old. Old objects are looked at by full collections. Objects that the program has frozen
+    stay so (Python documentation, ``gc.freeze``).
+    """
+    if gc.get_count()[0] > MANY and not gc.get_freeze_count():
+        gc.freeze()
+        gc.unfreeze()

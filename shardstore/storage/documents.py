@@ -275,13 +275,13 @@ class RootDocument:
             FormatVersionError, DTypeMismatchError: an array uses what this version does not read.
         """
         out: dict[str, ArrayMeta] = {}
-        sums = self.chunk_sums
+        sums, parser = self.chunk_sums, _ArrayParser()
         for node, document in self.documents.items():
             if node in without:
                 continue
             if isinstance(document, dict) and document.get("node_type") == "array":
                 _check_node(node, self.url)
-                meta = parse_array(node, document, f"{self.url}/{node}", sums.get(node))
+                meta = parser.parse(node, document, f"{self.url}/{node}", sums.get(node))
                 out[meta.key] = meta
         return out
 
@@ -310,7 +310,8 @@ class RootDocument:
 
 
 def _check_node(node: str, url: str) -> None:
-    if any(part in ("", ".", "..") for part in node.split("/")):
+    plain = "/" not in node and node not in ("", ".", "..")
+    if not plain and any(part in ("", ".", "..") for part in node.split("/")):
         raise NotACheckpointError(
             f"{url} names an array {node!r}, which is outside of the checkpoint: it is damaged",
             url=url,
@@ -362,44 +363,72 @@ def parse_array(node: str, document: Mapping[str, Any], url: str, sums: object =
             read.
         DTypeMismatchError: an unknown data type.
     """
-    try:
-        shape = _shape(document["shape"])
-        grid_document, encoding = document["chunk_grid"], document["chunk_key_encoding"]
-        chunk_shape = _shape(grid_document["configuration"]["chunk_shape"])
+    return _ArrayParser().parse(node, document, url, sums)
+
+
+class _ArrayParser:
+    """Parses documents one after the other. What all arrays of a data type have alike, codecs and
+    the encoding of chunk keys, is looked into once."""
+
+    def __init__(self) -> None:
+        self._codecs: dict[str, tuple[object, object, tuple[tuple[str, ...] | None, str]]] = {}
+
+    def parse(
+        self, node: str, document: Mapping[str, Any], url: str, sums: object = None
+    ) -> ArrayMeta:
+        """As :func:`parse_array`."""
+        try:
+            shape = _shape(document["shape"])
+            grid_document = document["chunk_grid"]
+            chunk_shape = _shape(grid_document["configuration"]["chunk_shape"])
+            data_type = document["data_type"]
+            chain, separator = self._encoding(data_type, document)
+            if grid_document["name"] != "regular":
+                raise ValueError(f"grid {grid_document['name']!r}")
+            if len(chunk_shape) != len(shape) or 0 in chunk_shape:
+                raise ValueError(f"chunk shape {chunk_shape} for shape {shape}")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise FormatVersionError(
+                f"{url} is no array that this version of shardstore reads ({type(error).__name__}: "
+                f"{error})",
+                url=url,
+            ) from error
+        dtypes.check(data_type)
+        attributes = document.get("attributes")
+        about = attributes.get("shardstore") if type(attributes) is dict else None
+        key = shards = None
+        if type(about) is dict:
+            key, shards = about.get("key"), about.get("shard_shape")
+        grid = Grid(shape, chunk_shape)
+        return ArrayMeta(
+            key or names.key_of(node) or node,
+            node,
+            grid,
+            data_type,
+            chain,
+            separator=separator,
+            shard_shape=_shape(shards) if shards is not None else None,
+            document=document,
+            crcs=_crcs(sums, grid) if type(sums) is str else None,
+        )
+
+    def _encoding(
+        self, data_type: str, document: Mapping[str, Any]
+    ) -> tuple[tuple[str, ...] | None, str]:
+        """Names of codecs that can be undone here, and what is between a chunk key's numbers."""
+        codecs, encoding = document["codecs"], document["chunk_key_encoding"]
+        known = self._codecs.get(data_type)
+        if known is not None and known[0] == codecs and known[1] == encoding:
+            return known[2]
+        if encoding["name"] != "default":
+            raise ValueError(f"chunk keys {encoding['name']!r}")
         separator = (encoding.get("configuration") or {}).get("separator", "/")
-        codecs = [codec["name"] for codec in document["codecs"]] or [""]
-        data_type = document["data_type"]
-        if grid_document["name"] != "regular" or encoding["name"] != "default":
-            raise ValueError(f"grid {grid_document['name']!r}, keys {encoding['name']!r}")
-        if len(chunk_shape) != len(shape) or any(c < 1 for c in chunk_shape):
-            raise ValueError(f"chunk shape {chunk_shape} for shape {shape}")
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise FormatVersionError(
-            f"{url} is no array that this version of shardstore reads ({type(error).__name__}: "
-            f"{error})",
-            url=url,
-        ) from error
-    dtypes.check(data_type)
-    attributes = document.get("attributes") or {}
-    about = attributes.get("shardstore") if isinstance(attributes, dict) else None
-    about = about if isinstance(about, dict) else {}
-    key = about.get("key") or names.key_of(node) or node
-    shards = about.get("shard_shape")
-    chain: tuple[str, ...] | None = tuple(codecs[1:])
-    if codecs[0] != "bytes" or chain not in _CHAINS or _big(document):
-        chain = None
-    grid = Grid(shape, chunk_shape)
-    return ArrayMeta(
-        key=key,
-        node=node,
-        grid=grid,
-        dtype=data_type,
-        codecs=chain,
-        separator=separator,
-        shard_shape=_shape(shards) if shards is not None else None,
-        document=document,
-        crcs=_crcs(sums, grid) if isinstance(sums, str) else None,
-    )
+        codec_names = [codec["name"] for codec in codecs] or [""]
+        chain: tuple[str, ...] | None = tuple(codec_names[1:])
+        if codec_names[0] != "bytes" or chain not in _CHAINS or _big(document):
+            chain = None
+        self._codecs[data_type] = codecs, encoding, (chain, separator)
+        return chain, separator
 
 
 def _crcs(sums: str, grid: Grid) -> bytes | None:

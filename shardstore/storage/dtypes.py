@@ -85,12 +85,19 @@ def names() -> tuple[str, ...]:
     return tuple(_ITEMSIZES)
 
 
+_names: dict[object, str] = {}
+"""Names that were looked up, by torch's and NumPy's data types."""
+
+
 def zarr_name(dtype: torch.dtype | np.dtype[Any]) -> str:
     """Name of a data type in ``zarr.json``.
 
     Raises:
         DTypeMismatchError: the type can not be stored (quantised, sub-byte, or unknown).
     """
+    known = _names.get(dtype)
+    if known is not None:
+        return known
     text = str(dtype)
     if text.startswith(_TORCH):  # torch calls every type that can be stored what Zarr calls it
         name = text[len(_TORCH) :] if text[len(_TORCH) :] in _ITEMSIZES else None
@@ -103,6 +110,7 @@ def zarr_name(dtype: torch.dtype | np.dtype[Any]) -> str:
             f"data type {dtype} can not be stored as a Zarr array; convert the tensor to one of: "
             f"{_known()}"
         )
+    _names[dtype] = name
     return name
 
 
@@ -174,16 +182,23 @@ def as_numpy(tensor: torch.Tensor) -> NDArray[Any]:
         DTypeMismatchError: the data type can not be stored.
     """
     name = zarr_name(tensor.dtype)
-    tensor = tensor.detach()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     if tensor.is_conj():
         tensor = tensor.resolve_conj()
     if tensor.is_neg():
         tensor = tensor.resolve_neg()
     if name in _FOREIGN:
         # NumPy does not know the type, so the bits go across as integers of its size.
-        bits = torch_dtype(f"uint{8 * tensor.element_size()}")
-        return tensor.view(bits).numpy().view(numpy_dtype(name))
+        bits, foreign = _bits(name)
+        return tensor.view(bits).numpy().view(foreign)
     return tensor.numpy()
+
+
+@cache
+def _bits(name: str) -> tuple[torch.dtype, np.dtype[Any]]:
+    """Torch's unsigned integer of a foreign type's size, and NumPy's data type for it."""
+    return torch_dtype(f"uint{8 * _ITEMSIZES[name]}"), numpy_dtype(name)
 
 
 def as_tensor(array: NDArray[Any]) -> torch.Tensor:

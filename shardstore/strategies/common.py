@@ -190,8 +190,8 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
                 f"{location.listing()[:8]}",
                 url=url,
             ) from None
-        open_checkpoint(location).check_file(COMMON_STATE_FNAME, data)
-        loaded = load_bytes(data, url)
+        checked = open_checkpoint(location).check_file(COMMON_STATE_FNAME, data)
+        loaded = load_bytes(data, url, checked=checked)
         if not isinstance(loaded, dict):
             raise DamagedCheckpointError(
                 f"{url} holds a {type(loaded).__name__}, not a dict", url=url

@@ -27,7 +27,7 @@ from shardstore.storage import dtypes
 from shardstore.storage.chunks import RegionRead
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import Box, flat_range_boxes
-from shardstore.strategies.casting import CastRead, can_cast, casts, goes_through_host
+from shardstore.strategies.casting import CastRead, can_cast, casts
 from shardstore.strategies.destinations import require_writable
 from shardstore.strategies.layouts import flat_bounds, local_box
 
@@ -129,9 +129,8 @@ def plan_read(tensor: ShardedTensor, meta: ArrayMeta) -> TensorRead:
             key=tensor.key,
         )
     converts = dtypes.zarr_name(tensor.dtype) != meta.dtype
-    read = _destination(tensor, shape, converts)
+    read, through = _destination(tensor, shape, converts)
     host = read.staged if read.staged is not None else read.result
-    through = converts or goes_through_host(host)
     out: Any = host.detach() if through else dtypes.as_numpy(host)
     whole = meta.shape == tensor.global_shape or _inside(box, meta.shape)
     if not whole:
@@ -174,18 +173,20 @@ def _add(read: TensorRead, meta: ArrayMeta, region: Box, out: Any, whole: bool) 
     read.regions.append(kind(meta, common, out[where]))
 
 
-def _destination(tensor: ShardedTensor, shape: tuple[int, ...], converts: bool) -> TensorRead:
+def _destination(
+    tensor: ShardedTensor, shape: tuple[int, ...], converts: bool
+) -> tuple[TensorRead, bool]:
+    """Where to, and whether a buffer is between that and the store."""
     data = tensor.data
-    if data is None or data.device.type == "meta":
-        return TensorRead(torch.empty(shape, dtype=tensor.dtype))
+    if data is None or data.is_meta:
+        return TensorRead(torch.empty(shape, dtype=tensor.dtype)), converts
     require_writable(data, tensor.key)
-    plain = type(data) in (torch.Tensor, torch.nn.Parameter)
-    if plain and (converts or goes_through_host(data)):
-        return TensorRead(data.detach())  # a buffer is between it and the store
-    if not plain:
+    if type(data) not in (torch.Tensor, torch.nn.Parameter):
         staged = torch.empty(shape, dtype=tensor.dtype, pin_memory=data.device.type == "cuda")
-        return TensorRead(data, staged=staged)
+        return TensorRead(data, staged=staged), converts
+    if converts or not data.is_cpu:
+        return TensorRead(data.detach()), True
     lazy = data.is_conj() or data.is_neg()  # the memory holds other values than the tensor
     if lazy or (tensor.flattened_range is not None and not data.is_contiguous()):
-        return TensorRead(data, staged=torch.empty(shape, dtype=tensor.dtype))
-    return TensorRead(data.detach())
+        return TensorRead(data, staged=torch.empty(shape, dtype=tensor.dtype)), False
+    return TensorRead(data.detach()), False

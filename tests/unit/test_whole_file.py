@@ -145,6 +145,22 @@ def test_a_large_file_that_is_not_in_memory_is_left_to_others(tmp_path: Path) ->
     assert crc is None or (out == np.fromfile(path, np.uint8)[:size]).all()
 
 
+@compiled
+@pytest.mark.parametrize("missing", [0, 17, 255])
+def test_a_large_file_of_which_a_few_pages_are_not_in_memory(tmp_path: Path, missing: int) -> None:
+    path = tmp_path / "chunk"
+    size = 1 << 20
+    path.write_bytes(os.urandom(size + 4))
+    data = np.fromfile(path, np.uint8)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), missing * 4096, 4096, os.POSIX_FADV_DONTNEED)
+    out, tail = np.zeros(size, np.uint8), bytearray(4)
+    assert read_whole_file(str(path), out, tail) == crc32c(data[:size].tobytes(), 0)
+    assert (out == data[:size]).all()
+    assert tail == data[size:].tobytes()
+
+
 def _state(values: torch.Tensor) -> dict[str, ShardedTensor]:
     """A tensor in the columns of a wider one, cut along them."""
     return {"w": ShardedTensor.from_rank_offsets("w", values, (1, 0, 1))}
