@@ -142,8 +142,10 @@ class StoredCheckpoint:
         Raises:
             ChunkMissingError, ChunkCorruptError: name key, chunk and the rank that wrote it.
         """
-        plain = [r for r in reads if self._is_plain(r.array)]
-        other = [r for r in reads if not self._is_plain(r.array)]
+        plain: list[RegionRead] = []
+        other: list[RegionRead] = []
+        for read in reads:
+            (plain if self._is_plain(read.array) else other).append(read)
         mover: Mover
         if plain and self.location.is_local:
             from shardstore.storage.files import FileMover

@@ -76,9 +76,9 @@ def told(item: ChunkWrite) -> Iterator[None]:
         raise
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RegionRead:
-    """A region to be read.
+    """A region to be read. Nobody changes it; to freeze it would take longer than to make it.
 
     Attributes:
         array: the array to read from.
@@ -99,9 +99,9 @@ class RegionRead:
             )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ChunkPart:
-    """The part of a region that lies in one chunk.
+    """The part of a region that lies in one chunk. Not frozen, as :class:`RegionRead`.
 
     Attributes:
         array: the array to read from.

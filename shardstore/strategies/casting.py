@@ -72,7 +72,7 @@ def can_cast(stored: str, wanted: torch.dtype) -> bool:
     return torch.can_cast(dtypes.torch_dtype(stored), wanted)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CastRead(RegionRead):
     """A region to be read through host memory, and converted if its tensor is of another data type.
 
