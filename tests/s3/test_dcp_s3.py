@@ -214,3 +214,32 @@ def test_places_alone_are_ours_once_installed(s3_server: S3Server) -> None:
     assert location.read(".metadata").startswith(b"not a file of PyTorch DCP")
     shardstore.delete_checkpoint(place, storage_options=s3_server.storage_options)
     assert location.remote.walk() == []
+
+
+def test_long_values_come_and_go_with_their_checkpoint(s3_server: S3Server) -> None:
+    url = f"s3://{s3_server.new_bucket()}/c"
+    options = {"storage_options": s3_server.storage_options}
+
+    def write(made: dict[str, Any]) -> list[str]:
+        writer = StorageWriter(url, overwrite=True, **options)
+        dcp.save(made, storage_writer=writer, no_dist=True)
+        return sorted(Location.given(url, s3_server.storage_options).remote.walk())
+
+    long = {"seen": np.arange(30_000), "state": bytes(range(256)) * 400}
+    assert {"seen/shard_0_1.json", "state/shard_0_1.json"} < set(write({"w": whole(), **long}))
+    wanted = {"w": torch.zeros(ROWS, 4), "seen": None, "state": None}
+    dcp.load(wanted, storage_reader=StorageReader(url, **options), no_dist=True)
+    assert (wanted["seen"] == long["seen"]).all()
+    assert wanted["state"] == long["state"]
+    found: list[Finding] = []
+    stored = StoredCheckpoint(Location.given(url, s3_server.storage_options))
+    assert verify(stored, found.append).objects == 2
+    assert not found
+    stored.location.remote.delete(["seen/shard_0_1.json"])
+    again = StoredCheckpoint(Location.given(url, s3_server.storage_options))
+    verify(again, found.append)
+    assert [(finding.kind, finding.key) for finding in found] == [("object-missing", "seen")]
+    assert not [name for name in write({"w": whole()}) if "shard_" in name]
+    write({"w": whole(), **long})
+    shardstore.delete_checkpoint(url, **options)
+    assert not list(Location.given(url, s3_server.storage_options).remote.walk())
