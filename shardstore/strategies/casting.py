@@ -30,6 +30,7 @@ __all__ = [
     "casting",
     "casts",
     "converted",
+    "goes_through_host",
     "read_converting",
 ]
 
@@ -58,6 +59,11 @@ def casting(allowed: bool, budget_bytes: int) -> Iterator[None]:
 def casts() -> bool:
     """Whether the load that is going on may convert."""
     return _casts.get()
+
+
+def goes_through_host(tensor: torch.Tensor) -> bool:
+    """Whether bytes can not be read into a tensor's own memory, which is on a device."""
+    return not tensor.is_cpu
 
 
 def budget_of(budget_bytes: int, place: Location) -> int:

@@ -27,7 +27,7 @@ from shardstore.storage import dtypes
 from shardstore.storage.chunks import RegionRead
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import Box, flat_range_boxes
-from shardstore.strategies.casting import CastRead, can_cast, casts
+from shardstore.strategies.casting import CastRead, can_cast, casts, goes_through_host
 from shardstore.strategies.destinations import require_writable
 from shardstore.strategies.layouts import flat_bounds, local_box
 
@@ -179,12 +179,13 @@ def _destination(
     """Where to, and whether a buffer is between that and the store."""
     data = tensor.data
     if data is None or data.is_meta:
-        return TensorRead(torch.empty(shape, dtype=tensor.dtype)), converts
+        fresh = torch.empty(shape, dtype=tensor.dtype)
+        return TensorRead(fresh), converts or goes_through_host(fresh)
     require_writable(data, tensor.key)
     if type(data) not in (torch.Tensor, torch.nn.Parameter):
         staged = torch.empty(shape, dtype=tensor.dtype, pin_memory=data.device.type == "cuda")
-        return TensorRead(data, staged=staged), converts
-    if converts or not data.is_cpu:
+        return TensorRead(data, staged=staged), converts or goes_through_host(staged)
+    if converts or goes_through_host(data):
         return TensorRead(data.detach()), True
     lazy = data.is_conj() or data.is_neg()  # the memory holds other values than the tensor
     if lazy or (tensor.flattened_range is not None and not data.is_contiguous()):

@@ -309,7 +309,7 @@ def objects_without_json_are_not_unpickled_unasked(
     rank: int, world_size: int, folder: Path
 ) -> None:
     state = {"o": Opaque(4), "w": row_state(world_size, 8)}
-    dcp.save(state, storage_writer=StorageWriter(folder / "c"))
+    dcp.save(state, storage_writer=StorageWriter(folder / "c", allow_pickle=True))
     wanted: Value = {"o": None, "w": row_state(world_size, 8, -1)}
     with pytest.raises(CheckpointException) as caught:
         dcp.load(wanted, storage_reader=StorageReader(folder / "c"))
