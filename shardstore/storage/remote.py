@@ -8,6 +8,7 @@ checkpoint is, nothing of chunks, and not how its client is made (:mod:`file_sys
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 
 from fsspec.asyn import AsyncFileSystem, sync  # type: ignore[import-untyped]
 from fsspec.exceptions import FSTimeoutError  # type: ignore[import-untyped]
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from shardstore.errors import CheckpointingException, StorageError
 from shardstore.storage.file_systems import file_system
@@ -328,7 +330,7 @@ class RemoteStore:
             return
         self._make_folder_of(path)
         if not create:
-            self.fs.pipe_file(path, data)
+            self._replace(path, data)
             return
         try:
             file = self.fs.open(path, "xb")
@@ -337,6 +339,21 @@ class RemoteStore:
             return
         with file:
             file.write(data)
+
+    def _replace(self, path: str, data: bytes) -> None:
+        """Write a file in the place of another, which a writer that is late may still hold open: on
+        a local file system that one is not to be written into."""
+        if not isinstance(self.fs, LocalFileSystem):
+            self.fs.pipe_file(path, data)
+            return
+        fresh = f"{path}.{secrets.token_hex(4)}.new"
+        try:
+            self.fs.pipe_file(fresh, data)
+            self.fs.mv(fresh, path)
+        except BaseException:
+            with suppress(OSError):
+                self.fs.rm_file(fresh)
+            raise
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the file system, within the deadline where it can have one."""

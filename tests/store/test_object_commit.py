@@ -240,6 +240,19 @@ def test_of_many_claims_at_a_time_each_has_a_number_of_its_own(target: Target) -
             attempt.check()
 
 
+def test_who_is_late_with_a_file_does_not_write_into_the_one_in_its_place(tmp_path: Path) -> None:
+    """On files an object is made and filled in two steps, with time between them."""
+    place = Location.of(f"local://{tmp_path}/late")
+    assert place.remote.create("w/other", b"")
+    late = place.remote.fs.open(f"{tmp_path}/late/w/c.0.0", "xb")
+    assert not place.remote.create("w/c.0.0", b"owner's")
+    place.remote.write("w/c.0.0", b"owner's")
+    with late:
+        late.write(b"late")
+    assert place.remote.read("w/c.0.0") == b"owner's"
+    assert sorted(place.remote.walk("w")) == ["w/c.0.0", "w/other"]
+
+
 def test_of_racing_saves_at_most_one_wins_and_it_is_whole(target: Target) -> None:
     place = target("race")
     start = threading.Barrier(6)
