@@ -413,11 +413,13 @@ class _ArrayParser:
         )
 
     def _encoding(
-        self, data_type: str, document: Mapping[str, Any]
+        self, data_type: object, document: Mapping[str, Any]
     ) -> tuple[tuple[str, ...] | None, str]:
         """Names of codecs that can be undone here, and what is between a chunk key's numbers."""
         codecs, encoding = document["codecs"], document["chunk_key_encoding"]
-        known = self._codecs.get(data_type)
+        # Types with settings of their own are objects in Zarr; they are refused further on.
+        kind = data_type if type(data_type) is str else ""
+        known = self._codecs.get(kind)
         if known is not None and known[0] == codecs and known[1] == encoding:
             return known[2]
         if encoding["name"] != "default":
@@ -427,7 +429,7 @@ class _ArrayParser:
         chain: tuple[str, ...] | None = tuple(codec_names[1:])
         if codec_names[0] != "bytes" or chain not in _CHAINS or _big(document):
             chain = None
-        self._codecs[data_type] = codecs, encoding, (chain, separator)
+        self._codecs[kind] = codecs, encoding, (chain, separator)
         return chain, separator
 
 

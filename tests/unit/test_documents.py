@@ -296,8 +296,10 @@ def test_strange_arrays_are_refused(path: list[str], value: object) -> None:
 
 def test_strange_data_types_and_codecs() -> None:
     document = json.loads(documents.array_document(meta_of("a", (4,))))
-    with pytest.raises(DTypeMismatchError):
-        documents.parse_array("a", document | {"data_type": "r16"}, "x")
+    # A type with settings of its own is an object (Zarr v3 core specification, "Data types").
+    for data_type in ("r16", {"name": "numpy.datetime64", "configuration": {"unit": "s"}}):
+        with pytest.raises(DTypeMismatchError, match="is not one that this version reads"):
+            documents.parse_array("a", document | {"data_type": data_type}, "x")
     big = [{"name": "bytes", "configuration": {"endian": "big"}}]
     blosc = [{"name": "bytes"}, {"name": "blosc", "configuration": {}}]
     for codecs in (big, blosc, [{"name": "sharding_indexed"}]):
@@ -315,3 +317,28 @@ def test_strange_v2_arrays_are_refused(change: dict[str, Any]) -> None:
     text = documents.array_document(meta_of("a", (4, 4), codecs=(), zarr_format=2))
     with pytest.raises(FormatVersionError, match="the-url"):
         documents.parse_v2_array("a", json.dumps(json.loads(text) | change), "the-url")
+
+
+def test_arrays_of_one_data_type_and_other_codecs_under_one_root() -> None:
+    plain = json.loads(documents.array_document(meta_of("a", (4,))))
+    slash = {"name": "default", "configuration": {"separator": "/"}}
+    big = [{"name": "bytes", "configuration": {"endian": "big"}}]
+    described = {
+        "a": plain,
+        "b": plain | {"codecs": plain["codecs"][:1]},
+        "c": plain | {"codecs": big},
+        "d": plain | {"chunk_key_encoding": slash},
+        "e": plain,
+    }
+    bare = [document | {"attributes": {}} for document in described.values()]
+    members = dict(zip(described, bare, strict=True))
+    root = documents.RootDocument("the-url", {}, members, None)
+    found = root.arrays()
+    assert [found[key].codecs for key in "abcde"] == [
+        ("crc32c",),
+        (),
+        None,
+        ("crc32c",),
+        ("crc32c",),
+    ]
+    assert [found[key].separator for key in "abcde"] == [".", ".", ".", "/", "."]
