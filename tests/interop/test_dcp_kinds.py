@@ -21,6 +21,7 @@ from shardstore.dcp import StorageReader, StorageWriter
 from shardstore.errors import DTypeMismatchError, KeyNameError, UnsafeObjectError
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.location import Location
+from tests.interop.nested import same
 from tests.ranks_helper import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -53,18 +54,6 @@ def blank(state: Any) -> Any:
     if isinstance(state, list):
         return [blank(value) for value in state]
     return torch.full_like(state, -1) if isinstance(state, torch.Tensor) else None
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-    return bool(a == b)
 
 
 def sharded() -> State:

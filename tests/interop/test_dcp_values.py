@@ -34,6 +34,7 @@ from shardstore.errors import (
 )
 from shardstore.storage.commit import is_checkpoint
 from shardstore.storage.location import Location
+from tests.interop.nested import same
 from tests.ranks_helper import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -67,20 +68,6 @@ def values() -> State:
         "arguments": argparse.Namespace(lr=1e-3, layers=[1, 2]),
         "last": deque([1.5, 2.5], maxlen=2),
     }
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, io.BytesIO):
-        return isinstance(b, io.BytesIO) and a.getvalue() == b.getvalue()
-    if isinstance(a, np.ndarray | torch.Tensor):
-        return type(a) is type(b) and a.dtype == b.dtype and bool((a == b).all())
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-    return bool(a == b)
 
 
 def blank(state: Any) -> Any:
