@@ -2,8 +2,9 @@
  *
  * A load that verifies has to read every byte, write it, and run a checksum over it. Done as
  * read(2) and then a checksum, the destination is fetched into the cache only to be overwritten,
- * and is read once more. Here the bytes come from a mapping of the file, go to the destination by
- * stores that bypass the cache, and are folded into the checksum while they are in registers.
+ * and is read once more. Here the bytes go to the destination by stores that bypass the cache, and are
+ * folded into the checksum while they are in registers. They come from a mapping of the file where its
+ * pages lie in memory in large pieces, else by read(2) through a little memory that stays in the cache.
  * The kernels that do it are in _crc_kernels.h.
  *
  * Built where there is a compiler; shardstore/storage/whole_file.py does without it where there is none.
@@ -17,6 +18,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
@@ -25,8 +27,11 @@
 
 #include "_crc_kernels.h"
 
-/* Of a file, below which setting up a mapping costs more than it spares. */
-enum { MIN_MAPPED_BYTES = 128 * 1024 };
+/* Of a file, below which nobody asks whether it is in memory: reading it costs no more; and below which
+ * it is not mapped: a page table has entries for as much. */
+enum { MIN_ASKED_BYTES = 128 * 1024, MIN_MAPPED_BYTES = 2 * 1024 * 1024 };
+/* What is read at a time, on the stack: a part of the second nearest cache. */
+enum { PIECE_BYTES = 64 * 1024 };
 /* What is copied, or summed, while it is in the nearest cache. */
 enum { SPREAD_BYTES = 16 * 1024, MOST_AXES = 64 };
 /* The system call's number on x86-64: headers may be older than the kernel. */
@@ -45,36 +50,54 @@ static void copy_run(uint8_t *to, const uint8_t *from, size_t bytes)
 
 /* The rows of a buffer whose last axis is contiguous, in C order. */
 struct rows {
+    /* What is left of this row; the first field, so that a pointer to it is one to the rows. */
+    struct lines rest;
     const Py_buffer *of;
-    uint8_t *at;
+    uint8_t *start;
     /* Bytes of a row: of the last axis, and of those before it that lie without gaps. */
     size_t run;
     int axes;
+    /* Whether each row is of whole lines, at a multiple of LINE. */
+    int in_lines;
     Py_ssize_t index[MOST_AXES];
 };
-
-static struct rows rows_of(const Py_buffer *of)
-{
-    struct rows rows = {.of = of, .at = of->buf, .run = 1};
-
-    if (!of->ndim)
-        return rows;
-    rows.axes = of->ndim - 1;
-    rows.run = (size_t)of->shape[rows.axes];
-    while (rows.axes && of->strides[rows.axes - 1] == (Py_ssize_t)rows.run)
-        rows.run *= (size_t)of->shape[--rows.axes];
-    return rows;
-}
 
 static void next_row(struct rows *rows)
 {
     for (int axis = rows->axes; axis--;) {
-        rows->at += rows->of->strides[axis];
+        rows->start += rows->of->strides[axis];
         if (++rows->index[axis] < rows->of->shape[axis])
             break;
-        rows->at -= rows->of->strides[axis] * rows->of->shape[axis];
+        rows->start -= rows->of->strides[axis] * rows->of->shape[axis];
         rows->index[axis] = 0;
     }
+}
+
+static void turn(struct lines *rest)
+{
+    struct rows *rows = (struct rows *)rest;
+
+    next_row(rows);
+    rest->at = rows->start;
+    rest->left = rows->run;
+}
+
+static struct rows rows_of(const Py_buffer *of)
+{
+    struct rows rows = {.of = of, .start = of->buf, .run = 1};
+
+    if (of->ndim) {
+        rows.axes = of->ndim - 1;
+        rows.run = (size_t)of->shape[rows.axes];
+    }
+    while (rows.axes && of->strides[rows.axes - 1] == (Py_ssize_t)rows.run)
+        rows.run *= (size_t)of->shape[--rows.axes];
+    rows.rest = (struct lines){rows.start, rows.run, turn};
+    uintptr_t all = (uintptr_t)rows.start | rows.run;
+    for (int axis = 0; axis < rows.axes; axis++)
+        all |= (uintptr_t)of->strides[axis];
+    rows.in_lines = all % LINE == 0;
+    return rows;
 }
 
 /* Has the cache fetch the row after this one. Where there is none, nothing happens. */
@@ -84,7 +107,7 @@ static void expect_row(const struct rows *rows)
 
     if (rows->axes)
         for (size_t at = 0; at < most; at += LINE)
-            _mm_prefetch((const char *)rows->at + rows->of->strides[rows->axes - 1] + at, _MM_HINT_T2);
+            _mm_prefetch((const char *)rows->start + rows->of->strides[rows->axes - 1] + at, _MM_HINT_T2);
 }
 
 /* Carries the checksum over a buffer, in C order, and notes it wherever a block ends.
@@ -108,7 +131,7 @@ static uint32_t gather_crc(const struct kernel *kernel, uint8_t *to, const Py_bu
             piece = bytes - summed;
         for (; copied < summed + piece; copied += rows.run) {
             expect_row(&rows);
-            memcpy(to + copied, rows.at, rows.run);
+            memcpy(to + copied, rows.start, rows.run);
             next_row(&rows);
         }
         crc = copy_crc(kernel, crc, NULL, source + summed, piece);
@@ -119,27 +142,106 @@ static uint32_t gather_crc(const struct kernel *kernel, uint8_t *to, const Py_bu
     return crc;
 }
 
-/* Spreads bytes over a buffer whose last axis is contiguous, in C order; their checksum. */
-static uint32_t spread_crc(const struct kernel *kernel, const Py_buffer *to, const uint8_t *from)
+/* Spreads bytes over what is left of the rows of a buffer. */
+static void spread(struct rows *rows, const uint8_t *from, size_t bytes)
 {
-    struct rows rows = rows_of(to);
-    const size_t run = rows.run;
-    uint32_t crc = 0;
+    while (bytes) {
+        if (!rows->rest.left)
+            turn(&rows->rest);
+        size_t run = rows->rest.left < bytes ? rows->rest.left : bytes;
+        copy_run(rows->rest.at, from, run);
+        rows->rest.at += run, rows->rest.left -= run;
+        from += run, bytes -= run;
+    }
+}
 
-    if (!to->len)
-        return 0;
-    /* A few runs at a time, so that those that were checksummed are copied out of the cache. */
-    const size_t runs = (size_t)to->len / run, at_once = run < SPREAD_BYTES ? SPREAD_BYTES / run : 1;
-    for (size_t done = 0; done < runs;) {
-        size_t now = runs - done < at_once ? runs - done : at_once;
-        crc = copy_crc(kernel, crc, NULL, from, now * run);
-        for (done += now; now--; from += run) {
-            copy_run(rows.at, from, run);
-            next_row(&rows);
-        }
+/* The same, and carries the checksum over them. */
+static uint32_t spread_crc(const struct kernel *kernel, uint32_t crc, struct rows *rows,
+                           const uint8_t *from, size_t bytes)
+{
+    const size_t whole = rows->in_lines ? bytes - bytes % kernel->block : 0;
+
+    if (whole) {
+        crc = ~kernel->run(kernel->by, ~crc, NULL, &rows->rest, from, whole);
+        from += whole, bytes -= whole;
+    }
+    while (bytes) {
+        /* As much as stays in the cache between the one and the other. */
+        const size_t size = bytes < SPREAD_BYTES ? bytes : SPREAD_BYTES;
+        crc = copy_crc(kernel, crc, NULL, from, size);
+        spread(rows, from, size);
+        from += size, bytes -= size;
     }
     _mm_sfence();
     return crc;
+}
+
+/* Where bytes go, if anywhere, and their checksum so far. */
+struct sink {
+    const struct kernel *kernel;
+    uint8_t *to;
+    struct rows *rows;
+    uint32_t crc;
+};
+
+static void take(struct sink *sink, const uint8_t *from, size_t bytes)
+{
+    if (sink->rows) {
+        sink->crc = spread_crc(sink->kernel, sink->crc, sink->rows, from, bytes);
+        return;
+    }
+    sink->crc = copy_crc(sink->kernel, sink->crc, sink->to, from, bytes);
+    if (sink->to)
+        sink->to += bytes;
+}
+
+/* A destination of bytes that lie one behind the other along the last axis; 0 with an exception set. */
+static int open_target(PyObject *target, Py_buffer *to, int *dense)
+{
+    if (PyObject_GetBuffer(target, to, PyBUF_STRIDED | PyBUF_WRITABLE))
+        return 0;
+    *dense = PyBuffer_IsContiguous(to, 'C');
+    if (to->itemsize == 1 && (*dense || (to->ndim <= MOST_AXES && to->strides[to->ndim - 1] == 1)))
+        return 1;
+    PyBuffer_Release(to);
+    PyErr_SetString(PyExc_ValueError, "the target has to be of bytes, along its last axis one behind the "
+                                      "other");
+    return 0;
+}
+
+static PyObject *py_copy_crc32c(PyObject *self, PyObject *args)
+{
+    PyObject *target;
+    Py_buffer from, to;
+    unsigned long crc = 0;
+    const char *name = NULL;
+    const struct kernel *kernel = best;
+    int dense;
+
+    if (!PyArg_ParseTuple(args, "y*O|kz", &from, &target, &crc, &name))
+        return NULL;
+    if (!open_target(target, &to, &dense)) {
+        PyBuffer_Release(&from);
+        return NULL;
+    }
+    for (int i = 0; name && i < KERNELS; i++)
+        if (!strcmp(name, kernels[i].name) && supported(i))
+            kernel = &kernels[i], name = NULL;
+    if (name)
+        PyErr_Format(PyExc_ValueError, "no kernel %s on this processor", name);
+    else if (from.len != to.len)
+        PyErr_Format(PyExc_ValueError, "%zd bytes do not go into %zd", from.len, to.len);
+    if (!PyErr_Occurred()) {
+        struct rows rows = rows_of(&to);
+        struct sink sink = {kernel, dense ? to.buf : NULL, dense ? NULL : &rows, (uint32_t)crc};
+        Py_BEGIN_ALLOW_THREADS
+        take(&sink, from.buf, (size_t)from.len);
+        Py_END_ALLOW_THREADS
+        crc = sink.crc;
+    }
+    PyBuffer_Release(&from);
+    PyBuffer_Release(&to);
+    return PyErr_Occurred() ? NULL : PyLong_FromUnsignedLong(crc);
 }
 
 /* How many pages of a file's start are in memory, by cachestat(2) of Linux 6.5; -1 without it. */
@@ -179,64 +281,42 @@ static int on_this_machine(int fd)
     return 0;
 }
 
-/* Reads the pages of a file's start that are not in memory, as far as they are few, so that an error
- * of the disk is one of pread(2); 0 where they are many, or the kernel does not say. */
-static int fetch_missing(int fd, uint8_t *mapping, size_t bytes)
+/* Where the bytes of a file are to be taken from. */
+enum source { ELSEWHERE, BY_READING, BY_MAPPING };
+
+/* A file of which at least half is in memory is worth reading piece by piece, one that is there
+ * altogether may be mapped. An older kernel does not say; there the first and the last byte stand for
+ * all. */
+static enum source source_of(int fd, size_t bytes)
 {
-    enum { AT_ONCE = 4096, FEW = 2 };
-    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
-    const size_t most = bytes / page / FEW + 1;
-    unsigned char there[AT_ONCE];
-    size_t missing = 0;
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE), pages = (bytes + page - 1) / page;
     uint8_t byte;
+    struct iovec one = {&byte, 1};
 
-    for (size_t at = 0; at < bytes; at += AT_ONCE * page) {
-        size_t piece = bytes - at < AT_ONCE * page ? bytes - at : AT_ONCE * page;
-        if (mincore(mapping + at, piece, there))
-            return 0;
-        for (size_t i = 0; i * page < piece; i++)
-            if (!(there[i] & 1) &&
-                (++missing > most || pread(fd, &byte, 1, (off_t)(at + i * page)) != 1))
-                return 0;
-    }
-    return 1;
+    if (bytes < MIN_ASKED_BYTES)
+        return BY_READING;
+    const long long cached = pages_cached(fd, bytes);
+    if (cached >= 0 && bytes >= MIN_MAPPED_BYTES && (size_t)cached >= pages && on_this_machine(fd))
+        return BY_MAPPING;
+    if (cached >= 0)
+        return (size_t)cached * 2 >= pages ? BY_READING : ELSEWHERE;
+    return preadv2(fd, &one, 1, 0, RWF_NOWAIT) == 1 &&
+                   preadv2(fd, &one, 1, (off_t)bytes - 1, RWF_NOWAIT) == 1
+               ? BY_READING
+               : ELSEWHERE;
 }
 
-/* Whether all of a file's start is in memory, or is now. */
-static int resident(int fd, uint8_t *mapping, size_t bytes)
+/* Whether the pages of a mapping come many at a time: in memory they lie in large pieces, as after
+ * large writes. Where each few cost a fault of their own, read(2) is faster. */
+static int comes_at_once(const uint8_t *mapping)
 {
-    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    struct rusage before, after;
 
-    if (!on_this_machine(fd))
+    if (getrusage(RUSAGE_THREAD, &before))
         return 0;
-    return pages_cached(fd, bytes) >= (long long)((bytes + page - 1) / page) ||
-           fetch_missing(fd, mapping, bytes);
-}
-
-static PyObject *py_copy_crc32c(PyObject *self, PyObject *args)
-{
-    Py_buffer from, to;
-    unsigned long crc = 0;
-    const char *name = NULL;
-    const struct kernel *kernel = best;
-
-    if (!PyArg_ParseTuple(args, "y*w*|kz", &from, &to, &crc, &name))
-        return NULL;
-    for (int i = 0; name && i < KERNELS; i++)
-        if (!strcmp(name, kernels[i].name) && supported(i))
-            kernel = &kernels[i], name = NULL;
-    if (name)
-        PyErr_Format(PyExc_ValueError, "no kernel %s on this processor", name);
-    else if (from.len != to.len)
-        PyErr_Format(PyExc_ValueError, "%zd bytes do not go into %zd", from.len, to.len);
-    if (!PyErr_Occurred()) {
-        Py_BEGIN_ALLOW_THREADS
-        crc = copy_crc(kernel, (uint32_t)crc, to.buf, from.buf, (size_t)from.len);
-        Py_END_ALLOW_THREADS
-    }
-    PyBuffer_Release(&from);
-    PyBuffer_Release(&to);
-    return PyErr_Occurred() ? NULL : PyLong_FromUnsignedLong(crc);
+    for (size_t at = 0; at < MIN_MAPPED_BYTES; at += MIN_MAPPED_BYTES / 8)
+        (void)*(const volatile uint8_t *)(mapping + at);
+    return !getrusage(RUSAGE_THREAD, &after) && after.ru_minflt - before.ru_minflt <= 2;
 }
 
 /* The checksum and those at the ends of blocks, as Python has them. */
@@ -299,31 +379,56 @@ static PyObject *py_sum_blocks(PyObject *self, PyObject *args)
     return found;
 }
 
-/* Reads into both buffers what small files have; 0 where it came up short. */
-static int read_small(int fd, const Py_buffer *to, const Py_buffer *tail)
+/* Takes a file of so many bytes, and a tail, from a mapping; 0 where that is not the way. */
+static int take_mapped(int fd, struct sink *sink, size_t bytes, const Py_buffer *tail)
 {
-    struct iovec parts[] = {{to->buf, (size_t)to->len}, {tail->buf, (size_t)tail->len}};
-
-    return preadv(fd, parts, 2, 0) == (ssize_t)(to->len + tail->len);
-}
-
-/* Copies a file that is in memory; 0 where it is not. */
-static int read_mapped(int fd, const Py_buffer *to, int dense, const Py_buffer *tail, uint32_t *crc)
-{
-    const size_t bytes = (size_t)(to->len + tail->len);
-    uint8_t *mapping = mmap(NULL, bytes, PROT_READ, MAP_SHARED, fd, 0);
-    int there = 0;
+    const size_t all = bytes + (size_t)tail->len;
+    uint8_t *mapping = mmap(NULL, all, PROT_READ, MAP_SHARED, fd, 0);
 
     if (mapping == MAP_FAILED)
         return 0;
-    if (resident(fd, mapping, bytes)) {
-        *crc = dense ? copy_crc(best, 0, to->buf, mapping, (size_t)to->len)
-                     : spread_crc(best, to, mapping);
-        memcpy(tail->buf, mapping + to->len, (size_t)tail->len);
-        there = 1;
+    const int taken = comes_at_once(mapping);
+    if (taken) {
+        take(sink, mapping, bytes);
+        memcpy(tail->buf, mapping + bytes, (size_t)tail->len);
     }
-    munmap(mapping, bytes);
-    return there;
+    munmap(mapping, all);
+    return taken;
+}
+
+/* The same by read(2); 0 where one came up short. */
+static int take_in_pieces(int fd, struct sink *sink, size_t bytes, const Py_buffer *tail)
+{
+    _Alignas(LINE) uint8_t piece[PIECE_BYTES];
+    size_t at = 0;
+
+    do {
+        const size_t size = bytes - at < sizeof piece ? bytes - at : sizeof piece;
+        const size_t behind = at + size == bytes ? (size_t)tail->len : 0;
+        const struct iovec parts[] = {{piece, size}, {tail->buf, behind}};
+        if (preadv(fd, parts, 2, (off_t)at) != (ssize_t)(size + behind))
+            return 0;
+        take(sink, piece, size);
+        at += size;
+    } while (at < bytes);
+    return 1;
+}
+
+/* Takes a file, if there is one of just that many bytes. */
+static int take_file(const char *name, struct sink *sink, size_t bytes, const Py_buffer *tail)
+{
+    struct stat about;
+    int taken = 0, fd = open(name, O_RDONLY | O_CLOEXEC);
+
+    if (fd < 0)
+        return 0;
+    if (!fstat(fd, &about) && (size_t)about.st_size == bytes + (size_t)tail->len) {
+        const enum source source = source_of(fd, bytes + (size_t)tail->len);
+        taken = (source == BY_MAPPING && take_mapped(fd, sink, bytes, tail)) ||
+                (source != ELSEWHERE && take_in_pieces(fd, sink, bytes, tail));
+    }
+    close(fd);
+    return taken;
 }
 
 /* Gives back what a call about a file was given; the crc32c, or None where there is none. */
@@ -342,70 +447,24 @@ static PyObject *py_read_file(PyObject *self, PyObject *args)
 {
     PyObject *path = NULL, *target;
     Py_buffer to, tail;
-    int done = 0;
+    int done = 0, dense;
     uint32_t crc = 0;
 
     if (!PyArg_ParseTuple(args, "O&Ow*", PyUnicode_FSConverter, &path, &target, &tail)) {
         Py_XDECREF(path);
         return NULL;
     }
-    if (PyObject_GetBuffer(target, &to, PyBUF_STRIDED | PyBUF_WRITABLE)) {
-        PyBuffer_Release(&tail);
-        Py_DECREF(path);
-        return NULL;
-    }
-    const int dense = PyBuffer_IsContiguous(&to, 'C');
     const char *name = PyBytes_AsString(path);
-    if (to.itemsize != 1 || (!dense && (to.ndim > MOST_AXES || to.strides[to.ndim - 1] != 1))) {
-        PyErr_SetString(PyExc_ValueError, "the target has to be of bytes, along its last axis "
-                                          "one behind the other");
-    } else if (name) {
+    if (name && open_target(target, &to, &dense)) {
+        struct rows rows = rows_of(&to);
+        struct sink sink = {best, dense ? to.buf : NULL, dense ? NULL : &rows, 0};
         Py_BEGIN_ALLOW_THREADS
-        struct stat about;
-        int fd = open(name, O_RDONLY | O_CLOEXEC);
-        if (fd >= 0) {
-            if (!fstat(fd, &about) && about.st_size == to.len + tail.len) {
-                if (dense && to.len < MIN_MAPPED_BYTES) {
-                    done = read_small(fd, &to, &tail);
-                    crc = done ? copy_crc(best, 0, NULL, to.buf, (size_t)to.len) : 0;
-                } else {
-                    done = read_mapped(fd, &to, dense, &tail, &crc);
-                }
-            }
-            close(fd);
-        }
+        done = take_file(name, &sink, (size_t)to.len, &tail);
         Py_END_ALLOW_THREADS
+        crc = sink.crc;
+        PyBuffer_Release(&to);
     }
-    PyBuffer_Release(&to);
     return answer(path, &tail, done, crc);
-}
-
-/* The checksum of all of a file but its tail; 0 where the file is large and not in memory. */
-static int checksum(int fd, size_t bytes, const Py_buffer *tail, uint32_t *crc)
-{
-    const size_t all = bytes + (size_t)tail->len;
-    int there = 0;
-
-    if (all < MIN_MAPPED_BYTES) {
-        uint8_t *data = malloc(all ? all : 1);
-        if (data && pread(fd, data, all, 0) == (ssize_t)all) {
-            *crc = copy_crc(best, 0, NULL, data, bytes);
-            memcpy(tail->buf, data + bytes, (size_t)tail->len);
-            there = 1;
-        }
-        free(data);
-        return there;
-    }
-    uint8_t *mapping = mmap(NULL, all, PROT_READ, MAP_SHARED, fd, 0);
-    if (mapping == MAP_FAILED)
-        return 0;
-    if (resident(fd, mapping, all)) {
-        *crc = copy_crc(best, 0, NULL, mapping, bytes);
-        memcpy(tail->buf, mapping + bytes, (size_t)tail->len);
-        there = 1;
-    }
-    munmap(mapping, all);
-    return there;
 }
 
 static PyObject *py_checksum_file(PyObject *self, PyObject *args)
@@ -422,22 +481,19 @@ static PyObject *py_checksum_file(PyObject *self, PyObject *args)
     }
     const char *name = PyBytes_AsString(path);
     if (name && bytes >= 0) {
+        struct sink sink = {best, NULL, NULL, 0};
         Py_BEGIN_ALLOW_THREADS
-        struct stat about;
-        int fd = open(name, O_RDONLY | O_CLOEXEC);
-        if (fd >= 0) {
-            if (!fstat(fd, &about) && about.st_size == bytes + tail.len)
-                done = checksum(fd, (size_t)bytes, &tail, &crc);
-            close(fd);
-        }
+        done = take_file(name, &sink, (size_t)bytes, &tail);
         Py_END_ALLOW_THREADS
+        crc = sink.crc;
     }
     return answer(path, &tail, done, crc);
 }
 
 static PyMethodDef methods[] = {
     {"copy_crc32c", py_copy_crc32c, METH_VARARGS,
-     "copy_crc32c(source, target, crc=0, kernel=None): copies all bytes; the crc32c carried on."},
+     "copy_crc32c(source, target, crc=0, kernel=None): copies all bytes; the crc32c carried on. The "
+     "target may have gaps between its rows."},
     {"sum_blocks", py_sum_blocks, METH_VARARGS,
      "sum_blocks(source, target, block, crc, position): the crc32c carried on over the source, and "
      "its values where blocks end; on the way the source, which may have gaps between its rows, is "

@@ -28,9 +28,18 @@ struct factors {
     uint64_t low, high;
 };
 
-/* Takes whole blocks, at least one, to a destination at a multiple of LINE; to none if it is NULL. */
-typedef uint32_t kernel_fn(struct factors by, uint32_t crc, uint8_t *to, const uint8_t *from,
-                           size_t bytes);
+/* A destination in rows of whole lines, each at a multiple of LINE: `left` more bytes go to `at`, and
+ * then `turn` sets both for the next row. */
+struct lines {
+    uint8_t *at;
+    size_t left;
+    void (*turn)(struct lines *);
+};
+
+/* Takes whole blocks, at least one, to a destination at a multiple of LINE, or to lines; to neither
+ * where both are NULL. */
+typedef uint32_t kernel_fn(struct factors by, uint32_t crc, uint8_t *to, struct lines *lines,
+                           const uint8_t *from, size_t bytes);
 
 /* x to the power n modulo the Castagnoli polynomial, bits reflected. */
 static uint64_t power_of_x(unsigned n)
@@ -56,19 +65,37 @@ WITH_CRC static uint32_t carry(uint32_t crc, const uint8_t *from, size_t bytes)
     return crc;
 }
 
+/* Where the next line goes. */
+static inline __attribute__((always_inline)) uint8_t *next_line(struct lines *lines, struct lines *now)
+{
+    if (!now->left) {
+        lines->turn(lines);
+        *now = *lines;
+    }
+    now->left -= LINE;
+    now->at += LINE;
+    return now->at - LINE;
+}
+
 WITH_WIDE static inline __attribute__((always_inline)) uint32_t
-fold_wide(struct factors by, uint32_t crc, uint8_t *to, const uint8_t *from, size_t bytes)
+fold_wide(struct factors by, uint32_t crc, uint8_t *to, struct lines *lines, const uint8_t *from,
+          size_t bytes)
 {
     enum { LANES = WIDE_BLOCK / 64 };
+    struct lines now = {NULL, 0, NULL};
     const __m512i factor =
         _mm512_broadcast_i32x4(_mm_set_epi64x((long long)by.high, (long long)by.low));
     __m512i state[LANES];
     uint8_t rest[WIDE_BLOCK];
 
+    if (lines)
+        now = *lines;
 #pragma GCC unroll 4
     for (int i = 0; i < LANES; i++) {
         state[i] = _mm512_loadu_si512(from + 64 * i);
-        if (to)
+        if (lines)
+            _mm512_stream_si512((__m512i *)next_line(lines, &now), state[i]);
+        else if (to)
             _mm512_stream_si512((__m512i *)(to + 64 * i), state[i]);
     }
     state[0] = _mm512_xor_si512(state[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128((int)crc)));
@@ -78,7 +105,9 @@ fold_wide(struct factors by, uint32_t crc, uint8_t *to, const uint8_t *from, siz
             const uint8_t *source = from + at + 64 * i;
             _mm_prefetch((const char *)source + AHEAD, _MM_HINT_T0);
             __m512i next = _mm512_loadu_si512(source);
-            if (to)
+            if (lines)
+                _mm512_stream_si512((__m512i *)next_line(lines, &now), next);
+            else if (to)
                 _mm512_stream_si512((__m512i *)(to + at + 64 * i), next);
             state[i] = _mm512_ternarylogic_epi64(
                 _mm512_clmulepi64_epi128(state[i], factor, 0x00),
@@ -88,21 +117,32 @@ fold_wide(struct factors by, uint32_t crc, uint8_t *to, const uint8_t *from, siz
 #pragma GCC unroll 4
     for (int i = 0; i < LANES; i++)
         _mm512_storeu_si512(rest + 64 * i, state[i]);
+    if (lines)
+        *lines = now;
     return carry(0, rest, WIDE_BLOCK);
 }
 
 WITH_CRC static inline __attribute__((always_inline)) uint32_t
-fold_narrow(struct factors by, uint32_t crc, uint8_t *to, const uint8_t *from, size_t bytes)
+fold_narrow(struct factors by, uint32_t crc, uint8_t *to, struct lines *lines, const uint8_t *from,
+            size_t bytes)
 {
-    enum { LANES = NARROW_BLOCK / 16 };
+    enum { LANES = NARROW_BLOCK / 16, OF_LINE = LINE / 16 };
+    struct lines now = {NULL, 0, NULL};
+    uint8_t *line = NULL;
     const __m128i factor = _mm_set_epi64x((long long)by.high, (long long)by.low);
     __m128i state[LANES];
     uint8_t rest[NARROW_BLOCK];
 
+    if (lines)
+        now = *lines;
 #pragma GCC unroll 8
     for (int i = 0; i < LANES; i++) {
         state[i] = _mm_loadu_si128((const __m128i *)(from + 16 * i));
-        if (to)
+        if (lines && i % OF_LINE == 0)
+            line = next_line(lines, &now);
+        if (lines)
+            _mm_stream_si128((__m128i *)line + i % OF_LINE, state[i]);
+        else if (to)
             _mm_stream_si128((__m128i *)(to + 16 * i), state[i]);
     }
     state[0] = _mm_xor_si128(state[0], _mm_cvtsi32_si128((int)crc));
@@ -112,7 +152,11 @@ fold_narrow(struct factors by, uint32_t crc, uint8_t *to, const uint8_t *from, s
 #pragma GCC unroll 8
         for (int i = 0; i < LANES; i++) {
             __m128i next = _mm_loadu_si128((const __m128i *)(from + at + 16 * i));
-            if (to)
+            if (lines && i % OF_LINE == 0)
+                line = next_line(lines, &now);
+            if (lines)
+                _mm_stream_si128((__m128i *)line + i % OF_LINE, next);
+            else if (to)
                 _mm_stream_si128((__m128i *)(to + at + 16 * i), next);
             state[i] = _mm_xor_si128(
                 _mm_xor_si128(_mm_clmulepi64_si128(state[i], factor, 0x00),
@@ -123,19 +167,27 @@ fold_narrow(struct factors by, uint32_t crc, uint8_t *to, const uint8_t *from, s
 #pragma GCC unroll 8
     for (int i = 0; i < LANES; i++)
         _mm_storeu_si128((__m128i *)(rest + 16 * i), state[i]);
+    if (lines)
+        *lines = now;
     return carry(0, rest, NARROW_BLOCK);
 }
 
 WITH_WIDE static uint32_t run_wide(struct factors by, uint32_t crc, uint8_t *to,
-                                   const uint8_t *from, size_t bytes)
+                                   struct lines *lines, const uint8_t *from, size_t bytes)
 {
-    return to ? fold_wide(by, crc, to, from, bytes) : fold_wide(by, crc, NULL, from, bytes);
+    if (lines)
+        return fold_wide(by, crc, NULL, lines, from, bytes);
+    return to ? fold_wide(by, crc, to, NULL, from, bytes)
+              : fold_wide(by, crc, NULL, NULL, from, bytes);
 }
 
 WITH_CRC static uint32_t run_narrow(struct factors by, uint32_t crc, uint8_t *to,
-                                    const uint8_t *from, size_t bytes)
+                                    struct lines *lines, const uint8_t *from, size_t bytes)
 {
-    return to ? fold_narrow(by, crc, to, from, bytes) : fold_narrow(by, crc, NULL, from, bytes);
+    if (lines)
+        return fold_narrow(by, crc, NULL, lines, from, bytes);
+    return to ? fold_narrow(by, crc, to, NULL, from, bytes)
+              : fold_narrow(by, crc, NULL, NULL, from, bytes);
 }
 
 /* The best one first. */
@@ -177,7 +229,7 @@ static uint32_t copy_crc(const struct kernel *kernel, uint32_t crc, uint8_t *to,
     }
     whole = bytes - bytes % kernel->block;
     if (whole) {
-        crc = kernel->run(kernel->by, crc, to, from, whole);
+        crc = kernel->run(kernel->by, crc, to, NULL, from, whole);
         if (to)
             _mm_sfence();
     }

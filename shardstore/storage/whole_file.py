@@ -1,11 +1,12 @@
 """Whole chunk files from memory, checked on the way: what most of a load or a check is.
 
 The compiled part (:mod:`shardstore.storage._copy_crc`: Linux on x86-64, a C compiler at the
-installation) opens, maps, copies and checksums a file in one call, in one pass over memory, which
-is faster than read(2) alone. It says ``None`` to whatever is out of the ordinary, and the caller
-goes the long way, which knows every error. It maps only files that are in memory altogether
-(cachestat(2), mincore(2), Linux man-pages) and on this machine's own file systems: an error of the
-disk, or a file that another machine deletes, would be the death of who reads through a mapping.
+installation) opens, copies and checksums a file in one call, in one pass over memory, which is as
+fast as read(2) alone. It says ``None`` to whatever is out of the ordinary, and the caller goes the
+long way, which knows every error. It asks first whether the file is in memory (cachestat(2),
+preadv2(2), Linux man-pages). It maps only files that are there altogether, in large pieces, and on
+this machine's own file systems: an error of the disk, or a file that another machine deletes, would
+be the death of who reads through a mapping.
 Destinations at odd addresses profit most: the kernel copies to an address that is no multiple of 32
 at a fraction of its usual rate (3 to 8 times slower on an AMD EPYC), and views into a flat
 parameter buffer begin anywhere. It knows one file and one destination.

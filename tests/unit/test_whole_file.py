@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from shardstore import ShardedTensor, load, save
 from shardstore.errors import ChunkCorruptError
@@ -30,6 +33,14 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     elif not whole_file.COMPILED:
         pytest.skip("no compiler at the installation, or not Linux on x86-64")
     return str(request.param)
+
+
+def aligned(shape: tuple[int, ...], dtype: str, at: int = 0) -> NDArray[Any]:
+    """Zeros that begin ``at`` bytes behind a whole line of the cache."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.zeros(size + 128, np.uint8)
+    start = -memory.ctypes.data % 64 + at
+    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 @compiled
@@ -58,6 +69,30 @@ def test_kernels_copy_and_carry_the_checksum(
 
 
 @compiled
+@given(
+    st.integers(1, 9),
+    st.integers(1, 20),
+    st.sampled_from([1, 16, 63, 64, 128, 320]),
+    st.sampled_from([0, 16, 64, 192]),
+    st.sampled_from([0, 16]),
+    st.data(),
+)
+def test_kernels_spread_over_rows(
+    planes: int, rows: int, run: int, gap: int, at: int, data: st.DataObject
+) -> None:
+    from shardstore.storage import _copy_crc
+
+    kernel = data.draw(st.sampled_from(_copy_crc.KERNELS))
+    values = np.random.default_rng(run).integers(1, 256, (planes, rows, run), np.uint8)
+    memory = aligned((planes, 2 * rows, run + gap), "u1", at)
+    target = memory[:, :rows, :run]
+    assert _copy_crc.copy_crc32c(values.tobytes(), target, 7, kernel) == crc32c(values, 7)
+    assert (target == values).all()
+    target[...] = 0
+    assert not memory.any()  # nothing was written beside it
+
+
+@compiled
 def test_kernels_refuse_what_does_not_fit() -> None:
     from shardstore.storage import _copy_crc
 
@@ -78,6 +113,8 @@ def test_kernels_refuse_what_does_not_fit() -> None:
         ((7, 300, 64), np.s_[1:6, ::2, 8:40]),
         ((3, 5, 8, 64), np.s_[:, 1:4]),
         ((900, 700), np.s_[:, :640]),
+        ((900, 704), np.s_[:, :640]),
+        ((500, 3, 1024), np.s_[:, :2, 64:960]),
         ((70_000,), np.s_[:]),
         ((9, 1), np.s_[::3]),
         ((), np.s_[...]),
@@ -87,7 +124,7 @@ def test_kernels_refuse_what_does_not_fit() -> None:
 def test_any_destination_gets_its_rows(
     tmp_path: Path, dtype: str, shape: tuple[int, ...], wanted: tuple[slice, ...]
 ) -> None:
-    memory = np.zeros(shape, dtype)
+    memory = aligned(shape, dtype)
     out = memory[wanted]
     values = np.random.default_rng(1).integers(1, 100, out.shape).astype(dtype)
     path = tmp_path / "chunk"
@@ -146,15 +183,18 @@ def test_a_large_file_that_is_not_in_memory_is_left_to_others(tmp_path: Path) ->
 
 
 @compiled
-@pytest.mark.parametrize("missing", [0, 17, 255])
-def test_a_large_file_of_which_a_few_pages_are_not_in_memory(tmp_path: Path, missing: int) -> None:
+@pytest.mark.parametrize("missing", [None, 0, 17, 255])
+@pytest.mark.parametrize("size", [1 << 20, (5 << 20) + 12])
+def test_a_large_file_of_which_few_pages_or_none_are_not_in_memory(
+    tmp_path: Path, missing: int | None, size: int
+) -> None:
     path = tmp_path / "chunk"
-    size = 1 << 20
     path.write_bytes(os.urandom(size + 4))
     data = np.fromfile(path, np.uint8)
     with path.open("rb") as file:
         os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), missing * 4096, 4096, os.POSIX_FADV_DONTNEED)
+        if missing is not None:
+            os.posix_fadvise(file.fileno(), missing * 4096, 4096, os.POSIX_FADV_DONTNEED)
     out, tail = np.zeros(size, np.uint8), bytearray(4)
     assert read_whole_file(str(path), out, tail) == crc32c(data[:size].tobytes(), 0)
     assert (out == data[:size]).all()
