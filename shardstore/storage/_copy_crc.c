@@ -431,40 +431,76 @@ static int take_file(const char *name, struct sink *sink, size_t bytes, const Py
     return taken;
 }
 
-/* Gives back what a call about a file was given; the crc32c, or None where there is none. */
-static PyObject *answer(PyObject *path, Py_buffer *tail, int done, uint32_t crc)
+/* A chunk file to be read: its checksum lies behind the chunk, and may be known beforehand. */
+struct job {
+    PyObject *path;
+    Py_buffer to;
+    int dense, opened, done;
+    long long expected;
+};
+
+static void run_job(struct job *job)
 {
-    PyBuffer_Release(tail);
-    Py_DECREF(path);
-    if (PyErr_Occurred())
-        return NULL;
-    if (!done)
-        Py_RETURN_NONE;
-    return PyLong_FromUnsignedLong(crc);
+    uint8_t stored[4];
+    const Py_buffer tail = {.buf = stored, .len = sizeof stored};
+    struct rows rows = rows_of(&job->to);
+    struct sink sink = {best, job->dense ? job->to.buf : NULL, job->dense ? NULL : &rows, 0};
+    uint32_t crc;
+
+    if (!take_file(PyBytes_AsString(job->path), &sink, (size_t)job->to.len, &tail))
+        return;
+    memcpy(&crc, stored, sizeof crc); /* little-endian, as this processor is */
+    job->done = crc == sink.crc && (job->expected < 0 || job->expected == (long long)crc);
 }
 
-static PyObject *py_read_file(PyObject *self, PyObject *args)
+static int open_job(struct job *job, PyObject *path, PyObject *target, PyObject *expected)
 {
-    PyObject *path = NULL, *target;
-    Py_buffer to, tail;
-    int done = 0, dense;
-    uint32_t crc = 0;
+    job->expected = -1;
+    if (expected != Py_None && (job->expected = PyLong_AsLongLong(expected)) == -1 && PyErr_Occurred())
+        return 0;
+    if (!PyUnicode_FSConverter(path, &job->path))
+        return 0;
+    return job->opened = open_target(target, &job->to, &job->dense);
+}
 
-    if (!PyArg_ParseTuple(args, "O&Ow*", PyUnicode_FSConverter, &path, &target, &tail)) {
-        Py_XDECREF(path);
+static PyObject *py_read_chunks(PyObject *self, PyObject *args)
+{
+    PyObject *paths, *targets, *expected, *left = NULL;
+
+    if (!PyArg_ParseTuple(args, "O!O!O!", &PyList_Type, &paths, &PyList_Type, &targets, &PyList_Type,
+                          &expected))
         return NULL;
-    }
-    const char *name = PyBytes_AsString(path);
-    if (name && open_target(target, &to, &dense)) {
-        struct rows rows = rows_of(&to);
-        struct sink sink = {best, dense ? to.buf : NULL, dense ? NULL : &rows, 0};
+    const Py_ssize_t count = PyList_Size(paths);
+    if (PyList_Size(targets) != count || PyList_Size(expected) != count)
+        return PyErr_Format(PyExc_ValueError, "%zd paths, %zd targets, %zd checksums", count,
+                            PyList_Size(targets), PyList_Size(expected));
+    struct job *jobs = calloc(count ? (size_t)count : 1, sizeof *jobs);
+    if (!jobs)
+        return PyErr_NoMemory();
+    int ready = 1;
+    for (Py_ssize_t i = 0; ready && i < count; i++)
+        ready = open_job(jobs + i, PyList_GetItem(paths, i), PyList_GetItem(targets, i),
+                         PyList_GetItem(expected, i));
+    if (ready) {
         Py_BEGIN_ALLOW_THREADS
-        done = take_file(name, &sink, (size_t)to.len, &tail);
+        for (Py_ssize_t i = 0; i < count; i++)
+            run_job(jobs + i);
         Py_END_ALLOW_THREADS
-        crc = sink.crc;
-        PyBuffer_Release(&to);
+        left = PyList_New(0);
     }
-    return answer(path, &tail, done, crc);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (left && !jobs[i].done) {
+            PyObject *position = PyLong_FromSsize_t(i);
+            if (!position || PyList_Append(left, position))
+                Py_CLEAR(left);
+            Py_XDECREF(position);
+        }
+        if (jobs[i].opened)
+            PyBuffer_Release(&jobs[i].to);
+        Py_XDECREF(jobs[i].path);
+    }
+    free(jobs);
+    return left;
 }
 
 static PyObject *py_checksum_file(PyObject *self, PyObject *args)
@@ -487,7 +523,13 @@ static PyObject *py_checksum_file(PyObject *self, PyObject *args)
         Py_END_ALLOW_THREADS
         crc = sink.crc;
     }
-    return answer(path, &tail, done, crc);
+    PyBuffer_Release(&tail);
+    Py_DECREF(path);
+    if (PyErr_Occurred())
+        return NULL;
+    if (!done)
+        Py_RETURN_NONE;
+    return PyLong_FromUnsignedLong(crc);
 }
 
 static PyMethodDef methods[] = {
@@ -498,13 +540,15 @@ static PyMethodDef methods[] = {
      "sum_blocks(source, target, block, crc, position): the crc32c carried on over the source, and "
      "its values where blocks end; on the way the source, which may have gaps between its rows, is "
      "copied to target, if that is not None."},
-    {"read_file", py_read_file, METH_VARARGS,
-     "read_file(path, target, tail): fills both from a file of just that size; target may have gaps "
-     "between its rows. The crc32c of what went to target; None where the file is not there, has "
-     "another size, is large and not in memory, or could not be read."},
+    {"read_chunks", py_read_chunks, METH_VARARGS,
+     "read_chunks(paths, targets, checksums): fills each target, which may have gaps between its rows, "
+     "from a file of its bytes and their crc32c, which has to be the one given, if one is. The positions "
+     "of those for which that did not go: the file is not there, has another size, is large and not in "
+     "memory, could not be read, or holds something else; such a target may have been written to."},
     {"checksum_file", py_checksum_file, METH_VARARGS,
      "checksum_file(path, bytes, tail): the crc32c of a file of so many bytes and a tail, which goes "
-     "to tail; None as for read_file."},
+     "to tail; None where the file is not there, has another size, is large and not in memory, or could "
+     "not be read."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -13,7 +13,7 @@ import zarr
 
 from shardstore import zarr_dtypes
 from shardstore.errors import CheckpointExistsError, MissingKeyError
-from shardstore.storage import documents
+from shardstore.storage import array_parsing, documents
 from shardstore.storage.attempt import Attempt
 from shardstore.storage.chunks import Mover
 from shardstore.storage.documents import ArrayMeta
@@ -23,6 +23,7 @@ from shardstore.storage.names import node_name
 from shardstore.storage.object_mover import ObjectMover
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.parallel import default_threads, run_batched
+from shardstore.storage.root import parse_root
 from shardstore.storage.tensorstore_mover import TensorStoreMover
 
 __all__ = [
@@ -98,14 +99,14 @@ def read_array_meta(location: Location, key: str) -> ArrayMeta:
     for node in dict.fromkeys((node_name(key), key)):
         url = f"{location.url}/{node}"
         try:
-            return documents.parse_v2_array(node, location.read(f"{node}/.zarray"), url)
+            return array_parsing.parse_v2_array(node, location.read(f"{node}/.zarray"), url)
         except FileNotFoundError:
             pass
         try:
             text = location.read(f"{node}/zarr.json")
         except FileNotFoundError:
             continue
-        return documents.parse_array_text(node, text, url)
+        return array_parsing.parse_array_text(node, text, url)
     if (meta := root_arrays(location).get(key)) is not None:
         return meta
     raise MissingKeyError(
@@ -119,9 +120,9 @@ def root_arrays(location: Location) -> dict[str, ArrayMeta]:
         text = location.read("zarr.json")
     except FileNotFoundError:
         return {}
-    if not documents.is_group(text):
+    if not array_parsing.is_group(text):
         return {}
-    root = documents.parse_root(text, f"{location.url}/zarr.json")
+    root = parse_root(text, f"{location.url}/zarr.json")
     return {} if root.array_documents else root.arrays()
 
 

@@ -10,13 +10,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from shardstore.errors import DamagedCheckpointError, NotACheckpointError
-from shardstore.storage import documents
+from shardstore.storage import array_parsing, documents
 from shardstore.storage.collector import collector_paused
-from shardstore.storage.documents import ArrayMeta, RootDocument
+from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.location import Location
 from shardstore.storage.names import MANIFEST_NAME
 from shardstore.storage.object_files import is_object_file
 from shardstore.storage.other_kinds import instead
+from shardstore.storage.root import RootDocument, parse_root
 
 if TYPE_CHECKING:
     # What reads chunks brings NumPy; a listing reads none.
@@ -64,7 +65,7 @@ class StoredCheckpoint:
         except FileNotFoundError:
             return None
         with collector_paused():
-            return documents.parse_root(text, f"{self.location.url}/zarr.json")
+            return parse_root(text, f"{self.location.url}/zarr.json")
 
     @cached_property
     def arrays(self) -> Mapping[str, ArrayMeta]:
@@ -93,15 +94,15 @@ class StoredCheckpoint:
                 continue
             url = f"{self.location.url}/{node}/{name}"
             if self.root is not None:
-                if documents.is_group(text):
+                if array_parsing.is_group(text):
                     continue
-                meta = documents.parse_array_text(node, text, url)
+                meta = array_parsing.parse_array_text(node, text, url)
             elif node.endswith(".sync") and not text.strip():
                 # What the zarr library left behind as a lock of "KEY": Megatron-Core used one
                 # wherever several ranks wrote to a chunk.
                 continue
             else:
-                meta = documents.parse_v2_array(node, text, url)
+                meta = array_parsing.parse_v2_array(node, text, url)
             found[meta.key] = meta
         return found
 
@@ -115,12 +116,12 @@ class StoredCheckpoint:
         for entry, text in zip(wanted, read_objects(self.location, wanted), strict=True):
             node = entry.rpartition("/")[0]
             url = f"{self.location.url}/{entry}"
-            if text is None or not text.strip() or documents.is_group(text):
+            if text is None or not text.strip() or array_parsing.is_group(text):
                 continue
             if self.root is None:
-                meta = documents.parse_v2_array(node, text, url)
+                meta = array_parsing.parse_v2_array(node, text, url)
             else:
-                meta = documents.parse_array_text(node, text, url)
+                meta = array_parsing.parse_array_text(node, text, url)
             found[meta.key] = meta
         return found
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from shardstore.errors import DamagedCheckpointError, FormatVersionError, NotACheckpointError
-from shardstore.storage.documents import parse_root
 from shardstore.storage.location import Location
 from shardstore.storage.names import MANIFEST_NAME
+from shardstore.storage.root import parse_root
 
 __all__ = ["described_nodes"]
 

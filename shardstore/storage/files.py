@@ -38,7 +38,7 @@ from shardstore.storage.grid import block_bytes, inner_blocks
 from shardstore.storage.location import Location, store_errors
 from shardstore.storage.manifest import ChunkRecord, Manifest
 from shardstore.storage.parallel import default_threads, run_batched
-from shardstore.storage.whole_file import read_whole_file
+from shardstore.storage.whole_file import read_whole_files
 from shardstore.storage.writeback import Writeback
 
 __all__ = ["FileMover"]
@@ -132,19 +132,38 @@ class FileMover:
             parts = [part for read in reads for part in chunk_parts(read)]
 
         def work(batch: Sequence[ChunkPart]) -> None:
-            size = 0
-            for part in batch:
+            size, there, rest = self._read_at_once(batch)
+            for part in there if done is not None else ():
+                done(part.out.nbytes, 1)
+            for part in rest:
                 path = self._path(part.array, part.index)
-                if whole := _read_at_once(path, part):
-                    size += whole
-                else:
-                    with store_errors("reading", path, key=part.array.key):
-                        size += _read_chunk(path, part, manifest)
+                with store_errors("reading", path, key=part.array.key):
+                    size += _read_chunk(path, part, manifest)
                 if done is not None:
                     done(part.out.nbytes, 1)
             counters.add(bytes_read=size, chunks_read=len(batch))
 
         self._run(parts, work, lambda part: part.out.nbytes)
+
+    def _read_at_once(
+        self, batch: Sequence[ChunkPart]
+    ) -> tuple[int, list[ChunkPart], list[ChunkPart]]:
+        """Read whole chunks that are in memory and in order. Number of bytes read; the parts that
+        are there, and those that have to go the long way."""
+        whole: list[ChunkPart] = []
+        rest: list[ChunkPart] = []
+        for part in batch:
+            array = part.array
+            fits = part.out.nbytes == array.chunk_bytes and array.has_crc
+            (whole if fits else rest).append(part)
+        left = read_whole_files(
+            [self._path(part.array, part.index) for part in whole],
+            [part.out for part in whole],
+            [part.array.expected_crc(part.index) for part in whole],
+        )
+        for position in reversed(left):
+            rest.append(whole.pop(position))
+        return sum([part.out.nbytes + CRC_BYTES for part in whole]), whole, rest
 
     def _run(
         self,
@@ -219,22 +238,6 @@ def _write_all(fd: int, parts: Sequence[memoryview | bytes], offset: int) -> Non
     while written < size:
         rest = memoryview(b"".join(parts))[written:]
         written += os.pwrite(fd, rest, offset + written)
-
-
-def _read_at_once(path: str, part: ChunkPart) -> int:
-    """A whole chunk that is in memory and in order. Number of bytes read; 0: go the long way."""
-    array, out = part.array, part.out
-    if not array.has_crc or out.nbytes != array.chunk_bytes:
-        return 0
-    tail = bytearray(CRC_BYTES)
-    crc = read_whole_file(path, out, tail)
-    if (
-        crc is None
-        or CRC.unpack(tail)[0] != crc
-        or array.expected_crc(part.index) not in (None, crc)
-    ):
-        return 0
-    return out.nbytes + CRC_BYTES
 
 
 def _read_chunk(path: str, part: ChunkPart, manifest: Callable[[], Manifest | None]) -> int:

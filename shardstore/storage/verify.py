@@ -19,11 +19,11 @@ from typing import Any, Literal
 
 from shardstore.errors import CheckpointingException, DamagedCheckpointError
 from shardstore.events import log_event
-from shardstore.storage import documents
+from shardstore.storage.array_parsing import parse_array_text
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.chunk_check import ChunkChecker, free_memory
 from shardstore.storage.collector import collector_paused
-from shardstore.storage.documents import ArrayMeta, RootDocument
+from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.findings import Finding, Findings, Verified
 from shardstore.storage.grid import Box
 from shardstore.storage.location import Location
@@ -32,6 +32,7 @@ from shardstore.storage.names import key_of
 from shardstore.storage.object_files import object_place
 from shardstore.storage.options import require_number
 from shardstore.storage.parallel import default_threads, run_batched
+from shardstore.storage.root import RootDocument
 from shardstore.storage.small_arrays import COMPILED, SmallArrays, document_texts
 from shardstore.storage.verify_bar import callback_of
 from shardstore.storage.verify_files import OtherFiles
@@ -222,7 +223,7 @@ class _Verification:
             url = f"{self.location.url}/{node}/zarr.json"
             try:
                 text = self.location.read(f"{node}/zarr.json")
-                found.append(documents.parse_array_text(node, text, url))
+                found.append(parse_array_text(node, text, url))
             except FileNotFoundError:
                 continue
             except CheckpointingException as error:

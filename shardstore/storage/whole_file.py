@@ -1,21 +1,22 @@
 """Whole chunk files from memory, checked on the way: what most of a load or a check is.
 
 The compiled part (:mod:`shardstore.storage._copy_crc`: Linux on x86-64, a C compiler at the
-installation) opens, copies and checksums a file in one call, in one pass over memory, which is as
-fast as read(2) alone. It says ``None`` to whatever is out of the ordinary, and the caller goes the
+installation) opens, copies and checksums files in one call, in one pass over memory, which is as
+fast as read(2) alone. It says no to whatever is out of the ordinary, and the caller goes the
 long way, which knows every error. It asks first whether the file is in memory (cachestat(2),
 preadv2(2), Linux man-pages). It maps only files that are there altogether, in large pieces, and on
 this machine's own file systems: an error of the disk, or a file that another machine deletes, would
 be the death of who reads through a mapping.
 Destinations at odd addresses profit most: the kernel copies to an address that is no multiple of 32
 at a fraction of its usual rate (3 to 8 times slower on an AMD EPYC), and views into a flat
-parameter buffer begin anywhere. It knows one file and one destination.
+parameter buffer begin anywhere. It knows files and destinations.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 try:
@@ -25,31 +26,43 @@ except ImportError:  # no compiler at the installation, or another processor
 else:
     COMPILED = True
 
-__all__ = ["COMPILED", "checksum_whole_file", "read_whole_file"]
+_BYTE = np.dtype("u1")
+
+__all__ = ["COMPILED", "checksum_whole_file", "read_whole_files"]
 
 
-def read_whole_file(path: str, out: NDArray[Any], tail: bytearray) -> int | None:
-    """Fill ``out`` and then ``tail`` from a file that has just that many bytes.
+def read_whole_files(
+    paths: list[str], outs: list[NDArray[Any]], expected: list[int | None]
+) -> list[int]:
+    """Fill each array from a file of just its bytes and their crc32c (four bytes, little-endian).
 
     Args:
-        path: of a chunk file.
-        out: any data type and shape; its elements lie one behind the other along the last axis.
-        tail: takes what follows in the file.
+        paths: of chunk files.
+        outs: any data types and shapes.
+        expected: the checksum that a file has to have, where one is known.
 
     Returns:
-        The crc32c of what went to ``out``; ``None`` where the file has to be read in another way
-        (there is no such file, its size is another, it is not in memory), and ``out`` may have been
-        written to.
+        Positions of those that have to be read in another way, where what is wrong with them shows:
+        the file is not there, has another size, is not in memory, its checksum is wrong, or the
+        array's elements do not lie one behind the other along its last axis. Such an array may have
+        been written to.
     """
     if not COMPILED:
-        return None
-    if not out.flags.c_contiguous:
-        if out.strides[-1] != out.itemsize:
-            return None
-        view = out.view("u1")
-    else:
-        view = out.reshape(-1).view("u1")
-    return _copy_crc.read_file(path, view, tail)
+        return list(range(len(paths)))
+    views: list[NDArray[Any]] = []
+    gaps = []
+    for i, out in enumerate(outs):
+        if out.ndim and out.strides[-1] == out.itemsize:
+            views.append(out.view(_BYTE))
+        elif out.flags.c_contiguous:  # also of one element, whatever its strides
+            views.append(out.reshape(-1).view(_BYTE))
+        else:
+            gaps.append(i)
+    if not gaps:
+        return _copy_crc.read_chunks(paths, views, expected)
+    others = sorted(set(range(len(paths))).difference(gaps))
+    left = _copy_crc.read_chunks([paths[i] for i in others], views, [expected[i] for i in others])
+    return sorted([*gaps, *(others[i] for i in left)])
 
 
 def checksum_whole_file(path: str, size: int, tail: bytearray) -> int | None:
@@ -61,6 +74,6 @@ def checksum_whole_file(path: str, size: int, tail: bytearray) -> int | None:
         tail: takes what follows.
 
     Returns:
-        ``None`` as for :func:`read_whole_file`.
+        ``None`` as for :func:`read_whole_files`.
     """
     return _copy_crc.checksum_file(path, size, tail) if COMPILED else None

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from shardstore.errors import NotACheckpointError
 from shardstore.mapping import ShardedObject, StateDict
-from shardstore.storage import documents
 from shardstore.storage.handed import read_document
 from shardstore.storage.location import Location
+from shardstore.storage.root import parse_root
 from shardstore.strategies.base import StrategyAction, register_default_strategy
 from shardstore.strategies.common import TorchCommonLoadStrategy
 from shardstore.strategies.compatibility import require_backend, require_version
@@ -41,7 +41,7 @@ class JsonCommonLoadStrategy(TorchCommonLoadStrategy):
                 f"{location.url}/zarr.json is missing: {location.url} is no whole checkpoint",
                 url=location.url,
             ) from None
-        root = documents.parse_root(text, f"{location.url}/zarr.json")
+        root = parse_root(text, f"{location.url}/zarr.json")
         record = StateRecord.from_root(root.attributes, location.url)
         if record is None:
             return {}

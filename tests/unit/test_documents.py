@@ -20,7 +20,7 @@ from shardstore.errors import (
     FormatVersionError,
     NotACheckpointError,
 )
-from shardstore.storage import documents
+from shardstore.storage import array_parsing, documents
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.chunks import ChunkWrite, RegionRead
 from shardstore.storage.documents import ArrayMeta
@@ -30,6 +30,7 @@ from shardstore.storage.location import Location
 from shardstore.storage.manifest import MANIFEST_NAME, RankManifest
 from shardstore.storage.merging import merge
 from shardstore.storage.names import node_name
+from shardstore.storage.root import RootDocument, parse_root
 
 assert zarr_dtypes is not None  # teaches zarr bfloat16 and float8
 
@@ -80,9 +81,9 @@ metas = st.builds(
 @given(metas)
 def test_documents_of_arrays_lead_back(meta: ArrayMeta) -> None:
     text = documents.array_document(meta)
-    parsed = documents.parse_array(meta.node, json.loads(text), "x")
+    parsed = array_parsing.parse_array(meta.node, json.loads(text), "x")
     assert parsed == meta
-    assert documents.parse_array_text(meta.node, text, "x") == meta
+    assert array_parsing.parse_array_text(meta.node, text, "x") == meta
     names = json.loads(text)["dimension_names"]
     assert len(names) == len(meta.shape)
     assert names == [f"{meta.key}:{axis}" for axis in range(len(names))]
@@ -118,7 +119,7 @@ def test_documents_of_arrays_are_what_the_specification_asks_for(meta: ArrayMeta
 def test_root_document_leads_back(found: list[ArrayMeta]) -> None:
     attributes = {"shardstore": {"format_version": 1}, "user": {"ä": [1, None]}}
     pairs = [(m.node, documents.array_document(m)) for m in found]
-    root = documents.parse_root(documents.root_document(pairs, attributes), "x")
+    root = parse_root(documents.root_document(pairs, attributes), "x")
     assert root.attributes == attributes
     assert root.format_version == 1
     assert root.consolidated
@@ -128,7 +129,7 @@ def test_root_document_leads_back(found: list[ArrayMeta]) -> None:
 def test_v2_documents_lead_back() -> None:
     for dtype in ("bfloat16", "float32", "bool"):
         meta = meta_of("a", (5, 6), dtype, codecs=(), zarr_format=2)
-        assert documents.parse_v2_array("a", documents.array_document(meta), "x") == meta
+        assert array_parsing.parse_v2_array("a", documents.array_document(meta), "x") == meta
         assert meta.chunk_key((1, 2)) == "1.2"
     assert meta_of("a", (), zarr_format=2).chunk_key(()) == "0"
     assert meta_of("a", ()).chunk_key(()) == "c"
@@ -241,29 +242,29 @@ def test_a_v2_array_whose_name_ends_in_sync_is_an_array(tmp_path: Path) -> None:
 def test_strange_roots_are_refused(change: dict[str, Any], error: type[Exception]) -> None:
     root = json.loads(documents.root_document([], {"shardstore": {"format_version": 1}}))
     with pytest.raises(error, match="the-url"):
-        documents.parse_root(json.dumps(root | change), "the-url")
+        parse_root(json.dumps(root | change), "the-url")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", b"\xff\xfe", "null", "3"])
 def test_roots_that_are_no_json_object(text: str | bytes) -> None:
     with pytest.raises(NotACheckpointError, match="the-url"):
-        documents.parse_root(text, "the-url")
+        parse_root(text, "the-url")
 
 
 @pytest.mark.parametrize("node", ["..", "../x", "a/../../x", "/etc", "", "."])
 def test_a_root_that_names_arrays_outside_is_refused(node: str) -> None:
     text = documents.root_document([(node, documents.array_document(meta_of("a", (1,))))], {})
     with pytest.raises(NotACheckpointError, match="outside"):
-        documents.parse_root(text, "x").arrays()
+        parse_root(text, "x").arrays()
 
 
 @pytest.mark.parametrize("attributes", [[], "x", 3, None, {"shardstore": "x"}])
 def test_foreign_attributes_do_no_harm(attributes: object) -> None:
     root = json.loads(documents.root_document([], {}))
-    parsed = documents.parse_root(json.dumps(root | {"attributes": attributes}), "x")
+    parsed = parse_root(json.dumps(root | {"attributes": attributes}), "x")
     assert parsed.format_version is None
     array = json.loads(documents.array_document(meta_of("a", (1,))))
-    assert documents.parse_array("n", array | {"attributes": attributes}, "x").key == "n"
+    assert array_parsing.parse_array("n", array | {"attributes": attributes}, "x").key == "n"
 
 
 BROKEN: list[tuple[list[str], object]] = [
@@ -291,7 +292,7 @@ def test_strange_arrays_are_refused(path: list[str], value: object) -> None:
         target = target[name]
     target[path[-1]] = value
     with pytest.raises(FormatVersionError, match="the-url"):
-        documents.parse_array("a", document, "the-url")
+        array_parsing.parse_array("a", document, "the-url")
 
 
 def test_strange_data_types_and_codecs() -> None:
@@ -299,11 +300,11 @@ def test_strange_data_types_and_codecs() -> None:
     # A type with settings of its own is an object (Zarr v3 core specification, "Data types").
     for data_type in ("r16", {"name": "numpy.datetime64", "configuration": {"unit": "s"}}):
         with pytest.raises(DTypeMismatchError, match="is not one that this version reads"):
-            documents.parse_array("a", document | {"data_type": data_type}, "x")
+            array_parsing.parse_array("a", document | {"data_type": data_type}, "x")
     big = [{"name": "bytes", "configuration": {"endian": "big"}}]
     blosc = [{"name": "bytes"}, {"name": "blosc", "configuration": {}}]
     for codecs in (big, blosc, [{"name": "sharding_indexed"}]):
-        parsed = documents.parse_array("a", document | {"codecs": codecs}, "x")
+        parsed = array_parsing.parse_array("a", document | {"codecs": codecs}, "x")
         assert parsed.codecs is None
         assert not parsed.is_plain
         assert not parsed.has_crc
@@ -316,7 +317,7 @@ def test_strange_data_types_and_codecs() -> None:
 def test_strange_v2_arrays_are_refused(change: dict[str, Any]) -> None:
     text = documents.array_document(meta_of("a", (4, 4), codecs=(), zarr_format=2))
     with pytest.raises(FormatVersionError, match="the-url"):
-        documents.parse_v2_array("a", json.dumps(json.loads(text) | change), "the-url")
+        array_parsing.parse_v2_array("a", json.dumps(json.loads(text) | change), "the-url")
 
 
 def test_arrays_of_one_data_type_and_other_codecs_under_one_root() -> None:
@@ -332,7 +333,7 @@ def test_arrays_of_one_data_type_and_other_codecs_under_one_root() -> None:
     }
     bare = [document | {"attributes": {}} for document in described.values()]
     members = dict(zip(described, bare, strict=True))
-    root = documents.RootDocument("the-url", {}, members, None)
+    root = RootDocument("the-url", {}, None, members)
     found = root.arrays()
     assert [found[key].codecs for key in "abcde"] == [
         ("crc32c",),

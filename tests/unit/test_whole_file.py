@@ -19,7 +19,7 @@ from shardstore.errors import ChunkCorruptError
 from shardstore.storage import whole_file
 from shardstore.storage.checksums import crc32c
 from shardstore.storage.counters import counters
-from shardstore.storage.whole_file import checksum_whole_file, read_whole_file
+from shardstore.storage.whole_file import checksum_whole_file, read_whole_files
 
 compiled = pytest.mark.skipif(
     not whole_file.COMPILED, reason="no compiler at the installation, or not Linux on x86-64"
@@ -41,6 +41,14 @@ def aligned(shape: tuple[int, ...], dtype: str, at: int = 0) -> NDArray[Any]:
     memory = np.zeros(size + 128, np.uint8)
     start = -memory.ctypes.data % 64 + at
     return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def write_chunk(path: Path, values: NDArray[Any]) -> int:
+    """A chunk file: its bytes and their checksum, which is returned."""
+    data = values.tobytes()
+    crc = crc32c(data, 0)
+    path.write_bytes(data + crc.to_bytes(4, "little"))
+    return crc
 
 
 @compiled
@@ -86,7 +94,7 @@ def test_kernels_spread_over_rows(
     values = np.random.default_rng(run).integers(1, 256, (planes, rows, run), np.uint8)
     memory = aligned((planes, 2 * rows, run + gap), "u1", at)
     target = memory[:, :rows, :run]
-    assert _copy_crc.copy_crc32c(values.tobytes(), target, 7, kernel) == crc32c(values, 7)
+    assert _copy_crc.copy_crc32c(values.tobytes(), target, 7, kernel) == crc32c(values.tobytes(), 7)
     assert (target == values).all()
     target[...] = 0
     assert not memory.any()  # nothing was written beside it
@@ -101,7 +109,9 @@ def test_kernels_refuse_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match="no kernel sse17"):
         _copy_crc.copy_crc32c(b"abc", bytearray(3), 0, "sse17")
     with pytest.raises(ValueError, match="last axis"):
-        _copy_crc.read_file("/", np.zeros((4, 4), np.uint8)[:, ::2], bytearray(4))
+        _copy_crc.read_chunks(["/"], [np.zeros((4, 4), np.uint8)[:, ::2]], [None])
+    with pytest.raises(ValueError, match="2 paths, 1 targets, 0 checksums"):
+        _copy_crc.read_chunks(["/", "/"], [np.zeros(4, np.uint8)], [])
 
 
 @compiled
@@ -128,14 +138,15 @@ def test_any_destination_gets_its_rows(
     out = memory[wanted]
     values = np.random.default_rng(1).integers(1, 100, out.shape).astype(dtype)
     path = tmp_path / "chunk"
-    path.write_bytes(values.tobytes() + b"tail")
-    tail = bytearray(4)
-    crc = read_whole_file(str(path), out, tail)
-    if crc is None:  # a single column: its elements do not follow one another
+    crc = write_chunk(path, values)
+    other, second = tmp_path / "other", np.zeros(9, np.uint8)
+    write_chunk(other, np.arange(9, dtype=np.uint8))
+    left = read_whole_files([str(path), str(other)], [out, second], [crc, None])
+    assert (second == np.arange(9)).all()
+    if left:  # a single column: its elements do not follow one another
+        assert left == [0]
         assert out.strides[-1] != out.itemsize
         return
-    assert crc == crc32c(values.tobytes(), 0)
-    assert tail == b"tail"
     assert (out == values).all()
     out[...] = 0
     assert not memory.any()  # nothing was written beside it
@@ -158,28 +169,39 @@ def test_a_file_is_checksummed_up_to_its_tail(
 
 
 @compiled
-def test_another_size_or_no_file_is_left_to_others(tmp_path: Path) -> None:
-    path = tmp_path / "chunk"
-    out, tail = np.zeros(100, np.uint8), bytearray(4)
-    assert read_whole_file(str(path), out, tail) is None
-    for size in (0, 103, 105):
-        path.write_bytes(bytes(size))
-        assert read_whole_file(str(path), out, tail) is None
-    assert read_whole_file(str(tmp_path), out, tail) is None
+def test_another_size_content_or_no_file_is_left_to_others(tmp_path: Path) -> None:
+    out, paths = np.zeros(100, np.uint8), [str(tmp_path / "none"), str(tmp_path)]
+    for size in (0, 99, 101, 5000):
+        path = tmp_path / str(size)
+        write_chunk(path, np.ones(size, np.uint8))
+        paths.append(str(path))
+    flipped = tmp_path / "flipped"
+    crc = write_chunk(flipped, np.ones(100, np.uint8))
+    data = bytearray(flipped.read_bytes())
+    data[50] ^= 1
+    flipped.write_bytes(data)
+    whole = tmp_path / "whole"
+    assert write_chunk(whole, np.ones(100, np.uint8)) == crc
+    # Of the last three one is sound, one another than was committed, one the one that was.
+    paths += [str(flipped), str(whole), str(whole), str(whole)]
+    expected = [None] * (len(paths) - 2) + [crc ^ 1, crc]
+    left = read_whole_files(paths, [out] * len(paths), expected)
+    assert left == [*range(len(paths) - 3), len(paths) - 2]
+    assert read_whole_files([], [], []) == []
 
 
 @compiled
 def test_a_large_file_that_is_not_in_memory_is_left_to_others(tmp_path: Path) -> None:
     path = tmp_path / "chunk"
     size = 1 << 20
-    path.write_bytes(os.urandom(size + 4))
+    write_chunk(path, np.frombuffer(os.urandom(size), np.uint8))
     with path.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     out = np.zeros(size, np.uint8)
-    crc = read_whole_file(str(path), out, bytearray(4))
+    left = read_whole_files([str(path)], [out], [None])
     # A file system in memory keeps it there.
-    assert crc is None or (out == np.fromfile(path, np.uint8)[:size]).all()
+    assert left == [0] or (out == np.fromfile(path, np.uint8)[:size]).all()
 
 
 @compiled
@@ -189,16 +211,15 @@ def test_a_large_file_of_which_few_pages_or_none_are_not_in_memory(
     tmp_path: Path, missing: int | None, size: int
 ) -> None:
     path = tmp_path / "chunk"
-    path.write_bytes(os.urandom(size + 4))
-    data = np.fromfile(path, np.uint8)
+    data = np.frombuffer(os.urandom(size), np.uint8)
+    crc = write_chunk(path, data)
     with path.open("rb") as file:
         os.fsync(file.fileno())
         if missing is not None:
             os.posix_fadvise(file.fileno(), missing * 4096, 4096, os.POSIX_FADV_DONTNEED)
-    out, tail = np.zeros(size, np.uint8), bytearray(4)
-    assert read_whole_file(str(path), out, tail) == crc32c(data[:size].tobytes(), 0)
-    assert (out == data[:size]).all()
-    assert tail == data[size:].tobytes()
+    out = np.zeros(size, np.uint8)
+    assert read_whole_files([str(path)], [out], [crc]) == []
+    assert (out == data).all()
 
 
 def _state(values: torch.Tensor) -> dict[str, ShardedTensor]:
