@@ -133,8 +133,9 @@ class FileMover:
 
         def work(batch: Sequence[ChunkPart]) -> None:
             size, there, rest = self._read_at_once(batch)
-            for part in there if done is not None else ():
-                done(part.out.nbytes, 1)
+            if done is not None:
+                for part in there:
+                    done(part.out.nbytes, 1)
             for part in rest:
                 path = self._path(part.array, part.index)
                 with store_errors("reading", path, key=part.array.key):
