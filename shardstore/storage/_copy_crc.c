@@ -281,29 +281,13 @@ static int on_this_machine(int fd)
     return 0;
 }
 
-/* Where the bytes of a file are to be taken from. */
-enum source { ELSEWHERE, BY_READING, BY_MAPPING };
-
-/* A file of which at least half is in memory is worth reading piece by piece, one that is there
- * altogether may be mapped. An older kernel does not say; there the first and the last byte stand for
- * all. */
-static enum source source_of(int fd, size_t bytes)
+/* Whether so much of a file's start is in memory, in halves; 0 where the kernel does not say. */
+static int is_cached(int fd, size_t bytes, int halves)
 {
     const size_t page = (size_t)sysconf(_SC_PAGESIZE), pages = (bytes + page - 1) / page;
-    uint8_t byte;
-    struct iovec one = {&byte, 1};
-
-    if (bytes < MIN_ASKED_BYTES)
-        return BY_READING;
     const long long cached = pages_cached(fd, bytes);
-    if (cached >= 0 && bytes >= MIN_MAPPED_BYTES && (size_t)cached >= pages && on_this_machine(fd))
-        return BY_MAPPING;
-    if (cached >= 0)
-        return (size_t)cached * 2 >= pages ? BY_READING : ELSEWHERE;
-    return preadv2(fd, &one, 1, 0, RWF_NOWAIT) == 1 &&
-                   preadv2(fd, &one, 1, (off_t)bytes - 1, RWF_NOWAIT) == 1
-               ? BY_READING
-               : ELSEWHERE;
+
+    return cached >= 0 && (size_t)cached * 2 >= pages * (size_t)halves;
 }
 
 /* Whether the pages of a mapping come many at a time: in memory they lie in large pieces, as after
@@ -379,15 +363,18 @@ static PyObject *py_sum_blocks(PyObject *self, PyObject *args)
     return found;
 }
 
-/* Takes a file of so many bytes, and a tail, from a mapping; 0 where that is not the way. */
+/* Takes a file of so many bytes, and a tail, from a mapping; 0 where that is not the way. To ask of all
+ * of a file what is in memory takes long where that lies in small pieces: its start is asked first. */
 static int take_mapped(int fd, struct sink *sink, size_t bytes, const Py_buffer *tail)
 {
     const size_t all = bytes + (size_t)tail->len;
-    uint8_t *mapping = mmap(NULL, all, PROT_READ, MAP_SHARED, fd, 0);
 
+    if (all < MIN_MAPPED_BYTES || !is_cached(fd, MIN_MAPPED_BYTES, 2) || !on_this_machine(fd))
+        return 0;
+    uint8_t *mapping = mmap(NULL, all, PROT_READ, MAP_SHARED, fd, 0);
     if (mapping == MAP_FAILED)
         return 0;
-    const int taken = comes_at_once(mapping);
+    const int taken = comes_at_once(mapping) && is_cached(fd, all, 2);
     if (taken) {
         take(sink, mapping, bytes);
         memcpy(tail->buf, mapping + bytes, (size_t)tail->len);
@@ -396,17 +383,27 @@ static int take_mapped(int fd, struct sink *sink, size_t bytes, const Py_buffer 
     return taken;
 }
 
-/* The same by read(2); 0 where one came up short. */
+/* The same by read(2); 0 where one came up short, or the file is large and most of it not in memory. */
 static int take_in_pieces(int fd, struct sink *sink, size_t bytes, const Py_buffer *tail)
 {
     _Alignas(LINE) uint8_t piece[PIECE_BYTES];
+    const size_t all = bytes + (size_t)tail->len;
+    int flags = all < MIN_ASKED_BYTES ? 0 : RWF_NOWAIT;
     size_t at = 0;
 
     do {
         const size_t size = bytes - at < sizeof piece ? bytes - at : sizeof piece;
         const size_t behind = at + size == bytes ? (size_t)tail->len : 0;
         const struct iovec parts[] = {{piece, size}, {tail->buf, behind}};
-        if (preadv(fd, parts, 2, (off_t)at) != (ssize_t)(size + behind))
+        ssize_t got = preadv2(fd, parts, 2, (off_t)at, flags);
+        if (flags && got != (ssize_t)(size + behind)) {
+            /* Not all is there, or the file system can not say: from here on it is waited for. */
+            if (!is_cached(fd, all, 1))
+                return 0;
+            flags = 0;
+            got = preadv2(fd, parts, 2, (off_t)at, flags);
+        }
+        if (got != (ssize_t)(size + behind))
             return 0;
         take(sink, piece, size);
         at += size;
@@ -422,11 +419,8 @@ static int take_file(const char *name, struct sink *sink, size_t bytes, const Py
 
     if (fd < 0)
         return 0;
-    if (!fstat(fd, &about) && (size_t)about.st_size == bytes + (size_t)tail->len) {
-        const enum source source = source_of(fd, bytes + (size_t)tail->len);
-        taken = (source == BY_MAPPING && take_mapped(fd, sink, bytes, tail)) ||
-                (source != ELSEWHERE && take_in_pieces(fd, sink, bytes, tail));
-    }
+    if (!fstat(fd, &about) && (size_t)about.st_size == bytes + (size_t)tail->len)
+        taken = take_mapped(fd, sink, bytes, tail) || take_in_pieces(fd, sink, bytes, tail);
     close(fd);
     return taken;
 }
