@@ -49,9 +49,10 @@ ZSTD = "zstd"
 ZSTD_LEVEL = 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class ArrayMeta:
-    """One array of a checkpoint: everything that its document says.
+    """One array of a checkpoint: everything that its document says. Nobody changes it; to freeze it
+    would take three times as long as to make it.
 
     Attributes:
         key: the tensor's key.
