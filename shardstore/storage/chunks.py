@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,12 +18,14 @@ from numpy.typing import NDArray
 
 from shardstore.storage import dtypes
 from shardstore.storage.documents import ArrayMeta
-from shardstore.storage.grid import Box
+from shardstore.storage.grid import Box, Grid
 from shardstore.storage.manifest import ChunkRecord, Manifest
 
 __all__ = ["ChunkPart", "ChunkWrite", "Mover", "ReadDone", "RegionRead", "chunk_parts", "told"]
 
 Source = NDArray[Any] | Callable[[], NDArray[Any]]
+FEW_CUTS = 16
+
 ReadDone = Callable[[int, int], None]
 """Told the bytes that have reached their destination, and of how many chunks."""
 
@@ -118,19 +122,36 @@ class ChunkPart:
 
 def chunk_parts(read: RegionRead) -> Iterator[ChunkPart]:
     """Split a region along the chunk grid."""
-    grid = read.array.grid
-    whole = grid.chunk_at(read.box)
+    array, out = read.array, read.out
+    cuts = _few_cuts(array.grid, read.box)
+    for index, within, where in _cuts(array.grid, read.box) if cuts is None else cuts:
+        yield ChunkPart(array, index, within, out if where is None else out[where])
+
+
+_Cut = tuple[tuple[int, ...], Box, tuple[Any, ...] | None]
+"""Of a chunk that a region touches: its index, which part of it, and where in the region that lies;
+``None`` where it is all of the region."""
+
+
+@lru_cache(maxsize=512)  # a model has many tensors of few shapes, each with its moments
+def _few_cuts(grid: Grid, region: Box) -> Sequence[_Cut] | None:
+    """:func:`_cuts`, where they are few; to keep more would take memory."""
+    found = tuple(islice(_cuts(grid, region), FEW_CUTS + 1))
+    return found if len(found) <= FEW_CUTS else None
+
+
+def _cuts(grid: Grid, region: Box) -> Iterator[_Cut]:
+    whole = grid.chunk_at(region)
     if whole is not None:
-        # What most shards of a small or unchanged layout are.
-        yield ChunkPart(read.array, whole, Box((0,) * len(whole), read.box.shape), read.out)
+        yield whole, Box((0,) * len(whole), region.shape), None
         return
-    for index in grid.overlapping(read.box):
+    for index in grid.overlapping(region):
         chunk = grid.box(index)
-        common = chunk.intersect(read.box)
+        common = chunk.intersect(region)
         assert common is not None
         # The ellipsis keeps a 0-d part an array: indexing with () alone copies the element.
-        where: tuple[Any, ...] = (..., *common.relative_to(read.box.offset).slices)
-        yield ChunkPart(read.array, index, common.relative_to(chunk.offset), read.out[where])
+        where = (..., *common.relative_to(region.offset).slices)
+        yield index, common.relative_to(chunk.offset), where
 
 
 class Mover(Protocol):

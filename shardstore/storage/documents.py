@@ -115,14 +115,19 @@ class ArrayMeta:
     def chunk_key(self, index: Sequence[int]) -> str:
         """Key of a chunk below the array (Zarr v3 core specification, "Chunk key encoding":
         default; or v2)."""
-        if self.zarr_format == 2:
-            return self.separator.join(map(str, index)) if index else "0"
-        return self.separator.join(["c", *map(str, index)])
+        return _chunk_key(self.zarr_format, self.separator, tuple(index))
 
     @property
     def document_name(self) -> str:
         """Name of the array's own document below its node."""
         return ".zarray" if self.zarr_format == 2 else "zarr.json"
+
+
+@lru_cache(maxsize=4096)
+def _chunk_key(zarr_format: int, separator: str, index: tuple[int, ...]) -> str:
+    if zarr_format == 2:
+        return separator.join(map(str, index)) if index else "0"
+    return separator.join(["c", *map(str, index)])
 
 
 @lru_cache(maxsize=4096)

@@ -47,7 +47,8 @@ IO_BYTES = 2 * 1024 * 1024
 """A single write: large enough that system calls do not count, small enough that much of it is in
 the processor's cache when it is written, having been checksummed and hashed."""
 PREALLOCATE_FROM = 64 * 1024
-BATCH_BYTES = 4 * 1024 * 1024
+WRITE_BATCH_BYTES, READ_BATCH_BYTES = 4 * 1024 * 1024, 16 * 1024 * 1024
+"""That a thread takes on at a time. Reads of a batch are one call, of some milliseconds."""
 
 _NO_PREALLOCATION = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
@@ -100,7 +101,7 @@ class FileMover:
                     done(item, record)
 
         try:
-            self._run(writes, work, lambda item: item.array.chunk_bytes)
+            self._run(writes, work, lambda item: item.array.chunk_bytes, WRITE_BATCH_BYTES)
         finally:
             if writeback is not None and shared is None:
                 writeback.finish()
@@ -144,7 +145,7 @@ class FileMover:
                     done(part.out.nbytes, 1)
             counters.add(bytes_read=size, chunks_read=len(batch))
 
-        self._run(parts, work, lambda part: part.out.nbytes)
+        self._run(parts, work, lambda part: part.out.nbytes, READ_BATCH_BYTES)
 
     def _read_at_once(
         self, batch: Sequence[ChunkPart]
@@ -171,9 +172,10 @@ class FileMover:
         items: Sequence[Any],
         work: Callable[[Sequence[Any]], None],
         weight: Callable[[Any], int],
+        batch_bytes: int,
     ) -> None:
         try:
-            run_batched(items, work, threads=self.threads, weight=weight, batch_weight=BATCH_BYTES)
+            run_batched(items, work, threads=self.threads, weight=weight, batch_weight=batch_bytes)
         finally:
             free_scratch()
 
