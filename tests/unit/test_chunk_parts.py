@@ -1,4 +1,4 @@
-"""A region split along the chunk grid: every element once, from its own place, few chunks or many."""
+"""A region split along the chunk grid: each element once, from its own place."""
 
 from __future__ import annotations
 
