@@ -48,6 +48,9 @@ GRACE_S = 5.0
 """Seconds, beyond the deadline, in which the coordinator's verdict must arrive."""
 TREE_FROM_BYTES = 64 * 1024
 _HEADER = 3  # status, bytes that follow, whether they come down the tree
+_PIECES = 1
+"""Tag of pieces of chunks: one that nobody waits for any more must not be taken for a report, of
+another size, which ends the process from within gloo."""
 _OK, _ERROR, _BROKEN = 0, 1, 2  # broken: an error, and the group is of no more use
 
 
@@ -352,10 +355,11 @@ class Ranks:
         try:
             # A rank that is known to be gone is met here, another when it is waited for.
             for rank, buffer in receives:
-                work = dist.irecv(torch.from_numpy(buffer), src=rank, group=self._pg)
+                work = dist.irecv(torch.from_numpy(buffer), src=rank, group=self._pg, tag=_PIECES)
                 works.append((rank, work))
             for rank, piece in sends:
-                works.append((rank, dist.isend(_as_tensor(piece), dst=rank, group=self._pg)))
+                sent = dist.isend(_as_tensor(piece), dst=rank, group=self._pg, tag=_PIECES)
+                works.append((rank, sent))
             for rank, work in works:  # noqa: B007 (the error names it)
                 self._wait(work)
         except RuntimeError as problem:

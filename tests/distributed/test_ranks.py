@@ -126,6 +126,23 @@ def test_pieces_arrive_in_order() -> None:
         assert received == expected
 
 
+def _piece_that_nobody_waits_for(rank: int, world: int) -> str:
+    """Rank 0 gave up before it asked for the piece that rank 1 sends it."""
+    os.environ[DEADLINE_VARIABLE] = "2"
+    ranks = Ranks.current()
+    try:
+        if rank == 1:
+            ranks.exchange([(0, np.zeros(412, np.uint8))], [])
+        ranks.together(what="saving", error=StorageError("the disk is full") if not rank else None)
+    except (StorageError, RanksError) as error:
+        return type(error).__name__
+    return "nothing"
+
+
+def test_a_piece_that_nobody_waits_for_is_taken_for_no_report() -> None:
+    assert run_ranks(_piece_that_nobody_waits_for, 2) == ["StorageError", "RanksError"]
+
+
 # Ranks that die or are silent, in processes of our own: the helper would take it for a failure.
 
 
