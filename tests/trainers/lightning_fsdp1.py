@@ -11,6 +11,7 @@ loads is Lightning's and PyTorch's as it is.
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from collections.abc import Iterator
@@ -106,3 +107,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    # All is shown. Of processes that go on to the interpreter's end some are aborted there, after
+    # all of Python is gone, by a thread of PyTorch's that nobody ended.
+    os._exit(0)  # noqa: SLF001

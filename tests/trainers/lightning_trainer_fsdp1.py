@@ -9,6 +9,7 @@ the module wraps itself.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -102,3 +103,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    # All is shown. Of processes that go on to the interpreter's end some are aborted there, after
+    # all of Python is gone, by a thread of PyTorch's that nobody ended.
+    os._exit(0)  # noqa: SLF001
