@@ -71,4 +71,4 @@ if __name__ == "__main__":
     main()
     # All is shown. Of processes that go on to the interpreter's end some are aborted there, after
     # all of Python is gone, by a thread of PyTorch's that nobody ended.
-    os._exit(0)  # noqa: SLF001
+    os._exit(0)
