@@ -281,8 +281,11 @@ static int on_this_machine(int fd)
     return 0;
 }
 
-/* Whether so much of a file's start is in memory, in halves; 0 where the kernel does not say. */
-static int is_cached(int fd, size_t bytes, int halves)
+/* Halves of a file's start. */
+enum share { HALF = 1, ALL = 2 };
+
+/* Whether such a share of a file's start is in memory; 0 where the kernel does not say. */
+static int is_cached(int fd, size_t bytes, enum share halves)
 {
     const size_t page = (size_t)sysconf(_SC_PAGESIZE), pages = (bytes + page - 1) / page;
     const long long cached = pages_cached(fd, bytes);
@@ -369,12 +372,12 @@ static int take_mapped(int fd, struct sink *sink, size_t bytes, const Py_buffer 
 {
     const size_t all = bytes + (size_t)tail->len;
 
-    if (all < MIN_MAPPED_BYTES || !is_cached(fd, MIN_MAPPED_BYTES, 2) || !on_this_machine(fd))
+    if (all < MIN_MAPPED_BYTES || !is_cached(fd, MIN_MAPPED_BYTES, ALL) || !on_this_machine(fd))
         return 0;
     uint8_t *mapping = mmap(NULL, all, PROT_READ, MAP_SHARED, fd, 0);
     if (mapping == MAP_FAILED)
         return 0;
-    const int taken = comes_at_once(mapping) && is_cached(fd, all, 2);
+    const int taken = comes_at_once(mapping) && is_cached(fd, all, ALL);
     if (taken) {
         take(sink, mapping, bytes);
         memcpy(tail->buf, mapping + bytes, (size_t)tail->len);
@@ -398,7 +401,7 @@ static int take_in_pieces(int fd, struct sink *sink, size_t bytes, const Py_buff
         ssize_t got = preadv2(fd, parts, 2, (off_t)at, flags);
         if (flags && got != (ssize_t)(size + behind)) {
             /* Not all is there, or the file system can not say: from here on it is waited for. */
-            if (!is_cached(fd, all, 1))
+            if (!is_cached(fd, all, HALF))
                 return 0;
             flags = 0;
             got = preadv2(fd, parts, 2, (off_t)at, flags);

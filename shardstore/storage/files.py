@@ -163,8 +163,9 @@ class FileMover:
             [part.out for part in whole],
             [part.array.expected_crc(part.index) for part in whole],
         )
-        for position in reversed(left):
-            rest.append(whole.pop(position))
+        slow = set(left)
+        rest += [whole[i] for i in left]
+        whole = [part for i, part in enumerate(whole) if i not in slow]
         return sum([part.out.nbytes + CRC_BYTES for part in whole]), whole, rest
 
     def _run(

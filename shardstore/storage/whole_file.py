@@ -3,10 +3,10 @@
 The compiled part (:mod:`shardstore.storage._copy_crc`: Linux on x86-64, a C compiler at the
 installation) opens, copies and checksums files in one call, in one pass over memory, which is as
 fast as read(2) alone. It says no to whatever is out of the ordinary, and the caller goes the
-long way, which knows every error. It asks first whether the file is in memory (cachestat(2),
-preadv2(2), Linux man-pages). It maps only files that are there altogether, in large pieces, and on
-this machine's own file systems: an error of the disk, or a file that another machine deletes, would
-be the death of who reads through a mapping.
+long way, which knows every error. Whether a file is in memory shows when it is read without waiting
+(preadv2(2), cachestat(2), Linux man-pages). It maps only files that are there altogether, in large
+pieces, and on this machine's own file systems: an error of the disk, or a file that another machine
+deletes, would be the death of who reads through a mapping.
 Destinations at odd addresses profit most: the kernel copies to an address that is no multiple of 32
 at a fraction of its usual rate (3 to 8 times slower on an AMD EPYC), and views into a flat
 parameter buffer begin anywhere. It knows files and destinations.
