@@ -10,11 +10,12 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import torch
 
@@ -23,6 +24,7 @@ from shardstore.core import CONFIG_FNAME
 from shardstore.dict_utils import extract_matching_values, merge, nested_values
 from shardstore.dtensor import Adopted, adopt_for_load, needs_adoption
 from shardstore.errors import ArgumentError
+from shardstore.load_documents import Documents, digest_of, read_documents, reads_alone
 from shardstore.mapping import ShardedObject, ShardedStateDict, StateDict, apply_factory_merges
 from shardstore.one_rank import place_of
 from shardstore.process_groups import raise_together, require_group
@@ -32,12 +34,10 @@ from shardstore.shard_reports import check_reports, report_shards, shards_of_rep
 from shardstore.state_dict_utils import check_state, load_preprocess
 from shardstore.storage.collector import collector_paused
 from shardstore.storage.location import Location
-from shardstore.storage.parallel import run_together
 from shardstore.storage.places import shown
 from shardstore.strategies.base import LoadCommonStrategy, LoadShardedStrategy
 from shardstore.strategies.casting import budget_of, casting
-from shardstore.strategies.common import COMMON_STATE_FNAME
-from shardstore.strategies.opened import ROOT_DOCUMENT, handed_out
+from shardstore.strategies.opened import handed_out
 from shardstore.strategies.partial import with_destinations
 from shardstore.strategies.shared_reads import Sharing, shared_reads, sharing_of
 from shardstore.strategies.watched import watched
@@ -53,6 +53,8 @@ __all__ = ["LoadCall", "run_load"]
 
 logger = logging.getLogger(__name__)
 
+
+T = TypeVar("T")
 
 StoredMetadata: TypeAlias = Callable[
     [str | Path, LoadShardedStrategy, LoadCommonStrategy], CkptShardedMetadata
@@ -87,131 +89,221 @@ def run_load(
         call: what this rank gives.
         stored_metadata: tells what the checkpoint holds, where keys are compared.
     """
-    ranks = Ranks.current()
-    error: BaseException | None = None
-    try:
-        location = Location.given(call.checkpoint_dir, call.storage_options)
-    except ArgumentError as problem:
-        location, error = Location(shown(call.checkpoint_dir)), problem
-    what = f"loading {location.url}"
-    report = b""
-    mode = StrictHandling.ASSUME_OK_UNEXPECTED
-    wanted: ShardedStateDict = {}
-    checkpoint_dir: str | Path = call.checkpoint_dir
-    adopted = Adopted(call.sharded_state_dict)
-    reported = compared = False
-    started = perf_counter()
-    callback: ProgressCallback | None = None
-    try:
-        callback = callback_of(call.progress, shows=ranks.is_coordinator)
+    return _Load(call, stored_metadata).run()
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class _Matched:
+    """What is to be read, held against what is stored."""
+
+    for_tensors: LoadShardedStrategy
+    for_common: LoadCommonStrategy
+    common_state: StateDict
+    wanted: ShardedStateDict
+    missing: set[str]
+    unexpected: set[str]
+    sharing: Sharing | None
+
+
+class _Load:
+    """One rank's part in a load. What goes wrong is kept until the ranks meet: all do, each time.
+
+    Where all ranks are of one machine, and the checkpoint on its disk, each reads the documents
+    and matches them before the ranks meet for the first time, which settles it all if they found
+    the same. Else the first meeting hands out what the coordinator read, and they meet once more
+    before tensors are read.
+    """
+
+    def __init__(self, call: LoadCall, stored_metadata: StoredMetadata) -> None:
+        self.call = call
+        self.stored_metadata = stored_metadata
+        self.ranks = Ranks.current()
+        self.error: BaseException | None = None
+        try:
+            self.location = Location.given(call.checkpoint_dir, call.storage_options)
+        except ArgumentError as problem:
+            self.location, self.error = Location(shown(call.checkpoint_dir)), problem
+        self.checkpoint_dir: str | Path = call.checkpoint_dir
+        self.what = f"loading {self.location.url}"
+        self.mode = StrictHandling.ASSUME_OK_UNEXPECTED
+        self.adopted = Adopted(call.sharded_state_dict)
+        self.wanted: ShardedStateDict = {}
+        self.nonpersistent: StateDict = {}
+        self.factories: StateDict = {}
+        self.report = b""  # of the shards; empty where it takes the stored keys to know them
+        self.matched: _Matched | None = None
+        self.callback: ProgressCallback | None = None
+        self.result: StateDict = {}
+
+    def run(self) -> StateDict | tuple[StateDict, set[str], set[str]]:
+        """All of it, in order."""
+        started = perf_counter()
+        ranks, location = self.ranks, self.location
+        self._try(self._prepare)
+        with ExitStack() as stack:
+            own: Documents | None = None
+            if self.report and not self._is_compared and reads_alone(location, ranks.world_size):
+                own = self._try(partial(read_documents, location))
+            if own is not None:
+                stack.enter_context(handed_out(own))
+                self._try(self._match)
+            said = pickle.dumps((digest_of(own), self.report))
+            answer = ranks.together(said, what=self.what, error=self.error, decide=self._decide)
+            settled, documents, reports = pickle.loads(answer)
+            if not settled:
+                stack.enter_context(handed_out(documents))
+                if reports is None:
+                    reports = self._adopt()
+                self._try(partial(self._match, reports))
+                ranks.together(what=self.what, error=self.error)
+            meter = Meter("load", location.url, self.callback)
+            with watched(meter):
+                self._try(self._read)
+                ranks.together(what=self.what, error=self.error)
+        if ranks.is_coordinator:
+            _log_load(location.url, meter.bytes_total, perf_counter() - started, ranks.world_size)
+        if StrictHandling.requires_returning_mismatch_keys(self.mode):
+            assert self.matched is not None
+            return self.result, self.matched.missing, self.matched.unexpected
+        return self.result
+
+    def _try(self, step: Callable[[], T]) -> T | None:
+        """Take a step, unless one has failed."""
+        if self.error is None:
+            try:
+                return step()
+            except Exception as problem:
+                self.error = problem
+        return None
+
+    @property
+    def _is_compared(self) -> bool:
+        """Whether what is stored is held against what all ranks ask for together."""
+        return StrictHandling.requires_global_app_metadata(self.mode)
+
+    # -- what is asked for ---------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        call = self.call
+        self.callback = callback_of(call.progress, shows=self.ranks.is_coordinator)
         require_group("replica_group", call.replica_group)
-        if error is None:
-            checkpoint_dir = place_of(location).place
+        self.checkpoint_dir = place_of(self.location).place
         check_state(call.sharded_state_dict)
         if not isinstance(call.cast, bool):
             raise ArgumentError(
                 f"cast={call.cast!r:.100} must be True or False: tensors have the data types that "
                 "the state dict asks for"
             )
-        mode = parse_strict_flag(call.strict)
-        compared = StrictHandling.requires_global_app_metadata(mode)
-        reported = call.validate_access_integrity or compared
+        self.mode = parse_strict_flag(call.strict)
         if not needs_adoption(call.sharded_state_dict):
-            wanted, nonpersistent, factories = _prepared(call.sharded_state_dict)
-            report = report_shards(nested_values(wanted) if reported else ())
-    except Exception as problem:
-        error = error or problem
+            self._prepare_shards(call.sharded_state_dict)
+            self.report = self._reported()
 
-    unchecked: list[list[bytes]] = []
+    def _prepare_shards(self, state_dict: ShardedStateDict) -> None:
+        """Split off the non-persistent objects and the factories."""
+        wanted, self.nonpersistent, self.factories = load_preprocess(state_dict)
+        self.wanted = extract_sharded_base(wanted)[0]
 
-    def check(reports: list[bytes]) -> bytes:
-        if call.validate_access_integrity:
+    def _reported(self) -> bytes:
+        reported = self.call.validate_access_integrity or self._is_compared
+        return report_shards(nested_values(self.wanted) if reported else ())
+
+    def _adopt(self) -> list[bytes] | None:
+        """Find what plain tensors and DTensors stand for, which takes the stored keys and who holds
+        them. Every rank does, for those that have to. The reports of all ranks, if compared."""
+        self._try(self._prepare_adopted)
+        said = self._try(partial(claims, self.wanted)) or b""
+        answer = self.ranks.together(said, what=self.what, error=self.error, decide=decide_claims)
+        self._try(partial(apply_claims, self.wanted, answer))
+        report = self._try(self._reported) or b""
+        checked = self.ranks.together(
+            report,
+            what=self.what,
+            error=self.error,
+            decide=lambda reports: pickle.dumps(self._checked(reports)),
+        )
+        found: list[bytes] = pickle.loads(checked)
+        return found
+
+    def _prepare_adopted(self) -> None:
+        strategy, _ = verify_checkpoint_and_load_strategy(
+            self.checkpoint_dir, self.call.sharded_strategy
+        )
+        self.adopted = adopt_for_load(
+            self.call.sharded_state_dict,
+            lambda: strategy.load_tensors_metadata(self.checkpoint_dir),
+        )
+        self._prepare_shards(self.adopted.state)
+
+    # -- on the coordinator --------------------------------------------------------------------
+
+    def _decide(self, said: list[bytes]) -> bytes:
+        """Whether all is settled; if not, the documents and, unless shards are still unknown, the
+        reports of all."""
+        digests, reports = zip(*map(pickle.loads, said), strict=True)
+        known = all(reports)
+        if digests[0] is not None and known and len(set(digests)) == 1:
+            self._checked(reports)
+            return pickle.dumps((True, {}, None))
+        documents = read_documents(self.location)
+        if documents[self.location.url, CONFIG_FNAME] is None or not known:
+            return pickle.dumps((False, documents, None if not known else []))
+        return pickle.dumps((False, documents, self._checked(reports)))
+
+    def _checked(self, reports: Sequence[bytes]) -> Sequence[bytes]:
+        """The reports, for those who compare, once they passed."""
+        if self.call.validate_access_integrity:
             with collector_paused():
                 check_reports(reports)
-        return pickle.dumps(reports if compared else None)
+        return reports if self._is_compared else []
 
-    def decide(reports: list[bytes]) -> bytes:
-        documents = _documents_for_all(location)
-        if documents[location.url, CONFIG_FNAME] is None or not all(reports):
-            return pickle.dumps((documents, None))
-        if compared or ranks.world_size == 1:
-            return pickle.dumps((documents, check(reports)))
-        unchecked.append(reports)  # the others have documents to parse meanwhile
-        return pickle.dumps((documents, pickle.dumps(None)))
+    # -- against what is stored ----------------------------------------------------------------
 
-    answer = ranks.together(report, what=what, error=error, decide=decide)
-    verdict = [_outcome(partial(check, reports)) for reports in unchecked]
-    documents, checked = pickle.loads(answer)
-    meter = Meter("load", location.url, callback)
-    with handed_out(documents), watched(meter):
-        if checked is None:
-            # What plain tensors and DTensors stand for takes the stored keys, and who holds them.
-            try:
-                adopted = _adopted(call.sharded_state_dict, checkpoint_dir, call.sharded_strategy)
-                wanted, nonpersistent, factories = _prepared(adopted.state)
-                report = claims(wanted)
-            except Exception as problem:
-                error = problem
-            answer = ranks.together(report, what=what, error=error, decide=decide_claims)
-            try:
-                apply_claims(wanted, answer)
-                report = report_shards(nested_values(wanted) if reported else ())
-            except Exception as problem:
-                error = problem
-            checked = ranks.together(report, what=what, error=error, decide=check)
-        try:
-            for_tensors, for_common = verify_checkpoint_and_load_strategy(
-                checkpoint_dir, call.sharded_strategy, call.common_strategy
+    def _match(self, reports: Sequence[bytes] = ()) -> None:
+        call, checkpoint_dir = self.call, self.checkpoint_dir
+        for_tensors, for_common = verify_checkpoint_and_load_strategy(
+            checkpoint_dir, call.sharded_strategy, call.common_strategy
+        )
+        common_state = for_common.load_common(checkpoint_dir)
+        merge(common_state, self.nonpersistent)
+        local = stored = None
+        if StrictHandling.requires_explicit_ckpt_mismatch_check(self.mode):
+            stored = self.stored_metadata(checkpoint_dir, for_tensors, for_common)
+            local = [value.without_data() for value in nested_values(self.wanted)]
+        everyone = [shards_of_report(r) for r in reports] if self._is_compared else None
+        wanted, missing, unexpected = validate_integrity_and_strict_load(
+            self.wanted, self.mode, False, local, everyone, stored
+        )
+        sharing = sharing_of(
+            call.replica_group, call.share_replicas, self.location, call.exchange_budget_bytes
+        )
+        if call.map_location is not None:
+            wanted = with_destinations(wanted, torch.device(call.map_location))
+        self.matched = _Matched(
+            for_tensors=for_tensors,
+            for_common=for_common,
+            common_state=common_state,
+            wanted=wanted,
+            missing=missing,
+            unexpected=unexpected,
+            sharing=sharing,
+        )
+
+    # -- bytes ---------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        matched = self.matched
+        assert matched is not None
+        with casting(self.call.cast, budget_of(self.call.exchange_budget_bytes, self.location)):
+            loaded = _read(
+                matched.wanted,
+                self.checkpoint_dir,
+                matched.for_tensors,
+                matched.for_common,
+                matched.sharing,
             )
-            common_state = for_common.load_common(checkpoint_dir)
-            merge(common_state, nonpersistent)
-            local = stored = None
-            if StrictHandling.requires_explicit_ckpt_mismatch_check(mode):
-                stored = stored_metadata(checkpoint_dir, for_tensors, for_common)
-                local = [v.without_data() for v in nested_values(wanted)]
-            reports = pickle.loads(checked)
-            everyone = None if reports is None else [shards_of_report(r) for r in reports]
-            wanted, missing, unexpected = validate_integrity_and_strict_load(
-                wanted, mode, False, local, everyone, stored
-            )
-            sharing = sharing_of(
-                call.replica_group, call.share_replicas, location, call.exchange_budget_bytes
-            )
-            if call.map_location is not None:
-                wanted = with_destinations(wanted, torch.device(call.map_location))
-        except Exception as problem:
-            error = problem
-        ranks.together(what=what, error=error, decide=lambda _: _raised(verdict))
-
-        try:
-            with casting(call.cast, budget_of(call.exchange_budget_bytes, location)):
-                loaded = _read(wanted, checkpoint_dir, for_tensors, for_common, sharing)
-            merge(common_state, loaded)
-            result = adopted.restore(apply_factory_merges(common_state, factories))
-        except Exception as problem:
-            error = problem
-        ranks.together(what=what, error=error)
-    if ranks.is_coordinator:
-        _log_load(location.url, meter.bytes_total, perf_counter() - started, ranks.world_size)
-    if StrictHandling.requires_returning_mismatch_keys(mode):
-        return result, missing, unexpected
-    return result
-
-
-def _outcome(step: Callable[[], object]) -> Exception | None:
-    """What a step raised, to be raised later."""
-    try:
-        step()
-    except Exception as problem:
-        return problem
-    return None
-
-
-def _raised(outcomes: Sequence[Exception | None]) -> bytes:
-    """Nothing, unless one of the steps failed."""
-    for problem in filter(None, outcomes):
-        raise problem
-    return b""
+        state = merge(matched.common_state, loaded)
+        self.result = self.adopted.restore(apply_factory_merges(state, self.factories))
 
 
 def _log_load(url: str, size: int, seconds: float, world_size: int) -> None:
@@ -256,35 +348,3 @@ def _read(
     with shared_reads(sharing):
         merge(loaded, sharded_strategy.load(tensors, checkpoint_dir))
     return loaded
-
-
-def _prepared(state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict, StateDict]:
-    """The shards to load, the non-persistent objects, and the factories."""
-    wanted, nonpersistent, factories = load_preprocess(state_dict)
-    return extract_sharded_base(wanted)[0], nonpersistent, factories
-
-
-def _adopted(
-    state_dict: ShardedStateDict,
-    checkpoint_dir: str | Path,
-    sharded_strategy: LoadShardedStrategy | tuple[str, int] | None,
-) -> Adopted:
-    """The state dict with its plain tensors and DTensors as what is stored under their paths."""
-    strategy, _ = verify_checkpoint_and_load_strategy(checkpoint_dir, sharded_strategy)
-    return adopt_for_load(state_dict, lambda: strategy.load_tensors_metadata(checkpoint_dir))
-
-
-def _documents_for_all(location: Location) -> Mapping[tuple[str, str], bytes | None]:
-    """The documents that every rank needs, read by one and handed to all."""
-    names = (ROOT_DOCUMENT, CONFIG_FNAME, COMMON_STATE_FNAME)
-
-    def read(name: str) -> bytes | None:
-        try:
-            return location.read(name)
-        except FileNotFoundError:
-            return None
-
-    if location.is_local:
-        return {(location.url, name): read(name) for name in names}
-    found = run_together(*(partial(read, name) for name in names))
-    return {(location.url, name): data for name, data in zip(names, found, strict=True)}

@@ -24,6 +24,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -32,6 +33,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from shardstore.errors import CheckpointingException, RanksError
+from shardstore.messages import Message, Messages
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -47,7 +49,6 @@ DEFAULT_DEADLINE_S = 1800.0
 GRACE_S = 5.0
 """Seconds, beyond the deadline, in which the coordinator's verdict must arrive."""
 TREE_FROM_BYTES = 64 * 1024
-_HEADER = 3  # status, bytes that follow, whether they come down the tree
 _PIECES = 1
 """Tag of pieces of chunks: one that nobody waits for any more must not be taken for a report, of
 another size, which ends the process from within gloo."""
@@ -203,16 +204,17 @@ class Ranks:
         if error is not None:
             failures[0] = _describe(error)
             causes.append(error)
-        for rank in range(1, self.world_size):
-            try:
-                status, body = self._receive(rank)
-            except RuntimeError as problem:
+        others = range(1, self.world_size)
+        messages = self._messages(self.deadline_s)
+        for rank, answer in messages.receive_each(others):
+            body = b""
+            if isinstance(answer, RuntimeError):
                 # After a timeout gloo closes every pair: only the first silence is evidence.
                 if not lost or "timed out" not in failures[lost[0]].lower():
-                    failures[rank] = f"no answer ({_first_line(problem)})"
+                    failures[rank] = f"no answer ({_first_line(answer)})"
                     lost.append(rank)
-                body = b""
             else:
+                status, body = answer
                 if status == _ERROR:
                     text, cause = pickle.loads(body)
                     failures[rank] = text
@@ -231,26 +233,23 @@ class Ranks:
         if lost:
             self._post(body)
         tree = status == _OK and len(body) >= TREE_FROM_BYTES
-        for rank in range(1, self.world_size):
-            try:
-                self._send(rank, status, body, tree=tree)
-            except RuntimeError as problem:
-                logger.warning(
-                    "rank %d could not be told the outcome of %s: %s", rank, what, problem
-                )
+        for rank, reason in messages.send_each(others, Message(status, body), tree=tree):
+            logger.warning("rank %d could not be told the outcome of %s: %s", rank, what, reason)
         if tree:
-            self._broadcast(bytearray(body))
+            messages.broadcast(body)
         if lost:
             self._break()
         return status, body
 
     def _report(self, report: bytes, what: str, error: BaseException | None) -> tuple[int, bytes]:
+        messages = self._messages(2 * self.deadline_s + GRACE_S)
         try:
-            if error is None:
-                self._send(0, _OK, report)
-            else:
-                self._send(0, _ERROR, pickle.dumps((_describe(error), _portable_or_none(error))))
-            status, body = self._receive(0)
+            said = Message(_OK, report)
+            if error is not None:
+                said = Message(_ERROR, pickle.dumps((_describe(error), _portable_or_none(error))))
+            answer = messages.expect(0)
+            messages.send(0, said)
+            status, body = messages.receive(0, answer)
             if status == _BROKEN:
                 # All that are left make a new group next time, or none does.
                 self._break()
@@ -296,45 +295,14 @@ class Ranks:
 
     # -- messages ------------------------------------------------------------------------------
 
-    @property
-    def _pg(self) -> Any:
+    def _messages(self, wait_s: float) -> Messages:
         assert self._group is not None
-        return self._group.group
+        return Messages(self._group.group, wait_s)
 
     def _break(self) -> None:
         """Forget the group: after a timeout or a death gloo's connections are of no more use."""
         if self._group is not None:
             self._group.broken = True
-
-    def _send(self, rank: int, status: int, body: bytes, *, tree: bool = False) -> None:
-        header = torch.tensor([status, len(body), int(tree)], dtype=torch.int64)
-        dist.send(header, dst=rank, group=self._pg)
-        if body and not tree:
-            dist.send(
-                torch.frombuffer(bytearray(body), dtype=torch.uint8), dst=rank, group=self._pg
-            )
-
-    def _receive(self, rank: int) -> tuple[int, bytes]:
-        header = torch.zeros(_HEADER, dtype=torch.int64)
-        self._wait(dist.irecv(header, src=rank, group=self._pg), coordinator=self.is_coordinator)
-        status, size, tree = (int(n) for n in header)
-        if size == 0:
-            return status, b""
-        body = bytearray(size)
-        if tree:
-            self._broadcast(body)
-        else:
-            work = dist.irecv(torch.frombuffer(body, dtype=torch.uint8), src=rank, group=self._pg)
-            self._wait(work, coordinator=self.is_coordinator)
-        return status, bytes(body)
-
-    def _wait(self, work: dist.Work | None, *, coordinator: bool = True) -> None:
-        if work is not None:
-            seconds = self.deadline_s if coordinator else 2 * self.deadline_s + GRACE_S
-            work.wait(timedelta(seconds=seconds))
-
-    def _broadcast(self, body: bytearray) -> None:
-        dist.broadcast(torch.frombuffer(body, dtype=torch.uint8), src=0, group=self._pg)
 
     def exchange(
         self,
@@ -350,19 +318,29 @@ class Ranks:
             sends: ``(rank, bytes)``, one-dimensional contiguous uint8.
             receives: ``(rank, buffer)``, one-dimensional contiguous uint8, written in place.
         """
-        works: list[tuple[int, dist.Work | None]] = []
-        rank = -1
-        try:
-            # A rank that is known to be gone is met here, another when it is waited for.
-            for rank, buffer in receives:
-                work = dist.irecv(torch.from_numpy(buffer), src=rank, group=self._pg, tag=_PIECES)
-                works.append((rank, work))
-            for rank, piece in sends:
-                sent = dist.isend(_as_tensor(piece), dst=rank, group=self._pg, tag=_PIECES)
-                works.append((rank, sent))
-            for rank, work in works:  # noqa: B007 (the error names it)
-                self._wait(work)
-        except RuntimeError as problem:
+        messages = self._messages(self.deadline_s)
+        about: Any = {"group": messages.group, "tag": _PIECES}
+        lost: dict[int, RuntimeError] = {}
+
+        def attempt(rank: int, step: Callable[[], dist.Work | None]) -> dist.Work | None:
+            try:
+                return step()
+            except RuntimeError as problem:
+                lost.setdefault(rank, problem)
+                return None
+
+        # Whoever is gone: the others wait for their pieces, and only then for a verdict.
+        begun = [
+            (rank, attempt(rank, partial(dist.irecv, torch.from_numpy(buffer), rank, **about)))
+            for rank, buffer in receives
+        ]
+        begun += [
+            (rank, attempt(rank, partial(dist.isend, _as_tensor(piece), rank, **about)))
+            for rank, piece in sends
+        ]
+        for rank, work in begun:
+            attempt(rank, partial(messages.wait, work))
+        for rank, problem in lost.items():  # the first: after a timeout gloo closes every pair
             self._break()
             raise RanksError(
                 f"rank {self.rank} lost rank {rank} while pieces of chunks were exchanged "

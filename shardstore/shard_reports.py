@@ -1,6 +1,6 @@
 """What ranks tell each other of the shards that they want to load, and a quick check of it.
 
-A report is a list of plain tuples, a fraction of the work of pickling the shards themselves. The
+A report is keys and numbers of cuts, a fraction of the work of pickling the shards themselves. The
 coordinator looks through all of them: arrangements that are plainly right (equal boxes on a regular
 grid, flat ranges end to end) are recognised in a few microseconds a shard; for everything else
 :func:`shardstore.access_pattern.check_access` decides and words the error. Knows nothing
@@ -22,10 +22,10 @@ from shardstore.mapping import ReplicaId, ShardedObject, ShardedTensor, is_main_
 __all__ = ["check_reports", "report_shards", "shards_of_report"]
 
 
-class _Shard(NamedTuple):
-    """A :class:`ShardedTensor` without its data, field by field."""
+class _Cut(NamedTuple):
+    """A :class:`ShardedTensor` without its key and its data, field by field; the range as a
+    tuple."""
 
-    key: str
     dtype: torch.dtype
     local_shape: tuple[int, ...]
     global_shape: tuple[int, ...]
@@ -34,49 +34,79 @@ class _Shard(NamedTuple):
     replica_id: ReplicaId
     prepend_axis_num: int
     allow_shape_mismatch: bool
-    flattened_range: slice | None
+    flattened_range: tuple[int, int, int | None] | None
 
-    def tensor(self) -> ShardedTensor:
-        return ShardedTensor(self.key, None, *self[1:])
+    def tensor(self, key: str) -> ShardedTensor:
+        flat = None if self.flattened_range is None else slice(*self.flattened_range)
+        return ShardedTensor(key, None, *self[:-1], flat)
 
 
-Report = tuple[list[_Shard], list[ShardedObject]]
+class _Numbered:
+    """Different cuts, each with a number."""
+
+    def __init__(self) -> None:
+        self.cuts: list[tuple[Any, ...]] = []
+        self._numbers: dict[tuple[Any, ...], int] = {}
+
+    def number(self, cut: tuple[Any, ...]) -> int:
+        try:
+            found = self._numbers.setdefault(cut, len(self.cuts))
+        except TypeError:  # someone's replica_id is a list
+            found = len(self.cuts)
+        if found == len(self.cuts):
+            self.cuts.append(cut)
+        return found
+
+
+class _Report(NamedTuple):
+    """What one rank holds: the key of each tensor, and the position of its cut in ``cuts``. Many
+    tensors are cut alike, so it is little more than the keys."""
+
+    keys: list[str]
+    numbers: list[int]
+    cuts: list[tuple[Any, ...]]
+    objects: list[ShardedObject]
+
+    def tensors(self) -> list[ShardedTensor]:
+        cuts = [_Cut._make(cut) for cut in self.cuts]
+        return [cuts[n].tensor(key) for key, n in zip(self.keys, self.numbers, strict=True)]
 
 
 def report_shards(shards: Iterable[Any]) -> bytes:
     """Describe a rank's shards; what is no shard is left out."""
-    tensors: list[tuple[Any, ...]] = []
+    keys: list[str] = []
+    numbers: list[int] = []
+    numbered = _Numbered()
     objects: list[ShardedObject] = []
     for item in shards:
         if isinstance(item, ShardedTensor):
-            tensors.append(
-                (
-                    item.key,
-                    item.dtype,
-                    item.local_shape,
-                    item.global_shape,
-                    item.global_offset,
-                    item.axis_fragmentations,
-                    item.replica_id,
-                    item.prepend_axis_num,
-                    item.allow_shape_mismatch,
-                    item.flattened_range,
-                )
+            flat = item.flattened_range
+            cut = (
+                item.dtype,
+                item.local_shape,
+                item.global_shape,
+                item.global_offset,
+                item.axis_fragmentations,
+                item.replica_id,
+                item.prepend_axis_num,
+                item.allow_shape_mismatch,
+                None if flat is None else (flat.start, flat.stop, flat.step),
             )
+            keys.append(item.key)
+            numbers.append(numbered.number(cut))
         elif isinstance(item, ShardedObject):
             objects.append(item.without_data())
-    return pickle.dumps((tensors, objects))
+    return pickle.dumps((keys, numbers, numbered.cuts, objects))
 
 
-def _parse(report: bytes) -> Report:
-    tensors, objects = pickle.loads(report)
-    return [_Shard._make(fields) for fields in tensors], objects
+def _parse(report: bytes) -> _Report:
+    return _Report._make(pickle.loads(report))
 
 
 def shards_of_report(report: bytes) -> list[ShardedTensor | ShardedObject]:
     """The shards that a report describes, without data."""
-    tensors, objects = _parse(report)
-    return [*(shard.tensor() for shard in tensors), *objects]
+    parsed = _parse(report)
+    return [*parsed.tensors(), *parsed.objects]
 
 
 def check_reports(reports: Sequence[bytes]) -> None:
@@ -92,41 +122,34 @@ def check_reports(reports: Sequence[bytes]) -> None:
         AccessPatternError, ShapeMismatchError, DTypeMismatchError: see
             :func:`shardstore.access_pattern.check_access`.
     """
-    by_key: dict[str, list[tuple[int, _Shard]]] = {}
-    # Many tensors are cut alike: what holds for one holds for all that differ in the key alone.
-    known: dict[tuple[Any, ...], bool] = {}
-    suspects: list[list[ShardedTensor | ShardedObject]] = []
-    object_keys: set[str] = set()
-    for rank, report in enumerate(reports):
-        tensors, objects = _parse(report)
-        for shard in tensors:
-            by_key.setdefault(shard.key, []).append((rank, shard))
-        object_keys.update(item.key for item in objects)
-        suspects.append(list(objects))
-    for key, held in by_key.items():
-        if key in object_keys or not _tile(held, known):
-            for rank, shard in held:
-                suspects[rank].append(shard.tensor())
-    if any(suspects):
-        check_access(suspects)
+    numbered = _Numbered()
+    held: dict[str, list[int]] = {}  # the number of each holder's cut, by rank
+    parsed = [_parse(report) for report in reports]
+    for report in parsed:
+        numbers = [numbered.number(cut) for cut in report.cuts]
+        for key, n in zip(report.keys, report.numbers, strict=True):
+            held.setdefault(key, []).append(numbers[n])
+    cuts = [_Cut._make(cut) for cut in numbered.cuts]
+    # What holds for one tensor holds for all that ranks cut in the same way.
+    known: dict[tuple[int, ...], bool] = {}
+    doubtful = {item.key for report in parsed for item in report.objects}
+    for key, cut in held.items():
+        together = tuple(cut)
+        right = known.get(together)
+        if right is None:
+            right = known[together] = _tiles([cuts[n] for n in cut])
+        if not right:
+            doubtful.add(key)
+    if doubtful:
+        check_access(
+            [
+                [*report.objects, *(t for t in report.tensors() if t.key in doubtful)]
+                for report in parsed
+            ]
+        )
 
 
-def _tile(held: Sequence[tuple[int, _Shard]], known: dict[tuple[Any, ...], bool]) -> bool:
-    """:func:`_tiles`, from what is known of tensors that are cut in the same way."""
-    shards = [shard for _, shard in held]
-    if shards[0].flattened_range is not None:  # a slice can not be looked up
-        return _tiles(shards)
-    cut = tuple([shard[1:] for shard in shards])
-    try:
-        found = known.get(cut)
-    except TypeError:
-        return _tiles(shards)
-    if found is None:
-        found = known[cut] = _tiles(shards)
-    return found
-
-
-def _tiles(shards: Sequence[_Shard]) -> bool:
+def _tiles(shards: Sequence[_Cut]) -> bool:
     """Whether shards of one key are plainly right; ``False`` where that takes a closer look."""
     first = shards[0]
     shape, regular = first.global_shape, first.axis_fragmentations is not None
@@ -149,7 +172,7 @@ def _tiles(shards: Sequence[_Shard]) -> bool:
                 return False
             boxes[offset] = (extent, None)
             continue
-        start, stop, _ = shard.flattened_range.indices(math.prod(extent))
+        start, stop, _ = slice(*shard.flattened_range).indices(math.prod(extent))
         if known is None:
             known = boxes[offset] = (extent, [])
         if known[0] != extent or known[1] is None:

@@ -83,7 +83,10 @@ def _main(
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    # As torchrun sets it; all ranks are of one machine.
+    ours = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
+    os.environ.update({name: str(value) for name, value in ours.items()})
+    os.environ.setdefault("LOCAL_WORLD_SIZE", str(world_size))
     try:
         dist.init_process_group(
             "gloo",

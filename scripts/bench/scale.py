@@ -333,24 +333,24 @@ def _star(results: Results, worlds: Sequence[int], chunks: int, number: int) -> 
 def _talker(rank: int, folder: str, size: int, answers: Any) -> None:
     import torch.distributed as dist
 
-    from shardstore.ranks import Ranks
+    from shardstore.messages import Message, Messages
 
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    ranks = Ranks.current()
-    ranks.together(what="measuring")
+    messages = Messages(dist.group.WORLD, wait_s=300)
+    dist.barrier()
     begin = time.perf_counter()
     if rank == 0:
         for _ in range(ROUNDS):
-            ranks._receive(1)
+            messages.receive(1, messages.expect(1))
         for _ in range(ROUNDS):
-            ranks._send(1, 0, b"done")
+            messages.send(1, Message(0, b"done"))
         answers.put((time.perf_counter() - begin) / ROUNDS)
     else:
         mine = bytes(size)
         for _ in range(ROUNDS):
-            ranks._send(0, 0, mine)
+            messages.send(0, Message(0, mine))
         for _ in range(ROUNDS):
-            ranks._receive(0)
+            messages.receive(0, messages.expect(0))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -5,7 +5,8 @@
  * and is read once more. Here the bytes go to the destination by stores that bypass the cache, and are
  * folded into the checksum while they are in registers. They come from a mapping of the file where its
  * pages lie in memory in large pieces, else by read(2) through a little memory that stays in the cache.
- * The kernels that do it are in _crc_kernels.h.
+ * Here is what Python calls; the kernels that do it are in _crc_kernels.h, what they copy to and from in
+ * _copy_rows.h and _take_files.h.
  *
  * Built where there is a compiler; shardstore/storage/whole_file.py does without it where there is none.
  */
@@ -13,187 +14,9 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include <fcntl.h>
-#include <stdint.h>
 #include <stdlib.h>
-#include <string.h>
-#include <sys/mman.h>
-#include <sys/resource.h>
-#include <sys/stat.h>
-#include <sys/syscall.h>
-#include <sys/uio.h>
-#include <sys/vfs.h>
-#include <unistd.h>
 
-#include "_crc_kernels.h"
-
-/* Of a file, below which nobody asks whether it is in memory: reading it costs no more; and below which
- * it is not mapped: a page table has entries for as much. */
-enum { MIN_ASKED_BYTES = 128 * 1024, MIN_MAPPED_BYTES = 2 * 1024 * 1024 };
-/* What is read at a time, on the stack: a part of the second nearest cache. */
-enum { PIECE_BYTES = 64 * 1024 };
-/* What is copied, or summed, while it is in the nearest cache. */
-enum { SPREAD_BYTES = 16 * 1024, MOST_AXES = 64 };
-/* The system call's number on x86-64: headers may be older than the kernel. */
-enum { CACHESTAT = 451 };
-
-/* A run to a place of its own: past the cache where it fills whole lines. */
-static void copy_run(uint8_t *to, const uint8_t *from, size_t bytes)
-{
-    if (((uintptr_t)to | bytes) % LINE) {
-        memcpy(to, from, bytes);
-        return;
-    }
-    for (size_t at = 0; at < bytes; at += 16)
-        _mm_stream_si128((__m128i *)(to + at), _mm_loadu_si128((const __m128i *)(from + at)));
-}
-
-/* The rows of a buffer whose last axis is contiguous, in C order. */
-struct rows {
-    /* What is left of this row; the first field, so that a pointer to it is one to the rows. */
-    struct lines rest;
-    const Py_buffer *of;
-    uint8_t *start;
-    /* Bytes of a row: of the last axis, and of those before it that lie without gaps. */
-    size_t run;
-    int axes;
-    /* Whether each row is of whole lines, at a multiple of LINE. */
-    int in_lines;
-    Py_ssize_t index[MOST_AXES];
-};
-
-static void next_row(struct rows *rows)
-{
-    for (int axis = rows->axes; axis--;) {
-        rows->start += rows->of->strides[axis];
-        if (++rows->index[axis] < rows->of->shape[axis])
-            break;
-        rows->start -= rows->of->strides[axis] * rows->of->shape[axis];
-        rows->index[axis] = 0;
-    }
-}
-
-static void turn(struct lines *rest)
-{
-    struct rows *rows = (struct rows *)rest;
-
-    next_row(rows);
-    rest->at = rows->start;
-    rest->left = rows->run;
-}
-
-static struct rows rows_of(const Py_buffer *of)
-{
-    struct rows rows = {.of = of, .start = of->buf, .run = 1};
-
-    if (of->ndim) {
-        rows.axes = of->ndim - 1;
-        rows.run = (size_t)of->shape[rows.axes];
-    }
-    while (rows.axes && of->strides[rows.axes - 1] == (Py_ssize_t)rows.run)
-        rows.run *= (size_t)of->shape[--rows.axes];
-    rows.rest = (struct lines){rows.start, rows.run, turn};
-    uintptr_t all = (uintptr_t)rows.start | rows.run;
-    for (int axis = 0; axis < rows.axes; axis++)
-        all |= (uintptr_t)of->strides[axis];
-    rows.in_lines = all % LINE == 0;
-    return rows;
-}
-
-/* Has the cache fetch the row after this one. Where there is none, nothing happens. */
-static void expect_row(const struct rows *rows)
-{
-    const size_t most = rows->run < SPREAD_BYTES ? rows->run : SPREAD_BYTES;
-
-    if (rows->axes)
-        for (size_t at = 0; at < most; at += LINE)
-            _mm_prefetch((const char *)rows->start + rows->of->strides[rows->axes - 1] + at, _MM_HINT_T2);
-}
-
-/* Carries the checksum over a buffer, in C order, and notes it wherever a block ends.
- *
- * What has gaps between its rows goes to `to` on the way, and each piece of it is summed while it is
- * in the cache; `to` is NULL for what has none. `position` is that of the buffer's start in what the
- * blocks divide. */
-static uint32_t gather_crc(const struct kernel *kernel, uint8_t *to, const Py_buffer *from, size_t block,
-                           uint32_t crc, size_t position, uint32_t *noted)
-{
-    struct rows rows = rows_of(from);
-    const uint8_t *source = to ? to : from->buf;
-    const size_t bytes = (size_t)from->len;
-    size_t copied = to ? 0 : bytes;
-
-    for (size_t summed = 0; summed < bytes;) {
-        size_t piece = block - (position + summed) % block;
-        if (to && piece > SPREAD_BYTES)
-            piece = SPREAD_BYTES;
-        if (piece > bytes - summed)
-            piece = bytes - summed;
-        for (; copied < summed + piece; copied += rows.run) {
-            expect_row(&rows);
-            memcpy(to + copied, rows.start, rows.run);
-            next_row(&rows);
-        }
-        crc = copy_crc(kernel, crc, NULL, source + summed, piece);
-        summed += piece;
-        if ((position + summed) % block == 0)
-            *noted++ = crc;
-    }
-    return crc;
-}
-
-/* Spreads bytes over what is left of the rows of a buffer. */
-static void spread(struct rows *rows, const uint8_t *from, size_t bytes)
-{
-    while (bytes) {
-        if (!rows->rest.left)
-            turn(&rows->rest);
-        size_t run = rows->rest.left < bytes ? rows->rest.left : bytes;
-        copy_run(rows->rest.at, from, run);
-        rows->rest.at += run, rows->rest.left -= run;
-        from += run, bytes -= run;
-    }
-}
-
-/* The same, and carries the checksum over them. */
-static uint32_t spread_crc(const struct kernel *kernel, uint32_t crc, struct rows *rows,
-                           const uint8_t *from, size_t bytes)
-{
-    const size_t whole = rows->in_lines ? bytes - bytes % kernel->block : 0;
-
-    if (whole) {
-        crc = ~kernel->run(kernel->by, ~crc, NULL, &rows->rest, from, whole);
-        from += whole, bytes -= whole;
-    }
-    while (bytes) {
-        /* As much as stays in the cache between the one and the other. */
-        const size_t size = bytes < SPREAD_BYTES ? bytes : SPREAD_BYTES;
-        crc = copy_crc(kernel, crc, NULL, from, size);
-        spread(rows, from, size);
-        from += size, bytes -= size;
-    }
-    _mm_sfence();
-    return crc;
-}
-
-/* Where bytes go, if anywhere, and their checksum so far. */
-struct sink {
-    const struct kernel *kernel;
-    uint8_t *to;
-    struct rows *rows;
-    uint32_t crc;
-};
-
-static void take(struct sink *sink, const uint8_t *from, size_t bytes)
-{
-    if (sink->rows) {
-        sink->crc = spread_crc(sink->kernel, sink->crc, sink->rows, from, bytes);
-        return;
-    }
-    sink->crc = copy_crc(sink->kernel, sink->crc, sink->to, from, bytes);
-    if (sink->to)
-        sink->to += bytes;
-}
+#include "_take_files.h"
 
 /* A destination of bytes that lie one behind the other along the last axis; 0 with an exception set. */
 static int open_target(PyObject *target, Py_buffer *to, int *dense)
@@ -242,68 +65,6 @@ static PyObject *py_copy_crc32c(PyObject *self, PyObject *args)
     PyBuffer_Release(&from);
     PyBuffer_Release(&to);
     return PyErr_Occurred() ? NULL : PyLong_FromUnsignedLong(crc);
-}
-
-/* How many pages of a file's start are in memory, by cachestat(2) of Linux 6.5; -1 without it. */
-static long long pages_cached(int fd, size_t bytes)
-{
-    struct {
-        uint64_t offset, length;
-    } range = {0, bytes};
-    struct {
-        uint64_t cached, dirty, writeback, evicted, recently_evicted;
-    } found = {0};
-
-    return syscall(CACHESTAT, fd, &range, &found, 0) ? -1 : (long long)found.cached;
-}
-
-/* Whether a file system lies on a disk or in the memory of this machine: a file that another machine
- * deletes may vanish from under a mapping, which kills the process where read(2) returns an error.
- * Numbers as statfs(2) gives them (Linux man-pages). */
-static int on_this_machine(int fd)
-{
-    static const uint32_t known[] = {
-        0xEF53,     /* ext2, ext3, ext4 */
-        0x58465342, /* xfs */
-        0x9123683E, /* btrfs */
-        0xF2F52010, /* f2fs */
-        0x2FC12FC1, /* zfs */
-        0x01021994, /* tmpfs */
-        0x794C7630, /* overlayfs */
-    };
-    struct statfs about;
-
-    if (fstatfs(fd, &about))
-        return 0;
-    for (size_t i = 0; i < sizeof known / sizeof *known; i++)
-        if ((uint32_t)about.f_type == known[i])
-            return 1;
-    return 0;
-}
-
-/* Halves of a file's start. */
-enum share { HALF = 1, ALL = 2 };
-
-/* Whether such a share of a file's start is in memory; 0 where the kernel does not say. */
-static int is_cached(int fd, size_t bytes, enum share halves)
-{
-    const size_t page = (size_t)sysconf(_SC_PAGESIZE), pages = (bytes + page - 1) / page;
-    const long long cached = pages_cached(fd, bytes);
-
-    return cached >= 0 && (size_t)cached * 2 >= pages * (size_t)halves;
-}
-
-/* Whether the pages of a mapping come many at a time: in memory they lie in large pieces, as after
- * large writes. Where each few cost a fault of their own, read(2) is faster. */
-static int comes_at_once(const uint8_t *mapping)
-{
-    struct rusage before, after;
-
-    if (getrusage(RUSAGE_THREAD, &before))
-        return 0;
-    for (size_t at = 0; at < MIN_MAPPED_BYTES; at += MIN_MAPPED_BYTES / 8)
-        (void)*(const volatile uint8_t *)(mapping + at);
-    return !getrusage(RUSAGE_THREAD, &after) && after.ru_minflt - before.ru_minflt <= 2;
 }
 
 /* The checksum and those at the ends of blocks, as Python has them. */
@@ -366,66 +127,9 @@ static PyObject *py_sum_blocks(PyObject *self, PyObject *args)
     return found;
 }
 
-/* Takes a file of so many bytes, and a tail, from a mapping; 0 where that is not the way. To ask of all
- * of a file what is in memory takes long where that lies in small pieces: its start is asked first. */
-static int take_mapped(int fd, struct sink *sink, size_t bytes, const Py_buffer *tail)
+static uint8_t *new_piece(void)
 {
-    const size_t all = bytes + (size_t)tail->len;
-
-    if (all < MIN_MAPPED_BYTES || !is_cached(fd, MIN_MAPPED_BYTES, ALL) || !on_this_machine(fd))
-        return 0;
-    uint8_t *mapping = mmap(NULL, all, PROT_READ, MAP_SHARED, fd, 0);
-    if (mapping == MAP_FAILED)
-        return 0;
-    const int taken = comes_at_once(mapping) && is_cached(fd, all, ALL);
-    if (taken) {
-        take(sink, mapping, bytes);
-        memcpy(tail->buf, mapping + bytes, (size_t)tail->len);
-    }
-    munmap(mapping, all);
-    return taken;
-}
-
-/* The same by read(2); 0 where one came up short, or the file is large and most of it not in memory. */
-static int take_in_pieces(int fd, struct sink *sink, size_t bytes, const Py_buffer *tail)
-{
-    _Alignas(LINE) uint8_t piece[PIECE_BYTES];
-    const size_t all = bytes + (size_t)tail->len;
-    int flags = all < MIN_ASKED_BYTES ? 0 : RWF_NOWAIT;
-    size_t at = 0;
-
-    do {
-        const size_t size = bytes - at < sizeof piece ? bytes - at : sizeof piece;
-        const size_t behind = at + size == bytes ? (size_t)tail->len : 0;
-        const struct iovec parts[] = {{piece, size}, {tail->buf, behind}};
-        ssize_t got = preadv2(fd, parts, 2, (off_t)at, flags);
-        if (flags && got != (ssize_t)(size + behind)) {
-            /* Not all is there, or the file system can not say: from here on it is waited for. */
-            if (!is_cached(fd, all, HALF))
-                return 0;
-            flags = 0;
-            got = preadv2(fd, parts, 2, (off_t)at, flags);
-        }
-        if (got != (ssize_t)(size + behind))
-            return 0;
-        take(sink, piece, size);
-        at += size;
-    } while (at < bytes);
-    return 1;
-}
-
-/* Takes a file, if there is one of just that many bytes. */
-static int take_file(const char *name, struct sink *sink, size_t bytes, const Py_buffer *tail)
-{
-    struct stat about;
-    int taken = 0, fd = open(name, O_RDONLY | O_CLOEXEC);
-
-    if (fd < 0)
-        return 0;
-    if (!fstat(fd, &about) && (size_t)about.st_size == bytes + (size_t)tail->len)
-        taken = take_mapped(fd, sink, bytes, tail) || take_in_pieces(fd, sink, bytes, tail);
-    close(fd);
-    return taken;
+    return aligned_alloc(LINE, PIECE_BYTES);
 }
 
 /* A chunk file to be read: its checksum lies behind the chunk, and may be known beforehand. */
@@ -436,7 +140,7 @@ struct job {
     long long expected;
 };
 
-static void run_job(struct job *job)
+static void run_job(struct job *job, uint8_t *piece)
 {
     uint8_t stored[4];
     const Py_buffer tail = {.buf = stored, .len = sizeof stored};
@@ -444,7 +148,7 @@ static void run_job(struct job *job)
     struct sink sink = {best, job->dense ? job->to.buf : NULL, job->dense ? NULL : &rows, 0};
     uint32_t crc;
 
-    if (!take_file(PyBytes_AsString(job->path), &sink, (size_t)job->to.len, &tail))
+    if (!take_file(PyBytes_AsString(job->path), &sink, (size_t)job->to.len, &tail, piece))
         return;
     memcpy(&crc, stored, sizeof crc); /* little-endian, as this processor is */
     job->done = crc == sink.crc && (job->expected < 0 || job->expected == (long long)crc);
@@ -472,8 +176,12 @@ static PyObject *py_read_chunks(PyObject *self, PyObject *args)
         return PyErr_Format(PyExc_ValueError, "%zd paths, %zd targets, %zd checksums", count,
                             PyList_Size(targets), PyList_Size(expected));
     struct job *jobs = calloc(count ? (size_t)count : 1, sizeof *jobs);
-    if (!jobs)
+    uint8_t *piece = new_piece();
+    if (!jobs || !piece) {
+        free(jobs);
+        free(piece);
         return PyErr_NoMemory();
+    }
     int ready = 1;
     for (Py_ssize_t i = 0; ready && i < count; i++)
         ready = open_job(jobs + i, PyList_GetItem(paths, i), PyList_GetItem(targets, i),
@@ -481,7 +189,7 @@ static PyObject *py_read_chunks(PyObject *self, PyObject *args)
     if (ready) {
         Py_BEGIN_ALLOW_THREADS
         for (Py_ssize_t i = 0; i < count; i++)
-            run_job(jobs + i);
+            run_job(jobs + i, piece);
         Py_END_ALLOW_THREADS
         left = PyList_New(0);
     }
@@ -497,6 +205,7 @@ static PyObject *py_read_chunks(PyObject *self, PyObject *args)
         Py_XDECREF(jobs[i].path);
     }
     free(jobs);
+    free(piece);
     return left;
 }
 
@@ -513,13 +222,17 @@ static PyObject *py_checksum_file(PyObject *self, PyObject *args)
         return NULL;
     }
     const char *name = PyBytes_AsString(path);
-    if (name && bytes >= 0) {
+    uint8_t *piece = new_piece();
+    if (!piece)
+        PyErr_NoMemory();
+    if (name && piece && bytes >= 0) {
         struct sink sink = {best, NULL, NULL, 0};
         Py_BEGIN_ALLOW_THREADS
-        done = take_file(name, &sink, (size_t)bytes, &tail);
+        done = take_file(name, &sink, (size_t)bytes, &tail, piece);
         Py_END_ALLOW_THREADS
         crc = sink.crc;
     }
+    free(piece);
     PyBuffer_Release(&tail);
     Py_DECREF(path);
     if (PyErr_Occurred())

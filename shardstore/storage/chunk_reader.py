@@ -60,7 +60,7 @@ def read_part(
     array, out = part.array, part.out
     shape, total = array.grid.chunk_shape, array.chunk_bytes
     if array.has_crc and out.nbytes == total and out.flags.c_contiguous:
-        done = _read_whole(fd, as_bytes(out), array.expected_crc(part.index), corrupt)
+        done = _read_whole(fd, as_bytes(out), array.expected_crc(part.number), corrupt)
         if done:
             return done
     low, high = span(part.within, shape, out.dtype.itemsize)
@@ -79,7 +79,7 @@ def read_part(
         first,
         sums,
         check=array.has_crc,
-        expected=array.expected_crc(part.index),
+        expected=array.expected_crc(part.number),
     )
     if out.flags.c_contiguous and out.nbytes == high - low:
         file.read(low, as_bytes(out).data)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardstore.storage import dtypes
-from shardstore.storage.documents import ArrayMeta
+from shardstore.storage.documents import ArrayMeta, chunk_key
 from shardstore.storage.grid import Box, Grid
 from shardstore.storage.manifest import ChunkRecord, Manifest
 
@@ -112,46 +112,58 @@ class ChunkPart:
         index: index of the chunk.
         within: the part, counted from the chunk's own corner.
         out: where it goes.
+        key: of the chunk, below the array.
+        number: position of the chunk in C order over the grid.
+        is_whole: whether it is all of the chunk.
     """
 
     array: ArrayMeta
     index: tuple[int, ...]
     within: Box
     out: NDArray[Any]
+    key: str
+    number: int
+    is_whole: bool
 
 
 def chunk_parts(read: RegionRead) -> Iterator[ChunkPart]:
     """Split a region along the chunk grid."""
     array, out = read.array, read.out
-    cuts = _few_cuts(array.grid, read.box)
-    for index, within, where in _cuts(array.grid, read.box) if cuts is None else cuts:
-        yield ChunkPart(array, index, within, out if where is None else out[where])
+    cutting = array.grid, array.zarr_format, array.separator, read.box
+    cuts = _few_cuts(*cutting)
+    for index, within, where, key, number, whole in _cuts(*cutting) if cuts is None else cuts:
+        target = out if where is None else out[where]
+        yield ChunkPart(array, index, within, target, key, number, whole)
 
 
-_Cut = tuple[tuple[int, ...], Box, tuple[Any, ...] | None]
-"""Of a chunk that a region touches: its index, which part of it, and where in the region that lies;
-``None`` where it is all of the region."""
+_Cut = tuple[tuple[int, ...], Box, tuple[Any, ...] | None, str, int, bool]
+"""Of a chunk that a region touches: its index, which part of it, where in the region that lies
+(``None`` where it is all of the region), its key, its number, and whether the part is all of it."""
 
 
 @lru_cache(maxsize=512)  # a model has many tensors of few shapes, each with its moments
-def _few_cuts(grid: Grid, region: Box) -> Sequence[_Cut] | None:
+def _few_cuts(grid: Grid, zarr_format: int, separator: str, region: Box) -> Sequence[_Cut] | None:
     """:func:`_cuts`, where they are few; to keep more would take memory."""
-    found = tuple(islice(_cuts(grid, region), FEW_CUTS + 1))
+    found = tuple(islice(_cuts(grid, zarr_format, separator, region), FEW_CUTS + 1))
     return found if len(found) <= FEW_CUTS else None
 
 
-def _cuts(grid: Grid, region: Box) -> Iterator[_Cut]:
-    whole = grid.chunk_at(region)
-    if whole is not None:
-        yield whole, Box((0,) * len(whole), region.shape), None
-        return
-    for index in grid.overlapping(region):
+def _cuts(grid: Grid, zarr_format: int, separator: str, region: Box) -> Iterator[_Cut]:
+    one = grid.chunk_at(region)
+    for index in grid.overlapping(region) if one is None else (one,):
         chunk = grid.box(index)
         common = chunk.intersect(region)
         assert common is not None
         # The ellipsis keeps a 0-d part an array: indexing with () alone copies the element.
-        where = (..., *common.relative_to(region.offset).slices)
-        yield index, common.relative_to(chunk.offset), where
+        where = (..., *common.relative_to(region.offset).slices) if one is None else None
+        yield (
+            index,
+            common.relative_to(chunk.offset),
+            where,
+            chunk_key(zarr_format, separator, index),
+            grid.linear(index),
+            common.shape == grid.chunk_shape,
+        )
 
 
 class Mover(Protocol):

@@ -90,11 +90,12 @@ class ArrayMeta:
         """Bytes of a decoded chunk."""
         return _chunk_bytes(self.grid.chunk_shape, self.dtype)
 
-    def expected_crc(self, index: Sequence[int]) -> int | None:
-        """crc32c that the commit has of a decoded chunk; ``None`` where it has none."""
+    def expected_crc(self, number: int) -> int | None:
+        """crc32c that the commit has of a decoded chunk, by its position in C order over the grid;
+        ``None`` where it has none."""
         if self.crcs is None:
             return None
-        crc: int = _CRC.unpack_from(self.crcs, 4 * self.grid.linear(index))[0]
+        crc: int = _CRC.unpack_from(self.crcs, 4 * number)[0]
         return crc
 
     @property
@@ -115,7 +116,7 @@ class ArrayMeta:
     def chunk_key(self, index: Sequence[int]) -> str:
         """Key of a chunk below the array (Zarr v3 core specification, "Chunk key encoding":
         default; or v2)."""
-        return _chunk_key(self.zarr_format, self.separator, tuple(index))
+        return chunk_key(self.zarr_format, self.separator, tuple(index))
 
     @property
     def document_name(self) -> str:
@@ -124,7 +125,8 @@ class ArrayMeta:
 
 
 @lru_cache(maxsize=4096)
-def _chunk_key(zarr_format: int, separator: str, index: tuple[int, ...]) -> str:
+def chunk_key(zarr_format: int, separator: str, index: tuple[int, ...]) -> str:
+    """See :meth:`ArrayMeta.chunk_key`."""
     if zarr_format == 2:
         return separator.join(map(str, index)) if index else "0"
     return separator.join(["c", *map(str, index)])

@@ -188,6 +188,12 @@ def as_numpy(tensor: torch.Tensor) -> NDArray[Any]:
         tensor = tensor.resolve_conj()
     if tensor.is_neg():
         tensor = tensor.resolve_neg()
+    return memory_of(tensor, name)
+
+
+def memory_of(tensor: torch.Tensor, name: str) -> NDArray[Any]:
+    """:func:`as_numpy` of a detached tensor whose memory holds its values as they are (no lazy
+    conjugate, no lazy negative), by the Zarr name of its data type."""
     if name in _FOREIGN:
         # NumPy does not know the type, so the bits go across as integers of its size.
         bits, foreign = _bits(name)

@@ -155,13 +155,12 @@ class FileMover:
         whole: list[ChunkPart] = []
         rest: list[ChunkPart] = []
         for part in batch:
-            array = part.array
-            fits = part.out.nbytes == array.chunk_bytes and array.has_crc
-            (whole if fits else rest).append(part)
+            (whole if part.is_whole and part.array.has_crc else rest).append(part)
+        root = self.location.url
         left = read_whole_files(
-            [self._path(part.array, part.index) for part in whole],
+            [f"{root}/{part.array.node}/{part.key}" for part in whole],
             [part.out for part in whole],
-            [part.array.expected_crc(part.index) for part in whole],
+            [part.array.expected_crc(part.number) for part in whole],
         )
         slow = set(left)
         rest += [whole[i] for i in left]

@@ -106,13 +106,13 @@ class Wanted:
         total = array.chunk_bytes
         low, high = span(part.within, array.grid.chunk_shape, part.out.dtype.itemsize)
         if array.is_packed:
-            return cls(0, total, total, None, array.expected_crc(part.index), packed=True)
+            return cls(0, total, total, None, array.expected_crc(part.number), packed=True)
         if not array.has_crc:
             whole = (low, high) == (0, total)
             return cls(low, high, total if whole else None, None, None)
         block = block_bytes(total)
         first, last = low // block * block, min(-(-high // block) * block, total)
-        crc = array.expected_crc(part.index)
+        crc = array.expected_crc(part.number)
         if (first, last) != (0, total) or crc is None:
             found = manifest()
             sums = None if found is None else found.running_of(array, part.index)

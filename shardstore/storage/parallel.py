@@ -14,6 +14,7 @@ __all__ = [
     "ByteLimit",
     "Jobs",
     "default_threads",
+    "local_ranks",
     "run_batched",
     "run_together",
     "yield_to_others",
@@ -34,11 +35,12 @@ def default_threads() -> int:
     """
     processors = len(os.sched_getaffinity(0))
     if not _is_bound(processors):
-        processors //= _local_ranks()
+        processors //= local_ranks()
     return max(1, min(MAX_THREADS, processors))
 
 
-def _local_ranks() -> int:
+def local_ranks() -> int:
+    """Ranks on this machine as the launcher tells (``LOCAL_WORLD_SIZE``), at least 1."""
     try:
         return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     except ValueError:

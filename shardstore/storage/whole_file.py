@@ -52,7 +52,8 @@ def read_whole_files(
     views: list[NDArray[Any]] = []
     gaps = []
     for i, out in enumerate(outs):
-        if out.ndim and out.strides[-1] == out.itemsize:
+        strides = out.strides
+        if strides and strides[-1] == out.itemsize:
             views.append(out.view(_BYTE))
         elif out.flags.c_contiguous:  # also of one element, whatever its strides
             views.append(out.reshape(-1).view(_BYTE))

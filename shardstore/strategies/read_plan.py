@@ -128,10 +128,11 @@ def plan_read(tensor: ShardedTensor, meta: ArrayMeta) -> TensorRead:
             f"beyond the global shape {tensor.global_shape}; correct global_offset",
             key=tensor.key,
         )
-    converts = dtypes.zarr_name(tensor.dtype) != meta.dtype
+    name = dtypes.zarr_name(tensor.dtype)
+    converts = name != meta.dtype
     read, through = _destination(tensor, shape, converts)
     host = read.staged if read.staged is not None else read.result
-    out: Any = host.detach() if through else dtypes.as_numpy(host)
+    out: Any = host.detach() if through else dtypes.memory_of(host, name)
     whole = meta.shape == tensor.global_shape or _inside(box, meta.shape)
     if not whole:
         with torch.no_grad():

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from shardstore import messages
 from shardstore.errors import AccessPatternError, RanksError, StorageError
 from shardstore.ranks import DEADLINE_VARIABLE, TREE_FROM_BYTES, Ranks
 from tests.rank_server import start
@@ -45,6 +46,30 @@ def test_every_rank_gets_the_same_answer(world: int) -> None:
     assert all(result == results[0] for result in results)
     sizes = [0, 1, TREE_FROM_BYTES - 1, TREE_FROM_BYTES, 3 * TREE_FROM_BYTES + 1]
     assert [len(answer) for answer in results[0]] == [*(n * world for n in sizes), 0]
+
+
+def _by_size(rank: int, world: int) -> list[bytes]:
+    messages._AT_ONCE = 2  # the coordinator hears and tells the others in several turns
+    inline = messages._INLINE_BYTES
+    answers = []
+    for size in [inline - 1, inline, inline + 1, 0, TREE_FROM_BYTES - 1, inline]:
+        # Every other rank has little to say where this one has much.
+        report = os.urandom(1) * (size if rank % 2 else size // 2)
+        lengths = [size if r % 2 else size // 2 for r in range(world)]
+
+        def decide(reports: list[bytes], size: int = size, lengths: list[int] = lengths) -> bytes:
+            assert list(map(len, reports)) == lengths
+            return bytes(size)
+
+        answers.append(Ranks.current().together(report, what="testing", decide=decide))
+    return answers
+
+
+def test_messages_of_one_piece_and_of_two() -> None:
+    inline = messages._INLINE_BYTES
+    expected = [inline - 1, inline, inline + 1, 0, TREE_FROM_BYTES - 1, inline]
+    for answers in run_ranks(_by_size, WORLD):
+        assert list(map(len, answers)) == expected
 
 
 class Private(Exception):  # noqa: N818
@@ -157,14 +182,22 @@ def _main(rank: int, folder: str, who: int, how: str) -> None:
     )
     ranks = Ranks.current()
     ranks.together(b"", what="beginning")
-    if rank == who and how == "killed":
+    if rank == who and how != "silent":
         os.kill(os.getpid(), signal.SIGKILL)
     started = time.monotonic()
+    error: RanksError | None = None
+    if how == "exchanging":
+        time.sleep(1)  # the death is known where the dead one's piece is asked for
+        after, before = (rank + 1) % WORLD, (rank - 1) % WORLD
+        try:
+            ranks.exchange([(before, np.ones(9, np.uint8))], [(after, np.zeros(9, np.uint8))])
+        except RanksError as problem:
+            error = problem
     if rank == who:
         while len(list(Path(folder).glob("*.outcome"))) < WORLD - 1:
             time.sleep(0.05)
     try:
-        ranks.together(b"", what="committing /x", decide=lambda r: b"")
+        ranks.together(b"", what="committing /x", error=error, decide=lambda r: b"")
         outcome: Any = None
     except RanksError as error:
         outcome = (str(error), error.failures)
@@ -174,7 +207,7 @@ def _main(rank: int, folder: str, who: int, how: str) -> None:
     path.rename(path.with_suffix(".outcome"))
     # Neither side of a broken group can end it in order.
     if rank == 0:
-        while len(list(Path(folder).glob("*.outcome"))) < WORLD - (how == "killed"):
+        while len(list(Path(folder).glob("*.outcome"))) < WORLD - (how != "silent"):
             time.sleep(0.05)
     os._exit(0)
 
@@ -185,7 +218,7 @@ def outcomes(folder: Path, who: int, how: str) -> dict[int, tuple[Any, float, bo
         process.join(90)
         process.kill()
         process.join()
-    assert processes[who].exitcode == (-signal.SIGKILL if how == "killed" else 0)
+    assert processes[who].exitcode == (0 if how == "silent" else -signal.SIGKILL)
     return {
         rank: pickle.loads(path.read_bytes())
         for rank in range(WORLD)
@@ -205,6 +238,16 @@ def test_a_killed_rank_is_named_on_all_others(tmp_path: Path, who: int) -> None:
         assert list(failures) == [who]
         assert seconds < 50  # long before the deadline
         assert broken  # on all, or the next group would be made by some alone
+
+
+def test_who_lost_a_rank_leaves_nobody_else_without_a_piece(tmp_path: Path) -> None:
+    found = outcomes(tmp_path, 2, "exchanging")
+    assert sorted(found) == [0, 1, 3]
+    for outcome, seconds, _ in found.values():
+        assert outcome is not None
+        text, _ = outcome
+        assert "rank 2" in text
+        assert seconds < 50  # rank 0 has the piece of rank 1, which has none from rank 2
 
 
 def test_a_silent_rank_is_named_on_all_others_once_the_deadline_is_past(tmp_path: Path) -> None:

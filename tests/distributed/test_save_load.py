@@ -346,18 +346,22 @@ def _note_opened(event: str, arguments: tuple[Any, ...]) -> None:
         _opened.append(os.fsdecode(arguments[0]))
 
 
-def documents_are_read_by_one_rank(rank: int, world_size: int, folder: Path) -> None:
+def documents_are_read_by_one_rank_of_several_machines(
+    rank: int, world_size: int, folder: Path
+) -> None:
     state = {f"w{i}": rows(f"w{i}", rank, world_size) for i in range(20)}
     shardstore.save({**state, "step": 1}, folder / "c")
     dist.barrier()
     sys.addaudithook(_note_opened)
     _opened.clear()
     before = counters.snapshot()["documents_read"]
-    load(
-        {f"w{i}": columns(f"w{i}", rank % 2, 2) for i in range(20)},
-        folder / "c",
-        validate_access_integrity=False,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "1")
+        load(
+            {f"w{i}": columns(f"w{i}", rank % 2, 2) for i in range(20)},
+            folder / "c",
+            validate_access_integrity=False,
+        )
     read = [Path(path) for path in _opened if path.startswith(str(folder))]
     read = [path for path in read if not path.name.startswith("c.")]
     counted = counters.snapshot()["documents_read"] - before
@@ -391,8 +395,8 @@ def test_on_four_ranks(tmp_path: Path) -> None:
     assert run_ranks(run_scenarios, WORLD, str(tmp_path), SCENARIOS) == [names] * WORLD
 
 
-def test_documents_are_read_by_one_rank(tmp_path: Path) -> None:
-    run_ranks(run_scenarios, 2, str(tmp_path), [documents_are_read_by_one_rank])
+def test_documents_are_read_by_one_rank_of_several_machines(tmp_path: Path) -> None:
+    run_ranks(run_scenarios, 2, str(tmp_path), [documents_are_read_by_one_rank_of_several_machines])
 
 
 # -- a world of one, without a process group ------------------------------------------------------

@@ -127,8 +127,9 @@ def on_one_rank_only(rank: int, world_size: int, folder: str) -> None:
 
 
 def test_a_wrong_place_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    shardstore.save(state(), tmp_path / "place")
     run_ranks(on_one_rank_only, 2, str(tmp_path / "place"))
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(tmp_path) == ["place"]
 
 
 @pytest.mark.parametrize("entry", ["latest", "sweep", "steps", "restore"])

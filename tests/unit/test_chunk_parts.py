@@ -15,11 +15,15 @@ from shardstore.storage.grid import Box, Grid
 def _check(shape: tuple[int, ...], chunk: tuple[int, ...], region: Box) -> int:
     meta = ArrayMeta("a", "a", Grid(shape, chunk), "int32")
     whole = np.arange(int(np.prod(shape, dtype=int)), dtype=np.int32).reshape(shape)
+    order = list(np.ndindex(*meta.grid.counts))
     out = np.full(region.shape, -1, np.int32)
     parts = list(chunk_parts(RegionRead(meta, region, out)))
     for part in parts:
         box = meta.grid.box(part.index)
         stored = whole[(..., *box.slices)]
+        assert order[part.number] == part.index
+        assert part.key == ".".join(["c", *map(str, part.index)]) == meta.chunk_key(part.index)
+        assert part.is_whole == (part.within == Box((0,) * len(shape), chunk))
         assert (part.out == -1).all()
         part.out[...] = stored[(..., *part.within.slices)]
     assert (out == whole[(..., *region.slices)]).all()

@@ -104,6 +104,13 @@ def test_objects_and_a_key_that_is_both() -> None:
     assert outcome([[thing], [thing]])[1].startswith("AccessPatternError: Duplicate")
 
 
+def test_replica_ids_that_can_not_be_looked_up() -> None:
+    main, other = ([shard((0,), (4,), (4,), replica_id=[0, n])] for n in (0, 1))
+    assert outcome([main, other]) == ("", "")
+    thorough, quick = outcome([main, main])
+    assert quick == thorough != ""
+
+
 def test_what_comes_back_is_what_was_described() -> None:
     tensor = ShardedTensor.from_rank_offsets_flat(
         "k", torch.ones(3), (2, 4), (0, 1, 2), flattened_range=slice(1, 4), replica_id=(0, 1)
