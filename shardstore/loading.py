@@ -1,6 +1,6 @@
 """What a load does on each rank, step by step.
 
-Answers for the order of a load: one rank reads the documents for all, what is wrong on one rank is
+Answers for the order of a load: all ranks go by the same documents, what is wrong on one rank is
 met by all before tensors are read, and again after. What arguments mean is
 :mod:`shardstore.serialization`'s to say; reading is the strategies' business.
 """
