@@ -14,7 +14,7 @@ from shardstore.storage.parallel import local_ranks, run_together
 from shardstore.strategies.common import COMMON_STATE_FNAME
 from shardstore.strategies.opened import ROOT_DOCUMENT
 
-__all__ = ["Documents", "digest_of", "read_documents", "reads_alone"]
+__all__ = ["Documents", "digest_of", "each_reads", "read_documents"]
 
 Documents: TypeAlias = Mapping[tuple[str, str], bytes | None]
 """``(url, name) -> bytes``, ``None`` where there is no such document."""
@@ -40,8 +40,8 @@ def read_documents(location: Location) -> Documents:
     return {(location.url, name): data for name, data in zip(names, found, strict=True)}
 
 
-def reads_alone(location: Location, world_size: int) -> bool:
-    """Whether each rank had better read the documents itself.
+def each_reads(location: Location, world_size: int) -> bool:
+    """Whether each rank reads the documents itself.
 
     So it is where the page cache of one machine hands them to all of its ranks; between machines,
     and from an object store, one rank reads them once for all.

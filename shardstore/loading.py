@@ -24,7 +24,7 @@ from shardstore.core import CONFIG_FNAME
 from shardstore.dict_utils import extract_matching_values, merge, nested_values
 from shardstore.dtensor import Adopted, adopt_for_load, needs_adoption
 from shardstore.errors import ArgumentError
-from shardstore.load_documents import Documents, digest_of, read_documents, reads_alone
+from shardstore.load_documents import digest_of, each_reads, read_documents
 from shardstore.mapping import ShardedObject, ShardedStateDict, StateDict, apply_factory_merges
 from shardstore.one_rank import place_of
 from shardstore.process_groups import raise_together, require_group
@@ -35,7 +35,7 @@ from shardstore.state_dict_utils import check_state, load_preprocess
 from shardstore.storage.collector import collector_paused
 from shardstore.storage.location import Location
 from shardstore.storage.places import shown
-from shardstore.strategies.base import LoadCommonStrategy, LoadShardedStrategy
+from shardstore.strategies.base import LoadCommonStrategy, LoadShardedStrategy, LoadStrategyBase
 from shardstore.strategies.casting import budget_of, casting
 from shardstore.strategies.opened import handed_out
 from shardstore.strategies.partial import with_destinations
@@ -110,8 +110,9 @@ class _Load:
 
     Where all ranks are of one machine, and the checkpoint on its disk, each reads the documents
     and matches them before the ranks meet for the first time, which settles it all if they found
-    the same. Else the first meeting hands out what the coordinator read, and they meet once more
-    before tensors are read.
+    the same (and none of them asks what all ask for together, or brings a strategy of its own).
+    Else the first meeting hands out what the coordinator read, and they meet once more before
+    tensors are read; twice more than that where plain tensors or DTensors are loaded.
     """
 
     def __init__(self, call: LoadCall, stored_metadata: StoredMetadata) -> None:
@@ -140,26 +141,24 @@ class _Load:
         started = perf_counter()
         ranks, location = self.ranks, self.location
         self._try(self._prepare)
-        with ExitStack() as stack:
-            own: Documents | None = None
-            if self.report and not self._is_compared and reads_alone(location, ranks.world_size):
-                own = self._try(partial(read_documents, location))
+        meter = Meter("load", location.url, self.callback)
+        with watched(meter), ExitStack() as stack:
+            own = self._try(partial(read_documents, location)) if self._is_early else None
             if own is not None:
                 stack.enter_context(handed_out(own))
                 self._try(self._match)
             said = pickle.dumps((digest_of(own), self.report))
             answer = ranks.together(said, what=self.what, error=self.error, decide=self._decide)
-            settled, documents, reports = pickle.loads(answer)
+            settled, documents, shards_are_known, reports = pickle.loads(answer)
             if not settled:
+                self.matched = None  # and what it took with it
                 stack.enter_context(handed_out(documents))
-                if reports is None:
+                if not shards_are_known:
                     reports = self._adopt()
                 self._try(partial(self._match, reports))
                 ranks.together(what=self.what, error=self.error)
-            meter = Meter("load", location.url, self.callback)
-            with watched(meter):
-                self._try(self._read)
-                ranks.together(what=self.what, error=self.error)
+            self._try(self._read)
+            ranks.together(what=self.what, error=self.error)
         if ranks.is_coordinator:
             _log_load(location.url, meter.bytes_total, perf_counter() - started, ranks.world_size)
         if StrictHandling.requires_returning_mismatch_keys(self.mode):
@@ -175,6 +174,16 @@ class _Load:
             except Exception as problem:
                 self.error = problem
         return None
+
+    @property
+    def _is_early(self) -> bool:
+        """Whether this rank reads and matches the documents before it has heard of the others."""
+        call = self.call
+        ours = not isinstance(call.sharded_strategy, LoadStrategyBase) and not isinstance(
+            call.common_strategy, LoadStrategyBase
+        )
+        known = self.report and not self._is_compared
+        return bool(known and ours and each_reads(self.location, self.ranks.world_size))
 
     @property
     def _is_compared(self) -> bool:
@@ -208,9 +217,10 @@ class _Load:
         reported = self.call.validate_access_integrity or self._is_compared
         return report_shards(nested_values(self.wanted) if reported else ())
 
-    def _adopt(self) -> list[bytes] | None:
+    def _adopt(self) -> Sequence[bytes] | None:
         """Find what plain tensors and DTensors stand for, which takes the stored keys and who holds
-        them. Every rank does, for those that have to. The reports of all ranks, if compared."""
+        them. Called by every rank, also by those that hold none. Returns what :meth:`_checked`
+        returned on the coordinator."""
         self._try(self._prepare_adopted)
         said = self._try(partial(claims, self.wanted)) or b""
         answer = self.ranks.together(said, what=self.what, error=self.error, decide=decide_claims)
@@ -222,7 +232,7 @@ class _Load:
             error=self.error,
             decide=lambda reports: pickle.dumps(self._checked(reports)),
         )
-        found: list[bytes] = pickle.loads(checked)
+        found: Sequence[bytes] | None = pickle.loads(checked)
         return found
 
     def _prepare_adopted(self) -> None:
@@ -238,28 +248,29 @@ class _Load:
     # -- on the coordinator --------------------------------------------------------------------
 
     def _decide(self, said: list[bytes]) -> bytes:
-        """Whether all is settled; if not, the documents and, unless shards are still unknown, the
-        reports of all."""
+        """Whether all is settled; the documents, if not; whether all shards are known; and what
+        :meth:`_checked` returned."""
         digests, reports = zip(*map(pickle.loads, said), strict=True)
         known = all(reports)
         if digests[0] is not None and known and len(set(digests)) == 1:
-            self._checked(reports)
-            return pickle.dumps((True, {}, None))
+            return pickle.dumps((True, {}, True, self._checked(reports)))
         documents = read_documents(self.location)
-        if documents[self.location.url, CONFIG_FNAME] is None or not known:
-            return pickle.dumps((False, documents, None if not known else []))
-        return pickle.dumps((False, documents, self._checked(reports)))
+        there = documents[self.location.url, CONFIG_FNAME] is not None
+        return pickle.dumps(
+            (False, documents, known, self._checked(reports) if known and there else None)
+        )
 
-    def _checked(self, reports: Sequence[bytes]) -> Sequence[bytes]:
-        """The reports, for those who compare, once they passed."""
+    def _checked(self, reports: Sequence[bytes]) -> Sequence[bytes] | None:
+        """The reports, once they passed; ``None`` where they are not compared with what is
+        stored."""
         if self.call.validate_access_integrity:
             with collector_paused():
                 check_reports(reports)
-        return reports if self._is_compared else []
+        return reports if self._is_compared else None
 
     # -- against what is stored ----------------------------------------------------------------
 
-    def _match(self, reports: Sequence[bytes] = ()) -> None:
+    def _match(self, reports: Sequence[bytes] | None = None) -> None:
         call, checkpoint_dir = self.call, self.checkpoint_dir
         for_tensors, for_common = verify_checkpoint_and_load_strategy(
             checkpoint_dir, call.sharded_strategy, call.common_strategy
@@ -270,7 +281,7 @@ class _Load:
         if StrictHandling.requires_explicit_ckpt_mismatch_check(self.mode):
             stored = self.stored_metadata(checkpoint_dir, for_tensors, for_common)
             local = [value.without_data() for value in nested_values(self.wanted)]
-        everyone = [shards_of_report(r) for r in reports] if self._is_compared else None
+        everyone = None if reports is None else [shards_of_report(r) for r in reports]
         wanted, missing, unexpected = validate_integrity_and_strict_load(
             self.wanted, self.mode, False, local, everyone, stored
         )

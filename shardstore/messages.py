@@ -52,7 +52,8 @@ class Messages:
 
     Attributes:
         group: of gloo.
-        wait_s: seconds to wait for each message.
+        wait_s: seconds to wait for each piece that is received; what is sent, and what comes down
+            the tree, is waited for as long as the group says.
     """
 
     group: Any
@@ -92,7 +93,7 @@ class Messages:
 
     def expect(self, rank: int) -> _Incoming:
         """Ask for the next message of a rank; see :meth:`receive`."""
-        return self._begin_receive(rank, torch.empty(_HEAD_BYTES, dtype=torch.uint8))
+        return self._begin_receive(rank, _buffer(_HEAD_BYTES))
 
     def receive(self, rank: int, expected: _Incoming) -> Message:
         """Wait for a message that was asked for."""
@@ -170,7 +171,7 @@ def _windows(ranks: Sequence[int]) -> Iterator[Sequence[int]]:
 
 
 def _buffer(size: int) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.uint8)
+    return torch.empty(size, dtype=torch.uint8, device="cpu")  # whatever the default device is
 
 
 def _pieces(message: Message, *, tree: bool = False) -> list[torch.Tensor]:
@@ -178,9 +179,11 @@ def _pieces(message: Message, *, tree: bool = False) -> list[torch.Tensor]:
     head = bytearray(_HEAD_BYTES)
     _HEAD.pack_into(head, 0, status, len(body), tree)
     pieces = [torch.frombuffer(head, dtype=torch.uint8)]
+    if tree:
+        return pieces
     if len(body) <= _INLINE_BYTES:
         head[_HEAD.size : _HEAD.size + len(body)] = body
-    elif not tree:
+    else:
         pieces.append(torch.frombuffer(bytearray(body), dtype=torch.uint8))
     return pieces
 
@@ -189,5 +192,5 @@ def _parsed(head: torch.Tensor) -> tuple[int, int, bool, bytes | None]:
     """Status, bytes of the body, whether these come down the tree; and a short body itself."""
     data = head.numpy().tobytes()
     status, size, tree = _HEAD.unpack_from(data)
-    short = size <= _INLINE_BYTES
-    return status, size, tree, data[_HEAD.size : _HEAD.size + size] if short else None
+    inline = not tree and size <= _INLINE_BYTES
+    return status, size, tree, data[_HEAD.size : _HEAD.size + size] if inline else None

@@ -319,7 +319,7 @@ class Ranks:
             receives: ``(rank, buffer)``, one-dimensional contiguous uint8, written in place.
         """
         messages = self._messages(self.deadline_s)
-        about: Any = {"group": messages.group, "tag": _PIECES}
+        way: Any = {"group": messages.group, "tag": _PIECES}
         lost: dict[int, RuntimeError] = {}
 
         def attempt(rank: int, step: Callable[[], dist.Work | None]) -> dist.Work | None:
@@ -329,13 +329,13 @@ class Ranks:
                 lost.setdefault(rank, problem)
                 return None
 
-        # Whoever is gone: the others wait for their pieces, and only then for a verdict.
+        # Also where a rank is gone: the others wait for our pieces, and only then for a verdict.
         begun = [
-            (rank, attempt(rank, partial(dist.irecv, torch.from_numpy(buffer), rank, **about)))
+            (rank, attempt(rank, partial(dist.irecv, torch.from_numpy(buffer), rank, **way)))
             for rank, buffer in receives
         ]
         begun += [
-            (rank, attempt(rank, partial(dist.isend, _as_tensor(piece), rank, **about)))
+            (rank, attempt(rank, partial(dist.isend, _as_tensor(piece), rank, **way)))
             for rank, piece in sends
         ]
         for rank, work in begun:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -67,9 +67,14 @@ class _Report(NamedTuple):
     cuts: list[tuple[Any, ...]]
     objects: list[ShardedObject]
 
-    def tensors(self) -> list[ShardedTensor]:
+    def tensors(self, of: Container[str] | None = None) -> list[ShardedTensor]:
+        """All tensors, or those of some keys."""
         cuts = [_Cut._make(cut) for cut in self.cuts]
-        return [cuts[n].tensor(key) for key, n in zip(self.keys, self.numbers, strict=True)]
+        return [
+            cuts[n].tensor(key)
+            for key, n in zip(self.keys, self.numbers, strict=True)
+            if of is None or key in of
+        ]
 
 
 def report_shards(shards: Iterable[Any]) -> bytes:
@@ -141,12 +146,7 @@ def check_reports(reports: Sequence[bytes]) -> None:
         if not right:
             doubtful.add(key)
     if doubtful:
-        check_access(
-            [
-                [*report.objects, *(t for t in report.tensors() if t.key in doubtful)]
-                for report in parsed
-            ]
-        )
+        check_access([[*report.objects, *report.tensors(doubtful)] for report in parsed])
 
 
 def _tiles(shards: Sequence[_Cut]) -> bool:

@@ -1,4 +1,4 @@
-"""Documents that one process read for others: while handed out, nobody asks the store for them."""
+"""Documents that were read before: while handed out, nobody asks the store for them."""
 
 from __future__ import annotations
 

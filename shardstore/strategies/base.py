@@ -188,7 +188,7 @@ class LoadCommonStrategy(LoadStrategyBase):
 
     @abstractmethod
     def load_common(self, checkpoint_dir: str | Path) -> StateDict:
-        """Load the common part.
+        """Load the common part. Any rank may call it; it waits for no other.
 
         Args:
             checkpoint_dir: checkpoint to read.

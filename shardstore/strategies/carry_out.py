@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from shardstore.errors import RanksError
 from shardstore.ranks import Ranks
 from shardstore.storage import arrays, dtypes
 from shardstore.storage.chunks import ChunkWrite, as_bytes
@@ -38,10 +39,7 @@ def stage(
     created: Sequence[tuple[ArrayMeta, str]],
 ) -> AsyncRequest:
     """Exchange pieces of shared chunks, copy the rest; what is left needs no other rank."""
-    with session.timed("exchange"):
-        owned = [
-            write for batch in _rounds(plan.cut) for write in _put_together(session.ranks, batch)
-        ]
+    owned = [write for writes in _exchanged(session, plan.cut) for write in writes]
     budget = session.options.staging_budget_bytes or options.staging_budget_bytes
     staging = Staging(plan.writes, budget_bytes=budget, threads=options.threads)
     plan.writes.clear()  # their memory is the caller's
@@ -97,9 +95,7 @@ def _carry_out(
     attempt(lambda: mover.write(small, session.written))
     if not session.options.durable:
         attempt(lambda: mover.write(large, session.written))
-    for batch in _rounds(plan.cut):
-        with session.timed("exchange"):
-            writes = _put_together(session.ranks, batch)
+    for writes in _exchanged(session, plan.cut):
         attempt(lambda writes=writes: mover.write(writes, session.written))  # type: ignore[misc]
     if failed:
         raise failed[0]
@@ -126,6 +122,26 @@ def _rounds(chunks: Sequence[CutChunk]) -> Iterator[list[CutChunk]]:
             batch, size = [], 0
     if batch:
         yield batch
+
+
+def _exchanged(session: SaveSession, cut: Sequence[CutChunk]) -> Iterator[list[ChunkWrite]]:
+    """The cut chunks that this rank owns, put together round by round.
+
+    Where a rank is lost, the pieces of later rounds still go to the others, who wait for them, and
+    then it is raised.
+    """
+    lost: RanksError | None = None
+    for batch in _rounds(cut):
+        writes: list[ChunkWrite] = []
+        try:
+            with session.timed("exchange"):
+                writes = _put_together(session.ranks, batch)
+        except RanksError as problem:
+            lost = lost or problem
+        if lost is None:
+            yield writes
+    if lost is not None:
+        raise lost
 
 
 def _put_together(ranks: Ranks, chunks: Sequence[CutChunk]) -> list[ChunkWrite]:

@@ -186,7 +186,7 @@ class _Exchange:
         self._parts: dict[int, list[ChunkPart]] = {}
         for region in regions:
             for part in chunk_parts(region):
-                number = start[part.array.key] + part.array.grid.linear(part.index)
+                number = start[part.array.key] + part.number
                 self._parts.setdefault(number, []).append(part)
 
     def run(self, what: str) -> None:

@@ -6,17 +6,25 @@ import os
 import pickle
 import signal
 import time
+from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 from shardstore import messages
 from shardstore.errors import AccessPatternError, RanksError, StorageError
 from shardstore.ranks import DEADLINE_VARIABLE, TREE_FROM_BYTES, Ranks
+from shardstore.storage.documents import ArrayMeta
+from shardstore.storage.grid import Grid
+from shardstore.strategies import carry_out
+from shardstore.strategies.planned_writes import CutChunk
 from tests.rank_server import start
 from tests.ranks_helper import run_ranks
 
@@ -61,7 +69,8 @@ def _by_size(rank: int, world: int) -> list[bytes]:
             assert list(map(len, reports)) == lengths
             return bytes(size)
 
-        answers.append(Ranks.current().together(report, what="testing", decide=decide))
+        with torch.device("meta"):  # where a trainer builds its model
+            answers.append(Ranks.current().together(report, what="testing", decide=decide))
     return answers
 
 
@@ -186,11 +195,10 @@ def _main(rank: int, folder: str, who: int, how: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     started = time.monotonic()
     error: RanksError | None = None
-    if how == "exchanging":
+    if how in ("exchanging", "rounds"):
         time.sleep(1)  # the death is known where the dead one's piece is asked for
-        after, before = (rank + 1) % WORLD, (rank - 1) % WORLD
         try:
-            ranks.exchange([(before, np.ones(9, np.uint8))], [(after, np.zeros(9, np.uint8))])
+            _exchange(ranks, rank, in_rounds=how == "rounds")
         except RanksError as problem:
             error = problem
     if rank == who:
@@ -210,6 +218,28 @@ def _main(rank: int, folder: str, who: int, how: str) -> None:
         while len(list(Path(folder).glob("*.outcome"))) < WORLD - (how != "silent"):
             time.sleep(0.05)
     os._exit(0)
+
+
+def _exchange(ranks: Ranks, rank: int, *, in_rounds: bool) -> None:
+    """Each rank waits for a piece of the next one: at once, or rank 1 in a round of its own."""
+    after, before = (rank + 1) % WORLD, (rank - 1) % WORLD
+    if not in_rounds:
+        ranks.exchange([(before, np.ones(9, np.uint8))], [(after, np.zeros(9, np.uint8))])
+        return
+    carry_out.ROUND_BYTES = 1
+    meta = ArrayMeta("a", "a", Grid((40,), (10,)), "uint8")
+    of_rank = [
+        CutChunk(meta, (n,), (10,), n, ((n, 0, 1), ((n + 1) % WORLD, 1, 10)), 0, None)
+        for n in range(WORLD)
+    ]
+    cut = [
+        replace(chunk, local=lambda n=chunk.owner: np.full(1 if n == rank else 9, n, np.uint8))
+        for chunk in (of_rank[n] for n in (1, 0, 3))
+        if rank in (chunk.owner, (chunk.owner + 1) % WORLD)
+    ]
+    session: Any = SimpleNamespace(ranks=ranks, timed=lambda _: nullcontext())
+    for writes in carry_out._exchanged(session, cut):
+        assert len(writes) <= 1
 
 
 def outcomes(folder: Path, who: int, how: str) -> dict[int, tuple[Any, float, bool]]:
@@ -240,8 +270,9 @@ def test_a_killed_rank_is_named_on_all_others(tmp_path: Path, who: int) -> None:
         assert broken  # on all, or the next group would be made by some alone
 
 
-def test_who_lost_a_rank_leaves_nobody_else_without_a_piece(tmp_path: Path) -> None:
-    found = outcomes(tmp_path, 2, "exchanging")
+@pytest.mark.parametrize("how", ["exchanging", "rounds"])
+def test_who_lost_a_rank_leaves_nobody_else_without_a_piece(tmp_path: Path, how: str) -> None:
+    found = outcomes(tmp_path, 2, how)
     assert sorted(found) == [0, 1, 3]
     for outcome, seconds, _ in found.values():
         assert outcome is not None

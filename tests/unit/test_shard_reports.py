@@ -111,6 +111,16 @@ def test_replica_ids_that_can_not_be_looked_up() -> None:
     assert quick == thorough != ""
 
 
+def test_objects_do_not_have_all_tensors_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("built")
+
+    thing = ShardedObject("o", {"x": 1}, (1,), (0,))
+    reports = [shard_reports.report_shards([shard((0,), (4,), (4,)), thing])]
+    monkeypatch.setattr(shard_reports._Cut, "tensor", never)
+    shard_reports.check_reports(reports)
+
+
 def test_what_comes_back_is_what_was_described() -> None:
     tensor = ShardedTensor.from_rank_offsets_flat(
         "k", torch.ones(3), (2, 4), (0, 1, 2), flattened_range=slice(1, 4), replica_id=(0, 1)

@@ -13,9 +13,7 @@ import zarr
 
 import shardstore
 from shardstore import CheckpointManager, ShardedTensor
-from shardstore.errors import (
-    DamagedCheckpointError,
-)
+from shardstore.errors import CheckpointingException, DamagedCheckpointError
 from shardstore.progress import Progress, bar
 from shardstore.storage.rank_record import MAX_COLUMNS_RANKS, RankRow, rank_record
 from tests.unit.managed import state_of, wanted, warnings_of
@@ -63,6 +61,12 @@ def test_progress_of_asynchronous_and_failed_saves(tmp_path: Path) -> None:
     with pytest.raises(DamagedCheckpointError):
         shardstore.load(wanted()[0], tmp_path / "c", progress=events.append)
     assert [e.phase for e in events if e.finished] == ["failed"]
+    missing = {"v": ShardedTensor.from_rank_offsets("v", torch.ones(4))}
+    for strict, place in (("raise_unexpected", "c"), ("assume_ok_unexpected", "nowhere")):
+        events.clear()
+        with pytest.raises(CheckpointingException):
+            shardstore.load(missing, tmp_path / place, strict=strict, progress=events.append)
+        assert [e.phase for e in events] == ["begin", "failed"]
 
 
 def test_a_callback_that_fails_costs_no_checkpoint(
