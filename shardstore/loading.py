@@ -128,6 +128,7 @@ class _Load:
         self.what = f"loading {self.location.url}"
         self.mode = StrictHandling.ASSUME_OK_UNEXPECTED
         self.adopted = Adopted(call.sharded_state_dict)
+        self.device: torch.device | None = None
         self.wanted: ShardedStateDict = {}
         self.nonpersistent: StateDict = {}
         self.factories: StateDict = {}
@@ -204,6 +205,7 @@ class _Load:
                 "the state dict asks for"
             )
         self.mode = parse_strict_flag(call.strict)
+        self.device = _device_of(call.map_location)
         if not needs_adoption(call.sharded_state_dict):
             self._prepare_shards(call.sharded_state_dict)
             self.report = self._reported()
@@ -288,8 +290,8 @@ class _Load:
         sharing = sharing_of(
             call.replica_group, call.share_replicas, self.location, call.exchange_budget_bytes
         )
-        if call.map_location is not None:
-            wanted = with_destinations(wanted, torch.device(call.map_location))
+        if self.device is not None:
+            wanted = with_destinations(wanted, self.device)
         self.matched = _Matched(
             for_tensors=for_tensors,
             for_common=for_common,
@@ -315,6 +317,16 @@ class _Load:
             )
         state = merge(matched.common_state, loaded)
         self.result = self.adopted.restore(apply_factory_merges(state, self.factories))
+
+
+def _device_of(map_location: str | torch.device | None) -> torch.device | None:
+    try:
+        return None if map_location is None else torch.device(map_location)
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentError(
+            f"map_location={map_location!r:.100} must be a device, as in 'cpu' or 'cuda:0', or "
+            "None; without one, what is not given lies in host memory"
+        ) from error
 
 
 def _log_load(url: str, size: int, seconds: float, world_size: int) -> None:

@@ -40,7 +40,7 @@ class Message(NamedTuple):
 
 
 class _Incoming(NamedTuple):
-    """A buffer, and what fills it or why nothing will; ``None`` where there is nothing to fill."""
+    """A buffer, and what fills it or why nothing will."""
 
     buffer: torch.Tensor
     work: dist.Work | RuntimeError | None

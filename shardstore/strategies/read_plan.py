@@ -68,7 +68,7 @@ def find_array(arrays: Mapping[str, ArrayMeta], tensor: ShardedTensor, url: str)
     meta = arrays.get(tensor.key)
     if meta is None:
         close = difflib.get_close_matches(tensor.key, arrays, n=3)
-        hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+        hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else "."
         raise MissingKeyError(
             f"key {tensor.key!r} is not in the checkpoint {url} ({len(arrays)} arrays){hint} "
             "A `strict` mode other than assume_ok_unexpected leaves such keys out",

@@ -107,6 +107,13 @@ def test_storage_options_that_are_none(here: Path) -> None:
     assert os.listdir(here) == []
 
 
+def test_a_device_that_is_none(here: Path) -> None:
+    shardstore.save(state(), "place")
+    for wrong in ("nowhere", "cpu:x", 1.5):
+        with pytest.raises(ArgumentError, match=r"map_location=.* must be a device, as in 'cpu'"):
+            shardstore.load(state(), "place", map_location=wrong)  # type: ignore[arg-type]
+
+
 def test_a_tilde_is_the_home_folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(here / "home"))
     shardstore.save(state(), "~/run/step-1")
