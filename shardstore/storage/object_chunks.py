@@ -19,16 +19,27 @@ from shardstore.storage.checksums import crc32c
 from shardstore.storage.chunk_bytes import pieces, span, view_in_chunk
 from shardstore.storage.chunk_reader import CRC, CRC_BYTES
 from shardstore.storage.chunks import ChunkPart, ChunkWrite, as_bytes
-from shardstore.storage.documents import ZSTD_LEVEL, ArrayMeta
+from shardstore.storage.documents import CRC32C, ZSTD_LEVEL, ArrayMeta
 from shardstore.storage.grid import block_bytes, inner_blocks
 from shardstore.storage.manifest import ChunkRecord, Manifest
 
-__all__ = ["ChunkSink", "Wanted", "encode", "held_bytes", "stored_bytes"]
+__all__ = [
+    "SMALL_BYTES",
+    "ChunkSink",
+    "SmallChunk",
+    "Wanted",
+    "encode",
+    "held_bytes",
+    "stored_bytes",
+]
 
 STREAM_HELD_BYTES = 2 * 1024 * 1024
 """What a request holds in memory whose bytes go on as they come."""
 SENT_HELD_BYTES = 128 * 1024
 """What a request holds whose bytes are sent from where they are."""
+SMALL_BYTES = 64 * 1024
+"""Objects up to this size take no memory worth counting, and as little else as can be: where there
+are many, what is done for each beside its request is what a load takes longer than plain gets."""
 
 
 def stored_bytes(array: ArrayMeta) -> int:
@@ -58,24 +69,36 @@ def encode(item: ChunkWrite) -> tuple[list[bytes | memoryview], ChunkRecord]:
     Raises:
         ValueError: the source has another shape or data type than the chunk.
     """
-    array = item.array
-    total = array.chunk_bytes
-    sums = Sums(block_bytes(total))
-    hasher = xxhash.xxh3_128()
-    parts: list[bytes | memoryview] = []
-    data = item.data()
-    borrowed = _lies_as_chunk(data, array)
-    for piece in pieces(data, array.grid.chunk_shape, sums):
-        hasher.update(piece)
-        # A piece that was gathered lies in memory that the next one needs.
-        parts.append(piece if borrowed else bytes(piece))
+    array, data = item.array, item.data()
+    parts: list[bytes | memoryview]
+    if _lies_as_chunk(data, array):
+        whole = as_bytes(data).data
+        crc, running = sum_blocks(whole, None, block_bytes(whole.nbytes), 0, 0)
+        digest = xxhash.xxh3_128_digest(whole)
+        parts = [whole] if whole.nbytes else []
+    else:
+        parts, crc, running, digest = _gathered(data, array)
     if array.is_packed:
         packed = Zstd(level=ZSTD_LEVEL).encode(parts[0] if len(parts) == 1 else b"".join(parts))
         parts = [packed, CRC.pack(crc32c(packed, 0))]
     elif array.has_crc:
-        parts.append(CRC.pack(sums.crc))
+        parts.append(CRC.pack(crc))
     size = sum(map(len, parts))
-    return parts, ChunkRecord(size, sums.crc, hasher.digest(), sums.running[: inner_blocks(total)])
+    return parts, ChunkRecord(size, crc, digest, running[: inner_blocks(array.chunk_bytes)])
+
+
+def _gathered(
+    data: NDArray[np.generic], array: ArrayMeta
+) -> tuple[list[bytes | memoryview], int, list[int], bytes]:
+    """The parts of a chunk that does not lie in memory as in its object, with its checksum, that of
+    its blocks, and its hash."""
+    sums = Sums(block_bytes(array.chunk_bytes))
+    hasher = xxhash.xxh3_128()
+    parts: list[bytes | memoryview] = []
+    for piece in pieces(data, array.grid.chunk_shape, sums):
+        hasher.update(piece)
+        parts.append(bytes(piece))  # it lies in memory that the next one needs
+    return parts, sums.crc, sums.running, hasher.digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +153,43 @@ class Wanted:
     def request(self) -> tuple[int, int | None]:
         """First byte, and one past the last; ``None``: all that there is."""
         return (0, None) if self.stored is not None else (self.first, self.last)
+
+
+@dataclass(slots=True)
+class SmallChunk:
+    """A small chunk that is wanted whole, and goes to memory that lies as it does.
+
+    Attributes:
+        part: what is asked for, and where it goes.
+        crc: of the chunk, by the root document.
+    """
+
+    part: ChunkPart
+    crc: int
+
+    @classmethod
+    def of(cls, part: ChunkPart) -> SmallChunk | None:
+        """A part as a small chunk; ``None``: it is none."""
+        array = part.array
+        if not part.is_whole or array.codecs != (CRC32C,) or array.chunk_bytes > SMALL_BYTES:
+            return None
+        crc = array.expected_crc(part.number)
+        return None if crc is None or not part.out.flags.c_contiguous else cls(part, crc)
+
+    def take(self, data: bytes) -> str | None:
+        """Bring a whole object to the destination, or say what is wrong with it."""
+        expected = self.part.array.chunk_bytes + CRC_BYTES
+        if len(data) != expected:
+            return f"has {len(data)} bytes, not {expected}"
+        body = memoryview(data)[:-CRC_BYTES]
+        crc = crc32c(body, 0)
+        (stored,) = CRC.unpack_from(data, len(body))
+        if crc != stored:
+            return _mismatch(stored, crc)
+        if crc != self.crc:
+            return _foreign(self.crc, crc)
+        as_bytes(self.part.out).data[:] = body
+        return None
 
 
 class ChunkSink:

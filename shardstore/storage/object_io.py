@@ -31,6 +31,9 @@ T = TypeVar("T")
 MAX_OBJECT_BYTES = 5 * 1024**3
 """The most that one PUT takes (Amazon S3 user guide, "Uploading objects")."""
 FILE_SYSTEM_THREADS = 8
+BATCH_ITEMS, BATCH_BYTES = 4, 128 * 1024
+BATCHES = 4
+"""Each thread gets so many at least, before they grow beyond one request."""
 
 Taker = Callable[[int, memoryview], None]
 """Takes a piece of an object, and where it begins, counted from the first byte that was asked for.
@@ -66,8 +69,18 @@ class ObjectIO(Protocol):
             StorageError: the store refused, or did not answer.
         """
 
-    def fetch(self, key: str, start: int, stop: int | None, take: Taker) -> int | None:
+    def fetch(
+        self, key: str, start: int, stop: int | None, take: Taker, size: int = 0
+    ) -> int | None:
         """Hand over bytes ``start:stop`` of an object, in order, as they come.
+
+        Args:
+            key: its name.
+            start: the first byte.
+            stop: one past the last; ``None``: all that there is.
+            take: called with each piece.
+            size: how many bytes are expected if ``stop`` does not say it: a large object may take
+                longer.
 
         Returns:
             How many; fewer, or none, where the object ends before ``stop``. ``None``: there is no
@@ -139,10 +152,26 @@ def put_objects(
         each(objects, work, io.threads)
 
 
-def each(items: Sequence[T], work: Callable[[Sequence[T]], None], threads: int) -> None:
-    """Run requests, each by itself, on so many threads; errors as :func:`run_batched`."""
+def each(
+    items: Sequence[T],
+    work: Callable[[Sequence[T]], None],
+    threads: int,
+    size: Callable[[T], int] = lambda _: 0,
+) -> None:
+    """Run requests on so many threads; errors as :func:`run_batched`.
+
+    A thread takes a few at a time where all have several turns and they are small: then what it
+    costs to take them counts, and nobody waits at the end for one who has still much to do.
+
+    Args:
+        items: what there is a request for.
+        work: carries out those of a batch, one after the other.
+        threads: how many requests at a time.
+        size: bytes that a request moves.
+    """
+    most = max(1, min(BATCH_ITEMS, len(items) // (BATCHES * threads)))
     run_batched(
-        items, work, threads=threads, weight=lambda _: 1, batch_weight=len(items), batch_items=1
+        items, work, threads=threads, weight=size, batch_weight=BATCH_BYTES, batch_items=most
     )
 
 
@@ -164,7 +193,9 @@ class _FileSystemIO:
     def get(self, key: str) -> bytes | None:
         return self._store.read_range(key, 0, None)
 
-    def fetch(self, key: str, start: int, stop: int | None, take: Taker) -> int | None:
+    def fetch(
+        self, key: str, start: int, stop: int | None, take: Taker, size: int = 0
+    ) -> int | None:
         data = self._store.read_range(key, start, stop)
         if data is None:
             return None

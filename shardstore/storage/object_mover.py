@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from typing import Any
+from typing import TypeVar
 
 import xxhash
 
@@ -31,14 +31,26 @@ from shardstore.storage.counters import counters
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.location import Location
 from shardstore.storage.manifest import ChunkRecord, Manifest
-from shardstore.storage.object_chunks import ChunkSink, Wanted, encode, held_bytes, stored_bytes
+from shardstore.storage.object_chunks import (
+    SMALL_BYTES,
+    ChunkSink,
+    SmallChunk,
+    Wanted,
+    encode,
+    held_bytes,
+    stored_bytes,
+)
 from shardstore.storage.object_io import MAX_OBJECT_BYTES, ObjectIO, each, object_io
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES
 
 __all__ = ["ObjectMover"]
 
+T = TypeVar("T")
+
 REQUEST_BYTES = 16 * 1024
 """What a request weighs beside its data."""
+SMALL_UNCOUNTED_FROM = 16 * 1024 * 1024
+"""A budget from this on has room for a small object on each thread in what it keeps back anyway."""
 
 
 class ObjectMover:
@@ -75,22 +87,35 @@ class ObjectMover:
             if stored_bytes(item.array) > MAX_OBJECT_BYTES:
                 raise self._too_large(item)
         budget = _Budget(self.budget_bytes)
+        uncounted = SMALL_BYTES if self.budget_bytes >= SMALL_UNCOUNTED_FROM else 0
 
-        def work(io: ObjectIO, item: ChunkWrite) -> None:
-            # What waits for its source holds nothing that others need meanwhile.
-            with told(item), budget.take(held_bytes(item)), _about(item):
-                record = self._write(io, item)
-            counters.add(bytes_written=record.stored_bytes, chunks_written=1)
-            with self._done:
-                done(item, record)
+        def work(io: ObjectIO, batch: Sequence[ChunkWrite]) -> None:
+            size = number = 0
+            try:
+                for item in batch:
+                    if item.array.chunk_bytes <= uncounted and not callable(item.source):
+                        record = self._write(io, item)
+                    else:
+                        # What waits for its source holds nothing that others need meanwhile.
+                        with told(item), budget.take(held_bytes(item)):
+                            record = self._write(io, item)
+                    size += record.stored_bytes
+                    number += 1
+                    with self._done:  # at once: the source of the next may wait for this one
+                        done(item, record)
+            finally:
+                counters.add(bytes_written=size, chunks_written=number)
 
-        self._each(writes, work)
+        self._each(writes, work, lambda item: item.array.chunk_bytes)
 
     def _write(self, io: ObjectIO, item: ChunkWrite) -> ChunkRecord:
-        parts, record = encode(item)
-        key = _key(item.array, item.index)
-        if not io.put(key, parts, create=True):
-            self._settle(io, item, parts)
+        try:
+            parts, record = encode(item)
+            if not io.put(_key(item.array, item.index), parts, create=True):
+                self._settle(io, item, parts)
+        except StorageError as error:
+            _say_which(error, item)
+            raise
         return record
 
     def _settle(self, io: ObjectIO, item: ChunkWrite, parts: list[bytes | memoryview]) -> None:
@@ -136,23 +161,44 @@ class ObjectMover:
         with collector_paused():
             parts = [part for read in reads for part in chunk_parts(read)]
         budget = _Budget(self.budget_bytes)
+        uncounted = SMALL_BYTES if self.budget_bytes >= SMALL_UNCOUNTED_FROM else 0
 
-        def work(io: ObjectIO, part: ChunkPart) -> None:
-            with _about(part):
-                wanted = Wanted.of(part, manifest)
-                sink = ChunkSink(part, wanted)
-                with budget.take(sink.held_bytes):
-                    size = io.fetch(_key(part.array, part.index), *wanted.request, sink.take)
-                    if size is None:
-                        raise self._damage(part, "is missing", manifest, ChunkMissingError)
-                    problem = sink.finish(size)
-                if problem is not None:
-                    raise self._damage(part, problem, manifest, ChunkCorruptError)
-            counters.add(bytes_read=size, chunks_read=1)
+        def one(io: ObjectIO, part: ChunkPart) -> int:
+            small = SmallChunk.of(part) if uncounted else None
+            try:
+                if small is not None:
+                    data = io.get(f"{part.array.node}/{part.key}")
+                    size = None if data is None else len(data)
+                    problem = None if data is None else small.take(data)
+                else:
+                    wanted = Wanted.of(part, manifest)
+                    sink = ChunkSink(part, wanted)
+                    with budget.take(sink.held_bytes):
+                        key = f"{part.array.node}/{part.key}"
+                        size = io.fetch(key, *wanted.request, sink.take, wanted.size)
+                        problem = None if size is None else sink.finish(size)
+            except StorageError as error:
+                _say_which(error, part)
+                raise
+            if size is None:
+                raise self._damage(part, "is missing", manifest, ChunkMissingError)
+            if problem is not None:
+                raise self._damage(part, problem, manifest, ChunkCorruptError)
+            return size
+
+        def work(io: ObjectIO, batch: Sequence[ChunkPart]) -> None:
+            size = number = taken = 0
+            try:
+                for part in batch:
+                    size += one(io, part)
+                    taken += part.out.nbytes
+                    number += 1
+            finally:
+                counters.add(bytes_read=size, chunks_read=number)
             if done is not None:
-                done(part.out.nbytes, 1)
+                done(taken, number)
 
-        self._each(parts, work)
+        self._each(parts, work, lambda part: part.array.chunk_bytes)
 
     def _damage(
         self,
@@ -176,17 +222,18 @@ class ObjectMover:
             url=url,
         )
 
-    def _each(self, items: Sequence[Any], work: Callable[[ObjectIO, Any], None]) -> None:
+    def _each(
+        self,
+        items: Sequence[T],
+        work: Callable[[ObjectIO, Sequence[T]], None],
+        size: Callable[[T], int],
+    ) -> None:
+        """Run work on all items, small ones a few at a time."""
         if not items:
             return
         with closing(object_io(self.location)) as io:
-
-            def batched(batch: Sequence[Any]) -> None:
-                for item in batch:
-                    work(io, item)
-
             try:
-                each(items, batched, io.threads)
+                each(items, lambda batch: work(io, batch), io.threads, size)
             finally:
                 free_scratch()
 
@@ -214,16 +261,11 @@ class _Budget:
                 self._changed.notify_all()
 
 
-@contextmanager
-def _about(what: ChunkWrite | ChunkPart) -> Iterator[None]:
-    """Say in errors of the store which chunk they are about."""
-    try:
-        yield
-    except StorageError as error:
-        if error.key is None:
-            error.key, error.chunk = what.array.key, what.index
-            error.message += f" (chunk {what.index} of key {what.array.key!r})"
-        raise
+def _say_which(error: StorageError, what: ChunkWrite | ChunkPart) -> None:
+    """Have an error of the store say which chunk it is about."""
+    if error.key is None:
+        error.key, error.chunk = what.array.key, what.index
+        error.message += f" (chunk {what.index} of key {what.array.key!r})"
 
 
 def _holds(io: ObjectIO, key: str, parts: Sequence[bytes | memoryview]) -> bool | None:
@@ -235,7 +277,7 @@ def _holds(io: ObjectIO, key: str, parts: Sequence[bytes | memoryview]) -> bool 
             there.reset()
         there.update(piece)
 
-    size = io.fetch(key, 0, None, take)
+    size = io.fetch(key, 0, None, take, sum(map(len, parts)))
     if size is None:
         return None
     if size != sum(map(len, parts)):

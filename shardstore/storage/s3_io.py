@@ -36,6 +36,8 @@ TRYING_S = 90.0
 """No try begins later than this after the first one."""
 SLOWEST_BYTES_PER_S = 128 * 1024
 """A request may take as long as its bytes take at this rate, beside the wait for the answer."""
+DOCUMENT_BYTES = 16 * 1024 * 1024
+"""What an object of unknown size may have at that rate: documents of very many arrays."""
 STREAM_BYTES = 256 * 1024
 """An answer is handed on in pieces of about this size."""
 WHOLE_BYTES = 1024 * 1024
@@ -75,6 +77,7 @@ class S3IO:
         self._bucket, _, path = location.url.partition("://")[2].partition("/")
         self._prefix = f"{path.strip('/')}/" if path.strip("/") else ""
         self._settings = s3_settings(location)
+        self._clients: dict[tuple[int, bool, bool], Any] = {}
 
     def put(self, key: str, parts: Sequence[bytes | memoryview], *, create: bool) -> bool:
         """See :meth:`ObjectIO.put`."""
@@ -93,20 +96,29 @@ class S3IO:
 
     def get(self, key: str) -> bytes | None:
         """See :meth:`ObjectIO.get`."""
-        found: list[bytes] = []
+        store = self._store(DOCUMENT_BYTES)
 
-        def take(position: int, piece: memoryview) -> None:
-            if not position:
-                found.clear()
-            found.append(bytes(piece))
+        def work() -> bytes | None:
+            try:
+                found: bytes = self._obstore.get(store, self._prefix + key).bytes().to_bytes()
+            except FileNotFoundError as error:
+                if "NoSuchBucket" in str(error):
+                    raise
+                return None
+            return found
 
-        return None if self.fetch(key, 0, None, take) is None else b"".join(found)
+        return self._tried("reading", key, work)
 
     def fetch(
-        self, key: str, start: int, stop: int | None, take: Callable[[int, memoryview], None]
+        self,
+        key: str,
+        start: int,
+        stop: int | None,
+        take: Callable[[int, memoryview], None],
+        size: int = 0,
     ) -> int | None:
         """See :meth:`ObjectIO.fetch`."""
-        store = self._store(0 if stop is None else stop - start)
+        store = self._store(size if stop is None else stop - start)
         options: Any = None
         if (start, stop) != (0, None):
             options = {"range": {"offset": start} if stop is None else (start, stop)}
@@ -144,7 +156,11 @@ class S3IO:
         # A power of two of seconds, so that there are few clients.
         seconds = self._settings.read_timeout_s
         allowed = 1 << (int(seconds + size / SLOWEST_BYTES_PER_S) - 1).bit_length()
-        return _store(self._settings, self._bucket, allowed, sends=sends, signed=signed)
+        found = self._clients.get((allowed, sends, signed))
+        if found is None:
+            found = _store(self._settings, self._bucket, allowed, sends=sends, signed=signed)
+            self._clients[allowed, sends, signed] = found
+        return found
 
     def _tried(self, doing: str, key: str, work: Callable[[], T]) -> T:
         """Do it, again where that may help."""

@@ -10,6 +10,7 @@ import torch
 
 import shardstore
 from scripts.s3_servers import S3Server
+from shardstore import ShardedTensor
 from shardstore.errors import (
     CheckpointingException,
     ChunkCorruptError,
@@ -124,6 +125,21 @@ def test_what_never_ends_is_an_error(run: Run, proxy: FaultProxy, path: str) -> 
     proxy.add(Fault.SLOW_DOWN, methods=("GET",), path=path, count=None)
     with pytest.raises(StorageError, match=run.bucket):
         load(run)
+
+
+def test_a_large_chunk_may_come_slowly(server: S3Server) -> None:
+    """What counts is that bytes come, not that all of them do within the wait for an answer."""
+    with FaultProxy(server.endpoint_url) as proxy:
+        run = Run.new(server.at(proxy.endpoint_url), server, config_kwargs={"read_timeout": 1})
+        data = torch.arange(3 * 2**18, dtype=torch.float32)
+        saved = {"w": ShardedTensor.from_rank_offsets("w", data)}
+        shardstore.save(saved, run.url(1), storage_options=run.options)
+        asked = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros_like(data))}
+        proxy.bytes_per_s = 2**20
+        began = len(proxy.passed())
+        loaded = shardstore.load(asked, run.url(1), storage_options=run.options)
+    assert torch.equal(loaded["w"], data)
+    assert [r.path for r in proxy.passed()[began:]].count(f"/{run.bucket}/run/step-1/w/c.0") == 1
 
 
 def test_metadata_is_one_get(run: Run, proxy: FaultProxy) -> None:
