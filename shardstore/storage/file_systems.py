@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import fsspec  # type: ignore[import-untyped]
+from fsspec.asyn import AsyncFileSystem  # type: ignore[import-untyped]
+from fsspec.dircache import DirCache  # type: ignore[import-untyped]
 
 from shardstore.errors import StorageError
 from shardstore.storage.redaction import PROFILE_VALUES, keep_quiet_about
@@ -59,7 +61,13 @@ def _made(url: str, protocol: str, options: Mapping[str, Any]) -> Any:
             return made
         if protocol == "local":
             return make(protocol, **{"auto_mkdir": True, **given})
-        return fsspec.core.url_to_fs(url, **given)[0]
+        if not issubclass(fsspec.get_filesystem_class(protocol), AsyncFileSystem):
+            return fsspec.core.url_to_fs(url, **given)[0]
+        made = fsspec.core.url_to_fs(url, skip_instance_cache=True, **given)[0]
+        # Who owns a target is told by a listing of its claims: not by one of a while ago. Options
+        # that say so are not taken by all of them.
+        made.dircache = DirCache(use_listings_cache=False)
+        return made
     except ImportError as error:
         raise StorageError(f"{url}: {protocol}:// needs {package}: {error}", url=url) from error
     except ValueError as error:

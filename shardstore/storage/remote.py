@@ -41,6 +41,9 @@ _WORTH_ANOTHER_TRY = ("InternalError", "SlowDown", "ServiceUnavailable", "Reques
 
 _THERE_ALREADY = ("PreconditionFailed", "ConditionalRequestConflict", "412")
 
+_WRITTEN_AT = ("LastModified", "last_modified", "mtime", "updated", "created")
+"""How file systems call the time of writing."""
+
 _answered: set[int] = set()
 _session_lock = threading.Lock()
 
@@ -191,7 +194,8 @@ class RemoteStore:
                 if code_of(error) == "NoSuchBucket":
                     raise
                 return None
-        return repr((about.get("ETag"), _written_at(about), about.get("size")))
+        tag = about.get("ETag") or about.get("etag")
+        return repr((tag, _written_at(about), about.get("size")))
 
     def is_dir(self, name: str = "") -> bool:
         """Whether there is anything below that name."""
@@ -234,6 +238,8 @@ class RemoteStore:
                 if code_of(error) == "NoSuchBucket":
                     raise
                 return []
+            if not isinstance(found, dict):  # some forget what was asked for where it is a document
+                found = {path: self._call("info", path) for path in found}
         base = self.path.lstrip("/") + "/"
         return sorted(
             (path.lstrip("/")[len(base) :], about.get("size") or 0, _written_at(about))
@@ -411,7 +417,7 @@ def _unless_there(write: Callable[[], None]) -> bool:
 
 
 def _written_at(about: Mapping[str, Any]) -> datetime | None:
-    when = about.get("LastModified") or about.get("mtime") or about.get("created")
+    when = next((about[name] for name in _WRITTEN_AT if about.get(name)), None)
     if isinstance(when, int | float):
         return datetime.fromtimestamp(when, UTC)
     if not isinstance(when, datetime):

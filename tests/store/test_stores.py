@@ -3,10 +3,21 @@ fsspec."""
 
 from __future__ import annotations
 
+import shutil
+import socket
+import subprocess
+import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import fsspec  # type: ignore[import-untyped]
 import pytest
+from fsspec.implementations.asyn_wrapper import (  # type: ignore[import-untyped]
+    AsyncFileSystemWrapper,
+)
+from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 
 from scripts.s3_servers import S3Server
 from tests.store_suite import Place, StoreTests
@@ -30,6 +41,94 @@ class TestS3(StoreTests):
     def place(self, s3_server: S3Server) -> Place:
         bucket = s3_server.new_bucket()
         return lambda name: (f"s3://{bucket}/{name}", s3_server.storage_options)
+
+
+AZURITE_ACCOUNT = "devstoreaccount1"
+AZURITE_KEY = (  # the one that Azurite's documentation gives to everybody
+    "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+)
+AZURITE_START_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def azure_options() -> Iterator[dict[str, Any]]:
+    """Storage options of an Azure Blob server on this machine, with a container for the tests."""
+    pytest.importorskip("adlfs", reason="az:// needs adlfs, which the test command does not bring")
+    program = shutil.which("azurite-blob")
+    if program is None:
+        pytest.skip("azurite-blob, Azure's own emulator (npm install -g azurite), is not on PATH")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [program, "--inMemoryPersistence", "--blobHost", "127.0.0.1", "--blobPort", str(port)]
+    process = subprocess.Popen(
+        [*command, "--skipApiVersionCheck", "--disableTelemetry", "--silent"],
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        limit = time.monotonic() + AZURITE_START_S
+        while socket.socket().connect_ex(("127.0.0.1", port)):
+            assert process.poll() is None, "azurite-blob ended"
+            assert time.monotonic() < limit, "azurite-blob does not answer"
+            time.sleep(0.1)
+        endpoint = f"http://127.0.0.1:{port}/{AZURITE_ACCOUNT}"
+        options = {
+            "connection_string": f"DefaultEndpointsProtocol=http;AccountName={AZURITE_ACCOUNT};"
+            f"AccountKey={AZURITE_KEY};BlobEndpoint={endpoint};"
+        }
+        fsspec.filesystem("az", **options).mkdir("tests")
+        yield options
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
+
+
+class TestAzure(StoreTests):
+    """Azure Blob Storage as its emulator has it, over adlfs; both are for who tries it to bring."""
+
+    @pytest.fixture
+    def place(self, azure_options: dict[str, Any]) -> Place:
+        run = uuid.uuid4().hex
+        return lambda name: (f"az://tests/{run}/{name}", azure_options)
+
+
+class ListingMemory(AsyncFileSystemWrapper):  # type: ignore[misc]
+    """fsspec's memory, asynchronous, with the habits of adlfs: it keeps its listings, whoever else
+    may write there, and gives a list where `find` meets a document."""
+
+    protocol = ("listing-memory",)
+    cachable = True
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(MemoryFileSystem(), **options)
+        strip, ls, find = self._strip_protocol, self._ls, self._find
+        self._strip_protocol = lambda path: strip(path.replace("listing-memory://", "memory://"))
+
+        async def kept_ls(path: str, detail: bool = True, **_: Any) -> Any:
+            path = self._strip_protocol(path)
+            if path not in self.dircache:
+                self.dircache[path] = found = await ls(path, detail=True)
+            else:
+                found = self.dircache[path]
+            return found if detail else [about["name"] for about in found]
+
+        async def listing_find(path: str, detail: bool = False, **options: Any) -> Any:
+            path = self._strip_protocol(path)
+            if self.sync_fs.isfile(path):
+                return [path]
+            return await find(path, detail=detail, **options)
+
+        self._ls, self._find = kept_ls, listing_find
+
+
+class TestListingMemory(StoreTests):
+    reads_with_plain_zarr = False
+
+    @pytest.fixture
+    def place(self) -> Place:
+        fsspec.register_implementation("listing-memory", ListingMemory, clobber=True)
+        bucket = uuid.uuid4().hex
+        return lambda name: (f"listing-memory://{bucket}/{name}", {})
 
 
 class TestFilesOverFsspec(StoreTests):
