@@ -44,6 +44,9 @@ _THERE_ALREADY = ("PreconditionFailed", "ConditionalRequestConflict", "412")
 _WRITTEN_AT = ("LastModified", "last_modified", "mtime", "updated", "created")
 """How file systems call the time of writing."""
 
+_FROM_LISTINGS = ("exists", "find", "info", "ls")
+"""What a file system may answer from listings that it keeps."""
+
 _answered: set[int] = set()
 _session_lock = threading.Lock()
 
@@ -365,6 +368,8 @@ class RemoteStore:
         """Call a method of the file system, within the deadline where it can have one."""
         if not isinstance(self.fs, AsyncFileSystem):
             kwargs.pop("refresh", None)
+            if method in _FROM_LISTINGS:
+                self.fs.invalidate_cache()  # others may have written there since it listed
             return getattr(self.fs, method)(*args, **kwargs)
         first = id(self.fs) not in _answered
         seconds = FIRST_DEADLINE_S if first else DEADLINE_S

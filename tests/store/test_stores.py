@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec  # type: ignore[import-untyped]
 import pytest
@@ -129,6 +129,42 @@ class TestListingMemory(StoreTests):
         fsspec.register_implementation("listing-memory", ListingMemory, clobber=True)
         bucket = uuid.uuid4().hex
         return lambda name: (f"listing-memory://{bucket}/{name}", {})
+
+
+class KeepingMemory(MemoryFileSystem):  # type: ignore[misc]
+    """fsspec's memory, which keeps its listings until it is told to forget them."""
+
+    protocol = "keeping-memory"
+    root_marker = "/"
+    _kept: ClassVar[dict[str, Any]] = {}
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> Any:
+        return MemoryFileSystem._strip_protocol(path.replace("keeping-memory://", "memory://"))
+
+    def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
+        path = self._strip_protocol(path)
+        if path not in self._kept:
+            self._kept[path] = super().ls(path, detail=True, **options)
+        found = self._kept[path]
+        return found if detail else [about["name"] for about in found]
+
+    def rmdir(self, path: str) -> None:
+        self._kept.clear()  # whether a folder is empty it does look up
+        super().rmdir(path)
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        self._kept.clear()
+
+
+class TestKeepingMemory(StoreTests):
+    reads_with_plain_zarr = False
+
+    @pytest.fixture
+    def place(self) -> Place:
+        fsspec.register_implementation("keeping-memory", KeepingMemory, clobber=True)
+        bucket = uuid.uuid4().hex
+        return lambda name: (f"keeping-memory://{bucket}/{name}", {})
 
 
 class TestFilesOverFsspec(StoreTests):
