@@ -49,8 +49,9 @@ T = TypeVar("T")
 
 REQUEST_BYTES = 16 * 1024
 """What a request weighs beside its data."""
-SMALL_UNCOUNTED_FROM = 16 * 1024 * 1024
-"""A budget from this on has room for a small object on each thread in what it keeps back anyway."""
+SMALL_UNCOUNTED_FROM = 32 * 1024 * 1024
+"""A budget from this on has room in what it keeps back anyway for a small object on each of 32
+threads, twice: as it came, and as bytes."""
 
 
 class ObjectMover:
@@ -74,6 +75,11 @@ class ObjectMover:
         self._attempt = attempt
         self._done = threading.Lock()
 
+    @property
+    def _uncounted_bytes(self) -> int:
+        """Chunks up to this size do not wait for room in the budget."""
+        return SMALL_BYTES if self.budget_bytes >= SMALL_UNCOUNTED_FROM else 0
+
     # -- writing -------------------------------------------------------------------------------
 
     def write(
@@ -87,7 +93,7 @@ class ObjectMover:
             if stored_bytes(item.array) > MAX_OBJECT_BYTES:
                 raise self._too_large(item)
         budget = _Budget(self.budget_bytes)
-        uncounted = SMALL_BYTES if self.budget_bytes >= SMALL_UNCOUNTED_FROM else 0
+        uncounted = self._uncounted_bytes
 
         def work(io: ObjectIO, batch: Sequence[ChunkWrite]) -> None:
             size = number = 0
@@ -161,20 +167,20 @@ class ObjectMover:
         with collector_paused():
             parts = [part for read in reads for part in chunk_parts(read)]
         budget = _Budget(self.budget_bytes)
-        uncounted = SMALL_BYTES if self.budget_bytes >= SMALL_UNCOUNTED_FROM else 0
+        uncounted = self._uncounted_bytes
 
         def one(io: ObjectIO, part: ChunkPart) -> int:
+            key = f"{part.array.node}/{part.key}"
             small = SmallChunk.of(part) if uncounted else None
             try:
                 if small is not None:
-                    data = io.get(f"{part.array.node}/{part.key}")
+                    data = io.get(key)
                     size = None if data is None else len(data)
                     problem = None if data is None else small.take(data)
                 else:
                     wanted = Wanted.of(part, manifest)
                     sink = ChunkSink(part, wanted)
                     with budget.take(sink.held_bytes):
-                        key = f"{part.array.node}/{part.key}"
                         size = io.fetch(key, *wanted.request, sink.take, wanted.size)
                         problem = None if size is None else sink.finish(size)
             except StorageError as error:

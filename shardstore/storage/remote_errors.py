@@ -78,7 +78,7 @@ def explained(doing: str, url: str, error: BaseException, **about: Any) -> Stora
     scrub(error)
     code = code_of(error)
     name = type(error).__name__
-    text = (str(error).strip().splitlines() or [name])[0][:300]
+    text = (str(error).strip().splitlines() or [name])[0][:300].rstrip(".")
     if code is not None and code in _REMEDIES:
         advice = remedy(code, doing)
     elif name in ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"):

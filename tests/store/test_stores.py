@@ -1,5 +1,5 @@
-"""The suite of all stores, over local disk, memory, an S3 server, and one more file system of
-fsspec."""
+"""The suite of all stores, over local disk, memory, an S3 server, Azure's emulator where there is
+one, and file systems of fsspec with habits of their own."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import fsspec  # type: ignore[import-untyped]
 import pytest
-from fsspec.implementations.asyn_wrapper import (  # type: ignore[import-untyped]
-    AsyncFileSystemWrapper,
-)
-from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 
 from scripts.s3_servers import S3Server
+from tests.store.keeping_listings import KeepingMemory, ListingMemory
 from tests.store_suite import Place, StoreTests
 
 
@@ -67,7 +64,7 @@ def azure_options() -> Iterator[dict[str, Any]]:
     )
     try:
         limit = time.monotonic() + AZURITE_START_S
-        while socket.socket().connect_ex(("127.0.0.1", port)):
+        while not _answers(port):
             assert process.poll() is None, "azurite-blob ended"
             assert time.monotonic() < limit, "azurite-blob does not answer"
             time.sleep(0.1)
@@ -83,6 +80,11 @@ def azure_options() -> Iterator[dict[str, Any]]:
         process.wait(timeout=30)
 
 
+def _answers(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
 class TestAzure(StoreTests):
     """Azure Blob Storage as its emulator has it, over adlfs; both are for who tries it to bring."""
 
@@ -90,35 +92,6 @@ class TestAzure(StoreTests):
     def place(self, azure_options: dict[str, Any]) -> Place:
         run = uuid.uuid4().hex
         return lambda name: (f"az://tests/{run}/{name}", azure_options)
-
-
-class ListingMemory(AsyncFileSystemWrapper):  # type: ignore[misc]
-    """fsspec's memory, asynchronous, with the habits of adlfs: it keeps its listings, whoever else
-    may write there, and gives a list where `find` meets a document."""
-
-    protocol = ("listing-memory",)
-    cachable = True
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(MemoryFileSystem(), **options)
-        strip, ls, find = self._strip_protocol, self._ls, self._find
-        self._strip_protocol = lambda path: strip(path.replace("listing-memory://", "memory://"))
-
-        async def kept_ls(path: str, detail: bool = True, **_: Any) -> Any:
-            path = self._strip_protocol(path)
-            if path not in self.dircache:
-                self.dircache[path] = found = await ls(path, detail=True)
-            else:
-                found = self.dircache[path]
-            return found if detail else [about["name"] for about in found]
-
-        async def listing_find(path: str, detail: bool = False, **options: Any) -> Any:
-            path = self._strip_protocol(path)
-            if self.sync_fs.isfile(path):
-                return [path]
-            return await find(path, detail=detail, **options)
-
-        self._ls, self._find = kept_ls, listing_find
 
 
 class TestListingMemory(StoreTests):
@@ -129,32 +102,6 @@ class TestListingMemory(StoreTests):
         fsspec.register_implementation("listing-memory", ListingMemory, clobber=True)
         bucket = uuid.uuid4().hex
         return lambda name: (f"listing-memory://{bucket}/{name}", {})
-
-
-class KeepingMemory(MemoryFileSystem):  # type: ignore[misc]
-    """fsspec's memory, which keeps its listings until it is told to forget them."""
-
-    protocol = "keeping-memory"
-    root_marker = "/"
-    _kept: ClassVar[dict[str, Any]] = {}
-
-    @classmethod
-    def _strip_protocol(cls, path: str) -> Any:
-        return MemoryFileSystem._strip_protocol(path.replace("keeping-memory://", "memory://"))
-
-    def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
-        path = self._strip_protocol(path)
-        if path not in self._kept:
-            self._kept[path] = super().ls(path, detail=True, **options)
-        found = self._kept[path]
-        return found if detail else [about["name"] for about in found]
-
-    def rmdir(self, path: str) -> None:
-        self._kept.clear()  # whether a folder is empty it does look up
-        super().rmdir(path)
-
-    def invalidate_cache(self, path: str | None = None) -> None:
-        self._kept.clear()
 
 
 class TestKeepingMemory(StoreTests):
