@@ -61,7 +61,7 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
     """
     if type(replica_id) is tuple:  # what nearly all are, and each save asks of each shard
         return replica_id.count(0) == len(replica_id)
-    if isinstance(replica_id, Integral):
+    if type(replica_id) is int or isinstance(replica_id, Integral):
         return bool(replica_id == 0)
     if not isinstance(replica_id, Sequence) or isinstance(replica_id, str):
         raise ArgumentError(f"replica_id={replica_id!r} must be a whole number, or a tuple of them")

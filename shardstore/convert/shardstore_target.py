@@ -208,7 +208,7 @@ class ShardstoreTarget:
         about_root = About(
             common_backend=backend, attributes=extras.attributes, record=record, seconds=seconds
         )
-        publish(self._attempt, self._options, [self._manifest.to_bytes()], about_root)
+        publish(self._attempt, self._options, [self._manifest.report()], about_root)
 
     def stop(self) -> None:
         """Nothing is held; a later run goes on with the attempt."""

@@ -30,7 +30,7 @@ from shardstore.storage.checksums import crc32c
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import Grid, inner_blocks
 from shardstore.storage.names import MANIFEST_NAME, node_name
-from shardstore.storage.rank_report import pack_report
+from shardstore.storage.rank_report import RankReport, pack_report
 
 __all__ = ["MANIFEST_NAME", "ChunkRecord", "Manifest", "RankManifest"]
 
@@ -127,9 +127,13 @@ class RankManifest:
 
     def to_bytes(self) -> bytes:
         """For sending to the coordinator, see :mod:`rank_report`."""
+        return pack_report(self.report())
+
+    def report(self) -> RankReport:
+        """For the coordinator, in this process."""
         summaries: dict[str, int] = {}
         arrays = self._arrays.items()
-        return pack_report(
+        return RankReport.of(
             {
                 "rank": self.rank,
                 "keys": list(self._arrays),

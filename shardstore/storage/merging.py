@@ -55,13 +55,14 @@ class Merged:
     ranks: Sequence[RankRow] = ()
 
 
-def merge(reports: Sequence[bytes], *, check: bool = True) -> Merged:
+def merge(reports: Sequence[bytes | RankReport], *, check: bool = True) -> Merged:
     """Merge the manifests of all ranks and check that every chunk was written exactly once.
 
     Memory beyond the reports: about twice that of the result.
 
     Args:
-        reports: :meth:`RankManifest.to_bytes` of each rank.
+        reports: of each rank, as it was sent (:meth:`RankManifest.to_bytes`) or, of this process,
+            as it is (:meth:`RankManifest.report`).
         check: raise if chunks are missing or were written twice. Without it a chunk that several
             ranks wrote counts for the last of them, and missing ones are left to readers to find.
 
@@ -69,7 +70,10 @@ def merge(reports: Sequence[bytes], *, check: bool = True) -> Merged:
         AccessPatternError: "Invalid access pattern", with key, region and ranks; or the ranks do
             not agree whether arrays get documents of their own.
     """
-    parts = [unpack_report(report, number) for number, report in enumerate(reports)]
+    parts = [
+        unpack_report(report, number) if isinstance(report, bytes) else report
+        for number, report in enumerate(reports)
+    ]
     array_documents = _array_documents(parts)
     created, creators = _created(parts)
     order = {key: i for i, key in enumerate(sorted(created))}

@@ -93,10 +93,13 @@ class ObjectAttempt:
         Raises:
             StorageError: names the newer attempt, or says that another one was committed.
         """
-        newest = max(claims(self.target), default=0)
+        numbers_there, own = run_together(
+            lambda: claims(self.target), lambda: read_claim(self.target, self.number)
+        )
+        newest = max(numbers_there, default=0)
         if newest > self.number:
             raise self._superseded(described(self.target, newest))
-        if newest < self.number or read_claim(self.target, newest).get("id") != self.id:
+        if newest < self.number or own.get("id") != self.id:
             raise self._superseded("another one, which is finished")
 
     def announce(self, nodes: Iterable[str], rank: int) -> None:
@@ -146,11 +149,15 @@ class ObjectAttempt:
             )
         name, data = documents[-1]
         mark = f"{ATTEMPTS}/{self.number:06d}.committing"
-        self.put_all([*documents[:-1], (mark, self.id.encode())])
-        try:
+
+        def look() -> None:
+            self.put_all([(mark, self.id.encode())])
             self.check()
+
+        try:
+            run_together(look, lambda: self.put_all(documents[:-1]))
         except StorageError:
-            # Nothing was sent: nobody has to wait for it.
+            # What commits was not sent: nobody has to wait for it.
             with contextlib.suppress(StorageError):
                 self.target.remote.delete([mark])
             raise

@@ -25,6 +25,7 @@ from shardstore.storage.manifest import MANIFEST_NAME, ChunkRecord, RankManifest
 from shardstore.storage.merging import Merged, merge
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.rank_record import rank_record
+from shardstore.storage.rank_report import RankReport
 
 __all__ = [
     "CONFIG",
@@ -97,13 +98,18 @@ def write_chunks(
     arrays.mover_for(attempt.location, options, attempt).write(writes, done)
 
 
-def publish(attempt: Attempt, options: SaveOptions, reports: Sequence[bytes], about: About) -> None:
+def publish(
+    attempt: Attempt,
+    options: SaveOptions,
+    reports: Sequence[bytes | RankReport],
+    about: About,
+) -> None:
     """Check that everything was written exactly once, and commit. Called by one process.
 
     Args:
         attempt: where everything was written.
         options: how.
-        reports: :meth:`RankManifest.to_bytes` of each writer.
+        reports: of each writer, see :func:`merge`.
         about: what the root document says.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a rank tells the coordinator of its part of a save, as bytes.
+"""What a rank tells the coordinator of its part of a save, and how it is sent.
 
 Pure. A report is read by the process that commits, and by nobody later: a JSON head, then the
 columns as they lie in memory, so that thousands of reports are taken apart without a copy and in
@@ -51,33 +51,41 @@ _ALIGNMENT = 8
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """A report taken apart.
+    """A report, as the process that made it has it, or taken apart.
 
     Attributes:
-        head: what is no column.
-        columns: by the names of :data:`COLUMNS`; views into the report.
+        head: what is no column: values that JSON knows, tuples where it has lists.
+        columns: by the names of :data:`COLUMNS`; of one that was sent, views into its bytes.
     """
 
     head: dict[str, Any]
     columns: dict[str, NDArray[Any]]
 
+    @classmethod
+    def of(cls, head: dict[str, Any], columns: Mapping[str, Sequence[int] | bytes]) -> RankReport:
+        """A report of what a rank noted.
 
-def pack_report(head: Mapping[str, Any], columns: Mapping[str, Sequence[int] | bytes]) -> bytes:
-    """Put a report together.
+        Args:
+            head: see above.
+            columns: by name, numbers or the bytes of their rows.
+        """
+        arrays = {}
+        for name, (kind, _, _, row) in _ROWS.items():
+            given = columns[name]
+            flat = np.frombuffer(given, kind) if isinstance(given, bytes) else np.array(given, kind)
+            arrays[name] = flat.reshape(-1, *row)
+        return cls(head, arrays)
 
-    Args:
-        head: JSON values.
-        columns: by name, numbers or the bytes of their rows.
-    """
-    packed = zlib.compress(json.dumps(head).encode(), 1)
+
+def pack_report(report: RankReport) -> bytes:
+    """A report for sending, see :func:`unpack_report`."""
+    packed = zlib.compress(json.dumps(report.head).encode(), 1)
     packed += bytes(-len(packed) % _ALIGNMENT)
-    parts, rows = [packed], []
-    for name, (kind, _, row_bytes, _) in _ROWS.items():
-        given = columns[name]
-        column = given if isinstance(given, bytes) else np.array(given, dtype=kind).tobytes()
-        parts.append(column)
-        rows.append(len(column) // row_bytes)
-    return b"".join([_HEAD.pack(len(packed), *rows), *parts])
+    columns = [report.columns[name] for name in _ROWS]
+    rows = map(len, columns)
+    return b"".join(
+        [_HEAD.pack(len(packed), *rows), packed, *(column.tobytes() for column in columns)]
+    )
 
 
 def unpack_report(report: bytes, number: int) -> RankReport:

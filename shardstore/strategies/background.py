@@ -113,6 +113,7 @@ class BackgroundWrite:
                             for meta, text in self._created
                         ]
                     )
+                self._session.files.finish()
         except BaseException as error:
             staging.fail(error)
             raise
@@ -137,5 +138,6 @@ def abort(session: SaveSession) -> None:
         url=session.target.url,
     )
     session.failure = session.failure or error
+    session.files.stop(error)
     if session.staging is not None:
         session.staging.fail(error)

@@ -18,7 +18,7 @@ from shardstore.storage import dtypes
 from shardstore.storage.chunks import ChunkWrite
 from shardstore.storage.documents import ArrayMeta
 
-__all__ = ["CutChunk", "DevicePart", "WritePlan", "require_plain"]
+__all__ = ["CutChunk", "DevicePart", "WritePlan", "require_plain", "whole_part"]
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,23 @@ def require_plain(tensor: torch.Tensor, key: str) -> None:
         "which has no plain memory to write; make it a dense tensor with data",
         key=key,
     )
+
+
+def whole_part(
+    tensor: torch.Tensor, prepended: int, key: str
+) -> NDArray[Any] | Callable[[], NDArray[Any]]:
+    """A local tensor as the source of the one chunk that it is.
+
+    Args:
+        tensor: the data.
+        prepended: axes of length 1 that the chunk has before the tensor's own.
+        key: for error texts.
+    """
+    require_plain(tensor, key)
+    tensor = tensor.detach()
+    if prepended:
+        tensor = tensor[(None,) * prepended]
+    return dtypes.as_numpy(tensor) if tensor.device.type == "cpu" else DevicePart(tensor)
 
 
 class _Source:

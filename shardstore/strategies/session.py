@@ -37,6 +37,7 @@ from shardstore.storage.publish import CONFIG, CONFIG_NAME, commit_record, last_
 from shardstore.storage.reuse import BaseChunks, ReusingMover, Writer, adopter, read_base
 from shardstore.strategies import shared_writes
 from shardstore.strategies.async_utils import AsyncRequest
+from shardstore.strategies.files_beside import FilesBeside
 from shardstore.strategies.shared_writes import SharedWrites
 from shardstore.strategies.staging import Staging
 from shardstore.strategies.unwritten import Copies, check_written, choose_tellers, digest_of_copies
@@ -72,6 +73,7 @@ class SaveSession:
         staging: the copy of the state that an asynchronous save writes from, if it made one.
         record: after the commit, on every rank: what was committed (bytes, chunks, seconds).
         meter: counts for a progress callback, if there is one.
+        files: what is no chunk, on its way to an object store.
     """
 
     ranks: Ranks
@@ -92,6 +94,9 @@ class SaveSession:
     staging: Staging | None = None
     record: dict[str, Any] = field(default_factory=dict)
     meter: Meter | None = None
+
+    def __post_init__(self) -> None:
+        self.files = FilesBeside(self.attempt)
 
     @classmethod
     def begin(
@@ -255,8 +260,12 @@ class SaveSession:
             self.meter.add(item.array.chunk_bytes, 1)
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a file that is no chunk, and note it. Errors as those of the store."""
-        self.attempt.put(name, data)
+        """Write a file that is no chunk, and note it. Errors as those of the store; of an object
+        store they may come with a later file, or at the end."""
+        if self.attempt.defers_documents:
+            self.files.put(name, data)
+        else:
+            self.attempt.put(name, data)
         self.manifest.add_file(name, data)
 
     @contextmanager
@@ -306,20 +315,30 @@ class SaveSession:
         """
         report = b""
         error = error if error is not None else self.failure
+        if error is not None:
+            self.files.stop(error)
+        try:
+            # In any case: what is still under way would come after what is cleared away.
+            self.files.finish()
+        except BaseException as problem:
+            error = error or problem
         if self.meter is not None and error is None:
             self.meter.enter("commit")
         if error is None:
             try:
                 if self.options.durable and not self.ranks.is_coordinator:
                     self.attempt.flush()
-                report = self.manifest.to_bytes()
+                if not self.ranks.is_coordinator:
+                    report = self.manifest.to_bytes()
             except Exception as problem:
                 error = problem
         merged: list[Merged] = []
 
         def check(reports: list[bytes]) -> bytes:
             with collector_paused():
-                merged.append(merge(reports, check=self.options.validate))
+                # The coordinator's own has not been sent anywhere, so it needs no packing.
+                own = self.manifest.report()
+                merged.append(merge([own, *reports[1:]], check=self.options.validate))
             if self.options.validate:
                 _check_objects(merged[0].objects)
                 _check_kinds(merged[0])

@@ -39,6 +39,7 @@ from shardstore.strategies.planned_writes import (
     WritePlan,
     _Source,
     require_plain,
+    whole_part,
 )
 from shardstore.strategies.shared_writes import SharedWrites, identity
 
@@ -133,7 +134,7 @@ def plan_writes(
         CheckpointingException: a main replica has no data.
     """
     plan = WritePlan()
-    planned: list[tuple[ShardedTensor, ArrayMeta, Box]] = []
+    planned: list[tuple[ShardedTensor, ArrayMeta, Box, tuple[int, ...] | None]] = []
     seen: set[object] = set()
     for tensor in tensors:
         in_group = shared is not None and shared.holds(tensor)
@@ -148,21 +149,25 @@ def plan_writes(
             compression=compression,
         )
         box = local_box(tensor)
-        _check_place(tensor, meta, box)
+        # Of many tensors nearly all are one chunk, for which nothing has to be worked out.
+        whole = meta.grid.chunk_at(box) if tensor.flattened_range is None else None
+        if whole is None:
+            _check_place(tensor, meta, box)
         plan.arrays.append((meta, is_first(tensor)))
         if in_group and identity(tensor) in seen:
             continue  # a rank may hold a shard twice
         seen.add(identity(tensor) if in_group else None)
-        planned.append((tensor, meta, box))
+        planned.append((tensor, meta, box, whole))
     if shared is not None:
+        in_order = sorted(planned, key=lambda p: (p[0].key, p[0].global_offset))
         shared.plan(
             (tensor, meta, list(meta.grid.overlapping(box)))
-            for tensor, meta, box in sorted(planned, key=lambda p: (p[0].key, p[0].global_offset))
+            for tensor, meta, box, _ in in_order
             if shared.holds(tensor) and box.size
         )
-    for tensor, meta, box in planned:
+    for tensor, meta, box, whole in planned:
         in_group = shared is not None and shared.holds(tensor)
-        if box.size == 0:
+        if whole is None and box.size == 0:
             continue
         if tensor.data is None:
             raise CheckpointingException(
@@ -172,14 +177,19 @@ def plan_writes(
                 key=tensor.key,
                 rank=rank,
             )
+        if whole is not None:
+            if not in_group or shared is None or shared.is_mine(tensor, whole):
+                part = whole_part(tensor.data, tensor.prepend_axis_num, tensor.key)
+                plan.writes.append(ChunkWrite(meta, whole, part))
+            continue
         require_plain(tensor.data, tensor.key)
         if tensor.flattened_range is None:
             source = _Source(tensor.data.detach()[(None,) * tensor.prepend_axis_num], tensor.key)
             for index in meta.grid.overlapping(box):
                 if in_group and shared is not None and not shared.is_mine(tensor, index):
                     continue
-                part = meta.grid.box(index).relative_to(box.offset)
-                plan.writes.append(ChunkWrite(meta, index, source.part(part.slices)))
+                slices = meta.grid.box(index).relative_to(box.offset).slices
+                plan.writes.append(ChunkWrite(meta, index, source.part(slices)))
         else:
             _plan_flat(plan, tensor, meta, box, layouts.ranges[tensor.key][box])
     plan.cut.sort(key=lambda chunk: (chunk.array.key, chunk.index, chunk.start))

@@ -24,7 +24,7 @@ from shardstore.storage.manifest import ChunkRecord, Manifest, RankManifest
 from shardstore.storage.merging import merge
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.publish import About, publish
-from shardstore.storage.rank_report import COLUMNS, pack_report, unpack_report
+from shardstore.storage.rank_report import COLUMNS, RankReport, pack_report, unpack_report
 
 SIDE = 128
 
@@ -154,8 +154,36 @@ def test_a_report_that_is_cut_or_longer() -> None:
             unpack_report(wrong, 7)
 
 
+def test_the_coordinators_own_report_needs_no_packing() -> None:
+    """A save merges what the coordinator noted as it is with what others sent: the result is the
+    same, whichever of them were sent."""
+    grids = [Grid((5, 7), (2, 7)), Grid((), ()), Grid((3,), (3,))]
+    codecs = [("zstd", "crc32c"), ("crc32c",), None]
+    manifests = [RankManifest(0), RankManifest(1)]
+    for number, (grid, chain) in enumerate(zip(grids, codecs, strict=True)):
+        meta = ArrayMeta(f"w/{number}", f"w.{number}", grid, "int16", chain, shard_shape=grid.shape)
+        for place in range(grid.size):
+            manifest = manifests[place % 2]
+            manifest.add_array(meta, created=place == 0)
+            record = ChunkRecord(9 + place, 2**32 - 1 - place, bytes([place] * 16), [])
+            manifest.add_chunk(meta, grid.index(place), record)
+    for manifest in manifests:
+        manifest.objects = [f"o/shard_{manifest.rank}_2"]
+        manifest.copies = {"tensors": [f"c{manifest.rank}"]}
+        manifest.seconds = {"write": 0.5 + manifest.rank}
+        manifest.reused_bytes = 7
+        manifest.add_file("common.pt", b"x")
+    sent = merge([m.to_bytes() for m in manifests])
+    for own in ([manifests[0].report(), manifests[1].to_bytes()], [m.report() for m in manifests]):
+        merged = merge(own)
+        assert merged.manifest.to_bytes() == sent.manifest.to_bytes()
+        for name in ("documents", "arrays", "objects", "files", "copies", "ranks", "reused_bytes"):
+            assert getattr(merged, name) == getattr(sent, name), name
+
+
 def test_an_empty_report() -> None:
-    report = unpack_report(pack_report({"rank": 3}, {name: [] for name in COLUMNS}), 3)
+    empty: dict[str, list[int] | bytes] = {name: [] for name in COLUMNS} | {"digest": b""}
+    report = unpack_report(pack_report(RankReport.of({"rank": 3}, empty)), 3)
     assert report.head == {"rank": 3}
     assert {name: len(column) for name, column in report.columns.items()} == dict.fromkeys(
         COLUMNS, 0

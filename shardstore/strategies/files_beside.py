@@ -1,0 +1,81 @@
+"""Files that are no chunks, sent to an object store beside what the save does meanwhile.
+
+There each file is a request that somebody waits for: a model's hundreds of sharded objects, one
+after the other, would hold up a save for seconds, and an asynchronous one before it returns. It
+knows names and bytes of one rank; not what they mean, and no other rank.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+
+from shardstore.storage.attempt import Attempt
+from shardstore.storage.parallel import ByteLimit, Jobs
+
+__all__ = ["FilesBeside"]
+
+THREADS = 16
+HELD_BYTES = 64 * 1024 * 1024
+"""What waits to be sent, unless one file alone is larger."""
+
+
+class FilesBeside:
+    """Sends files in threads of its own, a bounded number of bytes at a time.
+
+    Args:
+        attempt: what they are a part of.
+    """
+
+    def __init__(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+        self._jobs: Jobs | None = None
+        self._room = ByteLimit(HELD_BYTES)
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+
+    def put(self, name: str, data: bytes) -> None:
+        """Have a file written; waits while too much waits already. One thread at a time calls it.
+
+        Raises:
+            StorageError: an earlier one could not be written.
+        """
+        held = ExitStack()
+        held.enter_context(self._room.taken(len(data)))
+
+        def send() -> None:
+            with held:
+                if self._error is not None:
+                    return
+                try:
+                    self._attempt.put_all([(name, data)])
+                except BaseException as error:
+                    self.stop(error)
+
+        if self._error is not None:
+            held.close()
+            raise self._error
+        if self._jobs is None:
+            self._jobs = Jobs(THREADS, "shardstore-files")
+        self._jobs.add(send)
+
+    def stop(self, error: BaseException) -> None:
+        """Send no more: something went wrong, here or elsewhere."""
+        with self._lock:
+            self._error = self._error or error
+
+    def finish(self) -> None:
+        """Wait until all are written, or those that are under way once it was stopped.
+
+        Raises:
+            StorageError: the first that could not be written, or what it was stopped for.
+        """
+        jobs, self._jobs = self._jobs, None
+        if jobs is not None:
+            try:
+                jobs.finish()
+            except BaseException as error:  # an interrupt
+                self.stop(error)
+                raise
+        if self._error is not None:
+            raise self._error

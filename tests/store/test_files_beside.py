@@ -1,0 +1,164 @@
+"""Sharded objects and the common part go to an object store beside each other, and beside what the
+save does meanwhile; what goes wrong with one of them is met as if they had gone one by one."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+
+import shardstore
+from shardstore.errors import NotACheckpointError, StorageError
+from shardstore.mapping import ShardedObject, ShardedTensor
+from shardstore.storage.location import Location
+from shardstore.strategies import files_beside
+
+OBJECTS = 12
+LIMIT_S = 120.0
+
+
+class WatchedFileSystem(MemoryFileSystem):
+    """A store in memory that tells of each document before it is written."""
+
+    protocol = "watched"
+    store: ClassVar[dict[str, Any]] = {}
+    watch: ClassVar[Callable[[str], None] | None] = None
+
+    def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
+        if mode != "rb" and self.watch is not None:
+            type(self).watch(path)  # type: ignore[misc]
+        return super()._open(path, mode, **kwargs)
+
+
+@pytest.fixture
+def place() -> Iterator[str]:
+    fsspec.register_implementation("watched", WatchedFileSystem, clobber=True)
+    yield f"watched://{uuid.uuid4().hex}/step"
+    WatchedFileSystem.watch = None
+
+
+def state(value: int, nbytes: int = 10) -> dict[str, Any]:
+    return {
+        "w": ShardedTensor.from_rank_offsets("w", torch.full((4,), float(value))),
+        "objects": [
+            ShardedObject("extra", {"step": value, "text": "x" * nbytes}, (OBJECTS,), (i,))
+            for i in range(OBJECTS)
+        ],
+        "step": value,
+    }
+
+
+def is_object(path: str) -> bool:
+    return "/shard_" in path
+
+
+def test_objects_do_not_wait_for_each_other(place: str) -> None:
+    """Each of four waits until the others have been asked for too: one by one none would end."""
+    together = threading.Barrier(4)
+
+    def watch(path: str) -> None:
+        if is_object(path):
+            together.wait(LIMIT_S)
+
+    WatchedFileSystem.watch = watch
+    shardstore.save(state(3), place)
+    WatchedFileSystem.watch = None
+    loaded = shardstore.load(state(0), place)
+    assert [found["step"] for found in loaded["objects"]] == [3] * OBJECTS
+
+
+def test_an_asynchronous_save_returns_before_they_are_written(place: str) -> None:
+    opened, asked = threading.Event(), threading.Event()
+
+    def watch(path: str) -> None:
+        if is_object(path) or path.endswith("common.pt"):
+            asked.set()
+            assert opened.wait(LIMIT_S), "the call waited for the files"
+
+    WatchedFileSystem.watch = watch
+    handle = shardstore.async_save(state(5), place)
+    try:
+        assert asked.wait(LIMIT_S)
+        assert not handle.done()
+        with pytest.raises(NotACheckpointError):
+            shardstore.load(state(0), place)
+    finally:
+        opened.set()
+    handle.result(LIMIT_S)
+    assert shardstore.load(state(0), place)["step"] == 5
+
+
+@pytest.mark.parametrize("save", ["at once", "in the background"])
+def test_one_that_can_not_be_written_ends_the_save(place: str, save: str) -> None:
+    bad = f"/shard_{OBJECTS // 2}_{OBJECTS}.pt"
+
+    def watch(path: str) -> None:
+        if path.endswith(bad):
+            raise PermissionError(13, "denied", path)
+
+    WatchedFileSystem.watch = watch
+    saves: dict[str, Callable[[], object]] = {
+        "at once": lambda: shardstore.save(state(1), place),
+        "in the background": lambda: shardstore.async_save(state(1), place).result(LIMIT_S),
+    }
+    with pytest.raises(StorageError, match=bad):
+        saves[save]()
+    WatchedFileSystem.watch = None
+    assert Location.of(place).remote.walk() == []
+    shardstore.save(state(2), place)
+    assert shardstore.load(state(0), place)["step"] == 2
+
+
+def test_an_error_elsewhere_waits_for_those_under_way(place: str) -> None:
+    """A file that is still on its way when a chunk fails does not come after what is cleared."""
+    sent, chunk_failed = threading.Event(), threading.Event()
+
+    def watch(path: str) -> None:
+        if "/w/c" in path:
+            assert sent.wait(LIMIT_S)
+            chunk_failed.set()
+            raise PermissionError(13, "denied", path)
+        if is_object(path):
+            sent.set()
+            assert chunk_failed.wait(LIMIT_S)
+
+    WatchedFileSystem.watch = watch
+    with pytest.raises(StorageError, match="w/c"):
+        shardstore.save(state(1), place)
+    assert Location.of(place).remote.walk() == []
+    assert not [t for t in threading.enumerate() if t.name == "shardstore-files"]
+
+
+def test_what_waits_is_bounded(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of files of 1,000 bytes and more, with room for 2,500, two are held at a time."""
+    monkeypatch.setattr(files_beside, "HELD_BYTES", 2_500)
+    lock, held, most = threading.Lock(), [0], [0]
+    taken = files_beside.ByteLimit.taken
+
+    def counted(self: Any, size: int) -> Any:
+        @contextmanager
+        def both() -> Iterator[None]:
+            with taken(self, size):
+                with lock:
+                    held[0] += size
+                    most[0] = max(most[0], held[0])
+                try:
+                    yield
+                finally:
+                    with lock:
+                        held[0] -= size
+
+        return both()
+
+    monkeypatch.setattr(files_beside.ByteLimit, "taken", counted)
+    shardstore.save(state(7, nbytes=600), place)
+    assert 0 < most[0] <= 2_500
+    shardstore.save(state(8, nbytes=5_000), place, overwrite=True)  # each alone is more
+    assert shardstore.load(state(0), place)["step"] == 8
