@@ -28,6 +28,7 @@ from shardstore.storage.handed import read_document
 from shardstore.storage.location import Location
 from shardstore.storage.names import COMMON_STATE_NAME, key_of, node_name
 from shardstore.storage.object_files import is_object_file
+from shardstore.storage.object_io import read_objects
 from shardstore.strategies.base import (
     LoadCommonStrategy,
     SaveCommonStrategy,
@@ -51,6 +52,8 @@ logger = getLogger(__name__)
 
 COMMON_STATE_FNAME = COMMON_STATE_NAME
 BACKEND, VERSION = "torch", 1
+READ_TOGETHER = 128
+"""Objects whose files are held in memory at a time, beside what was made of them."""
 
 
 def load_file(name: str, data: bytes, url: str, key: str) -> Any:
@@ -209,11 +212,21 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
         """
         location = Location.of(checkpoint_dir)
 
+        def value_of(sharded: ShardedObject, name: str, data: bytes) -> Any:
+            open_checkpoint(location).check_file(name, data)
+            return load_file(name, data, f"{location.url}/{name}", sharded.unique_key)
+
+        values = {
+            id(sharded): value_of(sharded, name, data)
+            for sharded, name, data in _read_beside(location, sharded_objects_state_dict)
+        }
+
         def load_one(sharded: Any) -> Any:
             if not isinstance(sharded, ShardedObject):
                 raise CheckpointingException(f"{type(sharded).__name__} is no sharded object")
-            name, data = _read_object(location, sharded)
-            return load_file(name, data, f"{location.url}/{name}", sharded.unique_key)
+            if id(sharded) in values:
+                return values.pop(id(sharded))
+            return value_of(sharded, *_read_object(location, sharded))
 
         loaded: StateDict = dict_list_map_outplace(load_one, sharded_objects_state_dict)
         return loaded
@@ -259,18 +272,40 @@ def _object_files(location: Location) -> Iterator[tuple[str, str]]:
             yield node, name
 
 
+def _names_of(sharded: ShardedObject) -> list[str]:
+    """What an object's file may be called, the most likely first."""
+    names = (object_file(sharded), f"{sharded.unique_key}.pt", json_object_file(sharded))
+    return [name for name in dict.fromkeys(names) if ".." not in name.split("/")]
+
+
+def _read_beside(
+    location: Location, state_dict: ShardedStateDict
+) -> Iterator[tuple[ShardedObject, str, bytes]]:
+    """Objects of an object store with name and content of their files, a number of them read at a
+    time. What is not there is left out, and all objects of a folder, where reading waits for
+    nothing."""
+    if location.is_local:
+        return
+    left = [v for v in nested_values(state_dict) if isinstance(v, ShardedObject)]
+    while left:
+        group, left = left[:READ_TOGETHER], left[READ_TOGETHER:]
+        tries = {id(sharded): _names_of(sharded) for sharded in group}
+        while group := [sharded for sharded in group if tries[id(sharded)]]:
+            names = [tries[id(sharded)].pop(0) for sharded in group]
+            found = read_objects(location, names)
+            for sharded, name, data in zip(group, names, found, strict=True):
+                if data is not None:
+                    tries[id(sharded)].clear()
+                    yield sharded, name, data
+
+
 def _read_object(location: Location, sharded: ShardedObject) -> tuple[str, bytes]:
     """Name and content of an object's file."""
-    names = (object_file(sharded), f"{sharded.unique_key}.pt", json_object_file(sharded))
-    for name in dict.fromkeys(names):
-        if ".." in name.split("/"):
-            continue
+    for name in _names_of(sharded):
         try:
-            data = read_document(location, name)
+            return name, read_document(location, name)
         except FileNotFoundError:
             continue
-        open_checkpoint(location).check_file(name, data)
-        return name, data
     beside = [n for n in location.listing(node_name(sharded.key)) if is_object_file(n)][:4]
     hint = f"; stored parts of this key: {beside}" if beside else "; no part of this key is stored"
     raise MissingKeyError(

@@ -16,8 +16,8 @@ from shardstore.storage.parallel import ByteLimit, Jobs
 __all__ = ["FilesBeside"]
 
 THREADS = 16
-HELD_BYTES = 64 * 1024 * 1024
-"""What waits to be sent, unless one file alone is larger."""
+BUDGET_PART = 16
+"""Of the memory for chunks under way, so much again is for files that wait to be sent."""
 
 
 class FilesBeside:
@@ -25,12 +25,14 @@ class FilesBeside:
 
     Args:
         attempt: what they are a part of.
+        budget_bytes: memory for chunks under way. Files that wait take a sixteenth of that on top;
+            one that is larger waits alone.
     """
 
-    def __init__(self, attempt: Attempt) -> None:
+    def __init__(self, attempt: Attempt, budget_bytes: int) -> None:
         self._attempt = attempt
         self._jobs: Jobs | None = None
-        self._room = ByteLimit(HELD_BYTES)
+        self._room = ByteLimit(budget_bytes // BUDGET_PART)
         self._error: BaseException | None = None
         self._lock = threading.Lock()
 

@@ -96,7 +96,7 @@ class SaveSession:
     meter: Meter | None = None
 
     def __post_init__(self) -> None:
-        self.files = FilesBeside(self.attempt)
+        self.files = FilesBeside(self.attempt, self.options.budget_bytes)
 
     @classmethod
     def begin(

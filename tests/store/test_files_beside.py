@@ -15,25 +15,33 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 import shardstore
-from shardstore.errors import NotACheckpointError, StorageError
+from shardstore.errors import (
+    DamagedCheckpointError,
+    MissingKeyError,
+    NotACheckpointError,
+    StorageError,
+)
 from shardstore.mapping import ShardedObject, ShardedTensor
 from shardstore.storage.location import Location
-from shardstore.strategies import files_beside
+from shardstore.storage.options import DEFAULT_BUDGET_BYTES
+from shardstore.strategies import common, files_beside
 
 OBJECTS = 12
 LIMIT_S = 120.0
 
 
 class WatchedFileSystem(MemoryFileSystem):
-    """A store in memory that tells of each document before it is written."""
+    """A store in memory that tells of each document before it is written, or read."""
 
     protocol = "watched"
     store: ClassVar[dict[str, Any]] = {}
     watch: ClassVar[Callable[[str], None] | None] = None
+    watch_reads: ClassVar[Callable[[str], None] | None] = None
 
     def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
-        if mode != "rb" and self.watch is not None:
-            type(self).watch(path)  # type: ignore[misc]
+        watch = type(self).watch_reads if mode == "rb" else type(self).watch
+        if watch is not None:
+            watch(path)
         return super()._open(path, mode, **kwargs)
 
 
@@ -41,7 +49,7 @@ class WatchedFileSystem(MemoryFileSystem):
 def place() -> Iterator[str]:
     fsspec.register_implementation("watched", WatchedFileSystem, clobber=True)
     yield f"watched://{uuid.uuid4().hex}/step"
-    WatchedFileSystem.watch = None
+    WatchedFileSystem.watch = WatchedFileSystem.watch_reads = None
 
 
 def state(value: int, nbytes: int = 10) -> dict[str, Any]:
@@ -72,6 +80,36 @@ def test_objects_do_not_wait_for_each_other(place: str) -> None:
     WatchedFileSystem.watch = None
     loaded = shardstore.load(state(0), place)
     assert [found["step"] for found in loaded["objects"]] == [3] * OBJECTS
+
+
+def test_objects_are_read_beside_each_other(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shardstore.save(state(4), place)
+    together = threading.Barrier(4)
+
+    def watch(path: str) -> None:
+        if is_object(path):
+            together.wait(LIMIT_S)
+
+    WatchedFileSystem.watch_reads = watch
+    loaded = shardstore.load(state(0), place)
+    assert [found["step"] for found in loaded["objects"]] == [4] * OBJECTS
+    WatchedFileSystem.watch_reads = None
+    monkeypatch.setattr(common, "READ_TOGETHER", 5)  # the last group is not a full one
+    loaded = shardstore.load(state(0), place)
+    assert [found["step"] for found in loaded["objects"]] == [4] * OBJECTS
+
+
+def test_a_missing_object_is_named_and_a_damaged_one_too(place: str) -> None:
+    shardstore.save(state(4), place)
+    store = Location.of(place).remote
+    name = f"extra/shard_3_{OBJECTS}.pt"
+    good = store.read(name)
+    store.write(name, good[:-1])
+    with pytest.raises(DamagedCheckpointError, match=name):
+        shardstore.load(state(0), place)
+    store.delete([name])
+    with pytest.raises(MissingKeyError, match=r"shard_3_12.* is not in the checkpoint"):
+        shardstore.load(state(0), place)
 
 
 def test_an_asynchronous_save_returns_before_they_are_written(place: str) -> None:
@@ -138,7 +176,7 @@ def test_an_error_elsewhere_waits_for_those_under_way(place: str) -> None:
 
 def test_what_waits_is_bounded(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of files of 1,000 bytes and more, with room for 2,500, two are held at a time."""
-    monkeypatch.setattr(files_beside, "HELD_BYTES", 2_500)
+    monkeypatch.setattr(files_beside, "BUDGET_PART", DEFAULT_BUDGET_BYTES // 2_500)
     lock, held, most = threading.Lock(), [0], [0]
     taken = files_beside.ByteLimit.taken
 
