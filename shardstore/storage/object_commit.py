@@ -149,15 +149,12 @@ class ObjectAttempt:
             )
         name, data = documents[-1]
         mark = f"{ATTEMPTS}/{self.number:06d}.committing"
-
-        def look() -> None:
-            self.put_all([(mark, self.id.encode())])
-            self.check()
-
+        # All of them before the look: nothing but one request comes between that and the commit.
+        self.put_all([*documents[:-1], (mark, self.id.encode())])
         try:
-            run_together(look, lambda: self.put_all(documents[:-1]))
+            self.check()
         except StorageError:
-            # What commits was not sent: nobody has to wait for it.
+            # Nothing was sent: nobody has to wait for it.
             with contextlib.suppress(StorageError):
                 self.target.remote.delete([mark])
             raise

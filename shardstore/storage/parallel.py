@@ -114,7 +114,8 @@ class Jobs:
         self._error: BaseException | None = None
 
     def add(self, job: Callable[[], None]) -> None:
-        """Have a job done; after the first that failed none is begun."""
+        """Have a job done; after the first that failed none is begun. Does it at once where no
+        thread is to be had for any."""
         with self._changed:
             self._waiting.append(job)
             if self._idle >= len(self._waiting) or len(self._threads) >= self._most:
@@ -127,6 +128,9 @@ class Jobs:
         except RuntimeError:  # none is to be had, as at the end of the interpreter
             with self._changed:
                 self._threads.remove(thread)
+                alone = not self._threads
+            if alone:
+                self._do_all()
 
     def finish(self) -> None:
         """Wait for all, and end the threads; does itself what no thread was to be had for. Called
@@ -150,12 +154,19 @@ class Jobs:
                 self._idle += 1
                 self._changed.wait_for(lambda: self._waiting or self._closed)
                 self._idle -= 1
+                closed = self._closed
+            self._do_all()
+            if closed:
+                return
+
+    def _do_all(self) -> None:
+        """Do what is waiting."""
+        while True:
+            with self._changed:
                 if self._error is not None:
                     self._waiting.clear()
                 if not self._waiting:
-                    if self._closed:
-                        return
-                    continue
+                    return
                 job = self._waiting.popleft()
             try:
                 job()

@@ -200,3 +200,20 @@ def test_what_waits_is_bounded(place: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert 0 < most[0] <= 2_500
     shardstore.save(state(8, nbytes=5_000), place, overwrite=True)  # each alone is more
     assert shardstore.load(state(0), place)["step"] == 8
+
+
+def test_where_no_thread_is_to_be_had_they_are_written_all_the_same(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than may wait, and nobody but the caller to write it."""
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "shardstore-files":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    monkeypatch.setattr(files_beside, "BUDGET_PART", DEFAULT_BUDGET_BYTES // 2_500)
+    shardstore.save(state(6, nbytes=600), place)
+    assert shardstore.load(state(0), place)["step"] == 6
