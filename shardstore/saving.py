@@ -189,6 +189,9 @@ def run_save(call: SaveCall, choose: ChooseStrategies) -> tuple[SaveSession, Asy
             )
         except Exception as problem:
             error, request = problem, None
+        except BaseException as interrupt:  # nothing goes on behind the back of who interrupted
+            session.files.stop(interrupt)
+            raise
     if not call.async_sharded_save:
         finish(error)
         return session, None

@@ -6,7 +6,7 @@ Names only; what is in the files is for those who verify or compare them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardstore.storage.location import Location
@@ -58,6 +58,7 @@ def beside_arrays(
     top: Sequence[str],
     nodes: Collection[str],
     wants: Callable[[str], bool],
+    entries_of: Mapping[str, Sequence[str]] | None = None,
 ) -> Iterator[Beside]:
     """What is there beside arrays, in the order of ``top``.
 
@@ -66,6 +67,7 @@ def beside_arrays(
         top: all names directly below it.
         nodes: those that are arrays'.
         wants: whether a key is of interest.
+        entries_of: folder -> names directly below it, where they are known; else they are listed.
 
     Raises:
         StorageError: the store refused.
@@ -74,5 +76,8 @@ def beside_arrays(
         key = key_of(name) or name
         if name in OWN_FILES or name in nodes or not wants(key):
             continue
-        entries = location.listing(name) if location.is_dir(name) else []
+        if entries_of is not None:
+            entries = entries_of.get(name, ())
+        else:
+            entries = location.listing(name) if location.is_dir(name) else ()
         yield Beside(name, key, entries, [entry for entry in entries if object_place(entry)])

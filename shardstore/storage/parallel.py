@@ -132,6 +132,12 @@ class Jobs:
             if alone:
                 self._do_all()
 
+    def end(self) -> None:
+        """Have the threads end once nothing waits any more; waits for none of them."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
     def finish(self) -> None:
         """Wait for all, and end the threads; does itself what no thread was to be had for. Called
         once.
@@ -139,9 +145,7 @@ class Jobs:
         Raises:
             BaseException: what the first job that failed raised.
         """
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self.end()
         for thread in self._threads:
             thread.join()
         self._run()

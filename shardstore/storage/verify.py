@@ -120,7 +120,13 @@ class _Verification:
         self._consolidated: dict[str, dict[str, Any]] = {}
         self._array_documents = True
         self._described = True
-        self._files = OtherFiles(stored, self._findings, self._wants, everything=not keys)
+        self._files = OtherFiles(
+            stored,
+            self._findings,
+            self._wants,
+            everything=not keys,
+            threads=1 if self.location.is_local else self.threads,
+        )
         # All names of an object store's checkpoint, in order: one listing, not one an array.
         self._listed: list[str] | None = None
 
@@ -157,7 +163,7 @@ class _Verification:
         nodes = [*proved, *(meta.node for meta in arrays)]
         if not self._described:
             nodes += self._undescribed(set(nodes))
-        self._files.whole(top, {node.partition("/")[0] for node in nodes})
+        self._files.whole(top, {node.partition("/")[0] for node in nodes}, self._listed)
         wanted = [meta for meta in arrays if self._wants(meta.key)]
         self._findings.result.arrays = len(wanted) + len(proved)
         runs = [run for meta in wanted for run in _runs(meta)]

@@ -10,15 +10,22 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+from typing import TYPE_CHECKING, TypeVar
 
 from shardstore.errors import CheckpointingException, DamagedCheckpointError
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.findings import Findings
 from shardstore.storage.names import key_of
 from shardstore.storage.object_files import beside_arrays, object_place
+from shardstore.storage.parallel import run_batched
 from shardstore.storage.torch_archive import verify_archive
 
+if TYPE_CHECKING:
+    from shardstore.storage.object_io import ObjectIO
+
 __all__ = ["OtherFiles"]
+
+T = TypeVar("T")
 
 SHOWN_OBJECTS = 10
 """Of one key that are missing; a name alone can claim a grid of any size."""
@@ -32,6 +39,7 @@ class OtherFiles:
         findings: where to report to.
         wants: whether a key is of interest.
         everything: whether what belongs to no key is, too.
+        threads: how many requests at a time are of use; findings come from any of them.
     """
 
     def __init__(
@@ -41,9 +49,16 @@ class OtherFiles:
         wants: Callable[[str], bool],
         *,
         everything: bool,
+        threads: int = 1,
     ) -> None:
+        self._threads = threads
         self.stored = stored
         self.location = stored.location
+        self._io: ObjectIO | None = None
+        if not self.location.is_local:
+            from shardstore.storage.object_io import object_io  # files of a folder need none of it
+
+            self._io = object_io(self.location)
         self._findings = findings
         self._wants = wants
         self._everything = everything
@@ -80,8 +95,16 @@ class OtherFiles:
         except CheckpointingException:
             return True
 
-    def whole(self, top: Sequence[str], nodes: set[str]) -> None:
-        """Look at all else; ``nodes`` are the names that arrays' folders begin with."""
+    def whole(
+        self, top: Sequence[str], nodes: set[str], listed: Sequence[str] | None = None
+    ) -> None:
+        """Look at all else.
+
+        Args:
+            top: the names directly below the checkpoint.
+            nodes: what the names of arrays' folders begin with.
+            listed: all names in an object store, which need not be asked for again.
+        """
         if self._everything:
             if "common.pt" in top:
                 self._check_archive("common.pt", "common-damaged")
@@ -89,10 +112,24 @@ class OtherFiles:
                 path = f"{self.location.url}/common.pt"
                 text = f"{path} is missing: the non-sharded part of the state is gone"
                 self._findings.report("common-missing", text, "common.pt")
-        for found in beside_arrays(self.location, top, nodes, self._wants):
-            self.objects(found.name, found.key, found.objects)
+        folders = None if listed is None else _folders(listed)
+        there = list(beside_arrays(self.location, top, nodes, self._wants, folders))
+        self._check_objects(
+            [(f"{found.name}/{name}", found.key) for found in there for name in found.objects]
+        )
+        for found in there:
+            self._check_grids(found.name, found.key, found.objects)
             self._foreign(found.name, found.entries, found.objects)
         self._committed_objects()
+
+    def _each(self, items: Sequence[T], work: Callable[[T], None]) -> None:
+        """Do something with each, so many at a time."""
+
+        def several(batch: Sequence[T]) -> None:
+            for item in batch:
+                work(item)
+
+        run_batched(items, several, threads=self._threads, weight=lambda _: 1, batch_weight=1)
 
     def _committed_objects(self) -> None:
         """Look whether each object that was committed is there: where none of a key is left, no
@@ -111,12 +148,19 @@ class OtherFiles:
 
     def objects(self, node: str, key: str, names: Sequence[str]) -> None:
         """Look at the sharded objects of a key, by the names of their files."""
+        self._check_objects([(f"{node}/{name}", key) for name in names])
+        self._check_grids(node, key, names)
+
+    def _check_objects(self, files: Sequence[tuple[str, str]]) -> None:
+        """Look into files, of which name and key are given."""
         with self._findings.lock:
-            self._findings.result.objects += len(names)
-            self._seen.update(f"{node}/{name}" for name in names)
+            self._findings.result.objects += len(files)
+            self._seen.update(name for name, _ in files)
+        self._each(files, lambda file: self._check_archive(file[0], "object-damaged", key=file[1]))
+
+    def _check_grids(self, node: str, key: str, names: Sequence[str]) -> None:
+        """Look whether the objects of a key are all there, as their names tell."""
         shapes = {place[1] for name in names if (place := object_place(name))}
-        for name in names:
-            self._check_archive(f"{node}/{name}", "object-damaged", key=key)
         places = {place for name in names if (place := object_place(name))}
         for shape in shapes:
             missing = (index for index in _grid(shape) if (index, shape) not in places)
@@ -136,7 +180,7 @@ class OtherFiles:
         path = f"{self.location.url}/{name}"
         about = "" if key is None else f" (object of key {key!r})"
         try:
-            data = self.location.read(name)
+            data = self._read(name)
             if not data:
                 raise ValueError("it is empty")
             if name.endswith(".json"):
@@ -155,6 +199,14 @@ class OtherFiles:
         except CheckpointingException:
             pass  # of the root document, which was reported before
 
+    def _read(self, name: str) -> bytes:
+        if self._io is None:
+            return self.location.read(name)
+        data = self._io.get(name)
+        if data is None:
+            raise FileNotFoundError(f"{self.location.url}/{name}")
+        return data
+
     def _foreign(self, name: str, below: Sequence[str], objects: Sequence[str]) -> None:
         strangers = [f"{name}/{entry}" for entry in below if entry not in objects]
         if name.endswith(".sync") and self.stored.root is None:
@@ -166,6 +218,16 @@ class OtherFiles:
             self._findings.report(
                 "foreign", f"{path} is no part of the checkpoint", stranger, "note"
             )
+
+
+def _folders(names: Sequence[str]) -> dict[str, list[str]]:
+    """Folder directly below the root -> the names in it."""
+    found: dict[str, dict[str, None]] = {}
+    for name in names:
+        folder, _, rest = name.partition("/")
+        if rest:
+            found.setdefault(folder, {})[rest.partition("/")[0]] = None
+    return {folder: sorted(entries) for folder, entries in found.items()}
 
 
 def _grid(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:

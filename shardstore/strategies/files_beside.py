@@ -62,9 +62,12 @@ class FilesBeside:
         self._jobs.add(send)
 
     def stop(self, error: BaseException) -> None:
-        """Send no more: something went wrong, here or elsewhere."""
+        """Send no more: something went wrong, here or elsewhere. Waits for nothing."""
         with self._lock:
             self._error = self._error or error
+        jobs = self._jobs
+        if jobs is not None:
+            jobs.end()
 
     def finish(self) -> None:
         """Wait until all are written, or those that are under way once it was stopped.

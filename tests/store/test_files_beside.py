@@ -22,8 +22,11 @@ from shardstore.errors import (
     StorageError,
 )
 from shardstore.mapping import ShardedObject, ShardedTensor
+from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.findings import Finding
 from shardstore.storage.location import Location
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES
+from shardstore.storage.verify import verify
 from shardstore.strategies import common, files_beside
 
 OBJECTS = 12
@@ -38,10 +41,14 @@ class WatchedFileSystem(MemoryFileSystem):
     watch: ClassVar[Callable[[str], None] | None] = None
     watch_reads: ClassVar[Callable[[str], None] | None] = None
 
+    def cat_file(self, path: str, **kwargs: Any) -> Any:
+        if type(self).watch_reads is not None:
+            type(self).watch_reads(path)  # type: ignore[misc]
+        return super().cat_file(path, **kwargs)
+
     def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
-        watch = type(self).watch_reads if mode == "rb" else type(self).watch
-        if watch is not None:
-            watch(path)
+        if mode != "rb" and type(self).watch is not None:
+            type(self).watch(path)  # type: ignore[misc]
         return super()._open(path, mode, **kwargs)
 
 
@@ -61,6 +68,10 @@ def state(value: int, nbytes: int = 10) -> dict[str, Any]:
         ],
         "step": value,
     }
+
+
+def senders() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "shardstore-files"}
 
 
 def is_object(path: str) -> bool:
@@ -84,15 +95,18 @@ def test_objects_do_not_wait_for_each_other(place: str) -> None:
 
 def test_objects_are_read_beside_each_other(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shardstore.save(state(4), place)
-    together = threading.Barrier(4)
+    together, lock, asked = threading.Barrier(4), threading.Lock(), [0]
 
     def watch(path: str) -> None:
         if is_object(path):
+            with lock:
+                asked[0] += 1
             together.wait(LIMIT_S)
 
     WatchedFileSystem.watch_reads = watch
     loaded = shardstore.load(state(0), place)
     assert [found["step"] for found in loaded["objects"]] == [4] * OBJECTS
+    assert asked == [OBJECTS]
     WatchedFileSystem.watch_reads = None
     monkeypatch.setattr(common, "READ_TOGETHER", 5)  # the last group is not a full one
     loaded = shardstore.load(state(0), place)
@@ -110,6 +124,40 @@ def test_a_missing_object_is_named_and_a_damaged_one_too(place: str) -> None:
     store.delete([name])
     with pytest.raises(MissingKeyError, match=r"shard_3_12.* is not in the checkpoint"):
         shardstore.load(state(0), place)
+
+
+def test_verification_looks_at_objects_beside_each_other(place: str) -> None:
+    shardstore.save(state(4), place)
+    store = Location.of(place).remote
+    damaged, missing = f"extra/shard_3_{OBJECTS}.pt", f"extra/shard_5_{OBJECTS}.pt"
+    store.write(damaged, store.read(damaged)[:-1])
+    store.delete([missing])
+    store.write("extra/stranger.txt", b"?")
+    store.write("alone.txt", b"?")
+    together = threading.Barrier(4)
+    left = [OBJECTS // 4 * 4 - 4]  # the rest may be read alone
+
+    def watch(path: str) -> None:
+        if is_object(path):
+            with lock:
+                left[0] -= 1
+                waits = left[0] >= 0
+            if waits:
+                together.wait(LIMIT_S)
+
+    lock = threading.Lock()
+    WatchedFileSystem.watch_reads = watch
+    found: list[Finding] = []
+    result = verify(StoredCheckpoint(Location.of(place)), found.append)
+    root = Location.of(place).url
+    assert sorted((finding.kind, finding.path) for finding in found) == [
+        ("foreign", f"{root}/alone.txt"),
+        ("foreign", f"{root}/extra/stranger.txt"),
+        ("object-damaged", f"{root}/{damaged}"),
+        ("object-missing", f"{root}/{missing}"),
+    ]
+    assert left[0] < 0
+    assert (result.objects, result.damage, result.notes) == (OBJECTS - 1, 2, 2)
 
 
 def test_an_asynchronous_save_returns_before_they_are_written(place: str) -> None:
@@ -167,11 +215,35 @@ def test_an_error_elsewhere_waits_for_those_under_way(place: str) -> None:
             sent.set()
             assert chunk_failed.wait(LIMIT_S)
 
+    before = senders()
     WatchedFileSystem.watch = watch
     with pytest.raises(StorageError, match="w/c"):
         shardstore.save(state(1), place)
     assert Location.of(place).remote.walk() == []
-    assert not [t for t in threading.enumerate() if t.name == "shardstore-files"]
+    assert not senders() - before
+
+
+def test_an_interrupt_ends_the_sending(place: str) -> None:
+    """Who interrupts a save gets the control back at once; what was to be sent is not any more."""
+    interrupted = threading.Event()
+
+    def watch(path: str) -> None:
+        if "/w/c" in path:
+            interrupted.set()
+            raise KeyboardInterrupt
+        if is_object(path):
+            assert interrupted.wait(LIMIT_S)
+
+    before = senders()
+    WatchedFileSystem.watch = watch
+    with pytest.raises(KeyboardInterrupt):
+        shardstore.save(state(1), place)
+    for thread in senders() - before:
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+    WatchedFileSystem.watch = None
+    shardstore.save(state(2), place)
+    assert shardstore.load(state(0), place)["step"] == 2
 
 
 def test_what_waits_is_bounded(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
