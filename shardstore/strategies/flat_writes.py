@@ -34,7 +34,7 @@ def _plan_flat(
     owner."""
     assert tensor.data is not None
     start, stop = flat_bounds(tensor)
-    source = _Source(tensor.data.detach(), tensor.key)
+    source = _Source(tensor.data, tensor.key)
     for index, part, position in _parts_in_range(meta, box, start, stop):
         # C order within the chunk is the order of the flattened shard, with or without gaps, so
         # that a range of the shard is a range of the chunk.

@@ -18,7 +18,7 @@ from shardstore.storage import dtypes
 from shardstore.storage.chunks import ChunkWrite
 from shardstore.storage.documents import ArrayMeta
 
-__all__ = ["CutChunk", "DevicePart", "WritePlan", "require_plain", "whole_part"]
+__all__ = ["CutChunk", "DevicePart", "WritePlan", "require_plain"]
 
 
 @dataclass(frozen=True)
@@ -87,33 +87,26 @@ def require_plain(tensor: torch.Tensor, key: str) -> None:
     )
 
 
-def whole_part(
-    tensor: torch.Tensor, prepended: int, key: str
-) -> NDArray[Any] | Callable[[], NDArray[Any]]:
-    """A local tensor as the source of the one chunk that it is.
-
-    Args:
-        tensor: the data.
-        prepended: axes of length 1 that the chunk has before the tensor's own.
-        key: for error texts.
-    """
-    require_plain(tensor, key)
-    tensor = tensor.detach()
-    if prepended:
-        tensor = tensor[(None,) * prepended]
-    return dtypes.as_numpy(tensor) if tensor.device.type == "cpu" else DevicePart(tensor)
-
-
 class _Source:
     """A local tensor as the source of chunks.
 
     A view on the host, fetched chunk by chunk from a device.
+
+    Args:
+        tensor: the data.
+        key: for error texts.
+        prepended: axes of length 1 that the chunks have before the tensor's own.
     """
 
-    def __init__(self, tensor: torch.Tensor, key: str) -> None:
+    def __init__(self, tensor: torch.Tensor, key: str, prepended: int = 0) -> None:
         require_plain(tensor, key)
-        self._tensor = tensor
-        self._array = dtypes.as_numpy(tensor) if tensor.device.type == "cpu" else None
+        tensor = tensor.detach()
+        self._tensor = tensor[(None,) * prepended] if prepended else tensor
+        self._array = dtypes.as_numpy(self._tensor) if tensor.device.type == "cpu" else None
+
+    def whole(self) -> NDArray[Any] | Callable[[], NDArray[Any]]:
+        """All of it, where it is one chunk."""
+        return DevicePart(self._tensor) if self._array is None else self._array
 
     def part(self, slices: tuple[slice, ...]) -> NDArray[Any] | Callable[[], NDArray[Any]]:
         if self._array is not None:

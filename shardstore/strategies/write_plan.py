@@ -38,8 +38,6 @@ from shardstore.strategies.planned_writes import (
     DevicePart,
     WritePlan,
     _Source,
-    require_plain,
-    whole_part,
 )
 from shardstore.strategies.shared_writes import SharedWrites, identity
 
@@ -179,12 +177,10 @@ def plan_writes(
             )
         if whole is not None:
             if not in_group or shared is None or shared.is_mine(tensor, whole):
-                part = whole_part(tensor.data, tensor.prepend_axis_num, tensor.key)
-                plan.writes.append(ChunkWrite(meta, whole, part))
-            continue
-        require_plain(tensor.data, tensor.key)
-        if tensor.flattened_range is None:
-            source = _Source(tensor.data.detach()[(None,) * tensor.prepend_axis_num], tensor.key)
+                source = _Source(tensor.data, tensor.key, tensor.prepend_axis_num)
+                plan.writes.append(ChunkWrite(meta, whole, source.whole()))
+        elif tensor.flattened_range is None:
+            source = _Source(tensor.data, tensor.key, tensor.prepend_axis_num)
             for index in meta.grid.overlapping(box):
                 if in_group and shared is not None and not shared.is_mine(tensor, index):
                     continue
