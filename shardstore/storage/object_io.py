@@ -17,6 +17,7 @@ from shardstore.storage.remote import RemoteStore
 from shardstore.storage.s3_io import S3IO
 
 __all__ = [
+    "LARGE_BYTES",
     "MAX_OBJECT_BYTES",
     "ObjectIO",
     "Taker",
@@ -30,6 +31,8 @@ T = TypeVar("T")
 
 MAX_OBJECT_BYTES = 5 * 1024**3
 """The most that one PUT takes (Amazon S3 user guide, "Uploading objects")."""
+LARGE_BYTES = 1024 * 1024
+"""From this size on it is an object's bytes that take time, and not the wait for an answer."""
 FILE_SYSTEM_THREADS = 8
 BATCH_ITEMS, BATCH_BYTES = 4, 128 * 1024
 BATCHES = 4
@@ -45,6 +48,8 @@ class ObjectIO(Protocol):
 
     threads: int
     """How many requests at a time are of use."""
+    small_threads: int
+    """How many for objects below :data:`LARGE_BYTES`; no fewer."""
 
     def put(self, key: str, parts: Sequence[bytes | memoryview], *, create: bool) -> bool:
         """Write an object.
@@ -121,7 +126,7 @@ def read_objects(location: Location, keys: Sequence[str]) -> list[bytes | None]:
             for number, key in batch:
                 found[number] = io.get(key)
 
-        each(list(enumerate(keys)), work, io.threads)
+        each(list(enumerate(keys)), work, io.small_threads)
     return found
 
 
@@ -149,7 +154,7 @@ def put_objects(
                 if not io.put(name, [data], create=True):
                     exists(name, data)
 
-        each(objects, work, io.threads)
+        each(objects, work, io.small_threads)
 
 
 def each(
@@ -179,6 +184,7 @@ class _FileSystemIO:
     """Over a file system of fsspec: correct first, fast second."""
 
     threads = FILE_SYSTEM_THREADS
+    small_threads = FILE_SYSTEM_THREADS
 
     def __init__(self, store: RemoteStore) -> None:
         self._store = store

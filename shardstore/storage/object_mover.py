@@ -40,7 +40,13 @@ from shardstore.storage.object_chunks import (
     held_bytes,
     stored_bytes,
 )
-from shardstore.storage.object_io import MAX_OBJECT_BYTES, ObjectIO, each, object_io
+from shardstore.storage.object_io import (
+    LARGE_BYTES,
+    MAX_OBJECT_BYTES,
+    ObjectIO,
+    each,
+    object_io,
+)
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES
 
 __all__ = ["ObjectMover"]
@@ -49,8 +55,8 @@ T = TypeVar("T")
 
 REQUEST_BYTES = 16 * 1024
 """What a request weighs beside its data."""
-SMALL_UNCOUNTED_FROM = 32 * 1024 * 1024
-"""A budget from this on has room in what it keeps back anyway for a small object on each of 32
+SMALL_UNCOUNTED_FROM = 64 * 1024 * 1024
+"""A budget from this on has room in what it keeps back anyway for a small object on each of 64
 threads, twice: as it came, and as bytes."""
 
 
@@ -92,10 +98,9 @@ class ObjectMover:
         for item in writes:
             if stored_bytes(item.array) > MAX_OBJECT_BYTES:
                 raise self._too_large(item)
-        budget = _Budget(self.budget_bytes)
         uncounted = self._uncounted_bytes
 
-        def work(io: ObjectIO, batch: Sequence[ChunkWrite]) -> None:
+        def work(io: ObjectIO, budget: _Budget, batch: Sequence[ChunkWrite]) -> None:
             size = number = 0
             try:
                 for item in batch:
@@ -103,7 +108,7 @@ class ObjectMover:
                         record = self._write(io, item)
                     else:
                         # What waits for its source holds nothing that others need meanwhile.
-                        with told(item), budget.take(held_bytes(item)):
+                        with told(item), budget.take(held_bytes(item), item.array.chunk_bytes):
                             record = self._write(io, item)
                     size += record.stored_bytes
                     number += 1
@@ -166,10 +171,9 @@ class ObjectMover:
         late writer of another save left is found."""
         with collector_paused():
             parts = [part for read in reads for part in chunk_parts(read)]
-        budget = _Budget(self.budget_bytes)
         uncounted = self._uncounted_bytes
 
-        def one(io: ObjectIO, part: ChunkPart) -> int:
+        def one(io: ObjectIO, budget: _Budget, part: ChunkPart) -> int:
             key = f"{part.array.node}/{part.key}"
             small = SmallChunk.of(part) if uncounted else None
             try:
@@ -180,7 +184,7 @@ class ObjectMover:
                 else:
                     wanted = Wanted.of(part, manifest)
                     sink = ChunkSink(part, wanted)
-                    with budget.take(sink.held_bytes):
+                    with budget.take(sink.held_bytes, wanted.size):
                         size = io.fetch(key, *wanted.request, sink.take, wanted.size)
                         problem = None if size is None else sink.finish(size)
             except StorageError as error:
@@ -192,11 +196,11 @@ class ObjectMover:
                 raise self._damage(part, problem, manifest, ChunkCorruptError)
             return size
 
-        def work(io: ObjectIO, batch: Sequence[ChunkPart]) -> None:
+        def work(io: ObjectIO, budget: _Budget, batch: Sequence[ChunkPart]) -> None:
             size = number = taken = 0
             try:
                 for part in batch:
-                    size += one(io, part)
+                    size += one(io, budget, part)
                     taken += part.out.nbytes
                     number += 1
             finally:
@@ -231,39 +235,53 @@ class ObjectMover:
     def _each(
         self,
         items: Sequence[T],
-        work: Callable[[ObjectIO, Sequence[T]], None],
+        work: Callable[[ObjectIO, _Budget, Sequence[T]], None],
         size: Callable[[T], int],
     ) -> None:
         """Run work on all items, small ones a few at a time."""
         if not items:
             return
         with closing(object_io(self.location)) as io:
+            budget = _Budget(self.budget_bytes, io.threads)
+            threads = io.threads
+            if any(size(item) < LARGE_BYTES for item in items):
+                threads = io.small_threads
             try:
-                each(items, lambda batch: work(io, batch), io.threads, size)
+                each(items, lambda batch: work(io, budget, batch), threads, size)
             finally:
                 free_scratch()
 
 
 class _Budget:
-    """Bytes that may be under way at a time; more than all of them goes alone."""
+    """What may be under way at a time.
 
-    def __init__(self, budget_bytes: int) -> None:
+    Args:
+        budget_bytes: memory; what takes more than all of it goes alone.
+        large: objects from :data:`LARGE_BYTES` on.
+    """
+
+    def __init__(self, budget_bytes: int, large: int) -> None:
         # An eighth for connections, and for what the allocator keeps back.
         self._free = self._all = budget_bytes - budget_bytes // 8
+        self._large = large
         self._changed = threading.Condition()
 
     @contextmanager
-    def take(self, size: int) -> Iterator[None]:
-        """Wait until there is room for ``size`` bytes, which is theirs within."""
-        size = min(size + REQUEST_BYTES, self._all)
+    def take(self, held: int, size: int) -> Iterator[None]:
+        """Wait until an object of ``size`` bytes, which takes ``held`` bytes of memory, may go; it
+        is under way within."""
+        held = min(held + REQUEST_BYTES, self._all)
+        large = int(size >= LARGE_BYTES)
         with self._changed:
-            self._changed.wait_for(lambda: self._free >= size)
-            self._free -= size
+            self._changed.wait_for(lambda: self._free >= held and self._large >= large)
+            self._free -= held
+            self._large -= large
         try:
             yield
         finally:
             with self._changed:
-                self._free += size
+                self._free += held
+                self._large += large
                 self._changed.notify_all()
 
 

@@ -30,10 +30,13 @@ T = TypeVar("T")
 
 REQUESTS = 32
 """At a time, each process."""
+SMALL_REQUESTS = 64
+"""Of small objects: what each of them takes is the wait for its answer."""
 TRIES = 8
 FIRST_DELAY_S, MAX_DELAY_S = 0.2, 5.0
 TRYING_S = 90.0
-"""No try begins later than this after the first one."""
+"""No try begins later than this after the first one failed, which may have taken long: a large
+object that broke off near its end is worth another."""
 SLOWEST_BYTES_PER_S = 128 * 1024
 """A request may take as long as its bytes take at this rate, beside the wait for the answer."""
 DOCUMENT_BYTES = 16 * 1024 * 1024
@@ -63,6 +66,7 @@ class S3IO:
     """
 
     threads = REQUESTS
+    small_threads = SMALL_REQUESTS
 
     def __init__(self, location: Location) -> None:
         try:
@@ -164,7 +168,7 @@ class S3IO:
 
     def _tried(self, doing: str, key: str, work: Callable[[], T]) -> T:
         """Do it, again where that may help."""
-        began = time.monotonic()
+        failed_at: float | None = None
         delay = FIRST_DELAY_S
         for left in reversed(range(TRIES)):
             try:
@@ -172,8 +176,10 @@ class S3IO:
             except (self._obstore.exceptions.BaseError, OSError) as error:
                 failure = self._failure(doing, key, error)
                 status = _status(error)
+            now = time.monotonic()
+            failed_at = now if failed_at is None else failed_at
             again = status is None or status in _AGAIN
-            if not (again and left and time.monotonic() - began < TRYING_S):
+            if not (again and left and now - failed_at < TRYING_S):
                 # Not while the other is handled: the store's own answer in it, which would be the
                 # context of ours, may have the access key.
                 raise failure

@@ -82,6 +82,9 @@ def _carry_out(
     # Who waits for the disk gives it something to do before the many small files are made. Who does
     # not makes them before it has begun: a file system at work on its own holds up who makes files.
     large, small = _by_size(plan.writes)
+    if session.attempt.defers_documents:
+        # Of requests the small ones go while the last large ones are under way.
+        large, small = [], large + small
     if session.options.durable:
         attempt(lambda: mover.write(large, session.written))
     if not session.manifest.array_documents:
@@ -127,29 +130,48 @@ def _rounds(chunks: Sequence[CutChunk]) -> Iterator[list[CutChunk]]:
 def _exchanged(session: SaveSession, cut: Sequence[CutChunk]) -> Iterator[list[ChunkWrite]]:
     """The cut chunks that this rank owns, put together round by round.
 
-    Where a rank is lost, the pieces of later rounds still go to the others, who wait for them, and
-    then it is raised.
+    Where a rank is lost, or this one can not give a piece of its own, the pieces of later rounds
+    still go to the others, who wait for them, and then it is raised.
     """
-    lost: RanksError | None = None
+    failed: list[Exception] = []
     for batch in _rounds(cut):
         writes: list[ChunkWrite] = []
         try:
             with session.timed("exchange"):
-                writes = _put_together(session.ranks, batch)
+                writes = _put_together(session.ranks, batch, failed)
         except RanksError as problem:
-            lost = lost or problem
-        if lost is None:
+            failed.append(problem)
+        if not failed:
             yield writes
-    if lost is not None:
-        raise lost
+    if failed:
+        raise failed[0]
 
 
-def _put_together(ranks: Ranks, chunks: Sequence[CutChunk]) -> list[ChunkWrite]:
+def _put_together(
+    ranks: Ranks, chunks: Sequence[CutChunk], failed: list[Exception]
+) -> list[ChunkWrite]:
     """Send pieces to the owners of their chunks, receive those of the chunks that this rank owns.
 
     Every rank goes through its chunks in the same global order, so that no two can wait for each
     other.
+
+    Args:
+        ranks: all of them.
+        chunks: those of one round.
+        failed: gets the errors of this rank's own sources. In the place of what they do not give
+            zeros are sent: the owner waits for them, and is told at the end, before any commit.
     """
+
+    def own(chunk: CutChunk) -> NDArray[np.uint8]:
+        assert chunk.local is not None
+        try:
+            return as_bytes(np.ascontiguousarray(chunk.local()))
+        except Exception as problem:
+            failed.append(problem)
+            pieces = ((stop - start, rank, start) for rank, start, stop in chunk.pieces)
+            size = next(n for n, *mine in pieces if mine == [ranks.rank, chunk.start])
+            return np.zeros(size * dtypes.itemsize(chunk.array.dtype), np.uint8)
+
     sends: list[tuple[int, NDArray[np.uint8]]] = []
     receives: list[tuple[int, NDArray[np.uint8]]] = []
     writes = []
@@ -157,7 +179,7 @@ def _put_together(ranks: Ranks, chunks: Sequence[CutChunk]) -> list[ChunkWrite]:
         itemsize = dtypes.itemsize(chunk.array.dtype)
         if chunk.owner != ranks.rank:
             if chunk.local is not None:
-                sends.append((chunk.owner, as_bytes(np.ascontiguousarray(chunk.local()))))
+                sends.append((chunk.owner, own(chunk)))
             continue
         size = int(np.prod(chunk.shape, dtype=np.int64)) * itemsize
         buffer = np.empty(size, np.uint8)
@@ -166,7 +188,7 @@ def _put_together(ranks: Ranks, chunks: Sequence[CutChunk]) -> list[ChunkWrite]:
             if rank != ranks.rank:
                 receives.append((rank, part))
             elif chunk.local is not None:
-                part[:] = as_bytes(np.ascontiguousarray(chunk.local()))
+                part[:] = own(chunk)
         data = buffer.view(dtypes.numpy_dtype(chunk.array.dtype)).reshape(chunk.shape)
         writes.append(ChunkWrite(chunk.array, chunk.index, data))
     if sends or receives:

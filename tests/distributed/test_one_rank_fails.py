@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,21 @@ class StrategyFails(ZarrSaveShardedStrategy):
         raise Fails("strategy")
 
 
+class SourceFails(ZarrSaveShardedStrategy):
+    """A tensor can not be read when its turn comes, as after an error of its device: of pieces of
+    chunks that ranks exchange, where there are any."""
+
+    def _plan(self, *args: Any) -> Any:
+        def unreadable() -> Any:
+            raise Fails("source")
+
+        plan, created = super()._plan(*args)
+        plan.cut = [replace(chunk, local=unreadable) for chunk in plan.cut]
+        if not plan.cut:
+            plan.writes = [replace(write, source=unreadable) for write in plan.writes]
+        return plan, created
+
+
 class Wraps(ZarrSaveShardedStrategy):
     """Fails before the strategy that it wraps is called."""
 
@@ -65,6 +81,7 @@ FAILURES: dict[str, dict[str, Callable[[], Any]]] = {
     "common": {"common_strategy": lambda: CommonFails("torch", 1)},
     "objects": {"common_strategy": lambda: ObjectsFail("torch", 1)},
     "plan": {"sharded_strategy": lambda: StrategyFails("zarr", 2)},
+    "source": {"sharded_strategy": lambda: SourceFails("zarr", 2)},
     "wrapper": {"sharded_strategy": lambda: Wraps("zarr", 2)},
     "an object that does not pickle": {},
 }

@@ -16,6 +16,7 @@ from shardstore.errors import (
     ChunkCorruptError,
     StorageError,
 )
+from shardstore.storage import s3_io
 from tests.faults.s3_proxy import Fault, FaultProxy
 from tests.s3.checkpoints import Run, state
 
@@ -140,6 +141,17 @@ def test_a_large_chunk_may_come_slowly(server: S3Server) -> None:
         loaded = shardstore.load(asked, run.url(1), storage_options=run.options)
     assert torch.equal(loaded["w"], data)
     assert [r.path for r in proxy.passed()[began:]].count(f"/{run.bucket}/run/step-1/w/c.0") == 1
+
+
+def test_a_request_that_broke_off_after_long_is_tried_again(
+    run: Run, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first try alone takes longer than tries go on for, as that of a large chunk may."""
+    monkeypatch.setattr(s3_io, "TRYING_S", 0.3)
+    monkeypatch.setattr(proxy, "latency_s", 0.5)
+    rule = proxy.add(Fault.RESET_IN_ANSWER, path=CHUNK)
+    assert_version_1(load(run))
+    assert rule.hits == 1
 
 
 def test_metadata_is_one_get(run: Run, proxy: FaultProxy) -> None:

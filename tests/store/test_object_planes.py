@@ -146,7 +146,7 @@ def test_requests_stay_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> Non
     lock = threading.Lock()
 
     class Counting:
-        threads = 32
+        threads = small_threads = 32
 
         def __init__(self, location: Location) -> None:
             self.inner = object_io_module.object_io(location)
@@ -193,6 +193,82 @@ def test_requests_stay_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> Non
     assert most >= 4
     assert peak <= 1 << 20
     assert np.array_equal(out, array)
+
+
+@pytest.mark.parametrize("writing", [True, False])
+def test_small_objects_have_more_requests_and_wait_for_no_large_one(
+    writing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four small objects go only together, and large ones, of which two may go at a time, end only
+    when all small ones have gone."""
+    place = Location.of(f"memory://{uuid.uuid4().hex}/c")
+    changed, together = threading.Condition(), threading.Barrier(4)
+    small_gone = large_now = most = ended = 0
+    watching = False
+
+    class Waiting:
+        threads, small_threads = 2, 8
+
+        def __init__(self, location: Location) -> None:
+            self.inner = object_io_module.object_io(location)
+
+        def put(self, key: str, parts: Sequence[bytes | memoryview], *, create: bool) -> bool:
+            with self._under_way(key):
+                return self.inner.put(key, parts, create=create)
+
+        def get(self, key: str) -> bytes | None:
+            with self._under_way(key):
+                return self.inner.get(key)
+
+        def fetch(
+            self, key: str, start: int, stop: int | None, take: Any, size: int = 0
+        ) -> int | None:
+            with self._under_way(key):
+                return self.inner.fetch(key, start, stop, take, size)
+
+        @contextmanager
+        def _under_way(self, key: str) -> Iterator[None]:
+            nonlocal small_gone, large_now, most, ended
+            if not watching:
+                yield
+                return
+            if key.startswith("small"):
+                together.wait(60)
+                yield
+                with changed:
+                    small_gone += 1
+                    changed.notify_all()
+                return
+            with changed:
+                large_now += 1
+                most = max(most, large_now)
+                assert changed.wait_for(lambda: small_gone == 12, timeout=60)
+            yield
+            with changed:
+                large_now -= 1
+                ended += 1
+
+        def close(self) -> None:
+            self.inner.close()
+
+    monkeypatch.setattr("shardstore.storage.object_mover.object_io", Waiting)
+    state = {
+        **{f"large{i}": torch.full((512, 512), float(i)) for i in range(3)},
+        **{f"small{i}": torch.full((4,), float(i)) for i in range(12)},
+    }
+    tensors = {key: ShardedTensor.from_rank_offsets(key, value) for key, value in state.items()}
+    watching = writing
+    shardstore.save(tensors, place.place)
+    watching = not writing
+    loaded = shardstore.load(
+        {
+            key: ShardedTensor.from_rank_offsets(key, torch.zeros_like(value))
+            for key, value in state.items()
+        },
+        place.place,
+    )
+    assert all(torch.equal(loaded[key], value) for key, value in state.items())
+    assert (most, ended) == (2, 3)
 
 
 def test_who_waits_for_its_source_holds_nothing_of_the_budget() -> None:

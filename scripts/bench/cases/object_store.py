@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.clients import OURS, RAW_DOCUMENTS, ROOT_ONLY, S3_DIRECT
+from bench.clients.raw_s3 import SMALL_CONCURRENCY
 from bench.context import Context
 from bench.crew import Crew
 from bench.field_of_clients import Field
@@ -33,7 +34,6 @@ IDEAL = "save, ideal with that latency"
 MEMORY_SAVE, MEMORY_LOAD = "anonymous memory above the state, save", "the same, load"
 READ = "bytes read for each wanted"
 LATENCY_MS = 50
-CONCURRENCY = 32
 CHANGES = ((4, 2), (2, 4))
 PROXY = Path(__file__).resolve().parents[3] / "tests" / "faults" / "s3_proxy.py"
 
@@ -51,7 +51,7 @@ def arrays(context: Context) -> None:
 
 def latency(context: Context) -> None:
     """The same arrays, each request 50 ms late. The ideal: every object that the checkpoint has to
-    have (a chunk and a document an array), 32 at a time, nothing but the wait."""
+    have (a chunk and a document an array), 64 at a time, nothing but the wait."""
     with places() as place, _proxy(LATENCY_MS) as counters:
         names = (*S3_DIRECT, ROOT_ONLY)
         with Field(context, LATENCY, 1, "arrays", context.scale, names) as field:
@@ -64,7 +64,7 @@ def latency(context: Context) -> None:
             if {OURS, ROOT_ONLY} & set(field.names):
                 _counted_save(context, field, counters)
         objects = 2 * max(10, round(OBJECT_ARRAYS * context.scale))
-        ideal = objects / CONCURRENCY * LATENCY_MS / 1000
+        ideal = objects / SMALL_CONCURRENCY * LATENCY_MS / 1000
         context.results.add(Sample(LATENCY, 1, "ideal", IDEAL, 0, ideal))
 
 

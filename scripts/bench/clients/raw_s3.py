@@ -1,8 +1,8 @@
 """The limit on an object store: the same bytes by plain puts and gets, one object a tensor.
 
 Two clients, of which the faster one is the limit: TensorStore's key-value store and obstore, both
-with 32 requests at a time. No condition, no checksum, no commit. Endpoint and credentials come
-from the environment.
+with as many requests at a time as shardstore has. No condition, no checksum, no commit. Endpoint
+and credentials come from the environment.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 
 from bench.clients.base import Share
 
-CONCURRENCY = 32
+CONCURRENCY, SMALL_CONCURRENCY = 32, 64
+AT_ONCE = f"{CONCURRENCY} requests at a time, {SMALL_CONCURRENCY} where all are below 1 MiB"
 DOCUMENT = memoryview(b" " * 700)
 """About what the document of a Zarr array takes."""
 
@@ -39,6 +40,12 @@ def _objects(parts: list[Part], documents: int) -> list[Part]:
     return [*parts, *more]
 
 
+def _at_once(parts: list[Part]) -> int:
+    """How many requests at a time."""
+    small = all(len(memory) < 1024 * 1024 for _, memory in parts)
+    return SMALL_CONCURRENCY if small else CONCURRENCY
+
+
 def _bucket_and_prefix(url: str) -> tuple[str, str]:
     bucket, _, prefix = url.removeprefix("s3://").partition("/")
     return bucket, prefix
@@ -49,9 +56,7 @@ class TensorStorePuts:
 
     def __init__(self, documents: int = 0) -> None:
         self._documents = documents
-        self.settings = (
-            f"tensorstore KvStore, {CONCURRENCY} requests at a time, unconditional, no checksum"
-        )
+        self.settings = f"tensorstore KvStore, {AT_ONCE}, unconditional, no checksum"
 
     def prepare(self, share: Share) -> list[Part]:
         """Name and memory of each tensor."""
@@ -59,9 +64,10 @@ class TensorStorePuts:
 
     def save(self, prepared: list[Part], path: str, sync: bool) -> None:
         """One put a tensor, and one a document."""
-        store, pending = self._open(path), deque[Any]()
+        most = _at_once(prepared)
+        store, pending = self._open(path, most), deque[Any]()
         for name, memory in _objects(prepared, self._documents):
-            if len(pending) >= CONCURRENCY:
+            if len(pending) >= most:
                 pending.popleft().result()
             pending.append(store.write(name, bytes(memory)))
         for future in pending:
@@ -69,20 +75,21 @@ class TensorStorePuts:
 
     def load(self, prepared: list[Part], path: str) -> None:
         """One get a tensor, copied into its memory."""
-        store, pending = self._open(path), deque[tuple[memoryview, Any]]()
+        most = _at_once(prepared)
+        store, pending = self._open(path, most), deque[tuple[memoryview, Any]]()
 
         def land() -> None:
             memory, future = pending.popleft()
             memory[:] = future.result().value
 
         for name, memory in prepared:
-            if len(pending) >= CONCURRENCY:
+            if len(pending) >= most:
                 land()
             pending.append((memory, store.read(name)))
         while pending:
             land()
 
-    def _open(self, url: str) -> Any:
+    def _open(self, url: str, most: int) -> Any:
         import tensorstore as ts
 
         bucket, prefix = _bucket_and_prefix(url)
@@ -94,7 +101,7 @@ class TensorStorePuts:
                 "endpoint": os.environ["AWS_ENDPOINT_URL"],
                 "aws_region": os.environ["AWS_REGION"],
                 "aws_credentials": {"type": "environment"},
-                "context": {"s3_request_concurrency": {"limit": CONCURRENCY}},
+                "context": {"s3_request_concurrency": {"limit": most}},
             }
         ).result()
 
@@ -107,7 +114,7 @@ class ObstorePuts:
 
         self._documents = documents
         self.settings = (
-            f"obstore, {CONCURRENCY} requests at a time, unconditional, no checksum, "
+            f"obstore, {AT_ONCE}, unconditional, no checksum, "
             "signatures without a hash of the content"
         )
 
@@ -124,7 +131,7 @@ class ObstorePuts:
         async def put(part: Part) -> None:
             await obstore.put_async(store, part[0], part[1], use_multipart=False)
 
-        self._each(put, _objects(prepared, self._documents))
+        self._each(put, _objects(prepared, self._documents), _at_once(prepared))
 
     def load(self, prepared: list[Part], path: str) -> None:
         """One get a tensor, copied into its memory."""
@@ -136,11 +143,13 @@ class ObstorePuts:
             answer = await obstore.get_async(store, part[0])
             part[1][:] = memoryview(await answer.bytes_async()).cast("B")
 
-        self._each(get, prepared)
+        self._each(get, prepared, _at_once(prepared))
 
-    def _each(self, action: Callable[[Part], Awaitable[None]], parts: list[Part]) -> None:
+    def _each(
+        self, action: Callable[[Part], Awaitable[None]], parts: list[Part], most: int
+    ) -> None:
         async def run() -> None:
-            free = asyncio.Semaphore(CONCURRENCY)
+            free = asyncio.Semaphore(most)
 
             async def one(part: Part) -> None:
                 async with free:
