@@ -25,8 +25,12 @@ from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import Box
 from shardstore.storage.object_files import beside_arrays
+from shardstore.storage.object_io import read_objects
 
 __all__ = ["ArrayDifference", "Difference", "compare"]
+
+READ_TOGETHER = 64
+"""Sharded objects of an object store that are read at a time."""
 
 
 @dataclass
@@ -269,10 +273,18 @@ def _contents(stored: StoredCheckpoint, wants: Callable[[str], bool]) -> dict[st
     top = stored.location.listing()
     if "common.pt" in top:
         out["common.pt"] = _records(stored.location.read("common.pt"))
-    for found in beside_arrays(stored.location, top, nodes, wants):
-        for entry in found.objects:
-            path = f"{found.name}/{entry}"
-            out[path] = _records(stored.location.read(path))
+    paths = [
+        f"{found.name}/{entry}"
+        for found in beside_arrays(stored.location, top, nodes, wants)
+        for entry in found.objects
+    ]
+    if stored.location.is_local:
+        return out | {path: _records(stored.location.read(path)) for path in paths}
+    for at in range(0, len(paths), READ_TOGETHER):
+        several = paths[at : at + READ_TOGETHER]
+        for path, data in zip(several, read_objects(stored.location, several), strict=True):
+            if data is not None:
+                out[path] = _records(data)
     return out
 
 

@@ -11,8 +11,12 @@ from dataclasses import dataclass
 
 from shardstore.storage.location import Location
 from shardstore.storage.names import MANIFEST_NAME, key_of
+from shardstore.storage.parallel import run_batched
 
 __all__ = ["OWN_FILES", "Beside", "beside_arrays", "is_object_file", "object_place"]
+
+LISTINGS = 16
+"""Of an object store, at a time."""
 
 OWN_FILES = frozenset({"zarr.json", "metadata.json", "common.pt", MANIFEST_NAME, ".owner.json"})
 """What the checkpoint itself keeps beside its arrays."""
@@ -67,17 +71,32 @@ def beside_arrays(
         top: all names directly below it.
         nodes: those that are arrays'.
         wants: whether a key is of interest.
-        entries_of: folder -> names directly below it, where they are known; else they are listed.
+        entries_of: folder -> names directly below it, where they are known; else they are listed,
+            those of an object store beside each other.
 
     Raises:
         StorageError: the store refused.
     """
-    for name in top:
-        key = key_of(name) or name
-        if name in OWN_FILES or name in nodes or not wants(key):
-            continue
+    keys = {name: key_of(name) or name for name in top}
+    wanted = [n for n in top if n not in OWN_FILES and n not in nodes and wants(keys[n])]
+    if entries_of is None and not location.is_local:
+        entries_of = _listings(location, wanted)
+    for name in wanted:
         if entries_of is not None:
             entries = entries_of.get(name, ())
         else:
             entries = location.listing(name) if location.is_dir(name) else ()
+        key = keys[name]
         yield Beside(name, key, entries, [entry for entry in entries if object_place(entry)])
+
+
+def _listings(location: Location, names: Sequence[str]) -> dict[str, Sequence[str]]:
+    """Name -> the names directly below it, in an object store."""
+    found: dict[str, Sequence[str]] = {}
+
+    def work(batch: Sequence[str]) -> None:
+        for name in batch:
+            found[name] = location.listing(name)
+
+    run_batched(names, work, threads=LISTINGS, weight=lambda _: 1, batch_weight=1)
+    return found

@@ -21,6 +21,7 @@ from shardstore.errors import (
     NotACheckpointError,
     StorageError,
 )
+from shardstore.inspection.difference import compare
 from shardstore.mapping import ShardedObject, ShardedTensor
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.findings import Finding
@@ -40,6 +41,12 @@ class WatchedFileSystem(MemoryFileSystem):
     store: ClassVar[dict[str, Any]] = {}
     watch: ClassVar[Callable[[str], None] | None] = None
     watch_reads: ClassVar[Callable[[str], None] | None] = None
+    watch_listings: ClassVar[Callable[[str], None] | None] = None
+
+    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> Any:
+        if type(self).watch_listings is not None:
+            type(self).watch_listings(path)  # type: ignore[misc]
+        return super().ls(path, detail=detail, **kwargs)
 
     def cat_file(self, path: str, **kwargs: Any) -> Any:
         if type(self).watch_reads is not None:
@@ -57,6 +64,7 @@ def place() -> Iterator[str]:
     fsspec.register_implementation("watched", WatchedFileSystem, clobber=True)
     yield f"watched://{uuid.uuid4().hex}/step"
     WatchedFileSystem.watch = WatchedFileSystem.watch_reads = None
+    WatchedFileSystem.watch_listings = None
 
 
 def state(value: int, nbytes: int = 10) -> dict[str, Any]:
@@ -272,6 +280,33 @@ def test_what_waits_is_bounded(place: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert 0 < most[0] <= 2_500
     shardstore.save(state(8, nbytes=5_000), place, overwrite=True)  # each alone is more
     assert shardstore.load(state(0), place)["step"] == 8
+
+
+def test_a_comparison_lists_and_reads_objects_beside_each_other(place: str) -> None:
+    """Objects of eight keys: four folders are listed, and four objects read, together or never."""
+    keys = [f"key{i}" for i in range(8)]
+
+    def saved(value: int) -> dict[str, Any]:
+        return {key: ShardedObject(key, {"v": value}, (1,), (0,)) for key in keys}
+
+    shardstore.save(saved(1), place)
+    changed = {**saved(1), "key3": ShardedObject("key3", {"v": 2}, (1,), (0,))}
+    del changed["key5"]
+    shardstore.save(changed, f"{place}-b")
+    listed, read = threading.Barrier(4), threading.Barrier(4)
+
+    def watch_reads(path: str) -> None:
+        if is_object(path) and "-b/" not in path:
+            read.wait(LIMIT_S)
+
+    def watch_listings(path: str) -> None:
+        if "/key" in path and "-b/" not in path:
+            listed.wait(LIMIT_S)
+
+    WatchedFileSystem.watch_reads = watch_reads
+    WatchedFileSystem.watch_listings = watch_listings
+    found = compare(*(StoredCheckpoint(Location.of(at)) for at in (place, f"{place}-b")))
+    assert found.files == {"key3/shard_0_1.pt": "differs", "key5/shard_0_1.pt": "only in A"}
 
 
 def test_where_no_thread_is_to_be_had_they_are_written_all_the_same(
