@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, cast
@@ -32,6 +32,7 @@ from shardstore.storage.manifest import RankManifest
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.publish import write_chunks
 from shardstore.strategies.common import json_object_file, object_file
+from shardstore.strategies.files_beside import files_beside
 from shardstore.strategies.state_record import as_text, is_long
 
 __all__ = ["Piece", "Report", "write_items"]
@@ -105,21 +106,27 @@ def write_items(
     manifest, report = RankManifest(task.rank), Report(b"")
     metas: dict[str, ArrayMeta] = {}
     writes: list[ChunkWrite] = []
-    for item in items:
-        if item.type == WriteItemType.BYTE_IO:
-            _write_value(item, planner, attempt, manifest, report, allow_pickle)
-            continue
-        key = item.index.fqn
-        meta = metas.get(key) or array_of(item, task.grids[key])
-        metas[key] = meta
-        straddled = key in task.straddled
-        _plan_item(item, planner, meta, straddled, writes, report)
-        if straddled:
-            report.metas[key] = meta
-    # The largest first, of each array in order: at the end none is left to be sent alone.
-    writes.sort(key=lambda write: -write.array.chunk_bytes)
-    created = [(meta, key in task.creates) for key, meta in metas.items()]
-    write_chunks(attempt, options, manifest, created, writes)
+    with files_beside(attempt, options.budget_bytes) as files:
+
+        def put(name: str, data: bytes) -> None:
+            (files if attempt.defers_documents else attempt).put(name, data)
+            manifest.add_file(name, data)
+
+        for item in items:
+            if item.type == WriteItemType.BYTE_IO:
+                _write_value(item, planner, put, report, allow_pickle)
+                continue
+            key = item.index.fqn
+            meta = metas.get(key) or array_of(item, task.grids[key])
+            metas[key] = meta
+            straddled = key in task.straddled
+            _plan_item(item, planner, meta, straddled, writes, report)
+            if straddled:
+                report.metas[key] = meta
+        # The largest first, of each array in order: at the end none is left to be sent alone.
+        writes.sort(key=lambda write: -write.array.chunk_bytes)
+        created = [(meta, key in task.creates) for key, meta in metas.items()]
+        write_chunks(attempt, options, manifest, created, writes)
     manifest.seconds = {"plan": plan_seconds, "write": perf_counter() - start}
     report.manifest = manifest.to_bytes()
     return report
@@ -203,8 +210,7 @@ class _Source:
 def _write_value(
     item: WriteItem,
     planner: SavePlanner,
-    attempt: Attempt,
-    manifest: RankManifest,
+    put: Callable[[str, bytes], None],
     report: Report,
     allow_pickle: bool,
 ) -> None:
@@ -233,6 +239,5 @@ def _write_value(
             ) from reason
         logger.warning("the value of key %r is pickled: %s", key, reason)
         name = object_file(sharded)
-    attempt.put(name, data)
-    manifest.add_file(name, data)
+    put(name, data)
     report.files.append(key)

@@ -8,12 +8,13 @@ knows names and bytes of one rank; not what they mean, and no other rank.
 from __future__ import annotations
 
 import threading
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 
 from shardstore.storage.attempt import Attempt
 from shardstore.storage.parallel import ByteLimit, Jobs
 
-__all__ = ["FilesBeside"]
+__all__ = ["FilesBeside", "files_beside"]
 
 THREADS = 16
 BUDGET_PART = 16
@@ -84,3 +85,22 @@ class FilesBeside:
                 raise
         if self._error is not None:
             raise self._error
+
+
+@contextmanager
+def files_beside(attempt: Attempt, budget_bytes: int) -> Iterator[FilesBeside]:
+    """Files that are on their way within, see :class:`FilesBeside`; none is any more when it ends,
+    however it ends.
+
+    Raises:
+        StorageError: one of them could not be written.
+    """
+    files = FilesBeside(attempt, budget_bytes)
+    try:
+        yield files
+    except BaseException as problem:
+        files.stop(problem)
+        with suppress(Exception):
+            files.finish()
+        raise
+    files.finish()

@@ -12,9 +12,12 @@ from typing import Any, ClassVar
 import fsspec
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from fsspec.implementations.memory import MemoryFileSystem
+from torch.distributed.checkpoint.api import CheckpointException
 
 import shardstore
+from shardstore.dcp import StorageReader, StorageWriter
 from shardstore.errors import (
     DamagedCheckpointError,
     MissingKeyError,
@@ -280,6 +283,42 @@ def test_what_waits_is_bounded(place: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert 0 < most[0] <= 2_500
     shardstore.save(state(8, nbytes=5_000), place, overwrite=True)  # each alone is more
     assert shardstore.load(state(0), place)["step"] == 8
+
+
+def test_long_values_of_dcp_do_not_wait_for_each_other(place: str) -> None:
+    long = {f"seen{i}": list(range(i, 30_000)) for i in range(4)}
+    state_dict = {"w": torch.arange(4.0), **long}
+    together = threading.Barrier(4)
+
+    def watch(path: str) -> None:
+        if is_object(path):
+            together.wait(LIMIT_S)
+
+    WatchedFileSystem.watch = watch
+    dcp.save(state_dict, storage_writer=StorageWriter(place), no_dist=True)
+    WatchedFileSystem.watch = None
+    loaded = {"w": torch.zeros(4), **{key: [] for key in long}}
+    dcp.load(loaded, storage_reader=StorageReader(place), no_dist=True)
+    assert {key: loaded[key] for key in long} == long
+    assert not senders()
+
+
+def test_a_long_value_of_dcp_that_can_not_be_written_is_the_error(place: str) -> None:
+    def watch(path: str) -> None:
+        if is_object(path):
+            raise OSError("no room")
+
+    WatchedFileSystem.watch = watch
+    with pytest.raises(CheckpointException, match="no room"):
+        dcp.save(
+            {"w": torch.arange(4.0), "seen": list(range(30_000))},
+            storage_writer=StorageWriter(place),
+            no_dist=True,
+        )
+    WatchedFileSystem.watch = None
+    assert not senders()
+    with pytest.raises(NotACheckpointError):
+        shardstore.load_plain_tensors(place)
 
 
 def test_a_comparison_lists_and_reads_objects_beside_each_other(place: str) -> None:
