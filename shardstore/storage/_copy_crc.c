@@ -18,6 +18,21 @@
 
 #include "_take_files.h"
 
+/* Fewer bytes than these keep the interpreter's lock: where other threads wait for it, to hand it over
+ * and to get it back takes longer than the bytes do. */
+#define LET_GO_FROM (64 * 1024)
+
+static PyThreadState *let_go(Py_ssize_t bytes)
+{
+    return bytes < LET_GO_FROM ? NULL : PyEval_SaveThread();
+}
+
+static void take_back(PyThreadState *state)
+{
+    if (state)
+        PyEval_RestoreThread(state);
+}
+
 /* A destination of bytes that lie one behind the other along the last axis; 0 with an exception set. */
 static int open_target(PyObject *target, Py_buffer *to, int *dense)
 {
@@ -57,9 +72,9 @@ static PyObject *py_copy_crc32c(PyObject *self, PyObject *args)
     if (!PyErr_Occurred()) {
         struct rows rows = rows_of(&to);
         struct sink sink = {kernel, dense ? to.buf : NULL, dense ? NULL : &rows, (uint32_t)crc};
-        Py_BEGIN_ALLOW_THREADS
+        PyThreadState *state = let_go(from.len);
         take(&sink, from.buf, (size_t)from.len);
-        Py_END_ALLOW_THREADS
+        take_back(state);
         crc = sink.crc;
     }
     PyBuffer_Release(&from);
@@ -111,10 +126,10 @@ static PyObject *py_sum_blocks(PyObject *self, PyObject *args)
         const size_t count = (size_t)((position + from.len) / block - position / block);
         uint32_t *noted = malloc((count ? count : 1) * sizeof *noted);
         if (noted) {
-            Py_BEGIN_ALLOW_THREADS
+            PyThreadState *state = let_go(from.len);
             crc = gather_crc(best, to.buf, &from, (size_t)block, (uint32_t)crc, (size_t)position,
                              noted);
-            Py_END_ALLOW_THREADS
+            take_back(state);
             found = noted_answer((uint32_t)crc, noted, count);
             free(noted);
         } else {

@@ -182,7 +182,7 @@ class SmallChunk:
         if len(data) != expected:
             return f"has {len(data)} bytes, not {expected}"
         body = memoryview(data)[:-CRC_BYTES]
-        crc = crc32c(body, 0)
+        crc, _ = sum_blocks(body, None, SMALL_BYTES, 0, 0)
         (stored,) = CRC.unpack_from(data, len(body))
         if crc != stored:
             return _mismatch(stored, crc)
