@@ -25,12 +25,11 @@ from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import Box
 from shardstore.storage.object_files import beside_arrays
-from shardstore.storage.object_io import read_objects
 
 __all__ = ["ArrayDifference", "Difference", "compare"]
 
-READ_TOGETHER = 64
-"""Sharded objects of an object store that are read at a time."""
+READ_TOGETHER = 8
+"""Sharded objects of an object store that are read at a time; each is whole in memory."""
 
 
 @dataclass
@@ -280,11 +279,14 @@ def _contents(stored: StoredCheckpoint, wants: Callable[[str], bool]) -> dict[st
     ]
     if stored.location.is_local:
         return out | {path: _records(stored.location.read(path)) for path in paths}
+    from shardstore.storage.object_io import read_objects  # with all that talks to object stores
+
     for at in range(0, len(paths), READ_TOGETHER):
         several = paths[at : at + READ_TOGETHER]
         for path, data in zip(several, read_objects(stored.location, several), strict=True):
-            if data is not None:
-                out[path] = _records(data)
+            if data is None:
+                raise FileNotFoundError(f"{stored.location.url}/{path}")
+            out[path] = _records(data)
     return out
 
 

@@ -18,13 +18,13 @@
 
 #include "_take_files.h"
 
-/* Fewer bytes than these keep the interpreter's lock: where other threads wait for it, to hand it over
- * and to get it back takes longer than the bytes do. */
-#define LET_GO_FROM (64 * 1024)
+/* Up to so many bytes keep the interpreter's lock: where other threads wait for it, to hand it over and
+ * to get it back takes longer than the bytes do. */
+#define KEEP_UP_TO (64 * 1024)
 
 static PyThreadState *let_go(Py_ssize_t bytes)
 {
-    return bytes < LET_GO_FROM ? NULL : PyEval_SaveThread();
+    return bytes <= KEEP_UP_TO ? NULL : PyEval_SaveThread();
 }
 
 static void take_back(PyThreadState *state)

@@ -15,7 +15,7 @@ from shardstore.storage.parallel import run_batched
 
 __all__ = ["OWN_FILES", "Beside", "beside_arrays", "is_object_file", "object_place"]
 
-LISTINGS = 16
+LISTINGS = 8
 """Of an object store, at a time."""
 
 OWN_FILES = frozenset({"zarr.json", "metadata.json", "common.pt", MANIFEST_NAME, ".owner.json"})

@@ -122,6 +122,8 @@ class ObjectMover:
     def _write(self, io: ObjectIO, item: ChunkWrite) -> ChunkRecord:
         try:
             parts, record = encode(item)
+            if item.array.chunk_bytes >= LARGE_BYTES:
+                free_scratch()  # more threads come by here than may send large objects at a time
             if not io.put(_key(item.array, item.index), parts, create=True):
                 self._settle(io, item, parts)
         except StorageError as error:
@@ -246,8 +248,16 @@ class ObjectMover:
             threads = io.threads
             if any(size(item) < LARGE_BYTES for item in items):
                 threads = io.small_threads
+
+            def watched(batch: Sequence[T]) -> None:
+                try:
+                    work(io, budget, batch)
+                except BaseException as error:
+                    budget.stop(error)
+                    raise
+
             try:
-                each(items, lambda batch: work(io, budget, batch), threads, size)
+                each(items, watched, threads, size)
             finally:
                 free_scratch()
 
@@ -264,7 +274,14 @@ class _Budget:
         # An eighth for connections, and for what the allocator keeps back.
         self._free = self._all = budget_bytes - budget_bytes // 8
         self._large = large
+        self._error: BaseException | None = None
         self._changed = threading.Condition()
+
+    def stop(self, error: BaseException) -> None:
+        """Let nothing more go: who waits for room raises this error."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
 
     @contextmanager
     def take(self, held: int, size: int) -> Iterator[None]:
@@ -273,7 +290,11 @@ class _Budget:
         held = min(held + REQUEST_BYTES, self._all)
         large = int(size >= LARGE_BYTES)
         with self._changed:
-            self._changed.wait_for(lambda: self._free >= held and self._large >= large)
+            self._changed.wait_for(
+                lambda: self._error or (self._free >= held and self._large >= large)
+            )
+            if self._error is not None:
+                raise self._error
             self._free -= held
             self._large -= large
         try:

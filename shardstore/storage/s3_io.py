@@ -36,7 +36,8 @@ TRIES = 8
 FIRST_DELAY_S, MAX_DELAY_S = 0.2, 5.0
 TRYING_S = 90.0
 """No try begins later than this after the first one failed, which may have taken long: a large
-object that broke off near its end is worth another."""
+object that broke off near its end is worth another. After a try that had no answer in time, it
+counts from the beginning: who waited for long does not do so twice."""
 SLOWEST_BYTES_PER_S = 128 * 1024
 """A request may take as long as its bytes take at this rate, beside the wait for the answer."""
 DOCUMENT_BYTES = 16 * 1024 * 1024
@@ -49,6 +50,7 @@ KEPT_STORES = 16
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([\w.]+)</Code>")
+_NO_ANSWER_IN_TIME = "no answer in time"
 _AGAIN = frozenset({408, 409, 429, 500, 502, 503, 504})
 
 _stores: dict[object, Any] = {}
@@ -168,6 +170,7 @@ class S3IO:
 
     def _tried(self, doing: str, key: str, work: Callable[[], T]) -> T:
         """Do it, again where that may help."""
+        began = time.monotonic()
         failed_at: float | None = None
         delay = FIRST_DELAY_S
         for left in reversed(range(TRIES)):
@@ -176,10 +179,12 @@ class S3IO:
             except (self._obstore.exceptions.BaseError, OSError) as error:
                 failure = self._failure(doing, key, error)
                 status = _status(error)
+                timed_out = status is None and _silent(str(error)) == _NO_ANSWER_IN_TIME
             now = time.monotonic()
             failed_at = now if failed_at is None else failed_at
+            tried_s = now - (began if timed_out else failed_at)
             again = status is None or status in _AGAIN
-            if not (again and left and now - failed_at < TRYING_S):
+            if not (again and left and tried_s < TRYING_S):
                 # Not while the other is handled: the store's own answer in it, which would be the
                 # context of ours, may have the access key.
                 raise failure
@@ -213,8 +218,8 @@ def _status(error: Exception) -> int | None:
 
 def _silent(text: str) -> str:
     for sign, words in (
-        ("kind: Timeout", "no answer in time"),
-        ("TimedOut", "no answer in time"),
+        ("kind: Timeout", _NO_ANSWER_IN_TIME),
+        ("TimedOut", _NO_ANSWER_IN_TIME),
         ("ConnectionRefused", "connection refused"),
         ("dns error", "the host's name is not known"),
         ("kind: Connect", "no connection"),

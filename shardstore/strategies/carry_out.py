@@ -19,6 +19,7 @@ from shardstore.storage import arrays, dtypes
 from shardstore.storage.chunks import ChunkWrite, as_bytes
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.options import SaveOptions
+from shardstore.storage.reuse import Writer
 from shardstore.storage.writeback import WRITEBACK_FROM
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.background import BackgroundWrite
@@ -68,7 +69,7 @@ def _carry_out(
     An error of this rank's disk waits until all pieces are exchanged.
     """
     location = session.attempt.location
-    mover = session.mover(options)
+    mover: Writer | None = None
     failed: list[Exception] = []
 
     def attempt(step: Callable[[], None]) -> None:
@@ -79,6 +80,11 @@ def _carry_out(
             except Exception as problem:
                 failed.append(problem)
 
+    def write(chunks: Sequence[ChunkWrite]) -> None:
+        nonlocal mover
+        mover = mover or session.mover(options)
+        mover.write(chunks, session.written)
+
     # Who waits for the disk gives it something to do before the many small files are made. Who does
     # not makes them before it has begun: a file system at work on its own holds up who makes files.
     large, small = _by_size(plan.writes)
@@ -86,7 +92,7 @@ def _carry_out(
         # Of requests the small ones go while the last large ones are under way.
         large, small = [], large + small
     if session.options.durable:
-        attempt(lambda: mover.write(large, session.written))
+        attempt(lambda: write(large))
     if not session.manifest.array_documents:
         attempt(lambda: arrays.create_folders(location, [meta for meta, _ in created]))
     elif session.attempt.defers_documents:
@@ -95,11 +101,14 @@ def _carry_out(
         ]
     else:
         attempt(lambda: arrays.create_arrays(location, created, threads=options.threads))
-    attempt(lambda: mover.write(small, session.written))
+    attempt(lambda: write(small))
     if not session.options.durable:
-        attempt(lambda: mover.write(large, session.written))
-    for writes in _exchanged(session, plan.cut):
-        attempt(lambda writes=writes: mover.write(writes, session.written))  # type: ignore[misc]
+        attempt(lambda: write(large))
+    try:
+        for owned in _exchanged(session, plan.cut):
+            attempt(lambda owned=owned: write(owned))  # type: ignore[misc]
+    except Exception as problem:
+        failed.append(problem)
     if failed:
         raise failed[0]
 
@@ -133,44 +142,52 @@ def _exchanged(session: SaveSession, cut: Sequence[CutChunk]) -> Iterator[list[C
     Where a rank is lost, or this one can not give a piece of its own, the pieces of later rounds
     still go to the others, who wait for them, and then it is raised.
     """
-    failed: list[Exception] = []
+    first: Exception | None = None
     for batch in _rounds(cut):
-        writes: list[ChunkWrite] = []
         try:
             with session.timed("exchange"):
-                writes = _put_together(session.ranks, batch, failed)
-        except RanksError as problem:
-            failed.append(problem)
-        if not failed:
+                writes, problem = _put_together(session.ranks, batch)
+        except RanksError as lost:
+            writes, problem = [], lost
+        first = first or problem
+        if first is None:
             yield writes
-    if failed:
-        raise failed[0]
+        del writes
+    if first is not None:
+        raise first
 
 
 def _put_together(
-    ranks: Ranks, chunks: Sequence[CutChunk], failed: list[Exception]
-) -> list[ChunkWrite]:
+    ranks: Ranks, chunks: Sequence[CutChunk]
+) -> tuple[list[ChunkWrite], Exception | None]:
     """Send pieces to the owners of their chunks, receive those of the chunks that this rank owns.
 
     Every rank goes through its chunks in the same global order, so that no two can wait for each
     other.
 
-    Args:
-        ranks: all of them.
-        chunks: those of one round.
-        failed: gets the errors of this rank's own sources. In the place of what they do not give
-            zeros are sent: the owner waits for them, and is told at the end, before any commit.
+    Returns:
+        The chunks, and the first error of this rank's own sources. In the place of what they do not
+        give zeros are sent: the owner waits for them, and is told at the end, before any commit.
     """
+    failed: Exception | None = None
 
     def own(chunk: CutChunk) -> NDArray[np.uint8]:
+        nonlocal failed
         assert chunk.local is not None
+        pieces = ((stop - start, rank, start) for rank, start, stop in chunk.pieces)
+        count = next(n for n, *mine in pieces if mine == [ranks.rank, chunk.start])
+        size = count * dtypes.itemsize(chunk.array.dtype)
         try:
-            return as_bytes(np.ascontiguousarray(chunk.local()))
+            data = as_bytes(np.ascontiguousarray(chunk.local()))
+            if data.size == size:
+                return data
+            raise ValueError(
+                f"{data.size} bytes were given of key {chunk.array.key!r}, chunk {chunk.index}, "
+                f"where {size} were announced"
+            )
         except Exception as problem:
-            failed.append(problem)
-            pieces = ((stop - start, rank, start) for rank, start, stop in chunk.pieces)
-            size = next(n for n, *mine in pieces if mine == [ranks.rank, chunk.start])
-            return np.zeros(size * dtypes.itemsize(chunk.array.dtype), np.uint8)
+            failed = failed or problem
+            return np.zeros(size, np.uint8)
 
     sends: list[tuple[int, NDArray[np.uint8]]] = []
     receives: list[tuple[int, NDArray[np.uint8]]] = []
@@ -193,4 +210,4 @@ def _put_together(
         writes.append(ChunkWrite(chunk.array, chunk.index, data))
     if sends or receives:
         ranks.exchange(sends, receives)
-    return writes
+    return writes, failed

@@ -233,7 +233,11 @@ def _exchange(ranks: Ranks, rank: int, *, in_rounds: bool) -> None:
         for n in range(WORLD)
     ]
     cut = [
-        replace(chunk, local=lambda n=chunk.owner: np.full(1 if n == rank else 9, n, np.uint8))
+        replace(
+            chunk,
+            start=int(chunk.owner != rank),
+            local=lambda n=chunk.owner: np.full(1 if n == rank else 9, n, np.uint8),
+        )
         for chunk in (of_rank[n] for n in (1, 0, 3))
         if rank in (chunk.owner, (chunk.owner + 1) % WORLD)
     ]

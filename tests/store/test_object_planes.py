@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from shardstore.errors import (
     NotACheckpointError,
     StorageError,
 )
+from shardstore.storage import chunk_bytes, s3_io
 from shardstore.storage import object_io as object_io_module
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.chunks import ChunkWrite, RegionRead
@@ -269,6 +271,101 @@ def test_small_objects_have_more_requests_and_wait_for_no_large_one(
     )
     assert all(torch.equal(loaded[key], value) for key, value in state.items())
     assert (most, ended) == (2, 3)
+
+
+def test_after_an_error_none_that_waits_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two large objects may go at a time, six threads wait with others: these stay where they are,
+    or each would try for as long as the first."""
+    place = Location.of(f"memory://{uuid.uuid4().hex}/c")
+    begun: list[str] = []
+    both = threading.Barrier(2)
+
+    class Refusing:
+        threads, small_threads = 2, 8
+
+        def __init__(self, location: Location) -> None:
+            self.url = location.url
+
+        def put(self, key: str, parts: Sequence[bytes | memoryview], *, create: bool) -> bool:
+            if not key.startswith("large"):
+                return True
+            begun.append(key)
+            both.wait(60)
+            time.sleep(0.05)  # the others do come to wait
+            raise StorageError(f"{self.url}/{key} is refused", url=self.url)
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr("shardstore.storage.object_mover.object_io", Refusing)
+    large = ArrayMeta("large", "large", Grid((20, 1 << 18), (1, 1 << 18)), "float32")
+    small = ArrayMeta("small", "small", Grid((4,), (4,)), "float32")
+    writes = [ChunkWrite(large, (i, 0), np.zeros((1, 1 << 18), np.float32)) for i in range(20)]
+    writes.append(ChunkWrite(small, (0,), np.zeros(4, np.float32)))
+    with pytest.raises(StorageError, match="is refused") as caught:
+        ObjectMover(place).write(writes, lambda item, record: None)
+    assert caught.value.key == "large"
+    assert len(begun) == 2
+
+
+def test_gathered_chunks_keep_no_memory_of_threads_that_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a chunk with gaps is gathered in is given back before it is sent."""
+    kept: list[bool] = []
+
+    class Looking:
+        threads = small_threads = 2
+
+        def __init__(self, location: Location) -> None:
+            pass
+
+        def put(self, key: str, parts: Sequence[bytes | memoryview], *, create: bool) -> bool:
+            kept.append("scratch" in chunk_bytes._local.__dict__)
+            return True
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr("shardstore.storage.object_mover.object_io", Looking)
+    meta = ArrayMeta("w", "w", Grid((4, 1 << 18), (1, 1 << 18)), "float32")
+    data = np.zeros((4, 1 << 19), np.float32)[:, ::2]
+    place = Location.of(f"memory://{uuid.uuid4().hex}/c")
+    writes = [ChunkWrite(meta, (i, 0), data[i : i + 1]) for i in range(4)]
+    ObjectMover(place).write(writes, lambda item, record: None)
+    assert kept == [False] * 4
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said", "tries"),
+    [
+        (512, "kind: Timeout", 1),  # who has waited for long does not do so again
+        (32, "kind: Timeout", 3),
+        (512, "connection reset", 2),  # it came, for long, and broke off
+        (32, "connection reset", 4),
+        (512, "status code: 503", 2),
+        (1, "status code: 403", 1),
+    ],
+)
+def test_for_how_long_a_request_is_tried(
+    seconds: int, said: str, tries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock of the test's own, which goes on while something is tried, and not in between."""
+    now = [1000.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: None)
+    monkeypatch.setattr(s3_io, "time", clock)
+    options = {"key": "k", "secret": "s", "client_kwargs": {"endpoint_url": "http://127.0.0.1:9"}}
+    io = s3_io.S3IO(Location.of("s3://bucket/place", **options))
+    asked = []
+
+    def work() -> None:
+        asked.append(now[0])
+        now[0] += seconds
+        raise OSError(said)
+
+    with pytest.raises(StorageError, match="writing s3://bucket/place/w/c"):
+        io._tried("writing", "w/c", work)
+    assert len(asked) == tries
 
 
 def test_who_waits_for_its_source_holds_nothing_of_the_budget() -> None:

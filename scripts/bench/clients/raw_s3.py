@@ -1,8 +1,8 @@
 """The limit on an object store: the same bytes by plain puts and gets, one object a tensor.
 
 Two clients, of which the faster one is the limit: TensorStore's key-value store and obstore, both
-with as many requests at a time as shardstore has. No condition, no checksum, no commit. Endpoint
-and credentials come from the environment.
+with as many requests at a time as shardstore has where all objects are large, or all small. No
+condition, no checksum, no commit. Endpoint and credentials come from the environment.
 """
 
 from __future__ import annotations
