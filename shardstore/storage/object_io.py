@@ -33,6 +33,9 @@ MAX_OBJECT_BYTES = 5 * 1024**3
 """The most that one PUT takes (Amazon S3 user guide, "Uploading objects")."""
 LARGE_BYTES = 1024 * 1024
 """From this size on it is an object's bytes that take time, and not the wait for an answer."""
+SLOW_S = 0.02
+"""A store that takes so long for a small object has time for more of them; one that is faster has
+none, and neither has the process that asks it."""
 FILE_SYSTEM_THREADS = 8
 BATCH_ITEMS, BATCH_BYTES = 4, 128 * 1024
 BATCHES = 4
@@ -49,7 +52,7 @@ class ObjectIO(Protocol):
     threads: int
     """How many requests at a time are of use."""
     small_threads: int
-    """How many for objects below :data:`LARGE_BYTES`; no fewer."""
+    """How many for objects below :data:`LARGE_BYTES` where answers take :data:`SLOW_S`."""
 
     def put(self, key: str, parts: Sequence[bytes | memoryview], *, create: bool) -> bool:
         """Write an object.
@@ -126,7 +129,7 @@ def read_objects(location: Location, keys: Sequence[str]) -> list[bytes | None]:
             for number, key in batch:
                 found[number] = io.get(key)
 
-        each(list(enumerate(keys)), work, io.small_threads)
+        each(list(enumerate(keys)), work, io.threads, more=io.small_threads - io.threads)
     return found
 
 
@@ -154,7 +157,7 @@ def put_objects(
                 if not io.put(name, [data], create=True):
                     exists(name, data)
 
-        each(objects, work, io.small_threads)
+        each(objects, work, io.threads, more=io.small_threads - io.threads)
 
 
 def each(
@@ -162,6 +165,7 @@ def each(
     work: Callable[[Sequence[T]], None],
     threads: int,
     size: Callable[[T], int] = lambda _: 0,
+    more: int = 0,
 ) -> None:
     """Run requests on so many threads; errors as :func:`run_batched`.
 
@@ -173,10 +177,18 @@ def each(
         work: carries out those of a batch, one after the other.
         threads: how many requests at a time.
         size: bytes that a request moves.
+        more: how many more requests at a time where answers take :data:`SLOW_S`.
     """
-    most = max(1, min(BATCH_ITEMS, len(items) // (BATCHES * threads)))
+    most = max(1, min(BATCH_ITEMS, len(items) // (BATCHES * (threads + more))))
     run_batched(
-        items, work, threads=threads, weight=size, batch_weight=BATCH_BYTES, batch_items=most
+        items,
+        work,
+        threads=threads,
+        weight=size,
+        batch_weight=BATCH_BYTES,
+        batch_items=most,
+        more_threads=more,
+        slow_s=SLOW_S,
     )
 
 

@@ -245,9 +245,8 @@ class ObjectMover:
             return
         with closing(object_io(self.location)) as io:
             budget = _Budget(self.budget_bytes, io.threads)
-            threads = io.threads
-            if any(size(item) < LARGE_BYTES for item in items):
-                threads = io.small_threads
+            small = any(size(item) < LARGE_BYTES for item in items)
+            more = io.small_threads - io.threads if small else 0
 
             def watched(batch: Sequence[T]) -> None:
                 try:
@@ -257,7 +256,7 @@ class ObjectMover:
                     raise
 
             try:
-                each(items, watched, threads, size)
+                each(items, watched, io.threads, size, more)
             finally:
                 free_scratch()
 

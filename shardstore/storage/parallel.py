@@ -8,6 +8,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import count
+from time import monotonic
 from typing import Any, TypeVar
 
 __all__ = [
@@ -23,6 +25,8 @@ __all__ = [
 T = TypeVar("T")
 
 MAX_THREADS = 8
+LOOKED_AT = 1
+"""Which batch tells how long jobs take: not the first one, which may have to connect."""
 NICENESS = 5
 """Of threads that write beside a training loop, which comes first where processors are short."""
 
@@ -187,6 +191,8 @@ def run_batched(
     weight: Callable[[T], int],
     batch_weight: int,
     batch_items: int = 256,
+    more_threads: int = 0,
+    slow_s: float = 0.0,
 ) -> None:
     """Call ``work`` on consecutive batches of ``items``, from up to ``threads`` threads.
 
@@ -197,6 +203,8 @@ def run_batched(
         weight: of a job (bytes).
         batch_weight: a batch is closed once it weighs this much.
         batch_items: a batch is closed once it has this many jobs.
+        more_threads: so many more where jobs take long.
+        slow_s: that is, so many seconds each, looked at once in the caller's thread.
 
     Raises:
         BaseException: the first that ``work`` raised; no batch is started after it, and all threads
@@ -211,29 +219,38 @@ def run_batched(
     remaining = iter(batches)
     lock = threading.Lock()
     failures: list[BaseException] = []
+    others: list[threading.Thread] = []
 
-    def worker() -> None:
-        while True:
+    def worker(look: Callable[[int, float], None] = lambda number, seconds: None) -> None:
+        for number in count():
             with lock:
                 batch = None if failures else next(remaining, None)
             if batch is None:
                 return
             try:
+                began = monotonic()
                 work(batch)
+                look(number, (monotonic() - began) / len(batch))
             except BaseException as error:
                 with lock:
                     failures.append(error)
                 return
 
-    others: list[threading.Thread] = []
-    try:
-        for _ in range(threads - 1):
-            thread = threading.Thread(target=worker, name="shardstore-io")
-            thread.start()
-            others.append(thread)
-    except RuntimeError:
-        pass  # no more threads are to be had: those that run, and this one, do the work
-    worker()
+    def begin(threads: int) -> None:
+        try:
+            for _ in range(threads):
+                thread = threading.Thread(target=worker, name="shardstore-io")
+                thread.start()
+                others.append(thread)
+        except RuntimeError:
+            pass  # no more threads are to be had: those that run, and this one, do the work
+
+    def look(number: int, seconds: float) -> None:
+        if number == LOOKED_AT and seconds >= slow_s:
+            begin(min(more_threads, len(batches) - threads))
+
+    begin(threads - 1)
+    worker(look)
     while any(thread.is_alive() for thread in others):
         try:
             for thread in others:

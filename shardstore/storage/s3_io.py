@@ -31,7 +31,7 @@ T = TypeVar("T")
 REQUESTS = 32
 """At a time, each process."""
 SMALL_REQUESTS = 64
-"""Of small objects: what each of them takes is the wait for its answer."""
+"""Of small objects, where what each of them takes is the wait for its answer."""
 TRIES = 8
 FIRST_DELAY_S, MAX_DELAY_S = 0.2, 5.0
 TRYING_S = 90.0

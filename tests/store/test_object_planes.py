@@ -48,6 +48,9 @@ from shardstore.storage.object_mover import SMALL_UNCOUNTED_FROM, ObjectMover
 from tests.ranks_helper import run_ranks
 from tests.store_suite import small_state, tensor
 
+FIRST = 24
+"""Small objects before whatever a test is about: more threads come once the first are there."""
+
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
@@ -198,18 +201,17 @@ def test_requests_stay_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("writing", [True, False])
-def test_small_objects_have_more_requests_and_wait_for_no_large_one(
+def test_small_objects_wait_for_no_large_one(
     writing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four small objects go only together, and large ones, of which two may go at a time, end only
-    when all small ones have gone."""
+    """Large objects end only when all small ones have gone."""
     place = Location.of(f"memory://{uuid.uuid4().hex}/c")
-    changed, together = threading.Condition(), threading.Barrier(4)
-    small_gone = large_now = most = ended = 0
+    changed = threading.Condition()
+    small_gone = ended = 0
     watching = False
 
     class Waiting:
-        threads, small_threads = 2, 8
+        threads = small_threads = 4
 
         def __init__(self, location: Location) -> None:
             self.inner = object_io_module.object_io(location)
@@ -230,24 +232,20 @@ def test_small_objects_have_more_requests_and_wait_for_no_large_one(
 
         @contextmanager
         def _under_way(self, key: str) -> Iterator[None]:
-            nonlocal small_gone, large_now, most, ended
+            nonlocal small_gone, ended
             if not watching:
                 yield
                 return
             if key.startswith("small"):
-                together.wait(60)
                 yield
                 with changed:
                     small_gone += 1
                     changed.notify_all()
                 return
             with changed:
-                large_now += 1
-                most = max(most, large_now)
                 assert changed.wait_for(lambda: small_gone == 12, timeout=60)
             yield
             with changed:
-                large_now -= 1
                 ended += 1
 
         def close(self) -> None:
@@ -270,12 +268,62 @@ def test_small_objects_have_more_requests_and_wait_for_no_large_one(
         place.place,
     )
     assert all(torch.equal(loaded[key], value) for key, value in state.items())
-    assert (most, ended) == (2, 3)
+    assert ended == 3
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_small_objects_have_more_requests_where_answers_are_slow(
+    slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads, and six more where the store is slow: then six small objects go together, and
+    of large ones two as before."""
+    monkeypatch.setattr("shardstore.storage.object_io.SLOW_S", 0.0 if slow else float("inf"))
+    changed = threading.Condition()
+    in_pairs = threading.Barrier(2)
+    under_way = {"large": 0, "small": 0}
+    most = {"large": 0, "small": 0}
+
+    class Counting:
+        threads, small_threads = 2, 8
+
+        def __init__(self, location: Location) -> None:
+            pass
+
+        def put(self, key: str, parts: Sequence[bytes | memoryview], *, create: bool) -> bool:
+            kind = key[:5]
+            with changed:
+                under_way[kind] += 1
+                most[kind] = max(most[kind], under_way[kind])
+                changed.notify_all()
+                if slow and kind == "small" and int(key.rpartition(".")[2]) >= FIRST:
+                    assert changed.wait_for(lambda: most["small"] >= 6, timeout=60)
+            if kind == "small" and int(key.rpartition(".")[2]) < FIRST:
+                in_pairs.wait(60)  # so that the caller's thread has its share
+            time.sleep(0.01)
+            with changed:
+                under_way[kind] -= 1
+            return True
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr("shardstore.storage.object_mover.object_io", Counting)
+    place = Location.of(f"memory://{uuid.uuid4().hex}/c")
+    small = ArrayMeta("small", "small", Grid((400,), (4,)), "float32")
+    large = ArrayMeta("large", "large", Grid((8, 1 << 18), (1, 1 << 18)), "float32")
+    writes = [ChunkWrite(small, (i,), np.zeros(4, np.float32)) for i in range(100)]
+    writes[50:50] = [
+        ChunkWrite(large, (i, 0), np.zeros((1, 1 << 18), np.float32)) for i in range(8)
+    ]
+    ObjectMover(place).write(writes, lambda item, record: None)
+    assert most["large"] <= 2
+    assert 6 <= most["small"] <= 8 if slow else most["small"] <= 2
 
 
 def test_after_an_error_none_that_waits_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two large objects may go at a time, six threads wait with others: these stay where they are,
     or each would try for as long as the first."""
+    monkeypatch.setattr("shardstore.storage.object_io.SLOW_S", 0.0)
     place = Location.of(f"memory://{uuid.uuid4().hex}/c")
     begun: list[str] = []
     both = threading.Barrier(2)
@@ -288,6 +336,7 @@ def test_after_an_error_none_that_waits_is_begun(monkeypatch: pytest.MonkeyPatch
 
         def put(self, key: str, parts: Sequence[bytes | memoryview], *, create: bool) -> bool:
             if not key.startswith("large"):
+                both.wait(60)  # so that the caller's thread has its share
                 return True
             begun.append(key)
             both.wait(60)
@@ -299,9 +348,9 @@ def test_after_an_error_none_that_waits_is_begun(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("shardstore.storage.object_mover.object_io", Refusing)
     large = ArrayMeta("large", "large", Grid((20, 1 << 18), (1, 1 << 18)), "float32")
-    small = ArrayMeta("small", "small", Grid((4,), (4,)), "float32")
-    writes = [ChunkWrite(large, (i, 0), np.zeros((1, 1 << 18), np.float32)) for i in range(20)]
-    writes.append(ChunkWrite(small, (0,), np.zeros(4, np.float32)))
+    small = ArrayMeta("small", "small", Grid((400,), (4,)), "float32")
+    writes = [ChunkWrite(small, (i,), np.zeros(4, np.float32)) for i in range(FIRST)]
+    writes += [ChunkWrite(large, (i, 0), np.zeros((1, 1 << 18), np.float32)) for i in range(20)]
     with pytest.raises(StorageError, match="is refused") as caught:
         ObjectMover(place).write(writes, lambda item, record: None)
     assert caught.value.key == "large"
