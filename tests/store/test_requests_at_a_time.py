@@ -1,0 +1,337 @@
+"""How many requests to an object store are under way at a time, with how much memory, and for how
+long one is tried."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shardstore
+from shardstore import ShardedTensor
+from shardstore.errors import (
+    StorageError,
+)
+from shardstore.storage import chunk_bytes, s3_io
+from shardstore.storage import object_io as object_io_module
+from shardstore.storage.chunks import ChunkWrite, RegionRead
+from shardstore.storage.documents import ArrayMeta
+from shardstore.storage.grid import Box, Grid
+from shardstore.storage.location import Location
+from shardstore.storage.manifest import ChunkRecord
+from shardstore.storage.object_mover import ObjectMover
+
+FIRST = 24
+"""Small objects before whatever a test is about: more threads come once the first are there."""
+
+
+def test_requests_stay_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted at the object interface: bytes of all requests that are under way."""
+    place = Location.of(f"memory://{uuid.uuid4().hex}/c")
+    flying, peak, most = 0, 0, 0
+    lock = threading.Lock()
+
+    class Counting:
+        threads = small_threads = 32
+
+        def __init__(self, location: Location) -> None:
+            self.inner = object_io_module.object_io(location)
+
+        def put(self, key: str, parts: Sequence[bytes | memoryview], *, create: bool) -> bool:
+            with self._count(sum(map(len, parts))):
+                return self.inner.put(key, parts, create=create)
+
+        def fetch(
+            self, key: str, start: int, stop: int | None, take: Any, size: int = 0
+        ) -> int | None:
+            with self._count(65540):
+                return self.inner.fetch(key, start, stop, take, size)
+
+        @contextmanager
+        def _count(self, size: int) -> Iterator[None]:
+            nonlocal flying, peak, most
+            with lock:
+                flying += size
+                peak = max(peak, flying)
+                most = max(most, flying // size)
+            time.sleep(0.01)
+            yield
+            with lock:
+                flying -= size
+
+        def close(self) -> None:
+            self.inner.close()
+
+    monkeypatch.setattr("shardstore.storage.object_mover.object_io", Counting)
+    meta = ArrayMeta("w", "w", Grid((64, 16384), (1, 16384)), "float32")
+    array = np.random.default_rng(0).random((64, 32768), np.float32)[:, ::2]  # to be gathered
+    mover = ObjectMover(place, budget_bytes=1 << 20)
+    mover.write(
+        [ChunkWrite(meta, (i, 0), array[i : i + 1]) for i in range(64)], lambda item, record: None
+    )
+    assert flying == 0
+    assert most >= 4
+    assert peak <= 1 << 20
+    peak = most = 0
+    out = np.zeros((64, 32768), np.float32)[:, ::2]
+    mover.read([RegionRead(meta, Box((0, 0), array.shape), out)], lambda: None)
+    assert flying == 0
+    assert most >= 4
+    assert peak <= 1 << 20
+    assert np.array_equal(out, array)
+
+
+@pytest.mark.parametrize("writing", [True, False])
+def test_small_objects_wait_for_no_large_one(
+    writing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large objects end only when all small ones have gone."""
+    place = Location.of(f"memory://{uuid.uuid4().hex}/c")
+    changed = threading.Condition()
+    small_gone = ended = 0
+    watching = False
+
+    class Waiting:
+        threads = small_threads = 4
+
+        def __init__(self, location: Location) -> None:
+            self.inner = object_io_module.object_io(location)
+
+        def put(self, key: str, parts: Sequence[bytes | memoryview], *, create: bool) -> bool:
+            with self._under_way(key):
+                return self.inner.put(key, parts, create=create)
+
+        def get(self, key: str) -> bytes | None:
+            with self._under_way(key):
+                return self.inner.get(key)
+
+        def fetch(
+            self, key: str, start: int, stop: int | None, take: Any, size: int = 0
+        ) -> int | None:
+            with self._under_way(key):
+                return self.inner.fetch(key, start, stop, take, size)
+
+        @contextmanager
+        def _under_way(self, key: str) -> Iterator[None]:
+            nonlocal small_gone, ended
+            if not watching:
+                yield
+                return
+            if key.startswith("small"):
+                yield
+                with changed:
+                    small_gone += 1
+                    changed.notify_all()
+                return
+            with changed:
+                assert changed.wait_for(lambda: small_gone == 12, timeout=60)
+            yield
+            with changed:
+                ended += 1
+
+        def close(self) -> None:
+            self.inner.close()
+
+    monkeypatch.setattr("shardstore.storage.object_mover.object_io", Waiting)
+    state = {
+        **{f"large{i}": torch.full((512, 512), float(i)) for i in range(3)},
+        **{f"small{i}": torch.full((4,), float(i)) for i in range(12)},
+    }
+    tensors = {key: ShardedTensor.from_rank_offsets(key, value) for key, value in state.items()}
+    watching = writing
+    shardstore.save(tensors, place.place)
+    watching = not writing
+    loaded = shardstore.load(
+        {
+            key: ShardedTensor.from_rank_offsets(key, torch.zeros_like(value))
+            for key, value in state.items()
+        },
+        place.place,
+    )
+    assert all(torch.equal(loaded[key], value) for key, value in state.items())
+    assert ended == 3
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_small_objects_have_more_requests_where_answers_are_slow(
+    slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads, and six more where the store is slow: then six small objects go together, and
+    of large ones two as before."""
+    monkeypatch.setattr("shardstore.storage.object_io.SLOW_S", 0.0 if slow else float("inf"))
+    changed = threading.Condition()
+    in_pairs = threading.Barrier(2)
+    under_way = {"large": 0, "small": 0}
+    most = {"large": 0, "small": 0}
+
+    class Counting:
+        threads, small_threads = 2, 8
+
+        def __init__(self, location: Location) -> None:
+            pass
+
+        def put(self, key: str, parts: Sequence[bytes | memoryview], *, create: bool) -> bool:
+            kind = key[:5]
+            with changed:
+                under_way[kind] += 1
+                most[kind] = max(most[kind], under_way[kind])
+                changed.notify_all()
+                if slow and kind == "small" and int(key.rpartition(".")[2]) >= FIRST:
+                    assert changed.wait_for(lambda: most["small"] >= 6, timeout=60)
+            if kind == "small" and int(key.rpartition(".")[2]) < FIRST:
+                in_pairs.wait(60)  # so that the caller's thread has its share
+            time.sleep(0.01)
+            with changed:
+                under_way[kind] -= 1
+            return True
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr("shardstore.storage.object_mover.object_io", Counting)
+    place = Location.of(f"memory://{uuid.uuid4().hex}/c")
+    small = ArrayMeta("small", "small", Grid((400,), (4,)), "float32")
+    large = ArrayMeta("large", "large", Grid((8, 1 << 18), (1, 1 << 18)), "float32")
+    writes = [ChunkWrite(small, (i,), np.zeros(4, np.float32)) for i in range(100)]
+    writes[50:50] = [
+        ChunkWrite(large, (i, 0), np.zeros((1, 1 << 18), np.float32)) for i in range(8)
+    ]
+    ObjectMover(place).write(writes, lambda item, record: None)
+    assert most["large"] <= 2
+    assert 6 <= most["small"] <= 8 if slow else most["small"] <= 2
+
+
+def test_after_an_error_none_that_waits_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two large objects may go at a time, six threads wait with others: these stay where they are,
+    or each would try for as long as the first."""
+    monkeypatch.setattr("shardstore.storage.object_io.SLOW_S", 0.0)
+    place = Location.of(f"memory://{uuid.uuid4().hex}/c")
+    begun: list[str] = []
+    both = threading.Barrier(2)
+
+    class Refusing:
+        threads, small_threads = 2, 8
+
+        def __init__(self, location: Location) -> None:
+            self.url = location.url
+
+        def put(self, key: str, parts: Sequence[bytes | memoryview], *, create: bool) -> bool:
+            if not key.startswith("large"):
+                both.wait(60)  # so that the caller's thread has its share
+                return True
+            begun.append(key)
+            both.wait(60)
+            time.sleep(0.05)  # the others do come to wait
+            raise StorageError(f"{self.url}/{key} is refused", url=self.url)
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr("shardstore.storage.object_mover.object_io", Refusing)
+    large = ArrayMeta("large", "large", Grid((20, 1 << 18), (1, 1 << 18)), "float32")
+    small = ArrayMeta("small", "small", Grid((400,), (4,)), "float32")
+    writes = [ChunkWrite(small, (i,), np.zeros(4, np.float32)) for i in range(FIRST)]
+    writes += [ChunkWrite(large, (i, 0), np.zeros((1, 1 << 18), np.float32)) for i in range(20)]
+    with pytest.raises(StorageError, match="is refused") as caught:
+        ObjectMover(place).write(writes, lambda item, record: None)
+    assert caught.value.key == "large"
+    assert len(begun) == 2
+
+
+def test_gathered_chunks_keep_no_memory_of_threads_that_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a chunk with gaps is gathered in is given back before it is sent."""
+    kept: list[bool] = []
+
+    class Looking:
+        threads = small_threads = 2
+
+        def __init__(self, location: Location) -> None:
+            pass
+
+        def put(self, key: str, parts: Sequence[bytes | memoryview], *, create: bool) -> bool:
+            kept.append("scratch" in chunk_bytes._local.__dict__)
+            return True
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr("shardstore.storage.object_mover.object_io", Looking)
+    meta = ArrayMeta("w", "w", Grid((4, 1 << 18), (1, 1 << 18)), "float32")
+    data = np.zeros((4, 1 << 19), np.float32)[:, ::2]
+    place = Location.of(f"memory://{uuid.uuid4().hex}/c")
+    writes = [ChunkWrite(meta, (i, 0), data[i : i + 1]) for i in range(4)]
+    ObjectMover(place).write(writes, lambda item, record: None)
+    assert kept == [False] * 4
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said", "tries"),
+    [
+        (512, "kind: Timeout", 1),  # who has waited for long does not do so again
+        (32, "kind: Timeout", 3),
+        (512, "connection reset", 2),  # it came, for long, and broke off
+        (32, "connection reset", 4),
+        (512, "status code: 503", 2),
+        (1, "status code: 403", 1),
+    ],
+)
+def test_for_how_long_a_request_is_tried(
+    seconds: int, said: str, tries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock of the test's own, which goes on while something is tried, and not in between."""
+    now = [1000.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: None)
+    monkeypatch.setattr(s3_io, "time", clock)
+    options = {"key": "k", "secret": "s", "client_kwargs": {"endpoint_url": "http://127.0.0.1:9"}}
+    io = s3_io.S3IO(Location.of("s3://bucket/place", **options))
+    asked = []
+
+    def work() -> None:
+        asked.append(now[0])
+        now[0] += seconds
+        raise OSError(said)
+
+    with pytest.raises(StorageError, match="writing s3://bucket/place/w/c"):
+        io._tried("writing", "w/c", work)
+    assert len(asked) == tries
+
+
+def test_who_waits_for_its_source_holds_nothing_of_the_budget() -> None:
+    """Sources that are ready only when all before them, but a few, are gone: as staged in a ring.
+    Those that wait would hold what those need that they wait for."""
+    place = Location.of(f"memory://{uuid.uuid4().hex}/c")
+    meta = ArrayMeta("w", "w", Grid((200, 1024), (1, 1024)), "float32")
+    changed = threading.Condition()
+    gone: set[int] = set()
+
+    class Source:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def wait(self) -> None:
+            before = range(self.number - 2)
+            with changed:
+                assert changed.wait_for(lambda: all(n in gone for n in before), timeout=60)
+
+        def __call__(self) -> np.ndarray[Any, Any]:
+            self.wait()
+            return np.full((1, 1024), float(self.number), np.float32)
+
+    def done(item: ChunkWrite, record: ChunkRecord) -> None:
+        with changed:
+            gone.add(item.index[0])
+            changed.notify_all()
+
+    writes = [ChunkWrite(meta, (i, 0), Source(i)) for i in range(200)]
+    ObjectMover(place, budget_bytes=100_000).write(writes, done)
+    assert len(gone) == 200
