@@ -63,6 +63,31 @@ class SourceFails(ZarrSaveShardedStrategy):
         return plan, created
 
 
+class SourceFallsShort(ZarrSaveShardedStrategy):
+    """A piece of a chunk is an element shorter than was announced."""
+
+    def _plan(self, *args: Any) -> Any:
+        plan, created = super()._plan(*args)
+        plan.cut = [replace(chunk, local=_without_last(chunk.local)) for chunk in plan.cut]
+        return plan, created
+
+
+def _without_last(local: Callable[[], Any] | None) -> Callable[[], Any] | None:
+    return None if local is None else lambda: local().reshape(-1)[:-1]
+
+
+class WritesFailFirst(SourceFails):
+    """A chunk of its own can not be written, and a piece of another can not be read after that."""
+
+    def _plan(self, *args: Any) -> Any:
+        def unwritable() -> Any:
+            raise Fails("chunk")
+
+        plan, created = super()._plan(*args)
+        plan.writes = [replace(write, source=unwritable) for write in plan.writes]
+        return plan, created
+
+
 class Wraps(ZarrSaveShardedStrategy):
     """Fails before the strategy that it wraps is called."""
 
@@ -153,3 +178,33 @@ def test_all_are_told_and_the_next_save_works(
     assert found == [[]] * WORLD
     saved = sorted(path.name for path in tmp_path.iterdir())
     assert saved == sorted(f"{n}-{v}-good" for n in range(len(FAILURES)) for v in range(WORLD))
+
+
+def told_of_pieces(rank: int, world: int, root: str) -> list[str]:
+    os.environ[DEADLINE_VARIABLE] = str(DEADLINE_S)
+    wrong = []
+    cases = (
+        (SourceFallsShort("zarr", 2), "bytes were given of key 'f', chunk (", "announced"),
+        (WritesFailFirst("zarr", 2), "chunk", "Fails"),
+    )
+    for number, (strategy, *expected) in enumerate(cases):
+        for victim in range(world):
+            how = {"sharded_strategy": strategy} if rank == victim else {}
+            begin = time.monotonic()
+            try:
+                save(rank, f"{root}/{number}-{victim}", True, False, **how)
+                wrong.append(f"{expected}: saved")
+            except Exception as error:
+                said = repr(error)
+                if not all(word in said for word in expected) or "source" in said:
+                    wrong.append(f"{expected} on rank {victim}, told: {said}")
+            if time.monotonic() - begin > DEADLINE_S / 2:
+                wrong.append(f"{expected}: told late")
+    save(rank, f"{root}/good", True, False)
+    return wrong
+
+
+def test_what_is_told_of_pieces_that_ranks_exchange(tmp_path: Path) -> None:
+    found = run_ranks(told_of_pieces, WORLD, str(tmp_path), timeout_s=280)
+    assert found == [[]] * WORLD
+    assert [path.name for path in tmp_path.iterdir()] == ["good"]
