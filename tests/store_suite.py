@@ -517,6 +517,19 @@ class StoreTests:
                 shardstore.remove_sharded_tensors(url, "b", storage_options=options)
         assert "b" not in shardstore.load_tensors_metadata(url, storage_options=options)
         assert "b/c.0" in names_of(where)
+        # Asked again, it goes on; a removal of other tensors leaves that alone.
+        shardstore.remove_sharded_tensors(url, "empty", storage_options=options)
+        assert "b/c.0" in names_of(where)
+        with monkeypatch.context() as patch:
+            patch.setattr(Location, "replace", killed)
+            with pytest.raises(KeyboardInterrupt):
+                shardstore.remove_sharded_tensors(url, "b", storage_options=options)
+        assert "b/c.0" not in names_of(where)
+        shardstore.remove_sharded_tensors(url, "b", storage_options=options)
+        assert findings(where) == []
+        manifest = StoredCheckpoint(where).manifest
+        assert manifest is not None
+        assert {node for node, _, _ in manifest.arrays} == {"layer%2F0.w", "scalar"}
         shardstore.save(
             {"w": tensor("w", torch.ones(2))}, url, storage_options=options, overwrite=True
         )

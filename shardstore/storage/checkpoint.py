@@ -14,7 +14,7 @@ from shardstore.storage import array_parsing, documents
 from shardstore.storage.collector import collector_paused
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.location import Location
-from shardstore.storage.names import MANIFEST_NAME
+from shardstore.storage.names import MANIFEST_NAME, key_of
 from shardstore.storage.object_files import is_object_file
 from shardstore.storage.other_kinds import instead
 from shardstore.storage.root import RootDocument, parse_root
@@ -175,27 +175,31 @@ class StoredCheckpoint:
         with self._lock:  # one of the threads that read asks the store, the others wait
             return self.manifest
 
-    def remove(self, keys: Sequence[str]) -> None:
-        """Remove arrays: from the root document first, so that no reader meets a hole, then their
-        chunks, and then from the manifest, by which a deletion finds what is left of them if this
-        one is cut short.
+    def remove(self, key_prefix: str) -> None:
+        """Remove arrays whose keys begin so: from the root document first, so that no reader meets
+        a hole, then their chunks, and then from the manifest, by which what is left of them is
+        found if this is cut short: by a deletion of all, and by the same removal again (but for
+        arrays whose names were shortened).
 
         Raises:
             NotACheckpointError: nothing of ours is there.
         """
-        doomed = [self.arrays[key].node for key in keys if key in self.arrays]
-        manifest = self.manifest if self.root is not None and doomed else None
+        doomed = {meta.node for key, meta in self.arrays.items() if key.startswith(key_prefix)}
+        manifest = None if self.root is None else self.manifest
         if self.root is not None and doomed:
             kept = [
                 (node, json.dumps(document, separators=(",", ":"), ensure_ascii=False))
                 for node, document in self.root.documents.items()
                 if node not in doomed
             ]
-            text = documents.root_document(kept, self._attributes_without(set(doomed)))
+            text = documents.root_document(kept, self._attributes_without(doomed))
             self.location.replace("zarr.json", text.encode())
-        self._delete_arrays(doomed)
-        if manifest is not None:
-            self.location.replace(MANIFEST_NAME, manifest.without(set(doomed)).to_bytes())
+        if self.root is not None and manifest is not None:
+            unlisted = {node for node, _, _ in manifest.arrays} - set(self.root.documents)
+            doomed |= {node for node in unlisted if (key_of(node) or "").startswith(key_prefix)}
+        self._delete_arrays(sorted(doomed))
+        if manifest is not None and doomed:
+            self.location.replace(MANIFEST_NAME, manifest.without(doomed).to_bytes())
         for name in ("root", "arrays", "manifest"):
             self.__dict__.pop(name, None)
 

@@ -359,7 +359,7 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):
         """Remove all tensors whose key starts with a prefix. Called by one rank."""
         stored = StoredCheckpoint(Location.of(checkpoint_dir))
         stored.require()
-        stored.remove([key for key in stored.arrays if key.startswith(key_prefix)])
+        stored.remove(key_prefix)
 
     def check_backend_compatibility(self, loaded_version: str) -> None:
         """Raise unless the checkpoint was written by the Zarr backend."""

@@ -187,11 +187,16 @@ def test_a_store_that_refuses_a_deletion(documents: bool) -> None:
 
 
 def test_a_removal_of_tensors_without_documents() -> None:
-    """What is left of them when it dies goes with the checkpoint."""
-    for _ in deaths(
-        lambda: save(1, array_documents=False),
-        lambda: shardstore.remove_sharded_tensors(PLACE, "only"),
+    """What is left of them when it dies goes with the checkpoint, or when it is asked for again."""
+    for number, _ in enumerate(
+        deaths(
+            lambda: save(1, array_documents=False),
+            lambda: shardstore.remove_sharded_tensors(PLACE, "only"),
+        )
     ):
+        if number % 2:
+            shardstore.remove_sharded_tensors(PLACE, "only")
+            assert not any(name.startswith("only") for name in names())
         shardstore.delete_checkpoint(PLACE)
         assert MortalFileSystem.store == {}
     assert {name.partition("/")[0] for name in names() if "/" in name} == {"w", "o"}
