@@ -31,6 +31,7 @@ from shardstore.storage import dtypes
 from shardstore.storage.chunks import ChunkWrite
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import Grid
+from shardstore.strategies.device_copies import stream_of
 from shardstore.strategies.planned_writes import DevicePart
 from shardstore.strategies.staging import Staging
 
@@ -357,6 +358,7 @@ def _copied_by_staging(key: str, tensor: torch.Tensor) -> ChunkWrite | None:
     shape = tuple(tensor.shape)
     array = ArrayMeta(key, "", Grid(shape, tuple(max(1, n) for n in shape)), name)
     on_host = tensor.device.type == "cpu"
-    source = dtypes.as_numpy(tensor) if on_host else DevicePart(tensor.detach())
+    there = DevicePart(tensor.detach(), stream_of(tensor.device))
+    source = dtypes.as_numpy(tensor) if on_host else there
     assert math.prod(shape) == tensor.numel()
     return ChunkWrite(array, (0,) * len(shape), source)

@@ -32,6 +32,7 @@ from shardstore.storage.manifest import RankManifest
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.publish import write_chunks
 from shardstore.strategies.common import json_object_file, object_file
+from shardstore.strategies.device_copies import on_host, stream_here
 from shardstore.strategies.files_beside import files_beside
 from shardstore.strategies.state_record import as_text, is_long
 
@@ -167,6 +168,7 @@ class _Source:
         self._lock = threading.Lock()
         self._tensor: torch.Tensor | None = None
         self._left = 0
+        self._stream = stream_here()
 
     def part(self, box: Box) -> Any:
         """A function that gives a part of the tensor, on the host."""
@@ -183,9 +185,10 @@ class _Source:
             if box.shape != tuple(tensor.shape):
                 where: tuple[Any, ...] = (..., *box.slices)
                 tensor = tensor[where]
-            if tensor.device.type != "cpu":
-                tensor = tensor.contiguous().cpu()
-            return dtypes.as_numpy(tensor)
+            if tensor.device.type == "cpu":
+                return dtypes.as_numpy(tensor)
+            own = self._stream is not None and self._stream.device == tensor.device
+            return on_host(tensor, self._stream if own else None)
 
         return fetch
 

@@ -17,6 +17,7 @@ from shardstore.errors import DTypeMismatchError
 from shardstore.storage import dtypes
 from shardstore.storage.chunks import ChunkWrite
 from shardstore.storage.documents import ArrayMeta
+from shardstore.strategies.device_copies import on_host, stream_of
 
 __all__ = ["CutChunk", "DevicePart", "WritePlan", "require_plain"]
 
@@ -61,16 +62,22 @@ class WritePlan:
 
 @dataclass(frozen=True)
 class DevicePart:
-    """Part of a tensor on a device: fetched when it is called, or by who copies it himself."""
+    """Part of a tensor on a device: fetched when it is called, or by who copies it himself.
+
+    Attributes:
+        tensor: the part.
+        stream: of the thread that has the tensor; what is queued there comes before the copy.
+    """
 
     tensor: torch.Tensor
+    stream: torch.cuda.Stream | None = None
 
     def __call__(self) -> NDArray[Any]:
-        return dtypes.as_numpy(self.tensor.contiguous().cpu())
+        return on_host(self.tensor, self.stream)
 
     def reshape(self, shape: tuple[int, ...]) -> DevicePart:
         """The same elements in another shape."""
-        return DevicePart(self.tensor.reshape(shape))
+        return DevicePart(self.tensor.reshape(shape), self.stream)
 
 
 def require_plain(tensor: torch.Tensor, key: str) -> None:
@@ -103,14 +110,15 @@ class _Source:
         tensor = tensor.detach()
         self._tensor = tensor[(None,) * prepended] if prepended else tensor
         self._array = dtypes.as_numpy(self._tensor) if tensor.device.type == "cpu" else None
+        self._stream = stream_of(tensor.device)
 
     def whole(self) -> NDArray[Any] | Callable[[], NDArray[Any]]:
         """All of it, where it is one chunk."""
-        return DevicePart(self._tensor) if self._array is None else self._array
+        return DevicePart(self._tensor, self._stream) if self._array is None else self._array
 
     def part(self, slices: tuple[slice, ...]) -> NDArray[Any] | Callable[[], NDArray[Any]]:
         if self._array is not None:
             where: tuple[Any, ...] = (..., *slices)
             view: NDArray[Any] = self._array[where]
             return view
-        return DevicePart(self._tensor[slices])
+        return DevicePart(self._tensor[slices], self._stream)

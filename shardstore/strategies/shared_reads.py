@@ -39,6 +39,7 @@ from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import Box
 from shardstore.storage.location import Location
 from shardstore.strategies.casting import CastRead, converted, read_converting
+from shardstore.strategies.device_copies import behind, stream_here
 from shardstore.strategies.staging import copy_bits
 
 __all__ = ["Sharing", "read_regions", "shared_reads", "sharing_of"]
@@ -176,6 +177,7 @@ class _Exchange:
     ) -> None:
         self._stored = stored
         self._done = done
+        self._stream = stream_here()
         self._group = sharing.group
         self._rank, self._size = group_rank(sharing.group), group_size(sharing.group)
         self._limit = max(1, min(ROUND_BYTES, sharing.budget_bytes // BUFFERS))
@@ -196,7 +198,7 @@ class _Exchange:
         most = max((sum(c.size for c in r) for rs in plan.rounds for r in rs), default=0)
         received = np.empty(most, np.uint8)
         with ThreadPoolExecutor(1, thread_name_prefix="shardstore-read") as reader:
-            alone = reader.submit(self._read_alone, plan.alone)
+            alone = reader.submit(self._read_behind, plan.alone)
             coming = reader.submit(self._read_round, plan.rounds, 0)
             for number, by_rank in enumerate(plan.rounds):
                 error, mine = None, np.empty(0, np.uint8)
@@ -271,6 +273,11 @@ class _Exchange:
         place = int(np.searchsorted(self._starts, number, side="right")) - 1
         meta = self._metas[place]
         return _Chunk(number, meta, meta.grid.index(number - int(self._starts[place])))
+
+    def _read_behind(self, numbers: Sequence[int]) -> None:
+        """Read in another thread: onto a device behind what the caller has queued there."""
+        with behind(self._stream):
+            self._read_alone(numbers)
 
     def _read_alone(self, numbers: Sequence[int]) -> None:
         reads, several = [], []

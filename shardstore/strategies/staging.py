@@ -28,6 +28,12 @@ from shardstore.errors import StorageError
 from shardstore.storage import dtypes
 from shardstore.storage.chunks import ChunkWrite
 from shardstore.storage.parallel import default_threads, run_batched
+from shardstore.strategies.device_copies import (
+    DeviceCopies,
+    DeviceEvent,
+    page_lock,
+    page_unlock,
+)
 from shardstore.strategies.planned_writes import DevicePart
 
 __all__ = ["HostPool", "StagedChunk", "Staging", "copy_bits", "default_pool"]
@@ -42,7 +48,9 @@ _WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 @dataclass
 class _Arena:
     memory: NDArray[np.uint8]
-    pinned: bool
+    device: torch.device | None
+    """For copies of what it is page-locked, or was to be."""
+    pinned: bool = False
 
 
 class HostPool:
@@ -55,8 +63,9 @@ class HostPool:
         self._lock = threading.Lock()
         self._free: _Arena | None = None
 
-    def take(self, size: int, *, pinned: bool) -> _Arena:
-        """An arena of at least ``size`` bytes, page-locked for CUDA if ``pinned``.
+    def take(self, size: int, *, device: torch.device | None = None) -> _Arena:
+        """An arena of at least ``size`` bytes, page-locked for CUDA if it is for a CUDA device.
+        Where the system refuses that, it is ordinary memory, with a warning.
 
         Raises:
             MemoryError, OSError: the system has not that much memory.
@@ -64,11 +73,14 @@ class HostPool:
         with self._lock:
             arena, self._free = self._free, None
         if arena is not None:
-            if size <= len(arena.memory) <= max(2 * size, 1 << 20) and arena.pinned >= pinned:
+            serves = device is None or arena.device is not None
+            if serves and size <= len(arena.memory) <= max(2 * size, 1 << 20):
                 return arena
             _unpin(arena)
             arena = None  # its memory goes before the new one comes
-        return _Arena(_map(size, pinned), pinned)
+        arena = _Arena(_map(size), device)
+        _pin(arena)
+        return arena
 
     def give_back(self, arena: _Arena) -> None:
         """Keep an arena for the next save."""
@@ -91,32 +103,41 @@ class HostPool:
             return 0 if self._free is None else len(self._free.memory)
 
 
-def _map(size: int, pinned: bool) -> NDArray[np.uint8]:
+def _map(size: int) -> NDArray[np.uint8]:
     """Fresh memory in huge pages, where there are any: a first touch costs a fraction then."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     mapped = mmap.mmap(-1, max(size, mmap.PAGESIZE), flags=flags)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without them
             mapped.madvise(mmap.MADV_HUGEPAGE)
-    memory = np.frombuffer(mapped, np.uint8)
-    if pinned:
-        _cudart("cudaHostRegister", memory.ctypes.data, len(memory), 0)
-    return memory
+    return np.frombuffer(mapped, np.uint8)
+
+
+def _pin(arena: _Arena) -> None:
+    if arena.device is None:
+        return
+    size = len(arena.memory)
+    code = page_lock(arena.memory, arena.device)
+    arena.pinned = code == 0
+    if code:
+        logger.warning(
+            "page-locking %d bytes of host memory for staging failed with CUDA error %d: device "
+            "tensors are copied more slowly, and training may wait for it; lower the staging "
+            "budget, or raise the limit of locked memory (ulimit -l)",
+            size,
+            code,
+        )
 
 
 def _unpin(arena: _Arena) -> None:
-    if arena.pinned:
-        _cudart("cudaHostUnregister", arena.memory.ctypes.data)
-
-
-def _cudart(function: str, *arguments: int) -> None:
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    code = int(getattr(runtime, function)(*arguments))
-    if code:
-        raise StorageError(
-            f"{function} of host memory for staging failed with CUDA error {code}: lower the "
-            "staging budget, or raise the limit of locked memory (ulimit -l)"
-        )
+    if arena.device is not None and arena.pinned:
+        arena.pinned = False
+        code = page_unlock(arena.memory, arena.device)
+        if code:
+            raise StorageError(
+                f"giving back page-locked memory failed with CUDA error {code}: the device is in "
+                "no state to be used"
+            )
 
 
 _pool = HostPool()
@@ -249,13 +270,14 @@ class Staging:
         self._ring = _Ring(self.arena_bytes)
         self._places: list[list[int] | None] = [None] * len(writes)
         self._views: list[NDArray[Any] | None] = [None] * len(writes)
-        self._events: list[torch.cuda.Event | None] = [None] * len(writes)
+        self._events: list[DeviceEvent | None] = [None] * len(writes)
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._complete = False
         devices = {d for item in writes if (d := _device(item)) is not None}
-        self._devices = {device: _DeviceCopies(device) for device in devices}
-        self._arena: _Arena | None = self._pool.take(self.arena_bytes, pinned=bool(devices))
+        self._devices = {device: DeviceCopies(device) for device in devices}
+        first = next(iter(devices), None)
+        self._arena: _Arena | None = self._pool.take(self.arena_bytes, device=first)
         self.writes = [
             ChunkWrite(item.array, item.index, StagedChunk(self, number))
             for number, item in enumerate(writes)
@@ -305,7 +327,7 @@ class Staging:
                 raise self._error
             if isinstance(item.source, DevicePart) and item.source.tensor.device in self._devices:
                 copies = self._devices[item.source.tensor.device]
-                event = copies.copy(item.source.tensor, dtypes.as_tensor(view))
+                event = copies.copy(item.source.tensor, view)
             else:
                 copy_bits(view, item.data())
             self._sources[number] = None  # the state's memory is the caller's again
@@ -330,7 +352,7 @@ class Staging:
             view, event = self._views[number], self._events[number]
         assert view is not None
         if event is not None:
-            event.synchronize()
+            event.wait()
         return view
 
     def release(self, number: int) -> None:
@@ -407,35 +429,3 @@ def copy_bits(target: NDArray[Any], source: NDArray[Any]) -> None:
     if word is not None:
         target, source = target.view(word), source.view(word)
     np.copyto(target, source)
-
-
-class _DeviceCopies:
-    """Copies from one device: queued on a stream of its own, behind the caller's current one."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._lock = threading.Lock()
-        self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._ready.record(torch.cuda.current_stream(device))
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._stream.wait_event(self._ready)
-        self._last: torch.cuda.Event | None = None
-
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> torch.cuda.Event:
-        """Queue a copy; the event tells when it is done."""
-        with self._lock, torch.cuda.stream(self._stream):
-            target.copy_(source.detach(), non_blocking=True)
-            source.record_stream(self._stream)
-            self._last = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._last.record(self._stream)
-            return self._last
-
-    def wait(self, *, host: bool) -> None:
-        with self._lock:
-            last = self._last
-        if last is None:
-            return
-        if host:
-            last.synchronize()
-        else:
-            torch.cuda.current_stream(self._device).wait_event(last)
