@@ -108,6 +108,10 @@ class TensorStoreMover:
         flying = 0
         try:
             for item in writes:
+                # A source may wait for the memory of what is under way: that ends first.
+                would_wait = getattr(item.source, "would_wait", None)
+                while pending and would_wait is not None and would_wait():
+                    flying -= self._finish(pending.popleft(), done)
                 array, data = item.array, item.data()
                 record = _record(array, data)
                 target = stores[array][array.grid.box(item.index).slices]

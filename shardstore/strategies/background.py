@@ -17,7 +17,6 @@ from shardstore.storage.manifest import ChunkRecord
 from shardstore.storage.object_mover import ObjectMover
 from shardstore.storage.parallel import yield_to_others
 from shardstore.storage.reuse import Writer
-from shardstore.storage.tensorstore_mover import TensorStoreMover
 from shardstore.strategies.session import SaveSession
 from shardstore.strategies.staging import StagedChunk, Staging
 
@@ -54,14 +53,11 @@ class BackgroundWrite:
         self._staging = staging
         self._owned = list(owned)
         self._threads = threads
-        if not staging.all_at_once:
+        if not staging.all_at_once and isinstance(mover, ObjectMover):
             # What is under way is not released: leave room for the chunk that is asked for next,
             # and for one that the ring's end is too short for.
             room = staging.arena_bytes - 2 * staging.largest_bytes
-            if isinstance(mover, TensorStoreMover):
-                mover.in_flight_bytes = max(1, min(mover.in_flight_bytes, room))
-            elif isinstance(mover, ObjectMover):
-                mover.budget_bytes = max(1, min(mover.budget_bytes, room))
+            mover.budget_bytes = max(1, min(mover.budget_bytes, room))
 
     def start(self) -> None:
         """Write in a thread, from now on: where the copy has not room for all, who copies waits for

@@ -215,6 +215,10 @@ class StagedChunk:
         """Return once the chunk has been copied; errors as :meth:`Staging.copied`."""
         self._staging.copied(self._number)
 
+    def would_wait(self) -> bool:
+        """Whether asking for the data means waiting, perhaps for others to be released."""
+        return not self._staging.has_come(self._number)
+
     def release(self) -> None:
         """The chunk is written: its memory may be used again."""
         self._staging.release(self._number)
@@ -354,6 +358,11 @@ class Staging:
         if event is not None:
             event.wait()
         return view
+
+    def has_come(self, number: int) -> bool:
+        """Whether :meth:`copied` would not wait, but for a device."""
+        with self._changed:
+            return self._views[number] is not None or self._error is not None
 
     def release(self, number: int) -> None:
         """A chunk's memory may be used again."""
