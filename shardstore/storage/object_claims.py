@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 
 from shardstore.errors import StorageError
 from shardstore.storage.location import Location
+from shardstore.storage.object_io import object_io
 
 __all__ = [
     "ATTEMPTS",
@@ -139,10 +140,10 @@ def number_of(name: str) -> int:
 
 
 def require_conditions(place: Location, allow_unconditional: bool) -> None:
-    """Create a probe twice: the second must be refused.
+    """Create a probe twice, as documents are created and as chunks are: the second must be refused.
 
     Raises:
-        StorageError: it was not, and that was not allowed.
+        StorageError: it was not, and that was not allowed; or the two do not go to one store.
     """
     store = place.remote
     scheme, _, rest = place.url.partition("://")
@@ -153,14 +154,27 @@ def require_conditions(place: Location, allow_unconditional: bool) -> None:
     probe = f"{ATTEMPTS}/probe-{secrets.token_hex(8)}"
     try:
         first = store.create(probe, b"first")
-        second = store.create(probe, b"second")
+        with contextlib.closing(object_io(place)) as io:
+            second = io.put(probe, [b"second"], create=True)
+        apart = False
+        if first and second:
+            with contextlib.suppress(FileNotFoundError, StorageError):
+                apart = store.read(probe) == b"first"
     finally:
         with contextlib.suppress(StorageError):
             store.delete([probe])
+    if apart:
+        raise StorageError(
+            f"{place.url}: documents and chunks go to different stores, as two clients see "
+            "different endpoints: give the endpoint in storage_options, and look for AWS_* "
+            "variables and profiles that name another",
+            url=place.url,
+        )
     if second:
         raise StorageError(
             f"{place.url}: the store ignores If-None-Match (it created one object twice), so that "
-            "two saves to one place could mix unnoticed; use a store that honours it, or pass "
+            "two saves to one place could mix unnoticed; use a store that honours it (Ceph's "
+            "gateway does not in a bucket with versioning: one without will do), or pass "
             "allow_unconditional=True where no two saves ever go to one place",
             url=place.url,
         )

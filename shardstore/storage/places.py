@@ -54,6 +54,13 @@ def url_of(place: object) -> str:
             )
         named = bool(rest) or scheme == "memory"  # which has no buckets
         _require(named, place, "names no bucket; give a URL such as s3://bucket/run/step-100")
+        parts_wrong = scheme in _OF_BUCKETS and not {"", ".", ".."}.isdisjoint(rest.split("/"))
+        _require(
+            not parts_wrong,
+            place,
+            "has a part between slashes that is empty, '.' or '..', which not every client of such "
+            "a store takes: leave it out",
+        )
         whole = f"{scheme}://{'/' * (scheme == 'file')}{rest}"
         _require(
             len(parts["slashes"]) > 1,

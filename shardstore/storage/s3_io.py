@@ -9,20 +9,17 @@ not what they mean.
 
 from __future__ import annotations
 
-import os
 import random
 import re
-import threading
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 from shardstore.errors import StorageError
 from shardstore.storage.location import Location
 from shardstore.storage.remote_errors import NO_ANSWER, remedy
-from shardstore.storage.s3_settings import S3Settings, s3_settings
+from shardstore.storage.s3_client import s3_client
+from shardstore.storage.s3_settings import s3_settings
 
 __all__ = ["S3IO"]
 
@@ -46,15 +43,15 @@ STREAM_BYTES = 256 * 1024
 """An answer is handed on in pieces of about this size."""
 WHOLE_BYTES = 1024 * 1024
 """Answers up to this size are taken in one piece: one call in place of several."""
-KEPT_STORES = 16
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([\w.]+)</Code>")
 _NO_ANSWER_IN_TIME = "no answer in time"
+_NO_TRUST = (
+    "the server's certificate is not trusted (name the file of those that are: AWS_CA_BUNDLE, or "
+    "client_kwargs={'verify': FILE})"
+)
 _AGAIN = frozenset({408, 409, 429, 500, 502, 503, 504})
-
-_stores: dict[object, Any] = {}
-_lock = threading.Lock()
 
 
 class S3IO:
@@ -164,7 +161,7 @@ class S3IO:
         allowed = 1 << (int(seconds + size / SLOWEST_BYTES_PER_S) - 1).bit_length()
         found = self._clients.get((allowed, sends, signed))
         if found is None:
-            found = _store(self._settings, self._bucket, allowed, sends=sends, signed=signed)
+            found = s3_client(self._settings, self._bucket, allowed, sends=sends, signed=signed)
             self._clients[allowed, sends, signed] = found
         return found
 
@@ -222,55 +219,10 @@ def _silent(text: str) -> str:
         ("TimedOut", _NO_ANSWER_IN_TIME),
         ("ConnectionRefused", "connection refused"),
         ("dns error", "the host's name is not known"),
+        ("invalid peer certificate", _NO_TRUST),
+        ("credential provider", "the credentials can not be renewed"),
         ("kind: Connect", "no connection"),
     ):
         if sign in text:
             return words
     return "the connection broke"
-
-
-def _store(settings: S3Settings, bucket: str, seconds: int, *, sends: bool, signed: bool) -> Any:
-    """A client, kept for the next: connections are what takes time."""
-    from obstore.store import S3Store
-
-    known = (os.getpid(), settings, bucket, seconds, sends, signed)
-    with _lock:
-        found = _stores.get(known)
-        if found is not None:
-            return found
-        client: Any = {
-            "connect_timeout": timedelta(seconds=settings.connect_timeout_s),
-            "timeout": timedelta(seconds=seconds),
-        }
-        if not sends:
-            # Of an answer each piece is waited for; what is sent gives no sign on its way.
-            client["read_timeout"] = timedelta(seconds=settings.read_timeout_s)
-        if isinstance(settings.verify, str):
-            client["root_certificate"] = Path(settings.verify).read_bytes()
-        elif not settings.verify:
-            client["allow_invalid_certificates"] = True
-        options: dict[str, Any] = {"region": settings.region}
-        if settings.endpoint:
-            options["endpoint"] = settings.endpoint
-        if not settings.tls:
-            client["allow_http"] = True
-        if not signed:
-            options["unsigned_payload"] = True
-        if settings.anonymous:
-            options["skip_signature"] = True
-        elif settings.key is not None:
-            options["access_key_id"] = settings.key
-            options["secret_access_key"] = settings.secret
-            if settings.token:
-                options["session_token"] = settings.token
-        store = S3Store(
-            bucket,
-            virtual_hosted_style_request=False,
-            client_options=client,
-            retry_config={"max_retries": 0},
-            **options,
-        )
-        while len(_stores) >= KEPT_STORES:
-            del _stores[next(iter(_stores))]
-        _stores[known] = store
-        return store

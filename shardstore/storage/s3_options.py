@@ -13,7 +13,14 @@ from urllib.parse import urlsplit
 
 from shardstore.storage.redaction import CLIENT_OPTIONS
 
-__all__ = ["problem_of"]
+__all__ = ["ENCRYPTION", "problem_of"]
+
+ENCRYPTION = {
+    "ServerSideEncryption": "server_side_encryption",
+    "SSEKMSKeyId": "sse_kms_key_id",
+    "BucketKeyEnabled": "sse_bucket_key_enabled",
+}
+"""Arguments of requests that name an encryption, and obstore's names for them."""
 
 _TEXTS = ("key", "secret", "token", "profile", "endpoint_url", "region_name")
 _DICTS = ("client_kwargs", "config_kwargs", "s3_additional_kwargs")
@@ -41,6 +48,13 @@ def problem_of(options: Mapping[str, Any], variables: Mapping[str, str]) -> str 
     for first, second in (("key", "secret"), ("secret", "key")):
         if options.get(first) and not options.get(second):
             return f"{first} is given without {second}: give both, or neither"
+    arguments = options.get("s3_additional_kwargs") or {}
+    for name in sorted(set(arguments) - {*ENCRYPTION, "RequestPayer"}):
+        return (
+            f"s3_additional_kwargs.{name} would hold for documents, and not for chunks, which "
+            "another client sends: leave it out, and set it for the bucket; "
+            f"{', '.join(ENCRYPTION)} and RequestPayer hold for all"
+        )
     endpoints = {name: value for name, value in given.items() if name.endswith("endpoint_url")}
     if not any(endpoints.values()):
         endpoints = {name: variables.get(name) for name in _VARIABLES}

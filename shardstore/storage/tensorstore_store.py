@@ -84,7 +84,7 @@ def kvstore_spec(location: Location) -> dict[str, Any]:
 
 def _client_settings(location: Location) -> dict[str, Any]:
     """Endpoint, region and credentials as the control plane's client has them."""
-    found = s3_settings(location)
+    found = s3_settings(location).of_now()
     settings: dict[str, Any] = {"aws_region": found.region}
     if not found.of_amazon:
         settings["endpoint"] = found.endpoint

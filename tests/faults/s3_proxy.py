@@ -48,6 +48,10 @@ class Fault(Enum):
     DELAY = "as it should be, after ``delay_s``"
 
 
+VIRTUAL_HOSTS = "store.invalid"
+"""Hosts below this name exist for a client of whom the proxy is the forward proxy."""
+
+
 @dataclass(kw_only=True)
 class Rule:
     """Which requests a fault befalls.
@@ -105,6 +109,8 @@ class Passed:
     received_bytes: int = 0
     signed_content: str = ""
     """What the signature covers of the content: its SHA-256, or the words that it does not."""
+    headers: dict[str, str] = field(default_factory=dict, repr=False)
+    """Of the request, by names in lower case."""
 
 
 @dataclass
@@ -301,11 +307,13 @@ class _Connection:
 
     async def serve(self) -> None:
         while (head := await _read_head(self.reader)) is not None:
+            head = _of_a_forward_proxy(head)
             if head.path.startswith("/-/"):
                 await self._control(head)
                 continue
             passed = Passed(head.method, head.path)
             passed.signed_content = "".join(head.fields("x-amz-content-sha256"))
+            passed.headers = {name.lower(): value for name, value in head.headers}
             self.proxy.log.append(passed)
             self.proxy._began()
             try:
@@ -454,6 +462,18 @@ _WHOLE_BODY = (
     Fault.FLIP_ANSWER,
     Fault.SILENT_ANSWER,
 )
+
+
+def _of_a_forward_proxy(head: Head) -> Head:
+    """A request with a whole URL, as forward proxies get it, made one for the server: of a host
+    ``BUCKET.VIRTUAL_HOSTS``, with the bucket in its path."""
+    method, target, version = head.start.split(" ")
+    if not target.startswith("http://"):
+        return head
+    host, slash, rest = target.removeprefix("http://").partition("/")
+    bucket, _, of = host.partition(":")[0].partition(".")
+    path = f"{slash}{bucket}/{rest}" if of == VIRTUAL_HOSTS else f"{slash}{rest}"
+    return Head(f"{method} {path} {version}", head.headers)
 
 
 async def _read_head(reader: asyncio.StreamReader) -> Head | None:

@@ -253,13 +253,13 @@ def test_tensorstore_without_limits_is_refused(s3_server: S3Server) -> None:
 
 
 def test_a_url_keeps_its_options_on_the_way(tmp_path: Path) -> None:
-    place = Location.of("s3://bucket//run/step", key="k").place
+    place = Location.of("memory://bucket//run/step", key="k").place
     assert isinstance(place, StoreUrl)
-    assert place == "s3://bucket//run/step"
+    assert place == "memory://bucket//run/step"
     assert Location.of(place).options == {"key": "k"}
     assert Location.of(Location.of(place), secret="s").options == {"key": "k", "secret": "s"}
     assert Location.of(str(tmp_path)).place == tmp_path
-    assert json.dumps({"url": place}) == '{"url": "s3://bucket//run/step"}'
+    assert json.dumps({"url": place}) == '{"url": "memory://bucket//run/step"}'
 
 
 def _memory_of_many(rank: int, world_size: int) -> None:

@@ -24,6 +24,13 @@ def state() -> dict[str, ShardedTensor]:
     return {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}
 
 
+@pytest.mark.parametrize("url", ["s3://bucket/runs//step-1", "s3://b/./x", "gs://b/run/../x"])
+def test_a_url_with_parts_that_are_no_names(url: str) -> None:
+    for work in (lambda: shardstore.save(state(), url), lambda: shardstore.load(state(), url)):
+        with pytest.raises(ArgumentError, match="part between slashes that is empty, '.' or '..'"):
+            work()
+
+
 @pytest.mark.parametrize("url", ["s3://bucket/run/step-1", "memory://run/step-1", "gs://b/x"])
 def test_a_url_that_was_made_a_path_is_no_folder(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,163 @@
+"""Documents and chunks travel by two clients: what is given, found or left out holds for both."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+import shardstore
+from scripts.s3_servers import S3Server, free_port
+from shardstore.errors import StorageError
+from shardstore.storage import object_claims
+from shardstore.storage.location import Location
+from shardstore.storage.object_io import object_io
+from tests.faults.s3_proxy import VIRTUAL_HOSTS, FaultProxy
+from tests.s3.checkpoints import state
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def saved_and_loaded(url: str, options: dict[str, Any]) -> None:
+    shardstore.save(state(3), url, storage_options=options)
+    loaded = shardstore.load(state(0), url, storage_options=options)
+    assert loaded["step"] == 3
+    assert bool((loaded["b"] == 3).all())
+    assert loaded["o"] == "of version 3"
+
+
+def test_an_endpoint_that_is_given_comes_before_variables(
+    any_s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = any_s3_server.new_bucket()
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{free_port()}")
+    saved_and_loaded(f"s3://{bucket}/run", any_s3_server.storage_options)
+    assert "run/w/c.0.0" in any_s3_server.keys(bucket)
+
+
+def test_variables_of_other_credentials_do_not_go_along(
+    any_s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "token-of-another-role")
+    monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
+    monkeypatch.setenv("AWS_REQUEST_PAYER", "requester")
+    with FaultProxy(any_s3_server.endpoint_url) as proxy:
+        server = any_s3_server.at(proxy.endpoint_url)
+        saved_and_loaded(f"s3://{server.new_bucket()}/run", server.storage_options)
+        requests = proxy.passed()
+    assert len(requests) > 20
+    for request in requests:
+        assert "authorization" in request.headers
+        assert "x-amz-security-token" not in request.headers
+        assert "x-amz-request-payer" not in request.headers
+
+
+@contextmanager
+def giving_credentials(server: S3Server, lasting: timedelta) -> Iterator[tuple[str, list[str]]]:
+    """What a container asks for its role's credentials, and what was said to be allowed to."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.headers.get("Authorization", ""))
+            until = (datetime.now(UTC) + lasting).strftime("%Y-%m-%dT%H:%M:%SZ")
+            about = {"AccessKeyId": server.key, "SecretAccessKey": server.secret}
+            body = json.dumps({**about, "Token": "", "Expiration": until}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    host = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=host.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{host.server_port}/credentials", asked
+    finally:
+        host.shutdown()
+        host.server_close()
+
+
+@pytest.mark.parametrize("minutes", [360, 2])
+def test_credentials_that_end_are_those_of_both_clients(
+    any_s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, minutes: int
+) -> None:
+    """Those of two minutes are asked for again and again, as they are about to end."""
+    bucket = any_s3_server.new_bucket()
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    with giving_credentials(any_s3_server, timedelta(minutes=minutes)) as (url, asked):
+        monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", url)
+        monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN", "of-this-container")
+        endpoint = {"endpoint_url": any_s3_server.endpoint_url, "region_name": "us-east-1"}
+        # An option that no other test has: its client is made here.
+        options = {"client_kwargs": endpoint, "config_kwargs": {"read_timeout": 17 + minutes}}
+        saved_and_loaded(f"s3://{bucket}/run", options)
+    assert set(asked) == {"of-this-container"}
+    assert (len(asked) > 1) == (minutes < 10)
+
+
+@pytest.mark.parametrize("style", ["path", "virtual"])
+def test_a_proxy_and_how_buckets_are_addressed(s3_server: S3Server, style: str) -> None:
+    """No name below that of the hosts is known: every request has to go by the proxy."""
+    bucket = s3_server.new_bucket()
+    with FaultProxy(s3_server.endpoint_url) as proxy:
+        options = {
+            "key": s3_server.key,
+            "secret": s3_server.secret,
+            "endpoint_url": f"http://{VIRTUAL_HOSTS}",
+            "config_kwargs": {
+                "proxies": {"http": proxy.endpoint_url},
+                "s3": {"addressing_style": style},
+            },
+        }
+        saved_and_loaded(f"s3://{bucket}/run", options)
+        hosts = {request.headers["host"].partition(":")[0] for request in proxy.passed()}
+    assert hosts == {VIRTUAL_HOSTS if style == "path" else f"{bucket}.{VIRTUAL_HOSTS}"}
+    assert "run/w/c.0.0" in s3_server.keys(bucket)
+
+
+def test_an_encryption_is_asked_for_with_every_object(s3_server: S3Server) -> None:
+    with FaultProxy(s3_server.endpoint_url) as proxy:
+        server = s3_server.at(proxy.endpoint_url)
+        arguments = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": "key-of-the-lab"}
+        options = {**server.storage_options, "s3_additional_kwargs": arguments}
+        saved_and_loaded(f"s3://{server.new_bucket()}/run", options)
+        sent = [request for request in proxy.passed("PUT") if "/run/" in request.path]
+    assert len(sent) > 8
+    for request in sent:
+        assert request.headers.get("x-amz-server-side-encryption") == "aws:kms", request
+        key = request.headers.get("x-amz-server-side-encryption-aws-kms-key-id")
+        assert key == "key-of-the-lab", request
+
+
+def test_arguments_that_would_hold_for_documents_alone(s3_server: S3Server) -> None:
+    arguments = {"ACL": "bucket-owner-full-control"}
+    options = {**s3_server.storage_options, "s3_additional_kwargs": arguments}
+    bucket = s3_server.new_bucket()
+    with pytest.raises(StorageError, match=r"s3_additional_kwargs\.ACL .*set it for the bucket"):
+        shardstore.save(state(1), f"s3://{bucket}/run", storage_options=options)
+    assert s3_server.keys(bucket) == []
+
+
+def test_two_stores_behind_one_url_are_found_out(
+    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket, other = s3_server.new_bucket(), s3_server.new_bucket()
+    elsewhere = Location.of(f"s3://{other}/run", **s3_server.storage_options)
+    monkeypatch.setattr(object_claims, "object_io", lambda place: object_io(elsewhere))
+    with pytest.raises(StorageError, match="documents and chunks go to different stores"):
+        shardstore.save(state(1), f"s3://{bucket}/run", storage_options=s3_server.storage_options)
+    assert s3_server.keys(bucket) == []
