@@ -10,6 +10,7 @@ strategies' business.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -40,6 +41,16 @@ ABORT_WAIT_S = 10.0
 """Seconds that an exiting process gives an aborted save to tell the other ranks."""
 
 _latest: AsyncSave | None = None
+
+
+def _forget_latest() -> None:
+    """In a process that was forked off: the save is its parent's, and never ends here."""
+    global _latest
+    _latest = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_latest)
 
 
 def async_save(

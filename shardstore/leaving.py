@@ -3,13 +3,15 @@
 The functions of :mod:`atexit` come too late for work that goes over the network: by then the pools
 of :mod:`concurrent.futures` take no more jobs, and asyncio looks up the addresses of hosts in such
 a pool. So these run where ``threading`` calls what it was asked to, before those pools close, and
-as exit functions where it does not. They run the newest first, as those do. Knows nothing of
+as exit functions where it does not. They run the newest first, as those do. A process that was
+forked off has none of them: what they would wait for, or undo, is its parent's. Knows nothing of
 saves.
 """
 
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -42,6 +44,15 @@ def _run() -> None:
         function()
 
 
+def _forget() -> None:
+    """In a process that was forked off, where neither who holds the lock nor other threads are."""
+    global _lock
+    _lock = threading.Lock()
+    _functions.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 # Its module is imported before: what was registered last is called first.
 assert issubclass(ThreadPoolExecutor, Executor)
 atexit.register(_run)

@@ -152,7 +152,7 @@ class StorageWriter(Placed, DcpStorageWriter):
         self._give_up()
         attempt = commit.begin(self._place, overwrite=self.options.overwrite)
         self._attempt = attempt
-        self._abandon = weakref.finalize(self, attempt.abandon)
+        self._abandon = weakref.finalize(self, _abandon, attempt, os.getpid())
         return [
             replace(plan, storage_data=grids.task(rank, plan, attempt.id))
             for rank, plan in enumerate(plans)
@@ -234,3 +234,9 @@ class StorageWriter(Placed, DcpStorageWriter):
             # Not a moment before: whoever looks for it takes the folder for a whole checkpoint.
             self._place.replace(METADATA_NAME, MARKER)
             forget_listings(self._place)
+
+
+def _abandon(attempt: Attempt, process: int) -> None:
+    """Give an attempt up, but not its parent's in a process that was forked off."""
+    if os.getpid() == process:
+        attempt.abandon()
