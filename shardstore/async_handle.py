@@ -113,7 +113,6 @@ def async_save(
     """
     global _latest
     error = _error
-    ranks = Ranks.current(RANKS_PURPOSE)
     try:
         if when_busy not in ("wait", "refuse"):
             raise ArgumentError(f"when_busy={when_busy!r} must be 'wait' or 'refuse'")
@@ -159,7 +158,13 @@ def async_save(
     )
     session, request = begin_save(call)
     assert request is not None
-    session.ranks = ranks
+    try:
+        # Not before: all ranks came so far, so no save runs on any of them any more, and all know
+        # alike whether the last one broke the group that it had.
+        session.ranks = Ranks.current(RANKS_PURPOSE)
+    except BaseException:
+        background.abort(session)
+        raise
     _latest = AsyncSave(session, request, at_exit)
     return _latest
 

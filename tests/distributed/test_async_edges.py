@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,13 @@ import torch.distributed as dist
 
 import shardstore
 from scripts.s3_servers import S3Server
+from shardstore.errors import CheckpointingException
 from shardstore.mapping import ShardedObject, ShardedTensor
+from shardstore.progress import Progress
+from shardstore.ranks import DEADLINE_VARIABLE
 from shardstore.storage.counters import counters
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
+from tests.ranks_helper import run_ranks
 from tests.scenarios import Scenario
 
 WORLD = 3
@@ -138,3 +144,41 @@ def test_a_budget_smaller_than_a_chunk_on_s3(
     handle.result(60)
     loaded = shardstore.load_plain_tensors(url, storage_options=options)
     assert all(torch.equal(loaded[f"w{n}"], whole + n) for n in range(4))
+
+
+def save_after_a_lost_rank(rank: int, world_size: int, root: str, mixed: bool) -> list[str]:
+    """The last rank is away for longer than the deadline, but not for two. Where the calls after
+    that are mixed, it has seen its save fail when it calls again, and the others have not."""
+    os.environ[DEADLINE_VARIABLE] = "8"
+    last = rank == world_size - 1
+    asleep: list[int] = []
+
+    def slow(event: Progress) -> None:
+        if event.bytes_done and not asleep:
+            asleep.append(1)
+            time.sleep(12)
+
+    whole = torch.full((4,), float(rank))
+    state = {"w": ShardedTensor.from_rank_offsets("w", whole, (0, rank, world_size))}
+    lost = shardstore.async_save(state, f"{root}/lost", progress=slow if last else None)
+    if mixed and last:
+        lost.wait()
+    found = []
+    for name in ("next", "after"):
+        try:
+            shardstore.async_save(state, f"{root}/{name}").result(30)
+        except CheckpointingException as error:
+            found.append(f"{name}: {error}")
+    if lost.exception() is None:
+        found.append("nobody was lost")
+    return found
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_the_save_after_one_that_lost_a_rank_has_a_group_that_works(
+    tmp_path: Path, mixed: bool
+) -> None:
+    assert run_ranks(save_after_a_lost_rank, 3, str(tmp_path), mixed) == [[]] * 3
+    for name in ("next", "after"):
+        loaded = shardstore.load_plain_tensors(tmp_path / name)["w"]
+        assert loaded.tolist() == [float(rank) for rank in range(3) for _ in range(4)]
