@@ -6,7 +6,6 @@ Pure descriptions: nothing here reads.
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -52,7 +51,7 @@ def part_of(
 
     Raises:
         MissingKeyError: no such key.
-        ArgumentError: a step other than 1, or more slices than axes.
+        ArgumentError: a step other than 1, a bound that is no number, or more slices than axes.
     """
     if key not in tensors:
         close = difflib.get_close_matches(key, tensors, n=3)
@@ -75,10 +74,16 @@ def part_of(
             f"region {tuple(slices)} does not fit key {key!r} of shape {shape}: give at most one "
             "slice an axis, without steps"
         )
-    bounds = [s.indices(n)[:2] for s, n in zip(slices, shape, strict=False)]
+    try:
+        bounds = [s.indices(n)[:2] for s, n in zip(slices, shape, strict=False)]
+    except TypeError as error:
+        raise ArgumentError(
+            f"region {slices!r} of key {key!r} has bounds that are no whole numbers: give slices "
+            "such as slice(0, 2)"
+        ) from error
     bounds += [(0, n) for n in shape[len(slices) :]]
     local = tuple(max(0, stop - start) for start, stop in bounds)
     offset = tuple(start if n else 0 for (start, _), n in zip(bounds, local, strict=True))
-    if math.prod(local) == math.prod(shape):
+    if local == shape:
         return whole
     return ShardedTensor(key, None, whole.dtype, local, shape, offset, None)

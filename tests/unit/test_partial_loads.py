@@ -18,13 +18,15 @@ from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 
 W = torch.arange(64 * 256, dtype=torch.float32).reshape(64, 256)
 V = torch.arange(10, dtype=torch.int16)
+E = torch.zeros(0, 5)
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("partial") / "c"
     state: dict[str, Any] = {
-        key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in (("w", W), ("v", V))
+        key: ShardedTensor.from_rank_offsets(key, tensor)
+        for key, tensor in (("w", W), ("v", V), ("e", E))
     }
     state["step"] = 3
     shardstore.save(state, folder, ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=4096))
@@ -38,7 +40,7 @@ def test_keys_alone(place: Path) -> None:
     assert torch.equal(loaded["v"], V)
     assert counters.bytes_read < 100
     assert shardstore.load_plain_tensors(place, keys=[]) == {}
-    assert set(shardstore.load_plain_tensors(place)) == {"w", "v", "step"}
+    assert set(shardstore.load_plain_tensors(place)) == {"w", "v", "e", "step"}
 
 
 def test_only_chunks_that_a_region_touches_are_read(place: Path) -> None:
@@ -59,6 +61,15 @@ def test_any_region_is_that_of_the_tensor(place: Path, rows: slice, columns: sli
     assert torch.equal(loaded["w"], W[rows, columns])
 
 
+@settings(max_examples=30, deadline=None)
+@given(rows=st.builds(slice, bounds, bounds), columns=st.builds(slice, bounds, bounds))
+def test_a_region_of_a_tensor_without_elements_has_its_shape(
+    place: Path, rows: slice, columns: slice
+) -> None:
+    loaded = shardstore.load_plain_tensors(place, keys=["e"], region=(rows, columns))
+    assert loaded["e"].shape == E[rows, columns].shape
+
+
 def test_wrong_parts(place: Path) -> None:
     with pytest.raises(MissingKeyError, match="did you mean 'w'"):
         shardstore.load_plain_tensors(place, keys=["ww"])
@@ -66,6 +77,8 @@ def test_wrong_parts(place: Path) -> None:
         shardstore.load_plain_tensors(place, keys=["w"], region=[slice(0, 9, 2)])
     with pytest.raises(ValueError, match="does not fit key 'v'"):
         shardstore.load_plain_tensors(place, keys=["v"], region=[slice(0, 9), slice(0, 1)])
+    with pytest.raises(ArgumentError, match="of key 'w' has bounds that are no whole numbers"):
+        shardstore.load_plain_tensors(place, keys=["w"], region=[slice("a")])
 
 
 def test_map_location(place: Path) -> None:
