@@ -321,12 +321,18 @@ class _Load:
 
 def _device_of(map_location: str | torch.device | None) -> torch.device | None:
     try:
-        return None if map_location is None else torch.device(map_location)
+        device = None if map_location is None else torch.device(map_location)
     except (RuntimeError, TypeError) as error:
         raise ArgumentError(
             f"map_location={map_location!r:.100} must be a device, as in 'cpu' or 'cuda:0', or "
             "None; without one, what is not given lies in host memory"
         ) from error
+    if device is not None and device.type == "meta":
+        raise ArgumentError(
+            f"map_location={map_location!r} is a device without memory, where nothing can be "
+            "loaded; load_tensors_metadata() tells keys, shapes and data types without it"
+        )
+    return device
 
 
 def _log_load(url: str, size: int, seconds: float, world_size: int) -> None:

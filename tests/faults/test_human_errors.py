@@ -114,6 +114,14 @@ def test_a_device_that_is_none(here: Path) -> None:
             shardstore.load(state(), "place", map_location=wrong)  # type: ignore[arg-type]
 
 
+def test_a_device_without_memory(stored: Path) -> None:
+    for wrong in ("meta", torch.device("meta")):
+        with pytest.raises(ArgumentError, match=r"map_location=.*meta.*load_tensors_metadata"):
+            shardstore.load(state(), stored, map_location=wrong)
+        with pytest.raises(ArgumentError, match=r"map_location=.*meta.*load_tensors_metadata"):
+            shardstore.load_plain_tensors(stored, map_location=wrong)
+
+
 def test_a_tilde_is_the_home_folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(here / "home"))
     shardstore.save(state(), "~/run/step-1")
