@@ -17,6 +17,7 @@ __all__ = [
     "Group",
     "exchange_device",
     "global_rank",
+    "global_ranks",
     "group_rank",
     "group_size",
     "has_ranks",
@@ -103,6 +104,13 @@ def global_rank(group: Group, rank: int) -> int:
     if group is None or not has_ranks():
         return rank
     return torch.distributed.get_global_rank(group, rank)
+
+
+def global_ranks(group: Group) -> tuple[int, ...]:
+    """The global numbers of a group's ranks, in its order."""
+    if not has_ranks():
+        return (0,)
+    return tuple(torch.distributed.get_process_group_ranks(group))
 
 
 def exchange_device(group: Group) -> torch.device:

@@ -252,7 +252,8 @@ def load(
             each chunk is read once in the group and sent on. All its ranks load the same
             checkpoint.
         share_replicas: ``"always"``, ``"never"`` or ``"auto"``: where the bytes come over a
-            network (an object store, or a group on more than one host).
+            network (an object store, or a group on more than one host, as ``LOCAL_WORLD_SIZE``
+            tells).
         exchange_budget_bytes: host memory for chunks on their way to other ranks or to a device, or
             being cast.
         cast: fill tensors of another data type than the stored one, values as ``Tensor.copy_``

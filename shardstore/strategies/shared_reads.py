@@ -28,6 +28,7 @@ from shardstore.errors import ArgumentError
 from shardstore.process_groups import (
     exchange_device,
     global_rank,
+    global_ranks,
     group_rank,
     group_size,
     raise_together,
@@ -38,6 +39,7 @@ from shardstore.storage.chunks import ChunkPart, ReadDone, RegionRead, chunk_par
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import Box
 from shardstore.storage.location import Location
+from shardstore.storage.parallel import local_ranks
 from shardstore.strategies.casting import CastRead, converted, read_converting
 from shardstore.strategies.device_copies import behind, stream_here
 from shardstore.strategies.staging import copy_bits
@@ -89,10 +91,18 @@ def sharing_of(
         raise ArgumentError(f"share_replicas={share!r} must be 'auto', 'always' or 'never'")
     if group is None or share == "never" or group_size(group) < 2:
         return None
-    hosts = group_size(group) > int(os.environ.get("LOCAL_WORLD_SIZE", group_size(group)))
-    if share == "auto" and place.is_local and not hosts:
+    if share == "auto" and place.is_local and not _is_on_several_hosts(group):
         return None
     return Sharing(group, budget_bytes)
+
+
+def _is_on_several_hosts(group: Any) -> bool:
+    """Whether a group's ranks are of more than one host, as far as the launcher tells how many
+    ranks a host has (``LOCAL_WORLD_SIZE``). Ranks are numbered host by host, as torchrun does."""
+    if not os.environ.get("LOCAL_WORLD_SIZE"):
+        return False
+    on_each = local_ranks()
+    return len({rank // on_each for rank in global_ranks(group)}) > 1
 
 
 @contextmanager

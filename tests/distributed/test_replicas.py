@@ -186,6 +186,29 @@ def automatic_is_where_bytes_come_over_a_network(rank: int, world_size: int, fol
         assert sharing_of(everything(), "auto", here) is not None
         patch.setenv("LOCAL_WORLD_SIZE", str(WORLD))
         assert sharing_of(everything(), "auto", here) is None
+        patch.delenv("LOCAL_WORLD_SIZE")  # nobody tells of hosts
+        assert sharing_of(everything(), "auto", here) is None
+
+
+def hosts_of_a_group_are_those_of_its_ranks(rank: int, world_size: int, folder: Path) -> None:
+    """A group may be on several hosts and have fewer ranks than one of them."""
+    here = Location.of(folder)
+    within = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    across = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    with pytest.MonkeyPatch.context() as patch:
+        for local, is_on_several in (("2", True), (str(WORLD), False)):
+            patch.setenv("LOCAL_WORLD_SIZE", local)
+            assert sharing_of(within, "auto", here) is None
+            assert (sharing_of(across, "auto", here) is not None) == is_on_several
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        shardstore.save(replicated(rank), folder / "c", SMALL)
+        before = counters.snapshot()
+        loaded = shardstore.load(
+            replicated(rank), folder / "c", replica_group=across, validate_access_integrity=False
+        )
+        assert isinstance(loaded, dict)
+        assert torch.equal(loaded["w"], WHOLE)
+        assert sum(moved("bytes_read", before)) <= 2 * 1.02 * whole_bytes()
 
 
 def ranks_may_ask_for_different_parts(rank: int, world_size: int, folder: Path) -> None:
@@ -275,6 +298,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     each_byte_is_read_once,
     sharing_is_a_choice,
     automatic_is_where_bytes_come_over_a_network,
+    hosts_of_a_group_are_those_of_its_ranks,
     ranks_may_ask_for_different_parts,
     the_wrapper_can_share_chunks,
     what_goes_wrong_on_one_rank_is_raised_on_all,
