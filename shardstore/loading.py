@@ -39,7 +39,12 @@ from shardstore.strategies.base import LoadCommonStrategy, LoadShardedStrategy, 
 from shardstore.strategies.casting import budget_of, casting
 from shardstore.strategies.opened import handed_out
 from shardstore.strategies.partial import with_destinations
-from shardstore.strategies.shared_reads import Sharing, shared_reads, sharing_of
+from shardstore.strategies.shared_reads import (
+    DEFAULT_BUDGET_BYTES,
+    Sharing,
+    shared_reads,
+    sharing_of,
+)
 from shardstore.strategies.watched import watched
 from shardstore.strictness import CkptShardedMetadata, StrictHandling, parse_strict_flag
 from shardstore.utils import extract_sharded_base
@@ -63,21 +68,28 @@ StoredMetadata: TypeAlias = Callable[
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class LoadCall:
-    """What one rank gives to a load, as described at :func:`shardstore.load`."""
+    """What one rank gives to a load.
+
+    Attributes:
+        error: what went wrong on this rank before; it is raised on every rank.
+
+    All others are described at :func:`shardstore.load`.
+    """
 
     sharded_state_dict: ShardedStateDict
     checkpoint_dir: str | Path
-    sharded_strategy: LoadShardedStrategy | tuple[str, int] | None
-    common_strategy: LoadCommonStrategy | tuple[str, int] | None
-    validate_access_integrity: bool
-    strict: str | StrictHandling
-    storage_options: Mapping[str, Any] | None
-    map_location: str | torch.device | None
-    replica_group: Any
-    share_replicas: str
-    exchange_budget_bytes: int
-    cast: bool
-    progress: ProgressCallback | Literal["bar"] | None
+    sharded_strategy: LoadShardedStrategy | tuple[str, int] | None = None
+    common_strategy: LoadCommonStrategy | tuple[str, int] | None = None
+    validate_access_integrity: bool = True
+    strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED
+    storage_options: Mapping[str, Any] | None = None
+    map_location: str | torch.device | None = None
+    replica_group: Any = None
+    share_replicas: str = "auto"
+    exchange_budget_bytes: int = DEFAULT_BUDGET_BYTES
+    cast: bool = False
+    progress: ProgressCallback | Literal["bar"] | None = None
+    error: BaseException | None = None
 
 
 def run_load(
@@ -119,11 +131,12 @@ class _Load:
         self.call = call
         self.stored_metadata = stored_metadata
         self.ranks = Ranks.current()
-        self.error: BaseException | None = None
+        self.error = call.error
         try:
             self.location = Location.given(call.checkpoint_dir, call.storage_options)
         except ArgumentError as problem:
-            self.location, self.error = Location(shown(call.checkpoint_dir)), problem
+            self.location = Location(shown(call.checkpoint_dir))
+            self.error = call.error or problem
         self.checkpoint_dir: str | Path = call.checkpoint_dir
         self.what = f"loading {self.location.url}"
         self.mode = StrictHandling.ASSUME_OK_UNEXPECTED

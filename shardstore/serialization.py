@@ -305,7 +305,8 @@ def load_plain_tensors(
 ) -> StateDict:
     """Load tensors by key under no sharding at all: all of them whole, or parts.
 
-    Called by every rank; each gets everything that it asks for.
+    Called by every rank; each gets everything that it asks for. What one rank asks for in vain is
+    an error on all.
 
     Args:
         checkpoint_dir: a committed checkpoint.
@@ -319,23 +320,45 @@ def load_plain_tensors(
     Raises:
         MissingKeyError: a key is not in the checkpoint.
         ArgumentError: a region has a step, or more axes than the tensor.
+        RanksError: another rank failed, or did not answer in time.
     """
-    checkpoint_dir = Location.given(checkpoint_dir, storage_options).place
+    wanted: ShardedStateDict = {}
+    chosen: list[str] | None = None
+    error: BaseException | None = None
+    try:
+        wanted, chosen = _parts(checkpoint_dir, keys, region, storage_options)
+    except Exception as problem:
+        error = problem
+    call = LoadCall(
+        sharded_state_dict=wanted,
+        checkpoint_dir=checkpoint_dir,
+        # Ranks may ask for the same: the access pattern is not a partition and is not checked.
+        validate_access_integrity=False,
+        storage_options=storage_options,
+        map_location=map_location,
+        error=error,
+    )
+    loaded = cast(StateDict, run_load(call, load_sharded_metadata))
+    return loaded if chosen is None else {key: loaded[key] for key in chosen}
+
+
+def _parts(
+    checkpoint_dir: str | Path,
+    keys: Iterable[str] | None,
+    region: Sequence[slice] | Mapping[str, Sequence[slice]] | None,
+    storage_options: Mapping[str, Any] | None,
+) -> tuple[ShardedStateDict, list[str] | None]:
+    """What :func:`load_plain_tensors` asks for, and which keys; ``None`` where it is everything."""
+    place = Location.given(checkpoint_dir, storage_options).place
     if isinstance(keys, str) or not isinstance(keys, Iterable | None):
         raise ArgumentError(f"keys={keys!r} must be a list of keys, such as ['weight']")
-    tensors = load_tensors_metadata(checkpoint_dir)
+    tensors = load_tensors_metadata(place)
     if keys is None and region is None:
-        # Every rank asks for everything: the access pattern is not a partition and is not checked.
-        whole = load(
-            tensors, checkpoint_dir, validate_access_integrity=False, map_location=map_location
-        )
-        return cast(StateDict, whole)
+        return tensors, None
     chosen = list(tensors if keys is None else keys)
     if isinstance(region, Mapping) and keys is None:
         chosen = list(region)
-    parts = {key: part_of(tensors, key, region, str(checkpoint_dir)) for key in chosen}
-    loaded = load(parts, checkpoint_dir, validate_access_integrity=False, map_location=map_location)
-    return {key: cast(StateDict, loaded)[key] for key in chosen}
+    return {key: part_of(tensors, key, region, str(place)) for key in chosen}, chosen
 
 
 def get_default_save_sharded_strategy(

@@ -1,4 +1,5 @@
-"""One rank fails in a save, at any of its steps: all hear of it at once, and the next save works.
+"""One rank fails in a save, at any of its steps, or asks a load for what can not be loaded: all
+hear of it at once, and the next save or load works.
 
 With flattened ranges in the state ranks meet once more before they write: a rank that fails before
 that meeting must neither be waited for nor put the meetings after it out of step.
@@ -18,7 +19,7 @@ import torch
 
 import shardstore
 from shardstore import ShardedObject, ShardedTensor
-from shardstore.errors import CheckpointingException
+from shardstore.errors import CheckpointingException, MissingKeyError, RanksError
 from shardstore.ranks import DEADLINE_VARIABLE
 from shardstore.strategies.common import TorchCommonSaveStrategy
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
@@ -208,3 +209,59 @@ def test_what_is_told_of_pieces_that_ranks_exchange(tmp_path: Path) -> None:
     found = run_ranks(told_of_pieces, WORLD, str(tmp_path), timeout_s=280)
     assert found == [[]] * WORLD
     assert [path.name for path in tmp_path.iterdir()] == ["good"]
+
+
+WRONG_PARTS: dict[str, tuple[dict[str, Any], str]] = {
+    "key": ({"keys": ["typo"]}, "key 'typo' is not in the checkpoint"),
+    "one key": ({"keys": "w"}, "keys='w' must be a list of keys"),
+    "no key": ({"keys": [["w"]]}, "unhashable type"),
+    "step": ({"region": [slice(0, 2, 2)]}, "without steps"),
+    "bound": ({"region": [slice("a")]}, "bounds that are no whole numbers"),
+    "options": ({"storage_options": ["x"]}, "storage_options must be a dict"),
+    "device": ({"map_location": "meta"}, "map_location='meta'"),
+    "empty place": ({"checkpoint_dir": ""}, "empty"),
+    "no place": ({"checkpoint_dir": "nowhere"}, "nowhere does not exist"),
+    "damaged place": ({"checkpoint_dir": "damaged"}, "damaged"),
+}
+
+
+def load_parts_and_go_on(rank: int, world: int, root: str) -> list[str]:
+    os.environ[DEADLINE_VARIABLE] = str(DEADLINE_S)
+    place = f"{root}/c"
+    save(rank, place, False, False)
+    save(rank, f"{root}/damaged", False, False)
+    if rank == 0:
+        Path(root, "damaged", "zarr.json").write_text("{")
+    wrong = []
+
+    def attempt(about: str, victims: tuple[int, ...], options: dict[str, Any], says: str) -> None:
+        how = {"checkpoint_dir": place, "keys": ["w"], **(options if rank in victims else {})}
+        if how["checkpoint_dir"] not in ("", place):
+            how["checkpoint_dir"] = f"{root}/{how['checkpoint_dir']}"
+        begin = time.monotonic()
+        try:
+            shardstore.load_plain_tensors(**how)
+            wrong.append(f"{about}: loaded")
+        except Exception as error:
+            told = isinstance(error, RanksError)
+            if says not in str(error) or told == (rank in victims):
+                wrong.append(f"{about}: {error!r}")
+            elif told and f"rank {victims[0]}: " not in str(error):
+                wrong.append(f"{about}, named wrong: {error!r}")
+        if time.monotonic() - begin > DEADLINE_S / 2:
+            wrong.append(f"{about}: told late")
+        loaded = shardstore.load_plain_tensors(place, keys=["w"] if rank else None)
+        if loaded["w"].tolist() != [0.0] * 4 + [1.0] * 4:
+            wrong.append(f"{about}: the next load is wrong")
+
+    for name, (options, says) in WRONG_PARTS.items():
+        for victims in ((0,), (1,), (0, 1)):
+            attempt(f"{name} on rank(s) {victims}", victims, options, says)
+    with pytest.raises(MissingKeyError):
+        shardstore.load_plain_tensors(place, keys=["typo"])
+    return wrong
+
+
+def test_all_are_told_of_parts_that_can_not_be_loaded(tmp_path: Path) -> None:
+    found = run_ranks(load_parts_and_go_on, WORLD, str(tmp_path), timeout_s=280)
+    assert found == [[]] * WORLD
