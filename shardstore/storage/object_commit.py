@@ -44,14 +44,14 @@ from shardstore.storage.object_claims import (
 from shardstore.storage.object_io import put_objects
 from shardstore.storage.own_objects import (
     committed_among,
-    delete_objects,
+    deletion_rounds,
     is_committed,
     known_nodes,
     leftovers,
 )
 from shardstore.storage.parallel import run_together
 
-__all__ = ["ObjectAttempt", "begin", "join"]
+__all__ = ["ObjectAttempt", "begin", "claimed", "join", "settled_names"]
 
 POLL_S = 0.2
 
@@ -93,14 +93,24 @@ class ObjectAttempt:
         Raises:
             StorageError: names the newer attempt, or says that another one was committed.
         """
+        if by := self.outbid_by():
+            raise self._superseded(by)
+
+    def outbid_by(self) -> str | None:
+        """Who owns the target in the place of this attempt, in words; ``None``: it does itself.
+
+        Raises:
+            StorageError: the store refused.
+        """
         numbers_there, own = run_together(
             lambda: claims(self.target), lambda: read_claim(self.target, self.number)
         )
         newest = max(numbers_there, default=0)
         if newest > self.number:
-            raise self._superseded(described(self.target, newest))
+            return described(self.target, newest)
         if newest < self.number or own.get("id") != self.id:
-            raise self._superseded("another one, which is finished")
+            return "another one, which is finished"
+        return None
 
     def announce(self, nodes: Iterable[str], rank: int) -> None:
         """Leave word that chunks below nodes are this attempt's. Any rank may call it, once.
@@ -241,14 +251,14 @@ class ObjectAttempt:
     def _take_back(self, name: str, data: bytes) -> None:
         """Delete this commit: a newer attempt does not know of it, and may have deleted what
         belongs to it. Under a claim of its own, so that no commit of that attempt is met."""
-        claim = _claim(self.target, self.overwrite)
+        claim = claimed(self.target, self.overwrite)
         try:
-            _settled_names(claim)
+            settled_names(claim)
             with contextlib.suppress(FileNotFoundError):
                 if self.target.remote.read(name) == data:
                     self.target.remote.delete([name])
         finally:
-            claim._withdraw()
+            claim.withdraw()
 
     def withdraw_all(self) -> None:
         """Take back this claim and those of attempts that it superseded."""
@@ -274,7 +284,7 @@ class ObjectAttempt:
             said = f"{ATTEMPTS}/{self.number:06d}.nodes-"
             if marks := [name for name in names if name.startswith(said)]:
                 self.target.remote.delete(marks)
-            self._withdraw()
+            self.withdraw()
             return
         # The claim stays: it says that what is left is of a save. Nobody has to wait for it.
         with contextlib.suppress(StorageError):
@@ -285,15 +295,18 @@ class ObjectAttempt:
         """Delete what other attempts left, unless a newer one owns the target already."""
         if not names:
             return
+        store = self.target.remote
         mark = f"{ATTEMPTS}/{self.number:06d}.clearing"
-        self.target.remote.write(mark, self.id.encode())
+        store.write(mark, self.id.encode())
         try:
-            self.check()
-            delete_objects(self.target, names)
+            for some in deletion_rounds(names, store.deletes_at_once):
+                self.check()
+                store.delete(some)
         finally:
-            self.target.remote.delete([mark])
+            store.delete([mark])
 
-    def _withdraw(self) -> None:
+    def withdraw(self) -> None:
+        """Take back this claim alone."""
         number = f"{ATTEMPTS}/{self.number:06d}"
         if read_claim(self.target, self.number).get("id") == self.id:
             self.target.remote.delete([f"{number}.committing", f"{number}.json"])
@@ -331,9 +344,9 @@ def begin(
     if committed:
         raise _exists(place)
     require_conditions(place, allow_unconditional)
-    attempt = _claim(place, overwrite, names)
+    attempt = claimed(place, overwrite, names)
     try:
-        names = _settled_names(attempt)
+        names = settled_names(attempt)
         if not overwrite and committed_among(place, names):
             raise _exists(place)
         claim = f"{ATTEMPTS}/{attempt.number:06d}.json"
@@ -341,7 +354,7 @@ def begin(
         attempt._clear(leftovers((name for name in names if name != claim), known))
     except BaseException:
         with contextlib.suppress(StorageError):
-            attempt._withdraw()
+            attempt.withdraw()
         raise
     return attempt
 
@@ -351,11 +364,15 @@ def join(place: Location, attempt_id: str, *, overwrite: bool = False) -> Object
     return ObjectAttempt(place, attempt_id, overwrite)
 
 
-def _claim(place: Location, overwrite: bool, names: Sequence[str] | None = None) -> ObjectAttempt:
+def claimed(
+    place: Location, overwrite: bool = False, names: Sequence[str] | None = None
+) -> ObjectAttempt:
+    """A new attempt that owns a target, which is as older ones left it; arguments as
+    :func:`begin`'s and :func:`make_claim`'s."""
     return ObjectAttempt(place, make_claim(place, names), overwrite)
 
 
-def _settled_names(attempt: ObjectAttempt) -> list[str]:
+def settled_names(attempt: ObjectAttempt) -> list[str]:
     """Names of all that is at the target, once no older attempt is between its last look at the
     claims and what follows it."""
     deadline = time.monotonic() + SETTLE_S

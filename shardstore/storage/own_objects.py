@@ -22,8 +22,7 @@ from shardstore.storage.parallel import run_together
 __all__ = [
     "Nodes",
     "committed_among",
-    "delete_all",
-    "delete_objects",
+    "deletion_rounds",
     "is_committed",
     "known_nodes",
     "leftovers",
@@ -201,27 +200,18 @@ def leftovers(names: Iterable[str], known: Nodes = _NOTHING) -> list[str]:
     return [name for name in own if not name.startswith(f"{ATTEMPTS}/")]
 
 
-def delete_objects(place: Location, names: Sequence[str]) -> None:
-    """Delete objects, the commits first, and last what tells that chunks are ours: the documents
-    of arrays, the manifest, the common part."""
-    for name in _COMMITS:
-        if name in names:
-            place.remote.delete([name])
-    rest = [name for name in names if name not in _COMMITS]
-    documents = {name for name in rest if name.endswith(("/.zarray", "/zarr.json"))}
-    last = documents | ({MANIFEST_NAME, COMMON_STATE_NAME} & set(rest))
-    for part in ([name for name in rest if name not in last], sorted(last)):
-        if part:
-            place.remote.delete(part)
+def deletion_rounds(names: Iterable[str], most: int) -> list[list[str]]:
+    """In which order objects are deleted: the commits first, each by itself, and last what tells
+    that chunks are ours: the documents of arrays, the manifest, the common part.
 
-
-def delete_all(place: Location) -> None:
-    """Delete a checkpoint, its commit first; foreign objects stay. Called by one process.
-
-    Until all is gone there is a mark, which tells the sweeper what a deletion that died left.
+    Args:
+        names: of the objects.
+        most: how many go in one round.
     """
-    names = place.remote.walk()
-    names = leftovers(names, known_nodes(place, names))
-    place.remote.write(DELETING, b"")
-    delete_objects(place, names)
-    place.remote.delete([DELETING])
+    there = set(names)
+    last = {name for name in there if name.endswith(("/.zarray", "/zarr.json"))}
+    last |= {MANIFEST_NAME, COMMON_STATE_NAME} & there
+    rounds = [[name] for name in _COMMITS if name in there]
+    for part in (sorted(there - last - set(_COMMITS)), sorted(last)):
+        rounds += [part[i : i + most] for i in range(0, len(part), most)]
+    return rounds

@@ -34,6 +34,8 @@ DEADLINE_S = 120.0
 DELETE_BATCH = 250
 """Keys in one request for deletion. S3 takes a thousand (Amazon S3 API, DeleteObjects), but some
 stores delete one after the other before they answer."""
+SINGLE_DELETES = 16
+"""Keys that one thread deletes one after the other, where one request takes one."""
 DELETE_REQUESTS = 8
 """Deletions at a time."""
 DELETE_TRIES = 4
@@ -250,12 +252,21 @@ class RemoteStore:
             if path.lstrip("/").startswith(base)
         )
 
+    @property
+    def deletes_at_once(self) -> int:
+        """How many documents the requests of :meth:`delete` that go at a time can take."""
+        return DELETE_REQUESTS * (DELETE_BATCH if self._deletes_in_bulk else SINGLE_DELETES)
+
+    @property
+    def _deletes_in_bulk(self) -> bool:
+        return isinstance(self.fs, AsyncFileSystem) and hasattr(self.fs, "_bulk_delete")
+
     def delete(self, names: Sequence[str]) -> None:
         """Delete documents, many with one request where the store can; those that are not there do
         not count."""
         with self._errors("deleting below", ""):
             paths = [self._path(name) for name in names]
-            bulk = isinstance(self.fs, AsyncFileSystem) and hasattr(self.fs, "_bulk_delete")
+            bulk = self._deletes_in_bulk
 
             def work(batch: Sequence[str]) -> None:
                 if bulk:
@@ -272,7 +283,7 @@ class RemoteStore:
                 work,
                 threads=DELETE_REQUESTS,
                 weight=lambda _: 1,
-                batch_weight=DELETE_BATCH if bulk else 16,
+                batch_weight=DELETE_BATCH if bulk else SINGLE_DELETES,
             )
             if bulk:
                 return

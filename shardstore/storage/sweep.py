@@ -17,7 +17,7 @@ from typing import Any
 from fsspec.asyn import sync  # type: ignore[import-untyped]
 
 from shardstore.errors import CheckpointExistsError, NotACheckpointError
-from shardstore.storage import commit, object_commit, own_objects
+from shardstore.storage import commit, object_commit, object_deletion, own_objects
 from shardstore.storage.identity import what_else
 from shardstore.storage.location import Location
 from shardstore.storage.names import MANIFEST_NAME
@@ -117,10 +117,13 @@ def delete_checkpoint(
     """Delete a checkpoint: its commit first, so that no reader opens what is half gone, then its
     data. Foreign files stay. A symbolic link is followed, and goes too. Called by one process.
 
+    In an object store the place is claimed before, as by a save. Of a deletion and a save at the
+    same time the one that claimed later goes on.
+
     Raises:
         NotACheckpointError: there is none; what is there instead (an array of a checkpoint, a group
             of another program) is left as it is.
-        StorageError: the store refused.
+        StorageError: the store refused, or the place was claimed anew before anything was deleted.
     """
     location = Location.given(place, storage_options)
     if not commit.is_checkpoint(location):
@@ -130,7 +133,7 @@ def delete_checkpoint(
     if location.is_local:
         commit.delete_folder(location)
     else:
-        own_objects.delete_all(location)
+        object_deletion.delete_all(location)
 
 
 def _natural(name: str) -> tuple[list[int], str]:

@@ -149,6 +149,24 @@ def test_a_late_deletion_of_leftovers_takes_nothing_of_a_newer_save(
         assert run.version(1) == 1
 
 
+def test_a_deletion_under_way_takes_nothing_of_a_newer_save(any_s3_server: S3Server) -> None:
+    """The commit is gone, and the request that deletes its data is long on the way."""
+    with FaultProxy(any_s3_server.endpoint_url) as proxy:
+        run = Run.new(any_s3_server.at(proxy.endpoint_url), any_s3_server)
+        run.save(1)
+        slow = proxy.add(Fault.DELAY, methods=("POST",), path="delete", skip=1, delay_s=2.0)
+        place = Location.of(run.url(1), **run.options)
+        thread = threading.Thread(target=shardstore.delete_checkpoint, args=(place,))
+        thread.start()
+        while not slow.hits and thread.is_alive():
+            time.sleep(0.005)
+        run.with_direct().save(1)
+        thread.join()
+        assert slow.hits == 1
+        assert run.version(1) == 1
+        assert [key for key in run.direct.keys(run.bucket) if ".attempts" in key] == []
+
+
 def test_a_foreign_chunk_is_found_even_with_a_checksum_that_fits(any_s3_server: S3Server) -> None:
     run = Run.new(any_s3_server, any_s3_server)
     run.save(1)

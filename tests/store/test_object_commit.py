@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
 import threading
+import time
 import traceback
 import uuid
 from collections.abc import Callable
@@ -28,6 +30,7 @@ from shardstore.errors import (
     CheckpointExistsError,
     ChunkCorruptError,
     ChunkMissingError,
+    NotACheckpointError,
     RanksError,
     StorageError,
 )
@@ -43,7 +46,7 @@ from shardstore.storage.own_objects import is_committed
 from shardstore.storage.remote import RemoteStore
 from shardstore.storage.tensorstore_store import kvstore_spec
 from tests.ranks_helper import run_ranks
-from tests.store_suite import small_state, tensor, unfinished_save
+from tests.store_suite import assert_small_state, small_state, tensor, unfinished_save
 
 Target = Callable[[str], Location]
 ROOT = "zarr.json"
@@ -230,7 +233,7 @@ def test_a_writer_that_was_held_up_takes_its_commit_back(
 def test_of_many_claims_at_a_time_each_has_a_number_of_its_own(target: Target) -> None:
     place = target("many")
     with ThreadPoolExecutor(12) as pool:
-        attempts = list(pool.map(lambda _: object_commit._claim(place, False), range(12)))
+        attempts = list(pool.map(lambda _: object_commit.claimed(place), range(12)))
     assert sorted(attempt.number for attempt in attempts) == list(range(1, 13))
     for attempt in attempts:
         if attempt.number < 12:
@@ -349,6 +352,7 @@ def test_what_a_deletion_that_died_left_is_swept(
 ) -> None:
     root, place = target("cut"), target("cut/step-1")
     shardstore.save(small_state(1.0), place.place)
+    monkeypatch.setattr(object_commit, "SETTLE_S", 0.0)  # its claim is certainly a dead one's
     delete = RemoteStore.delete
     left = [2]
 
@@ -368,6 +372,135 @@ def test_what_a_deletion_that_died_left_is_swept(
     (found,) = sweep(root, older_than=timedelta(0), dry_run=False)
     assert found.url == place.url
     assert root.remote.walk() == []
+
+
+def _deletion_held_at(
+    place: Location, monkeypatch: pytest.MonkeyPatch, held: Callable[[], None]
+) -> Callable[[], None]:
+    """A deletion that calls a function between the deletion of the commit and that of its data."""
+    delete = RemoteStore.delete
+    deleting = threading.get_ident()
+
+    def holds(self: RemoteStore, names: Any) -> None:
+        mine = threading.get_ident() == deleting
+        if mine and any("/c." in name for name in names) and not is_committed(place):
+            monkeypatch.setattr(RemoteStore, "delete", delete)
+            held()
+        delete(self, names)
+
+    monkeypatch.setattr(RemoteStore, "delete", holds)
+    return lambda: delete_checkpoint(place)
+
+
+def test_a_save_waits_for_a_deletion_that_is_under_way(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its request is on the way, and takes the names that the save is going to write."""
+    place = target("deleting")
+    shardstore.save(small_state(1.0), place.place)
+    waits = threading.Event()
+    saving: list[Any] = []
+
+    class Clock:
+        monotonic = staticmethod(time.monotonic)
+
+        @staticmethod
+        def sleep(seconds: float) -> None:
+            waits.set()
+            time.sleep(seconds)
+
+    monkeypatch.setattr(object_commit, "time", Clock)
+    with ThreadPoolExecutor(1) as pool:
+
+        def held() -> None:
+            saving.append(pool.submit(shardstore.save, small_state(2.0), place.place))
+            saving[0].add_done_callback(lambda _: waits.set())
+            assert waits.wait(60)
+            assert not saving[0].done()
+
+        _deletion_held_at(place, monkeypatch, held)()
+        saving[0].result(60)
+    assert_small_state(shardstore.load(small_state(), place.place), 2.0)
+    assert place.remote.walk(ATTEMPTS) == []
+
+
+def test_a_deletion_that_was_held_up_takes_nothing_of_a_newer_save(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save waited for it in vain and took it for dead."""
+    monkeypatch.setattr(object_commit, "SETTLE_S", 0.5)
+    place = target("held-up-deleting")
+    shardstore.save(small_state(1.0), place.place)
+    outbid = ObjectAttempt.outbid_by
+    deleting = threading.get_ident()
+    saved = []
+
+    def looks(self: ObjectAttempt) -> str | None:
+        # Before a look that follows the deletion of the commit.
+        mine = threading.get_ident() == deleting
+        if mine and not saved and not is_committed(place):
+            saved.append(True)
+            shardstore.save(small_state(2.0), place.place)
+        return outbid(self)
+
+    monkeypatch.setattr(ObjectAttempt, "outbid_by", looks)
+    delete_checkpoint(place)
+    assert saved
+    assert_small_state(shardstore.load(small_state(), place.place), 2.0)
+    assert place.remote.walk(ATTEMPTS) == []
+
+
+def test_a_deletion_that_was_outbid_before_it_began_deletes_nothing(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = target("outbid")
+    shardstore.save(small_state(1.0), place.place)
+    write = RemoteStore.write
+    newer: list[ObjectAttempt] = []
+
+    def writes(self: RemoteStore, name: str, data: bytes) -> None:
+        write(self, name, data)
+        if name.endswith(".clearing") and not newer:
+            newer.append(object_commit.claimed(place))
+
+    monkeypatch.setattr(RemoteStore, "write", writes)
+    with pytest.raises(StorageError, match=r"was not deleted.*newer attempt") as caught:
+        delete_checkpoint(place)
+    assert place.url in str(caught.value)
+    assert newer[0].id in str(caught.value)
+    assert_small_state(shardstore.load(small_state(), place.place), 1.0)
+    assert object_claims.numbers(place.remote.listing(ATTEMPTS), object_claims.CLEARING) == []
+    newer[0].withdraw_all()
+    delete_checkpoint(place)
+    assert place.remote.walk() == []
+
+
+def test_of_deletions_at_a_time_all_is_gone(target: Target) -> None:
+    place = target("deletions")
+    shardstore.save(small_state(1.0), place.place)
+    start = threading.Barrier(4)
+
+    def delete(_: int) -> None:
+        start.wait()
+        with contextlib.suppress(StorageError, NotACheckpointError):
+            delete_checkpoint(place)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(delete, range(4)))
+    assert not is_committed(place)
+    sweep(place, older_than=timedelta(0), dry_run=False)
+    assert place.remote.walk() == []
+
+
+def test_in_which_order_objects_are_deleted() -> None:
+    names = ["common.pt", "manifest.npz", "metadata.json", "zarr.json", "w/zarr.json", "v/.zarray"]
+    chunks = [f"w/c.{i}" for i in range(5)]
+    rounds = own_objects.deletion_rounds([*names, *chunks], 3)
+    assert rounds == [
+        *(["zarr.json"], ["metadata.json"], chunks[:3], chunks[3:]),
+        *(["common.pt", "manifest.npz", "v/.zarray"], ["w/zarr.json"]),
+    ]
+    assert own_objects.deletion_rounds([], 3) == []
 
 
 class ForgetfulFileSystem(MemoryFileSystem):
@@ -489,6 +622,7 @@ def test_a_save_in_layout_1_that_is_refused_or_deleted_leaves_nothing(
     shardstore.save(small_state(1.0), place.place, ("zarr", 1))
     assert not any(ATTEMPTS in name for name in root.remote.walk())
     # A deletion that died, wherever it did, leaves nothing that is not known.
+    monkeypatch.setattr(object_commit, "SETTLE_S", 0.0)  # its claim is certainly a dead one's
     delete = RemoteStore.delete
     left = [2]
 
@@ -504,6 +638,28 @@ def test_a_save_in_layout_1_that_is_refused_or_deleted_leaves_nothing(
     monkeypatch.setattr(RemoteStore, "delete", delete)
     sweep(root, older_than=timedelta(0), dry_run=False)
     assert root.remote.walk() == ["step-1/logs/1"]
+
+
+def test_what_a_store_refused_to_delete_of_layout_1_is_known(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for the deletion, which has given up; its mark says whose the rest is."""
+    place = target("refused")
+    shardstore.save(small_state(1.0), place.place, ("zarr", 1))
+    delete = RemoteStore.delete
+
+    def refuses(self: RemoteStore, names: Any) -> None:
+        if any(name.endswith(".zarray") for name in names):
+            raise StorageError("refused")
+        delete(self, names)
+
+    monkeypatch.setattr(RemoteStore, "delete", refuses)
+    with pytest.raises(StorageError, match="refused"):
+        delete_checkpoint(place)
+    monkeypatch.setattr(RemoteStore, "delete", delete)
+    assert place.remote.walk(ATTEMPTS) == [object_claims.DELETING]
+    sweep(place, older_than=timedelta(0), dry_run=False)
+    assert place.remote.walk() == []
 
 
 def test_uploads_that_were_never_completed_are_swept(s3_server: S3Server) -> None:
