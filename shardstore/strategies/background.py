@@ -1,7 +1,8 @@
 """The part of a save that runs in the background: documents and chunks, from a copy of the state.
 
 Answers for one rank's writing between the plan and the manifest. It speaks to no other rank: pieces
-of chunks that ranks share were exchanged before, and the manifest is handed in afterwards.
+of chunks that ranks share are exchanged in the caller's thread, and the manifest is handed in
+afterwards.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class BackgroundWrite:
         mover: who writes.
         created: arrays that this rank creates, and their documents.
         staging: the copy of the state; it is closed at the end.
-        owned: further chunks, in memory of their own.
+        owned: further chunks, in memory of their own; none where the copy has them.
         threads: threads that create documents.
     """
 
@@ -83,8 +84,10 @@ class BackgroundWrite:
             self._write()
             return
         self._thread.join()
-        if self._error is not None:
-            raise self._error
+        # Of a copy that failed a writer without chunks has not heard.
+        error = self._error or self._staging.error
+        if error is not None:
+            raise error
 
     def _write(self) -> None:
         staging = self._staging

@@ -25,7 +25,7 @@ from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.background import BackgroundWrite
 from shardstore.strategies.planned_writes import CutChunk, WritePlan
 from shardstore.strategies.session import SaveSession
-from shardstore.strategies.staging import Staging
+from shardstore.strategies.staging import ALIGNMENT, Staging, staged_bytes
 
 __all__ = ["ROUND_BYTES", "stage"]
 
@@ -39,23 +39,92 @@ def stage(
     plan: WritePlan,
     created: Sequence[tuple[ArrayMeta, str]],
 ) -> AsyncRequest:
-    """Exchange pieces of shared chunks, copy the rest; what is left needs no other rank."""
-    owned = [write for writes in _exchanged(session, plan.cut) for write in writes]
+    """Exchange pieces of shared chunks, copy the rest; what is left needs no other rank.
+
+    Within a staging budget that has not room for all, the shared chunks that this rank owns go
+    through the same memory as the copy, round by round, while the background writes.
+    """
     budget = session.options.staging_budget_bytes or options.staging_budget_bytes
+    mine = [
+        ChunkWrite(chunk.array, chunk.index, _unread)
+        for chunk in plan.cut
+        if chunk.owner == session.ranks.rank
+    ]
+    size = sum(map(staged_bytes, [*mine, *plan.writes]))
+    if budget is not None and mine and size > budget:
+        return _stage_in_rounds(session, options, plan, created, mine, budget)
+    owned = [write for writes in _exchanged(session, plan.cut) for write in writes]
+    mover = session.mover(options)
     staging = Staging(plan.writes, budget_bytes=budget, threads=options.threads)
     plan.writes.clear()  # their memory is the caller's
     session.staging = staging
-    mover = session.mover(options)
     background = BackgroundWrite(session, mover, created, staging, owned, options.threads)
     if not staging.all_at_once:
         background.start()
+    _copy(session, staging)
+    return AsyncRequest(background, (), [])
+
+
+def _stage_in_rounds(
+    session: SaveSession,
+    options: SaveOptions,
+    plan: WritePlan,
+    created: Sequence[tuple[ArrayMeta, str]],
+    mine: Sequence[ChunkWrite],
+    budget_bytes: int,
+) -> AsyncRequest:
+    """As :func:`stage`. An error of the exchange, as one of the writer, is the background's: who
+    calls hears of it where all ranks meet.
+
+    No rank waits here for one that waits for it: room comes of writing alone, which needs no other
+    rank, and an error of it ends the waiting but not the exchange.
+    """
+    staging = Staging(
+        [*mine, *plan.writes],
+        budget_bytes=budget_bytes,
+        threads=options.threads,
+        brought=len(mine),
+    )
+    session.staging = staging
+    background: BackgroundWrite | None = None
+    try:
+        mover = session.mover(options)
+        background = BackgroundWrite(session, mover, created, staging, (), options.threads)
+        background.start()
+    except Exception as problem:
+        background = None
+        staging.fail(problem)  # the others get their pieces first
+    plan.writes.clear()  # their memory is the caller's
+    try:
+        # Half of the memory: while one round is put together, the one before it is written.
+        for _ in _exchanged(session, plan.cut, staging, staging.arena_bytes // 2):
+            pass
+    except Exception as problem:
+        staging.fail(problem)
+    except BaseException as interrupt:  # nobody shall wait for what is not brought any more
+        staging.fail(interrupt)
+        staging.run()
+        raise
+    if background is None:
+        staging.run()
+        staging.close()
+        assert staging.error is not None
+        raise staging.error
+    _copy(session, staging)
+    return AsyncRequest(background, (), [])
+
+
+def _copy(session: SaveSession, staging: Staging) -> None:
     if session.options.overlap_staging:
         threading.Thread(target=staging.run, name="shardstore-stage", daemon=True).start()
     else:
         with session.timed("stage"):
             staging.run()
             staging.wait(host=True)
-    return AsyncRequest(background, (), [])
+
+
+def _unread() -> NDArray[np.uint8]:
+    raise AssertionError("a chunk that is put together has no source")
 
 
 def _carry_out(
@@ -123,12 +192,22 @@ def _by_size(writes: Sequence[ChunkWrite]) -> tuple[list[ChunkWrite], list[Chunk
     return large, small
 
 
-def _rounds(chunks: Sequence[CutChunk]) -> Iterator[list[CutChunk]]:
+def _rounds(chunks: Sequence[CutChunk], most_bytes: int | None) -> Iterator[list[CutChunk]]:
+    """Rounds of about :data:`ROUND_BYTES`, or of at most so many bytes; a larger chunk goes alone.
+
+    They need not be the same on all ranks: each waits for chunks in the order that all follow.
+    """
     batch: list[CutChunk] = []
     size = 0
     for chunk in chunks:
+        more = chunk.array.chunk_bytes
+        if most_bytes is not None:
+            more += ALIGNMENT
+            if batch and size + more > most_bytes:
+                yield batch
+                batch, size = [], 0
         batch.append(chunk)
-        size += chunk.array.chunk_bytes
+        size += more
         if size >= ROUND_BYTES:
             yield batch
             batch, size = [], 0
@@ -136,34 +215,60 @@ def _rounds(chunks: Sequence[CutChunk]) -> Iterator[list[CutChunk]]:
         yield batch
 
 
-def _exchanged(session: SaveSession, cut: Sequence[CutChunk]) -> Iterator[list[ChunkWrite]]:
+def _exchanged(
+    session: SaveSession,
+    cut: Sequence[CutChunk],
+    staging: Staging | None = None,
+    most_bytes: int | None = None,
+) -> Iterator[list[ChunkWrite]]:
     """The cut chunks that this rank owns, put together round by round.
 
-    Where a rank is lost, or this one can not give a piece of its own, the pieces of later rounds
-    still go to the others, who wait for them, and then it is raised.
+    Where a rank is lost, or this one can not give a piece of its own, or has no room any more, the
+    pieces of later rounds still go to the others, who wait for them, and then it is raised.
+
+    Args:
+        session: the save.
+        cut: the chunks that this rank shares.
+        staging: whose memory they go to, if not to memory of their own; waited for.
+        most_bytes: of a round.
     """
     first: Exception | None = None
-    for batch in _rounds(cut):
+    for batch in _rounds(cut, most_bytes):
+        memory: list[NDArray[np.uint8]] | None = None
+        if staging is not None and first is None:
+            try:
+                with session.timed("stage"):
+                    memory = staging.room(sum(c.owner == session.ranks.rank for c in batch))
+            except Exception as stopped:
+                first = stopped
+        problem: Exception | None
         try:
             with session.timed("exchange"):
-                writes, problem = _put_together(session.ranks, batch)
+                writes, problem = _put_together(session.ranks, batch, memory)
         except RanksError as lost:
             writes, problem = [], lost
         first = first or problem
         if first is None:
+            if staging is not None and memory is not None:
+                staging.filled(memory)
             yield writes
-        del writes
+        del writes, memory
     if first is not None:
         raise first
 
 
 def _put_together(
-    ranks: Ranks, chunks: Sequence[CutChunk]
+    ranks: Ranks, chunks: Sequence[CutChunk], memory: Sequence[NDArray[np.uint8]] | None = None
 ) -> tuple[list[ChunkWrite], Exception | None]:
     """Send pieces to the owners of their chunks, receive those of the chunks that this rank owns.
 
     Every rank goes through its chunks in the same global order, so that no two can wait for each
     other.
+
+    Args:
+        ranks: who exchange.
+        chunks: what this rank shares.
+        memory: for each that it owns; default: memory of their own.
 
     Returns:
         The chunks, and the first error of this rank's own sources. In the place of what they do not
@@ -191,7 +296,7 @@ def _put_together(
 
     sends: list[tuple[int, NDArray[np.uint8]]] = []
     receives: list[tuple[int, NDArray[np.uint8]]] = []
-    writes = []
+    writes: list[ChunkWrite] = []
     for chunk in chunks:
         itemsize = dtypes.itemsize(chunk.array.dtype)
         if chunk.owner != ranks.rank:
@@ -199,7 +304,7 @@ def _put_together(
                 sends.append((chunk.owner, own(chunk)))
             continue
         size = int(np.prod(chunk.shape, dtype=np.int64)) * itemsize
-        buffer = np.empty(size, np.uint8)
+        buffer = np.empty(size, np.uint8) if memory is None else memory[len(writes)]
         for rank, start, stop in chunk.pieces:
             part = buffer[start * itemsize : stop * itemsize]
             if rank != ranks.rank:

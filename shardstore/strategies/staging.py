@@ -36,7 +36,7 @@ from shardstore.strategies.device_copies import (
 )
 from shardstore.strategies.planned_writes import DevicePart
 
-__all__ = ["HostPool", "StagedChunk", "Staging", "copy_bits", "default_pool"]
+__all__ = ["HostPool", "StagedChunk", "Staging", "copy_bits", "default_pool", "staged_bytes"]
 
 logger = getLogger(__name__)
 
@@ -164,17 +164,30 @@ class _Ring:
         Raises:
             BaseException: what :meth:`stop` was given.
         """
+        return self.take_together((size,))[0]
+
+    def take_together(self, sizes: Sequence[int]) -> list[list[int]]:
+        """Places of these sizes, all at once: who filled none of them yet could wait for itself.
+
+        Raises:
+            BaseException: what :meth:`stop` was given.
+        """
+        total = sum(sizes)
         with self._changed:
             while True:
                 if self._error is not None:
                     raise self._error
-                start = self._fit(size)
+                start = self._fit(total)
                 if start is not None:
-                    self._head = start + size
-                    place = [start, start + size, 0]
-                    self._taken.append(place)
-                    return place
+                    break
                 self._changed.wait()
+            places = []
+            for size in sizes:
+                places.append([start, start + size, 0])
+                start += size
+            self._head = start
+            self._taken.extend(places)
+            return places
 
     def _fit(self, size: int) -> int | None:
         if not self._taken:
@@ -240,6 +253,8 @@ class Staging:
         budget_bytes: most host memory to use; ``None``: as much as the chunks need. A chunk larger
             than that raises it to its own size.
         threads: threads that copy.
+        brought: so many of the chunks, the first ones, are not copied here: the caller brings them,
+            before :meth:`run`, to the memory that :meth:`room` gives.
 
     Attributes:
         writes: the same chunks, to be written from the copy, in this order.
@@ -254,13 +269,15 @@ class Staging:
         pool: HostPool | None = None,
         budget_bytes: int | None = None,
         threads: int | None = None,
+        brought: int = 0,
     ) -> None:
         self._pool = pool or _pool
         self._threads = threads or default_threads()
+        self._brought, self._roomy = brought, 0
         self._sources: list[ChunkWrite | None] = list(writes)
-        self._sizes = [_aligned(item) for item in writes]
+        self._sizes = [staged_bytes(item) for item in writes]
         total, self.largest_bytes = sum(self._sizes), max(self._sizes, default=0)
-        self.all_at_once = budget_bytes is None or total <= budget_bytes
+        self.all_at_once = not brought and (budget_bytes is None or total <= budget_bytes)
         self.arena_bytes = total
         if budget_bytes is not None and total > budget_bytes:
             self.arena_bytes = max(budget_bytes, self.largest_bytes)
@@ -289,13 +306,41 @@ class Staging:
 
     # -- the side that copies ------------------------------------------------------------------
 
+    def room(self, count: int) -> list[NDArray[np.uint8]]:
+        """Memory for the next ``count`` chunks that are brought; waits until there is room for all
+        of them, which together must fit :attr:`arena_bytes`.
+
+        Raises:
+            BaseException: what :meth:`fail` was given.
+        """
+        numbers = range(self._roomy, self._roomy + count)
+        places = self._ring.take_together([self._sizes[number] for number in numbers])
+        assert self._arena is not None
+        found = []
+        for number, place in zip(numbers, places, strict=True):
+            self._places[number] = place
+            size = _data_bytes(self.writes[number])
+            found.append(self._arena.memory[place[0] : place[0] + size])
+        return found
+
+    def filled(self, memory: Sequence[NDArray[np.uint8]]) -> None:
+        """What :meth:`room` gave holds its chunks now."""
+        for data in memory:
+            item = self.writes[self._roomy]
+            dtype = dtypes.numpy_dtype(item.array.dtype)
+            view = data.view(dtype).reshape(item.array.grid.box(item.index).shape)
+            with self._changed:
+                self._views[self._roomy] = view
+                self._roomy += 1
+                self._changed.notify_all()
+
     def run(self) -> None:
         """Copy everything, or as much at a time as there is room for. Called once.
 
         An error is kept for the other side and for :meth:`wait`, and not raised.
         """
         try:
-            numbers = range(len(self._sources))
+            numbers = range(self._brought, len(self._sources))
             if self.all_at_once:
                 for number in numbers:
                     self._places[number] = self._ring.take(self._sizes[number])
@@ -324,8 +369,8 @@ class Staging:
             assert arena is not None
             shape = item.array.grid.box(item.index).shape
             dtype = dtypes.numpy_dtype(item.array.dtype)
-            count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-            view = arena.memory[place[0] : place[0] + count].view(dtype).reshape(shape)
+            stop = place[0] + _data_bytes(item)
+            view = arena.memory[place[0] : stop].view(dtype).reshape(shape)
             event = None
             if self._error is not None:
                 raise self._error
@@ -420,9 +465,13 @@ class Staging:
             self._pool.give_back(arena)
 
 
-def _aligned(item: ChunkWrite) -> int:
-    count = item.array.grid.box(item.index).size * dtypes.itemsize(item.array.dtype)
-    return -(-count // ALIGNMENT) * ALIGNMENT
+def _data_bytes(item: ChunkWrite) -> int:
+    return item.array.grid.box(item.index).size * dtypes.itemsize(item.array.dtype)
+
+
+def staged_bytes(item: ChunkWrite) -> int:
+    """Memory that a chunk takes in the copy."""
+    return -(-_data_bytes(item) // ALIGNMENT) * ALIGNMENT
 
 
 def _device(item: ChunkWrite) -> torch.device | None:

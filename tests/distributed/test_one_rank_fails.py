@@ -127,17 +127,23 @@ def state(rank: int, flat: bool) -> dict[str, Any]:
     return out
 
 
-def save(rank: int, place: str, flat: bool, asynchronous: bool, **how: Any) -> None:
+def save(
+    rank: int, place: str, flat: bool, asynchronous: bool, budget: int | None = None, **how: Any
+) -> None:
     saved = {**state(rank, flat), **how.pop("more", {})}
     if asynchronous:
-        request = shardstore.save(saved, place, async_sharded_save=True, **how)
+        request = shardstore.save(
+            saved, place, async_sharded_save=True, staging_budget_bytes=budget, **how
+        )
         assert request is not None
         request.execute_sync()
     else:
         shardstore.save(saved, place, **how)
 
 
-def fail_and_go_on(rank: int, world: int, root: str, flat: bool, asynchronous: bool) -> list[str]:
+def fail_and_go_on(
+    rank: int, world: int, root: str, flat: bool, asynchronous: bool, budget: int | None
+) -> list[str]:
     os.environ[DEADLINE_VARIABLE] = str(DEADLINE_S)
     wrong = []
     for number, (name, made) in enumerate(FAILURES.items()):
@@ -149,7 +155,7 @@ def fail_and_go_on(rank: int, world: int, root: str, flat: bool, asynchronous: b
             place = f"{root}/{number}-{victim}"
             begin = time.monotonic()
             try:
-                save(rank, place, flat, asynchronous, **(how if rank == victim else {}))
+                save(rank, place, flat, asynchronous, budget, **(how if rank == victim else {}))
                 wrong.append(f"{about}: saved")
             except Fails:
                 if rank != victim:
@@ -164,18 +170,23 @@ def fail_and_go_on(rank: int, world: int, root: str, flat: bool, asynchronous: b
             if took > DEADLINE_S / 2:
                 wrong.append(f"{about}: told after {took:.0f} s")
             begin = time.monotonic()
-            save(rank, f"{place}-good", flat, asynchronous)
+            save(rank, f"{place}-good", flat, asynchronous, budget)
             if time.monotonic() - begin > DEADLINE_S / 2:
                 wrong.append(f"{about}: the next save waited")
     return wrong
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    ("asynchronous", "budget"),
+    [(False, None), (True, None), (True, 1)],
+    ids=["sync", "async", "async with hardly any staging memory"],
+)
 @pytest.mark.parametrize("flat", [True, False], ids=["flattened", "regular"])
 def test_all_are_told_and_the_next_save_works(
-    tmp_path: Path, flat: bool, asynchronous: bool
+    tmp_path: Path, flat: bool, asynchronous: bool, budget: int | None
 ) -> None:
-    found = run_ranks(fail_and_go_on, WORLD, str(tmp_path), flat, asynchronous, timeout_s=280)
+    how = (str(tmp_path), flat, asynchronous, budget)
+    found = run_ranks(fail_and_go_on, WORLD, *how, timeout_s=280)
     assert found == [[]] * WORLD
     saved = sorted(path.name for path in tmp_path.iterdir())
     assert saved == sorted(f"{n}-{v}-good" for n in range(len(FAILURES)) for v in range(WORLD))

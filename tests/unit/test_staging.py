@@ -121,6 +121,45 @@ def test_any_budget_any_order_of_completion(
     assert found == {i: a.tobytes() for i, a in enumerate(state)}
 
 
+@pytest.mark.parametrize("round_", [1, 2, 3])
+def test_chunks_that_are_brought_go_through_the_same_memory(round_: int) -> None:
+    """Sizes that leave no room at the ring's end, where a round taken piece by piece would stay."""
+    items, brought = writes_of(16, 192), 12
+    staging = Staging(items, pool=HostPool(), budget_bytes=5 * 128, brought=brought)
+    assert staging.arena_bytes == 5 * 128
+    found: list[bytes] = []
+
+    def write() -> None:
+        for item in staging.writes:
+            found.append(item.data().tobytes())
+            source_of(item).release()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    for start in range(0, brought, round_):
+        memory = staging.room(round_)
+        assert [len(part) for part in memory] == [192] * round_
+        for number, part in enumerate(memory, start):
+            part[:] = number
+        staging.filled(memory)
+    staging.run()
+    writer.join(30)
+    assert not writer.is_alive()
+    expected = [bytes([number]) * 192 for number in range(brought)]
+    assert found == expected + [item.data().tobytes() for item in items[brought:]]
+    staging.close()
+
+
+def test_an_error_of_the_writer_ends_the_waiting_for_room() -> None:
+    staging = Staging(writes_of(4, 1024), pool=HostPool(), budget_bytes=2048, brought=4)
+    staging.filled(staging.room(2))
+    staging.fail(OSError("disk full"))
+    with pytest.raises(OSError, match="disk full"):
+        staging.room(2)
+    staging.run()
+    staging.close()
+
+
 def test_an_error_of_the_writer_ends_the_copier() -> None:
     staging = Staging(writes_of(10, 1024), pool=HostPool(), budget_bytes=2048)
     copier = threading.Thread(target=staging.run)

@@ -1,0 +1,169 @@
+"""Flattened ranges saved in the background with little staging memory: the chunks that ranks share
+are put together round by round in that memory, and whoever waits for room there is kept waiting by
+nobody for ever."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import shardstore
+from scripts.bench.memory import peak_rss_bytes, reset_peak
+from shardstore import ShardedTensor
+from shardstore.errors import RanksError, SaveInProgressError
+from shardstore.ranks import DEADLINE_VARIABLE
+from shardstore.storage.chunks import ChunkWrite
+from shardstore.strategies.background import abort
+from shardstore.strategies.session import SaveSession
+from shardstore.strategies.staging import default_pool
+from shardstore.strategies.zarr import ZarrSaveShardedStrategy
+from tests.ranks_helper import run_ranks
+
+MIB = 2**20
+WORLD = 2
+DEADLINE_S = 60
+
+
+def halves(rank: int, count: int, rows: int, columns: int) -> dict[str, ShardedTensor]:
+    """Tensors of two ranks, with a chunk each that both share."""
+    size = rows * columns
+    cut = size // 2 + 17
+    part = slice(0, cut) if rank == 0 else slice(cut, size)
+    return {
+        f"w{n}": ShardedTensor.from_rank_offsets_flat(
+            f"w{n}",
+            torch.arange(part.start, part.stop, dtype=torch.float32).add_(n),
+            (rows, columns),
+            flattened_range=part,
+        )
+        for n in range(count)
+    }
+
+
+TENSORS, SHAPE = 48, (2, 1024 * 1024)
+BUDGET = 8 * MIB
+SLACK = 24 * MIB
+"""For threads, buffers of messages, documents. The shared chunks of one rank are 48 MiB."""
+
+
+def peak(rank: int, world: int, root: str) -> int:
+    strategy = ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=2 * MIB)
+    options: dict[str, Any] = {"staging_budget_bytes": BUDGET, "durable": False}
+    # Once before, so that what is imported and started with the first save does not count.
+    shardstore.async_save(halves(rank, 1, *SHAPE), f"{root}/a", strategy, **options).result(60)
+    default_pool().clear()
+    state = halves(rank, TENSORS, *SHAPE)
+    before = reset_peak().rss_bytes
+    shardstore.async_save(state, f"{root}/b", strategy, **options).result(60)
+    return peak_rss_bytes() - before
+
+
+def test_shared_chunks_keep_to_the_staging_budget(tmp_path: Path) -> None:
+    for grown in run_ranks(peak, WORLD, str(tmp_path)):
+        assert grown <= BUDGET + SLACK, f"{grown / MIB:.1f} MiB"
+
+
+SMALL = ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=4096)
+OTHER = ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=4096, mover="tensorstore")
+SMALL_SHAPE = (64, 64)
+
+
+def any_budget(rank: int, world: int, root: str) -> None:
+    whole = torch.arange(64.0 * 64).reshape(SMALL_SHAPE)
+    for number, (budget, overlap, strategy) in enumerate(
+        (budget, overlap, strategy)
+        # The ranks need not have the same memory.
+        for budget in (1, 4096, 9000 + 10_000 * rank, 50_000, 400_000)
+        for overlap, strategy in ((False, SMALL), (True, SMALL), (False, OTHER))
+    ):
+        state = halves(rank, 20, *SMALL_SHAPE)
+        handle = shardstore.async_save(
+            state,
+            f"{root}/{number}",
+            strategy,
+            staging_budget_bytes=budget,
+            overlap_staging=overlap,
+        )
+        assert handle.wait_staged(60)
+        for tensor in state.values():
+            tensor.data.fill_(-1)
+        handle.result(60)
+        loaded = shardstore.load_plain_tensors(f"{root}/{number}")
+        assert all(torch.equal(loaded[f"w{n}"], whole + n) for n in range(20))
+
+
+def test_all_comes_whole_whatever_the_memory(tmp_path: Path) -> None:
+    run_ranks(any_budget, WORLD, str(tmp_path))
+
+
+class Fails(Exception):  # noqa: N818
+    pass
+
+
+class WritesOne:
+    """A writer that fails after its first chunk, long before all are put together."""
+
+    def __init__(self, session: SaveSession, stop: Callable[[SaveSession], None]) -> None:
+        self._session = session
+        self._stop = stop
+
+    def write(self, writes: Sequence[ChunkWrite], done: Any) -> None:
+        writes[0].data()
+        self._stop(self._session)
+        writes[1].data()
+
+
+def _disk_full(session: SaveSession) -> None:
+    raise Fails("disk full")
+
+
+def _no_mover(session: SaveSession) -> None:
+    raise Fails("no store")
+
+
+def stopped(rank: int, world: int, root: str) -> list[str]:
+    os.environ[DEADLINE_VARIABLE] = str(DEADLINE_S)
+    right = SaveSession.mover
+    wrong = []
+    cases: tuple[tuple[str, Any, type[Exception], str], ...] = (
+        ("writer", lambda session, _: WritesOne(session, _disk_full), Fails, "disk full"),
+        ("abort", lambda session, _: WritesOne(session, abort), SaveInProgressError, "aborted"),
+        ("mover", lambda session, _: _no_mover(session), Fails, "no store"),
+    )
+    for victim in range(world):
+        for name, mover, kind, text in cases:
+            about = f"{name} on rank {victim}"
+            if rank == victim:
+                SaveSession.mover = mover  # type: ignore[method-assign]
+            began = time.monotonic()
+            handle = shardstore.async_save(
+                halves(rank, 20, *SMALL_SHAPE),
+                f"{root}/{victim}-{name}",
+                SMALL,
+                staging_budget_bytes=9000,
+            )
+            error = handle.exception(2 * DEADLINE_S)
+            SaveSession.mover = right  # type: ignore[method-assign]
+            expected = kind if rank == victim else (RanksError, SaveInProgressError)
+            if not isinstance(error, expected) or text not in str(error):
+                wrong.append(f"{about}: {error!r}")
+            if time.monotonic() - began > DEADLINE_S / 2:
+                wrong.append(f"{about}: told late")
+            if not handle.wait_staged(0):
+                wrong.append(f"{about}: still copying")
+    handle = shardstore.async_save(
+        halves(rank, 20, *SMALL_SHAPE), f"{root}/good", SMALL, staging_budget_bytes=9000
+    )
+    handle.result(60)
+    return wrong
+
+
+def test_an_error_of_the_writer_ends_the_waiting_for_room_and_is_told(tmp_path: Path) -> None:
+    found = run_ranks(stopped, WORLD, str(tmp_path), timeout_s=200)
+    assert found == [[]] * WORLD
+    assert [path.name for path in tmp_path.iterdir()] == ["good"]
