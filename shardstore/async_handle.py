@@ -43,16 +43,6 @@ ABORT_WAIT_S = 10.0
 _latest: AsyncSave | None = None
 
 
-def _forget_latest() -> None:
-    """In a process that was forked off: the save is its parent's, and never ends here."""
-    global _latest
-    _latest = None
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_latest)
-
-
 def async_save(
     sharded_state_dict: ShardedStateDict,
     checkpoint_dir: str | Path,
@@ -172,7 +162,9 @@ def async_save(
 class AsyncSave:
     """A save in the background, on this rank. Made by :func:`async_save`.
 
-    No method talks to other ranks: any rank may call any of them at any time.
+    No method talks to other ranks: any rank may call any of them at any time. In a process that is
+    forked while it runs, a handle has ended with a :class:`SaveInProgressError`: the save is the
+    parent's, which nothing there waits for or touches.
 
     Attributes:
         url: where the checkpoint shall be.
@@ -241,7 +233,7 @@ class AsyncSave:
             Whether the state may be changed. It may after a failure, too: nothing reads it then.
         """
         staging = self._session.staging
-        return staging is None or staging.wait(timeout)
+        return self.done() or staging is None or staging.wait(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Why the save failed; ``None`` if it succeeded.
@@ -277,7 +269,20 @@ class AsyncSave:
 
     def abort(self) -> None:
         """Stop writing; nothing is committed, on any rank. A commit under way is not stopped."""
-        background.abort(self._session)
+        if not self.done():
+            background.abort(self._session)
+
+    def _leave(self) -> None:
+        """In a forked child: the thread that saves is the parent's, and so is the save."""
+        if self.done():
+            return
+        self._error = SaveInProgressError(
+            f"the asynchronous save to {self.url} is that of process {os.getppid()}, which this "
+            "process was forked from; wait for it there",
+            url=self.url,
+        )
+        self._finished = threading.Event()  # a thread may have held the old one's lock
+        self._finished.set()
 
     def _wait_at_exit(self) -> None:
         self._finished.wait()
@@ -285,3 +290,12 @@ class AsyncSave:
     def _abort_at_exit(self) -> None:
         self.abort()
         self._finished.wait(ABORT_WAIT_S)
+
+
+def _leave_latest() -> None:
+    # Kept: what a save holds, memory of a device's driver perhaps, is not the child's to free.
+    if _latest is not None:
+        _latest._leave()
+
+
+os.register_at_fork(after_in_child=_leave_latest)

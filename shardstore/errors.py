@@ -184,4 +184,5 @@ class RanksError(CheckpointingException, RuntimeError):
 
 
 class SaveInProgressError(CheckpointingException, RuntimeError):
-    """An asynchronous save stands in the way of another, or was aborted before its commit."""
+    """An asynchronous save stands in the way of another, was aborted before its commit, or is that
+    of the process which this one was forked from."""

@@ -8,6 +8,7 @@ the jobs are, nor what a step is.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import weakref
 from collections import Counter, deque
@@ -26,6 +27,9 @@ EXIT_WAIT_S = 60.0
 next manager of the same root."""
 
 
+_all: weakref.WeakSet[Housekeeping | Claims] = weakref.WeakSet()
+
+
 class Housekeeping:
     """A queue of jobs and a thread that lives while there are any.
 
@@ -41,6 +45,7 @@ class Housekeeping:
         # Now, so that it runs after the exit functions of saves which begin later.
         this = weakref.ref(self)
         leaving.register(lambda: _wait_at_exit(this))
+        _all.add(self)
 
     def put(self, job: Callable[[], None]) -> None:
         """Have a job done. An error that it raises is logged."""
@@ -56,6 +61,12 @@ class Housekeeping:
         """Wait until nothing is left to do. Returns whether that is so."""
         with self._changed:
             return self._changed.wait_for(lambda: self._thread is None, timeout)
+
+    def _leave(self) -> None:
+        """In a forked child: the jobs are done by the parent, whose thread is not here."""
+        self._changed = threading.Condition()  # a thread may have held the old one
+        self._jobs.clear()
+        self._thread = None
 
     def _run(self) -> None:
         yield_to_others()
@@ -84,6 +95,7 @@ class Claims:
         self._changed = threading.Condition()
         self._used: Counter[int] = Counter()
         self._doomed: set[int] = set()
+        _all.add(self)
 
     @contextmanager
     def of(self, steps: Collection[int]) -> Iterator[None]:
@@ -124,8 +136,21 @@ class Claims:
             self._doomed.discard(step)
             self._changed.notify_all()
 
+    def _leave(self) -> None:
+        """In a forked child: what the parent deletes is not waited for."""
+        self._changed = threading.Condition()
+        self._doomed.clear()
+
 
 def _wait_at_exit(housekeeping: weakref.ref[Housekeeping]) -> None:
     left = housekeeping()
     if left is not None:
         left.wait(EXIT_WAIT_S)
+
+
+def _leave_all() -> None:
+    for one in list(_all):
+        one._leave()
+
+
+os.register_at_fork(after_in_child=_leave_all)

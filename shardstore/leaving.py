@@ -51,8 +51,7 @@ def _forget() -> None:
     _functions.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_forget)
 # Its module is imported before: what was registered last is called first.
 assert issubclass(ThreadPoolExecutor, Executor)
 atexit.register(_run)

@@ -7,6 +7,7 @@ every object of the program: four fifths of the time to parse a root document of
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,3 +51,15 @@ def _grow_old() -> None:
     if gc.get_count()[0] > MANY and not gc.get_freeze_count():
         gc.freeze()
         gc.unfreeze()
+
+
+def _forget() -> None:
+    """In a forked child: who paused is not there, and would not end it."""
+    global _lock, _pauses
+    _lock = threading.Lock()
+    if _pauses and _was_enabled:
+        gc.enable()
+    _pauses = 0
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -115,6 +115,15 @@ def _learn(values: Iterable[object]) -> None:
             _hidden = _hidden | fresh
 
 
+def _forget() -> None:
+    # In a forked child, which may log through the filter: another thread may have held it.
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
 def scrub(error: BaseException) -> None:
     """Take what repeats credentials out of an error of a client library, and out of those that it
     came from."""

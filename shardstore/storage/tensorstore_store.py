@@ -127,8 +127,13 @@ def _secret_file(content: bytes) -> int | str:
         os.write(fd, content)
         return fd
     folder = tempfile.mkdtemp(prefix="shardstore-")  # mode 0700
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(_remove, folder, os.getpid())
     path = os.path.join(folder, "credentials")
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)
     return path
+
+
+def _remove(folder: str, process: int) -> None:
+    if os.getpid() == process:  # and not a child, forked while the parent needs it
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,236 @@
+"""A process that forks while it saves: the child has no part in the save. It ends at once, whatever
+the way, and what it does or leaves undone harms nothing of its parent's.
+
+All forks are in programs of their own: TensorStore does not survive one.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardstore
+
+SAVES = """
+import multiprocessing, os, signal, sys, threading
+import torch, shardstore
+from shardstore import ShardedTensor, async_handle, housekeeping
+
+# Who waits for the save at its exit never ends.
+async_handle.ABORT_WAIT_S = housekeeping.EXIT_WAIT_S = threading.TIMEOUT_MAX
+folder, at_exit, held, go_on = sys.argv[1], sys.argv[2], threading.Event(), threading.Event()
+
+def hold(event):
+    if event.bytes_done:
+        held.set()
+        assert go_on.wait(120)
+
+def code_of(child):
+    "How a forked child ends; by a signal where it does not."
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        child()
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+options = {"progress": hold, "at_exit": at_exit}
+state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(1000.0))}
+manager = shardstore.CheckpointManager(os.path.join(folder, "run"))
+if sys.argv[3] == "managed":
+    handle = manager.async_save(1, state, **options)
+else:
+    handle = shardstore.async_save(state, os.path.join(folder, "run", "step-1"), **options)
+assert held.wait(60)
+"""
+
+# Then children, of several kinds, while the save goes on.
+CHILDREN = """
+process = multiprocessing.get_context("fork").Process(target=print, args=("a child",))
+process.start()
+process.join(20)
+print("process", process.exitcode)
+process.kill()
+
+loader = torch.utils.data.DataLoader(
+    [torch.tensor(n) for n in range(8)], num_workers=2, multiprocessing_context="fork"
+)
+batches = iter(loader)
+workers = batches._workers
+assert [int(batch) for batch in batches] == list(range(8))
+# The loader kills, after 5 s each, what does not end by itself.
+print("workers", *(worker.exitcode for worker in workers))
+
+print("exit", code_of(sys.exit))
+
+def ask():
+    # As in a `finally` of the trainer's.
+    assert handle.done() and handle.wait() and handle.wait_staged()
+    handle.abort()
+    manager.close()
+    try:
+        handle.result()
+    except shardstore.CheckpointingException as error:
+        text = str(error)
+        assert handle.url in text and f"process {os.getppid()}, which" in text, text
+    else:
+        raise AssertionError("it knows nothing of its parent's save")
+    sys.exit()
+
+print("ask", code_of(ask))
+assert not handle.done()
+go_on.set()
+handle.result(60)
+manager.close()
+"""
+
+
+@pytest.mark.parametrize("saves", ["wait", "abort", "managed"])
+def test_it_ends_at_once_and_the_save_goes_on(tmp_path: Path, saves: str) -> None:
+    at_exit = "abort" if saves == "abort" else "wait"
+    ended = run(SAVES + CHILDREN, tmp_path, at_exit, saves)
+    assert ended.splitlines() == ["a child", "process 0", "workers 0 0", "exit 0", "ask 0"]
+    assert os.listdir(tmp_path / "run") == ["step-1"]
+    loaded = shardstore.load_plain_tensors(tmp_path / "run" / "step-1")
+    assert torch.equal(loaded["w"], torch.arange(1000.0))
+
+
+LOCKED = """
+import os, signal
+from shardstore import leaving
+
+# As where a save ends, in its thread, at this very moment.
+leaving._lock.acquire()
+pid = os.fork()
+if pid == 0:
+    signal.alarm(20)
+else:
+    leaving._lock.release()
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_a_lock_that_is_held_at_the_fork_holds_up_nobody(tmp_path: Path) -> None:
+    assert run(LOCKED, tmp_path) == "0\n"
+
+
+OF_DCP = """
+import os, sys, threading, warnings
+import torch, torch.distributed.checkpoint as dcp
+from shardstore.dcp import StorageWriter
+
+warnings.simplefilter("ignore")  # of one process that saves
+held, go_on = threading.Event(), threading.Event()
+
+class Held(StorageWriter):
+    def write_data(self, plan, planner):
+        held.set()
+        assert go_on.wait(120)
+        return super().write_data(plan, planner)
+
+def save():
+    dcp.save({"w": torch.arange(1000.0)}, storage_writer=writer, no_dist=True)
+
+writer = Held(os.path.join(sys.argv[1], "c"))
+thread = threading.Thread(target=save)
+thread.start()
+assert held.wait(60)
+pid = os.fork()
+if pid == 0:
+    sys.exit()
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), len(os.listdir(sys.argv[1])))
+go_on.set()
+thread.join()
+"""
+
+
+def test_it_does_not_remove_what_is_being_written(tmp_path: Path) -> None:
+    """A writer of PyTorch DCP removes an attempt that failed when its process ends."""
+    assert run(OF_DCP, tmp_path) == "0 1\n"
+    assert os.listdir(tmp_path) == ["c"]
+    loaded = shardstore.load_plain_tensors(tmp_path / "c")
+    assert torch.equal(loaded["w"], torch.arange(1000.0))
+
+
+SECRET = """
+import os, sys
+os.__dict__.pop("memfd_create", None)
+from shardstore.storage.tensorstore_store import _secret_file
+
+path = _secret_file(b"of the store")
+pid = os.fork()
+if pid == 0:
+    sys.exit()
+os.waitpid(pid, 0)
+print(open(path).read(), path)
+"""
+
+
+def test_it_does_not_remove_the_credentials_of_its_parent(tmp_path: Path) -> None:
+    """Where there are no files in memory."""
+    text, _, path = run(SECRET, tmp_path).strip().rpartition(" ")
+    assert text == "of the store"
+    assert not os.path.exists(path)  # the parent does
+
+
+COLLECTS = """
+import gc, os, sys, threading
+from shardstore.storage.collector import collector_paused
+
+pauses, go_on = threading.Event(), threading.Event()
+
+def pause():
+    with collector_paused():
+        pauses.set()
+        assert go_on.wait(120)
+
+if sys.argv[2] == "off":
+    gc.disable()
+thread = threading.Thread(target=pause)
+thread.start()
+assert pauses.wait(60)
+pid = os.fork()
+if pid == 0:
+    on = gc.isenabled()
+    with collector_paused():
+        assert not gc.isenabled()
+    os._exit(on + 2 * gc.isenabled())
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+go_on.set()
+thread.join()
+"""
+
+
+@pytest.mark.parametrize(("collector", "found"), [("on", "3\n"), ("off", "0\n")])
+def test_its_memory_is_collected(tmp_path: Path, collector: str, found: str) -> None:
+    """Which a commit in the background pauses for a moment."""
+    assert run(COLLECTS, tmp_path, collector) == found
+
+
+def run(program: str, folder: Path, *arguments: str) -> str:
+    """What a program printed that is given a folder, and nothing else."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    ended = subprocess.run(
+        # Python 3.12 and later warn of any fork beside a thread.
+        [
+            sys.executable,
+            "-W",
+            "ignore::DeprecationWarning",
+            "-c",
+            program,
+            str(folder),
+            *arguments,
+        ],
+        env=environment,
+        timeout=120,
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr == ""
+    return ended.stdout
