@@ -255,7 +255,7 @@ def load(
             network (an object store, or a group on more than one host, as ``LOCAL_WORLD_SIZE``
             tells).
         exchange_budget_bytes: host memory for chunks on their way to other ranks or to a device, or
-            being cast.
+            being cast. Ranks that share go by the smallest of theirs.
         cast: fill tensors of another data type than the stored one, values as ``Tensor.copy_``
             converts them, which is an error otherwise. What loses more than precision or range (a
             float to an integer, a complex to a real number, a number to a bool: what

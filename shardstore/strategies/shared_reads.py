@@ -61,7 +61,8 @@ class Sharing:
 
     Attributes:
         group: a process group; its backend may be gloo or NCCL.
-        budget_bytes: host memory for chunks under way, on each rank.
+        budget_bytes: host memory for chunks under way, on each rank; the smallest of the group
+            counts.
     """
 
     group: Any
@@ -203,7 +204,10 @@ class _Exchange:
 
     def run(self, what: str) -> None:
         wanted = np.array(sorted(self._parts), np.int64)
-        plan = self._plan(_everybodys(wanted, self._stored.location.url, self._group))
+        everybodys, self._limit = _everybodys(
+            wanted, self._limit, self._stored.location.url, self._group
+        )
+        plan = self._plan(everybodys)
         device = exchange_device(self._group)
         most = max((sum(c.size for c in r) for rs in plan.rounds for r in rs), default=0)
         received = np.empty(most, np.uint8)
@@ -351,20 +355,26 @@ def _views(
         position += chunk.size
 
 
-def _everybodys(wanted: NDArray[np.int64], url: str, group: Any) -> Sequence[NDArray[np.int64]]:
-    """The chunks that each rank of the group wants; the same object where all want the same."""
+def _everybodys(
+    wanted: NDArray[np.int64], limit: int, url: str, group: Any
+) -> tuple[Sequence[NDArray[np.int64]], int]:
+    """The chunks that each rank of the group wants, the same object where all want the same; and
+    the smallest of all limits: ranks cut the same rounds."""
     size, device = group_size(group), exchange_device(group)
     digest = xxhash.xxh3_64_intdigest(wanted.tobytes() + url.encode()) >> 1
-    mine = torch.tensor([digest, len(wanted)], dtype=torch.int64, device=device)
+    mine = torch.tensor([digest, len(wanted), limit], dtype=torch.int64, device=device)
     found = [torch.empty_like(mine) for _ in range(size)]
     dist.all_gather(found, mine, group=group)
-    told = [(int(t[0]), int(t[1])) for t in found]
+    numbers = torch.stack(found).tolist()
+    told = [(their_digest, count) for their_digest, count, _ in numbers]
+    smallest: int = min(their_limit for _, _, their_limit in numbers)
     if len(set(told)) == 1:
-        return [wanted] * size
+        return [wanted] * size, smallest
     longest = max(count for _, count in told)
     padded = torch.zeros(longest, dtype=torch.int64)
     padded[: len(wanted)] = torch.from_numpy(wanted)
     padded = padded.to(device)
     gathered = [torch.empty_like(padded) for _ in range(size)]
     dist.all_gather(gathered, padded, group=group)
-    return [t[:count].cpu().numpy() for t, (_, count) in zip(gathered, told, strict=True)]
+    each = [t[:count].cpu().numpy() for t, (_, count) in zip(gathered, told, strict=True)]
+    return each, smallest

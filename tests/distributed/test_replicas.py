@@ -156,6 +156,22 @@ def each_byte_is_read_once(rank: int, world_size: int, folder: Path) -> None:
             assert torch.equal(loaded[key], tensor)
 
 
+def budgets_may_differ(rank: int, world_size: int, folder: Path) -> None:
+    """Rounds are as large as the smallest budget allows, on every rank."""
+    shardstore.save(replicated(rank), folder / "c", SMALL)
+    loaded = shardstore.load(
+        {key: tensor.without_data() for key, tensor in replicated(rank).items()},
+        folder / "c",
+        replica_group=everything(),
+        share_replicas="always",
+        exchange_budget_bytes=(1 << 28, 3 * CHUNK, 40 * CHUNK, 1 << 20)[rank],
+    )
+    assert isinstance(loaded, dict)
+    assert torch.equal(loaded["w"], WHOLE)
+    for key, tensor in zip("abc", OTHER, strict=True):
+        assert torch.equal(loaded[key], tensor)
+
+
 def sharing_is_a_choice(rank: int, world_size: int, folder: Path) -> None:
     """From a local disk every rank reads, unless told; a bad choice is an error on all ranks."""
     shardstore.save(replicated(rank), folder / "c", SMALL)
@@ -296,6 +312,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     other_shards_in_a_group_are_left_to_their_main_replica,
     two_main_replicas_are_still_an_error,
     each_byte_is_read_once,
+    budgets_may_differ,
     sharing_is_a_choice,
     automatic_is_where_bytes_come_over_a_network,
     hosts_of_a_group_are_those_of_its_ranks,
