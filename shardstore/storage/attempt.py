@@ -59,8 +59,10 @@ class Attempt(Protocol):
 
         Raises:
             CheckpointExistsError: another checkpoint was committed there in the meantime.
-            StorageError: the store refused; the target is as it was.
+            StorageError: the store refused; the target is as it was. Or an object store did not
+                say whether it committed, which the text says then.
         """
 
     def abandon(self) -> None:
-        """Give up. Called by one process, once all have stopped writing."""
+        """Give up. Called by one process, once all have stopped writing. Nothing goes where the
+        commit may still come."""

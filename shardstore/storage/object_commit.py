@@ -12,6 +12,11 @@ commit, or the deletion of leftovers) are closed by marks ``NNNNNN.committing`` 
 ``NNNNNN.clearing`` which the older attempt sets before it looks, and which the newer one, having
 claimed, waits for to be settled: one of the two always sees the other.
 
+Where the commit's PUT has no answer that decides it, and reading back does not show it, it may
+still be carried out. Then nothing is removed, and the mark ``NNNNNN.committing`` stays, which says
+so: the checkpoint is whole if it comes, and the next attempt waits for it before it clears
+anything.
+
 Called by one process where it is not said otherwise. How claims are made and read is
 :mod:`object_claims`'s, and which objects belong to a checkpoint :mod:`own_objects`'s.
 """
@@ -25,7 +30,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from shardstore.errors import CheckpointExistsError, StorageError
+from shardstore.errors import CheckpointExistsError, CheckpointingException, StorageError
 from shardstore.storage.location import Location
 from shardstore.storage.object_claims import (
     ATTEMPTS,
@@ -50,12 +55,17 @@ from shardstore.storage.own_objects import (
     leftovers,
 )
 from shardstore.storage.parallel import run_together
+from shardstore.storage.remote_errors import is_refusal
 
 __all__ = ["ObjectAttempt", "begin", "claimed", "join", "settled_names"]
 
 POLL_S = 0.2
 
 logger = logging.getLogger(__name__)
+
+
+class _UndecidedError(StorageError):
+    """The commit may be there, or come later."""
 
 
 @dataclass(frozen=True)
@@ -151,58 +161,84 @@ class ObjectAttempt:
 
         Raises:
             CheckpointExistsError: another checkpoint was committed there in the meantime.
-            StorageError: the store refused, or a newer attempt took the target over.
+            StorageError: the store refused, or a newer attempt took the target over. Or the store
+                did not say whether it committed: then its text says so, and :meth:`abandon` leaves
+                everything as it is.
         """
         if not documents:
             raise StorageError(
                 f"nothing that could commit {self.target.url} was written", url=self.target.url
             )
         name, data = documents[-1]
-        mark = f"{ATTEMPTS}/{self.number:06d}.committing"
-        # All of them before the look: nothing but one request comes between that and the commit.
-        self.put_all([*documents[:-1], (mark, self.id.encode())])
         try:
+            # All of them before the look: nothing but one request comes between that and the
+            # commit.
+            self.put_all([*documents[:-1], (self._committing, self.id.encode())])
             self.check()
-        except StorageError:
-            # Nothing was sent: nobody has to wait for it.
-            with contextlib.suppress(StorageError):
-                self.target.remote.delete([mark])
+        except BaseException:
+            self._settle_commit()
             raise
-        if not self._publish(name, data) and not self._take_over(name, data):
-            raise CheckpointExistsError(
-                f"{self.target.url} already exists: another checkpoint was committed there while "
-                "this one was being written; pass overwrite=True to replace it, or save elsewhere",
+        try:
+            if not self._publish(name, data) and not self._take_over(name, data):
+                raise CheckpointExistsError(
+                    f"{self.target.url} already exists: another checkpoint was committed there "
+                    "while this one was being written; pass overwrite=True to replace it, or save "
+                    "elsewhere",
+                    url=self.target.url,
+                )
+            names = self._look_once_more(name, data)
+        except _UndecidedError as open_:
+            raise StorageError(
+                f"whether {self.target.url} was committed is not known: {open_.message}. It may be "
+                "there, or come yet, and is whole then, for nothing was removed. Look for it "
+                "(shardstore ls); save there again where it has not come, or with overwrite=True "
+                "where it has",
                 url=self.target.url,
-            )
-        self._clean_up(self._look_once_more(name, data))
+            ) from open_.__cause__
+        except CheckpointingException:
+            self._settle_commit()
+            raise
+        self._clean_up(names)
+
+    @property
+    def _committing(self) -> str:
+        """The mark: the commit may be under way."""
+        return f"{ATTEMPTS}/{self.number:06d}.committing"
+
+    def _settle_commit(self) -> None:
+        """It is certain that there is no commit of this attempt, and that none will come: nobody
+        has to wait for it."""
+        with contextlib.suppress(StorageError):
+            self.target.remote.delete([self._committing])
 
     def _publish(self, name: str, data: bytes) -> bool:
         """The conditional PUT. Whether the commit that is there then is ours."""
-        store = self.target.remote
         failure: StorageError | None = None
         try:
-            if store.create(name, data):
+            if self.target.remote.create(name, data):
                 return True
         except StorageError as error:
             failure = error
-        for left in (2, 1, 0):
-            try:
-                there = store.read(name)
-            except FileNotFoundError:
-                there = None
-            except StorageError:
-                if not left:
-                    raise
-                time.sleep(POLL_S)
-                continue
-            if there == data:
-                return True
-            if failure is not None and there is None:
+        try:
+            there = self._read_back(name)
+        except StorageError as error:
+            there, failure = None, failure or error
+        if there == data:
+            return True
+        if failure is not None and there is None:
+            if is_refusal(failure):
                 raise failure
-            break
+            raise _UndecidedError(failure.message) from failure
         # Somebody else's, or one that a newer attempt has deleted again.
         self.check()
         return False
+
+    def _read_back(self, name: str) -> bytes | None:
+        for _ in range(2):
+            with contextlib.suppress(StorageError):
+                return self.target.remote.read_range(name, 0, None)
+            time.sleep(POLL_S)
+        return self.target.remote.read_range(name, 0, None)
 
     def _take_over(self, name: str, data: bytes) -> bool:
         """Replace the commit of an older attempt that was held up for longer than this one waited
@@ -232,14 +268,14 @@ class ObjectAttempt:
         """
         deadline = time.monotonic() + SETTLE_S
         while True:
-            names = self.target.remote.listing(ATTEMPTS)
-            newest = max(numbers(names, CLAIM), default=0)
-            if newest <= self.number:
-                return names
             try:
-                ours = self.target.remote.read(name) == data
-            except FileNotFoundError:
-                ours = False
+                names = self.target.remote.listing(ATTEMPTS)
+                newest = max(numbers(names, CLAIM), default=0)
+                if newest <= self.number:
+                    return names
+                ours = self.target.remote.read_range(name, 0, None) == data
+            except StorageError as error:
+                raise _UndecidedError(error.message) from error
             if not ours:
                 raise self._superseded(described(self.target, newest))
             if time.monotonic() > deadline:
@@ -277,19 +313,18 @@ class ObjectAttempt:
             )
 
     def abandon(self) -> None:
-        """Remove what was written, as far as the store lets us; the next attempt does the rest."""
+        """Remove what was written, as far as the store lets us; the next attempt does the rest. The
+        claim stays where that fails: it says that what is left is of a save. All of it stays where
+        the commit may still come."""
         with contextlib.suppress(StorageError, FileNotFoundError):
             names = self.target.remote.walk()
+            if self._committing in names:
+                return
             self._clear(leftovers(names, known_nodes(self.target, names)))
             said = f"{ATTEMPTS}/{self.number:06d}.nodes-"
             if marks := [name for name in names if name.startswith(said)]:
                 self.target.remote.delete(marks)
             self.withdraw()
-            return
-        # The claim stays: it says that what is left is of a save. Nobody has to wait for it.
-        with contextlib.suppress(StorageError):
-            if read_claim(self.target, self.number).get("id") == self.id:
-                self.target.remote.delete([f"{ATTEMPTS}/{self.number:06d}.committing"])
 
     def _clear(self, names: Sequence[str]) -> None:
         """Delete what other attempts left, unless a newer one owns the target already."""
@@ -307,9 +342,9 @@ class ObjectAttempt:
 
     def withdraw(self) -> None:
         """Take back this claim alone."""
-        number = f"{ATTEMPTS}/{self.number:06d}"
+        claim = f"{ATTEMPTS}/{self.number:06d}.json"
         if read_claim(self.target, self.number).get("id") == self.id:
-            self.target.remote.delete([f"{number}.committing", f"{number}.json"])
+            self.target.remote.delete([self._committing, claim])
 
     def _superseded(self, by: str) -> StorageError:
         return StorageError(

@@ -114,7 +114,7 @@ def publish(
 
     Raises:
         AccessPatternError: chunks are missing or were written twice; nothing is committed.
-        StorageError: the store refused; the target is as it was.
+        StorageError: as :meth:`Attempt.commit`.
     """
     with collector_paused():
         merged = merge(reports, check=options.validate)

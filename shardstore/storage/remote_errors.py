@@ -11,7 +11,7 @@ from typing import Any
 from shardstore.errors import StorageError
 from shardstore.storage.redaction import scrub
 
-__all__ = ["NO_ANSWER", "code_of", "explained", "remedy"]
+__all__ = ["NO_ANSWER", "code_of", "explained", "is_refusal", "remedy"]
 
 _DENIED = (
     "the store refuses the credentials: check key, secret and token (or AWS_ACCESS_KEY_ID, "
@@ -111,3 +111,33 @@ def code_of(error: BaseException | None) -> str | None:
             return None if code is None else str(code)
         error = error.__cause__
     return None
+
+
+def is_refusal(failure: BaseException) -> bool:
+    """Whether a failed request is taken as one that is not carried out, now or later: the store
+    refused its only try (HTTP 4xx), or had too much to do for the last one (``SlowDown``), or an
+    operating system refused. All else leaves it open: no answer, one of something on the way
+    (HTTP 5xx), or one to a repetition, while the first try may be waiting in the store.
+
+    Args:
+        failure: what the store's library raised, or the error of ours that it caused.
+    """
+    error: BaseException | None = failure
+    while error is not None:
+        response = getattr(error, "response", None)
+        if isinstance(response, dict):
+            if code_of(error) == "SlowDown":
+                return True
+            about = response.get("ResponseMetadata") or {}
+            return _is_4xx(about.get("HTTPStatusCode")) and not about.get("RetryAttempts")
+        # adlfs; gcsfs
+        if _is_4xx(getattr(error, "status_code", None)) or _is_4xx(getattr(error, "code", None)):
+            return True
+        last, error = error, error.__cause__
+    if isinstance(last, ConnectionError | TimeoutError):
+        return False
+    return isinstance(last, PermissionError) or getattr(last, "errno", None) is not None
+
+
+def _is_4xx(status: object) -> bool:
+    return isinstance(status, int) and 400 <= status < 500

@@ -43,6 +43,7 @@ class Fault(Enum):
     SHORTEN_ANSWER = "half of the answer's body, with a Content-Length that agrees"
     FLIP_ANSWER = "one bit of the answer's body is another"
     SILENCE = "no answer, ever; the server sees nothing"
+    HELD = "reset in place of an answer; the server sees it once ``release`` is called"
     SILENT_ANSWER = "half of the answer's body, then nothing, ever"
     IGNORE_CONDITIONS = "If-None-Match and If-Match do not reach the server"
     DELAY = "as it should be, after ``delay_s``"
@@ -164,6 +165,7 @@ class FaultProxy:
         bytes_per_s: limit of all bodies together, both ways; None for none.
         rules: the faults; the first rule that takes a request decides. Change them at any time.
         log: every request that came.
+        held: requests that were taken and wait for :meth:`release`.
         most_at_once: how many requests were under way at one time, at the most.
     """
 
@@ -173,6 +175,7 @@ class FaultProxy:
     rules: list[Rule] = field(default_factory=list)
     log: list[Passed] = field(default_factory=list)
     most_at_once: int = 0
+    held: list[bytes] = field(default_factory=list)
 
     def __enter__(self) -> FaultProxy:
         self.start()
@@ -221,6 +224,22 @@ class FaultProxy:
         self.log.clear()
         self.most_at_once = 0
         self.latency_s, self.bytes_per_s = 0.0, None
+
+    def release(self) -> list[int]:
+        """Send what was held to the server, one after the other; the statuses of its answers."""
+
+        async def send() -> list[int]:
+            statuses = []
+            while self.held:
+                where = urlsplit(self.upstream_url)
+                reader, writer = await asyncio.open_connection(where.hostname, where.port)
+                writer.write(self.held.pop(0))
+                answer = await _read_head(reader)
+                statuses.append(answer.status if answer else 0)
+                writer.close()
+            return statuses
+
+        return asyncio.run_coroutine_threadsafe(send(), self._loop).result(60)
 
     def count(self, method: str = "", path: str = "") -> int:
         """How many requests came, of a method and with a path that the expression is found in."""
@@ -333,6 +352,10 @@ class _Connection:
         if head.fields("expect"):
             self.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             head = head.without("expect")
+        if fault is Fault.HELD:
+            body = b"".join([piece async for piece in _body(self.reader, head.body_bytes())])
+            self.proxy.held.append(head.encode() + body)
+            raise Cut
         if fault is Fault.SILENCE:
             async for _ in _body(self.reader, head.body_bytes()):
                 pass

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 import pytest
 
 from scripts.s3_servers import S3Server
-from shardstore.errors import CheckpointingException, StorageError
+from shardstore.errors import CheckpointExistsError, CheckpointingException, StorageError
+from shardstore.storage import object_commit
+from shardstore.storage.sweep import latest
 from tests.faults.s3_proxy import Fault, FaultProxy
 from tests.s3.checkpoints import Run
 
@@ -142,6 +144,46 @@ def test_the_store_dies_at_the_commit(run: Run, proxy: FaultProxy) -> None:
     failure = attempt(run)
     assert isinstance(failure, StorageError)
     assert run.version(2) in (None, 2)
+
+
+def test_a_commit_that_is_carried_out_after_it_was_given_up_is_whole(
+    run: Run, proxy: FaultProxy
+) -> None:
+    """The store takes every try of the PUT and is silent about them."""
+    methods, path = PHASES["commit"]
+    rule = proxy.add(Fault.HELD, methods=methods, path=path, count=None)
+    failure = attempt(run)
+    assert rule.hits
+    assert isinstance(failure, StorageError)
+    assert run.url(2) in str(failure)
+    assert "is not known" in str(failure)
+    options = run.direct.storage_options
+    assert run.version(2) is None
+    assert latest(f"s3://{run.bucket}/run", storage_options=options) != run.url(2)
+    first, *others = proxy.release()
+    assert first == 200
+    assert set(others) <= {412}
+    assert run.version(2) == 2
+    proxy.clear()
+    with pytest.raises(CheckpointExistsError):
+        run.save(2)
+    assert run.version(2) == 2
+    run.save(2, overwrite=True)
+    assert run.version(2) == 2
+    assert [key for key in run.direct.keys(run.bucket, "run/step-2/") if ".attempts" in key] == []
+
+
+def test_a_commit_that_comes_after_the_next_save_changes_nothing(
+    run: Run, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_commit, "SETTLE_S", 0.5)
+    methods, path = PHASES["commit"]
+    proxy.add(Fault.HELD, methods=methods, path=path, count=None)
+    assert isinstance(attempt(run), StorageError)
+    run.save_directly(2)
+    assert set(proxy.release()) == {412}
+    assert run.version(2) == 2
+    assert [key for key in run.direct.keys(run.bucket, "run/step-2/") if ".attempts" in key] == []
 
 
 def test_a_failed_clean_up_does_not_spoil_a_commit(run: Run, proxy: FaultProxy) -> None:

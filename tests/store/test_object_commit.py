@@ -30,6 +30,7 @@ from shardstore.errors import (
     CheckpointExistsError,
     ChunkCorruptError,
     ChunkMissingError,
+    DamagedCheckpointError,
     NotACheckpointError,
     RanksError,
     StorageError,
@@ -228,6 +229,133 @@ def test_a_writer_that_was_held_up_takes_its_commit_back(
     assert place.read(ROOT) == newer.id.encode()
     assert (chunk(place), chunk(place, 1)) == (2.0, 2.0)
     assert place.remote.walk(ATTEMPTS) == []
+
+
+class Unanswered(BaseException):
+    """As a signal raises it, whatever a thread is doing."""
+
+
+def _given_up(
+    place: Location,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    state: dict[str, Any],
+    **options: bool,
+) -> Callable[[], bool]:
+    """A save whose deciding PUT is given up; what carries it out afterwards, and whether the store
+    then took it."""
+    pipe = RemoteStore._pipe
+    held: list[tuple[Any, ...]] = []
+
+    def holds(self: RemoteStore, path: str, data: bytes, *, create: bool) -> None:
+        if path.endswith(f"{place.url.rpartition('/')[2]}/{ROOT}"):
+            held.append((self, path, data))
+            raise error
+        pipe(self, path, data, create=create)
+
+    monkeypatch.setattr(RemoteStore, "_pipe", holds)
+    kind = StorageError if isinstance(error, Exception) else type(error)
+    with pytest.raises(kind) as caught:
+        shardstore.save(state, place.place, **options)
+    monkeypatch.setattr(RemoteStore, "_pipe", pipe)
+    if isinstance(error, Exception):
+        assert place.url in str(caught.value)
+        assert "whether" in str(caught.value)
+        assert "is not known" in str(caught.value)
+
+    def carry_out() -> bool:
+        store, _, data = held[0]
+        return bool(store.create(ROOT, data))
+
+    return carry_out
+
+
+@pytest.mark.parametrize("error", [TimeoutError("no answer"), Unanswered()], ids=["silent", "cut"])
+def test_a_commit_that_was_given_up_is_whole_if_it_comes(
+    target: Target, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    place = target("given-up")
+    carry_out = _given_up(place, monkeypatch, error, small_state(1.0))
+    assert not is_committed(place)
+    assert sweep(place, dry_run=False) == []  # too young
+    assert carry_out()
+    assert_small_state(shardstore.load(small_state(), place.place), 1.0)
+    sweep(place, older_than=timedelta(0), dry_run=False)
+    assert_small_state(shardstore.load(small_state(), place.place), 1.0)
+    with pytest.raises(CheckpointExistsError):
+        shardstore.save(small_state(2.0), place.place)
+    delete_checkpoint(place)
+    assert place.remote.walk() == []
+
+
+def test_a_save_waits_for_a_commit_that_was_given_up(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = target("given-up")
+    carry_out = _given_up(place, monkeypatch, TimeoutError(), small_state(1.0))
+
+    class Clock:
+        monotonic = staticmethod(time.monotonic)
+
+        @staticmethod
+        def sleep(_: float) -> None:
+            assert carry_out()
+
+    monkeypatch.setattr(object_commit, "time", Clock)
+    with pytest.raises(CheckpointExistsError):
+        shardstore.save(small_state(2.0), place.place)
+    assert_small_state(shardstore.load(small_state(), place.place), 1.0)
+
+
+@pytest.mark.parametrize("comes", ["before the commit", "after it"])
+def test_a_commit_that_was_given_up_takes_no_newer_save(
+    target: Target, monkeypatch: pytest.MonkeyPatch, comes: str
+) -> None:
+    monkeypatch.setattr(object_commit, "SETTLE_S", 0.0)
+    place = target("given-up")
+    carry_out = _given_up(place, monkeypatch, TimeoutError(), small_state(1.0))
+    if comes == "before the commit":
+        publish = ObjectAttempt._publish
+
+        def late(self: ObjectAttempt, name: str, data: bytes) -> bool:
+            monkeypatch.setattr(ObjectAttempt, "_publish", publish)
+            assert carry_out()
+            return publish(self, name, data)
+
+        monkeypatch.setattr(ObjectAttempt, "_publish", late)
+    shardstore.save(small_state(2.0), place.place)
+    assert not carry_out()
+    assert_small_state(shardstore.load(small_state(), place.place), 2.0)
+    assert place.remote.walk(ATTEMPTS) == []
+
+
+def test_the_sweeper_takes_a_save_whose_commit_never_came(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_commit, "SETTLE_S", 0.0)
+    place = target("given-up")
+    _given_up(place, monkeypatch, TimeoutError(), small_state(1.0))
+    (found,) = sweep(place, older_than=timedelta(0), dry_run=False)
+    assert found.url == place.url
+    assert place.remote.walk() == []
+
+
+def test_a_commit_that_the_store_refused_leaves_nothing(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = target("refused")
+    pipe = RemoteStore._pipe
+
+    def refuses(self: RemoteStore, path: str, data: bytes, *, create: bool) -> None:
+        if path.endswith(f"refused/{ROOT}"):
+            raise PermissionError(path)
+        pipe(self, path, data, create=create)
+
+    monkeypatch.setattr(RemoteStore, "_pipe", refuses)
+    with pytest.raises(StorageError) as caught:
+        shardstore.save(small_state(1.0), place.place)
+    assert "is not known" not in str(caught.value)
+    assert place.remote.walk() == []
 
 
 def test_of_many_claims_at_a_time_each_has_a_number_of_its_own(target: Target) -> None:
@@ -521,6 +649,25 @@ def test_a_store_that_ignores_conditions_is_refused_unless_allowed() -> None:
     assert Location.of(url).remote.walk() == []
     shardstore.save(small_state(2.0), url, allow_unconditional=True)
     assert shardstore.load(small_state(), url)["step"] == 2
+
+
+def test_a_commit_that_was_given_up_where_conditions_are_ignored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is whole if it comes; after a newer save it takes that one's place, and is found out."""
+    fsspec.register_implementation("forgetful", ForgetfulFileSystem, clobber=True)
+    monkeypatch.setattr(object_commit, "SETTLE_S", 0.0)
+    place = Location.of(f"forgetful://{uuid.uuid4().hex}/step")
+    carry_out = _given_up(
+        place, monkeypatch, TimeoutError(), small_state(1.0), allow_unconditional=True
+    )
+    carry_out()
+    assert_small_state(shardstore.load(small_state(), place.place), 1.0)
+    shardstore.save(small_state(2.0), place.place, overwrite=True, allow_unconditional=True)
+    assert_small_state(shardstore.load(small_state(), place.place), 2.0)
+    carry_out()
+    with pytest.raises(DamagedCheckpointError):
+        shardstore.load(small_state(), place.place)
 
 
 class BlindFileSystem(MemoryFileSystem):
