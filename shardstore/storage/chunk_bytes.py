@@ -7,7 +7,7 @@ the chunk goes through a little scratch memory of the thread. Nothing here knows
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -68,17 +68,19 @@ def pieces(
     chunk_shape: tuple[int, ...],
     sums: Sums | None = None,
     most_bytes: int | None = None,
+    into: NDArray[np.uint8] | None = None,
 ) -> Iterator[memoryview]:
     """The bytes of a chunk in order, zeros where ``source`` does not reach to the chunk's edge.
 
-    The source's own memory where it lies right, else gathered in scratch memory: then a piece is
-    valid only until the next one is asked for.
+    The source's own memory where it lies right, else gathered: in scratch memory, where a piece is
+    valid only until the next one is asked for, or one after the other in memory that is given.
 
     Args:
         source: the chunk, or what there is of it.
         chunk_shape: of the whole chunk.
         sums: takes each piece in before it is handed out.
         most_bytes: of a piece; default: no limit where nothing is gathered.
+        into: for the chunk, if it is gathered; default: scratch memory.
     """
     if source.shape == chunk_shape and source.flags.c_contiguous:
         whole = as_bytes(source).data
@@ -89,11 +91,26 @@ def pieces(
                 sums.add(piece)
             yield piece
         return
-    yield from _gathered(source, chunk_shape, sums)
+    yield from _gathered(source, chunk_shape, sums, scratch if into is None else _in_order(into))
+
+
+def _in_order(memory: NDArray[np.uint8]) -> Callable[[int], NDArray[np.uint8]]:
+    """Hands out memory from its beginning on."""
+    taken = 0
+
+    def take(size: int) -> NDArray[np.uint8]:
+        nonlocal taken
+        taken += size
+        return memory[taken - size : taken]
+
+    return take
 
 
 def _gathered(
-    source: NDArray[Any], chunk_shape: tuple[int, ...], sums: Sums | None
+    source: NDArray[Any],
+    chunk_shape: tuple[int, ...],
+    sums: Sums | None,
+    take: Callable[[int], NDArray[np.uint8]],
 ) -> Iterator[memoryview]:
     row_bytes = source.dtype.itemsize
     for edge in chunk_shape[1:]:
@@ -102,12 +119,12 @@ def _gathered(
         padding = np.zeros((0,) * (len(chunk_shape) - 1), source.dtype)
         for i in range(chunk_shape[0]):
             part = source[i] if i < source.shape[0] else padding
-            yield from _gathered(part, chunk_shape[1:], sums)
+            yield from _gathered(part, chunk_shape[1:], sums, take)
         return
     rows = SCRATCH_BYTES // row_bytes
     for start in range(0, chunk_shape[0], rows):
         count = min(rows, chunk_shape[0] - start)
-        buffer = scratch(count * row_bytes)
+        buffer = take(count * row_bytes)
         part = source[start : start + count]
         if sums is not None and part.shape == (count, *chunk_shape[1:]) and _rows(part):
             sums.add(part.view(np.uint8), buffer.data)

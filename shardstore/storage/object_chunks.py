@@ -6,6 +6,7 @@ there, and what comes goes straight to where it is wanted. No requests are made 
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ import xxhash
 from numcodecs.zstd import Zstd  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
+from shardstore.storage import dtypes
 from shardstore.storage.block_sums import Sums, sum_blocks
 from shardstore.storage.checksums import crc32c
 from shardstore.storage.chunk_bytes import pieces, span, view_in_chunk
@@ -41,6 +43,9 @@ SMALL_BYTES = 64 * 1024
 """Objects up to this size take no memory worth counting, and as little else as can be: where there
 are many, what is done for each beside its request is what a load takes longer than plain gets."""
 
+MAPPED_FROM_BYTES = 128 * 1024
+"""Gathered chunks beyond this size lie in memory of their own."""
+
 
 def stored_bytes(array: ArrayMeta) -> int:
     """Size of a chunk's object, if it is not compressed."""
@@ -49,13 +54,21 @@ def stored_bytes(array: ArrayMeta) -> int:
 
 def held_bytes(item: ChunkWrite) -> int:
     """Memory that putting a chunk takes, beside its source."""
-    stored = stored_bytes(item.array)
-    if item.array.is_packed:
-        return 2 * stored
-    source = item.source
-    if callable(source) or not _lies_as_chunk(source, item.array):
-        return stored
-    return min(stored, SENT_HELD_BYTES)
+    array, source = item.array, item.source
+    stored = stored_bytes(array)
+    held = 0
+    if callable(source):
+        box = array.grid.box(item.index)
+        held = box.size * dtypes.itemsize(array.dtype)
+        gathered = box.shape != array.grid.chunk_shape
+    else:
+        gathered = not _lies_as_chunk(source, array)
+    if gathered:
+        held += stored
+    if array.is_packed:
+        # What the encoder makes, and at least as much again for what the allocator keeps of that.
+        return max(held + stored, 2 * stored)
+    return held or min(stored, SENT_HELD_BYTES)
 
 
 def _lies_as_chunk(data: NDArray[np.generic], array: ArrayMeta) -> bool:
@@ -79,12 +92,21 @@ def encode(item: ChunkWrite) -> tuple[list[bytes | memoryview], ChunkRecord]:
     else:
         parts, crc, running, digest = _gathered(data, array)
     if array.is_packed:
-        packed = Zstd(level=ZSTD_LEVEL).encode(parts[0] if len(parts) == 1 else b"".join(parts))
+        packed = Zstd(level=ZSTD_LEVEL).encode(parts[0] if parts else b"")
         parts = [packed, CRC.pack(crc32c(packed, 0))]
     elif array.has_crc:
         parts.append(CRC.pack(crc))
     size = sum(map(len, parts))
     return parts, ChunkRecord(size, crc, digest, running[: inner_blocks(array.chunk_bytes)])
+
+
+def _memory(size: int) -> NDArray[np.uint8]:
+    """Memory that goes back to the system with its last user: of what threads give back to the
+    allocator, it keeps a part for each of them."""
+    if size <= MAPPED_FROM_BYTES:
+        return np.empty(size, np.uint8)
+    mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(mapped, np.uint8)
 
 
 def _gathered(
@@ -94,11 +116,10 @@ def _gathered(
     its blocks, and its hash."""
     sums = Sums(block_bytes(array.chunk_bytes))
     hasher = xxhash.xxh3_128()
-    parts: list[bytes | memoryview] = []
-    for piece in pieces(data, array.grid.chunk_shape, sums):
+    whole = _memory(array.chunk_bytes)
+    for piece in pieces(data, array.grid.chunk_shape, sums, into=whole):
         hasher.update(piece)
-        parts.append(bytes(piece))  # it lies in memory that the next one needs
-    return parts, sums.crc, sums.running, hasher.digest()
+    return [whole.data] if whole.nbytes else [], sums.crc, sums.running, hasher.digest()
 
 
 @dataclass(frozen=True, slots=True)

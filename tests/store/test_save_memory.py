@@ -1,0 +1,58 @@
+"""What a save to an object store takes beside the state: its budget, however the tensors lie in
+memory. The kernel's own peak of a fresh process, in bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import shardstore
+from scripts.bench.memory import peak_rss_bytes, reset_peak
+from scripts.s3_servers import S3Server
+from shardstore.mapping import ShardedTensor
+from shardstore.strategies.zarr import ZarrSaveShardedStrategy
+from tests.ranks_helper import run_ranks
+
+MIB = 2**20
+CHUNK = 4 * MIB
+BUDGET = 40 * MIB
+LIMIT = BUDGET + BUDGET // 10
+ROWS, COLUMNS = 4096, 4096
+"""Of four bytes: 64 MiB."""
+
+
+def laid_out(kind: str) -> torch.Tensor:
+    """All of its memory touched, and nothing in it that compresses."""
+    wide = COLUMNS + 256 * (kind == "sliced")
+    data = torch.empty(ROWS, wide)
+    data.view(torch.int32).random_()
+    return data.t() if kind == "transposed" else data[:, :COLUMNS]
+
+
+def grown(
+    rank: int, world: int, url: str, options: dict[str, str], kind: str, compression: str | None
+) -> int:
+    """Growth of the peak over a save."""
+    strategy = ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=CHUNK, budget_bytes=BUDGET)
+
+    def save(tensor: torch.Tensor, name: str) -> None:
+        state = {"w": ShardedTensor.from_rank_offsets("w", tensor)}
+        how = {"compression": compression, "storage_options": options}
+        shardstore.save(state, f"{url}/{name}", strategy, **how)  # type: ignore[arg-type]
+
+    # Once before, so that what is imported and started with the first save does not count.
+    save(torch.ones(8), "first")
+    tensor = laid_out(kind)
+    before = reset_peak().rss_bytes
+    save(tensor, "second")
+    return peak_rss_bytes() - before
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+@pytest.mark.parametrize("kind", ["contiguous", "transposed", "sliced"])
+def test_chunks_under_way_keep_to_the_budget(
+    s3_server: S3Server, kind: str, compression: str | None
+) -> None:
+    url, options = f"s3://{s3_server.new_bucket()}", s3_server.storage_options
+    (size,) = run_ranks(grown, 1, url, options, kind, compression)
+    assert size <= LIMIT, f"{size / MIB:.1f} MiB of at most {LIMIT / MIB:.1f}"
