@@ -39,6 +39,7 @@ from shardstore.strategies.base import LoadCommonStrategy, LoadShardedStrategy, 
 from shardstore.strategies.casting import budget_of, casting
 from shardstore.strategies.opened import handed_out
 from shardstore.strategies.partial import with_destinations
+from shardstore.strategies.read_offers import Offer, agree, offer
 from shardstore.strategies.shared_reads import (
     DEFAULT_BUDGET_BYTES,
     Sharing,
@@ -114,7 +115,6 @@ class _Matched:
     wanted: ShardedStateDict
     missing: set[str]
     unexpected: set[str]
-    sharing: Sharing | None
 
 
 class _Load:
@@ -142,6 +142,8 @@ class _Load:
         self.mode = StrictHandling.ASSUME_OK_UNEXPECTED
         self.adopted = Adopted(call.sharded_state_dict)
         self.device: torch.device | None = None
+        self.sharing: Sharing | None = None
+        self.offer: Offer = None  # what this rank tells of its group
         self.wanted: ShardedStateDict = {}
         self.nonpersistent: StateDict = {}
         self.factories: StateDict = {}
@@ -161,9 +163,11 @@ class _Load:
             if own is not None:
                 stack.enter_context(handed_out(own))
                 self._try(self._match)
-            said = pickle.dumps((digest_of(own), self.report))
+            said = pickle.dumps((digest_of(own), self.report, self.offer))
             answer = ranks.together(said, what=self.what, error=self.error, decide=self._decide)
-            settled, documents, shards_are_known, reports = pickle.loads(answer)
+            settled, documents, shards_are_known, reports, apart = pickle.loads(answer)
+            if self.offer is not None and self.offer[0] in apart:
+                self.sharing = None
             if not settled:
                 self.matched = None  # and what it took with it
                 stack.enter_context(handed_out(documents))
@@ -219,6 +223,10 @@ class _Load:
             )
         self.mode = parse_strict_flag(call.strict)
         self.device = _device_of(call.map_location)
+        self.sharing = sharing_of(
+            call.replica_group, call.share_replicas, self.location, call.exchange_budget_bytes
+        )
+        self.offer = offer(call.replica_group, call.share_replicas, self.sharing is not None)
         if not needs_adoption(call.sharded_state_dict):
             self._prepare_shards(call.sharded_state_dict)
             self.report = self._reported()
@@ -263,17 +271,17 @@ class _Load:
     # -- on the coordinator --------------------------------------------------------------------
 
     def _decide(self, said: list[bytes]) -> bytes:
-        """Whether all is settled; the documents, if not; whether all shards are known; and what
-        :meth:`_checked` returned."""
-        digests, reports = zip(*map(pickle.loads, said), strict=True)
+        """Whether all is settled; the documents, if not; whether all shards are known; what
+        :meth:`_checked` returned; and the groups that share nothing after all."""
+        digests, reports, offers = zip(*map(pickle.loads, said), strict=True)
+        apart = agree(offers, self.location.url)
         known = all(reports)
         if digests[0] is not None and known and len(set(digests)) == 1:
-            return pickle.dumps((True, {}, True, self._checked(reports)))
+            return pickle.dumps((True, {}, True, self._checked(reports), apart))
         documents = read_documents(self.location)
         there = documents[self.location.url, CONFIG_FNAME] is not None
-        return pickle.dumps(
-            (False, documents, known, self._checked(reports) if known and there else None)
-        )
+        checked = self._checked(reports) if known and there else None
+        return pickle.dumps((False, documents, known, checked, apart))
 
     def _checked(self, reports: Sequence[bytes]) -> Sequence[bytes] | None:
         """The reports, once they passed; ``None`` where they are not compared with what is
@@ -300,9 +308,6 @@ class _Load:
         wanted, missing, unexpected = validate_integrity_and_strict_load(
             self.wanted, self.mode, False, local, everyone, stored
         )
-        sharing = sharing_of(
-            call.replica_group, call.share_replicas, self.location, call.exchange_budget_bytes
-        )
         if self.device is not None:
             wanted = with_destinations(wanted, self.device)
         self.matched = _Matched(
@@ -312,7 +317,6 @@ class _Load:
             wanted=wanted,
             missing=missing,
             unexpected=unexpected,
-            sharing=sharing,
         )
 
     # -- bytes ---------------------------------------------------------------------------------
@@ -326,7 +330,7 @@ class _Load:
                 self.checkpoint_dir,
                 matched.for_tensors,
                 matched.for_common,
-                matched.sharing,
+                self.sharing,
             )
         state = merge(matched.common_state, loaded)
         self.result = self.adopted.restore(apply_factory_merges(state, self.factories))

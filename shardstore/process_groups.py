@@ -107,9 +107,11 @@ def global_rank(group: Group, rank: int) -> int:
 
 
 def global_ranks(group: Group) -> tuple[int, ...]:
-    """The global numbers of a group's ranks, in its order."""
+    """The global numbers of a group's ranks, in its order; none where this rank is no member."""
     if not has_ranks():
         return (0,)
+    if torch.distributed.get_world_size(group) < 1:
+        return ()
     return tuple(torch.distributed.get_process_group_ranks(group))
 
 

@@ -249,8 +249,8 @@ def load(
         map_location: device of the tensors that are made where a sharded tensor has no data;
             default: the CPU. Tensors that are given stay where they are.
         replica_group: a process group (this rank's data-parallel group) that may share the reading:
-            each chunk is read once in the group and sent on. All its ranks load the same
-            checkpoint.
+            each chunk is read once in the group and sent on. All its ranks give it, with the same
+            ``share_replicas``, and load the same checkpoint.
         share_replicas: ``"always"``, ``"never"`` or ``"auto"``: where the bytes come over a
             network (an object store, or a group on more than one host, as ``LOCAL_WORLD_SIZE``
             tells).
@@ -274,6 +274,7 @@ def load(
             was written.
         UnsafeObjectError: a class is needed that was not allowed.
         ArgumentError: a tensor that is given can not be filled in place: it is sparse, or expanded.
+            Or a part of a group's ranks would share their reading, and the others would not.
         RanksError: another rank failed, or did not answer in time.
     """
     call = LoadCall(

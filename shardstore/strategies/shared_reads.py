@@ -75,7 +75,8 @@ _sharing: ContextVar[Sharing | None] = ContextVar("sharing", default=None)
 def sharing_of(
     group: Any, share: str, place: Location, budget_bytes: int = DEFAULT_BUDGET_BYTES
 ) -> Sharing | None:
-    """Whether a group shares its reading. The same on every rank.
+    """Whether this rank would share its reading with a group; whether all of the group would, which
+    it takes, :mod:`shardstore.strategies.read_offers` tells.
 
     Args:
         group: the group, ``None`` for none.

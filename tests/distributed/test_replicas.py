@@ -4,6 +4,8 @@ of the group ask for, and what goes wrong on one of them is raised on all."""
 from __future__ import annotations
 
 import random
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import shardstore
-from shardstore.errors import AccessPatternError, CheckpointingException
+from shardstore.errors import AccessPatternError, ArgumentError, CheckpointingException
 from shardstore.mapping import ShardedTensor
 from shardstore.storage.counters import counters
 from shardstore.storage.location import Location
@@ -172,6 +174,72 @@ def budgets_may_differ(rank: int, world_size: int, folder: Path) -> None:
         assert torch.equal(loaded[key], tensor)
 
 
+def a_group_is_given_on_all_of_its_ranks(rank: int, world_size: int, folder: Path) -> None:
+    """Else all ranks hear at once who did not give it, or none of them shares."""
+    place = folder / "c"
+    shardstore.save(replicated(rank), place, SMALL)
+    pairs, alone = [dist.new_group([0, 2]), dist.new_group([1, 3])], dist.new_group([2])
+    mine = pairs[rank % 2]
+
+    def load(group: Any, share: str) -> None:
+        loaded = shardstore.load(replicated(rank), place, replica_group=group, share_replicas=share)
+        assert isinstance(loaded, dict)
+        assert torch.equal(loaded["w"], WHOLE)
+
+    every, by = "the group of ranks [0, 1, 2, 3] with share_replicas=", "share_replicas='always'"
+    for group, share, *said in (
+        (
+            everything() if rank == 0 else None,
+            "always",
+            f"rank(s) [0] gave {every}'always', rank(s) [1, 2, 3] gave none",
+        ),
+        (
+            None if rank == 3 else mine,
+            "always",
+            f"rank(s) [1] gave the group of ranks [1, 3] with {by}, rank(s) [3] gave none",
+        ),
+        (
+            everything() if rank == 2 else mine,
+            "always",
+            f"rank(s) [0] gave the group of ranks [0, 2] with {by}",
+            f"rank(s) [2] gave {every}'always'",
+        ),
+        (
+            alone if rank == 2 else mine,
+            "always",
+            f"rank(s) [2] gave the group of ranks [2] with {by}",
+        ),
+        (
+            everything(),
+            "never" if rank == 1 else "always",
+            f"rank(s) [0, 2, 3] gave {every}'always', rank(s) [1] gave {every}'never'",
+        ),
+    ):
+        begin = time.monotonic()
+        error = raised(partial(load, group, share))
+        assert time.monotonic() - begin < 15, "told late"
+        assert isinstance(error, ArgumentError)
+        assert f"loading {place}: " in str(error)
+        assert ", ".join(said) in str(error)
+        load(mine, "always")
+    # Where nobody shares nobody waits for anybody.
+    load(everything() if rank == 0 else None, "auto")
+    load(mine, "auto" if rank == 1 else "never")
+    load(alone, "always")
+
+
+def automatic_is_what_all_ranks_see(rank: int, world_size: int, folder: Path) -> None:
+    """Hosts may have different numbers of ranks: what one rank takes for two is one to another."""
+    shardstore.save(replicated(rank), folder / "c", SMALL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "2" if rank == 0 else "4")
+        before = counters.snapshot()
+        loaded = shardstore.load(replicated(rank), folder / "c", replica_group=everything())
+        assert isinstance(loaded, dict)
+        assert torch.equal(loaded["w"], WHOLE)
+        assert sum(moved("bytes_read", before)) >= WORLD * whole_bytes()
+
+
 def sharing_is_a_choice(rank: int, world_size: int, folder: Path) -> None:
     """From a local disk every rank reads, unless told; a bad choice is an error on all ranks."""
     shardstore.save(replicated(rank), folder / "c", SMALL)
@@ -313,6 +381,8 @@ SCENARIOS: tuple[Scenario, ...] = (
     two_main_replicas_are_still_an_error,
     each_byte_is_read_once,
     budgets_may_differ,
+    a_group_is_given_on_all_of_its_ranks,
+    automatic_is_what_all_ranks_see,
     sharing_is_a_choice,
     automatic_is_where_bytes_come_over_a_network,
     hosts_of_a_group_are_those_of_its_ranks,
