@@ -117,7 +117,7 @@ def test_the_commit_record_says_what_each_rank_did(tmp_path: Path) -> None:
     assert 0 <= ranks["plan_s"][0] <= commit["seconds"]
     assert zarr.open_group(tmp_path / "c", mode="r")["w"][0, 0] == 1
     record = shardstore.async_save(state_of(2), tmp_path / "d").result(60)
-    assert record["ranks"]["stage_s"][0] > 0
+    assert 0 <= record["ranks"]["stage_s"][0] <= record["seconds"]  # rounded: to 0 perhaps
     assert record["content"] != commit["content"]
 
 
