@@ -22,7 +22,6 @@ from shardstore import leaving
 from shardstore.errors import ArgumentError, SaveInProgressError
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
 from shardstore.progress import ProgressCallback
-from shardstore.ranks import Ranks
 from shardstore.saving import SaveCall, options_of
 from shardstore.serialization import begin_save
 from shardstore.storage.manifest import RankManifest
@@ -145,16 +144,10 @@ def async_save(
         storage_options=storage_options,
         progress=progress,
         error=error,
+        later=RANKS_PURPOSE,
     )
     session, request = begin_save(call)
     assert request is not None
-    try:
-        # Not before: all ranks came so far, so no save runs on any of them any more, and all know
-        # alike whether the last one broke the group that it had.
-        session.ranks = Ranks.current(RANKS_PURPOSE)
-    except BaseException:
-        background.abort(session)
-        raise
     _latest = AsyncSave(session, request, at_exit)
     return _latest
 

@@ -22,7 +22,7 @@ import logging
 import os
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -89,15 +89,27 @@ _controls: dict[str, _Control] = {}
 atexit.register(_controls.clear)
 
 
-def _control_group(deadline_s: float, purpose: str) -> _Control:
-    world = dist.group.WORLD
+def _is_lacking(purpose: str) -> bool:
     control = _controls.get(purpose)
-    if control is None or control.world is not world or control.broken:
+    return control is None or control.broken or control.world is not dist.group.WORLD
+
+
+def _control_group(deadline_s: float, purpose: str, *, anew: bool) -> _Control:
+    control = _controls.get(purpose)
+    if control is None or anew:
         # The coordinator gives up on a rank after the deadline. The others wait for its verdict,
         # which it may begin to collect up to a deadline later than they do.
         wait = timedelta(seconds=2 * deadline_s + GRACE_S)
         number = 0 if control is None else control.number + 1
-        group = dist.new_group(backend="gloo", timeout=wait)
+        try:
+            group = dist.new_group(backend="gloo", timeout=wait)
+        except RuntimeError as problem:
+            raise RanksError(
+                f"rank {dist.get_rank()} could not connect to all other ranks "
+                f"({_first_line(problem)}): one of them died or is late, its log says more; "
+                f"{DEADLINE_VARIABLE} sets the wait"
+            ) from problem
+        world = dist.group.WORLD
         control = _Control(world=world, group=group, name=f"{purpose}{number}", number=number)
         _controls[purpose] = control
     return control
@@ -128,12 +140,37 @@ class Ranks:
         Args:
             purpose: each purpose has a group of its own, so that a thread in the background can
                 talk to its like while the caller's thread uses another.
+
+        Raises:
+            RanksError: a rank did not come within the deadline.
         """
         deadline_s = deadline_from_environment()
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return cls(deadline_s=deadline_s)
-        group = _control_group(deadline_s, purpose)
+        group = _control_group(deadline_s, purpose, anew=_is_lacking(purpose))
         return cls(dist.get_rank(), dist.get_world_size(), deadline_s, group)
+
+    def lacks(self, purpose: str) -> bool:
+        """Whether this rank needs a group for a purpose and has none that works. It asks nobody:
+        of other ranks this may not be true, or not yet.
+        """
+        return self.world_size > 1 and _is_lacking(purpose)
+
+    def over(self, purpose: str, *, anew: bool) -> Ranks:
+        """The same ranks, over the group of another purpose.
+
+        Called by every rank; with ``anew`` a group is created, which all ranks wait for.
+
+        Args:
+            purpose: see :meth:`current`.
+            anew: whether any rank lacks one, as all of them have agreed.
+
+        Raises:
+            RanksError: a rank did not come within the deadline.
+        """
+        if self.world_size == 1:
+            return self
+        return replace(self, _group=_control_group(self.deadline_s, purpose, anew=anew))
 
     @property
     def is_coordinator(self) -> bool:

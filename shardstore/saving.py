@@ -64,6 +64,8 @@ class SaveCall:
     Attributes:
         options: how the checkpoint is written.
         error: what went wrong on this rank before; it is raised on every rank.
+        later: purpose of the group in which the ranks meet for the commit; default: that of the
+            call.
 
     All others are described at :func:`shardstore.save`.
     """
@@ -81,6 +83,7 @@ class SaveCall:
     storage_options: Mapping[str, Any] | None = None
     progress: ProgressCallback | Literal["bar"] | None = None
     error: BaseException | None = None
+    later: str | None = None
 
 
 def options_of(
@@ -157,6 +160,7 @@ def run_save(call: SaveCall, choose: ChooseStrategies) -> tuple[SaveSession, Asy
         tensors=sharded_tensors_of(sharded),
         replica_group=call.replica_group,
         copies=copies,
+        later=call.later,
     )
     if callback is not None:
         session.meter = Meter("save", target.url, callback)
@@ -200,6 +204,7 @@ def run_save(call: SaveCall, choose: ChooseStrategies) -> tuple[SaveSession, Asy
         assert error is not None
         session.fail_planning(error)
         request = AsyncRequest(None, (), [])
+    session.ranks = session.later
     request = session.guarded(request)
     request.add_finalize_fn(lambda: finish(None))
     return session, request

@@ -1,7 +1,8 @@
 """One save from its first agreement to its commit, as one rank takes part in it.
 
 The ranks speak to each other three times at the most: they agree to begin (which also tells
-everybody of a rank whose input is wrong, before a byte is written), they exchange the layouts of
+everybody of a rank whose input is wrong, before a byte is written, and of one that has lost the
+connections for the background), they exchange the layouts of
 flattened and irregular tensors where there are any, and they hand in their manifests, whereupon the
 coordinator commits; in an object store once more between the two, when the documents that a reader
 could open are written. A strategy finds the session of the folder that it was told to write to by
@@ -55,6 +56,7 @@ class SaveSession:
 
     Attributes:
         ranks: who takes part.
+        later: the same, over the group that they meet in once all is planned.
         target: where the checkpoint shall be.
         options: how it is written.
         attempt: where it is written until it is committed.
@@ -77,6 +79,7 @@ class SaveSession:
     """
 
     ranks: Ranks
+    later: Ranks
     target: Location
     options: SaveOptions
     attempt: Attempt
@@ -112,6 +115,7 @@ class SaveSession:
         tensors: Sequence[ShardedTensor] = (),
         replica_group: Any = None,
         copies: Copies | None = None,
+        later: str | None = None,
     ) -> SaveSession:
         """Agree with all ranks to begin. Called by every rank, which waits for all others.
 
@@ -128,9 +132,12 @@ class SaveSession:
             tensors: this rank's, for sharing.
             replica_group: process group whose ranks share the writing of what all of them hold.
             copies: what this rank holds copies of alone, to be missed if nobody writes it.
+            later: purpose of the group that the ranks meet in once all is planned; default: they
+                stay in theirs. Where one rank lacks it, all of them make a new one.
 
         Raises:
             CheckpointExistsError, StorageError: on every rank.
+            RanksError: another rank failed, or did not answer in time.
         """
         target = Location.of(place)
         if error is None and ranks.world_size > 1 and target.url.startswith("memory://"):
@@ -158,18 +165,25 @@ class SaveSession:
             tellers = choose_tellers([about["copies"] for about in told])
             compared = common if ranks.world_size > 1 else b""
             shares = shared_writes.agree([bytes.fromhex(about["replicas"]) for about in told])
-            return pickle.dumps((attempt.id, wanted, compared, texts, shares, tellers))
+            anew = any(about["anew"] for about in told)
+            return pickle.dumps((attempt.id, wanted, compared, texts, shares, tellers, anew))
 
         about = {"target": target.url, "base": None if base is None else base.url}
         about["replicas"] = mine.hex()
         about["copies"] = digest_of_copies(copies or {})
-        report = json.dumps({**about, "layouts": exchange_layouts}).encode()
+        flags = {"layouts": exchange_layouts, "anew": later is not None and ranks.lacks(later)}
+        report = json.dumps({**about, **flags}).encode()
         answer = ranks.together(report, what=f"saving to {target.url}", error=error, decide=decide)
-        attempt_id, wanted, of_coordinator, texts, shares, tellers = pickle.loads(answer)
+        attempt_id, wanted, of_coordinator, texts, shares, tellers, anew = pickle.loads(answer)
         attempt = commit.join(target, attempt_id, overwrite=options.overwrite)
-        session = cls(
-            ranks, target, options, attempt, RankManifest(ranks.rank), wanted, of_coordinator
-        )
+        try:
+            then = ranks if later is None else ranks.over(later, anew=anew)
+        except BaseException:
+            if ranks.is_coordinator:
+                attempt.abandon()
+            raise
+        manifest = RankManifest(ranks.rank)
+        session = cls(ranks, then, target, options, attempt, manifest, wanted, of_coordinator)
         if copies and ranks.rank in tellers:
             session.manifest.copies = copies
         if base is not None:

@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 import shardstore
+from shardstore import ranks
 from shardstore.errors import (
     CheckpointExistsError,
     CheckpointingException,
@@ -26,6 +29,7 @@ from shardstore.errors import (
     StorageError,
 )
 from shardstore.mapping import ShardedObject, ShardedStateDict, ShardedTensor
+from shardstore.storage.commit import FolderAttempt
 from shardstore.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from tests.ranks_helper import RankFailed, run_ranks
@@ -301,6 +305,101 @@ def test_a_rank_that_dies_in_the_background_is_named_to_all(tmp_path: Path) -> N
         assert "rank 1" in text
     check(tmp_path / "c")  # what was there is as it was
     assert remains(tmp_path) == ["0.txt", "2.txt", "c"]
+
+
+def _commit_past_the_deadline(rank: int, world_size: int, folder: str) -> list[int]:
+    """The coordinator commits for longer than the others wait; then another save. Returns how many
+    groups each made."""
+    os.environ["SHARDSTORE_DEADLINE_S"] = "2"
+    ranks.GRACE_S = 0.1
+    made: list[int] = []
+    new_group, publish = dist.new_group, FolderAttempt.publish
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        made[-1] += 1
+        return new_group(*args, **kwargs)
+
+    def held(self: FolderAttempt, **options: Any) -> None:
+        while not {"1.txt", "2.txt"}.issubset(remains(Path(folder))):
+            time.sleep(0.01)
+        publish(self, **options)
+
+    dist.new_group = noted
+    made.append(0)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(FolderAttempt, "publish", held)
+        first = shardstore.async_save(state_of(rank, world_size)[0], Path(folder, "a"))
+        assert isinstance(first.exception(60), NoneType if rank == 0 else RanksError)
+    Path(folder, f"{rank}.txt").touch()
+    dist.barrier()
+    for name in ("b", "c"):
+        made.append(0)
+        shardstore.async_save(state_of(rank, world_size)[0], Path(folder, name)).result(60)
+    return made
+
+
+def test_a_save_after_one_whose_commit_took_too_long(tmp_path: Path) -> None:
+    """Only the coordinator's connections look whole to it: all are made anew, once."""
+    made = run_ranks(_commit_past_the_deadline, WORLD, str(tmp_path), timeout_s=60)
+    assert made == [[2, 1, 0]] * WORLD
+    for name in "abc":
+        check(tmp_path / name)
+
+
+def _refused_past_the_deadline(rank: int, world_size: int, folder: str) -> list[str]:
+    """On all but the last rank the save before has failed, there it still runs."""
+    os.environ["SHARDSTORE_DEADLINE_S"] = "4"
+    gated = Gated()
+    first = shardstore.async_save(state_of(rank, world_size)[0], Path(folder, "a"), gated)
+    if rank != world_size - 1:
+        gated.gate.set()
+        assert isinstance(first.exception(60), RanksError)
+    dist.barrier()
+    began = time.monotonic()
+    place = Path(folder, "b")
+    error = raised(
+        lambda: shardstore.async_save(state_of(rank, world_size)[0], place, when_busy="refuse")
+    )
+    assert time.monotonic() - began < 3
+    gated.gate.set()
+    assert isinstance(first.exception(60), CheckpointingException)
+    shardstore.async_save(state_of(rank, world_size)[0], place).result(60)
+    check(place)
+    return [type(error).__name__, str(error)]
+
+
+def test_a_refused_save_after_one_that_ran_into_the_deadline(tmp_path: Path) -> None:
+    """Who has lost the others does not wait for connections that these have not lost."""
+    refused = run_ranks(_refused_past_the_deadline, WORLD, str(tmp_path))
+    assert [name for name, _ in refused] == ["RanksError", "RanksError", "SaveInProgressError"]
+    assert all("still running" in text for _, text in refused)
+
+
+def _late_to_connect(rank: int, world_size: int, folder: str) -> str:
+    os.environ["SHARDSTORE_DEADLINE_S"] = "2"
+    ranks.GRACE_S = 0.1
+    shardstore.save(state_of(rank, world_size)[0], Path(folder, "c"))
+    if rank == 1:
+
+        def new_group(*args: Any, **kwargs: Any) -> None:
+            while remains(Path(folder)) != ["0.txt", "2.txt", "c"]:
+                time.sleep(0.01)
+            raise RuntimeError("too late")
+
+        dist.new_group = new_group
+    state, _ = state_of(rank, world_size)
+    error = raised(lambda: shardstore.async_save(state, Path(folder, "c"), overwrite=True))
+    Path(folder, f"{rank}.txt").touch()
+    return f"{type(error).__name__}: {error}"
+
+
+def test_a_rank_that_does_not_connect_for_the_background_is_met_by_all(tmp_path: Path) -> None:
+    """It is after the agreement to begin: what the coordinator has begun is cleared away."""
+    for rank, text in enumerate(run_ranks(_late_to_connect, WORLD, str(tmp_path), timeout_s=60)):
+        assert text.startswith(f"RanksError: rank {rank} could not connect to all other ranks")
+        assert "SHARDSTORE_DEADLINE_S" in text
+    check(tmp_path / "c")
 
 
 EXITS = """
