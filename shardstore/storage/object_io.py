@@ -40,6 +40,8 @@ FILE_SYSTEM_THREADS = 8
 BATCH_ITEMS, BATCH_BYTES = 4, 128 * 1024
 BATCHES = 4
 """Each thread gets so many at least, before they grow beyond one request."""
+TURNS_ALONE = 2
+"""In so many turns at the beginning, and as many at the end, it is one request at a time."""
 
 Taker = Callable[[int, memoryview], None]
 """Takes a piece of an object, and where it begins, counted from the first byte that was asked for.
@@ -170,7 +172,8 @@ def each(
     """Run requests on so many threads; errors as :func:`run_batched`.
 
     A thread takes a few at a time where all have several turns and they are small: then what it
-    costs to take them counts, and nobody waits at the end for one who has still much to do.
+    costs to take them counts. Not in the first two turns, which tell how long answers take, nor in
+    the last: nobody waits at the end for one who has still several to do.
 
     Args:
         items: what there is a request for.
@@ -187,6 +190,7 @@ def each(
         weight=size,
         batch_weight=BATCH_BYTES,
         batch_items=most,
+        alone=TURNS_ALONE * threads,
         more_threads=more,
         slow_s=SLOW_S,
     )

@@ -191,6 +191,7 @@ def run_batched(
     weight: Callable[[T], int],
     batch_weight: int,
     batch_items: int = 256,
+    alone: int = 0,
     more_threads: int = 0,
     slow_s: float = 0.0,
 ) -> None:
@@ -203,6 +204,7 @@ def run_batched(
         weight: of a job (bytes).
         batch_weight: a batch is closed once it weighs this much.
         batch_items: a batch is closed once it has this many jobs.
+        alone: so many jobs at the beginning, and as many at the end, are batches of their own.
         more_threads: so many more where jobs take long.
         slow_s: that is, so many seconds each, looked at once in the caller's thread.
 
@@ -210,7 +212,7 @@ def run_batched(
         BaseException: the first that ``work`` raised; no batch is started after it, and all threads
             have ended.
     """
-    batches = _batches(items, weight, batch_weight, batch_items)
+    batches = _batches(items, weight, batch_weight, batch_items, alone)
     threads = min(threads, len(batches))
     if threads <= 1:
         for batch in batches:
@@ -285,13 +287,18 @@ def run_together(*jobs: Callable[[], Any]) -> tuple[Any, ...]:
 
 
 def _batches(
-    items: Sequence[T], weight: Callable[[T], int], batch_weight: int, batch_items: int
+    items: Sequence[T],
+    weight: Callable[[T], int],
+    batch_weight: int,
+    batch_items: int,
+    alone: int,
 ) -> list[Sequence[T]]:
     out: list[Sequence[T]] = []
     start = total = 0
     for i, item in enumerate(items):
         total += weight(item)
-        if total >= batch_weight or i + 1 - start >= batch_items:
+        most = batch_items if alone <= i < len(items) - alone else 1
+        if total >= batch_weight or i + 1 - start >= most:
             out.append(items[start : i + 1])
             start, total = i + 1, 0
     if start < len(items):

@@ -29,8 +29,9 @@ from shardstore.storage.location import Location
 from shardstore.storage.manifest import ChunkRecord
 from shardstore.storage.object_mover import ObjectMover
 
-FIRST = 24
-"""Small objects before whatever a test is about: more threads come once the first are there."""
+FIRST = 22
+"""Small objects before whatever a test is about: more threads come once the first are there. Two
+threads go through them in step: two turns of one object each, and three of three."""
 
 
 def test_requests_stay_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,6 +208,21 @@ def test_small_objects_have_more_requests_where_answers_are_slow(
     ObjectMover(place).write(writes, lambda item, record: None)
     assert most["large"] <= 2
     assert 6 <= most["small"] <= 8 if slow else most["small"] <= 2
+
+
+def test_the_first_and_last_turns_are_one_request_each() -> None:
+    """What the second one takes tells how many go at a time, and at the end nobody waits for a
+    thread that has three more to do."""
+    sizes: dict[int, int] = {}
+
+    def work(batch: Sequence[int]) -> None:
+        sizes[batch[0]] = len(batch)
+
+    object_io_module.each(range(400), work, 2, more=2)
+    taken = [sizes[first] for first in sorted(sizes)]
+    assert sum(taken) == 400
+    assert taken[:4] == taken[-4:] == [1] * 4
+    assert set(taken[4:-5]) == {4}  # the one before the end is what is left
 
 
 def test_after_an_error_none_that_waits_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
