@@ -46,6 +46,9 @@ from shardstore.strategies.zarr import (
 )
 from tests import layouts
 
+Target = Callable[[str], Location]
+"""Gives a place of a name, in one store."""
+
 Place = Callable[[str], tuple[str, dict[str, Any]]]
 
 GOLDEN = Path(__file__).parent / "golden" / "megatron-core-0.15.3-zarr" / "tp2dp1"

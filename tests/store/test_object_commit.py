@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 import uuid
@@ -19,18 +18,15 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 import shardstore
-from scripts.s3_servers import S3Server
 from shardstore import ShardedTensor, delete_checkpoint, sweep
 from shardstore.errors import (
-    AccessPatternError,
     CheckpointExistsError,
     ChunkCorruptError,
     ChunkMissingError,
     DamagedCheckpointError,
-    NotACheckpointError,
     StorageError,
 )
-from shardstore.storage import object_claims, object_commit, own_objects
+from shardstore.storage import object_claims, object_commit
 from shardstore.storage.chunks import ChunkWrite
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import Grid
@@ -40,22 +36,9 @@ from shardstore.storage.object_commit import ObjectAttempt, begin, join
 from shardstore.storage.object_mover import ObjectMover
 from shardstore.storage.own_objects import is_committed
 from shardstore.storage.remote import RemoteStore
-from tests.store_suite import assert_small_state, small_state, tensor, unfinished_save
+from tests.store_suite import Target, assert_small_state, small_state, tensor
 
-Target = Callable[[str], Location]
 ROOT = "zarr.json"
-
-
-@pytest.fixture(params=["s3", "memory", "local"])
-def target(request: pytest.FixtureRequest, tmp_path: Path) -> Target:
-    if request.param == "memory":
-        bucket = uuid.uuid4().hex
-        return lambda name: Location.of(f"memory://{bucket}/{name}")
-    if request.param == "local":
-        return lambda name: Location.of(f"local://{tmp_path}/{name}")
-    server: S3Server = request.getfixturevalue("s3_server")
-    bucket = server.new_bucket()
-    return lambda name: Location.of(f"s3://{bucket}/{name}", **server.storage_options)
 
 
 META = ArrayMeta("w", "w", Grid((4, 8), (2, 8)), "float32")
@@ -417,213 +400,6 @@ def test_overwriting_takes_the_commit_away_first(target: Target) -> None:
     assert place.remote.walk() == ["log/train.txt"]
 
 
-def test_what_is_not_ours_is_known() -> None:
-    names = [
-        *("zarr.json", "metadata.json", "common.pt", "notes.txt", "w/zarr.json", "w/c.0.1", "w/c"),
-        *("v1/.zarray", "v1/0.1", "o/shard_0.1_2.2.pt", "w/readme.md", ".attempts/000001.json"),
-        *("group/zarr.json", "group/a/zarr.json", "group/a/c/0"),
-        *("step-1/zarr.json", "step-1/metadata.json", "step-1/w/zarr.json", "step-1/w/c.0"),
-        *("deep/step-1/w/c.0", "logs/1", "x/c.0.0/y"),
-    ]
-    foreign = set(names) - set(own_objects.own_names(names))
-    assert foreign == {
-        *("notes.txt", "w/readme.md", "group/zarr.json", "group/a/zarr.json", "group/a/c/0"),
-        *("step-1/zarr.json", "step-1/metadata.json", "step-1/w/zarr.json", "step-1/w/c.0"),
-        *("deep/step-1/w/c.0", "x/c.0.0/y"),
-        *("logs/1", "v1/.zarray", "v1/0.1"),
-    }
-    # Documents of layout 1 are ours where there is no root document, and a checkpoint's or a mark.
-    old = ["v1/.zarray", "v1/0.1"]
-    assert own_objects.own_names(["metadata.json", *old]) == ["metadata.json", *old]
-    assert own_objects.own_names([".attempts/deleting", *old])[1:] == old
-    assert own_objects.own_names([".attempts/000001.json", *old])[1:] == []
-    told = own_objects.Nodes(foreign=frozenset({"w"}))
-    assert not {"w/zarr.json", "w/c.0.1", "w/c"} & set(own_objects.own_names(names, told))
-    # With neither claims nor documents, nothing that looks like a chunk is ours.
-    assert own_objects.own_names(["w/c", "w/c.0.1", "v1/0.1", "notes/1"]) == []
-    dead = [".attempts/000001.json", "w/c", "w/c.0.1", "v1/0.1"]
-    assert own_objects.own_names(dead) == dead[:3]
-    # Chunks of layout 1 are ours where an attempt said so, as chunks and nothing else.
-    said = [*dead, "v1/notes.txt", "v1/a/0", "v2/0.1"]
-    assert own_objects.own_names(said, own_objects.Nodes(frozenset({"v1"}))) == dead
-
-
-FOREIGN = {
-    **{"data/metadata.json": b"[1, 2]", "notes/metadata.json": b"not JSON", "a/common.pt": b"?"},
-    **{"src/lib/c": b"?", "logs/dir/c.1": b"?", "data/x/0": b"?"},
-    **{"run/logs/1": b"?", "run/logs/2": b"?", "run/notes/c": b"?"},
-}
-"""What others may have, under names that look like ours."""
-
-
-def test_what_only_looks_like_ours_is_never_taken(target: Target) -> None:
-    root, place = target("others"), target("others/run")
-    for name, data in FOREIGN.items():
-        root.write(name, data)
-    assert sweep(root, older_than=timedelta(0), dry_run=False) == []
-    shardstore.save(small_state(1.0), place.place)
-    shardstore.save(small_state(2.0), place.place, overwrite=True)
-    assert set(FOREIGN) <= set(root.remote.walk())
-    delete_checkpoint(place)
-    assert sorted(root.remote.walk()) == sorted(FOREIGN)
-
-
-def test_what_a_deletion_that_died_left_is_swept(
-    target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root, place = target("cut"), target("cut/step-1")
-    shardstore.save(small_state(1.0), place.place)
-    monkeypatch.setattr(object_commit, "SETTLE_S", 0.0)  # its claim is certainly a dead one's
-    delete = RemoteStore.delete
-    left = [2]
-
-    def dies(self: RemoteStore, names: Any) -> None:
-        if not left[0]:
-            raise StorageError("killed")
-        left[0] -= 1
-        # Half of what it was to delete.
-        delete(self, list(names)[: max(1, len(names) // 2)])
-
-    monkeypatch.setattr(RemoteStore, "delete", dies)
-    with pytest.raises(StorageError, match="killed"):
-        delete_checkpoint(place)
-    monkeypatch.setattr(RemoteStore, "delete", delete)
-    assert not is_committed(place)
-    assert place.remote.walk() != []
-    (found,) = sweep(root, older_than=timedelta(0), dry_run=False)
-    assert found.url == place.url
-    assert root.remote.walk() == []
-
-
-def _deletion_held_at(
-    place: Location, monkeypatch: pytest.MonkeyPatch, held: Callable[[], None]
-) -> Callable[[], None]:
-    """A deletion that calls a function between the deletion of the commit and that of its data."""
-    delete = RemoteStore.delete
-    deleting = threading.get_ident()
-
-    def holds(self: RemoteStore, names: Any) -> None:
-        mine = threading.get_ident() == deleting
-        if mine and any("/c." in name for name in names) and not is_committed(place):
-            monkeypatch.setattr(RemoteStore, "delete", delete)
-            held()
-        delete(self, names)
-
-    monkeypatch.setattr(RemoteStore, "delete", holds)
-    return lambda: delete_checkpoint(place)
-
-
-def test_a_save_waits_for_a_deletion_that_is_under_way(
-    target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its request is on the way, and takes the names that the save is going to write."""
-    place = target("deleting")
-    shardstore.save(small_state(1.0), place.place)
-    waits = threading.Event()
-    saving: list[Any] = []
-
-    class Clock:
-        monotonic = staticmethod(time.monotonic)
-
-        @staticmethod
-        def sleep(seconds: float) -> None:
-            waits.set()
-            time.sleep(seconds)
-
-    monkeypatch.setattr(object_commit, "time", Clock)
-    with ThreadPoolExecutor(1) as pool:
-
-        def held() -> None:
-            saving.append(pool.submit(shardstore.save, small_state(2.0), place.place))
-            saving[0].add_done_callback(lambda _: waits.set())
-            assert waits.wait(60)
-            assert not saving[0].done()
-
-        _deletion_held_at(place, monkeypatch, held)()
-        saving[0].result(60)
-    assert_small_state(shardstore.load(small_state(), place.place), 2.0)
-    assert place.remote.walk(ATTEMPTS) == []
-
-
-def test_a_deletion_that_was_held_up_takes_nothing_of_a_newer_save(
-    target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The save waited for it in vain and took it for dead."""
-    monkeypatch.setattr(object_commit, "SETTLE_S", 0.5)
-    place = target("held-up-deleting")
-    shardstore.save(small_state(1.0), place.place)
-    outbid = ObjectAttempt.outbid_by
-    deleting = threading.get_ident()
-    saved = []
-
-    def looks(self: ObjectAttempt) -> str | None:
-        # Before a look that follows the deletion of the commit.
-        mine = threading.get_ident() == deleting
-        if mine and not saved and not is_committed(place):
-            saved.append(True)
-            shardstore.save(small_state(2.0), place.place)
-        return outbid(self)
-
-    monkeypatch.setattr(ObjectAttempt, "outbid_by", looks)
-    delete_checkpoint(place)
-    assert saved
-    assert_small_state(shardstore.load(small_state(), place.place), 2.0)
-    assert place.remote.walk(ATTEMPTS) == []
-
-
-def test_a_deletion_that_was_outbid_before_it_began_deletes_nothing(
-    target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = target("outbid")
-    shardstore.save(small_state(1.0), place.place)
-    write = RemoteStore.write
-    newer: list[ObjectAttempt] = []
-
-    def writes(self: RemoteStore, name: str, data: bytes) -> None:
-        write(self, name, data)
-        if name.endswith(".clearing") and not newer:
-            newer.append(object_commit.claimed(place))
-
-    monkeypatch.setattr(RemoteStore, "write", writes)
-    with pytest.raises(StorageError, match=r"was not deleted.*newer attempt") as caught:
-        delete_checkpoint(place)
-    assert place.url in str(caught.value)
-    assert newer[0].id in str(caught.value)
-    assert_small_state(shardstore.load(small_state(), place.place), 1.0)
-    assert object_claims.numbers(place.remote.listing(ATTEMPTS), object_claims.CLEARING) == []
-    newer[0].withdraw_all()
-    delete_checkpoint(place)
-    assert place.remote.walk() == []
-
-
-def test_of_deletions_at_a_time_all_is_gone(target: Target) -> None:
-    place = target("deletions")
-    shardstore.save(small_state(1.0), place.place)
-    start = threading.Barrier(4)
-
-    def delete(_: int) -> None:
-        start.wait()
-        with contextlib.suppress(StorageError, NotACheckpointError):
-            delete_checkpoint(place)
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(delete, range(4)))
-    assert not is_committed(place)
-    sweep(place, older_than=timedelta(0), dry_run=False)
-    assert place.remote.walk() == []
-
-
-def test_in_which_order_objects_are_deleted() -> None:
-    names = ["common.pt", "manifest.npz", "metadata.json", "zarr.json", "w/zarr.json", "v/.zarray"]
-    chunks = [f"w/c.{i}" for i in range(5)]
-    rounds = own_objects.deletion_rounds([*names, *chunks], 3)
-    assert rounds == [
-        *(["zarr.json"], ["metadata.json"], chunks[:3], chunks[3:]),
-        *(["common.pt", "manifest.npz", "v/.zarray"], ["w/zarr.json"]),
-    ]
-    assert own_objects.deletion_rounds([], 3) == []
-
-
 class ForgetfulFileSystem(MemoryFileSystem):
     """A store that takes a creation of what exists, as those do that ignore If-None-Match."""
 
@@ -695,131 +471,6 @@ def test_a_chunk_that_is_whole_but_of_another_save_is_found(target: Target) -> N
     part = ShardedTensor.from_rank_offsets("w", torch.zeros(8, 1024), (0, 3, 64))
     with pytest.raises(ChunkCorruptError):
         shardstore.load({"w": part}, place.place, validate_access_integrity=False)
-
-
-def test_the_sweeper_takes_what_no_commit_covers(target: Target) -> None:
-    root = target("runs")
-    kept, dead = target("runs/step-1"), target("runs/step-2")
-    shardstore.save(small_state(1.0), kept.place)
-    root.write("step-3/notes.txt", b"mine")
-    root.write("alone/zarr.json", b'{"zarr_format": 3, "node_type": "array"}')
-    root.write("alone/c.0", b"a foreign array")
-    session = unfinished_save(dead.url, dict(dead.options))
-    before = root.remote.walk()
-    assert sweep(root) == []  # too young
-    (found,) = sweep(root, older_than=timedelta(0))
-    assert (found.url, found.kind) == (dead.url, "attempt")
-    assert found.objects == 2
-    assert root.remote.walk() == before
-    assert sweep(root, older_than=timedelta(0), dry_run=False) == [found]
-    assert root.remote.walk() == [name for name in before if not name.startswith("step-2/")]
-    assert shardstore.load(small_state(), kept.place)["step"] == 1
-    with pytest.raises(StorageError, match="belongs"):
-        session.finish(None)
-    assert not is_committed(dead)
-
-
-STRANGERS = ("step-2/logs/1", "step-2/logs/0.0", "step-2/notes.txt")
-
-
-def _dead_before_its_documents(target: Target) -> tuple[Location, Location]:
-    """A save in Megatron-Core's old layout, whose chunks have the names that anything can have."""
-    root, dead = target("runs"), target("runs/step-2")
-    unfinished_save(dead.url, dict(dead.options), version=1)
-    assert not any(name.endswith(".zarray") for name in dead.remote.walk())
-    assert any(name.endswith("/0.0") for name in dead.remote.walk())
-    for name in STRANGERS:
-        root.write(name, b"mine")
-    return root, dead
-
-
-def test_the_sweeper_takes_chunks_of_layout_1_that_have_no_document(target: Target) -> None:
-    root, dead = _dead_before_its_documents(target)
-    (found,) = sweep(root, older_than=timedelta(0))
-    assert (found.url, found.objects) == (dead.url, 3)  # claim, mark, chunk
-    assert sweep(root, older_than=timedelta(0), dry_run=False) == [found]
-    assert sorted(root.remote.walk()) == sorted(STRANGERS)
-
-
-def test_the_next_save_clears_them_and_leaves_no_mark(target: Target) -> None:
-    root, dead = _dead_before_its_documents(target)
-    shardstore.save(small_state(1.0), dead.place)
-    names = set(root.remote.walk())
-    assert set(STRANGERS) <= names
-    assert not any(ATTEMPTS in name for name in names)
-    assert not any(name.endswith("/0.0") for name in names - set(STRANGERS))
-
-
-def test_a_save_in_layout_1_that_is_refused_or_deleted_leaves_nothing(
-    target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root, place = target("old"), target("old/step-1")
-    root.write("step-1/logs/1", b"mine")
-    holes = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2, 3), (0, 0, 2))}
-    with pytest.raises(AccessPatternError):
-        shardstore.save(holes, place.place, ("zarr", 1))
-    assert root.remote.walk() == ["step-1/logs/1"]
-    shardstore.save(small_state(1.0), place.place, ("zarr", 1))
-    assert not any(ATTEMPTS in name for name in root.remote.walk())
-    # A deletion that died, wherever it did, leaves nothing that is not known.
-    monkeypatch.setattr(object_commit, "SETTLE_S", 0.0)  # its claim is certainly a dead one's
-    delete = RemoteStore.delete
-    left = [2]
-
-    def dies(self: RemoteStore, names: Any) -> None:
-        if not left[0]:
-            raise StorageError("killed")
-        left[0] -= 1
-        delete(self, list(names))
-
-    monkeypatch.setattr(RemoteStore, "delete", dies)
-    with pytest.raises(StorageError, match="killed"):
-        delete_checkpoint(place)
-    monkeypatch.setattr(RemoteStore, "delete", delete)
-    sweep(root, older_than=timedelta(0), dry_run=False)
-    assert root.remote.walk() == ["step-1/logs/1"]
-
-
-def test_what_a_store_refused_to_delete_of_layout_1_is_known(
-    target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody waits for the deletion, which has given up; its mark says whose the rest is."""
-    place = target("refused")
-    shardstore.save(small_state(1.0), place.place, ("zarr", 1))
-    delete = RemoteStore.delete
-
-    def refuses(self: RemoteStore, names: Any) -> None:
-        if any(name.endswith(".zarray") for name in names):
-            raise StorageError("refused")
-        delete(self, names)
-
-    monkeypatch.setattr(RemoteStore, "delete", refuses)
-    with pytest.raises(StorageError, match="refused"):
-        delete_checkpoint(place)
-    monkeypatch.setattr(RemoteStore, "delete", delete)
-    assert place.remote.walk(ATTEMPTS) == [object_claims.DELETING]
-    sweep(place, older_than=timedelta(0), dry_run=False)
-    assert place.remote.walk() == []
-
-
-def test_uploads_that_were_never_completed_are_swept(s3_server: S3Server) -> None:
-    bucket = s3_server.new_bucket()
-    client = s3_server.client()
-    client.create_multipart_upload(Bucket=bucket, Key="runs/step-1/common.pt")
-    client.create_multipart_upload(Bucket=bucket, Key="elsewhere/x")
-    client.create_multipart_upload(Bucket=bucket, Key="runs-of-others/x")
-    options = s3_server.storage_options
-    root = f"s3://{bucket}/runs"
-    old = timedelta(seconds=-60)  # the server's clock may be a moment ahead
-    (found,) = sweep(root, older_than=old, storage_options=options)
-    assert (found.kind, found.url) == ("upload", f"{root}/step-1/common.pt")
-    assert sweep(root, older_than=old, storage_options=options, dry_run=False) == [found]
-    assert sweep(root, older_than=old, storage_options=options) == []
-    left = client.list_multipart_uploads(Bucket=bucket).get("Uploads") or []
-    assert sorted(upload["Key"] for upload in left) == ["elsewhere/x", "runs-of-others/x"]
-
-
-# -- ranks ---------------------------------------------------------------------------------------
 
 
 def test_a_chunk_that_went_missing_is_no_error_of_the_store(target: Target) -> None:
