@@ -171,11 +171,15 @@ def require_conditions(place: Location, allow_unconditional: bool) -> None:
             url=place.url,
         )
     if second:
+        is_s3 = scheme in ("s3", "s3a")
+        condition = "If-None-Match" if is_s3 else "the condition that an object must be new"
+        but = ""
+        if is_s3:
+            but = " (Ceph's gateway does not in a bucket with versioning: one without will do)"
         raise StorageError(
-            f"{place.url}: the store ignores If-None-Match (it created one object twice), so that "
-            "two saves to one place could mix unnoticed; use a store that honours it (Ceph's "
-            "gateway does not in a bucket with versioning: one without will do), or pass "
-            "allow_unconditional=True where no two saves ever go to one place",
+            f"{place.url}: the store ignores {condition} (it created one object twice), so that "
+            "two saves to one place could mix unnoticed; use a store that honours it"
+            f"{but}, or pass allow_unconditional=True where no two saves ever go to one place",
             url=place.url,
         )
     if first:

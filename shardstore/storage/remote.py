@@ -23,7 +23,7 @@ from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-
 from shardstore.errors import CheckpointingException, StorageError
 from shardstore.storage.file_systems import file_system
 from shardstore.storage.parallel import run_batched
-from shardstore.storage.remote_errors import NO_ANSWER, code_of, explained
+from shardstore.storage.remote_errors import code_of, explained, no_answer
 
 __all__ = ["DEADLINE_S", "FIRST_DEADLINE_S", "RemoteStore", "remote_store"]
 
@@ -393,7 +393,7 @@ class RemoteStore:
             )
         except FSTimeoutError:
             raise StorageError(
-                f"{self.url}: no answer within {seconds:g} s; {NO_ANSWER}", url=self.url
+                f"{self.url}: no answer within {seconds:g} s; {no_answer(self.url)}", url=self.url
             ) from None
         except OSError as error:
             if code_of(error) is not None:

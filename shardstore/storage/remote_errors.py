@@ -11,7 +11,7 @@ from typing import Any
 from shardstore.errors import StorageError
 from shardstore.storage.redaction import scrub
 
-__all__ = ["NO_ANSWER", "code_of", "explained", "is_refusal", "remedy"]
+__all__ = ["code_of", "explained", "is_refusal", "no_answer", "remedy"]
 
 _DENIED = (
     "the store refuses the credentials: check key, secret and token (or AWS_ACCESS_KEY_ID, "
@@ -46,20 +46,25 @@ _REMEDIES = {
     "EntityTooLarge": "the object is too large for one request: save smaller chunks",
 }
 _NOT_THERE = "the store says that there is no such place: check the endpoint and the URL"
-NO_ANSWER = (
-    "the store does not answer: check the endpoint (endpoint_url, or AWS_ENDPOINT_URL) and the "
-    "network"
-)
 _CREDENTIALS = (
     "no credentials were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, "
     "or give storage_options"
 )
-
+_DENIED_ELSEWHERE = (
+    "the store refuses the credentials: check those of the environment and in storage_options, and "
+    "what they are allowed to do there"
+)
 
 _OF_READS = {
     "SlowDown": "the store is overloaded: try again later, or with fewer ranks at a time",
 }
 _READING = ("reading", "looking for", "listing")
+
+
+def no_answer(url: str) -> str:
+    """What to do where the store of a URL does not answer."""
+    named = "endpoint_url, or AWS_ENDPOINT_URL" if _is_s3(url) else "in storage_options"
+    return f"the store does not answer: check the endpoint ({named}) and the network"
 
 
 def remedy(code: str | None, doing: str = "") -> str:
@@ -84,7 +89,7 @@ def explained(doing: str, url: str, error: BaseException, **about: Any) -> Stora
     elif name in ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"):
         advice = _CREDENTIALS
     elif isinstance(error, PermissionError):
-        advice = _DENIED
+        advice = _DENIED if _is_s3(url) else _DENIED_ELSEWHERE
     elif isinstance(error, FileNotFoundError):
         advice = _NOT_THERE
     elif isinstance(error, TypeError):
@@ -93,13 +98,17 @@ def explained(doing: str, url: str, error: BaseException, **about: Any) -> Stora
         isinstance(error, ConnectionError | TimeoutError)
         or any(word in name for word in ("Connect", "Timeout", "Endpoint", "HTTPClient"))
     ):
-        advice = NO_ANSWER
+        advice = no_answer(url)
     else:
         advice = "check the URL and the storage options"
     shown = f"{code}: {text}" if code and code not in text else text
     failure = StorageError(f"{doing} {url} failed: {shown}; {advice}", url=url, **about)
     failure.errno = getattr(error, "errno", None)
     return failure
+
+
+def _is_s3(url: str) -> bool:
+    return url.startswith(("s3://", "s3a://"))
 
 
 def code_of(error: BaseException | None) -> str | None:

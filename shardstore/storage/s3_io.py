@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from shardstore.errors import StorageError
 from shardstore.storage.location import Location
-from shardstore.storage.remote_errors import NO_ANSWER, remedy
+from shardstore.storage.remote_errors import no_answer, remedy
 from shardstore.storage.s3_client import s3_client
 from shardstore.storage.s3_settings import s3_settings
 
@@ -200,7 +200,7 @@ class S3IO:
             said = f"{code} (HTTP {status})" if code else f"HTTP {status}"
             hint = remedy(code or str(status), doing)
         else:
-            said, hint = _silent(text), NO_ANSWER
+            said, hint = _silent(text), no_answer(url)
         return StorageError(f"{doing} {url} failed: {said}; {hint}", url=url)
 
 

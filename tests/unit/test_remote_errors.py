@@ -1,4 +1,4 @@
-"""Which failures of a request are certain to be the end of it."""
+"""Which failures of a request are certain to be the end of it, and in which words they are told."""
 
 from __future__ import annotations
 
@@ -58,3 +58,13 @@ def test_what_is_a_refusal(error: Exception, certain: bool) -> None:
 
 def test_no_answer_in_time_is_no_refusal() -> None:
     assert not is_refusal(StorageError("s3://bucket/x: no answer within 20 s"))
+
+
+@pytest.mark.parametrize(
+    ("url", "speaks_of_s3"), [("s3://bucket/step", True), ("gs://bucket/step", False)]
+)
+@pytest.mark.parametrize("error", [PermissionError("no"), ConnectionError("gone")])
+def test_each_store_is_told_of_in_its_own_words(
+    url: str, speaks_of_s3: bool, error: Exception
+) -> None:
+    assert ("AWS_" in str(explained("writing", url, error))) == speaks_of_s3
