@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
-from shardstore.errors import DTypeMismatchError
+from shardstore.errors import ArgumentError, DTypeMismatchError
 
 if TYPE_CHECKING:
     # At run time torch comes with its first tensor, NumPy with the first values: listing does
@@ -27,6 +27,7 @@ __all__ = [
     "itemsize",
     "names",
     "numpy_dtype",
+    "require_memory",
     "torch_dtype",
     "v2_dtype",
     "v2_dtype_name",
@@ -191,9 +192,33 @@ def as_numpy(tensor: torch.Tensor) -> NDArray[Any]:
     return memory_of(tensor, name)
 
 
+def require_memory(tensor: torch.Tensor) -> None:
+    """Raise :class:`ArgumentError` if a tensor's storage does not hold its elements, on any device.
+
+    NumPy would take memory of its own where there is none.
+    """
+    held = tensor.untyped_storage().nbytes()
+    extent = tensor.numel()
+    if extent and not tensor.is_contiguous():
+        axes = zip(tensor.stride(), tensor.shape, strict=True)
+        extent = 1 + sum(stride * (n - 1) for stride, n in axes)
+    wanted = (tensor.storage_offset() + extent) * tensor.element_size()
+    if extent and held < wanted:
+        raise ArgumentError(
+            f"the memory of a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype} was "
+            f"freed: its storage has {held} of {wanted} bytes, as FSDP leaves parameters that are "
+            "not gathered, or not sharded, at the moment; give the tensors that are there now"
+        )
+
+
 def memory_of(tensor: torch.Tensor, name: str) -> NDArray[Any]:
     """:func:`as_numpy` of a detached tensor whose memory holds its values as they are (no lazy
-    conjugate, no lazy negative), by the Zarr name of its data type."""
+    conjugate, no lazy negative), by the Zarr name of its data type.
+
+    Raises:
+        ArgumentError: its memory was freed.
+    """
+    require_memory(tensor)
     if name in _FOREIGN:
         # NumPy does not know the type, so the bits go across as integers of its size.
         bits, foreign = _bits(name)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from shardstore.errors import ArgumentError
+from shardstore.storage import dtypes
 
 __all__ = ["require_writable"]
 
@@ -31,6 +32,10 @@ def require_writable(tensor: torch.Tensor, key: str) -> None:
             "an expanded tensor"
         )
     else:
+        try:
+            dtypes.require_memory(tensor)
+        except ArgumentError as error:
+            raise ArgumentError(f"key {key!r} is to be loaded: {error}", key=key) from None
         return
     raise ArgumentError(
         f"key {key!r} is to be loaded into a tensor of shape {tuple(tensor.shape)} {what}; nothing "

@@ -99,6 +99,7 @@ class DeviceCopies:
     def copy(self, source: torch.Tensor, target: NDArray[Any]) -> DeviceEvent:
         """Queue a copy; the event tells when it is done."""
         with self._lock, behind(self._stream):
+            dtypes.require_memory(source)
             dtypes.as_tensor(target).copy_(source.detach(), non_blocking=True)
             source.record_stream(self._stream)
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]

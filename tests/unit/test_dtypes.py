@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
 
-from shardstore.errors import DTypeMismatchError
+import shardstore
+from shardstore import ShardedTensor
+from shardstore.errors import ArgumentError, DTypeMismatchError
 from shardstore.storage import dtypes
 
 TYPES = [
@@ -91,3 +95,37 @@ def test_strange_names_are_refused(name: object) -> None:
 def test_what_can_not_be_stored_is_refused(dtype: torch.dtype) -> None:
     with pytest.raises(DTypeMismatchError, match="convert"):
         dtypes.zarr_name(dtype)
+
+
+def test_freed_memory_is_no_values(tmp_path: Path) -> None:
+    """NumPy would take memory of its own, with whatever is in it."""
+
+    def freed() -> ShardedTensor:
+        tensor = torch.ones(64, 6)
+        tensor.untyped_storage().resize_(0)
+        return ShardedTensor.from_rank_offsets("w", tensor)
+
+    shardstore.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(64, 6))}, tmp_path / "a")
+    with pytest.raises(ArgumentError, match="has 0 of 1536 bytes"):
+        shardstore.save({"w": freed()}, tmp_path / "b")
+    with pytest.raises(ArgumentError, match="has 0 of 1536 bytes"):
+        shardstore.async_save({"w": freed()}, tmp_path / "b").result()
+    with pytest.raises(ArgumentError, match="key 'w' is to be loaded"):
+        shardstore.load({"w": freed()}, tmp_path / "a")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(4, 6)[1:, 2:],
+        torch.ones(6, 4).T,
+        torch.ones(1).expand(5, 7),
+        torch.ones(12)[::3],
+        torch.ones(0, 5),
+        torch.tensor(1.0),
+        torch.ones(3, 4)[2:, 3:],
+    ],
+)
+def test_views_have_their_memory(tensor: torch.Tensor) -> None:
+    dtypes.require_memory(tensor)
