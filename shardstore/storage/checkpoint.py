@@ -14,7 +14,7 @@ from shardstore.storage import array_parsing, documents
 from shardstore.storage.collector import collector_paused
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.location import Location
-from shardstore.storage.names import MANIFEST_NAME, key_of
+from shardstore.storage.names import CONFIG_NAME, MANIFEST_NAME, key_of
 from shardstore.storage.object_files import is_object_file
 from shardstore.storage.other_kinds import instead
 from shardstore.storage.root import RootDocument, parse_root
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from shardstore.storage.manifest import Manifest
 
 __all__ = ["StoredCheckpoint"]
+
+LAYOUT = ("zarr", 2)
+"""Backend and version, as ``metadata.json`` has them, of checkpoints with a root document."""
 
 ReadDocument = Callable[[Location, str], bytes]
 
@@ -59,13 +62,33 @@ class StoredCheckpoint:
 
     @cached_property
     def root(self) -> RootDocument | None:
-        """The root document; ``None`` for the Zarr v2 layout, which has none."""
+        """The root document; ``None`` for the Zarr v2 layout, which has none.
+
+        Raises:
+            DamagedCheckpointError: it is gone, and was there by what ``metadata.json`` says.
+        """
         try:
             text = self._read_document(self.location, "zarr.json")
         except FileNotFoundError:
+            self._require_no_root()
             return None
         with collector_paused():
             return parse_root(text, f"{self.location.url}/zarr.json")
+
+    def _require_no_root(self) -> None:
+        try:
+            config = json.loads(self.location.read(CONFIG_NAME))
+        except (FileNotFoundError, ValueError):
+            return
+        told = isinstance(config, dict) and config
+        if told and (told.get("sharded_backend"), told.get("sharded_backend_version")) == LAYOUT:
+            url = f"{self.location.url}/zarr.json"
+            raise DamagedCheckpointError(
+                f"{url}, the root document, is missing from a checkpoint whose {CONFIG_NAME} says "
+                f"that it has one (backend {LAYOUT}): the checkpoint is damaged, as by a deletion "
+                "that was cut short; load an earlier one",
+                url=url,
+            )
 
     @cached_property
     def arrays(self) -> Mapping[str, ArrayMeta]:

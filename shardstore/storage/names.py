@@ -20,6 +20,7 @@ from shardstore.errors import KeyNameError
 
 __all__ = [
     "COMMON_STATE_NAME",
+    "CONFIG_NAME",
     "DCP_METADATA_NAME",
     "MANIFEST_NAME",
     "MAX_NAME_BYTES",
@@ -30,6 +31,7 @@ __all__ = [
 ]
 
 MAX_NAME_BYTES = 200
+CONFIG_NAME = "metadata.json"
 MANIFEST_NAME = "manifest.npz"
 COMMON_STATE_NAME = "common.pt"
 DCP_METADATA_NAME = ".metadata"

@@ -23,6 +23,7 @@ from shardstore.storage.content import content_digest
 from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.manifest import MANIFEST_NAME, ChunkRecord, RankManifest
 from shardstore.storage.merging import Merged, merge
+from shardstore.storage.names import CONFIG_NAME
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.rank_record import rank_record
 from shardstore.storage.rank_report import RankReport
@@ -37,7 +38,6 @@ __all__ = [
     "write_chunks",
 ]
 
-CONFIG_NAME = "metadata.json"
 CONFIG = "config"
 """In ``attributes.shardstore`` of the root: the content of ``metadata.json``, so that who has the
 root document needs no other."""

@@ -189,6 +189,14 @@ class _Verification:
     def _arrays(self, top: Sequence[str], proved: Mapping[str, int]) -> list[ArrayMeta]:
         """All arrays but those that are sound; from their own documents where the root's can not
         be used."""
+        if "zarr.json" not in top and "manifest.npz" in top:
+            self._findings.report(
+                "root-missing",
+                f"{self.location.url}/zarr.json is missing: without it the checkpoint does not "
+                "open",
+                "zarr.json",
+            )
+            return self._arrays_alone(top)
         try:
             if self.stored.root is not None:
                 self._consolidated = self.stored.root.documents
@@ -199,14 +207,6 @@ class _Verification:
                 return list(self.stored.arrays.values())
         except CheckpointingException as error:
             self._findings.report("root-damaged", str(error), "zarr.json")
-            return self._arrays_alone(top)
-        if "manifest.npz" in top:
-            self._findings.report(
-                "root-missing",
-                f"{self.location.url}/zarr.json is missing: without it the checkpoint does not "
-                "open",
-                "zarr.json",
-            )
             return self._arrays_alone(top)
         return list(self.stored.arrays.values())
 

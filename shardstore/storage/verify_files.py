@@ -95,6 +95,13 @@ class OtherFiles:
         except CheckpointingException:
             return True
 
+    @property
+    def _is_old_layout(self) -> bool:
+        try:
+            return self.stored.root is None
+        except CheckpointingException:
+            return False
+
     def whole(
         self, top: Sequence[str], nodes: set[str], listed: Sequence[str] | None = None
     ) -> None:
@@ -195,9 +202,10 @@ class OtherFiles:
         try:
             self.stored.check_file(name, data)
         except DamagedCheckpointError as error:
-            self._findings.report(kind, str(error), name, key=key)
+            if error.url != f"{self.location.url}/zarr.json":
+                self._findings.report(kind, str(error), name, key=key)
         except CheckpointingException:
-            pass  # of the root document, which was reported before
+            pass  # of the root document, as the other was, which was reported before
 
     def _read(self, name: str) -> bytes:
         if self._io is None:
@@ -209,7 +217,7 @@ class OtherFiles:
 
     def _foreign(self, name: str, below: Sequence[str], objects: Sequence[str]) -> None:
         strangers = [f"{name}/{entry}" for entry in below if entry not in objects]
-        if name.endswith(".sync") and self.stored.root is None:
+        if name.endswith(".sync") and self._is_old_layout:
             return  # locks that Megatron-Core left behind
         if not below:
             strangers = [name]

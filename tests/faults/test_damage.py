@@ -13,7 +13,13 @@ import pytest
 import torch
 
 import shardstore
-from shardstore.errors import CheckpointingException, ChunkCorruptError, ChunkMissingError
+from shardstore import CheckpointManager
+from shardstore.errors import (
+    CheckpointingException,
+    ChunkCorruptError,
+    ChunkMissingError,
+    DamagedCheckpointError,
+)
 from shardstore.mapping import ShardedObject, ShardedTensor
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from tests.layouts import raw_bytes
@@ -237,3 +243,20 @@ def test_old_layout_misses_no_chunk(tmp_path: Path) -> None:
         path.write_bytes(before)
     loaded: Any = shardstore.load(wanted, place)
     assert torch.equal(loaded["w"], WHOLE)
+
+
+def test_without_its_root_document_it_is_damaged_and_not_of_another_layout(
+    pristine: Path, tmp_path: Path
+) -> None:
+    """As a deletion by other means may leave it, which was cut short. The step before is taken."""
+    for step in (1, 2):
+        shutil.copytree(pristine, tmp_path / f"step-{step}")
+    (tmp_path / "step-2" / "zarr.json").unlink()
+    with pytest.raises(DamagedCheckpointError, match="root document, is missing"):
+        shardstore.load_plain_tensors(tmp_path / "step-2")
+    with CheckpointManager(tmp_path) as manager:
+        state = {"s": ShardedTensor.from_rank_offsets("layer.s", torch.zeros_like(SMALL))}
+        restored = manager.restore(state)
+    assert restored is not None
+    assert restored.step == 1
+    assert torch.equal(restored.state["s"], SMALL)
