@@ -34,7 +34,12 @@ from shardstore.storage.location import Location
 from shardstore.storage.manifest import MANIFEST_NAME, ChunkRecord
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES
 from shardstore.storage.parallel import ByteLimit, Jobs, default_threads, run_batched
-from shardstore.storage.server_copy import COPY_THREADS, ServerCopies, same_store
+from shardstore.storage.server_copy import (
+    COPY_THREADS,
+    ServerCopies,
+    same_store,
+    warn_of_damage,
+)
 
 __all__ = ["BASE_DOCUMENTS", "BaseChunks", "ReusingMover", "Writer", "adopter", "read_base"]
 
@@ -116,17 +121,8 @@ class BaseChunks:
             counters.add(bytes_read=size)
         if problem is not None:
             name = f"{array.node}/{array.chunk_key(index)}"
-            _warn_of_damage(f"{self.location.url}/{name}", problem.text)
+            warn_of_damage(f"{self.location.url}/{name}", problem.text)
         return problem is None
-
-
-def _warn_of_damage(url: str, what: str) -> None:
-    logger.warning(
-        "%s, which is to be taken over, %s: it is written anew here, and the checkpoint that it is "
-        "part of is damaged",
-        url,
-        what,
-    )
 
 
 def _place(array: ArrayMeta) -> tuple[object, ...]:
@@ -291,7 +287,7 @@ def adopter(base: Location, location: Location, attempt: Attempt | None = None) 
         try:
             damage = _seen_at_once(source, stored_bytes, tail)
             if damage is not None:
-                _warn_of_damage(source, damage)
+                warn_of_damage(source, damage)
                 return False
             try:
                 os.link(source, target)

@@ -19,7 +19,7 @@ from shardstore.errors import StorageError
 from shardstore.storage.attempt import Attempt
 from shardstore.storage.location import Location
 
-__all__ = ["COPY_THREADS", "ServerCopies", "same_store"]
+__all__ = ["COPY_THREADS", "ServerCopies", "same_store", "warn_of_damage"]
 
 logger = logging.getLogger(__name__)
 
@@ -87,9 +87,13 @@ class ServerCopies:
         try:
             found = self._base.remote.read_range(name, stored_bytes - TAIL_BYTES, None)
         except StorageError as error:
-            return False if _ENDS_BEFORE in str(error) else self._give_up(error)
-        if found is None or len(found) != TAIL_BYTES or tail not in (None, found):
-            return False  # the base is damaged there; the new checkpoint shall not be
+            if _ENDS_BEFORE not in str(error):
+                return self._give_up(error)
+            found = b""
+        damage = _damage(found, stored_bytes, tail)
+        if damage is not None:
+            warn_of_damage(f"{self._base.url}/{name}", damage)
+            return False
         store = f"{self._location.url.partition('://')[0]} {id(self._location.remote.fs)}"
         conditional = _conditional.get(store)
         if conditional is None:
@@ -134,6 +138,28 @@ class ServerCopies:
                 error,
             )
         return False
+
+
+def warn_of_damage(url: str, what: str) -> None:
+    """Tell of a chunk of a base that is not taken over."""
+    logger.warning(
+        "%s, which is to be taken over, %s: it is written anew here, and the checkpoint that it is "
+        "part of is damaged",
+        url,
+        what,
+    )
+
+
+def _damage(found: bytes | None, stored_bytes: int, tail: bytes | None) -> str | None:
+    """What is wrong with an object, by what is there of its last bytes and after them."""
+    if found is None:
+        return "is missing"
+    if len(found) != TAIL_BYTES:
+        more = "more" if len(found) > TAIL_BYTES else "fewer"
+        return f"has {more} than its {stored_bytes} bytes"
+    return (
+        "ends in another checksum than when it was written" if tail not in (None, found) else None
+    )
 
 
 class _Together:
