@@ -11,7 +11,7 @@ from typing import Any
 from shardstore.errors import StorageError
 from shardstore.storage.redaction import scrub
 
-__all__ = ["code_of", "explained", "is_refusal", "no_answer", "remedy"]
+__all__ = ["NOT_RENEWED", "code_of", "explained", "is_refusal", "no_answer", "remedy"]
 
 _DENIED = (
     "the store refuses the credentials: check key, secret and token (or AWS_ACCESS_KEY_ID, "
@@ -49,6 +49,10 @@ _NOT_THERE = "the store says that there is no such place: check the endpoint and
 _CREDENTIALS = (
     "no credentials were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, "
     "or give storage_options"
+)
+NOT_RENEWED = (
+    "look at what gives them: the profile (AWS_PROFILE), the container's or the machine's role, or "
+    "the program that the profile names"
 )
 _DENIED_ELSEWHERE = (
     "the store refuses the credentials: check those of the environment and in storage_options, and "

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from shardstore.errors import StorageError
 from shardstore.storage.location import Location
-from shardstore.storage.remote_errors import no_answer, remedy
+from shardstore.storage.remote_errors import NOT_RENEWED, no_answer, remedy
 from shardstore.storage.s3_client import s3_client
 from shardstore.storage.s3_settings import s3_settings
 
@@ -47,6 +47,7 @@ WHOLE_BYTES = 1024 * 1024
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([\w.]+)</Code>")
 _NO_ANSWER_IN_TIME = "no answer in time"
+_NOT_RENEWED = "the credentials can not be renewed"
 _NO_TRUST = (
     "the server's certificate is not trusted (name the file of those that are: AWS_CA_BUNDLE, or "
     "client_kwargs={'verify': FILE})"
@@ -176,7 +177,9 @@ class S3IO:
             except (self._obstore.exceptions.BaseError, OSError) as error:
                 failure = self._failure(doing, key, error)
                 status = _status(error)
-                timed_out = status is None and _silent(str(error)) == _NO_ANSWER_IN_TIME
+                # Waiting is no better a second time: for an answer, or for credentials.
+                slow = (_NO_ANSWER_IN_TIME, _NOT_RENEWED)
+                timed_out = status is None and _silent(str(error)) in slow
             now = time.monotonic()
             failed_at = now if failed_at is None else failed_at
             tried_s = now - (began if timed_out else failed_at)
@@ -200,7 +203,8 @@ class S3IO:
             said = f"{code} (HTTP {status})" if code else f"HTTP {status}"
             hint = remedy(code or str(status), doing)
         else:
-            said, hint = _silent(text), no_answer(url)
+            said = _silent(text)
+            hint = NOT_RENEWED if said == _NOT_RENEWED else no_answer(url)
         return StorageError(f"{doing} {url} failed: {said}; {hint}", url=url)
 
 
@@ -220,7 +224,7 @@ def _silent(text: str) -> str:
         ("ConnectionRefused", "connection refused"),
         ("dns error", "the host's name is not known"),
         ("invalid peer certificate", _NO_TRUST),
-        ("credential provider", "the credentials can not be renewed"),
+        ("credential provider", _NOT_RENEWED),
         ("kind: Connect", "no connection"),
     ):
         if sign in text:

@@ -295,6 +295,7 @@ def test_gathered_chunks_keep_no_memory_of_threads_that_wait(
     [
         (512, "kind: Timeout", 1),  # who has waited for long does not do so again
         (32, "kind: Timeout", 3),
+        (32, "credential provider", 3),
         (512, "connection reset", 2),  # it came, for long, and broke off
         (32, "connection reset", 4),
         (512, "status code: 503", 2),
