@@ -359,18 +359,24 @@ def rm(
     run_rm(location, yes=yes, as_json=as_json, confirm=typer.confirm)
 
 
+INTERRUPTED = 130
+"""Exit code: as shells give it to what SIGINT ended."""
+
+
 def run(arguments: list[str] | None = None) -> int:
     """Carry out a command line and return its exit code."""
     try:
         code = app(arguments, prog_name="shardstore", standalone_mode=False)
         sys.stdout.flush()
+        if code == INTERRUPTED:  # typer takes the interrupt itself, and says nothing
+            complain("interrupted")
         return code if isinstance(code, int) else 0
     except typer.Abort:
         complain("interrupted")
-        return 130
+        return INTERRUPTED
     except KeyboardInterrupt:
         complain("interrupted")
-        return 130
+        return INTERRUPTED
     except DamagedCheckpointError as error:
         complain(error)
         return 1

@@ -25,6 +25,9 @@ __all__ = ["DEFAULT_BUDGET_BYTES", "Piece", "pieces_of", "read_box", "stream"]
 
 DEFAULT_BUDGET_BYTES = 256 * 1024 * 1024
 
+BATCH_PIECES = 8
+"""Whoever interrupts waits for as many at most, each of which may be a request."""
+
 Piece = tuple[ArrayMeta, Box]
 
 
@@ -103,4 +106,11 @@ def stream(
                 with lock:
                     progress(weight((array, box)))
 
-    run_batched(pieces, run, threads=threads, weight=weight, batch_weight=32 * 1024 * 1024)
+    run_batched(
+        pieces,
+        run,
+        threads=threads,
+        weight=weight,
+        batch_weight=32 * 1024 * 1024,
+        batch_items=BATCH_PIECES,
+    )
