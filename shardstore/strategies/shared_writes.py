@@ -122,7 +122,7 @@ def offer(tensors: Iterable[ShardedTensor], group: Any) -> bytes:
         for t in shared
     ]
     digest = xxhash.xxh3_128(repr(told).encode()).digest()
-    main = np.packbits([is_main_replica(t.replica_id) for t in shared]).tobytes()
+    main = np.packbits(np.array([is_main_replica(t.replica_id) for t in shared], bool)).tobytes()
     return pickle.dumps((members, digest, main))
 
 

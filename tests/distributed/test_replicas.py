@@ -123,6 +123,19 @@ def other_shards_in_a_group_are_left_to_their_main_replica(
     check(folder / "c")
 
 
+def groups_without_tensors_share_nothing(rank: int, world_size: int, folder: Path) -> None:
+    """All ranks, or those of one group: a stage of a pipeline that has none."""
+    half = world_size // 2
+    groups = [dist.new_group(list(range(half))), dist.new_group(list(range(half, world_size)))]
+    mine = groups[rank // half]
+    shardstore.save({"step": 1}, folder / "none", replica_group=mine)
+    state: dict[str, Any] = {"step": 1}
+    if rank < half:
+        state["w"] = ShardedTensor.from_rank_offsets("w", torch.ones(4), replica_id=rank)
+    shardstore.save(state, folder / "some", replica_group=mine)
+    assert torch.equal(shardstore.load_plain_tensors(folder / "some")["w"], torch.ones(4))
+
+
 def two_main_replicas_are_still_an_error(rank: int, world_size: int, folder: Path) -> None:
     state = replicated(rank)
     if rank == 2:
@@ -378,6 +391,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     chunks_are_shared_out_by_bytes,
     groups_share_their_own_shards,
     other_shards_in_a_group_are_left_to_their_main_replica,
+    groups_without_tensors_share_nothing,
     two_main_replicas_are_still_an_error,
     each_byte_is_read_once,
     budgets_may_differ,
