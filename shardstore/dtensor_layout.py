@@ -66,6 +66,12 @@ def _materialised(tensor: DTensor, local: torch.Tensor) -> tuple[torch.Tensor, D
     from torch.distributed.tensor import DTensor as Kind
 
     fresh = torch.empty_like(local, device=tensor.device_mesh.device_type)
+    if _order(tensor) != list(range(tensor.device_mesh.ndim)):
+        raise AccessPatternError(
+            "a DTensor on the meta device is cut by the dimensions of its mesh in an order of its "
+            f"own ({_spec_of(tensor).shard_order}), of which none can be made; load into one that "
+            "has memory (torch.empty_like(tensor, device=...))"
+        )
     made = Kind.from_local(
         fresh,
         tensor.device_mesh,
@@ -75,6 +81,25 @@ def _materialised(tensor: DTensor, local: torch.Tensor) -> tuple[torch.Tensor, D
         stride=tensor.stride(),
     )
     return fresh, made
+
+
+def _spec_of(tensor: DTensor) -> Any:
+    return cast(Any, tensor)._spec
+
+
+def _order(tensor: DTensor) -> list[int]:
+    """The dimensions of the mesh, those that cut an axis in the order in which they cut it.
+
+    That is from left to right, unless the DTensor says otherwise (torch 2.10 and later,
+    ``DTensorSpec.shard_order``). Strided shards say it by their stride, and go from left to right.
+    """
+    order = list(range(tensor.device_mesh.ndim))
+    if any(hasattr(placement, "split_factor") for placement in tensor.placements):
+        return order
+    for entry in getattr(_spec_of(tensor), "shard_order", None) or ():
+        for place, dim in zip(sorted(entry.mesh_dims), entry.mesh_dims, strict=True):
+            order[place] = dim
+    return order
 
 
 @dataclass(frozen=True)
@@ -103,7 +128,8 @@ class _Layout:
         indices: list[list[int]] = [[] for _ in shape]
         replica: list[int] = []
         sizes = tuple(tensor.device_mesh.shape)
-        for parts, index, placement in zip(sizes, coordinate, tensor.placements, strict=True):
+        placed = list(zip(sizes, coordinate, tensor.placements, strict=True))
+        for parts, index, placement in (placed[dim] for dim in _order(tensor)):
             axis = getattr(placement, "dim", None)
             if placement.is_replicate():
                 replica.append(index)
