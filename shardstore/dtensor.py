@@ -38,6 +38,7 @@ __all__ = [
     "Adopted",
     "adopt_for_load",
     "adopt_for_save",
+    "keys_of_plain",
     "needs_adoption",
     "shard",
 ]
@@ -83,6 +84,22 @@ def adopt_for_load(state_dict: ShardedStateDict, stored: Callable[[], Container[
         return Adopted(state_dict)
     keys = stored()
     return _adopt(state_dict, _ranks_of(state_dict), plain=lambda key: key in keys, loading=True)
+
+
+def keys_of_plain(state_dict: StateDict) -> frozenset[str]:
+    """Keys that the plain tensors of a state dict would have beside DTensors."""
+    keys = set()
+
+    def walk(value: Any, path: Path) -> None:
+        if isinstance(value, dict | list):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            for name, item in items:
+                walk(item, (*path, name))
+        elif _is_plain(value):
+            keys.add(".".join(map(str, path)))
+
+    walk(state_dict, ())
+    return frozenset(keys)
 
 
 def needs_adoption(state_dict: ShardedStateDict) -> bool:

@@ -22,7 +22,7 @@ from shardstore.core import (
     config_document,
 )
 from shardstore.dict_utils import extract_matching_values, nested_values
-from shardstore.dtensor import adopt_for_save
+from shardstore.dtensor import adopt_for_save, keys_of_plain
 from shardstore.errors import ArgumentError
 from shardstore.mapping import CommonStateDict, ShardedObject, ShardedStateDict, StateDict
 from shardstore.one_rank import CONTENT_METADATA_KEY
@@ -118,11 +118,13 @@ def run_save(call: SaveCall, choose: ChooseStrategies) -> tuple[SaveSession, Asy
     compared = b""
     copies: Copies = {}
     base: Location | None = None
-    wanted = False
+    wanted = adopts = False
     callback: ProgressCallback | None = None
     try:
         if call.base is not None:
-            base = Location.given(call.base, call.storage_options)
+            base = Location.of(call.base)
+            if not base.options:
+                base = Location.given(base, call.storage_options)
         require_group("replica_group", call.replica_group)
         check_state(call.sharded_state_dict)
         if not isinstance(call.content_metadata, dict | None):
@@ -135,6 +137,7 @@ def run_save(call: SaveCall, choose: ChooseStrategies) -> tuple[SaveSession, Asy
                 "async_sharded_save out"
             )
         sharded_state_dict = adopt_for_save(call.sharded_state_dict)
+        adopts = sharded_state_dict is not call.sharded_state_dict
         check_lists(sharded_state_dict)
         sharded, common = save_preprocess(sharded_state_dict, validate_access_integrity=False)
         if call.content_metadata is not None:
@@ -161,7 +164,10 @@ def run_save(call: SaveCall, choose: ChooseStrategies) -> tuple[SaveSession, Asy
         replica_group=call.replica_group,
         copies=copies,
         later=call.later,
+        adopts=adopts,
     )
+    if session.adopter is not None:
+        session.not_arrays = keys_of_plain(common)
     if callback is not None:
         session.meter = Meter("save", target.url, callback)
     # What begin() let pass has both strategies.
@@ -181,7 +187,12 @@ def run_save(call: SaveCall, choose: ChooseStrategies) -> tuple[SaveSession, Asy
                 compare_common(mine, session.common_of_coordinator, ranks.rank)
             if session.exchange_layouts:
                 mine_claims = claims(sharded)
-                answer = session.meet(mine_claims, what=session.planning, decide=decide_claims)
+                answer = session.meet(
+                    mine_claims,
+                    what=session.planning,
+                    error=session.failure,
+                    decide=decide_claims,
+                )
                 apply_claims(sharded, answer)
                 session.plans = plans_together(sharded_strategy)
             request = _write(
@@ -232,9 +243,10 @@ def _write(
         validate_sharded_objects_handling(sharded_strategy, common_strategy)
         objects, tensors = extract_matching_values(tensors, lambda v: isinstance(v, ShardedObject))
     try:
-        common_strategy.save_common(common, place.place)
-        if objects is not None:
-            common_strategy.save_sharded_objects(objects, place.place)
+        if session.failure is None:
+            common_strategy.save_common(common, place.place)
+            if objects is not None:
+                common_strategy.save_sharded_objects(objects, place.place)
     except Exception as problem:
         # The ranks may meet in the strategy: it hears of this, and lets the others know there.
         session.failure = problem

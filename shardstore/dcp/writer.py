@@ -162,7 +162,7 @@ class StorageWriter(Placed, DcpStorageWriter):
         """Write this rank's items. Called by all ranks.
 
         Raises:
-            StorageError: the store refused.
+            StorageError: the store refused, or is not the one that the coordinator sees.
             DTypeMismatchError: a tensor has no plain memory.
             CheckpointingException: a value has no JSON form, and ``allow_pickle`` was not given.
         """
@@ -173,6 +173,8 @@ class StorageWriter(Placed, DcpStorageWriter):
                 "plan (enable_plan_caching=False)"
             )
         attempt = commit.join(self._place, task.attempt_id, overwrite=self.options.overwrite)
+        if self._attempt is None:
+            attempt.require_seen()
         planned = perf_counter() - self._started
         self._rank = task.rank
         report = write_items(

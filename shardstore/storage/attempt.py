@@ -33,6 +33,13 @@ class Attempt(Protocol):
     def check(self) -> None:
         """Raise :class:`StorageError` if a newer attempt took the target over."""
 
+    def require_seen(self) -> None:
+        """Called by every other rank before it writes, with the attempt that the coordinator began.
+
+        Raises:
+            StorageError: it is not where this rank would write: another store, or another disk.
+        """
+
     def announce(self, nodes: Iterable[str], rank: int) -> None:
         """Before chunks of layout 1 are written: leave word whose they are, where they lie at the
         target already. Called by each rank, once.

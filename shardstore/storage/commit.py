@@ -42,6 +42,8 @@ __all__ = ["FolderAttempt", "begin", "is_checkpoint", "join", "sweep"]
 OWNER_NAME = ".owner.json"
 MARKERS = ("zarr.json", "metadata.json")
 _OWN_NAMES = frozenset({*MARKERS, OWNER_NAME, COMMON_STATE_NAME, MANIFEST_NAME, ".metadata"})
+SEEN_S, POLL_S = 90.0, 0.2
+"""For how long a folder is waited for that another machine has just made."""
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 
@@ -100,6 +102,20 @@ class FolderAttempt:
 
     def check(self) -> None:
         """Nothing to check: nobody else writes to an attempt's folder."""
+
+    def require_seen(self) -> None:
+        """See :meth:`Attempt.require_seen`. A network file system may show what another machine
+        made half a minute late."""
+        deadline = time.monotonic() + SEEN_S
+        while not self.location.exists(OWNER_NAME):
+            if time.monotonic() > deadline:
+                raise StorageError(
+                    f"{self.location.url}, which the coordinator of this save made, is not seen on "
+                    f"{socket.gethostname()}: {self.target.url} is not on a file system that all "
+                    "ranks share; save to one that is, or to an object store",
+                    url=self.target.url,
+                )
+            time.sleep(POLL_S)
 
     def put(self, name: str, data: bytes) -> None:
         """Write a document. Errors as :meth:`Location.write`."""

@@ -106,6 +106,19 @@ class ObjectAttempt:
         if by := self.outbid_by():
             raise self._superseded(by)
 
+    def require_seen(self) -> None:
+        """See :meth:`Attempt.require_seen`."""
+        found = read_claim(self.target, self.number).get("id")
+        if found != self.id:
+            there = "another one" if found else "none"
+            raise StorageError(
+                f"the claim {self.number:06d} of attempt {self.id}, with which the coordinator of "
+                f"this save began, is not at {self.target.url} as this rank sees it ({there} is): "
+                "the ranks' stores differ. Compare endpoint and credentials of the ranks "
+                "(storage_options, AWS_ENDPOINT_URL and other variables of the environment)",
+                url=self.target.url,
+            )
+
     def outbid_by(self) -> str | None:
         """Who owns the target in the place of this attempt, in words; ``None``: it does itself.
 

@@ -67,7 +67,8 @@ class SaveSession:
         deferred: documents of this rank that are written once all manifests are in, where the
             target itself is written to.
         started: :func:`time.perf_counter` at the beginning.
-        failure: what went wrong on this rank in the background; then nothing is committed.
+        failure: what went wrong on this rank at the beginning or in the background; then nothing is
+            committed.
         over: what a meeting failed with: every rank knows, and none goes to a further meeting.
         plans: whether ranks still meet before they write.
         base: the checkpoint whose chunks are not sent again, if one was given.
@@ -76,6 +77,9 @@ class SaveSession:
         record: after the commit, on every rank: what was committed (bytes, chunks, seconds).
         meter: counts for a progress callback, if there is one.
         files: what is no chunk, on its way to an object store.
+        adopter: on the coordinator, if its own state has no DTensors: a rank whose state has.
+        not_arrays: on the coordinator then, keys of what it keeps in the common state, and of what
+            such ranks make arrays.
     """
 
     ranks: Ranks
@@ -97,6 +101,8 @@ class SaveSession:
     staging: Staging | None = None
     record: dict[str, Any] = field(default_factory=dict)
     meter: Meter | None = None
+    adopter: int | None = None
+    not_arrays: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         self.files = FilesBeside(self.attempt, self.options.budget_bytes)
@@ -116,6 +122,7 @@ class SaveSession:
         replica_group: Any = None,
         copies: Copies | None = None,
         later: str | None = None,
+        adopts: bool = False,
     ) -> SaveSession:
         """Agree with all ranks to begin. Called by every rank, which waits for all others.
 
@@ -134,6 +141,7 @@ class SaveSession:
             copies: what this rank holds copies of alone, to be missed if nobody writes it.
             later: purpose of the group that the ranks meet in once all is planned; default: they
                 stay in theirs. Where one rank lacks it, all of them make a new one.
+            adopts: whether plain tensors of this rank are arrays, because it has DTensors too.
 
         Raises:
             CheckpointExistsError, StorageError: on every rank.
@@ -152,9 +160,14 @@ class SaveSession:
         except Exception as problem:
             error = error or problem
 
+        adopter: int | None = None
+
         def decide(reports: list[bytes]) -> bytes:
+            nonlocal adopter
             told = [json.loads(report) for report in reports]
             _same_target(told)
+            if not adopts:
+                adopter = next((r for r, about in enumerate(told) if about["adopts"]), None)
             texts = None if base is None else read_base(base)
             attempt = commit.begin(
                 target,
@@ -172,6 +185,7 @@ class SaveSession:
         about["replicas"] = mine.hex()
         about["copies"] = digest_of_copies(copies or {})
         flags = {"layouts": exchange_layouts, "anew": later is not None and ranks.lacks(later)}
+        flags["adopts"] = adopts
         report = json.dumps({**about, **flags}).encode()
         answer = ranks.together(report, what=f"saving to {target.url}", error=error, decide=decide)
         attempt_id, wanted, of_coordinator, texts, shares, tellers, anew = pickle.loads(answer)
@@ -188,7 +202,13 @@ class SaveSession:
             session.manifest.copies = copies
         if base is not None:
             session.base = BaseChunks(base, texts)
+        if not ranks.is_coordinator:
+            try:
+                attempt.require_seen()
+            except Exception as problem:  # met where the ranks meet next
+                session.failure = problem
         session.plans = wanted
+        session.adopter = adopter
         session.shared = shared_writes.accepted(tensors, mine, shares, ranks.rank)
         return session
 
@@ -360,6 +380,7 @@ class SaveSession:
                     keys = {meta.key for meta in merged[0].arrays}
                     check_written(merged[0].copies, keys, merged[0].objects)
             names.check_collisions(meta.key for meta in merged[0].arrays)
+            self._check_adopted(merged[0])
             return b""
 
         def publish(_: list[bytes]) -> bytes:
@@ -399,6 +420,19 @@ class SaveSession:
             if self.ranks.is_coordinator:
                 self.attempt.abandon()
             raise
+
+    def _check_adopted(self, merged: Merged) -> None:
+        """One thing is not both an array and common state: it could not be loaded."""
+        both = sorted({meta.key for meta in merged.arrays} & self.not_arrays)
+        if both:
+            raise AccessPatternError(
+                f"the plain tensor {both[0]!r} is common state on rank {self.ranks.rank}, whose "
+                f"state has no DTensors, and an array on rank {self.adopter}, whose state has "
+                f"({len(both)} such tensor(s)); leave it out of the state of the one or the other, "
+                "or make it a ShardedTensor on every rank that has it",
+                key=both[0],
+                rank=self.adopter,
+            )
 
     def _committed(self) -> None:
         if self.meter is not None:

@@ -27,9 +27,10 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -247,6 +248,49 @@ def partial_is_refused(rank: int, world_size: int, folder: Path) -> None:
     assert remains(folder) == []
 
 
+def an_order_of_shards_of_its_own(rank: int, world_size: int, folder: Path) -> None:
+    """The second dimension of the mesh cuts first: what a rank holds lies elsewhere then."""
+    mesh = init_device_mesh("cpu", (2, world_size // 2))
+    whole = torch.arange(8.0 * 3).reshape(8, 3)
+    spec = DTensorSpec(
+        mesh,
+        (Shard(0), Shard(0)),
+        tensor_meta=TensorMeta(whole.shape, whole.stride(), whole.dtype),
+        shard_order=(ShardOrderEntry(0, (1, 0)),),
+    )
+    first, second = mesh.get_coordinate() or ()
+    mine = whole.chunk(mesh.size(1))[second].chunk(2)[first].clone()
+
+    def state(fill: float | None = None) -> Value:
+        local = mine.clone() if fill is None else torch.full_like(mine, fill)
+        return {"w": DTensor(local, spec, requires_grad=False)}
+
+    shardstore.save(state(), folder / "c")
+    assert torch.equal(shardstore.load_plain_tensors(folder / "c")["w"], whole)
+    loaded = shardstore.load(state(-1.0), folder / "c")
+    assert torch.equal(loaded["w"].to_local(), mine)
+
+
+def one_name_is_not_an_array_and_common_state(rank: int, world_size: int, folder: Path) -> None:
+    """Rank 0 has no DTensors: what is common state there is an array where there are some."""
+    mesh = DeviceMesh("cpu", list(range(1, world_size)))
+    value: Value = {"bias": torch.ones(3), "step": 1}
+    if rank:
+        local = torch.full((2, 2), float(rank))
+        value["w"] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+    error = raised(lambda: shardstore.save(value, folder / "c"))
+    assert isinstance(error, AccessPatternError)
+    assert all(word in str(error) for word in ("'bias'", "rank 0", "rank 1"))
+    dist.barrier()
+    assert remains(folder) == []
+    dist.barrier()
+    if rank == 0:
+        del value["bias"]
+    shardstore.save(value, folder / "c")
+    loaded = shardstore.load_plain_tensors(folder / "c")
+    assert set(loaded) == {"bias", "w", "step"}
+
+
 def plain_tensors_beside_sharded_ones_stay_common(rank: int, world_size: int, folder: Path) -> None:
     from shardstore import ShardedTensor
 
@@ -395,6 +439,8 @@ SAVING: tuple[Callable[[int, int, Path], None], ...] = (
     placements_save,
     placements_load_otherwise,
     partial_is_refused,
+    an_order_of_shards_of_its_own,
+    one_name_is_not_an_array_and_common_state,
     plain_tensors_beside_sharded_ones_stay_common,
     explicit_shard,
     values_return_as_they_were,

@@ -19,10 +19,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
+from torch.distributed.checkpoint.api import CheckpointException
 
 import shardstore
-from scripts.s3_servers import S3Server
+from scripts.s3_servers import EmbeddedServer, S3Server
+from shardstore.dcp import StorageWriter
 from shardstore.errors import CheckpointingException
 from shardstore.storage import object_commit, s3_io
 from tests.faults.s3_proxy import Fault, FaultProxy
@@ -182,3 +185,45 @@ def test_a_load_that_fails_on_one_rank_fails_on_all(
             assert f"rank {other}" in text
     proxy.clear()
     assert run.version(1) == 1
+
+
+# -- ranks that see different stores ---------------------------------------------------------------
+
+
+def _apart(rank: int, world: int, url: str, options: list[dict[str, Any]], how: str) -> str:
+    os.environ["SHARDSTORE_DEADLINE_S"] = "60"
+    began = time.monotonic()
+    part = state(1, rank, world)
+    if how == "boxes":
+        del part["flat"]
+    try:
+        if how == "in the background":
+            handle = shardstore.async_save(part, url, storage_options=options[rank])
+            handle.result(LIMIT_S)
+        elif how == "by DCP":
+            dcp.save(
+                {"w": torch.ones(4)},
+                storage_writer=StorageWriter(url, storage_options=options[rank]),
+            )
+        else:
+            shardstore.save(part, url, storage_options=options[rank])
+    except (CheckpointingException, CheckpointException) as error:
+        assert time.monotonic() - began < LIMIT_S / 2, "told at the deadline, not at once"
+        return str(error)
+    return "saved"
+
+
+@pytest.mark.parametrize("how", ["all kinds", "boxes", "in the background", "by DCP"])
+def test_ranks_that_see_different_stores_are_told_and_write_nothing(
+    s3_server: S3Server, own_s3_server: EmbeddedServer, how: str
+) -> None:
+    """Two servers with a bucket of one name: each takes what it is given."""
+    bucket = s3_server.new_bucket()
+    other = own_s3_server.server
+    other.client().create_bucket(Bucket=bucket)
+    options = [s3_server.storage_options, other.storage_options]
+    told = run_ranks(_apart, WORLD, f"s3://{bucket}/step", options, how)
+    assert all("the ranks' stores differ" in text for text in told)
+    assert "rank 1" in told[0].lower()
+    assert other.keys(bucket) == []
+    assert s3_server.keys(bucket) == []

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import shardstore
-from scripts.s3_servers import S3Server
+from scripts.s3_servers import EmbeddedServer, S3Server
 from shardstore.errors import StorageError
 from shardstore.mapping import ShardedTensor
 from shardstore.storage import object_commit
@@ -121,8 +121,10 @@ def test_a_base_that_is_replaced_is_sent(place: Place) -> None:
     check(tensors, place("a"))
 
 
-def test_damaged_chunks_of_the_base_are_not_taken_over(place: Place) -> None:
-    """Truncated, longer, gone, or another chunk of the same size."""
+def test_damaged_chunks_of_the_base_are_not_taken_over(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Truncated, longer, gone, or another chunk of the same size; of each there is a warning."""
     tensors = random_state()
     save(tensors, place("a"))
     base = Location.of(place("a")[0], **place("a")[1])
@@ -134,6 +136,10 @@ def test_damaged_chunks_of_the_base_are_not_taken_over(place: Place) -> None:
     counted = save(tensors, place("b"), base=place("a")[0])
     assert counted["chunks_written"] == 4
     check(tensors, place("b"))
+    for number, what in enumerate(("fewer than", "more than", "another checksum", "missing"), 2):
+        assert [r for r in caplog.messages if f"/a/w0/c.{number}.0" in r and what in r] or [
+            r for r in caplog.messages if f"/step/w0/c.{number}.0" in r and what in r
+        ]
 
 
 def test_tiny_chunks_are_sent(place: Place) -> None:
@@ -152,6 +158,20 @@ def test_a_base_in_another_store_is_sent(
     assert save(tensors, at, base=tmp_path / "a")["bytes_reused"] == 0
     assert "is another store: everything is sent" in caplog.text
     check(tensors, at)
+
+
+def test_a_base_is_found_by_options_of_its_own(
+    s3_server: S3Server, own_s3_server: EmbeddedServer
+) -> None:
+    """Not by those of the target, nor by some of the one and some of the other."""
+    tensors = random_state()
+    bucket = own_s3_server.server.new_bucket()
+    there = (f"s3://{bucket}/a", own_s3_server.server.storage_options)
+    save(tensors, there)
+    here = (f"s3://{s3_server.new_bucket()}/b", s3_server.storage_options)
+    counted = save(tensors, here, base=Location.of(there[0], **there[1]))
+    assert counted["chunks_written"] == len(tensors) * 20
+    check(tensors, here)
 
 
 def test_bytes_on_the_wire(s3_server: S3Server) -> None:
