@@ -14,6 +14,7 @@ import textwrap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -502,3 +503,30 @@ def test_replacing_a_document_is_all_or_nothing(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="replacing"):
         place.replace("folder", b"new")
     assert content(tmp_path) == {"zarr.json": "new", "folder/x": "x"}
+
+
+def test_a_folder_that_only_the_coordinator_sees_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on another machine whose disk is its own."""
+    monkeypatch.setattr(commit, "SEEN_S", 0.0)
+    elsewhere = join(Location.of(tmp_path / "c"), "0-0")
+    with pytest.raises(StorageError, match="not on a file system that all ranks share"):
+        elsewhere.require_seen()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_seen_late_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a network file system shows it."""
+    attempt = begin(Location.of(tmp_path / "c"))
+    here, late = attempt.location.url, tmp_path / "late"
+    os.rename(here, late)
+
+    def shows_it(seconds: float) -> None:
+        os.rename(late, here)
+
+    monkeypatch.setattr(commit, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=shows_it))
+    attempt.require_seen()
+    assert Path(here).is_dir()
