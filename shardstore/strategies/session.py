@@ -428,8 +428,8 @@ class SaveSession:
             raise AccessPatternError(
                 f"the plain tensor {both[0]!r} is common state on rank {self.ranks.rank}, whose "
                 f"state has no DTensors, and an array on rank {self.adopter}, whose state has "
-                f"some ({len(both)} such tensor(s)); leave it out of the state of the one or the other, "
-                "or make it a ShardedTensor on every rank that has it",
+                f"some ({len(both)} such tensor(s)); leave it out of the state of the one or the "
+                "other, or make it a ShardedTensor on every rank that has it",
                 key=both[0],
                 rank=self.adopter,
             )
