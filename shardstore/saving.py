@@ -166,8 +166,8 @@ def run_save(call: SaveCall, choose: ChooseStrategies) -> tuple[SaveSession, Asy
         later=call.later,
         adopts=adopts,
     )
-    if session.adopter is not None:
-        session.not_arrays = keys_of_plain(common)
+    if session.rank_with_dtensors is not None:
+        session.common_keys = keys_of_plain(common)
     if callback is not None:
         session.meter = Meter("save", target.url, callback)
     # What begin() let pass has both strategies.

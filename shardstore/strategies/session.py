@@ -21,7 +21,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from shardstore.errors import AccessPatternError, StorageError
+from shardstore.errors import StorageError
 from shardstore.mapping import ShardedTensor
 from shardstore.progress import Meter
 from shardstore.ranks import Ranks
@@ -39,6 +39,12 @@ from shardstore.storage.reuse import BaseChunks, ReusingMover, Writer, adopter, 
 from shardstore.strategies import shared_writes
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.files_beside import FilesBeside
+from shardstore.strategies.session_checks import (
+    check_common,
+    check_kinds,
+    check_objects,
+    same_target,
+)
 from shardstore.strategies.shared_writes import SharedWrites
 from shardstore.strategies.staging import Staging
 from shardstore.strategies.unwritten import Copies, check_written, choose_tellers, digest_of_copies
@@ -77,9 +83,9 @@ class SaveSession:
         record: after the commit, on every rank: what was committed (bytes, chunks, seconds).
         meter: counts for a progress callback, if there is one.
         files: what is no chunk, on its way to an object store.
-        adopter: on the coordinator, if its own state has no DTensors: a rank whose state has.
-        not_arrays: on the coordinator then, keys of what it keeps in the common state, and of what
-            such ranks make arrays.
+        rank_with_dtensors: on the coordinator, if its own state has none: the first whose state has
+            some, and whose plain tensors are arrays then.
+        common_keys: on the coordinator then, keys that its own plain tensors would have as arrays.
     """
 
     ranks: Ranks
@@ -101,8 +107,8 @@ class SaveSession:
     staging: Staging | None = None
     record: dict[str, Any] = field(default_factory=dict)
     meter: Meter | None = None
-    adopter: int | None = None
-    not_arrays: frozenset[str] = frozenset()
+    rank_with_dtensors: int | None = None
+    common_keys: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         self.files = FilesBeside(self.attempt, self.options.budget_bytes)
@@ -160,14 +166,14 @@ class SaveSession:
         except Exception as problem:
             error = error or problem
 
-        adopter: int | None = None
+        with_dtensors: int | None = None
 
         def decide(reports: list[bytes]) -> bytes:
-            nonlocal adopter
+            nonlocal with_dtensors
             told = [json.loads(report) for report in reports]
-            _same_target(told)
+            same_target(told)
             if not adopts:
-                adopter = next((r for r, about in enumerate(told) if about["adopts"]), None)
+                with_dtensors = next((r for r, about in enumerate(told) if about["adopts"]), None)
             texts = None if base is None else read_base(base)
             attempt = commit.begin(
                 target,
@@ -208,7 +214,7 @@ class SaveSession:
             except Exception as problem:  # met where the ranks meet next
                 session.failure = problem
         session.plans = wanted
-        session.adopter = adopter
+        session.rank_with_dtensors = with_dtensors
         session.shared = shared_writes.accepted(tensors, mine, shares, ranks.rank)
         return session
 
@@ -374,13 +380,13 @@ class SaveSession:
                 own = self.manifest.report()
                 merged.append(merge([own, *reports[1:]], check=self.options.validate))
             if self.options.validate:
-                _check_objects(merged[0].objects)
-                _check_kinds(merged[0])
+                check_objects(merged[0].objects)
+                check_kinds(merged[0])
                 if self.zarr_format is not None:
                     keys = {meta.key for meta in merged[0].arrays}
                     check_written(merged[0].copies, keys, merged[0].objects)
             names.check_collisions(meta.key for meta in merged[0].arrays)
-            self._check_adopted(merged[0])
+            check_common(merged[0], self.common_keys, self.rank_with_dtensors)
             return b""
 
         def publish(_: list[bytes]) -> bytes:
@@ -420,19 +426,6 @@ class SaveSession:
             if self.ranks.is_coordinator:
                 self.attempt.abandon()
             raise
-
-    def _check_adopted(self, merged: Merged) -> None:
-        """One thing is not both an array and common state: it could not be loaded."""
-        both = sorted({meta.key for meta in merged.arrays} & self.not_arrays)
-        if both:
-            raise AccessPatternError(
-                f"the plain tensor {both[0]!r} is common state on rank {self.ranks.rank}, whose "
-                f"state has no DTensors, and an array on rank {self.adopter}, whose state has "
-                f"some ({len(both)} such tensor(s)); leave it out of the state of the one or the "
-                "other, or make it a ShardedTensor on every rank that has it",
-                key=both[0],
-                rank=self.adopter,
-            )
 
     def _committed(self) -> None:
         if self.meter is not None:
@@ -474,59 +467,3 @@ class SaveSession:
 def session_of(place: str | Path | Location) -> SaveSession | None:
     """The session whose attempt is written at a place, in this process."""
     return _open.get(Location.of(place).url)
-
-
-def _same_target(reports: list[dict[str, Any]]) -> None:
-    first = reports[0]["target"]
-    for rank, report in enumerate(reports):
-        if report["target"] != first:
-            raise AccessPatternError(
-                f"rank 0 saves to {first} but rank {rank} to {report['target']}; give every rank "
-                "the same place",
-                rank=rank,
-            )
-        if report["base"] != reports[0]["base"]:
-            raise AccessPatternError(
-                f"rank 0 saves with base={reports[0]['base']} but rank {rank} with "
-                f"base={report['base']}; give every rank the same",
-                rank=rank,
-            )
-
-
-def _check_kinds(merged: Merged) -> None:
-    """No key is both a tensor's and an object's: loading could not tell which is meant."""
-    objects = {unique_key.rpartition("/shard_")[0] for unique_key in merged.objects}
-    for meta in merged.arrays:
-        if meta.key in objects:
-            raise AccessPatternError(
-                f"Invalid access pattern: key {meta.key!r} is both a tensor's and a sharded "
-                "object's; rename one of them",
-                key=meta.key,
-            )
-
-
-def _check_objects(objects: Mapping[str, list[int]]) -> None:
-    """Each sharded object written once, and each grid of objects complete."""
-    grids: dict[tuple[str, str], int] = {}
-    for unique_key, ranks in objects.items():
-        if len(ranks) > 1:
-            raise AccessPatternError(
-                f"Invalid access pattern: object {unique_key!r} was written by ranks "
-                f"{sorted(ranks)}; only one may hold it as main "
-                "replica",
-                key=unique_key,
-            )
-        key, _, shard = unique_key.rpartition("/shard_")
-        shape = shard.rpartition("_")[2]
-        grids[key, shape] = grids.get((key, shape), 0) + 1
-    for (key, shape), count in grids.items():
-        wanted = 1
-        for n in shape.split("."):
-            wanted *= int(n) if n else 1
-        if count != wanted:
-            raise AccessPatternError(
-                f"Invalid access pattern: {count} of the {wanted} objects of key {key!r} (global "
-                f"shape {shape.replace('.', ' x ')}) "
-                "were written; every part needs one main replica",
-                key=key,
-            )

@@ -81,12 +81,10 @@ def test_what_only_looks_like_ours_is_never_taken(target: Target) -> None:
     assert sorted(root.remote.walk()) == sorted(FOREIGN)
 
 
-def test_what_a_deletion_that_died_left_is_swept(
-    target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root, place = target("cut"), target("cut/step-1")
-    shardstore.save(small_state(1.0), place.place)
-    monkeypatch.setattr(object_commit, "SETTLE_S", 0.0)  # its claim is certainly a dead one's
+def _dies_deleting(
+    monkeypatch: pytest.MonkeyPatch, part: Callable[[list[str]], list[str]]
+) -> Callable[..., None]:
+    """Have the third deletion die, and those before it delete a part; gives the whole one."""
     delete = RemoteStore.delete
     left = [2]
 
@@ -94,10 +92,19 @@ def test_what_a_deletion_that_died_left_is_swept(
         if not left[0]:
             raise StorageError("killed")
         left[0] -= 1
-        # Half of what it was to delete.
-        delete(self, list(names)[: max(1, len(names) // 2)])
+        delete(self, part(list(names)))
 
     monkeypatch.setattr(RemoteStore, "delete", dies)
+    return delete
+
+
+def test_what_a_deletion_that_died_left_is_swept(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, place = target("cut"), target("cut/step-1")
+    shardstore.save(small_state(1.0), place.place)
+    monkeypatch.setattr(object_commit, "SETTLE_S", 0.0)  # its claim is certainly a dead one's
+    delete = _dies_deleting(monkeypatch, lambda names: names[: max(1, len(names) // 2)])
     with pytest.raises(StorageError, match="killed"):
         delete_checkpoint(place)
     monkeypatch.setattr(RemoteStore, "delete", delete)
@@ -303,16 +310,7 @@ def test_a_save_in_layout_1_that_is_refused_or_deleted_leaves_nothing(
     assert not any(ATTEMPTS in name for name in root.remote.walk())
     # A deletion that died, wherever it did, leaves nothing that is not known.
     monkeypatch.setattr(object_commit, "SETTLE_S", 0.0)  # its claim is certainly a dead one's
-    delete = RemoteStore.delete
-    left = [2]
-
-    def dies(self: RemoteStore, names: Any) -> None:
-        if not left[0]:
-            raise StorageError("killed")
-        left[0] -= 1
-        delete(self, list(names))
-
-    monkeypatch.setattr(RemoteStore, "delete", dies)
+    delete = _dies_deleting(monkeypatch, lambda names: names)
     with pytest.raises(StorageError, match="killed"):
         delete_checkpoint(place)
     monkeypatch.setattr(RemoteStore, "delete", delete)
