@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.ranks_helper import run_ranks
-from tests.scenarios import run_scenarios
+from tests.helpers.ranks_helper import run_ranks
+from tests.helpers.scenarios import run_scenarios
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,8 @@ from shardstore.progress import Progress
 from shardstore.ranks import DEADLINE_VARIABLE
 from shardstore.storage.counters import counters
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
-from tests.ranks_helper import run_ranks
-from tests.scenarios import Scenario
+from tests.helpers.ranks_helper import run_ranks
+from tests.helpers.scenarios import Scenario
 
 WORLD = 3
 

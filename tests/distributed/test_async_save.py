@@ -32,8 +32,8 @@ from shardstore.mapping import ShardedObject, ShardedStateDict, ShardedTensor
 from shardstore.storage.commit import FolderAttempt
 from shardstore.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
-from tests.ranks_helper import RankFailed, run_ranks
-from tests.scenarios import Scenario, files_at_most, raised, remains
+from tests.helpers.ranks_helper import RankFailed, run_ranks
+from tests.helpers.scenarios import Scenario, files_at_most, raised, remains
 
 WORLD = 3
 WHOLE = torch.arange(3 * 64 * 40, dtype=torch.float32).reshape(3 * 64, 40)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from shardstore.errors import CheckpointingException, RanksError
 from shardstore.strategies.async_utils import AsyncCallsQueue, AsyncRequest
-from tests.ranks_helper import run_ranks
+from tests.helpers.ranks_helper import run_ranks
 
 
 def _request(log: list[str], name: str, gate: threading.Event | None = None) -> AsyncRequest:

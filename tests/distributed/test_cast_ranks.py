@@ -16,7 +16,7 @@ from shardstore.mapping import ShardedTensor
 from shardstore.storage.counters import counters
 from shardstore.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from shardstore.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
-from tests.scenarios import Scenario, raised
+from tests.helpers.scenarios import Scenario, raised
 
 WORLD = 3
 CHUNK = 4096

@@ -16,7 +16,7 @@ from shardstore.errors import CheckpointingException
 from shardstore.mapping import ShardedTensor
 from shardstore.ranks import Ranks
 from shardstore.storage.location import Location
-from tests.ranks_helper import run_ranks
+from tests.helpers.ranks_helper import run_ranks
 
 WORLD = 3
 

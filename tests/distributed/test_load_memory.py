@@ -16,7 +16,7 @@ from scripts.bench.memory import peak_rss_bytes, reset_peak
 from shardstore.mapping import ShardedTensor
 from shardstore.strategies import read_plan
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
-from tests.ranks_helper import run_ranks
+from tests.helpers.ranks_helper import run_ranks
 
 MIB = 2**20
 WORLD = 2

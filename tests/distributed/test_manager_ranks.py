@@ -21,8 +21,8 @@ from shardstore.errors import (
     ShapeMismatchError,
 )
 from shardstore.progress import Progress
-from tests.ranks_helper import RankFailed, run_ranks
-from tests.scenarios import Scenario, logged, raised, remains, run_scenarios
+from tests.helpers.ranks_helper import RankFailed, run_ranks
+from tests.helpers.scenarios import Scenario, logged, raised, remains, run_scenarios
 
 WORLD = 3
 

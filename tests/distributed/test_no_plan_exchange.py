@@ -13,7 +13,7 @@ import shardstore
 from shardstore.mapping import ShardedTensor
 from shardstore.ranks import Ranks
 from shardstore.storage.files import FileMover
-from tests.ranks_helper import run_ranks
+from tests.helpers.ranks_helper import run_ranks
 
 WORLD = 3
 COLLECTIVES = ("all_gather_object", "gather_object", "all_gather", "all_to_all", "all_reduce")

@@ -23,7 +23,7 @@ from shardstore.errors import CheckpointingException, MissingKeyError, RanksErro
 from shardstore.ranks import DEADLINE_VARIABLE
 from shardstore.strategies.common import TorchCommonSaveStrategy
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
-from tests.ranks_helper import run_ranks
+from tests.helpers.ranks_helper import run_ranks
 
 WORLD = 2
 DEADLINE_S = 60

@@ -25,8 +25,8 @@ from shardstore.storage.documents import ArrayMeta
 from shardstore.storage.grid import Grid
 from shardstore.strategies import carry_out
 from shardstore.strategies.planned_writes import CutChunk
-from tests.rank_server import start
-from tests.ranks_helper import run_ranks
+from tests.helpers.rank_server import start
+from tests.helpers.ranks_helper import run_ranks
 
 WORLD = 4
 

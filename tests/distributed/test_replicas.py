@@ -22,7 +22,7 @@ from shardstore.strategies.fully_parallel import FullyParallelLoadStrategyWrappe
 from shardstore.strategies.shared_reads import sharing_of
 from shardstore.strategies.shared_writes import share_out
 from shardstore.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
-from tests.scenarios import Scenario, raised, remains
+from tests.helpers.scenarios import Scenario, raised, remains
 
 WORLD = 4
 CHUNK = 4096

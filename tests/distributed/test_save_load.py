@@ -34,8 +34,8 @@ from shardstore.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 from shardstore.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
-from tests.ranks_helper import run_ranks
-from tests.scenarios import Scenario, logged, raised, remains, run_scenarios
+from tests.helpers.ranks_helper import run_ranks
+from tests.helpers.scenarios import Scenario, logged, raised, remains, run_scenarios
 
 WORLD = 4
 WHOLE = torch.arange(48, dtype=torch.float32).reshape(8, 6)

@@ -22,7 +22,7 @@ from shardstore.strategies.background import abort
 from shardstore.strategies.session import SaveSession
 from shardstore.strategies.staging import default_pool
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
-from tests.ranks_helper import run_ranks
+from tests.helpers.ranks_helper import run_ranks
 
 MIB = 2**20
 WORLD = 2

@@ -49,9 +49,9 @@ from shardstore.errors import (
 )
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.location import Location
-from tests import dtensor_states
-from tests.ranks_helper import run_ranks
-from tests.scenarios import raised, remains, run_scenarios
+from tests.helpers import dtensor_states
+from tests.helpers.ranks_helper import run_ranks
+from tests.helpers.scenarios import raised, remains, run_scenarios
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -508,7 +508,7 @@ def test_dcp_reads_what_our_own_save_wrote(saved: Path) -> None:
 
 
 def test_dcp_saves_in_a_process_of_its_own(tmp_path: Path) -> None:
-    program = Path(__file__).parents[1] / "dcp_in_a_process.py"
+    program = Path(__file__).parents[1] / "helpers" / "dcp_in_a_process.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     ended = subprocess.run(

@@ -22,7 +22,7 @@ from shardstore.errors import (
 )
 from shardstore.mapping import ShardedObject, ShardedTensor
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
-from tests.layouts import raw_bytes
+from tests.helpers.layouts import raw_bytes
 
 WHOLE = torch.randn(64, 96, generator=torch.Generator().manual_seed(3))
 SMALL = torch.arange(5, dtype=torch.int16)

@@ -23,7 +23,7 @@ import zarr
 import shardstore
 from shardstore.mapping import ShardedObject, ShardedTensor
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
-from tests.rank_server import start
+from tests.helpers.rank_server import start
 
 WORLD = 3
 KEYS = 12

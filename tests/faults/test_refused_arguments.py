@@ -24,7 +24,7 @@ from shardstore.storage.findings import Finding
 from shardstore.storage.location import Location
 from shardstore.storage.verify import verify
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
-from tests.ranks_helper import run_ranks
+from tests.helpers.ranks_helper import run_ranks
 
 
 def state(**more: torch.Tensor) -> dict[str, Any]:

@@ -31,8 +31,8 @@ from shardstore.errors import (
     UnsafeObjectError,
 )
 from shardstore.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
-from tests.ranks_helper import run_ranks
-from tests.scenarios import Scenario, raised, remains, run_scenarios
+from tests.helpers.ranks_helper import run_ranks
+from tests.helpers.scenarios import Scenario, raised, remains, run_scenarios
 
 WORLD = 3
 

@@ -35,7 +35,7 @@ from shardstore.errors import ArgumentError, CheckpointExistsError, Checkpointin
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.location import Location
 from shardstore.storage.verify import verify
-from tests.ranks_helper import run_ranks
+from tests.helpers.ranks_helper import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -34,8 +34,8 @@ from shardstore.errors import (
 )
 from shardstore.storage.commit import is_checkpoint
 from shardstore.storage.location import Location
-from tests.interop.nested import same
-from tests.ranks_helper import run_ranks
+from tests.helpers.nested import same
+from tests.helpers.ranks_helper import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

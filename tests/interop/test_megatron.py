@@ -22,7 +22,7 @@ import shardstore
 from shardstore import core, mapping, serialization
 from shardstore.errors import CheckpointingException, ChunkMissingError, ShapeMismatchError
 from tests.golden import states
-from tests.ranks_helper import run_ranks
+from tests.helpers.ranks_helper import run_ranks
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "megatron-core-0.15.3-zarr"

@@ -21,7 +21,7 @@ import shardstore
 from shardstore.mapping import ShardedObject, ShardedTensor
 from shardstore.storage.names import node_name
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
-from tests.ranks_helper import run_ranks
+from tests.helpers.ranks_helper import run_ranks
 
 WORLD_SIZE = 4
 TARGET_CHUNK_BYTES = 16 * 1024

@@ -1,5 +1,5 @@
 """The pages are true: their programs and commands run as they are printed (see
-:mod:`tests.interop.programs`), and what README's tables name is what there is."""
+:mod:`tests.helpers.programs`), and what README's tables name is what there is."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 import shardstore.errors
 from scripts.s3_servers import S3Server
-from tests.interop.programs import run_page
+from tests.helpers.programs import run_page
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

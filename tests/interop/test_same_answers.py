@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.interop.same_answers import answers
+from tests.helpers.same_answers import answers
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "megatron-core-0.15.3-answers.json"
@@ -40,7 +40,7 @@ def test_megatron_still_answers_so(tmp_path: Path) -> None:
     python = ROOT / ".envs" / "megatron" / "bin" / "python"
     if not python.exists():
         pytest.skip("no environment with megatron-core 0.15.3: scripts/megatron_env makes it")
-    program = ROOT / "tests" / "interop" / "same_answers.py"
+    program = ROOT / "tests" / "helpers" / "same_answers.py"
     told = tmp_path / "answers.json"
     done = subprocess.run(
         [python, program, "megatron.core.dist_checkpointing", told],

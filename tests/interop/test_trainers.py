@@ -31,7 +31,7 @@ def run(python: Path, program: str, *arguments: object, **environment: str) -> N
     """Two ranks of a program under torchrun."""
     command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     ended = subprocess.run(
-        [*command, ROOT / "tests" / "trainers" / program, *map(str, arguments)],
+        [*command, ROOT / "tests" / "interop" / "trainers" / program, *map(str, arguments)],
         env={
             **os.environ,
             "MASTER_ADDR": "127.0.0.1",

@@ -23,7 +23,7 @@ from shardstore.storage.grid import Box
 from shardstore.strategies import read_plan
 from shardstore.strategies.casting import _split
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
-from tests.layouts import (
+from tests.helpers.layouts import (
     DTYPES,
     Shape,
     destination,

@@ -18,7 +18,7 @@ from shardstore import zarr_dtypes
 from shardstore.mapping import ShardedTensor
 from shardstore.storage.names import node_name
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
-from tests.layouts import (
+from tests.helpers.layouts import (
     DTYPES,
     Layout,
     Shape,
@@ -31,7 +31,7 @@ from tests.layouts import (
     sharded,
     strided,
 )
-from tests.ranks_helper import run_ranks
+from tests.helpers.ranks_helper import run_ranks
 
 assert zarr_dtypes is not None  # teaches zarr bfloat16 and float8
 

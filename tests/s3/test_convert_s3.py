@@ -24,8 +24,8 @@ from shardstore.errors import (
     NotACheckpointError,
 )
 from shardstore.storage.location import Location
-from tests.cli.checkpoints import Cli
-from tests.convert.samples import KILLED, same, some_tensors, tensors_of
+from tests.helpers.cli_checkpoints import Cli
+from tests.helpers.conversions import KILLED, same, some_tensors, tensors_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -25,10 +25,10 @@ from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.findings import Finding
 from shardstore.storage.location import Location
 from shardstore.storage.verify import verify
-from tests import dtensor_states
-from tests.faults.s3_proxy import Fault, FaultProxy
-from tests.ranks_helper import run_ranks
-from tests.s3.checkpoints import Run
+from tests.helpers import dtensor_states
+from tests.helpers.ranks_helper import run_ranks
+from tests.helpers.s3_checkpoints import Run
+from tests.helpers.s3_proxy import Fault, FaultProxy
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -28,9 +28,9 @@ from scripts.s3_servers import EmbeddedServer, S3Server
 from shardstore.dcp import StorageWriter
 from shardstore.errors import CheckpointingException
 from shardstore.storage import object_commit, s3_io
-from tests.faults.s3_proxy import Fault, FaultProxy
-from tests.ranks_helper import run_ranks
-from tests.s3.checkpoints import Run, state
+from tests.helpers.ranks_helper import run_ranks
+from tests.helpers.s3_checkpoints import Run, state
+from tests.helpers.s3_proxy import Fault, FaultProxy
 
 WORLD = 2
 LIMIT_S = 60.0

@@ -18,7 +18,7 @@ from shardstore.errors import StorageError
 from shardstore.storage.location import Location
 from shardstore.storage.object_io import object_io
 from shardstore.storage.redaction import keep_quiet_about
-from tests.s3.checkpoints import state
+from tests.helpers.s3_checkpoints import state
 
 WRONG = {
     "key": "AKNOBODY000000000000",

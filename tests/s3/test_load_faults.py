@@ -17,8 +17,8 @@ from shardstore.errors import (
     StorageError,
 )
 from shardstore.storage import s3_io
-from tests.faults.s3_proxy import Fault, FaultProxy
-from tests.s3.checkpoints import Run, state
+from tests.helpers.s3_checkpoints import Run, state
+from tests.helpers.s3_proxy import Fault, FaultProxy
 
 DOCUMENTS = [r"/step-1/zarr\.json$", r"/metadata\.json$", r"/common\.pt$", r"/manifest\.npz$"]
 CHUNK = r"/w/c\.\d"

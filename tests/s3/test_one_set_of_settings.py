@@ -18,8 +18,8 @@ from shardstore.errors import StorageError
 from shardstore.storage import object_claims
 from shardstore.storage.location import Location
 from shardstore.storage.object_io import object_io
-from tests.faults.s3_proxy import VIRTUAL_HOSTS, FaultProxy
-from tests.s3.checkpoints import state
+from tests.helpers.s3_checkpoints import state
+from tests.helpers.s3_proxy import VIRTUAL_HOSTS, FaultProxy
 
 
 @pytest.fixture(autouse=True)

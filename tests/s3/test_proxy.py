@@ -21,7 +21,7 @@ from botocore.exceptions import (
 )
 
 from scripts.s3_servers import S3Server
-from tests.faults.s3_proxy import Fault, FaultProxy
+from tests.helpers.s3_proxy import Fault, FaultProxy
 
 BODY = bytes(range(256)) * 4096  # 1 MiB
 

@@ -19,9 +19,9 @@ from scripts.s3_servers import EmbeddedServer, S3Server, radosgw
 from shardstore.errors import CheckpointingException, ChunkCorruptError, StorageError
 from shardstore.storage import object_commit
 from shardstore.storage.location import Location
-from tests.faults.s3_proxy import Fault, FaultProxy
-from tests.ranks_helper import run_ranks
-from tests.s3.checkpoints import Run
+from tests.helpers.ranks_helper import run_ranks
+from tests.helpers.s3_checkpoints import Run
+from tests.helpers.s3_proxy import Fault, FaultProxy
 
 COMMITTERS = 32
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"

@@ -10,8 +10,8 @@ import torch
 import shardstore
 from scripts.s3_servers import S3Server
 from shardstore import ShardedTensor
-from tests.faults.s3_proxy import FaultProxy, Passed
-from tests.s3.checkpoints import Run
+from tests.helpers.s3_checkpoints import Run
+from tests.helpers.s3_proxy import FaultProxy, Passed
 
 ARRAYS = 20
 CONTROL = 10

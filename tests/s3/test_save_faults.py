@@ -14,8 +14,8 @@ from scripts.s3_servers import S3Server
 from shardstore.errors import CheckpointExistsError, CheckpointingException, StorageError
 from shardstore.storage import object_commit
 from shardstore.storage.sweep import latest
-from tests.faults.s3_proxy import Fault, FaultProxy
-from tests.s3.checkpoints import Run
+from tests.helpers.s3_checkpoints import Run
+from tests.helpers.s3_proxy import Fault, FaultProxy
 
 LIMIT_S = 60
 PHASES = {

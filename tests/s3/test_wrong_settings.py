@@ -21,7 +21,7 @@ import shardstore
 from scripts.s3_servers import S3Server, free_port
 from shardstore.errors import NotACheckpointError, StorageError
 from shardstore.storage.location import Location
-from tests.s3.checkpoints import Run, state
+from tests.helpers.s3_checkpoints import Run, state
 
 LIMIT_S = 30
 ROOT = Path(__file__).resolve().parents[2]
@@ -139,7 +139,7 @@ logging.basicConfig(level=logging.INFO)
 logging.getLogger("shardstore").setLevel(logging.DEBUG)
 import shardstore
 from shardstore.storage.location import Location
-from tests.s3.checkpoints import state
+from tests.helpers.s3_checkpoints import state
 about = json.loads(sys.stdin.readline())
 options, bucket = about["options"], about["bucket"]
 given = dict(storage_options=options) if options else {}

@@ -17,7 +17,7 @@ from shardstore.errors import (
     NotACheckpointError,
 )
 from shardstore.retention import Retention
-from tests.unit.managed import damage, managed, state_of, wanted, warnings_of
+from tests.helpers.managed import damage, managed, state_of, wanted, warnings_of
 
 
 def test_a_run_that_went_back_goes_on_from_there(

@@ -25,7 +25,7 @@ from shardstore.errors import (
 from shardstore.progress import Progress
 from shardstore.storage.location import Location
 from shardstore.storage.steps import Steps, what_is_missing
-from tests.unit.managed import SIZE, damage, managed, state_of, wanted, warnings_of
+from tests.helpers.managed import SIZE, damage, managed, state_of, wanted, warnings_of
 
 
 def test_saved_steps_are_restored(place: tuple[str, dict[str, Any]]) -> None:

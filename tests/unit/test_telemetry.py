@@ -16,7 +16,7 @@ from shardstore import CheckpointManager, ShardedTensor
 from shardstore.errors import CheckpointingException, DamagedCheckpointError
 from shardstore.progress import Progress, bar
 from shardstore.storage.rank_record import MAX_COLUMNS_RANKS, RankRow, rank_record
-from tests.unit.managed import state_of, wanted, warnings_of
+from tests.helpers.managed import state_of, wanted, warnings_of
 
 
 @pytest.mark.parametrize("options", [{}, {"compression": "zstd"}])

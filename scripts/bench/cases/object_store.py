@@ -35,7 +35,7 @@ MEMORY_SAVE, MEMORY_LOAD = "anonymous memory above the state, save", "the same, 
 READ = "bytes read for each wanted"
 LATENCY_MS = 50
 CHANGES = ((4, 2), (2, 4))
-PROXY = Path(__file__).resolve().parents[3] / "tests" / "faults" / "s3_proxy.py"
+PROXY = Path(__file__).resolve().parents[3] / "tests" / "helpers" / "s3_proxy.py"
 
 
 def chunks(context: Context) -> None:

@@ -7,7 +7,7 @@ import pytest
 import shardstore
 from scripts.s3_servers import S3Server
 from shardstore.mapping import ShardedTensor
-from tests.cli.checkpoints import Cli, values
+from tests.helpers.cli_checkpoints import Cli, values
 
 
 def test_all_commands_over_s3(

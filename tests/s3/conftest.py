@@ -9,7 +9,7 @@ import pytest
 
 from scripts.s3_servers import S3Server
 from shardstore.storage.location import Location
-from tests.store_suite import Target
+from tests.helpers.store_suite import Target
 
 
 @pytest.fixture(params=["s3", "memory", "local"])

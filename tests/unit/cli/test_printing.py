@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 import shardstore
 from shardstore.cli.printing import Table, cells, clean, fold, pack
 from shardstore.mapping import ShardedTensor
-from tests.cli.checkpoints import Cli
-from tests.cli.terminal import plain, written_to_terminal
+from tests.helpers.cli_checkpoints import Cli
+from tests.helpers.terminal import plain, written_to_terminal
 
 LONG = "decoder.layers.0.mlp.experts.local_experts.7.linear_fc1.weight"
 HOSTILE = "evil\x1b[31m\nkey\x9b2J"

@@ -27,7 +27,7 @@ from shardstore.storage.object_claims import ATTEMPTS
 from shardstore.storage.object_commit import ObjectAttempt
 from shardstore.storage.own_objects import is_committed
 from shardstore.storage.remote import RemoteStore
-from tests.store_suite import Target, assert_small_state, small_state, unfinished_save
+from tests.helpers.store_suite import Target, assert_small_state, small_state, unfinished_save
 
 
 def test_what_is_not_ours_is_known() -> None:

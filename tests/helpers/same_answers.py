@@ -2,7 +2,7 @@
 
 Runs against either package, which it imports by name, and writes the answers as JSON::
 
-    python tests/interop/same_answers.py megatron.core.dist_checkpointing FILE
+    python tests/helpers/same_answers.py megatron.core.dist_checkpointing FILE
 
 Each answer is text: a value in a form that both sides share, or ``raises`` with the kinds of the
 error, the narrowest first. It knows nothing of files or ranks.

@@ -17,7 +17,7 @@ from shardstore.mapping import ShardedTensor
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.location import Location
 from shardstore.storage.verify import Finding, Verified, verify
-from tests.cli.checkpoints import Cli, flip
+from tests.helpers.cli_checkpoints import Cli, flip
 
 
 def check(place: Path, **options: Any) -> tuple[Verified, list[Finding]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.terminal import read_all
+from tests.helpers.terminal import read_all
 
 
 def in_a_terminal(*arguments: object) -> tuple[int, str, str]:

@@ -19,7 +19,7 @@ from shardstore.cli.shared import parse_options, parse_size
 from shardstore.cli.values import parse_selection, split_key
 from shardstore.errors import CheckpointingException
 from shardstore.mapping import ShardedTensor
-from tests.cli.checkpoints import Cli, as_float64, flip, save, values
+from tests.helpers.cli_checkpoints import Cli, as_float64, flip, save, values
 
 
 def test_ls_and_info(pristine: Path, cli: Cli) -> None:

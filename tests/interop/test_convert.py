@@ -35,8 +35,8 @@ from shardstore.errors import (
     NotACheckpointError,
 )
 from shardstore.serialization import load_sharded_metadata
-from tests.convert.samples import KILLED, same, some_tensors, tensors_of
 from tests.golden import states
+from tests.helpers.conversions import KILLED, same, some_tensors, tensors_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

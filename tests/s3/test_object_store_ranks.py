@@ -18,8 +18,8 @@ from shardstore import ShardedTensor
 from shardstore.errors import RanksError, StorageError
 from shardstore.storage.location import Location
 from shardstore.storage.tensorstore_store import kvstore_spec
-from tests.ranks_helper import run_ranks
-from tests.store_suite import small_state, tensor
+from tests.helpers.ranks_helper import run_ranks
+from tests.helpers.store_suite import small_state, tensor
 
 
 def _rows(rank: int, world_size: int, whole: torch.Tensor) -> ShardedTensor:

@@ -20,8 +20,8 @@ import shardstore
 from scripts.s3_servers import S3Server
 from shardstore.convert import convert
 from shardstore.mapping import ShardedTensor
-from tests.cli.checkpoints import Cli
-from tests.faults.s3_proxy import FaultProxy
+from tests.helpers.cli_checkpoints import Cli
+from tests.helpers.s3_proxy import FaultProxy
 
 HEAVY = {"torch", "tensorstore", "zarr", "xarray", "matplotlib", "pandas"}
 SMALL_ARRAYS = 60

@@ -16,8 +16,8 @@ import fsspec  # type: ignore[import-untyped]
 import pytest
 
 from scripts.s3_servers import S3Server
-from tests.store.keeping_listings import KeepingMemory, ListingMemory
-from tests.store_suite import Place, StoreTests
+from tests.helpers.keeping_listings import KeepingMemory, ListingMemory
+from tests.helpers.store_suite import Place, StoreTests
 
 
 class TestDisk(StoreTests):

@@ -14,9 +14,9 @@ from shardstore.events import EVENTS
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.location import Location
 from shardstore.storage.verify import verify
-from tests.cli.checkpoints import flip, values
+from tests.helpers.cli_checkpoints import flip, values
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TOLD = re.compile(r'"event": "(\w+)"|log_event\(\s*\w+,\s*"(\w+)"')
 
 

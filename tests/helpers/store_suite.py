@@ -44,14 +44,14 @@ from shardstore.strategies.zarr import (
     _load_from_array,
     load_zarr_based_sharded_metadata,
 )
-from tests import layouts
+from tests.helpers import layouts
 
 Target = Callable[[str], Location]
 """Gives a place of a name, in one store."""
 
 Place = Callable[[str], tuple[str, dict[str, Any]]]
 
-GOLDEN = Path(__file__).parent / "golden" / "megatron-core-0.15.3-zarr" / "tp2dp1"
+GOLDEN = Path(__file__).parents[1] / "golden" / "megatron-core-0.15.3-zarr" / "tp2dp1"
 
 
 def tensor(key: str, data: torch.Tensor | None = None, like: torch.Tensor | None = None) -> Any:

@@ -11,7 +11,7 @@ from scripts.bench.memory import peak_rss_bytes, reset_peak
 from scripts.s3_servers import S3Server
 from shardstore.mapping import ShardedTensor
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
-from tests.ranks_helper import run_ranks
+from tests.helpers.ranks_helper import run_ranks
 
 MIB = 2**20
 CHUNK = 4 * MIB

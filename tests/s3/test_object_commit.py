@@ -36,7 +36,7 @@ from shardstore.storage.object_commit import ObjectAttempt, begin, join
 from shardstore.storage.object_mover import ObjectMover
 from shardstore.storage.own_objects import is_committed
 from shardstore.storage.remote import RemoteStore
-from tests.store_suite import Target, assert_small_state, small_state, tensor
+from tests.helpers.store_suite import Target, assert_small_state, small_state, tensor
 
 ROOT = "zarr.json"
 

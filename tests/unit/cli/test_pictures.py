@@ -15,7 +15,7 @@ import shardstore
 from shardstore import ShardedTensor
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.location import Location
-from tests.cli.checkpoints import CUT, WORLD, Cli, flip, values
+from tests.helpers.cli_checkpoints import CUT, WORLD, Cli, flip, values
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 SWITCHES = (

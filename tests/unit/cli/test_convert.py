@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 import shardstore
-from tests.cli.checkpoints import Cli, flip, values
+from tests.helpers.cli_checkpoints import Cli, flip, values
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "megatron-core-0.15.3-zarr" / "tp2dp2"
+GOLDEN = Path(__file__).parents[2] / "golden" / "megatron-core-0.15.3-zarr" / "tp2dp2"
 
 
 def test_to_safetensors_and_back(pristine: Path, tmp_path: Path, cli: Cli) -> None:

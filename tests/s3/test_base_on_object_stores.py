@@ -22,7 +22,7 @@ from shardstore.storage.location import Location
 from shardstore.storage.server_copy import ServerCopies
 from shardstore.storage.sweep import delete_checkpoint
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
-from tests.faults.s3_proxy import Fault, FaultProxy
+from tests.helpers.s3_proxy import Fault, FaultProxy
 
 CHUNK = 64 * 1024
 SMALL = ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=CHUNK)

@@ -39,8 +39,8 @@ from shardstore.storage.location import Location, StoreUrl
 from shardstore.storage.manifest import ChunkRecord
 from shardstore.storage.object_io import ObjectIO, object_io, read_objects
 from shardstore.storage.object_mover import SMALL_UNCOUNTED_FROM, ObjectMover
-from tests.ranks_helper import run_ranks
-from tests.store_suite import small_state, tensor
+from tests.helpers.ranks_helper import run_ranks
+from tests.helpers.store_suite import small_state, tensor
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))

@@ -19,7 +19,7 @@ from shardstore.mapping import ShardedTensor
 from shardstore.storage.places import url_of
 from shardstore.storage.remote_errors import remedy
 from shardstore.storage.s3_options import problem_of
-from tests.cli.checkpoints import Cli
+from tests.helpers.cli_checkpoints import Cli
 
 PASSWORD = "hunter2-hunter2"
 
