@@ -20,9 +20,11 @@ assert shardstore
 # TensorStore reads it once, when it is imported: a silence in a test need not last 15 seconds.
 os.environ["TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS"] = "4"
 
-# A slow machine is no error.
-settings.register_profile("shardstore", deadline=None)
-settings.load_profile("shardstore")
+# Searches are short unless ``./scripts/test --all`` asks for long ones. A slow machine is no error.
+ALL = os.environ.get("SHARDSTORE_TESTS") == "all"
+settings.register_profile("short", deadline=None, max_examples=30)
+settings.register_profile("long", deadline=None, max_examples=300)
+settings.load_profile("long" if ALL else "short")
 
 # Begun first where files run side by side, or all others would be done long before them.
 LONG = ("interop/test_readme.py", "distributed/test_quickstart.py", "s3/test_races.py")
@@ -30,7 +32,11 @@ LONG = ("interop/test_readme.py", "distributed/test_quickstart.py", "s3/test_rac
 NO_RADOSGW = "no Ceph gateway runs here: scripts/s3_server start brings one up (Debian, as root)"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    long = [] if ALL else [item for item in items if item.get_closest_marker("long")]
+    if long:
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
     items.sort(key=lambda item: not item.path.as_posix().endswith(LONG))
 
 

@@ -187,8 +187,7 @@ class StoreTests:
     @pytest.mark.parametrize("seed", range(3))
     def test_any_layout_saved_and_any_other_loaded(self, place: Place, seed: int) -> None:
         @settings(
-            max_examples=6,
-            deadline=None,
+            max_examples=settings.default.max_examples // 5,
             derandomize=True,
             database=None,
             suppress_health_check=list(HealthCheck),

@@ -173,8 +173,6 @@ def write_with_zarr(
 
 
 round_trip_settings = settings(
-    max_examples=25,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
@@ -239,7 +237,6 @@ def test_every_fill_value_of_8_bits(name: str) -> None:
 
 
 @given(bits=st.integers(0, 0xFFFF))
-@settings(max_examples=300, deadline=None)
 def test_fill_values_of_bfloat16(bits: int) -> None:
     check_fill_value("bfloat16", bits)
 

@@ -138,8 +138,6 @@ def cases(
 
 
 @settings(
-    max_examples=150,
-    deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

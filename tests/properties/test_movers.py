@@ -38,8 +38,6 @@ assert zarr_dtypes is not None  # teaches zarr bfloat16 and float8
 
 RANK = 7
 RELAXED = settings(
-    max_examples=150,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 
@@ -208,7 +206,7 @@ def test_any_region_is_read_into_any_destination(
                     assert bits(out) == bits(array[(..., *box.slices)])
 
 
-@settings(RELAXED, max_examples=30)
+@RELAXED
 @given(case=cases())
 def test_zarr_and_tensorstore_read_what_was_written(
     case: tuple[ArrayMeta, NDArray[Any], str],
@@ -278,7 +276,11 @@ def test_large_running_checksums_are_those_of_the_files(large: Large) -> None:
         assert running.tolist() == [crc32c(plain[:end]) for end in ends]
 
 
-@settings(RELAXED, max_examples=12, suppress_health_check=list(HealthCheck))
+@settings(
+    RELAXED,
+    max_examples=settings.default.max_examples // 3,
+    suppress_health_check=list(HealthCheck),
+)
 @given(data=st.data())
 def test_large_regions(large: Large, data: st.DataObject) -> None:
     meta, array, place, manifest = large
@@ -411,7 +413,7 @@ def read_with(
     return out
 
 
-@settings(RELAXED, max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(RELAXED, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_flipped_byte_is_found_by_every_read_that_touches_its_block(
     sound: Large, data: st.DataObject

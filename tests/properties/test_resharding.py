@@ -110,8 +110,6 @@ def cases(draw: st.DrawFn) -> tuple[Shape, torch.dtype, int, int, random.Random]
 
 
 @settings(
-    max_examples=150,
-    deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

@@ -43,7 +43,7 @@ from tests.helpers.ranks_helper import run_ranks
 from tests.helpers.store_suite import small_state, tensor
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(
     st.lists(st.integers(1, 9), max_size=3),
     st.data(),

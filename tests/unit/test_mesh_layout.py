@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -32,7 +32,6 @@ def coordinates(cuts: tuple[AxisCut, ...]) -> list[tuple[int, ...]]:
     return list(itertools.product(*(range(cut.parts) for cut in cuts)))
 
 
-@settings(max_examples=150, deadline=None)
 @given(length=st.integers(0, 40), cuts=CUTS)
 def test_every_coordinate_holds_what_torch_gives_it(length: int, cuts: tuple[AxisCut, ...]) -> None:
     for indices in coordinates(cuts):
@@ -42,7 +41,6 @@ def test_every_coordinate_holds_what_torch_gives_it(length: int, cuts: tuple[Axi
         assert all(n > 0 for _, n in runs)
 
 
-@settings(max_examples=150, deadline=None)
 @given(length=st.integers(0, 40), cuts=CUTS)
 def test_the_summary_holds_for_every_coordinate(length: int, cuts: tuple[AxisCut, ...]) -> None:
     found = summary(length, cuts)
@@ -57,7 +55,6 @@ def test_the_summary_holds_for_every_coordinate(length: int, cuts: tuple[AxisCut
         }
 
 
-@settings(max_examples=60, deadline=None)
 @given(rows=st.integers(1, 12), columns=st.integers(1, 12), a=CUTS, b=CUTS)
 def test_parts_make_up_the_local_tensor(
     rows: int, columns: int, a: tuple[AxisCut, ...], b: tuple[AxisCut, ...]

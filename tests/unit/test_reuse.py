@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import zarr
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import shardstore
@@ -104,7 +104,6 @@ def test_any_of_a_chain_may_be_deleted(tmp_path: Path) -> None:
     check(states[3], tmp_path / "3")
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     shape=st.tuples(st.integers(1, 40), st.integers(1, 300)),
     changes=st.lists(st.integers(0, 2**31), max_size=4),

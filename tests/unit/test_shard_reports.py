@@ -7,7 +7,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from shardstore import shard_reports, validation
 from shardstore.errors import CheckpointingException
@@ -77,7 +77,6 @@ def arrangements(draw: st.DrawFn) -> list[list[ShardedTensor | ShardedObject]]:
     return ranks
 
 
-@settings(max_examples=300, deadline=None)
 @given(arrangements())
 def test_agrees_with_the_thorough_check(ranks: list[list[ShardedTensor | ShardedObject]]) -> None:
     thorough, quick = outcome(ranks)

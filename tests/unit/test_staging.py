@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardstore.storage.chunks import ChunkWrite
@@ -72,7 +72,6 @@ def test_memory_is_reused_and_given_back() -> None:
     assert pool.kept_bytes == 0
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 3000), min_size=1, max_size=40),
     budget=st.integers(64, 8000),

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardstore import tiling, validation
@@ -114,13 +114,11 @@ def _check_against_counting(shape: list[int], boxes: list[tuple[list[int], list[
 
 
 @given(_boxes())
-@settings(max_examples=300, deadline=None)
 def test_tiling_agrees_with_counting(case: tuple[Any, Any]) -> None:
     _check_against_counting(*case)
 
 
 @given(_boxes())
-@settings(max_examples=150, deadline=None)
 def test_tiling_agrees_with_counting_when_regions_are_cut(case: tuple[Any, Any]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiling, "_MAX_CELLS", 2)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import shardstore
@@ -176,7 +176,6 @@ def test_show_prints_the_ends_of_what_is_large(pristine: Path, cli: Cli) -> None
     assert odd == ["NaN", "Infinity", "-Infinity"]
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_selections_are_those_of_numpy(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(0, 5), max_size=3)))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import shardstore
@@ -179,7 +179,6 @@ def test_closed_streams_are_no_failure(odd: Path, other: Path, closed: str) -> N
 TEXTS = st.text(st.sampled_from("ab層é. /_\u0301"), min_size=1, max_size=80)
 
 
-@settings(max_examples=200, deadline=None)
 @given(TEXTS, st.integers(8, 40), st.integers(0, 12))
 def test_folding_keeps_all_letters(text: str, width: int, indent: int) -> None:
     lines = fold(text, width, indent)
@@ -188,7 +187,6 @@ def test_folding_keeps_all_letters(text: str, width: int, indent: int) -> None:
     assert fold(text, None, indent) == [text]
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(TEXTS, TEXTS, TEXTS), min_size=1, max_size=5), st.integers(10, 120))
 def test_tables_keep_all_cells(rows: list[tuple[str, str, str]], width: int) -> None:
     table = Table(rows, "<><", width)
