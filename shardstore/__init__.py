@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 # First of all, before anything imports TensorStore.
-from shardstore.storage.tensorstore_environment import LIMITS as TENSORSTORE_LIMITS  # noqa: F401
+from shardstore.storage.stores.tensorstore_environment import LIMITS as TENSORSTORE_LIMITS  # noqa: F401
 
 if TYPE_CHECKING:
     from shardstore.async_handle import AsyncSave as AsyncSave
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from shardstore.serialization import load_tensors_metadata as load_tensors_metadata
     from shardstore.serialization import remove_sharded_tensors as remove_sharded_tensors
     from shardstore.serialization import save as save
-    from shardstore.storage.sweep import delete_checkpoint as delete_checkpoint
-    from shardstore.storage.sweep import latest as latest
-    from shardstore.storage.sweep import sweep as sweep
+    from shardstore.storage.commit.sweep import delete_checkpoint as delete_checkpoint
+    from shardstore.storage.commit.sweep import latest as latest
+    from shardstore.storage.commit.sweep import sweep as sweep
     from shardstore.validation import StrictHandling as StrictHandling
 
 _WHERE = {
@@ -46,8 +46,8 @@ _WHERE = {
     "StrictHandling": "validation",
     "async_save": "async_handle",
     "check_is_distributed_checkpoint": "core",
-    "delete_checkpoint": "storage.sweep",
-    "latest": "storage.sweep",
+    "delete_checkpoint": "storage.commit.sweep",
+    "latest": "storage.commit.sweep",
     "load": "serialization",
     "load_common_state_dict": "serialization",
     "load_content_metadata": "serialization",
@@ -57,7 +57,7 @@ _WHERE = {
     "remove_sharded_tensors": "serialization",
     "save": "serialization",
     "shard": "dtensor",
-    "sweep": "storage.sweep",
+    "sweep": "storage.commit.sweep",
 }
 _MODULES = frozenset(
     {
@@ -72,7 +72,6 @@ _MODULES = frozenset(
         "mapping",
         "optimizer",
         "progress",
-        "ranks",
         "serialization",
         "state_dict_utils",
         "storage",

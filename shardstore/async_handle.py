@@ -9,29 +9,72 @@ strategies' business.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from shardstore import leaving
+from shardstore import async_handle as leaving
 from shardstore.errors import ArgumentError, SaveInProgressError
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
 from shardstore.progress import ProgressCallback
-from shardstore.saving import SaveCall, options_of
+from shardstore.saving import background
+from shardstore.saving.run import SaveCall, options_of
+from shardstore.saving.session import SaveSession
 from shardstore.serialization import begin_save
-from shardstore.storage.manifest import RankManifest
-from shardstore.storage.parallel import yield_to_others
-from shardstore.strategies import background
+from shardstore.storage.format.manifest import RankManifest
+from shardstore.storage.movers.parallel import yield_to_others
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import SaveCommonStrategy, SaveShardedStrategy
-from shardstore.strategies.session import SaveSession
 
-__all__ = ["AsyncSave", "async_save"]
+__all__ = ["AsyncSave", "async_save", "register", "unregister"]
+
+_lock = threading.Lock()
+_functions: list[Callable[[], None]] = []
+
+
+def register(function: Callable[[], None]) -> None:
+    """Have a function called when the interpreter ends, once."""
+    with _lock:
+        _functions.append(function)
+
+
+def unregister(function: Callable[[], None]) -> None:
+    """Do not, if it has not been called yet."""
+    with _lock, suppress(ValueError):
+        _functions.remove(function)
+
+
+def _run() -> None:
+    while True:
+        with _lock:
+            if not _functions:
+                return
+            function = _functions.pop()
+        function()
+
+
+def _forget() -> None:
+    """In a process that was forked off, where neither who holds the lock nor other threads are."""
+    global _lock
+    _lock = threading.Lock()
+    _functions.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+# Its module is imported before: what was registered last is called first.
+assert issubclass(ThreadPoolExecutor, Executor)
+atexit.register(_run)
+with suppress(AttributeError, RuntimeError):  # it is no part of the documented interface
+    threading._register_atexit(_run)  # type: ignore[attr-defined]
+
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from shardstore.errors import CheckpointingException, DamagedCheckpointError, NotACheckpointError
 from shardstore.storage.handed import document_exists, is_handed, read_document
-from shardstore.storage.location import Location
+from shardstore.storage.stores.location import Location
 
 __all__ = [
     "CONFIG_FNAME",

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from shardstore.errors import StructureError
-from shardstore.sharded_base import ShardedBase
+from shardstore.sharded.base import ShardedBase
 
 
 def extract_matching_values(

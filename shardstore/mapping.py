@@ -2,7 +2,7 @@
 
 Answers for the descriptions that a sharded state dict is made of: here the shard of a tensor, that
 is which box (or flattened range) of which global tensor a rank holds; its other public names come
-from :mod:`shardstore.sharded_base`, ``sharded_object`` and ``sharded_factory``. Knows nothing of
+from :mod:`shardstore.sharded.base`, ``sharded_object`` and ``sharded_factory``. Knows nothing of
 files, formats or process groups.
 """
 
@@ -22,8 +22,7 @@ from shardstore.errors import (
     DTypeMismatchError,
     ShapeMismatchError,
 )
-from shardstore.shard_position import PositionedShard, grid_position, ints, with_item
-from shardstore.sharded_base import (
+from shardstore.sharded.base import (
     CommonStateDict,
     LocalNonpersistentObject,
     ReplicaId,
@@ -32,14 +31,15 @@ from shardstore.sharded_base import (
     StateDict,
     is_main_replica,
 )
-from shardstore.sharded_factory import (
+from shardstore.sharded.objects import (
     FactoryBuildFn,
     FactoryMergeFn,
+    ShardedObject,
     ShardedTensorFactory,
     apply_factories,
     apply_factory_merges,
 )
-from shardstore.sharded_object import ShardedObject
+from shardstore.sharded.position import PositionedShard, grid_position, ints, with_item
 
 __all__ = [
     "CheckpointingException",

@@ -3,8 +3,7 @@
 Answers for what can be called and what the arguments mean, and for the defaults. Every function is
 called by every rank of the default process group with its own part of the state (no process group:
 a world of one), unless its docstring says otherwise. The steps of a save are in
-:mod:`shardstore.saving`, those of a load in :mod:`shardstore.loading`, what a rank may do alone in
-:mod:`shardstore.one_rank`; the work is done by strategies.
+:mod:`shardstore.saving.run`, those of a load in :mod:`shardstore.loading.run`.
 """
 
 from __future__ import annotations
@@ -17,9 +16,7 @@ import torch
 
 from shardstore.core import CheckpointingException
 from shardstore.errors import ArgumentError
-from shardstore.loading import LoadCall, run_load
-from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
-from shardstore.one_rank import (
+from shardstore.loading.metadata import (
     get_default_load_sharded_strategy,
     load_common_state_dict,
     load_content_metadata,
@@ -27,9 +24,14 @@ from shardstore.one_rank import (
     load_tensors_metadata,
     remove_sharded_tensors,
 )
+from shardstore.loading.partial import part_of
+from shardstore.loading.replicas import DEFAULT_BUDGET_BYTES
+from shardstore.loading.run import LoadCall, run_load
+from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
 from shardstore.progress import ProgressCallback
-from shardstore.saving import SaveCall, options_of, run_save
-from shardstore.storage.location import Location
+from shardstore.saving.run import SaveCall, options_of, run_save
+from shardstore.saving.session import SaveSession
+from shardstore.storage.stores.location import Location
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import (
     LoadCommonStrategy,
@@ -39,10 +41,7 @@ from shardstore.strategies.base import (
     StrategyAction,
     get_default_strategy,
 )
-from shardstore.strategies.partial import part_of
-from shardstore.strategies.session import SaveSession
-from shardstore.strategies.shared_reads import DEFAULT_BUDGET_BYTES
-from shardstore.strictness import CkptShardedMetadata, StrictHandling
+from shardstore.validation import CkptShardedMetadata, StrictHandling
 
 __all__ = [
     "CkptShardedMetadata",

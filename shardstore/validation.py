@@ -1,39 +1,45 @@
-"""Checks before saving and loading: who holds what, and what the checkpoint lacks or has too much.
-
-Answers for asking the ranks and strategies concerned and for putting the checks together: that main
-replicas cover everything once is :mod:`shardstore.access_pattern`'s to decide, which keys do not
-match :mod:`shardstore.strictness`'s. Knows nothing of file formats; strategies are asked through
-their interfaces.
-"""
+"""Checks before saving and loading: access pattern, common state, matching keys, strictness."""
 
 from __future__ import annotations
 
 import io
+import logging
 import os
+import pickle
+from collections.abc import Callable, Iterable
+from enum import Enum
 from pathlib import Path
-from typing import cast
+from typing import Any, TypeAlias, cast
 
 import torch
 
-from shardstore.access_pattern import _compute_shards_access as _compute_shards_access
-from shardstore.access_pattern import check_access
-from shardstore.common_state import log_differences
 from shardstore.core import maybe_load_config
-from shardstore.dict_utils import dict_list_map_outplace, nested_values
+from shardstore.coverage.access_pattern import _compute_shards_access as _compute_shards_access
+from shardstore.coverage.access_pattern import check_access
+from shardstore.dict_utils import (
+    dict_list_map_outplace,
+    diff,
+    extract_matching_values,
+    nested_values,
+)
+from shardstore.distributed.groups import has_ranks, raise_together
 from shardstore.errors import (
+    ArgumentError,
     CheckpointingException,
     FormatVersionError,
+    MissingKeyError,
     NotACheckpointError,
 )
 from shardstore.mapping import (
     CommonStateDict,
+    ShardedBase,
     ShardedObject,
     ShardedStateDict,
     ShardedTensor,
+    StateDict,
 )
-from shardstore.process_groups import has_ranks, raise_together
-from shardstore.storage.location import Location
-from shardstore.storage.other_kinds import instead
+from shardstore.storage.commit.other_kinds import instead
+from shardstore.storage.stores.location import Location
 from shardstore.strategies.base import (
     LoadCommonStrategy,
     LoadShardedStrategy,
@@ -44,28 +50,216 @@ from shardstore.strategies.base import (
     StrategyAction,
     get_default_strategy,
 )
-from shardstore.strictness import (
-    CkptShardedMetadata,
-    GlobalMetadata,
-    LocalMetadata,
-    StrictHandling,
-    adjust_non_strict_load,
-    maybe_report_missing_and_unexpected_keys,
-    missing_and_unexpected_keys,
-    parse_strict_flag,
-)
 
 __all__ = [
+    "CkptShardedMetadata",
+    "GlobalMetadata",
+    "LocalMetadata",
     "StrictHandling",
     "adjust_non_strict_load",
+    "comparable",
+    "compare_common",
     "determine_global_metadata",
+    "log_differences",
     "maybe_report_missing_and_unexpected_keys",
+    "missing_and_unexpected_keys",
     "parse_strict_flag",
+    "pickled",
     "validate_integrity_and_strict_load",
     "validate_sharded_objects_handling",
     "validate_sharding_integrity",
     "verify_checkpoint_and_load_strategy",
 ]
+
+logger = logging.getLogger(__name__)
+
+CkptShardedMetadata: TypeAlias = dict[str, Any]
+LocalMetadata: TypeAlias = list[ShardedTensor | ShardedObject]
+GlobalMetadata: TypeAlias = list[LocalMetadata]
+
+
+class StrictHandling(Enum):
+    """What to do about keys that the state dict and the checkpoint do not have in common.
+
+    An *unexpected* key is asked for by this rank and not in the checkpoint. A *missing* key is in
+    the checkpoint and asked for by no rank.
+    """
+
+    __module__ = "shardstore.validation"  # the name that programs and their pickles know it by
+
+    ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
+    """Compare nothing; an unexpected key fails when it is read."""
+    LOG_UNEXPECTED = "log_unexpected"
+    """Log unexpected keys and leave them out."""
+    LOG_ALL = "log_all"
+    """Log unexpected and missing keys and leave the unexpected ones out."""
+    RAISE_UNEXPECTED = "raise_unexpected"
+    """Raise if there are unexpected keys."""
+    RAISE_ALL = "raise_all"
+    """Raise if there are unexpected or missing keys."""
+    RETURN_UNEXPECTED = "return_unexpected"
+    """Leave unexpected keys out and return them."""
+    RETURN_ALL = "return_all"
+    """Leave unexpected keys out, and return them and the missing ones."""
+    IGNORE_ALL = "ignore_all"
+    """Leave unexpected keys out and say nothing."""
+
+    @staticmethod
+    def requires_explicit_ckpt_mismatch_check(val: StrictHandling) -> bool:
+        """Whether the checkpoint's keys have to be known before loading."""
+        return val is not StrictHandling.ASSUME_OK_UNEXPECTED
+
+    @staticmethod
+    def requires_global_app_metadata(val: StrictHandling) -> bool:
+        """Whether all ranks' keys have to be known before loading."""
+        return val in (
+            StrictHandling.IGNORE_ALL,
+            StrictHandling.LOG_ALL,
+            StrictHandling.RAISE_ALL,
+            StrictHandling.RETURN_ALL,
+        )
+
+    @staticmethod
+    def requires_returning_mismatch_keys(val: StrictHandling) -> bool:
+        """Whether loading returns the two sets of keys beside the state dict."""
+        return val in (StrictHandling.RETURN_UNEXPECTED, StrictHandling.RETURN_ALL)
+
+
+def parse_strict_flag(strict: str | StrictHandling) -> StrictHandling:
+    """Turn a mode or its value into the mode.
+
+    Args:
+        strict: a :class:`StrictHandling` or the value of one, such as ``"raise_all"``.
+
+    Raises:
+        ArgumentError: it is neither.
+    """
+    if isinstance(strict, StrictHandling):
+        return strict
+    try:
+        return StrictHandling(strict)
+    except ValueError:
+        modes = ", ".join(mode.value for mode in StrictHandling)
+        raise ArgumentError(f"Invalid strict flag: {strict!r}; it is one of {modes}") from None
+
+
+def adjust_non_strict_load(
+    sharded_state_dict: ShardedStateDict, sharded_keys_to_remove: Iterable[str]
+) -> ShardedStateDict:
+    """Leave the shards of some keys out of a state dict.
+
+    Args:
+        sharded_state_dict: state dict; it is left as it is.
+        sharded_keys_to_remove: keys of ShardedTensors and ShardedObjects.
+
+    Returns:
+        A state dict without them, and without containers that held nothing else.
+    """
+    keys = set(sharded_keys_to_remove)
+    if not keys:
+        return sharded_state_dict
+    _, kept = extract_matching_values(
+        sharded_state_dict, lambda value: isinstance(value, ShardedBase) and value.key in keys
+    )
+    return dict(kept)
+
+
+def missing_and_unexpected_keys(
+    ckpt_sharded_metadata: CkptShardedMetadata,
+    local_metadata: LocalMetadata,
+    global_metadata: GlobalMetadata | None = None,
+) -> tuple[set[str], set[str]]:
+    """Keys stored that no rank asks for (if all are known), and asked for here but not stored."""
+    stored = {item.key for item in ckpt_sharded_metadata.values()}
+    wanted_here = {item.key for item in local_metadata}
+    missing: set[str] = set()
+    if global_metadata is not None:
+        missing = stored - {item.key for one_rank in global_metadata for item in one_rank}
+    return missing, wanted_here - stored
+
+
+def maybe_report_missing_and_unexpected_keys(
+    missing_keys: set[str], unexpected_keys: set[str], raise_error: bool = True
+) -> None:
+    """Raise or log if there are keys that do not match.
+
+    Args:
+        missing_keys: in the checkpoint, asked for by no rank.
+        unexpected_keys: asked for by this rank, not in the checkpoint.
+        raise_error: raise; otherwise log a warning.
+
+    Raises:
+        CheckpointingException: there are such keys; a :class:`MissingKeyError` if some are
+            unexpected.
+    """
+    if not missing_keys and not unexpected_keys:
+        return
+    sentences = []
+    if missing_keys:
+        sentences.append(
+            f"Missing keys (in the checkpoint, asked for by no rank): {sorted(missing_keys)}."
+        )
+    if unexpected_keys:
+        sentences.append(
+            f"Unexpected keys (asked for by this rank, not in the checkpoint): "
+            f"{sorted(unexpected_keys)}."
+        )
+    text = " ".join(sentences)
+    if not raise_error:
+        logger.warning("%s", text)
+        return
+    text += " Another `strict` mode logs, returns or ignores them."
+    if unexpected_keys:
+        raise MissingKeyError(text, key=min(unexpected_keys))
+    raise CheckpointingException(text)
+
+
+def comparable(
+    common: StateDict, preprocess: Callable[[CommonStateDict], StateDict] | None
+) -> StateDict:
+    """What of the common state is compared: a copy of it, processed if that was asked for."""
+    copied = cast(StateDict, dict_list_map_outplace(lambda value: value, common))
+    return preprocess(copied) if preprocess is not None else copied
+
+
+def pickled(common: StateDict) -> bytes:
+    """The common state on its way to the other ranks.
+
+    Raises:
+        CheckpointingException: a value can not be pickled.
+    """
+    try:
+        return pickle.dumps(common)
+    except Exception as error:
+        raise CheckpointingException(
+            f"the common (non-sharded) state can not be pickled: {type(error).__name__}: "
+            f"{error}; keep such values out with LocalNonpersistentObject"
+        ) from error
+
+
+def compare_common(mine: StateDict, of_coordinator: bytes, rank: int) -> None:
+    """Log where this rank's common state differs from the coordinator's, given as bytes."""
+    try:
+        log_differences(pickle.loads(of_coordinator), mine, rank)
+    except Exception as error:
+        logger.warning(
+            "Rank %d common state dict could not be compared with rank 0's: %s", rank, error
+        )
+
+
+def log_differences(of_rank_0: StateDict, mine: StateDict, rank: int) -> None:
+    """Log where this rank's common state differs from that of rank 0, if it does."""
+    only_on_0, only_here, mismatched = diff(of_rank_0, mine)
+    if only_on_0 or only_here or mismatched:
+        logger.warning(
+            "Rank %d common state dict differs from rank 0 common state dict. "
+            "Keys only on rank 0: %s, Keys only on %d: %s, Mismatched keys: %s",
+            rank,
+            only_on_0,
+            rank,
+            only_here,
+            mismatched,
+        )
 
 
 def validate_integrity_and_strict_load(

@@ -27,10 +27,10 @@ from bench.disk_state import drop_from_cache
 from bench.results import Results, Sample, Verdict
 from bench.subcommand import measuring
 from bench.targets import at_least, at_most
+from shardstore.inspection.verify import Finding, verify
 from shardstore.mapping import ShardedTensor
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.location import Location
-from shardstore.storage.verify import Finding, verify
+from shardstore.storage.stores.location import Location
 
 CASE = "cli"
 START = "process, start to end"

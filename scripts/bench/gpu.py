@@ -66,8 +66,8 @@ def run(options: argparse.Namespace) -> int:
 def _bandwidth(results: Results, state: dict[str, torch.Tensor], repeats: int) -> None:
     """Bytes a second of our staging and of `copy_` into one pinned tensor after the other."""
     from shardstore.mapping import ShardedTensor
-    from shardstore.strategies.staging import HostPool, Staging
-    from shardstore.strategies.write_plan import Layouts, plan_writes
+    from shardstore.saving.plan import Layouts, plan_writes
+    from shardstore.saving.staging import HostPool, Staging
 
     size = sum(tensor.nbytes for tensor in state.values())
     pinned = {k: torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for k, t in state.items()}

@@ -14,7 +14,7 @@ def _ours() -> dict[str, int]:
     """shardstore's counters, where this process uses shardstore."""
     if "shardstore" not in sys.modules:
         return {}
-    from shardstore.storage.counters import counters
+    from shardstore.storage.movers.counters import counters
 
     return counters.snapshot()
 

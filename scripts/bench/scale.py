@@ -119,7 +119,7 @@ def _one_rank(results: Results, world: int, tensors: int, number: int) -> None:
     """Preparation and manifest of a rank in the middle of the world, which holds a shard of every
     tensor: as under FSDP, the most that there can be."""
     from shardstore.mapping import ShardedTensor
-    from shardstore.storage.manifest import RankManifest
+    from shardstore.storage.format.manifest import RankManifest
 
     rank = world // 2
     data = torch.zeros(4, 64, dtype=torch.bfloat16)
@@ -152,13 +152,13 @@ def _one_rank(results: Results, world: int, tensors: int, number: int) -> None:
 
 def _prepared(state: dict[str, Any], rank: int) -> Any:
     """From the state dict of the caller to the list of chunks, as `shardstore.save` does it."""
-    from shardstore.dtensor import adopt_for_save
+    from shardstore.dtensor.adoption import adopt_for_save
+    from shardstore.saving.plan import Layouts, plan_writes
     from shardstore.state_dict_utils import check_lists, save_preprocess
-    from shardstore.storage.collector import collector_paused
-    from shardstore.storage.grid import DEFAULT_TARGET_CHUNK_BYTES
-    from shardstore.storage.manifest import RankManifest
-    from shardstore.storage.names import check_collisions
-    from shardstore.strategies.write_plan import Layouts, plan_writes
+    from shardstore.storage.format.grid import DEFAULT_TARGET_CHUNK_BYTES
+    from shardstore.storage.format.manifest import RankManifest
+    from shardstore.storage.format.names import check_collisions
+    from shardstore.storage.movers.collector import collector_paused
     from shardstore.strategies.zarr import sharded_tensors_of
 
     adopted = adopt_for_save(state)
@@ -207,8 +207,8 @@ def _dtensors(world: int, rank: int, tensors: int, data: torch.Tensor) -> float:
 
 
 def _records(array: Any) -> list[Any]:
-    from shardstore.storage.grid import inner_blocks
-    from shardstore.storage.manifest import ChunkRecord
+    from shardstore.storage.format.grid import inner_blocks
+    from shardstore.storage.format.manifest import ChunkRecord
 
     size = array.chunk_bytes
     running = list(range(inner_blocks(size)))
@@ -220,9 +220,9 @@ def _records(array: Any) -> list[Any]:
 
 def reports_of(world: int, tensors: int, chunks: int) -> list[bytes]:
     """What all ranks report of `chunks` chunks of 2 MiB, dealt out to them one by one."""
-    from shardstore.storage.documents import ArrayMeta
-    from shardstore.storage.grid import Grid
-    from shardstore.storage.manifest import RankManifest
+    from shardstore.storage.format.documents import ArrayMeta
+    from shardstore.storage.format.grid import Grid
+    from shardstore.storage.format.manifest import RankManifest
 
     each = max(1, chunks // tensors)
     side = CHUNK_SIDE
@@ -245,10 +245,10 @@ def reports_of(world: int, tensors: int, chunks: int) -> list[bytes]:
 
 def _commit(results: Results, place: Path, world: int, tensors: int, chunks: int) -> None:
     """Everything between the last report and the published checkpoint, on the disk."""
-    from shardstore.storage import commit
-    from shardstore.storage.location import Location
+    from shardstore.storage.commit import folder as commit
+    from shardstore.storage.commit.publish import About, publish
     from shardstore.storage.options import SaveOptions
-    from shardstore.storage.publish import About, publish
+    from shardstore.storage.stores.location import Location
 
     reports = reports_of(world, tensors, chunks)
     attempt = commit.begin(Location.of(place))
@@ -280,7 +280,7 @@ def _layouts(results: Results, world: int, ranges: int, number: int) -> None:
     import pickle
 
     from shardstore.mapping import ShardedTensor
-    from shardstore.strategies import write_plan
+    from shardstore.saving import plan as write_plan
 
     each = max(1, ranges // world)
     data = torch.zeros(64)
@@ -333,7 +333,7 @@ def _star(results: Results, worlds: Sequence[int], chunks: int, number: int) -> 
 def _talker(rank: int, folder: str, size: int, answers: Any) -> None:
     import torch.distributed as dist
 
-    from shardstore.messages import Message, Messages
+    from shardstore.distributed.messages import Message, Messages
 
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     messages = Messages(dist.group.WORLD, wait_s=300)

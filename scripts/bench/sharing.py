@@ -47,7 +47,7 @@ def _save(tensors: dict[str, torch.Tensor], place: Path, **options: Any) -> None
 
 def base(results: Results, root: Path, scale: float, number: int) -> None:
     """One row in twenty changed since the base: time and bytes beside those of a whole save."""
-    from shardstore.storage.counters import counters
+    from shardstore.storage.movers.counters import counters
 
     tensors = _tensors(max(1, round(BASE_TENSORS * scale)))
     _save(tensors, root / "warm")
@@ -108,10 +108,10 @@ def answer_of(answers: Any, ranks: Sequence[Any]) -> dict[str, Any]:
 
 def _rank(rank: int, place: str, rendezvous: str, tap: Any, answers: Any) -> None:
     import shardstore
+    from shardstore.loading import context as opened
     from shardstore.storage.checkpoint import StoredCheckpoint
-    from shardstore.storage.chunks import RegionRead, chunk_parts
-    from shardstore.storage.counters import counters
-    from shardstore.strategies import opened
+    from shardstore.storage.movers.chunks import RegionRead, chunk_parts
+    from shardstore.storage.movers.counters import counters
 
     class Tapped(StoredCheckpoint):
         """Reads chunk by chunk, each when it has come out of the tap."""

@@ -28,7 +28,7 @@ from shardstore.cli.shared import (
     warn_of_idle_options,
 )
 from shardstore.errors import CheckpointingException, DamagedCheckpointError
-from shardstore.storage.location import Location
+from shardstore.storage.stores.location import Location
 
 __all__ = ["app", "main"]
 

@@ -18,8 +18,8 @@ from shardstore.cli.shared import (
 from shardstore.errors import CheckpointingException
 from shardstore.inspection.difference import ArrayDifference, Difference, compare
 from shardstore.inspection.layout import array_bytes
+from shardstore.inspection.verify import Finding, verify
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.verify import Finding, verify
 
 __all__ = ["run_diff", "run_verify"]
 

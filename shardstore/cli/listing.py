@@ -16,8 +16,8 @@ from shardstore.cli.shared import choose, counted, human_bytes
 from shardstore.errors import DamagedCheckpointError
 from shardstore.inspection.layout import Module, array_bytes, modules, shard_counts
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.documents import ArrayMeta
-from shardstore.storage.grid import Grid
+from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.grid import Grid
 
 __all__ = ["about", "describe", "info", "ls"]
 

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardstore.cli.rank_table import RankTable, rank_table
 from shardstore.cli.shared import counted, human_bytes
 from shardstore.inspection.layout import Cell, Module, array_bytes, shard_counts
+from shardstore.inspection.rank_table import RankTable, rank_table
 from shardstore.inspection.statistics import Statistics
-from shardstore.storage.documents import ArrayMeta
-from shardstore.storage.verify import Finding, Verified
+from shardstore.inspection.verify import Finding, Verified
+from shardstore.storage.format.documents import ArrayMeta
 
 __all__ = ["ArrayFacts", "page"]
 

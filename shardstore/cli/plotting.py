@@ -17,8 +17,8 @@ from shardstore.cli.shared import (
 from shardstore.inspection.layout import Module, cells, drawn_axes, modules
 from shardstore.inspection.statistics import histogram, measure
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.documents import ArrayMeta
-from shardstore.storage.location import store_errors
+from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.stores.location import store_errors
 
 __all__ = ["run_plot"]
 

@@ -13,14 +13,14 @@ from shardstore.cli.shared import UsageProblem, human_bytes
 from shardstore.errors import CheckpointingException, NotACheckpointError
 from shardstore.inspection.layout import array_bytes
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.location import Location
+from shardstore.storage.stores.location import Location
 
 __all__ = ["run_gc", "run_rm"]
 
 
 def run_gc(root: Location, *, delete: bool, older_than_h: float, as_json: bool) -> None:
     """List, and if asked remove, what saves that did not finish left behind."""
-    from shardstore.storage.sweep import sweep
+    from shardstore.storage.commit.sweep import sweep
 
     if root.is_local and not root.is_dir():
         raise NotACheckpointError(
@@ -48,9 +48,9 @@ def run_gc(root: Location, *, delete: bool, older_than_h: float, as_json: bool) 
 
 def run_rm(location: Location, *, yes: bool, as_json: bool, confirm: Callable[[str], bool]) -> None:
     """Remove a checkpoint, after a question unless ``yes``."""
-    from shardstore.storage.commit import is_checkpoint
-    from shardstore.storage.identity import what_else
-    from shardstore.storage.sweep import delete_checkpoint
+    from shardstore.storage.commit.folder import is_checkpoint
+    from shardstore.storage.commit.identity import what_else
+    from shardstore.storage.commit.sweep import delete_checkpoint
 
     if location.is_local and location.path.is_symlink():
         target = os.path.realpath(location.url)

@@ -12,9 +12,9 @@ from shardstore.cli.shared import DAMAGE, progress_bar, require_output
 from shardstore.errors import DamagedCheckpointError
 from shardstore.inspection.layout import array_bytes, cells, modules
 from shardstore.inspection.statistics import Statistics, histogram, measure
+from shardstore.inspection.verify import Finding, Verified, verify
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.location import store_errors
-from shardstore.storage.verify import Finding, Verified, verify
+from shardstore.storage.stores.location import store_errors
 
 __all__ = ["run_report"]
 

@@ -20,12 +20,12 @@ from typing import Any, NoReturn
 from shardstore.cli.printing import clean
 from shardstore.errors import CheckpointingException, MissingKeyError, NotACheckpointError
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.documents import ArrayMeta
-from shardstore.storage.identity import node_type
-from shardstore.storage.location import Location
-from shardstore.storage.names import key_of
-from shardstore.storage.other_kinds import instead
-from shardstore.storage.redaction import CLIENT_OPTIONS, OPTIONS
+from shardstore.storage.commit.identity import node_type
+from shardstore.storage.commit.other_kinds import instead
+from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.names import key_of
+from shardstore.storage.stores.errors import CLIENT_OPTIONS, OPTIONS
+from shardstore.storage.stores.location import Location
 
 __all__ = [
     "DAMAGE",

@@ -21,10 +21,10 @@ from shardstore.cli.shared import (
 from shardstore.inspection.layout import array_bytes
 from shardstore.inspection.statistics import Statistics, measure
 from shardstore.inspection.streaming import read_box
-from shardstore.storage import dtypes
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.documents import ArrayMeta
-from shardstore.storage.grid import Box
+from shardstore.storage.format import dtypes
+from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.grid import Box
 
 __all__ = ["parse_selection", "run_show", "run_stats", "split_key"]
 

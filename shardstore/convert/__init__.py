@@ -34,13 +34,13 @@ from shardstore.errors import (
     CheckpointingException,
     DamagedCheckpointError,
 )
-from shardstore.events import log_event
-from shardstore.storage import dtypes
-from shardstore.storage.chunks import RegionRead, as_bytes
-from shardstore.storage.commit import is_checkpoint
-from shardstore.storage.documents import ArrayMeta
-from shardstore.storage.location import Location
-from shardstore.storage.names import DCP_METADATA_NAME
+from shardstore.progress import log_event
+from shardstore.storage.commit.folder import is_checkpoint
+from shardstore.storage.format import dtypes
+from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.names import DCP_METADATA_NAME
+from shardstore.storage.movers.chunks import RegionRead, as_bytes
+from shardstore.storage.stores.location import Location
 
 __all__ = ["FORMATS", "TARGET_FORMATS", "Conversion", "Progress", "convert", "detect"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 
 from shardstore.errors import ArgumentError
-from shardstore.storage.location import Location
+from shardstore.storage.stores.location import Location
 
 __all__ = ["require_apart"]
 

@@ -7,12 +7,12 @@ from typing import Any
 
 from shardstore.convert.sources import Extras, stamps
 from shardstore.dcp.files import DcpFiles
-from shardstore.plain_values import NotPlainError
-from shardstore.storage.chunks import RegionRead
-from shardstore.storage.grid import Box
-from shardstore.storage.location import Location
-from shardstore.storage.names import COMMON_STATE_NAME, DCP_METADATA_NAME
-from shardstore.strategies.state_record import StateRecord, as_text, is_long
+from shardstore.storage.format.grid import Box
+from shardstore.storage.format.names import COMMON_STATE_NAME, DCP_METADATA_NAME
+from shardstore.storage.movers.chunks import RegionRead
+from shardstore.storage.stores.location import Location
+from shardstore.values.plain import NotPlainError
+from shardstore.values.record import StateRecord, as_text, is_long
 
 __all__ = ["DcpSource"]
 

@@ -36,10 +36,10 @@ from shardstore.convert.targets import (
 )
 from shardstore.dcp.files import METADATA_NAME, DcpFiles
 from shardstore.errors import CheckpointExistsError, UnsafeObjectError
-from shardstore.storage import dtypes
-from shardstore.storage.documents import ArrayMeta
-from shardstore.storage.grid import Box
-from shardstore.storage.location import Location, store_errors
+from shardstore.storage.format import dtypes
+from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.grid import Box
+from shardstore.storage.stores.location import Location, store_errors
 
 __all__ = ["DcpObjects", "DcpTarget"]
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from shardstore.storage.location import Location, store_errors
+from shardstore.storage.stores.location import Location, store_errors
 
 __all__ = ["Journal", "Receipts"]
 

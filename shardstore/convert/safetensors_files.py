@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardstore.errors import DamagedCheckpointError, DTypeMismatchError, NotACheckpointError
-from shardstore.storage import dtypes
-from shardstore.storage.file_ranges import FileRanges
-from shardstore.storage.location import Location
-from shardstore.storage.other_kinds import instead
+from shardstore.storage.commit.other_kinds import instead
+from shardstore.storage.format import dtypes
+from shardstore.storage.movers.ranges import FileRanges
+from shardstore.storage.stores.location import Location
 
 __all__ = ["INDEX_SUFFIX", "Entry", "header_bytes", "is_file_name", "open_files", "read_header"]
 

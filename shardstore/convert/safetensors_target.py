@@ -25,12 +25,12 @@ from shardstore.convert.safetensors_files import (
 from shardstore.convert.sources import STATE_METADATA, Extras, read_entry
 from shardstore.convert.targets import Read, Receipt, Written, put_in_place, record_of, rows_of
 from shardstore.errors import CheckpointExistsError, StorageError
-from shardstore.storage.chunks import RegionRead, as_bytes
-from shardstore.storage.documents import ArrayMeta
-from shardstore.storage.file_ranges import FileRanges
-from shardstore.storage.grid import Box
-from shardstore.storage.location import Location, store_errors
-from shardstore.strategies.state_record import StateRecord
+from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.grid import Box
+from shardstore.storage.movers.chunks import RegionRead, as_bytes
+from shardstore.storage.movers.ranges import FileRanges
+from shardstore.storage.stores.location import Location, store_errors
+from shardstore.values.record import StateRecord
 
 __all__ = ["SafetensorsObjects", "SafetensorsTarget"]
 

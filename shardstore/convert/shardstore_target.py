@@ -15,19 +15,19 @@ from shardstore.convert.sources import Extras
 from shardstore.convert.targets import Read, Receipt, Written
 from shardstore.errors import DamagedCheckpointError, StorageError
 from shardstore.storage import arrays as stored_arrays
-from shardstore.storage import commit, dtypes
-from shardstore.storage.attempt import Attempt
-from shardstore.storage.box_grid import grid_of
-from shardstore.storage.chunks import ChunkWrite
-from shardstore.storage.commit import FolderAttempt
-from shardstore.storage.documents import SEPARATOR, ArrayMeta
-from shardstore.storage.grid import DEFAULT_TARGET_CHUNK_BYTES, Box
-from shardstore.storage.location import Location
-from shardstore.storage.manifest import ChunkRecord, RankManifest
-from shardstore.storage.names import COMMON_STATE_NAME, node_name
+from shardstore.storage.commit import folder as commit
+from shardstore.storage.commit.attempt import Attempt
+from shardstore.storage.commit.folder import FolderAttempt
+from shardstore.storage.commit.publish import About, publish
+from shardstore.storage.format import dtypes
+from shardstore.storage.format.documents import SEPARATOR, ArrayMeta
+from shardstore.storage.format.grid import DEFAULT_TARGET_CHUNK_BYTES, Box, grid_of
+from shardstore.storage.format.manifest import ChunkRecord, RankManifest
+from shardstore.storage.format.names import COMMON_STATE_NAME, node_name
+from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.options import SaveOptions
-from shardstore.storage.publish import About, publish
-from shardstore.strategies.state_record import BACKEND, MEMBER, VERSION, StateRecord
+from shardstore.storage.stores.location import Location
+from shardstore.values.record import BACKEND, MEMBER, VERSION, StateRecord
 
 __all__ = ["ShardstoreTarget"]
 

@@ -20,14 +20,14 @@ from shardstore.errors import (
     NotACheckpointError,
 )
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.chunks import RegionRead
-from shardstore.storage.documents import ArrayMeta
-from shardstore.storage.file_ranges import FileRanges, bytes_stamp
-from shardstore.storage.grid import Box, Grid
-from shardstore.storage.location import Location
-from shardstore.storage.names import COMMON_STATE_NAME, DCP_METADATA_NAME
-from shardstore.storage.parallel import default_threads, run_batched
-from shardstore.strategies.state_record import StateRecord
+from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.grid import Box, Grid
+from shardstore.storage.format.names import COMMON_STATE_NAME, DCP_METADATA_NAME
+from shardstore.storage.movers.chunks import RegionRead
+from shardstore.storage.movers.parallel import default_threads, run_batched
+from shardstore.storage.movers.ranges import FileRanges, bytes_stamp
+from shardstore.storage.stores.location import Location
+from shardstore.values.record import StateRecord
 
 __all__ = [
     "FORMATS",
@@ -279,7 +279,7 @@ def common_values(common: bytes, url: str) -> dict[tuple[str | int, ...], Any]:
         else:
             found[path] = value
 
-    from shardstore.strategies.torch_values import load_bytes
+    from shardstore.values.torch_values import load_bytes
 
     state = load_bytes(common, url)
     if not isinstance(state, dict):

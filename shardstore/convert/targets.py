@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from shardstore.convert.sources import Extras, common_values
 from shardstore.errors import CheckpointExistsError
-from shardstore.plain_values import NotPlainError
-from shardstore.storage import dtypes
-from shardstore.storage.chunks import RegionRead
-from shardstore.storage.documents import ArrayMeta
-from shardstore.storage.grid import Box, plan_grid
-from shardstore.storage.location import Location, store_errors
-from shardstore.strategies.state_record import StateRecord, as_json
+from shardstore.storage.format import dtypes
+from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.grid import Box, plan_grid
+from shardstore.storage.movers.chunks import RegionRead
+from shardstore.storage.stores.location import Location, store_errors
+from shardstore.values.plain import NotPlainError
+from shardstore.values.record import StateRecord, as_json
 
 __all__ = [
     "UNREADABLE",

@@ -18,7 +18,7 @@ import numpy as np
 from shardstore.convert.sources import Extras
 from shardstore.convert.targets import UNREADABLE, plain_json, values_of
 from shardstore.errors import DamagedCheckpointError
-from shardstore.plain_values import NotPlainError
+from shardstore.values.plain import NotPlainError
 
 if TYPE_CHECKING:
     import torch

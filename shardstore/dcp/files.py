@@ -28,15 +28,15 @@ from shardstore.errors import (
     NotACheckpointError,
     StorageError,
 )
-from shardstore.storage import dtypes
-from shardstore.storage.chunks import RegionRead
-from shardstore.storage.documents import ArrayMeta
-from shardstore.storage.file_ranges import FileRanges, RangeFile
-from shardstore.storage.grid import Box, Grid, flat_range_boxes
-from shardstore.storage.location import Location
-from shardstore.storage.names import DCP_METADATA_NAME
-from shardstore.storage.parallel import default_threads, run_batched
-from shardstore.strategies.torch_values import load_bytes
+from shardstore.storage.format import dtypes
+from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.grid import Box, Grid, flat_range_boxes
+from shardstore.storage.format.names import DCP_METADATA_NAME
+from shardstore.storage.movers.chunks import RegionRead
+from shardstore.storage.movers.parallel import default_threads, run_batched
+from shardstore.storage.movers.ranges import FileRanges, RangeFile
+from shardstore.storage.stores.location import Location
+from shardstore.values.torch_values import load_bytes
 
 __all__ = ["METADATA_NAME", "ORIGINAL_SHAPE", "DcpFiles", "StoredPart"]
 

@@ -16,14 +16,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from shardstore.dcp.write_items import Piece, Report
 from shardstore.errors import AccessPatternError, KeyNameError
-from shardstore.storage import dtypes
-from shardstore.storage.attempt import Attempt
-from shardstore.storage.chunks import ChunkWrite
-from shardstore.storage.documents import ArrayMeta
-from shardstore.storage.manifest import RankManifest
+from shardstore.storage.commit.attempt import Attempt
+from shardstore.storage.commit.publish import write_chunks
+from shardstore.storage.format import dtypes
+from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.manifest import RankManifest
+from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.options import SaveOptions
-from shardstore.storage.publish import write_chunks
-from shardstore.strategies.state_record import StateRecord
+from shardstore.values.record import StateRecord
 
 __all__ = ["put_together", "state_record"]
 

@@ -21,8 +21,8 @@ from shardstore.dcp.named_reader import handing_on, is_of_dcp
 from shardstore.dcp.reader import StorageReader
 from shardstore.dcp.writer import StorageWriter
 from shardstore.errors import CheckpointingException
-from shardstore.storage.grid import DEFAULT_TARGET_CHUNK_BYTES
-from shardstore.storage.location import Location
+from shardstore.storage.format.grid import DEFAULT_TARGET_CHUNK_BYTES
+from shardstore.storage.stores.location import Location
 
 __all__ = ["Installation", "install"]
 

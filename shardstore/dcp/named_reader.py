@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from shardstore.dcp.files import METADATA_NAME
 from shardstore.dcp.reader import StorageReader
-from shardstore.storage.location import Location
+from shardstore.storage.stores.location import Location
 
 __all__ = ["handing_on", "is_of_dcp", "is_ours"]
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any, ClassVar
 
 from shardstore.errors import CheckpointingException
-from shardstore.storage.location import Location, given_options
+from shardstore.storage.stores.location import Location, given_options
 
 __all__ = ["Placed", "forget_listings"]
 

@@ -26,13 +26,13 @@ from shardstore.dcp.place import Placed
 from shardstore.dcp.sent_items import SentItems
 from shardstore.dcp.stored_values import StoredValues, described
 from shardstore.errors import DTypeMismatchError
-from shardstore.storage import dtypes
+from shardstore.loading.plan import require_writable
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.chunks import RegionRead
-from shardstore.storage.documents import ArrayMeta
-from shardstore.storage.grid import Box
+from shardstore.storage.format import dtypes
+from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.grid import Box
+from shardstore.storage.movers.chunks import RegionRead
 from shardstore.storage.options import require_number
-from shardstore.strategies.destinations import require_writable
 
 __all__ = ["StorageReader"]
 

@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from shardstore.errors import AccessPatternError, CheckpointingException, DTypeMismatchError
-from shardstore.storage import dtypes
-from shardstore.storage.box_grid import grid_of
-from shardstore.storage.documents import SEPARATOR, ArrayMeta
-from shardstore.storage.grid import Box, Grid
-from shardstore.storage.names import check_collisions, node_name
+from shardstore.storage.format import dtypes
+from shardstore.storage.format.documents import SEPARATOR, ArrayMeta
+from shardstore.storage.format.grid import Box, Grid, grid_of
+from shardstore.storage.format.names import check_collisions, node_name
 
 __all__ = ["Grids", "Task", "array_of", "box_of", "with_items"]
 

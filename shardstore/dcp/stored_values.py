@@ -26,10 +26,10 @@ from torch.distributed.checkpoint.metadata import (
 from shardstore.errors import KeyNameError, MissingKeyError
 from shardstore.mapping import ShardedObject
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.location import Location
+from shardstore.storage.stores.location import Location
 from shardstore.strategies.common import TorchCommonLoadStrategy
-from shardstore.strategies.state_record import StatePath, StateRecord
 from shardstore.validation import verify_checkpoint_and_load_strategy
+from shardstore.values.record import StatePath, StateRecord
 
 __all__ = ["StoredValues", "described"]
 

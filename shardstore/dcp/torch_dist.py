@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from shardstore.dcp.files import ORIGINAL_SHAPE, DcpFiles
 from shardstore.dcp.torch_dist_save import FilesSave
 from shardstore.dict_utils import dict_list_map_outplace, nested_values
+from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import (
     AccessPatternError,
     ArgumentError,
@@ -28,6 +29,8 @@ from shardstore.errors import (
     FormatVersionError,
     NotACheckpointError,
 )
+from shardstore.loading.casting import read_converting
+from shardstore.loading.plan import find_array, plan_read
 from shardstore.mapping import (
     ShardedObject,
     ShardedStateDict,
@@ -35,9 +38,11 @@ from shardstore.mapping import (
     StateDict,
     is_main_replica,
 )
-from shardstore.ranks import Ranks
-from shardstore.storage import dtypes
-from shardstore.storage.location import Location
+from shardstore.saving.replicas import without_main_replica
+from shardstore.saving.session import SaveSession, session_of
+from shardstore.saving.sources import require_plain
+from shardstore.storage.format import dtypes
+from shardstore.storage.stores.location import Location
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import (
     AsyncSaveShardedStrategy,
@@ -45,15 +50,10 @@ from shardstore.strategies.base import (
     StrategyAction,
     register_default_strategy,
 )
-from shardstore.strategies.casting import read_converting
 from shardstore.strategies.checkpointable import (
     CheckpointableShardedTensor,
     LocalShardsContainer,
 )
-from shardstore.strategies.planned_writes import require_plain
-from shardstore.strategies.read_plan import find_array, plan_read
-from shardstore.strategies.session import SaveSession, session_of
-from shardstore.strategies.unwritten import without_main_replica
 
 __all__ = [
     "TorchDistLoadShardedStrategy",

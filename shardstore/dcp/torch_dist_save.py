@@ -25,15 +25,15 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import ArgumentError, CheckpointingException, StorageError
-from shardstore.ranks import Ranks
-from shardstore.storage import dtypes
-from shardstore.storage.chunks import ChunkWrite
-from shardstore.storage.documents import ArrayMeta
-from shardstore.storage.grid import Grid
-from shardstore.strategies.device_copies import stream_of
-from shardstore.strategies.planned_writes import DevicePart
-from shardstore.strategies.staging import Staging
+from shardstore.saving.sources import DevicePart
+from shardstore.saving.staging import Staging
+from shardstore.storage.format import dtypes
+from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.grid import Grid
+from shardstore.storage.movers.chunks import ChunkWrite
+from shardstore.storage.movers.device import stream_of
 
 __all__ = ["FilesSave"]
 

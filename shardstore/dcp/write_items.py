@@ -21,20 +21,19 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from shardstore.dcp.save_plan import Task, array_of, box_of
 from shardstore.errors import CheckpointingException, DTypeMismatchError
 from shardstore.mapping import ShardedObject
-from shardstore.plain_values import NotPlainError
-from shardstore.storage import dtypes
-from shardstore.storage.attempt import Attempt
-from shardstore.storage.box_grid import contains
-from shardstore.storage.chunks import ChunkWrite, as_bytes
-from shardstore.storage.documents import ArrayMeta
-from shardstore.storage.grid import Box
-from shardstore.storage.manifest import RankManifest
+from shardstore.saving.uploads import files_beside
+from shardstore.storage.commit.attempt import Attempt
+from shardstore.storage.commit.publish import write_chunks
+from shardstore.storage.format import dtypes
+from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.grid import Box, contains
+from shardstore.storage.format.manifest import RankManifest
+from shardstore.storage.movers.chunks import ChunkWrite, as_bytes
+from shardstore.storage.movers.device import on_host, stream_here
 from shardstore.storage.options import SaveOptions
-from shardstore.storage.publish import write_chunks
 from shardstore.strategies.common import json_object_file, object_file
-from shardstore.strategies.device_copies import on_host, stream_here
-from shardstore.strategies.files_beside import files_beside
-from shardstore.strategies.state_record import as_text, is_long
+from shardstore.values.plain import NotPlainError
+from shardstore.values.record import as_text, is_long
 
 __all__ = ["Piece", "Report", "write_items"]
 

@@ -26,14 +26,14 @@ from shardstore.dcp.gathered import put_together, state_record
 from shardstore.dcp.place import Placed, forget_listings
 from shardstore.dcp.save_plan import Grids, Task, with_items
 from shardstore.dcp.write_items import Report, write_items
+from shardstore.distributed.groups import group_size
 from shardstore.errors import ArgumentError, CheckpointingException
-from shardstore.process_groups import group_size
-from shardstore.storage import commit
-from shardstore.storage.attempt import Attempt
-from shardstore.storage.grid import DEFAULT_TARGET_CHUNK_BYTES
+from shardstore.storage.commit import folder as commit
+from shardstore.storage.commit.attempt import Attempt
+from shardstore.storage.commit.publish import About, publish
+from shardstore.storage.format.grid import DEFAULT_TARGET_CHUNK_BYTES
 from shardstore.storage.options import SaveOptions
-from shardstore.storage.publish import About, publish
-from shardstore.strategies.state_record import BACKEND, MEMBER, VERSION
+from shardstore.values.record import BACKEND, MEMBER, VERSION
 
 __all__ = ["StorageWriter"]
 

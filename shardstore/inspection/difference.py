@@ -22,9 +22,9 @@ from shardstore.errors import DamagedCheckpointError
 from shardstore.inspection.statistics import BLOCK, as_float64, sum_of_squares
 from shardstore.inspection.streaming import DEFAULT_BUDGET_BYTES, read_box, stream
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.documents import ArrayMeta
-from shardstore.storage.grid import Box
-from shardstore.storage.object_files import beside_arrays
+from shardstore.storage.commit.object_files import beside_arrays
+from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.grid import Box
 
 __all__ = ["ArrayDifference", "Difference", "compare"]
 
@@ -279,7 +279,9 @@ def _contents(stored: StoredCheckpoint, wants: Callable[[str], bool]) -> dict[st
     ]
     if stored.location.is_local:
         return out | {path: _records(stored.location.read(path)) for path in paths}
-    from shardstore.storage.object_io import read_objects  # with all that talks to object stores
+    from shardstore.storage.stores.object_io import (
+        read_objects,  # with all that talks to object stores
+    )
 
     for at in range(0, len(paths), READ_TOGETHER):
         several = paths[at : at + READ_TOGETHER]

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from shardstore.storage import dtypes
-from shardstore.storage.documents import ArrayMeta
+from shardstore.storage.format import dtypes
+from shardstore.storage.format.documents import ArrayMeta
 
 if TYPE_CHECKING:
-    from shardstore.storage.manifest import Manifest
+    from shardstore.storage.format.manifest import Manifest
 
 __all__ = ["Cell", "Module", "array_bytes", "cells", "drawn_axes", "modules", "shard_counts"]
 

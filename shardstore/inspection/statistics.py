@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from shardstore.inspection.streaming import DEFAULT_BUDGET_BYTES, read_box, stream
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.documents import ArrayMeta
-from shardstore.storage.grid import Box
+from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.grid import Box
 
 __all__ = ["Statistics", "as_float64", "blocks", "histogram", "measure", "sum_of_squares"]
 

@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardstore.errors import DamagedCheckpointError
-from shardstore.storage import dtypes
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.chunks import RegionRead
-from shardstore.storage.documents import ArrayMeta
-from shardstore.storage.grid import Box
-from shardstore.storage.parallel import default_threads, run_batched
+from shardstore.storage.format import dtypes
+from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.grid import Box
+from shardstore.storage.movers.chunks import RegionRead
+from shardstore.storage.movers.parallel import default_threads, run_batched
 
 __all__ = ["DEFAULT_BUDGET_BYTES", "Piece", "pieces_of", "read_box", "stream"]
 

@@ -13,18 +13,19 @@ import zarr
 
 from shardstore import zarr_dtypes
 from shardstore.errors import CheckpointExistsError, MissingKeyError
-from shardstore.storage import array_parsing, documents
-from shardstore.storage.attempt import Attempt
-from shardstore.storage.chunks import Mover
-from shardstore.storage.documents import ArrayMeta
-from shardstore.storage.files import FileMover
-from shardstore.storage.location import Location, store_errors
-from shardstore.storage.names import node_name
-from shardstore.storage.object_mover import ObjectMover
+from shardstore.storage.commit.attempt import Attempt
+from shardstore.storage.format import documents
+from shardstore.storage.format import parsing as array_parsing
+from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.names import node_name
+from shardstore.storage.format.root import parse_root
+from shardstore.storage.movers.chunks import Mover
+from shardstore.storage.movers.files import FileMover
+from shardstore.storage.movers.object_mover import ObjectMover
+from shardstore.storage.movers.parallel import default_threads, run_batched
+from shardstore.storage.movers.tensorstore_mover import TensorStoreMover
 from shardstore.storage.options import SaveOptions
-from shardstore.storage.parallel import default_threads, run_batched
-from shardstore.storage.root import parse_root
-from shardstore.storage.tensorstore_mover import TensorStoreMover
+from shardstore.storage.stores.location import Location, store_errors
 
 __all__ = [
     "create_array",

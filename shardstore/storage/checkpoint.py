@@ -10,19 +10,20 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from shardstore.errors import DamagedCheckpointError, NotACheckpointError
-from shardstore.storage import array_parsing, documents
-from shardstore.storage.collector import collector_paused
-from shardstore.storage.documents import ArrayMeta
-from shardstore.storage.location import Location
-from shardstore.storage.names import CONFIG_NAME, MANIFEST_NAME, key_of
-from shardstore.storage.object_files import is_object_file
-from shardstore.storage.other_kinds import instead
-from shardstore.storage.root import RootDocument, parse_root
+from shardstore.storage.commit.object_files import is_object_file
+from shardstore.storage.commit.other_kinds import instead
+from shardstore.storage.format import documents
+from shardstore.storage.format import parsing as array_parsing
+from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.names import CONFIG_NAME, MANIFEST_NAME, key_of
+from shardstore.storage.format.root import RootDocument, parse_root
+from shardstore.storage.movers.collector import collector_paused
+from shardstore.storage.stores.location import Location
 
 if TYPE_CHECKING:
     # What reads chunks brings NumPy; a listing reads none.
-    from shardstore.storage.chunks import Mover, ReadDone, RegionRead
-    from shardstore.storage.manifest import Manifest
+    from shardstore.storage.format.manifest import Manifest
+    from shardstore.storage.movers.chunks import Mover, ReadDone, RegionRead
 
 __all__ = ["StoredCheckpoint"]
 
@@ -134,7 +135,7 @@ class StoredCheckpoint:
         store = self.location.remote
         wanted = [entry for entry in store.walk() if entry.endswith(f"/{name}")]
         found = {}
-        from shardstore.storage.object_io import read_objects
+        from shardstore.storage.stores.object_io import read_objects
 
         for entry, text in zip(wanted, read_objects(self.location, wanted), strict=True):
             node = entry.rpartition("/")[0]
@@ -155,7 +156,7 @@ class StoredCheckpoint:
             data = self._read_document(self.location, MANIFEST_NAME)
         except FileNotFoundError:
             return None
-        from shardstore.storage.manifest import Manifest
+        from shardstore.storage.format.manifest import Manifest
 
         return Manifest.from_bytes(data, f"{self.location.url}/{MANIFEST_NAME}")
 
@@ -172,18 +173,18 @@ class StoredCheckpoint:
             (plain if self._is_plain(read.array) else other).append(read)
         mover: Mover
         if plain and self.location.is_local:
-            from shardstore.storage.files import FileMover
+            from shardstore.storage.movers.files import FileMover
 
             mover = FileMover(self.location, threads=self._threads)
             mover.read(plain, self._manifest, done)
         elif plain:
-            from shardstore.storage.object_mover import ObjectMover
+            from shardstore.storage.movers.object_mover import ObjectMover
 
             mover = ObjectMover(self.location)
             mover.read(plain, self._manifest, done)
         if other:
             # Not before it is needed: TensorStore takes longer to import than most files to read.
-            from shardstore.storage.tensorstore_mover import TensorStoreMover
+            from shardstore.storage.movers.tensorstore_mover import TensorStoreMover
 
             mover = TensorStoreMover(self.location)
             mover.read(other, self._manifest, done)
@@ -267,7 +268,7 @@ class StoredCheckpoint:
         if known is None:
             return False
         # A listing checks nothing, and need not wait for the library that would.
-        from shardstore.storage.checksums import crc32c
+        from shardstore.storage.movers.checksums import crc32c
 
         found = crc32c(data, 0)
         if known == found:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from shardstore.storage.location import Location
+from shardstore.storage.stores.location import Location
 
 __all__ = ["document_exists", "handed_documents", "is_handed", "read_document"]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from numbers import Integral
 
 from shardstore.errors import ArgumentError
-from shardstore.storage.grid import DEFAULT_TARGET_CHUNK_BYTES
+from shardstore.storage.format.grid import DEFAULT_TARGET_CHUNK_BYTES
 
 __all__ = ["DEFAULT_BUDGET_BYTES", "SaveOptions", "require_number"]
 

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from shardstore.distributed.groups import exchange_device, group_rank, has_ranks
 from shardstore.errors import CheckpointingException, RanksError
-from shardstore.process_groups import exchange_device, group_rank, has_ranks
-from shardstore.storage.parallel import yield_to_others
+from shardstore.storage.movers.parallel import yield_to_others
 
 __all__ = [
     "AsyncCaller",

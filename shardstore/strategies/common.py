@@ -13,8 +13,8 @@ from logging import getLogger
 from pathlib import Path
 from typing import Any
 
-from shardstore import plain_values
 from shardstore.dict_utils import dict_list_map_outplace, nested_values
+from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import (
     CheckpointingException,
     DamagedCheckpointError,
@@ -22,13 +22,14 @@ from shardstore.errors import (
     MissingKeyError,
     NotACheckpointError,
 )
+from shardstore.loading.context import open_checkpoint
 from shardstore.mapping import ShardedObject, ShardedStateDict, StateDict, is_main_replica
-from shardstore.ranks import Ranks
+from shardstore.saving.session import session_of
+from shardstore.storage.commit.object_files import is_object_file
+from shardstore.storage.format.names import COMMON_STATE_NAME, key_of, node_name
 from shardstore.storage.handed import read_document
-from shardstore.storage.location import Location
-from shardstore.storage.names import COMMON_STATE_NAME, key_of, node_name
-from shardstore.storage.object_files import is_object_file
-from shardstore.storage.object_io import read_objects
+from shardstore.storage.stores.location import Location
+from shardstore.storage.stores.object_io import read_objects
 from shardstore.strategies.base import (
     LoadCommonStrategy,
     SaveCommonStrategy,
@@ -36,10 +37,9 @@ from shardstore.strategies.base import (
     register_default_strategy,
 )
 from shardstore.strategies.compatibility import require_backend, require_version
-from shardstore.strategies.opened import open_checkpoint
-from shardstore.strategies.session import session_of
-from shardstore.strategies.state_record import as_text
-from shardstore.strategies.torch_values import dump_bytes, load_bytes
+from shardstore.values import plain as plain_values
+from shardstore.values.record import as_text
+from shardstore.values.torch_values import dump_bytes, load_bytes
 
 __all__ = [
     "COMMON_STATE_FNAME",

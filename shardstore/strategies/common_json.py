@@ -1,7 +1,7 @@
 """The non-sharded part as JSON in the root document: common backend ``("json", 1)``.
 
 What PyTorch DCP's writer and the converters leave beside the arrays: values under flat keys, each
-with its path in the nested state dict. No pickle: see :mod:`shardstore.plain_values`. Objects that
+with its path in the nested state dict. No pickle: see :mod:`shardstore.values.plain`. Objects that
 have no JSON form are files of sharded objects, as in the ``torch`` backend.
 """
 
@@ -11,13 +11,13 @@ from pathlib import Path
 
 from shardstore.errors import NotACheckpointError
 from shardstore.mapping import ShardedObject, StateDict
+from shardstore.storage.format.root import parse_root
 from shardstore.storage.handed import read_document
-from shardstore.storage.location import Location
-from shardstore.storage.root import parse_root
+from shardstore.storage.stores.location import Location
 from shardstore.strategies.base import StrategyAction, register_default_strategy
 from shardstore.strategies.common import TorchCommonLoadStrategy
 from shardstore.strategies.compatibility import require_backend, require_version
-from shardstore.strategies.state_record import BACKEND, VERSION, StateRecord
+from shardstore.values.record import BACKEND, VERSION, StateRecord
 
 __all__ = ["JsonCommonLoadStrategy", "register_default_json_strategies"]
 

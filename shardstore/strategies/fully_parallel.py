@@ -14,6 +14,13 @@ from typing import Any
 import torch
 
 from shardstore.dict_utils import merge, nested_values
+from shardstore.distributed.groups import (
+    Group,
+    exchange_device,
+    group_rank,
+    group_size,
+    raise_together,
+)
 from shardstore.errors import CheckpointingException
 from shardstore.exchange_utils import (
     ShardDistribution,
@@ -21,22 +28,21 @@ from shardstore.exchange_utils import (
     exchange_by_distribution,
     exchange_loaded_objects_gather_object,
 )
-from shardstore.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
-from shardstore.process_groups import Group, exchange_device, group_rank, group_size, raise_together
-from shardstore.strategies.async_utils import AsyncRequest
-from shardstore.strategies.base import (
-    AsyncSaveShardedStrategy,
-    LoadShardedStrategy,
-    SaveShardedStrategy,
-)
-from shardstore.strategies.deferred import (
+from shardstore.loading.deferred import (
     as_lists,
     defer_items,
     fill_in_items,
     numbered,
     renamed,
 )
-from shardstore.strategies.shared_reads import Sharing, shared_reads
+from shardstore.loading.replicas import Sharing, shared_reads
+from shardstore.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
+from shardstore.strategies.async_utils import AsyncRequest
+from shardstore.strategies.base import (
+    AsyncSaveShardedStrategy,
+    LoadShardedStrategy,
+    SaveShardedStrategy,
+)
 from shardstore.utils import (
     _sharded_object_id,
     _sharded_tensor_shard_id,

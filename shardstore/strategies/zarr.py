@@ -17,22 +17,35 @@ from typing import Any, cast
 import torch
 
 from shardstore.dict_utils import dict_list_map_outplace, nested_values
+from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import (
     CheckpointingException,
     FormatVersionError,
     NotACheckpointError,
 )
+from shardstore.loading.assemble import (
+    flatten_range,
+    pad_to_expected_shape,
+    postprocess_numpy_array,
+)
+from shardstore.loading.context import current_meter, open_checkpoint
+from shardstore.loading.plan import TensorRead, find_array, plan_read
+from shardstore.loading.replicas import read_regions
 from shardstore.mapping import ShardedStateDict, ShardedTensor, StateDict, is_main_replica
-from shardstore.ranks import Ranks
-from shardstore.storage import dtypes
+from shardstore.saving.execute import _carry_out, stage
+from shardstore.saving.plan import plan_writes
+from shardstore.saving.session import SaveSession, session_of
+from shardstore.saving.sources import WritePlan
+from shardstore.sharded.layouts import Layouts, is_alone, local_layouts, merge_layouts
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.chunks import ReadDone, RegionRead, chunk_parts
-from shardstore.storage.collector import collector_paused
-from shardstore.storage.documents import ArrayMeta
-from shardstore.storage.grid import DEFAULT_TARGET_CHUNK_BYTES
-from shardstore.storage.location import Location
-from shardstore.storage.names import check_collisions
+from shardstore.storage.format import dtypes
+from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.grid import DEFAULT_TARGET_CHUNK_BYTES
+from shardstore.storage.format.names import check_collisions
+from shardstore.storage.movers.chunks import ReadDone, RegionRead, chunk_parts
+from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES, SaveOptions
+from shardstore.storage.stores.location import Location
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import (
     AsyncSaveShardedStrategy,
@@ -40,20 +53,6 @@ from shardstore.strategies.base import (
     StrategyAction,
     register_default_strategy,
 )
-from shardstore.strategies.carry_out import _carry_out, stage
-from shardstore.strategies.layouts import Layouts, is_alone, local_layouts, merge_layouts
-from shardstore.strategies.opened import open_checkpoint
-from shardstore.strategies.planned_writes import WritePlan
-from shardstore.strategies.postprocess import (
-    flatten_range,
-    pad_to_expected_shape,
-    postprocess_numpy_array,
-)
-from shardstore.strategies.read_plan import TensorRead, find_array, plan_read
-from shardstore.strategies.session import SaveSession, session_of
-from shardstore.strategies.shared_reads import read_regions
-from shardstore.strategies.watched import current_meter
-from shardstore.strategies.write_plan import plan_writes
 from shardstore.strategies.zarr_arrays import (  # noqa: F401  (names of the reference page)
     ZarrArray,
     _create_or_open_zarr_arrays,

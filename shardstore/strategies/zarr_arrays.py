@@ -17,15 +17,16 @@ import torch.distributed as dist
 import zarr
 
 from shardstore.errors import CheckpointingException, NotACheckpointError
+from shardstore.loading.plan import find_array, plan_read
 from shardstore.mapping import ShardedStateDict, ShardedTensor, is_main_replica
-from shardstore.storage import arrays, dtypes
+from shardstore.saving.plan import array_meta
+from shardstore.sharded.layouts import flat_bounds, is_first, local_box
+from shardstore.storage import arrays
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.grid import DEFAULT_TARGET_CHUNK_BYTES, flat_range_boxes
-from shardstore.storage.location import Location
-from shardstore.storage.names import key_of
-from shardstore.strategies.layouts import flat_bounds, is_first, local_box
-from shardstore.strategies.read_plan import find_array, plan_read
-from shardstore.strategies.write_plan import array_meta
+from shardstore.storage.format import dtypes
+from shardstore.storage.format.grid import DEFAULT_TARGET_CHUNK_BYTES, flat_range_boxes
+from shardstore.storage.format.names import key_of
+from shardstore.storage.stores.location import Location
 
 __all__ = ["ZarrArray", "load_zarr_based_sharded_metadata"]
 

@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 import shardstore
 from scripts.s3_servers import S3Server
+from shardstore.distributed.coordinator import DEADLINE_VARIABLE
 from shardstore.errors import CheckpointingException
 from shardstore.mapping import ShardedObject, ShardedTensor
 from shardstore.progress import Progress
-from shardstore.ranks import DEADLINE_VARIABLE
-from shardstore.storage.counters import counters
+from shardstore.storage.movers.counters import counters
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from tests.helpers.ranks_helper import run_ranks
 from tests.helpers.scenarios import Scenario

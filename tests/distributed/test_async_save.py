@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import shardstore
-from shardstore import ranks
+from shardstore.distributed import coordinator as ranks
 from shardstore.errors import (
     CheckpointExistsError,
     CheckpointingException,
@@ -29,7 +29,7 @@ from shardstore.errors import (
     StorageError,
 )
 from shardstore.mapping import ShardedObject, ShardedStateDict, ShardedTensor
-from shardstore.storage.commit import FolderAttempt
+from shardstore.storage.commit.folder import FolderAttempt
 from shardstore.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from tests.helpers.ranks_helper import RankFailed, run_ranks
@@ -407,9 +407,9 @@ import sys, threading
 from concurrent.futures import ThreadPoolExecutor
 import torch, shardstore
 from pathlib import Path
-from shardstore import leaving
+from shardstore import async_handle as leaving
 from shardstore.mapping import ShardedTensor
-from shardstore.strategies.session import session_of
+from shardstore.saving.session import session_of
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 
 exiting = threading.Event()

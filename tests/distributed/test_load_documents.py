@@ -11,11 +11,12 @@ import pytest
 import torch
 
 import shardstore
-from shardstore import load_documents, loading
+from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import CheckpointingException
+from shardstore.loading import documents as load_documents
+from shardstore.loading import run as loading
 from shardstore.mapping import ShardedTensor
-from shardstore.ranks import Ranks
-from shardstore.storage.location import Location
+from shardstore.storage.stores.location import Location
 from tests.helpers.ranks_helper import run_ranks
 
 WORLD = 3

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 import shardstore
 from scripts.bench.memory import peak_rss_bytes, reset_peak
+from shardstore.loading import plan as read_plan
 from shardstore.mapping import ShardedTensor
-from shardstore.strategies import read_plan
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from tests.helpers.ranks_helper import run_ranks
 

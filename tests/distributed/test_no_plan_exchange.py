@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 import shardstore
+from shardstore.distributed.coordinator import Ranks
 from shardstore.mapping import ShardedTensor
-from shardstore.ranks import Ranks
-from shardstore.storage.files import FileMover
+from shardstore.storage.movers.files import FileMover
 from tests.helpers.ranks_helper import run_ranks
 
 WORLD = 3

@@ -19,8 +19,8 @@ import torch
 
 import shardstore
 from shardstore import ShardedObject, ShardedTensor
+from shardstore.distributed.coordinator import DEADLINE_VARIABLE
 from shardstore.errors import CheckpointingException, MissingKeyError, RanksError
-from shardstore.ranks import DEADLINE_VARIABLE
 from shardstore.strategies.common import TorchCommonSaveStrategy
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from tests.helpers.ranks_helper import run_ranks

@@ -18,13 +18,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardstore import messages
+from shardstore.distributed import messages
+from shardstore.distributed.coordinator import DEADLINE_VARIABLE, TREE_FROM_BYTES, Ranks
 from shardstore.errors import AccessPatternError, RanksError, StorageError
-from shardstore.ranks import DEADLINE_VARIABLE, TREE_FROM_BYTES, Ranks
-from shardstore.storage.documents import ArrayMeta
-from shardstore.storage.grid import Grid
-from shardstore.strategies import carry_out
-from shardstore.strategies.planned_writes import CutChunk
+from shardstore.saving import execute as carry_out
+from shardstore.saving.sources import CutChunk
+from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.grid import Grid
 from tests.helpers.rank_server import start
 from tests.helpers.ranks_helper import run_ranks
 

@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 import shardstore
 from shardstore.errors import AccessPatternError, ArgumentError, CheckpointingException
+from shardstore.loading.replicas import sharing_of
 from shardstore.mapping import ShardedTensor
-from shardstore.storage.counters import counters
-from shardstore.storage.location import Location
+from shardstore.saving.replicas import share_out
+from shardstore.storage.movers.counters import counters
+from shardstore.storage.stores.location import Location
 from shardstore.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
-from shardstore.strategies.shared_reads import sharing_of
-from shardstore.strategies.shared_writes import share_out
 from shardstore.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
 from tests.helpers.scenarios import Scenario, raised, remains
 

@@ -15,12 +15,12 @@ import torch
 import shardstore
 from scripts.bench.memory import peak_rss_bytes, reset_peak
 from shardstore import ShardedTensor
+from shardstore.distributed.coordinator import DEADLINE_VARIABLE
 from shardstore.errors import RanksError, SaveInProgressError
-from shardstore.ranks import DEADLINE_VARIABLE
-from shardstore.storage.chunks import ChunkWrite
-from shardstore.strategies.background import abort
-from shardstore.strategies.session import SaveSession
-from shardstore.strategies.staging import default_pool
+from shardstore.saving.background import abort
+from shardstore.saving.session import SaveSession
+from shardstore.saving.staging import default_pool
+from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from tests.helpers.ranks_helper import run_ranks
 

@@ -48,7 +48,7 @@ from shardstore.errors import (
     UnsafeObjectError,
 )
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.location import Location
+from shardstore.storage.stores.location import Location
 from tests.helpers import dtensor_states
 from tests.helpers.ranks_helper import run_ranks
 from tests.helpers.scenarios import raised, remains, run_scenarios

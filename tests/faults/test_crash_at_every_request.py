@@ -15,7 +15,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 import shardstore
 from shardstore.errors import NotACheckpointError, StorageError
 from shardstore.mapping import ShardedObject, ShardedTensor
-from shardstore.storage import object_commit
+from shardstore.storage.commit import objects as object_commit
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 
 ROOT = "mortal://runs"

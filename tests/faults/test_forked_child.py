@@ -19,7 +19,8 @@ import shardstore
 SAVES = """
 import multiprocessing, os, signal, sys, threading
 import torch, shardstore
-from shardstore import ShardedTensor, async_handle, housekeeping
+from shardstore import ShardedTensor, async_handle
+from shardstore.manager import background_queue as housekeeping
 
 # Who waits for the save at its exit never ends.
 async_handle.ABORT_WAIT_S = housekeeping.EXIT_WAIT_S = threading.TIMEOUT_MAX
@@ -102,7 +103,7 @@ def test_it_ends_at_once_and_the_save_goes_on(tmp_path: Path, saves: str) -> Non
 
 LOCKED = """
 import os, signal
-from shardstore import leaving
+from shardstore import async_handle as leaving
 
 # As where a save ends, in its thread, at this very moment.
 leaving._lock.acquire()
@@ -160,7 +161,7 @@ def test_it_does_not_remove_what_is_being_written(tmp_path: Path) -> None:
 SECRET = """
 import os, sys
 os.__dict__.pop("memfd_create", None)
-from shardstore.storage.tensorstore_store import _secret_file
+from shardstore.storage.stores.tensorstore import _secret_file
 
 path = _secret_file(b"of the store")
 pid = os.fork()
@@ -180,7 +181,7 @@ def test_it_does_not_remove_the_credentials_of_its_parent(tmp_path: Path) -> Non
 
 COLLECTS = """
 import gc, os, sys, threading
-from shardstore.storage.collector import collector_paused
+from shardstore.storage.movers.collector import collector_paused
 
 pauses, go_on = threading.Event(), threading.Event()
 

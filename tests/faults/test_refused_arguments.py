@@ -19,10 +19,10 @@ from shardstore import ShardedTensor
 from shardstore.convert import convert
 from shardstore.dcp import StorageReader, StorageWriter, install
 from shardstore.errors import ArgumentError, CheckpointingException
+from shardstore.inspection.findings import Finding
+from shardstore.inspection.verify import verify
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.findings import Finding
-from shardstore.storage.location import Location
-from shardstore.storage.verify import verify
+from shardstore.storage.stores.location import Location
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from tests.helpers.ranks_helper import run_ranks
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardstore import CheckpointManager, ShardedTensor
-from shardstore.storage.location import Location
+from shardstore.storage.stores.location import Location
 
 SIZE = (64, 32)
 

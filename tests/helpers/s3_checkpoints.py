@@ -10,10 +10,10 @@ import torch
 import shardstore
 from scripts.s3_servers import S3Server
 from shardstore.errors import NotACheckpointError
+from shardstore.inspection.verify import Finding, verify
 from shardstore.mapping import ShardedObject, ShardedTensor
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.location import Location
-from shardstore.storage.verify import Finding, verify
+from shardstore.storage.stores.location import Location
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 
 CHUNK_BYTES = 4096

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import shardstore
 from shardstore import ShardedObject, ShardedTensor
+from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import (
     CheckpointExistsError,
     CheckpointingException,
@@ -29,16 +30,15 @@ from shardstore.errors import (
     MissingKeyError,
     NotACheckpointError,
 )
-from shardstore.ranks import Ranks
+from shardstore.inspection.findings import Finding
+from shardstore.inspection.verify import verify
+from shardstore.saving.session import SaveSession
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.commit import is_checkpoint
-from shardstore.storage.counters import counters
-from shardstore.storage.findings import Finding
-from shardstore.storage.location import Location
+from shardstore.storage.commit.folder import is_checkpoint
+from shardstore.storage.commit.sweep import delete_checkpoint, latest
+from shardstore.storage.movers.counters import counters
 from shardstore.storage.options import SaveOptions
-from shardstore.storage.sweep import delete_checkpoint, latest
-from shardstore.storage.verify import verify
-from shardstore.strategies.session import SaveSession
+from shardstore.storage.stores.location import Location
 from shardstore.strategies.zarr import (
     ZarrSaveShardedStrategy,
     _load_from_array,

@@ -19,8 +19,8 @@ from shardstore import ShardedObject, ShardedTensor
 from shardstore.convert import Progress, convert
 from shardstore.convert.values import same_value
 from shardstore.errors import DamagedCheckpointError
-from shardstore.storage.commit import is_checkpoint
-from shardstore.storage.location import Location
+from shardstore.storage.commit.folder import is_checkpoint
+from shardstore.storage.stores.location import Location
 from shardstore.strategies.common import object_document
 
 pytestmark = pytest.mark.filterwarnings("ignore")

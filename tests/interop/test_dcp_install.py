@@ -32,9 +32,9 @@ from torch.distributed.tensor import DTensor, Shard
 import shardstore
 from shardstore.dcp import StorageReader, install
 from shardstore.errors import ArgumentError, CheckpointExistsError, CheckpointingException
+from shardstore.inspection.verify import verify
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.location import Location
-from shardstore.storage.verify import verify
+from shardstore.storage.stores.location import Location
 from tests.helpers.ranks_helper import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -20,7 +20,7 @@ from shardstore import ShardedObject, ShardedTensor
 from shardstore.dcp import StorageReader, StorageWriter
 from shardstore.errors import DTypeMismatchError, KeyNameError, UnsafeObjectError
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.location import Location
+from shardstore.storage.stores.location import Location
 from tests.helpers.nested import same
 from tests.helpers.ranks_helper import run_ranks
 

@@ -32,8 +32,8 @@ from shardstore.errors import (
     DamagedCheckpointError,
     UnsafeObjectError,
 )
-from shardstore.storage.commit import is_checkpoint
-from shardstore.storage.location import Location
+from shardstore.storage.commit.folder import is_checkpoint
+from shardstore.storage.stores.location import Location
 from tests.helpers.nested import same
 from tests.helpers.ranks_helper import run_ranks
 

@@ -19,7 +19,7 @@ import torch
 
 import shardstore
 from shardstore.mapping import ShardedObject, ShardedTensor
-from shardstore.storage.names import node_name
+from shardstore.storage.format.names import node_name
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from tests.helpers.ranks_helper import run_ranks
 
@@ -291,7 +291,7 @@ def test_zarr_and_what_builds_on_it(
     _check(
         script,
         request.getfixturevalue(place),
-        never="torch shardstore.storage.checkpoint shardstore.storage.documents",
+        never="torch shardstore.storage.checkpoint shardstore.storage.format.documents",
         which=which,
     )
 

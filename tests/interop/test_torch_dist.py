@@ -27,7 +27,7 @@ from shardstore.errors import (
     StorageError,
 )
 from shardstore.serialization import load_sharded_metadata
-from shardstore.storage.location import Location
+from shardstore.storage.stores.location import Location
 from tests.golden import states
 from tests.helpers.ranks_helper import run_ranks
 

@@ -12,9 +12,9 @@ import zarr
 
 import shardstore
 from scripts.s3_servers import S3Server
+from shardstore.inspection.verify import verify
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.location import Location
-from shardstore.storage.verify import verify
+from shardstore.storage.stores.location import Location
 
 ROOT = Path(__file__).resolve().parents[2]
 

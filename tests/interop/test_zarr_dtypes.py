@@ -364,7 +364,7 @@ def run_alone(which: str, script: str, *args: Path) -> str:
         "\nassert 'torch' not in sys.modules, 'torch was imported'"
         # The package itself and the limits that it sets for TensorStore, one small module.
         "\nplugin = {'shardstore', 'shardstore.zarr_dtypes', 'shardstore.storage',"
-        " 'shardstore.storage.tensorstore_environment'}"
+        " 'shardstore.storage.stores.tensorstore_environment'}"
         "\nmore = {m for m in sys.modules if m.startswith('shardstore')} - plugin"
         "\nassert not more, more"
         "\nprint('finished')\n"
@@ -514,7 +514,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch = pytest.importorskip("torch")
     import shardstore
     from shardstore.mapping import ShardedTensor
-    from shardstore.storage import dtypes
+    from shardstore.storage.format import dtypes
 
     path = tmp_path_factory.mktemp("checkpoint") / "step-1"
     state: dict[str, Any] = {"iteration": 1}

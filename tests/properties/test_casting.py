@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 import shardstore
 from shardstore.errors import ArgumentError, ChunkCorruptError, DTypeMismatchError
+from shardstore.loading import plan as read_plan
+from shardstore.loading.casting import _split
 from shardstore.mapping import ShardedTensor
-from shardstore.storage.counters import counters
-from shardstore.storage.grid import Box
-from shardstore.strategies import read_plan
-from shardstore.strategies.casting import _split
+from shardstore.storage.format.grid import Box
+from shardstore.storage.movers.counters import counters
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from tests.helpers.layouts import (
     DTYPES,

@@ -22,17 +22,18 @@ from numpy.typing import NDArray
 
 from shardstore import zarr_dtypes
 from shardstore.errors import ChunkCorruptError, ChunkMissingError, StorageError
-from shardstore.storage import chunk_bytes, chunk_reader, documents, dtypes, files
-from shardstore.storage.chunks import ChunkWrite, Mover, RegionRead
-from shardstore.storage.counters import counters
-from shardstore.storage.documents import ArrayMeta
-from shardstore.storage.files import FileMover
-from shardstore.storage.grid import Box, Grid, block_bytes
-from shardstore.storage.location import Location
-from shardstore.storage.manifest import ChunkRecord, Manifest, RankManifest
-from shardstore.storage.merging import merge
-from shardstore.storage.names import node_name
-from shardstore.storage.tensorstore_mover import TensorStoreMover, open_array
+from shardstore.storage.format import documents, dtypes
+from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.grid import Box, Grid, block_bytes
+from shardstore.storage.format.manifest import ChunkRecord, Manifest, RankManifest
+from shardstore.storage.format.merge import merge
+from shardstore.storage.format.names import node_name
+from shardstore.storage.movers import chunk_bytes, chunk_reader, files
+from shardstore.storage.movers.chunks import ChunkWrite, Mover, RegionRead
+from shardstore.storage.movers.counters import counters
+from shardstore.storage.movers.files import FileMover
+from shardstore.storage.movers.tensorstore_mover import TensorStoreMover, open_array
+from shardstore.storage.stores.location import Location
 
 assert zarr_dtypes is not None  # teaches zarr bfloat16 and float8
 

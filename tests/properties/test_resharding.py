@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import shardstore
 from shardstore import zarr_dtypes
 from shardstore.mapping import ShardedTensor
-from shardstore.storage.names import node_name
+from shardstore.storage.format.names import node_name
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from tests.helpers.layouts import (
     DTYPES,

@@ -16,11 +16,11 @@ import shardstore
 from scripts.s3_servers import EmbeddedServer, S3Server
 from shardstore.errors import StorageError
 from shardstore.mapping import ShardedTensor
-from shardstore.storage import object_commit
-from shardstore.storage.counters import counters
-from shardstore.storage.location import Location
-from shardstore.storage.server_copy import ServerCopies
-from shardstore.storage.sweep import delete_checkpoint
+from shardstore.storage.commit import objects as object_commit
+from shardstore.storage.commit.server_copy import ServerCopies
+from shardstore.storage.commit.sweep import delete_checkpoint
+from shardstore.storage.movers.counters import counters
+from shardstore.storage.stores.location import Location
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from tests.helpers.s3_proxy import Fault, FaultProxy
 

@@ -23,7 +23,7 @@ from shardstore.errors import (
     ChunkCorruptError,
     NotACheckpointError,
 )
-from shardstore.storage.location import Location
+from shardstore.storage.stores.location import Location
 from tests.helpers.cli_checkpoints import Cli
 from tests.helpers.conversions import KILLED, same, some_tensors, tensors_of
 

@@ -21,10 +21,10 @@ import shardstore
 from scripts.s3_servers import S3Server
 from shardstore.dcp import StorageReader, StorageWriter, install
 from shardstore.errors import CheckpointExistsError, NotACheckpointError
+from shardstore.inspection.findings import Finding
+from shardstore.inspection.verify import verify
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.findings import Finding
-from shardstore.storage.location import Location
-from shardstore.storage.verify import verify
+from shardstore.storage.stores.location import Location
 from tests.helpers import dtensor_states
 from tests.helpers.ranks_helper import run_ranks
 from tests.helpers.s3_checkpoints import Run

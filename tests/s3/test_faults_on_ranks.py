@@ -27,7 +27,8 @@ import shardstore
 from scripts.s3_servers import EmbeddedServer, S3Server
 from shardstore.dcp import StorageWriter
 from shardstore.errors import CheckpointingException
-from shardstore.storage import object_commit, s3_io
+from shardstore.storage.commit import objects as object_commit
+from shardstore.storage.stores import s3 as s3_io
 from tests.helpers.ranks_helper import run_ranks
 from tests.helpers.s3_checkpoints import Run, state
 from tests.helpers.s3_proxy import Fault, FaultProxy

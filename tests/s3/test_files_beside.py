@@ -25,13 +25,14 @@ from shardstore.errors import (
     StorageError,
 )
 from shardstore.inspection.difference import compare
+from shardstore.inspection.findings import Finding
+from shardstore.inspection.verify import verify
 from shardstore.mapping import ShardedObject, ShardedTensor
+from shardstore.saving import uploads as files_beside
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.findings import Finding
-from shardstore.storage.location import Location
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES
-from shardstore.storage.verify import verify
-from shardstore.strategies import common, files_beside
+from shardstore.storage.stores.location import Location
+from shardstore.strategies import common
 
 OBJECTS = 12
 LIMIT_S = 120.0

@@ -15,9 +15,9 @@ import pytest
 import shardstore
 from scripts.s3_servers import S3Server
 from shardstore.errors import StorageError
-from shardstore.storage.location import Location
-from shardstore.storage.object_io import object_io
-from shardstore.storage.redaction import keep_quiet_about
+from shardstore.storage.stores.errors import keep_quiet_about
+from shardstore.storage.stores.location import Location
+from shardstore.storage.stores.object_io import object_io
 from tests.helpers.s3_checkpoints import state
 
 WRONG = {
@@ -132,7 +132,7 @@ def test_no_log_has_those_that_a_client_found(
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_PROFILE", "of-the-test")
     # What other tests made known must not help.
-    monkeypatch.setattr("shardstore.storage.redaction._hidden", frozenset())
+    monkeypatch.setattr("shardstore.storage.stores.errors._hidden", frozenset())
     options = {"endpoint_url": s3_server.endpoint_url, "region_name": s3_server.region}
     caplog.set_level(logging.DEBUG)
     caplog.set_level(logging.DEBUG, logger="botocore")
@@ -172,7 +172,7 @@ def test_answers_that_bring_credentials_are_logged_without_them(
 ) -> None:
     """As the token service, the single sign-on and the metadata service give them: the first line
     that has them is the one that is to be hidden."""
-    monkeypatch.setattr("shardstore.storage.redaction._hidden", frozenset())
+    monkeypatch.setattr("shardstore.storage.stores.errors._hidden", frozenset())
     keep_quiet_about({})
     caplog.set_level(logging.DEBUG, "botocore.parsers")
     logging.getLogger("botocore.parsers").debug("%s", answer.format(**FOUND))

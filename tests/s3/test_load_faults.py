@@ -16,7 +16,7 @@ from shardstore.errors import (
     ChunkCorruptError,
     StorageError,
 )
-from shardstore.storage import s3_io
+from shardstore.storage.stores import s3 as s3_io
 from tests.helpers.s3_checkpoints import Run, state
 from tests.helpers.s3_proxy import Fault, FaultProxy
 

@@ -26,16 +26,17 @@ from shardstore.errors import (
     DamagedCheckpointError,
     StorageError,
 )
-from shardstore.storage import object_claims, object_commit
-from shardstore.storage.chunks import ChunkWrite
-from shardstore.storage.documents import ArrayMeta
-from shardstore.storage.grid import Grid
-from shardstore.storage.location import Location
-from shardstore.storage.object_claims import ATTEMPTS
-from shardstore.storage.object_commit import ObjectAttempt, begin, join
-from shardstore.storage.object_mover import ObjectMover
-from shardstore.storage.own_objects import is_committed
-from shardstore.storage.remote import RemoteStore
+from shardstore.storage.commit import claims as object_claims
+from shardstore.storage.commit import objects as object_commit
+from shardstore.storage.commit.claims import ATTEMPTS
+from shardstore.storage.commit.inventory import is_committed
+from shardstore.storage.commit.objects import ObjectAttempt, begin, join
+from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.grid import Grid
+from shardstore.storage.movers.chunks import ChunkWrite
+from shardstore.storage.movers.object_mover import ObjectMover
+from shardstore.storage.stores.location import Location
+from shardstore.storage.stores.remote import RemoteStore
 from tests.helpers.store_suite import Target, assert_small_state, small_state, tensor
 
 ROOT = "zarr.json"

@@ -21,12 +21,14 @@ from shardstore.errors import (
     NotACheckpointError,
     StorageError,
 )
-from shardstore.storage import object_claims, object_commit, own_objects
-from shardstore.storage.location import Location
-from shardstore.storage.object_claims import ATTEMPTS
-from shardstore.storage.object_commit import ObjectAttempt
-from shardstore.storage.own_objects import is_committed
-from shardstore.storage.remote import RemoteStore
+from shardstore.storage.commit import claims as object_claims
+from shardstore.storage.commit import inventory as own_objects
+from shardstore.storage.commit import objects as object_commit
+from shardstore.storage.commit.claims import ATTEMPTS
+from shardstore.storage.commit.inventory import is_committed
+from shardstore.storage.commit.objects import ObjectAttempt
+from shardstore.storage.stores.location import Location
+from shardstore.storage.stores.remote import RemoteStore
 from tests.helpers.store_suite import Target, assert_small_state, small_state, unfinished_save
 
 

@@ -30,15 +30,15 @@ from shardstore.errors import (
     StorageError,
 )
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.chunks import ChunkWrite, RegionRead
-from shardstore.storage.counters import counters
-from shardstore.storage.documents import ArrayMeta
-from shardstore.storage.files import FileMover
-from shardstore.storage.grid import Box, Grid
-from shardstore.storage.location import Location, StoreUrl
-from shardstore.storage.manifest import ChunkRecord
-from shardstore.storage.object_io import ObjectIO, object_io, read_objects
-from shardstore.storage.object_mover import SMALL_UNCOUNTED_FROM, ObjectMover
+from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.grid import Box, Grid
+from shardstore.storage.format.manifest import ChunkRecord
+from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
+from shardstore.storage.movers.counters import counters
+from shardstore.storage.movers.files import FileMover
+from shardstore.storage.movers.object_mover import SMALL_UNCOUNTED_FROM, ObjectMover
+from shardstore.storage.stores.location import Location, StoreUrl
+from shardstore.storage.stores.object_io import ObjectIO, object_io, read_objects
 from tests.helpers.ranks_helper import run_ranks
 from tests.helpers.store_suite import small_state, tensor
 
@@ -60,7 +60,7 @@ def test_objects_are_the_bytes_that_files_are(
     chunk = tuple(data.draw(st.integers(1, n + 1)) for n in shape)
     meta = ArrayMeta("w", "w", Grid(tuple(shape), chunk), dtype, ("crc32c",) if crc else ())
     size = int(np.prod(shape, dtype=np.int64))
-    kind = shardstore.storage.dtypes.numpy_dtype(dtype)
+    kind = shardstore.storage.format.dtypes.numpy_dtype(dtype)
     raw = np.random.default_rng(0).integers(0, 2, size * kind.itemsize, dtype=np.uint8)
     array = raw.view(kind).reshape(shape)
     whole = Box((0,) * len(shape), tuple(shape))
@@ -220,10 +220,10 @@ def test_tensorstore_without_limits_is_refused(s3_server: S3Server) -> None:
         state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}
         shardstore.save(state, sys.argv[1], overwrite=True)
         stored = shardstore.storage.checkpoint.StoredCheckpoint(
-            shardstore.storage.location.Location.of(sys.argv[1]), mover="tensorstore"
+            shardstore.storage.stores.location.Location.of(sys.argv[1]), mover="tensorstore"
         )
-        from shardstore.storage.chunks import RegionRead
-        from shardstore.storage.grid import Box
+        from shardstore.storage.movers.chunks import RegionRead
+        from shardstore.storage.format.grid import Box
         out = torch.zeros(3).numpy()
         try:
             stored.read([RegionRead(stored.arrays["w"], Box((0,), (3,)), out)])

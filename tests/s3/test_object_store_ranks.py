@@ -16,8 +16,8 @@ import shardstore
 from scripts.s3_servers import S3Server
 from shardstore import ShardedTensor
 from shardstore.errors import RanksError, StorageError
-from shardstore.storage.location import Location
-from shardstore.storage.tensorstore_store import kvstore_spec
+from shardstore.storage.stores.location import Location
+from shardstore.storage.stores.tensorstore import kvstore_spec
 from tests.helpers.ranks_helper import run_ranks
 from tests.helpers.store_suite import small_state, tensor
 

@@ -15,9 +15,9 @@ import pytest
 import shardstore
 from scripts.s3_servers import S3Server, free_port
 from shardstore.errors import StorageError
-from shardstore.storage import object_claims
-from shardstore.storage.location import Location
-from shardstore.storage.object_io import object_io
+from shardstore.storage.commit import claims as object_claims
+from shardstore.storage.stores.location import Location
+from shardstore.storage.stores.object_io import object_io
 from tests.helpers.s3_checkpoints import state
 from tests.helpers.s3_proxy import VIRTUAL_HOSTS, FaultProxy
 

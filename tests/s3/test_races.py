@@ -17,8 +17,8 @@ import pytest
 import shardstore
 from scripts.s3_servers import EmbeddedServer, S3Server, radosgw
 from shardstore.errors import CheckpointingException, ChunkCorruptError, StorageError
-from shardstore.storage import object_commit
-from shardstore.storage.location import Location
+from shardstore.storage.commit import objects as object_commit
+from shardstore.storage.stores.location import Location
 from tests.helpers.ranks_helper import run_ranks
 from tests.helpers.s3_checkpoints import Run
 from tests.helpers.s3_proxy import Fault, FaultProxy

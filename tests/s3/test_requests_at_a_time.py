@@ -20,14 +20,15 @@ from shardstore import ShardedTensor
 from shardstore.errors import (
     StorageError,
 )
-from shardstore.storage import chunk_bytes, s3_io
-from shardstore.storage import object_io as object_io_module
-from shardstore.storage.chunks import ChunkWrite, RegionRead
-from shardstore.storage.documents import ArrayMeta
-from shardstore.storage.grid import Box, Grid
-from shardstore.storage.location import Location
-from shardstore.storage.manifest import ChunkRecord
-from shardstore.storage.object_mover import ObjectMover
+from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.grid import Box, Grid
+from shardstore.storage.format.manifest import ChunkRecord
+from shardstore.storage.movers import chunk_bytes
+from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
+from shardstore.storage.movers.object_mover import ObjectMover
+from shardstore.storage.stores import object_io as object_io_module
+from shardstore.storage.stores import s3 as s3_io
+from shardstore.storage.stores.location import Location
 
 FIRST = 22
 """Small objects before whatever a test is about: more threads come once the first are there. Two
@@ -71,7 +72,7 @@ def test_requests_stay_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> Non
         def close(self) -> None:
             self.inner.close()
 
-    monkeypatch.setattr("shardstore.storage.object_mover.object_io", Counting)
+    monkeypatch.setattr("shardstore.storage.movers.object_mover.object_io", Counting)
     meta = ArrayMeta("w", "w", Grid((64, 16384), (1, 16384)), "float32")
     array = np.random.default_rng(0).random((64, 32768), np.float32)[:, ::2]  # to be gathered
     mover = ObjectMover(place, budget_bytes=1 << 20)
@@ -141,7 +142,7 @@ def test_small_objects_wait_for_no_large_one(
         def close(self) -> None:
             self.inner.close()
 
-    monkeypatch.setattr("shardstore.storage.object_mover.object_io", Waiting)
+    monkeypatch.setattr("shardstore.storage.movers.object_mover.object_io", Waiting)
     state = {
         **{f"large{i}": torch.full((512, 512), float(i)) for i in range(3)},
         **{f"small{i}": torch.full((4,), float(i)) for i in range(12)},
@@ -167,7 +168,7 @@ def test_small_objects_have_more_requests_where_answers_are_slow(
 ) -> None:
     """Two threads, and six more where the store is slow: then six small objects go together, and
     of large ones two as before."""
-    monkeypatch.setattr("shardstore.storage.object_io.SLOW_S", 0.0 if slow else float("inf"))
+    monkeypatch.setattr("shardstore.storage.stores.object_io.SLOW_S", 0.0 if slow else float("inf"))
     changed = threading.Condition()
     in_pairs = threading.Barrier(2)
     under_way = {"large": 0, "small": 0}
@@ -197,7 +198,7 @@ def test_small_objects_have_more_requests_where_answers_are_slow(
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr("shardstore.storage.object_mover.object_io", Counting)
+    monkeypatch.setattr("shardstore.storage.movers.object_mover.object_io", Counting)
     place = Location.of(f"memory://{uuid.uuid4().hex}/c")
     small = ArrayMeta("small", "small", Grid((400,), (4,)), "float32")
     large = ArrayMeta("large", "large", Grid((8, 1 << 18), (1, 1 << 18)), "float32")
@@ -228,7 +229,7 @@ def test_the_first_and_last_turns_are_one_request_each() -> None:
 def test_after_an_error_none_that_waits_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two large objects may go at a time, six threads wait with others: these stay where they are,
     or each would try for as long as the first."""
-    monkeypatch.setattr("shardstore.storage.object_io.SLOW_S", 0.0)
+    monkeypatch.setattr("shardstore.storage.stores.object_io.SLOW_S", 0.0)
     place = Location.of(f"memory://{uuid.uuid4().hex}/c")
     begun: list[str] = []
     both = threading.Barrier(2)
@@ -251,7 +252,7 @@ def test_after_an_error_none_that_waits_is_begun(monkeypatch: pytest.MonkeyPatch
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr("shardstore.storage.object_mover.object_io", Refusing)
+    monkeypatch.setattr("shardstore.storage.movers.object_mover.object_io", Refusing)
     large = ArrayMeta("large", "large", Grid((20, 1 << 18), (1, 1 << 18)), "float32")
     small = ArrayMeta("small", "small", Grid((400,), (4,)), "float32")
     writes = [ChunkWrite(small, (i,), np.zeros(4, np.float32)) for i in range(FIRST)]
@@ -281,7 +282,7 @@ def test_gathered_chunks_keep_no_memory_of_threads_that_wait(
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr("shardstore.storage.object_mover.object_io", Looking)
+    monkeypatch.setattr("shardstore.storage.movers.object_mover.object_io", Looking)
     meta = ArrayMeta("w", "w", Grid((4, 1 << 18), (1, 1 << 18)), "float32")
     data = np.zeros((4, 1 << 19), np.float32)[:, ::2]
     place = Location.of(f"memory://{uuid.uuid4().hex}/c")

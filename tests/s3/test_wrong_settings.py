@@ -20,7 +20,7 @@ import pytest
 import shardstore
 from scripts.s3_servers import S3Server, free_port
 from shardstore.errors import NotACheckpointError, StorageError
-from shardstore.storage.location import Location
+from shardstore.storage.stores.location import Location
 from tests.helpers.s3_checkpoints import Run, state
 
 LIMIT_S = 30
@@ -138,7 +138,7 @@ import json, logging, os, sys, traceback
 logging.basicConfig(level=logging.INFO)
 logging.getLogger("shardstore").setLevel(logging.DEBUG)
 import shardstore
-from shardstore.storage.location import Location
+from shardstore.storage.stores.location import Location
 from tests.helpers.s3_checkpoints import state
 about = json.loads(sys.stdin.readline())
 options, bucket = about["options"], about["bucket"]

@@ -13,13 +13,14 @@ import zarr
 import shardstore
 from shardstore import ShardedTensor
 from shardstore.errors import AccessPatternError, CheckpointExistsError, StorageError
-from shardstore.storage import arrays, commit
+from shardstore.inspection.findings import Finding
+from shardstore.inspection.verify import verify
+from shardstore.storage import arrays
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.findings import Finding
-from shardstore.storage.location import Location
-from shardstore.storage.remote import RemoteStore
-from shardstore.storage.sweep import delete_checkpoint
-from shardstore.storage.verify import verify
+from shardstore.storage.commit import folder as commit
+from shardstore.storage.commit.sweep import delete_checkpoint
+from shardstore.storage.stores.location import Location
+from shardstore.storage.stores.remote import RemoteStore
 from shardstore.strategies.zarr import (
     ZarrSaveShardedStrategy,
     load_zarr_based_sharded_metadata,

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardstore.storage import block_sums
-from shardstore.storage.block_sums import Sums, sum_blocks
-from shardstore.storage.checksums import crc32c
-from shardstore.storage.chunk_bytes import pieces
+from shardstore.storage.movers import chunk_bytes as block_sums
+from shardstore.storage.movers.checksums import crc32c
+from shardstore.storage.movers.chunk_bytes import Sums, pieces, sum_blocks
 
 WAYS = [
     pytest.param(
@@ -100,7 +99,7 @@ def test_a_chunk_comes_in_pieces_with_its_sums(
 
 @pytest.mark.skipif(not block_sums.COMPILED, reason="no compiler at the installation")
 def test_the_compiled_part_refuses_what_does_not_fit() -> None:
-    from shardstore.storage import _copy_crc
+    from shardstore.storage.movers import _copy_crc
 
     gaps = np.zeros((4, 4), np.uint8)[:, :3]
     with pytest.raises(ValueError, match="12 bytes do not go into 11"):

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 import shardstore
 from shardstore import CheckpointManager
-from shardstore.branches import branches
 from shardstore.errors import (
     CheckpointExistsError,
     NotACheckpointError,
 )
-from shardstore.retention import Retention
+from shardstore.manager.lineage import branches
+from shardstore.manager.retention import Retention
 from tests.helpers.managed import damage, managed, state_of, wanted, warnings_of
 
 

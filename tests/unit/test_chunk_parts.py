@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardstore.storage.chunks import FEW_CUTS, RegionRead, chunk_parts
-from shardstore.storage.documents import ArrayMeta
-from shardstore.storage.grid import Box, Grid
+from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.grid import Box, Grid
+from shardstore.storage.movers.chunks import FEW_CUTS, RegionRead, chunk_parts
 
 
 def _check(shape: tuple[int, ...], chunk: tuple[int, ...], region: Box) -> int:

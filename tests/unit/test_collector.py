@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardstore.storage.collector import MANY, collector_paused
+from shardstore.storage.movers.collector import MANY, collector_paused
 
 
 @pytest.fixture

@@ -19,10 +19,10 @@ from types import SimpleNamespace
 import pytest
 
 from shardstore.errors import CheckpointExistsError, StorageError
-from shardstore.storage import commit
-from shardstore.storage.commit import Attempt, begin, is_checkpoint, join, sweep
-from shardstore.storage.location import Location
-from shardstore.storage.writeback import sync_file_system
+from shardstore.storage.commit import folder as commit
+from shardstore.storage.commit.folder import Attempt, begin, is_checkpoint, join, sweep
+from shardstore.storage.movers.writeback import sync_file_system
+from shardstore.storage.stores.location import Location
 
 
 def save(target: Path, text: str, *, overwrite: bool = False, durable: bool = False) -> None:
@@ -247,9 +247,9 @@ def test_a_name_too_long(tmp_path: Path) -> None:
 
 DYING = """
 import os, signal, sys
-from shardstore.storage.commit import begin
-from shardstore.storage.location import Location
-from shardstore.storage.writeback import sync_file_system
+from shardstore.storage.commit.folder import begin
+from shardstore.storage.stores.location import Location
+from shardstore.storage.movers.writeback import sync_file_system
 attempt = begin(Location.of(sys.argv[1]))
 attempt.location.write("w/c.0", b"half")
 print(attempt.location.url, flush=True)
@@ -333,8 +333,8 @@ def test_what_a_commit_replaced_is_swept_if_it_dies_before_removing_it(
     script = textwrap.dedent(
         """
         import os, signal, sys
-        from shardstore.storage import commit
-        from shardstore.storage.location import Location
+        from shardstore.storage.commit import folder as commit
+        from shardstore.storage.stores.location import Location
         attempt = commit.begin(Location.of(sys.argv[1]), overwrite=True)
         attempt.location.write("zarr.json", b"two")
         attempt.location.write("w/zarr.json", b"{}")
@@ -372,7 +372,9 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
 def unprivileged(script: str, *args: str) -> str:
     """Output of a script run as another user (where we are root) in a process of its own."""
-    prologue = "import os, sys\nimport shardstore.storage.commit, shardstore.storage.files\n"
+    prologue = (
+        "import os, sys\nimport shardstore.storage.commit.folder, shardstore.storage.movers.files\n"
+    )
     prologue += "if os.geteuid() == 0:\n    os.setegid(65534)\n    os.seteuid(65534)\n"
     done = subprocess.run(
         [sys.executable, "-c", prologue + textwrap.dedent(script), *args],
@@ -392,8 +394,8 @@ def test_a_read_only_parent(tmp_path: Path) -> None:
             os.chmod(folder, os.stat(folder).st_mode | 0o011)
     script = """
         from shardstore.errors import StorageError
-        from shardstore.storage.commit import begin
-        from shardstore.storage.location import Location
+        from shardstore.storage.commit.folder import begin
+        from shardstore.storage.stores.location import Location
         try:
             begin(Location.of(sys.argv[1]))
         except StorageError as error:
@@ -420,13 +422,13 @@ def mounted(folder: Path, *options: str) -> Iterator[None]:
 WRITE = """
     import numpy as np
     from shardstore.errors import StorageError
-    from shardstore.storage.chunks import ChunkWrite
-    from shardstore.storage.commit import begin
-    from shardstore.storage.documents import ArrayMeta
-    from shardstore.storage.files import FileMover
-    from shardstore.storage.grid import Grid
-    from shardstore.storage.location import Location
-    from shardstore.storage.tensorstore_mover import TensorStoreMover
+    from shardstore.storage.movers.chunks import ChunkWrite
+    from shardstore.storage.commit.folder import begin
+    from shardstore.storage.format.documents import ArrayMeta
+    from shardstore.storage.movers.files import FileMover
+    from shardstore.storage.format.grid import Grid
+    from shardstore.storage.stores.location import Location
+    from shardstore.storage.movers.tensorstore_mover import TensorStoreMover
 
     def write(target, rows, kind):
         attempt = begin(Location.of(target))

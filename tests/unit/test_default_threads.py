@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from shardstore.storage.parallel import default_threads
+from shardstore.storage.movers.parallel import default_threads
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 
 import shardstore
 from shardstore import ShardedTensor
-from shardstore.strategies.device_copies import (
+from shardstore.storage.movers.device import (
     behind,
     on_host,
     page_lock,

@@ -20,17 +20,18 @@ from shardstore.errors import (
     FormatVersionError,
     NotACheckpointError,
 )
-from shardstore.storage import array_parsing, documents
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.chunks import ChunkWrite, RegionRead
-from shardstore.storage.documents import ArrayMeta
-from shardstore.storage.files import FileMover
-from shardstore.storage.grid import Box, Grid
-from shardstore.storage.location import Location
-from shardstore.storage.manifest import MANIFEST_NAME, RankManifest
-from shardstore.storage.merging import merge
-from shardstore.storage.names import node_name
-from shardstore.storage.root import RootDocument, parse_root
+from shardstore.storage.format import documents
+from shardstore.storage.format import parsing as array_parsing
+from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.grid import Box, Grid
+from shardstore.storage.format.manifest import MANIFEST_NAME, RankManifest
+from shardstore.storage.format.merge import merge
+from shardstore.storage.format.names import node_name
+from shardstore.storage.format.root import RootDocument, parse_root
+from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
+from shardstore.storage.movers.files import FileMover
+from shardstore.storage.stores.location import Location
 
 assert zarr_dtypes is not None  # teaches zarr bfloat16 and float8
 

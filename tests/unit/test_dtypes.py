@@ -12,7 +12,7 @@ import torch
 import shardstore
 from shardstore import ShardedTensor
 from shardstore.errors import ArgumentError, DTypeMismatchError
-from shardstore.storage import dtypes
+from shardstore.storage.format import dtypes
 
 TYPES = [
     *(torch.bool, torch.int8, torch.int16, torch.int32, torch.int64),

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardstore.errors import AccessPatternError
-from shardstore.storage.grid import (
+from shardstore.storage.format.grid import (
     Box,
     Grid,
     block_bytes,
@@ -105,7 +105,7 @@ def test_small_tensors_are_one_chunk_a_shard() -> None:
 
 def test_every_process_plans_the_same() -> None:
     script = (
-        "from shardstore.storage.grid import plan_grid\n"
+        "from shardstore.storage.format.grid import plan_grid\n"
         "print([plan_grid((n * 17, 4096), (n, 4096 // (1 + n % 3)), 2, 1 << 20 + n % 4)"
         ".chunk_shape for n in range(1, 400)])"
     )

@@ -22,9 +22,9 @@ from shardstore.errors import (
     NotACheckpointError,
     ShapeMismatchError,
 )
+from shardstore.manager.steps import Steps, what_is_missing
 from shardstore.progress import Progress
-from shardstore.storage.location import Location
-from shardstore.storage.steps import Steps, what_is_missing
+from shardstore.storage.stores.location import Location
 from tests.helpers.managed import SIZE, damage, managed, state_of, wanted, warnings_of
 
 
@@ -277,7 +277,7 @@ def test_a_removed_tensor_takes_the_digest_with_it(tmp_path: Path) -> None:
 DIES = """
 import os, sys, torch, shardstore
 from shardstore import ShardedTensor
-from shardstore.storage import commit
+from shardstore.storage.commit import folder as commit
 name = sys.argv[2]
 def die(*args, **kwargs):
     os._exit(9)

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardstore.errors import AccessPatternError, DamagedCheckpointError
-from shardstore.storage.documents import ArrayMeta
-from shardstore.storage.grid import Grid, inner_blocks
-from shardstore.storage.manifest import ChunkRecord, Manifest, RankManifest
-from shardstore.storage.merging import merge
-from shardstore.storage.names import node_name
+from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.grid import Grid, inner_blocks
+from shardstore.storage.format.manifest import ChunkRecord, Manifest, RankManifest
+from shardstore.storage.format.merge import merge
+from shardstore.storage.format.names import node_name
 
 
 def meta_of(key: str, shape: tuple[int, ...], chunk: tuple[int, ...]) -> ArrayMeta:

@@ -16,15 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardstore.errors import DamagedCheckpointError
-from shardstore.storage import commit
-from shardstore.storage.documents import ArrayMeta
-from shardstore.storage.grid import Grid, inner_blocks
-from shardstore.storage.location import Location
-from shardstore.storage.manifest import ChunkRecord, Manifest, RankManifest
-from shardstore.storage.merging import merge
+from shardstore.storage.commit import folder as commit
+from shardstore.storage.commit.publish import About, publish
+from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.grid import Grid, inner_blocks
+from shardstore.storage.format.manifest import ChunkRecord, Manifest, RankManifest
+from shardstore.storage.format.merge import merge
+from shardstore.storage.format.rank_report import COLUMNS, RankReport, pack_report, unpack_report
 from shardstore.storage.options import SaveOptions
-from shardstore.storage.publish import About, publish
-from shardstore.storage.rank_report import COLUMNS, RankReport, pack_report, unpack_report
+from shardstore.storage.stores.location import Location
 
 SIDE = 128
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardstore.mesh_layout import AxisCut, held, local_parts, summary
+from shardstore.dtensor.mesh import AxisCut, held, local_parts, summary
 
 CUTS = st.lists(
     st.builds(AxisCut, st.integers(1, 4), st.sampled_from([1, 1, 2, 3])), max_size=3

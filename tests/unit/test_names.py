@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardstore.errors import KeyNameError
-from shardstore.storage.names import (
+from shardstore.storage.format.names import (
     MAX_NAME_BYTES,
     RESERVED,
     check_collisions,

@@ -17,9 +17,9 @@ from shardstore.inspection.layout import MAX_CELLS, cells, drawn_axes
 from shardstore.inspection.statistics import histogram, measure
 from shardstore.mapping import ShardedTensor
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.documents import ArrayMeta
-from shardstore.storage.grid import Grid
-from shardstore.storage.location import Location
+from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.grid import Grid
+from shardstore.storage.stores.location import Location
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 
 

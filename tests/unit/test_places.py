@@ -14,10 +14,10 @@ import shardstore
 from shardstore.dcp import StorageReader, StorageWriter
 from shardstore.errors import ArgumentError, StorageError
 from shardstore.mapping import ShardedTensor
-from shardstore.saving import SaveCall
-from shardstore.storage.location import Location
+from shardstore.saving.run import SaveCall
+from shardstore.storage.commit.sweep import latest, sweep
 from shardstore.storage.options import SaveOptions
-from shardstore.storage.sweep import latest, sweep
+from shardstore.storage.stores.location import Location
 
 
 def state() -> dict[str, ShardedTensor]:

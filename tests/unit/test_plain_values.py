@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from shardstore.convert.values import same_value
-from shardstore.plain_values import NotPlainError, decode, encode
+from shardstore.values.plain import NotPlainError, decode, encode
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -265,7 +265,7 @@ def test_malformed(document: Any) -> None:
 
 def test_torch_is_not_imported_unless_it_must() -> None:
     program = (
-        "import sys, numpy as np; from shardstore.plain_values import encode, decode;"
+        "import sys, numpy as np; from shardstore.values.plain import encode, decode;"
         "decode(encode({'a': np.ones(2), 'b': (1, 2.5, b'x')})); print('torch' in sys.modules)"
     )
     out = subprocess.run(

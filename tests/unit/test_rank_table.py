@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from shardstore.cli.rank_table import rank_table
-from shardstore.storage.rank_record import MAX_COLUMNS_RANKS, RankRow, rank_record
+from shardstore.inspection.rank_table import rank_table
+from shardstore.storage.format.rank_report import MAX_COLUMNS_RANKS, RankRow, rank_record
 
 
 def record(world: int) -> object:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from shardstore.distributed.coordinator import (
+    DEADLINE_VARIABLE,
+    Ranks,
+    _failure,
+    deadline_from_environment,
+)
 from shardstore.errors import CheckpointingException, RanksError, StorageError
-from shardstore.ranks import DEADLINE_VARIABLE, Ranks, _failure, deadline_from_environment
 
 
 def test_a_world_of_one_decides_for_itself() -> None:

@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from shardstore.errors import ArgumentError
-from shardstore.strategies.read_offers import Offer, agree, members_of, offer
+from shardstore.loading.replicas import Offer, agree, members_of, offer
 
 URL = "s3://bucket/run/step-1"
 

@@ -7,7 +7,7 @@ import errno
 import pytest
 
 from shardstore.errors import StorageError
-from shardstore.storage.remote_errors import explained, is_refusal
+from shardstore.storage.stores.errors import explained, is_refusal
 
 
 def answered(status: int, retries: int = 0, code: str = "Something") -> OSError:

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardstore.errors import CheckpointingException
-from shardstore.storage import documents, root
-from shardstore.storage.documents import ArrayMeta, array_document
-from shardstore.storage.grid import Grid
-from shardstore.storage.names import node_name
+from shardstore.storage.format import documents, root
+from shardstore.storage.format.documents import ArrayMeta, array_document
+from shardstore.storage.format.grid import Grid
+from shardstore.storage.format.names import node_name
 
 
 def _meta(key: str, shape: tuple[int, ...], dtype: str, cut: bool, codecs: Any) -> ArrayMeta:

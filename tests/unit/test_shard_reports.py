@@ -9,7 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 
-from shardstore import shard_reports, validation
+from shardstore import validation
+from shardstore.coverage import reports as shard_reports
 from shardstore.errors import CheckpointingException
 from shardstore.mapping import ShardedObject, ShardedTensor
 

@@ -10,10 +10,10 @@ import torch
 
 import shardstore
 from shardstore import ShardedTensor
-from shardstore.storage import small_arrays
+from shardstore.inspection import small_arrays
+from shardstore.inspection.small_arrays import SmallArrays, document_texts
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.location import Location
-from shardstore.storage.small_arrays import SmallArrays, document_texts
+from shardstore.storage.stores.location import Location
 
 KEYS = ["line", "square", "point", "none", "müller", "in/folder"]
 
@@ -87,7 +87,7 @@ def another_chunk(folder: Path) -> None:
     """A chunk with a right checksum of its own, but not the one that was saved."""
     path = next(folder.glob("c*"))
     before = path.read_bytes()
-    from shardstore.storage.checksums import crc32c
+    from shardstore.storage.movers.checksums import crc32c
 
     body = bytes(len(before) - 4)
     path.write_bytes(body + crc32c(body, 0).to_bytes(4, "little"))
@@ -185,7 +185,7 @@ def test_texts_are_those_of_the_arrays_own_documents(tmp_path: Path) -> None:
     ],
 )
 def test_the_compiled_part_takes_nothing_else(wrong: object) -> None:
-    from shardstore.storage import _small_files
+    from shardstore.storage.movers import _small_files
 
     with pytest.raises((TypeError, ValueError)):
         _small_files.sound_arrays(wrong)  # type: ignore[arg-type]

@@ -13,11 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardstore.storage.chunks import ChunkWrite
-from shardstore.storage.documents import ArrayMeta
-from shardstore.storage.grid import Grid
-from shardstore.strategies.staging import HostPool, StagedChunk, Staging
-from shardstore.strategies.write_plan import DevicePart
+from shardstore.saving.plan import DevicePart
+from shardstore.saving.staging import HostPool, StagedChunk, Staging
+from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.grid import Grid
+from shardstore.storage.movers.chunks import ChunkWrite
 
 
 def writes_of(count: int, size: int, pool: list[np.ndarray] | None = None) -> list[ChunkWrite]:

@@ -13,7 +13,7 @@ import torch
 import shardstore
 from shardstore import ShardedTensor
 from shardstore.errors import UnsafeObjectError
-from shardstore.strategies.torch_values import dump_bytes, load_bytes
+from shardstore.values.torch_values import dump_bytes, load_bytes
 
 
 def through_torch(value: Any) -> Any:

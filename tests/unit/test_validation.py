@@ -14,8 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardstore import tiling, validation
+from shardstore import validation
 from shardstore.core import CheckpointingConfig, save_config
+from shardstore.coverage import tiling
 from shardstore.errors import (
     AccessPatternError,
     CheckpointingException,

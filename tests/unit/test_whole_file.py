@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from shardstore import ShardedTensor, load, save
 from shardstore.errors import ChunkCorruptError
-from shardstore.storage import whole_file
-from shardstore.storage.checksums import crc32c
-from shardstore.storage.counters import counters
-from shardstore.storage.whole_file import checksum_whole_file, read_whole_files
+from shardstore.storage.movers import chunk_reader as whole_file
+from shardstore.storage.movers.checksums import crc32c
+from shardstore.storage.movers.chunk_reader import checksum_whole_file, read_whole_files
+from shardstore.storage.movers.counters import counters
 
 compiled = pytest.mark.skipif(
     not whole_file.COMPILED, reason="no compiler at the installation, or not Linux on x86-64"
@@ -62,7 +62,7 @@ def write_chunk(path: Path, values: NDArray[Any]) -> int:
 def test_kernels_copy_and_carry_the_checksum(
     size: int, source_at: int, target_at: int, crc: int, data: st.DataObject
 ) -> None:
-    from shardstore.storage import _copy_crc
+    from shardstore.storage.movers import _copy_crc
 
     kernel = data.draw(st.sampled_from(_copy_crc.KERNELS))
     memory = np.random.default_rng(size).integers(0, 256, source_at + size, np.uint8)
@@ -88,7 +88,7 @@ def test_kernels_copy_and_carry_the_checksum(
 def test_kernels_spread_over_rows(
     planes: int, rows: int, run: int, gap: int, at: int, data: st.DataObject
 ) -> None:
-    from shardstore.storage import _copy_crc
+    from shardstore.storage.movers import _copy_crc
 
     kernel = data.draw(st.sampled_from(_copy_crc.KERNELS))
     values = np.random.default_rng(run).integers(1, 256, (planes, rows, run), np.uint8)
@@ -102,7 +102,7 @@ def test_kernels_spread_over_rows(
 
 @compiled
 def test_kernels_refuse_what_does_not_fit() -> None:
-    from shardstore.storage import _copy_crc
+    from shardstore.storage.movers import _copy_crc
 
     with pytest.raises(ValueError, match="3 bytes do not go into 2"):
         _copy_crc.copy_crc32c(b"abc", bytearray(2))

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from shardstore.errors import StorageError
-from shardstore.storage.chunks import ChunkWrite
-from shardstore.storage.documents import ArrayMeta
-from shardstore.storage.files import FileMover
-from shardstore.storage.grid import Grid
-from shardstore.storage.location import Location
-from shardstore.storage.writeback import WRITEBACK_FROM, Writeback, start_writeback
+from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.grid import Grid
+from shardstore.storage.movers.chunks import ChunkWrite
+from shardstore.storage.movers.files import FileMover
+from shardstore.storage.movers.writeback import WRITEBACK_FROM, Writeback, start_writeback
+from shardstore.storage.stores.location import Location
 
 CACHESTAT = 451
 """Its number on every architecture (Linux 6.5 and later)."""

@@ -62,9 +62,9 @@ def _plan(
     world: int,
 ) -> float:
     """Seconds to plan one tensor of which every rank holds a shard of the given shape."""
-    from shardstore.storage.documents import ArrayMeta, array_document
-    from shardstore.storage.grid import Box, chunk_shape_for, plan_grid, shard_edges
-    from shardstore.storage.names import node_name
+    from shardstore.storage.format.documents import ArrayMeta, array_document
+    from shardstore.storage.format.grid import Box, chunk_shape_for, plan_grid, shard_edges
+    from shardstore.storage.format.names import node_name
 
     whole = tuple(n * world if i == axis else n for i, n in enumerate(shape))
     fragments = tuple(world if i == axis else 1 for i in range(len(shape)))

@@ -385,7 +385,7 @@ def test_rm_takes_a_damaged_checkpoint_too(place: Path, cli: Cli) -> None:
 KILLED = """
 import os, signal, sys, torch, shardstore
 from shardstore.mapping import ShardedTensor
-from shardstore.storage import commit
+from shardstore.storage.commit import folder as commit
 commit.FolderAttempt.commit = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)
 shardstore.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(1000))}, sys.argv[1])
 """

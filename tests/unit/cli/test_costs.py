@@ -124,9 +124,9 @@ def hook(event, arguments):
     if event in ("open", "os.listdir", "os.scandir"):
         opened[event, "/layers." in str(arguments[0])] += 1
 # What the compiled parts open the interpreter does not see; they open the same files.
-sys.modules["shardstore.storage._small_files"] = None
+sys.modules["shardstore.storage.movers._small_files"] = None
 from shardstore.cli.app import run
-import shardstore.storage.verify
+import shardstore.inspection.verify
 sys.addaudithook(hook)
 code = run(sys.argv[1:])
 files, lists = opened["open", True], opened["os.listdir", True] + opened["os.scandir", True]

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from shardstore.convert import convert
-from shardstore.events import EVENTS
+from shardstore.inspection.verify import verify
+from shardstore.progress import EVENTS
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.location import Location
-from shardstore.storage.verify import verify
+from shardstore.storage.stores.location import Location
 from tests.helpers.cli_checkpoints import flip, values
 
 ROOT = Path(__file__).parents[3]

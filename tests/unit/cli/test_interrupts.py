@@ -10,8 +10,8 @@ import pytest
 
 from shardstore.cli import app
 from shardstore.inspection import streaming
-from shardstore.storage.documents import ArrayMeta
-from shardstore.storage.grid import Box, Grid
+from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.grid import Box, Grid
 
 
 def test_it_is_told(

@@ -14,7 +14,7 @@ import torch
 import shardstore
 from shardstore import ShardedTensor
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.location import Location
+from shardstore.storage.stores.location import Location
 from tests.helpers.cli_checkpoints import CUT, WORLD, Cli, flip, values
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")

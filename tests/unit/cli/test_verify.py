@@ -13,10 +13,10 @@ import torch
 import zarr
 
 import shardstore
+from shardstore.inspection.verify import Finding, Verified, verify
 from shardstore.mapping import ShardedTensor
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.location import Location
-from shardstore.storage.verify import Finding, Verified, verify
+from shardstore.storage.stores.location import Location
 from tests.helpers.cli_checkpoints import Cli, flip
 
 

@@ -1,0 +1,1 @@
+"""Checks that every element of every tensor is held exactly once."""

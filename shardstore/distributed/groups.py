@@ -1,0 +1,121 @@
+"""A process group as seen by one of its ranks: its size, its numbers, and errors met together.
+
+Questions about a group that may be absent (then there is one rank). Messages go over the group
+that is given.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardstore.errors import ArgumentError, RanksError
+
+__all__ = [
+    "Group",
+    "exchange_device",
+    "global_rank",
+    "global_ranks",
+    "group_rank",
+    "group_size",
+    "has_ranks",
+    "raise_together",
+    "require_group",
+]
+
+Group = Any
+"""A ``torch.distributed`` process group, or None for the default one."""
+
+
+def raise_together(error: BaseException | None, group: Group, what: str) -> None:
+    """Raise on every rank of a group if any of them has an error.
+
+    Every rank of the group calls it and waits for the others: one reduction of a number; only after
+    a failure are the texts gathered.
+
+    Args:
+        error: this rank's error, or None.
+        group: ranks that take part; None for all.
+        what: what was being done, for the text.
+
+    Raises:
+        RanksError: naming each rank (globally numbered) that failed and how; on the rank itself its
+            own error is raised.
+    """
+    size = group_size(group)
+    if size > 1:
+        failed = torch.tensor([int(error is not None)], device=exchange_device(group))
+        torch.distributed.all_reduce(failed, op=torch.distributed.ReduceOp.MAX, group=group)
+        if failed.item():
+            texts: list[str | None] = [None] * size
+            text = None if error is None else f"{type(error).__name__}: {error}"
+            torch.distributed.all_gather_object(texts, text, group=group)
+            failures = {global_rank(group, r): t for r, t in enumerate(texts) if t is not None}
+            if error is None:
+                listed = "; ".join(f"rank {r}: {t}" for r, t in sorted(failures.items()))
+                raise RanksError(f"{what} failed on {listed}", failures=failures)
+    if error is not None:
+        raise error
+
+
+def require_group(name: str, group: object) -> None:
+    """Raise :class:`ArgumentError` unless an argument is a process group, what a rank that is no
+    member of it has in its place, or None.
+
+    Args:
+        name: of the argument.
+        group: what was given.
+    """
+    if group is None:
+        return
+    if torch.distributed.is_available():
+        from torch.distributed.distributed_c10d import GroupMember
+
+        outside = GroupMember.NON_GROUP_MEMBER
+        if isinstance(group, torch.distributed.ProcessGroup) or group is outside:
+            return
+        if type(outside) is type(group) and outside == group:
+            return
+    raise ArgumentError(
+        f"{name}={group!r:.200} must be a process group, as torch.distributed.new_group() and "
+        "DeviceMesh.get_group() return it, or None"
+    )
+
+
+def has_ranks() -> bool:
+    """Whether there is a default process group."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def group_size(group: Group) -> int:
+    """Ranks in a group; 1 without a process group, or where this rank is not a member."""
+    return max(1, torch.distributed.get_world_size(group)) if has_ranks() else 1
+
+
+def group_rank(group: Group) -> int:
+    """This rank's number in a group; 0 without a process group, or where it is not a member."""
+    return max(0, torch.distributed.get_rank(group)) if has_ranks() else 0
+
+
+def global_rank(group: Group, rank: int) -> int:
+    """The global number of a rank that is numbered within a group."""
+    if group is None or not has_ranks():
+        return rank
+    return torch.distributed.get_global_rank(group, rank)
+
+
+def global_ranks(group: Group) -> tuple[int, ...]:
+    """The global numbers of a group's ranks, in its order; none where this rank is no member."""
+    if not has_ranks():
+        return (0,)
+    if torch.distributed.get_world_size(group) < 1:
+        return ()
+    return tuple(torch.distributed.get_process_group_ranks(group))
+
+
+def exchange_device(group: Group) -> torch.device:
+    """The device on which tensors must be for this group to move them."""
+    if has_ranks() and "nccl" in torch.distributed.get_backend(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -1,0 +1,1 @@
+"""The steps of a load on each rank: documents, plan, reads, assembly."""

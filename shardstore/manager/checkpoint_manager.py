@@ -1,0 +1,392 @@
+"""The checkpoints of one training run: saved by step, the old ones deleted, the newest restored.
+
+Answers for the one object that a trainer holds, for names, and for what is handed to the background
+of rank 0. How a checkpoint is saved and loaded is :mod:`serialization`'s business, falling back
+from a damaged one is :mod:`restoring`'s, comparing and deleting steps :mod:`upkeep`'s, which are
+kept :mod:`retention`'s, and what a step is on the store :mod:`storage.steps`'.
+There is no state beside the checkpoints themselves: what is there is what was committed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Literal, Unpack
+
+import torch.distributed as dist
+
+from shardstore.async_handle import AsyncSave, async_save
+from shardstore.errors import ArgumentError
+from shardstore.manager.background_queue import Claims, Housekeeping
+from shardstore.manager.lineage import branches
+from shardstore.manager.restore import Restored, restore
+from shardstore.manager.retention import Retention
+from shardstore.manager.retention_worker import Upkeep
+from shardstore.manager.step_arguments import (
+    AsyncSaveArguments,
+    SaveArguments,
+    metrics_of,
+    number_of,
+    without_mark,
+)
+from shardstore.manager.steps import MARK, StepInfo, Steps, mark_of
+from shardstore.mapping import ShardedStateDict
+from shardstore.progress import ProgressCallback
+from shardstore.saving.run import SaveCall, options_of
+from shardstore.serialization import begin_save
+from shardstore.storage.options import SaveOptions
+from shardstore.storage.stores.location import Location
+
+__all__ = ["CheckpointManager", "Restored"]
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointManager:
+    """Saves, keeps and restores the checkpoints of one run. Every rank makes one, alike.
+
+    Steps lie directly below the root, named by number. What is not exactly so named, or was not
+    saved by a manager, is never deleted. Deleting goes on in the background of rank 0: never the
+    newest whole step, never one that this manager is writing, basing a save on, or restoring. One
+    manager (one run) at a time writes below a root; a reader elsewhere may find a step gone that it
+    is still reading, unless the policy keeps it.
+
+    A run may go back: restore an earlier step by its number, and save lower numbers than are there.
+    From the first such save on, the run is where that save is: :meth:`latest` and a
+    :meth:`restore` without a step give it, and the policy counts the steps up to it. Higher numbers
+    that were saved before it stay, whatever the policy, until the run has come past them; see
+    ``discard_later`` of :meth:`restore`.
+
+    Args:
+        root: folder or URL.
+        keep_last: keep the newest so many steps. With no rule at all everything is kept.
+        keep_every: keep each step that is divisible by this.
+        best: keep the best so many by ``metric``.
+        metric: name of one of the metrics given to :meth:`save`.
+        mode: ``"min"`` if the least is best, ``"max"`` if the greatest.
+        prefix: of the names of steps.
+        storage_options: of an object store, see :func:`shardstore.save`.
+        sweep_after: in an object store: remove what a save left that did not finish, once nothing
+            was written to it for so long. On local disks: at once, if its process ran on this host
+            and is gone.
+
+    Raises:
+        ArgumentError: a policy or prefix that makes no sense.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        best: int | None = None,
+        metric: str | None = None,
+        mode: Literal["min", "max"] = "min",
+        prefix: str = "step-",
+        storage_options: Mapping[str, Any] | None = None,
+        sweep_after: timedelta = timedelta(days=1),
+    ) -> None:
+        self.root = Location.given(root, storage_options)
+        self.policy = Retention(
+            keep_last=keep_last, keep_every=keep_every, best=best, metric=metric, mode=mode
+        )
+        self._steps = Steps(self.root, prefix)
+        self._sweep_after = sweep_after
+        self._house = Housekeeping(self.root.url)
+        self._swept = False
+        self._damaged: set[int] = set()
+        self._infos: dict[int, StepInfo] = {}  # the background's alone
+        self._using = Claims()
+        self._upkeep = Upkeep(self._steps, self.policy, self._using, self._damaged, self._infos)
+
+    # -- what is there -------------------------------------------------------------------------
+
+    def steps(self) -> list[int]:
+        """All committed steps, ascending. Any rank may call it; it waits for no other.
+
+        Raises:
+            StorageError: the store refused.
+        """
+        return self._steps.committed()
+
+    def latest(self) -> int | None:
+        """The newest committed step: the highest number, unless a run went back and saved lower
+        ones since; then the last of those. ``None`` if there is none. Any rank may call it; it
+        waits for no other.
+
+        Raises:
+            StorageError: the store refused.
+        """
+        return branches(self._steps.times(self.steps())).latest
+
+    def url(self, step: int) -> str:
+        """Where a step is, or would be.
+
+        Raises:
+            ArgumentError: no whole number, or a negative one.
+        """
+        return self._steps.place(number_of(step)).url
+
+    # -- saving --------------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        state: ShardedStateDict,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        **options: Unpack[SaveArguments],
+    ) -> dict[str, Any]:
+        """Save a step, and have old ones deleted in the background. Called by every rank, which
+        waits for all others as in :func:`shardstore.save`.
+
+        A step that :meth:`restore` found damaged is replaced; any other that is there already only
+        with ``overwrite=True``.
+
+        Args:
+            step: its number, the same on every rank.
+            state: see :func:`shardstore.save`.
+            metrics: name -> number; rank 0's are kept, in the checkpoint.
+            **options: see :func:`shardstore.save`.
+
+        Returns:
+            The commit record, the same on every rank: bytes, chunks, seconds, what each rank did.
+
+        Raises:
+            ValueError, TypeError: the step, a metric or an option; on every rank an error.
+            CheckpointingException: as :func:`shardstore.save`.
+        """
+        place, about, given, error = self._prepare(step, metrics, options, SaveArguments)
+        named = {f.name for f in fields(SaveOptions)}
+        settings = {name: given.pop(name) for name in named & set(given)}
+        settings["validate"] = given.pop("validate_access_integrity", True)
+        chosen, error = options_of(error, **settings)
+        with self._using.of(self._used_by(place, given)):
+            call = SaveCall(
+                sharded_state_dict=state,
+                checkpoint_dir=place.place,
+                options=chosen,
+                error=error,
+                **given,
+            )
+            session, _ = begin_save(call)
+        self._after(about, lambda: session.record)
+        return dict(session.record)
+
+    def async_save(
+        self,
+        step: int,
+        state: ShardedStateDict,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        **options: Unpack[AsyncSaveArguments],
+    ) -> AsyncSave:
+        """As :meth:`save`, in the background, as :func:`shardstore.async_save`. Called by every
+        rank. Old steps are deleted once it is committed.
+
+        Returns:
+            A handle on the save.
+
+        Raises:
+            ValueError, TypeError, CheckpointingException: see :meth:`save`; what goes wrong in the
+                background is the handle's.
+        """
+        place, about, given, error = self._prepare(step, metrics, options, AsyncSaveArguments)
+        used = self._using.of(self._used_by(place, given))
+        used.__enter__()
+        try:
+            handle = async_save(state, place.place, **given, _error=error)
+        except BaseException:
+            used.__exit__(None, None, None)
+            raise
+
+        def record() -> Mapping[str, Any] | None:
+            try:
+                return None if handle.exception() is not None else handle.result()
+            finally:
+                used.__exit__(None, None, None)
+
+        self._after(about, record, everywhere=True)
+        return handle
+
+    def _prepare(
+        self,
+        step: int,
+        metrics: Mapping[str, Any] | None,
+        options: Mapping[str, Any],
+        known: type,
+    ) -> tuple[Location, StepInfo, dict[str, Any], BaseException | None]:
+        """Place, step and arguments of a save, and what is wrong with them on this rank."""
+        error: BaseException | None = None
+        place, about = self._steps.place(0), StepInfo(0)
+        allowed: Collection[str] = known.__annotations__
+        given = {name: value for name, value in options.items() if name in allowed}
+        try:
+            unknown = sorted(set(options) - set(given))
+            if unknown:
+                raise ArgumentError(
+                    f"saving a step takes no {', '.join(unknown)}; what it takes: "
+                    f"{', '.join(sorted(allowed))}"
+                )
+            number = number_of(step)
+            place = self._steps.place(number)
+            about = StepInfo(number, True)
+            if self._is_first:
+                saved = self._steps.time_of_save()
+                about = StepInfo(number, True, metrics_of(metrics), saved=saved)
+            if number in self._damaged:
+                given["overwrite"] = True
+            mark = {MARK: mark_of(number, about.metrics, about.saved)}
+            content = given.get("content_metadata")
+            if not isinstance(content, dict | None):
+                raise ArgumentError(f"content_metadata={content!r:.100} must be a dict")
+            given["content_metadata"] = {**(content or {}), **mark}
+            given["preprocess_common_before_consistancy_check"] = without_mark(
+                given.get("preprocess_common_before_consistancy_check")
+            )
+        except (TypeError, ValueError) as problem:
+            error = problem
+        self._open()
+        return place, about, given, error
+
+    def _used_by(self, place: Location, given: Mapping[str, Any]) -> set[int]:
+        """Steps that must not go while a save runs: its own, and its base."""
+        steps = {self._steps.step_of(place.name)}
+        if given.get("base") is not None:
+            base = Location.of(given["base"])
+            if base == self.root.child(base.name):
+                steps.add(self._steps.step_of(base.name))
+        return {step for step in steps if step is not None}
+
+    def _after(
+        self,
+        about: StepInfo,
+        committed: Callable[[], Mapping[str, Any] | None],
+        *,
+        everywhere: bool = False,
+    ) -> None:
+        """Once a save has ended: note it, compare it, delete old steps. Rank 0's background."""
+        step = about.step
+        # Now: by the time of the job the process group may be gone.
+        first = self._is_first
+
+        def job() -> None:
+            record = committed()
+            if record is None:
+                return
+            self._damaged.discard(step)
+            if not first:
+                return
+            self._upkeep.saved(about, record)
+
+        if not everywhere:
+            self._damaged.discard(step)
+        if everywhere or first:
+            self._house.put(job)
+
+    # -- restoring -----------------------------------------------------------------------------
+
+    def restore(
+        self,
+        state: ShardedStateDict,
+        step: int | None = None,
+        *,
+        verify_first: bool = False,
+        discard_later: bool = False,
+        progress: ProgressCallback | Literal["bar"] | None = None,
+        **options: Any,
+    ) -> Restored | None:
+        """Load the newest step (see :meth:`latest`), or the newest before it that is not damaged.
+
+        Called by every rank, which waits for all others. Every byte that is loaded is verified;
+        where that fails on any rank, all of them warn, naming what is damaged, and go back to the
+        step before together. The tensors given may hold a part of a damaged step meanwhile, and
+        do if an error is raised in the end.
+
+        Args:
+            state: see :func:`shardstore.load`.
+            step: this step and no other; then damage is an error.
+            verify_first: rank 0 reads all of a checkpoint, also what no rank asks for, before
+                anything is loaded; the others wait for it (``SHARDSTORE_DEADLINE_S``).
+            discard_later: once it is loaded, delete the steps of higher numbers that managers saved
+                (rank 0's word counts; the others wait for it, ``SHARDSTORE_DEADLINE_S``). Otherwise
+                they stay, and rank 0 warns of them: until a step is saved, the next run that names
+                no step resumes there, and saving one of their numbers needs ``overwrite=True``.
+            progress: see :func:`shardstore.save`.
+            **options: see :func:`shardstore.load`.
+
+        Returns:
+            What was restored; ``None`` where there is no step at all (and none was asked for).
+
+        Raises:
+            NotACheckpointError: the step asked for is not there.
+            DamagedCheckpointError: the step asked for, or every one, is damaged.
+            StorageError: a later step could not be deleted; the state is loaded.
+            CheckpointingException: as :func:`shardstore.load`; what is no damage (another shape, a
+                store that does not answer) is never fallen back from.
+        """
+        self._open()
+        return restore(
+            state,
+            self._steps,
+            self._using,
+            self._damaged,
+            step=step,
+            verify_first=verify_first,
+            discard_later=discard_later,
+            progress=progress,
+            options=options,
+        )
+
+    # -- the background --------------------------------------------------------------------------
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the background has nothing left to do: saves of this manager committed, old
+        steps deleted. Any rank may call it; it waits for no other.
+
+        Args:
+            timeout: seconds; ``None``: as long as it takes.
+
+        Returns:
+            Whether nothing is left to do.
+        """
+        return self._house.wait(timeout)
+
+    def close(self) -> None:
+        """The same as :meth:`wait` with no limit; the manager can still be used afterwards."""
+        self.wait()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether this is rank 0, which alone changes what is there."""
+        return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+    def _open(self) -> None:
+        """Once: have what dead saves left swept."""
+        if self._swept or not self._is_first:
+            return
+        self._swept = True
+
+        def job() -> None:
+            for url in self._steps.sweep(
+                self._using.doom, self._using.gone, older_than=self._sweep_after
+            ):
+                logger.info("removed what a save that did not finish left: %s", url)
+
+        self._house.put(job)

@@ -1,0 +1,292 @@
+"""The checkpoints of one run: folders named by step directly below a root.
+
+Answers for which of them are there (by their commits alone), what is known of each, what is missing
+in one, for taking one away, and for what dead saves left at their places. A name that is not
+exactly the one this run would give is somebody else's and is not touched. It knows no policy, and
+nothing of who else reads or writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from shardstore.errors import (
+    ArgumentError,
+    CheckpointingException,
+    FormatVersionError,
+    StorageError,
+)
+from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.commit import folder as commit
+from shardstore.storage.commit import sweep
+from shardstore.storage.format.manifest import content_digest
+from shardstore.storage.movers.parallel import run_batched
+from shardstore.storage.stores.location import Location
+
+__all__ = ["MARK", "StepInfo", "Steps", "mark_of", "what_is_missing"]
+
+MARK = "checkpoint_manager"
+"""In the content metadata of a checkpoint: its step and metrics, when its save began, and that a
+manager may delete it."""
+READS = 16
+"""Commits that are read at a time from an object store."""
+
+_ATTEMPT = re.compile(r"\.(.+)\.attempt-.+")
+_PREFIX = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*|")
+
+
+@dataclass(frozen=True, slots=True)
+class StepInfo:
+    """What is known of one step.
+
+    Attributes:
+        step: its number.
+        managed: whether a manager saved it; it is never deleted otherwise.
+        metrics: given at the save.
+        content: digest of all arrays, see :func:`content_digest`; ``None`` where there is none.
+        saved: when its save began, in nanoseconds since 1970; of two saves of managers the later
+            one has the greater, whatever the clocks say. ``None``: no manager saved it.
+    """
+
+    step: int
+    managed: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    content: str | None = None
+    saved: int | None = None
+
+
+def mark_of(step: int, metrics: Mapping[str, float], saved: int | None = None) -> dict[str, Any]:
+    """What is kept in the content metadata. JSON has neither NaN nor infinities: they are text."""
+    kept = {
+        name: value if abs(value) < float("inf") else str(value) for name, value in metrics.items()
+    }
+    return {"step": step, "metrics": kept, **({} if saved is None else {"saved_ns": saved})}
+
+
+class Steps:
+    """The steps below a root. Any process may make one and ask; what changes anything says so.
+
+    Args:
+        root: folder or URL.
+        prefix: of the names; step 100 is ``PREFIX100``.
+
+    Raises:
+        ArgumentError: a prefix that could not be told from other names, or leads elsewhere.
+    """
+
+    def __init__(self, root: Location, prefix: str) -> None:
+        if not isinstance(prefix, str) or not _PREFIX.fullmatch(prefix):
+            raise ArgumentError(
+                f"prefix={prefix!r} must be of letters, digits, '_', '-' and '.', and begin with "
+                "neither of the last two"
+            )
+        self.root = root
+        self.prefix = prefix
+        self._known: dict[int, tuple[object, int | None]] = {}  # stamp, time
+        self._last: int | None = None
+
+    def place(self, step: int) -> Location:
+        """Where a step is, or would be."""
+        return self.root.child(f"{self.prefix}{step}")
+
+    def step_of(self, name: str) -> int | None:
+        """The step of a name; ``None`` unless it is exactly the name of one."""
+        digits = name[len(self.prefix) :]
+        if not name.startswith(self.prefix) or not re.fullmatch(r"0|[1-9][0-9]{0,17}", digits):
+            return None
+        return int(digits)
+
+    def committed(self) -> list[int]:
+        """All committed steps, ascending.
+
+        Raises:
+            StorageError: the store refused.
+        """
+        self.root.require_no_file()
+        steps = [step for step in map(self.step_of, self.root.listing()) if step is not None]
+        return sorted(step for step in steps if commit.is_checkpoint(self.place(step)))
+
+    def times(self, steps: Sequence[int]) -> dict[int, int | None]:
+        """When committed steps were saved, see :attr:`StepInfo.saved`. A commit is read again only
+        if it is another than before.
+
+        Raises:
+            StorageError: the store refused.
+        """
+
+        def work(batch: Sequence[int]) -> None:
+            for step in batch:
+                stamp = self.place(step).stamp("zarr.json")
+                if step not in self._known or self._known[step][0] != stamp:
+                    self._known[step] = (stamp, self.info(step).saved)
+
+        threads = 1 if self.root.is_local else READS
+        run_batched(list(steps), work, threads=threads, weight=lambda _: 1, batch_weight=1)
+        found = {step: self._known[step][1] for step in steps}
+        self._last = max([self._last or 0, *(when for when in found.values() if when is not None)])
+        return found
+
+    def time_of_save(self) -> int:
+        """The time of a save that begins now: after all steps that are there, even if their hosts'
+        clocks were ahead. Called by the one process that saves."""
+        if self._last is None:
+            with contextlib.suppress(StorageError):  # what refuses will refuse the save too
+                self.times(self.committed())
+        self._last = max(time.time_ns(), (self._last or 0) + 1)
+        return self._last
+
+    def info(self, step: int) -> StepInfo:
+        """What is known of a step; of one that can not be read, or is of another layout, nothing.
+
+        Raises:
+            StorageError: the store refused.
+        """
+        stored = StoredCheckpoint(self.place(step))
+        try:
+            if stored.root is None or stored.root.format_version is None:
+                return StepInfo(step)
+            attributes = stored.root.attributes
+            mark = _mapping(_mapping(attributes.get("content_metadata")).get(MARK))
+            record = _mapping(_mapping(attributes.get("shardstore")).get("commit"))
+            content = record.get("content")
+            if content is None and stored.manifest is not None:
+                content = content_digest(stored.arrays.values(), stored.manifest)
+        except StorageError:
+            raise
+        except CheckpointingException:
+            return StepInfo(step)
+        metrics = dict(_numbers(_mapping(mark.get("metrics"))))
+        saved = mark.get("saved_ns")
+        saved = saved if isinstance(saved, int) else None
+        return StepInfo(step, mark.get("step") == step, metrics, content, saved)
+
+    def remove(self, step: int) -> None:
+        """Delete a committed step: its commit first, then its data. Foreign files in it stay.
+        Called by one process.
+
+        Raises:
+            NotACheckpointError: it is not there.
+            StorageError: the store refused.
+        """
+        sweep.delete_checkpoint(self.place(step))
+
+    def sweep(
+        self,
+        take: Callable[[int], bool],
+        give_back: Callable[[int], None],
+        *,
+        older_than: timedelta,
+    ) -> list[str]:
+        """Remove what saves of steps that did not finish left. Called by one process.
+
+        On local disks: attempts whose process ran on this host and is gone. In an object store:
+        steps without a commit to which nothing was written for a time.
+
+        Args:
+            take: called before anything of a step is removed; ``False``: it is left alone.
+            give_back: called afterwards.
+            older_than: the time, by the store's clock.
+
+        Returns:
+            What was removed.
+
+        Raises:
+            StorageError: the store refused.
+        """
+        swept = []
+        for name in self.root.listing():
+            found = _ATTEMPT.fullmatch(name) if self.root.is_local else None
+            step = self.step_of(found.group(1) if found else name)
+            if step is None or bool(found) != self.root.is_local:
+                continue
+            # Before it is taken: somebody may be about to read it.
+            if not found and commit.is_checkpoint(self.place(step)):
+                continue
+            if not take(step):
+                continue
+            try:
+                if found:
+                    swept += _sweep_folder(self.root.child(name))
+                elif not commit.is_checkpoint(self.place(step)):
+                    left = sweep.sweep(self.place(step), dry_run=False, older_than=older_than)
+                    swept += [leftover.url for leftover in left]
+            finally:
+                give_back(step)
+        return swept
+
+
+def _sweep_folder(attempt: Location) -> list[str]:
+    if not commit.is_dead(attempt):
+        return []
+    with contextlib.suppress(FileNotFoundError):
+        commit.remove_attempt(attempt)
+    return [attempt.url]
+
+
+def what_is_missing(place: Location) -> str | None:
+    """The first thing that is not there, or has another size than was written, in words; ``None``
+    if nothing is missing. No chunk is read.
+
+    Raises:
+        StorageError: the store refused.
+    """
+    stored = StoredCheckpoint(place)
+    try:
+        if stored.root is None:
+            return None
+        manifest, arrays = stored.manifest, stored.arrays
+    except FormatVersionError:
+        return None
+    except StorageError:
+        raise
+    except CheckpointingException as error:
+        return str(error)
+    if manifest is None:
+        return None
+    sizes = _sizes(place)
+    for name in ("metadata.json", "common.pt"):
+        if sizes(name) is None:
+            return f"{place.url}/{name} is missing"
+    for meta in arrays.values():
+        for linear in range(meta.grid.size):
+            index = meta.grid.index(linear)
+            row = manifest.row(meta, index)
+            if row is None:
+                break  # rewritten by another program
+            name = f"{meta.node}/{meta.chunk_key(index)}"
+            size, wanted = sizes(name), int(manifest.stored[row])
+            if size != wanted:
+                how = "is missing" if size is None else f"has {size} bytes, not {wanted}"
+                return f"chunk {index} of key {meta.key!r} {how}: {place.url}/{name}"
+    return None
+
+
+def _sizes(place: Location) -> Any:
+    """A function from names below a place to sizes; ``None`` for what is not there."""
+    if not place.is_local:
+        return {name: size for name, size, _ in place.remote.details()}.get
+
+    def size(name: str) -> int | None:
+        try:
+            return os.stat(f"{place.url}/{name}").st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    return size
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in values.items():
+        with contextlib.suppress(TypeError, ValueError):
+            yield name, float(value)

@@ -1,0 +1,1 @@
+"""Sharded tensors, objects and factories: their common base, positions and layouts."""

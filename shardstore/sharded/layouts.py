@@ -1,0 +1,156 @@
+"""Where a rank's part of a tensor lies, and what ranks tell each other of parts that depend on all.
+
+Only two kinds of tensor need to hear of other ranks before chunks can be planned: those cut
+irregularly (their grid is made of everybody's boundaries) and those held in flattened ranges (a
+chunk that a boundary cuts has several holders). Knows nothing of chunks, files or process groups.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from shardstore.errors import AccessPatternError
+from shardstore.mapping import ShardedTensor, is_main_replica
+from shardstore.storage.format.grid import Box, cut_gcd
+
+__all__ = [
+    "FlatRange",
+    "Layouts",
+    "flat_bounds",
+    "is_alone",
+    "is_first",
+    "local_box",
+    "local_layouts",
+    "merge_layouts",
+]
+
+
+@dataclass(frozen=True)
+class FlatRange:
+    """Elements ``start:stop`` of a flattened shard, held by a rank."""
+
+    start: int
+    stop: int
+    rank: int
+
+
+@dataclass
+class Layouts:
+    """What all ranks know of the tensors that one rank cannot place alone.
+
+    Attributes:
+        edges: key -> edges of the cells that no boundary crosses, for irregular cuts.
+        ranges: key -> shard box -> the flat ranges that it is held in, in order.
+    """
+
+    edges: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    ranges: dict[str, dict[Box, list[FlatRange]]] = field(default_factory=dict)
+
+
+def local_box(tensor: ShardedTensor) -> Box:
+    """The box of the global tensor that a (whole, unflattened) local tensor is."""
+    return Box(tensor.global_offset, (1,) * tensor.prepend_axis_num + tensor.local_shape)
+
+
+def flat_bounds(tensor: ShardedTensor) -> tuple[int, int]:
+    """First and last-plus-one element of a flattened range within the flattened local tensor."""
+    assert tensor.flattened_range is not None
+    start, stop, _ = tensor.flattened_range.indices(math.prod(tensor.local_shape))
+    return start, max(start, stop)
+
+
+def is_alone(tensor: ShardedTensor) -> bool:
+    """Whether a rank can place this shard without hearing of the others."""
+    if tensor.flattened_range is not None:
+        return False
+    return tensor.axis_fragmentations is not None or local_box(tensor).shape == tensor.global_shape
+
+
+def local_layouts(tensors: Iterable[ShardedTensor], rank: int) -> bytes:
+    """This rank's part of :class:`Layouts`, for the coordinator.
+
+    Empty where there is nothing to tell.
+    """
+    entries = []
+    for tensor in tensors:
+        if is_main_replica(tensor.replica_id) and not is_alone(tensor):
+            bounds = flat_bounds(tensor) if tensor.flattened_range is not None else None
+            irregular = tensor.axis_fragmentations is None
+            entries.append(
+                (tensor.key, tensor.global_shape, irregular, local_box(tensor), bounds, rank)
+            )
+    return pickle.dumps(entries) if entries else b""
+
+
+def merge_layouts(reports: Sequence[bytes]) -> Layouts:
+    """Put together what all ranks told.
+
+    Raises:
+        AccessPatternError: ranges of a shard overlap or leave a gap; names key, shard, range and
+            ranks.
+    """
+    layouts = Layouts()
+    shards: dict[str, tuple[tuple[int, ...], list[Box]]] = {}
+    for report in reports:
+        for key, global_shape, irregular, box, bounds, rank in (
+            pickle.loads(report) if report else ()
+        ):
+            if irregular:
+                shape, boxes = shards.setdefault(key, (global_shape, []))
+                if shape != global_shape:
+                    raise AccessPatternError(
+                        f"Invalid access pattern: rank {rank} gives key {key!r} the global shape "
+                        f"{global_shape}, "
+                        f"another rank {shape}",
+                        key=key,
+                        rank=rank,
+                    )
+                boxes.append(box)
+            if bounds is not None:
+                by_shard = layouts.ranges.setdefault(key, {})
+                by_shard.setdefault(box, []).append(FlatRange(bounds[0], bounds[1], rank))
+    for key, (shape, boxes) in shards.items():
+        layouts.edges[key] = cut_gcd(shape, boxes)
+    for key, by_shard in layouts.ranges.items():
+        for box, ranges in by_shard.items():
+            by_shard[box] = _checked(key, box, ranges)
+    return layouts
+
+
+def _checked(key: str, box: Box, ranges: list[FlatRange]) -> list[FlatRange]:
+    """The ranges in order, proven to cover the shard exactly once."""
+    ranges = sorted(
+        (r for r in ranges if r.stop > r.start), key=lambda r: (r.start, r.stop, r.rank)
+    )
+    position, before = 0, -1
+    for r in [*ranges, FlatRange(box.size, box.size, -1)]:
+        if r.start > position:
+            raise AccessPatternError(
+                "Invalid access pattern: Flattened ranges dont cover the whole shard "
+                f"ShardedTensor(key={key!r}, "
+                f"offset {box.offset}, shape {box.shape}): no rank holds elements "
+                f"{position}:{r.start} of "
+                f"{box.size}; ranges by rank: {[(x.rank, x.start, x.stop) for x in ranges[:8]]}",
+                key=key,
+            )
+        if r.start < position:
+            raise AccessPatternError(
+                f"Invalid access pattern: Flattened ranges of key {key!r}, shard at offset "
+                f"{box.offset}, shape "
+                f"{box.shape}, overlap: rank {before} and rank {r.rank} both hold elements from "
+                f"{r.start} on; "
+                "only one of them may be the main replica",
+                key=key,
+            )
+        position, before = r.stop, r.rank
+    return ranges
+
+
+def is_first(tensor: ShardedTensor) -> bool:
+    """Whether this is the main replica of the first shard, whose holder creates the array."""
+    if not is_main_replica(tensor.replica_id) or any(o != 0 for o in tensor.global_offset):
+        return False
+    return tensor.flattened_range is None or flat_bounds(tensor)[0] == 0

@@ -1,0 +1,1 @@
+"""How a checkpoint appears whole or not at all, and how it goes."""

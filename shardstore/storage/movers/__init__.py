@@ -1,0 +1,1 @@
+"""How chunks move between memory and stores."""

@@ -1,0 +1,213 @@
+"""Files of other formats, read in parts: mapped on a disk, by ranged GETs from an object store.
+
+Answers for bytes at a place in a file, and for boxes of an array that lies in one; memory stays
+within a few MiB a thread, whatever the size of the file. Knows no formats.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from shardstore.errors import StorageError
+from shardstore.storage.format.grid import Box
+from shardstore.storage.movers.chunk_bytes import slabs, view_in_chunk
+from shardstore.storage.stores.location import Location, store_errors
+
+__all__ = ["FileRanges", "RangeFile", "bytes_stamp"]
+
+BLOCK_BYTES = 64 * 1024
+"""What is read at a time of the small structures in a file."""
+
+
+class FileRanges:
+    """Reads parts of the files below a location. May be used by several threads.
+
+    Args:
+        location: a local folder, or a prefix in an object store.
+    """
+
+    def __init__(self, location: Location) -> None:
+        self.location = location
+        self._sizes: dict[str, int] = {}
+
+    def size(self, name: str) -> int:
+        """Bytes of a file.
+
+        Raises:
+            FileNotFoundError: there is none of that name.
+            StorageError: the store refused.
+        """
+        if name not in self._sizes:
+            self._sizes[name] = int(self.stamp(name)[1])
+        return self._sizes[name]
+
+    def stamp(self, name: str) -> list[Any]:
+        """Name, size and time: what tells a file from another one of its name.
+
+        Raises:
+            FileNotFoundError: there is none of that name.
+            StorageError: the store refused.
+        """
+        if self.location.is_local:
+            with _reading(self.path(name)):
+                status = os.stat(self.path(name))
+            return [name, status.st_size, status.st_mtime_ns]
+        for entry, size, when in self.location.remote.details(name):
+            if entry == name:
+                return [name, size, None if when is None else when.isoformat()]
+        raise FileNotFoundError(self.path(name))
+
+    def path(self, name: str) -> str:
+        """URL of a file."""
+        return f"{self.location.url}/{name}"
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """Bytes ``start:stop``, fewer where the file ends before.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            StorageError: the store refused.
+        """
+        if not self.location.is_local:
+            # A store refuses ranges that begin behind the end.
+            stop = min(stop, self.size(name))
+            found = self.location.remote.read_range(name, start, stop) if start < stop else b""
+            if found is None:
+                raise FileNotFoundError(self.path(name))
+            return found
+        if stop <= start:
+            return b""
+        with _reading(self.path(name)), open(self.path(name), "rb") as file:
+            return os.pread(file.fileno(), stop - start, start)
+
+    def read_box(
+        self, name: str, start: int, shape: tuple[int, ...], box: Box, out: NDArray[Any]
+    ) -> None:
+        """Read a box of an array.
+
+        Args:
+            name: of the file.
+            start: byte of the file that the array begins at, in C order.
+            shape: of the array.
+            box: what is wanted of it.
+            out: where it goes, of the box's shape and the array's data type.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: the file ends before the array does.
+            StorageError: the store refused.
+        """
+        if not out.size:
+            return
+        if self.location.is_local:
+            where: tuple[Any, ...] = (..., *box.slices)
+            out[...] = self._mapped(name, start, shape, out.dtype)[where]
+            return
+        for first, last, target in slabs(out, box, shape, start):
+            data = self.read(name, first, last)
+            if len(data) != last - first:
+                raise ValueError(f"it ends at byte {first + len(data)}")
+            target[...] = view_in_chunk(np.frombuffer(data, np.uint8), target, shape)
+
+    def _mapped(
+        self, name: str, start: int, shape: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> NDArray[Any]:
+        nbytes = dtype.itemsize
+        for n in shape:
+            nbytes *= n
+        with _reading(self.path(name)):
+            raw = np.memmap(self.path(name), np.uint8, "r", start, (nbytes,))
+        found: NDArray[Any] = np.asarray(raw).view(dtype).reshape(shape)
+        return found
+
+
+@contextmanager
+def _reading(path: str) -> Iterator[None]:
+    """Errors of the disk in our words; a file that is not there stays that."""
+    try:
+        with store_errors("reading", path):
+            yield
+    except StorageError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            raise FileNotFoundError(path) from None
+        raise
+
+
+def bytes_stamp(data: bytes) -> str:
+    """What tells a small document from another one."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+class RangeFile(io.RawIOBase):
+    """A range of a file as a file of its own, for readers of small structures in it.
+
+    Read in blocks that are kept, since such readers go back and forth; not for the data itself.
+
+    Args:
+        ranges: gives the bytes.
+        name: of the file.
+        start: first byte of the range.
+        length: of the range.
+    """
+
+    def __init__(self, ranges: FileRanges, name: str, start: int, length: int) -> None:
+        self._ranges, self._name = ranges, name
+        self._start, self._length = start, length
+        self._position = 0
+        self._blocks: dict[int, bytes] = {}
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def seekable(self) -> bool:
+        """It is."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Go to a position within the range."""
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def tell(self) -> int:
+        """The position within the range."""
+        return self._position
+
+    def read(self, size: int | None = -1) -> bytes:
+        """The next bytes; fewer at the end of the range or of the file."""
+        left = max(0, self._length - self._position)
+        count = left if size is None or size < 0 else min(size, left)
+        if count > 4 * BLOCK_BYTES:
+            data = self._fetch(self._position, self._position + count)
+        else:
+            first = self._position // BLOCK_BYTES
+            last = -(-(self._position + count) // BLOCK_BYTES)
+            joined = b"".join(self._block(i) for i in range(first, last))
+            begin = self._position - first * BLOCK_BYTES
+            data = joined[begin : begin + count]
+        self._position += len(data)
+        return data
+
+    def readinto(self, buffer: Any) -> int:
+        """Read into a buffer; how many bytes."""
+        data = self.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def _block(self, i: int) -> bytes:
+        if i not in self._blocks:
+            stop = min((i + 1) * BLOCK_BYTES, self._length)
+            self._blocks[i] = self._fetch(i * BLOCK_BYTES, stop)
+        return self._blocks[i]
+
+    def _fetch(self, start: int, stop: int) -> bytes:
+        return self._ranges.read(self._name, self._start + start, self._start + stop)

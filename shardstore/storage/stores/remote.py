@@ -1,0 +1,451 @@
+"""The control plane of stores that are no local folder: small documents, listing, deleting and
+create-if-absent, over fsspec (s3fs for S3).
+
+What goes wrong is said in our own words (:mod:`remote_errors`) and within a deadline: a store that
+does not answer never holds a rank for long. It knows names and bytes below one URL; not what a
+checkpoint is, nothing of chunks, and not how its client is made (:mod:`file_systems`).
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import UTC, datetime
+from typing import Any
+
+from fsspec.asyn import AsyncFileSystem, sync  # type: ignore[import-untyped]
+from fsspec.exceptions import FSTimeoutError  # type: ignore[import-untyped]
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+
+from shardstore.errors import CheckpointingException, StorageError
+from shardstore.storage.movers.parallel import run_batched
+from shardstore.storage.stores.errors import code_of, explained, no_answer
+from shardstore.storage.stores.file_systems import file_system
+
+__all__ = ["DEADLINE_S", "FIRST_DEADLINE_S", "RemoteStore", "remote_store"]
+
+FIRST_DEADLINE_S = 20.0
+"""For a request to a store that never answered this process: a dead endpoint shows soon."""
+DEADLINE_S = 120.0
+"""For a request to a store that did answer before, its retries included."""
+DELETE_BATCH = 250
+"""Keys in one request for deletion. S3 takes a thousand (Amazon S3 API, DeleteObjects), but some
+stores delete one after the other before they answer."""
+SINGLE_DELETES = 16
+"""Keys that one thread deletes one after the other, where one request takes one."""
+DELETE_REQUESTS = 8
+"""Deletions at a time."""
+DELETE_TRIES = 4
+_WORTH_ANOTHER_TRY = ("InternalError", "SlowDown", "ServiceUnavailable", "RequestTimeout")
+
+_THERE_ALREADY = ("PreconditionFailed", "ConditionalRequestConflict", "412")
+
+_WRITTEN_AT = ("LastModified", "last_modified", "mtime", "updated", "created")
+"""How file systems call the time of writing."""
+
+_FROM_LISTINGS = ("exists", "find", "info", "ls")
+"""What a file system may answer from listings that it keeps."""
+
+_answered: set[int] = set()
+_session_lock = threading.Lock()
+
+
+class RemoteStore:
+    """Small documents below a URL.
+
+    Args:
+        url: where, with its protocol.
+        fs: the fsspec file system.
+        path: the URL as that file system names it.
+    """
+
+    def __init__(self, url: str, fs: Any, path: str) -> None:
+        self.url = url
+        self.fs = fs
+        self.path = path.rstrip("/")
+
+    # -- documents -----------------------------------------------------------------------------
+
+    def read(self, name: str) -> bytes:
+        """A document's content.
+
+        Raises:
+            FileNotFoundError: there is none of that name.
+            StorageError: the store refused, or did not answer.
+        """
+        with self._errors("reading", name, absent=True):
+            data: bytes = self._call("cat_file", self._path(name))
+            return data
+
+    def read_range(self, name: str, start: int, stop: int | None) -> bytes | None:
+        """Bytes ``start:stop`` of a document, fewer where it ends before; ``None``: there is none.
+
+        Raises:
+            StorageError: the store refused, or did not answer.
+        """
+        whole = start == 0 and stop is None
+        try:
+            if whole:
+                return self.read(name)
+            with self._errors("reading", name, absent=True):
+                data: bytes = self._call("cat_file", self._path(name), start=start, end=stop)
+                return data
+        except FileNotFoundError:
+            return None
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a document, in the place of one that is there.
+
+        Raises:
+            StorageError: the store refused, or did not answer.
+        """
+        with self._errors("writing", name):
+            self._pipe(self._path(name), data, create=False)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Write a document unless there is one of its name, in one atomic step where the store
+        can (on S3 a PUT with If-None-Match).
+
+        Returns:
+            Whether this call wrote it. ``False`` too where the answer to an earlier try of the
+            same call was lost: read it back to know.
+
+        Raises:
+            StorageError: the store refused, or did not answer.
+        """
+        with self._errors("creating", name):
+            return _unless_there(lambda: self._pipe(self._path(name), data, create=True))
+
+    def copy_from(
+        self,
+        source: RemoteStore,
+        from_name: str,
+        name: str,
+        *,
+        create: bool = False,
+        any_size: bool = False,
+    ) -> bool:
+        """Copy an object of another place in the same store, which moves the bytes on its own side
+        (Amazon S3 API, "CopyObject").
+
+        Args:
+            source: where it is.
+            from_name: its name there.
+            name: its name here.
+            create: ask for the copy only if there is no object of that name. Many stores take no
+                notice of it and overwrite.
+            any_size: it may be larger than one request copies (5 GiB): its size is asked for, and
+                it goes in parts, with no deadline for all of them together.
+
+        Returns:
+            Whether it was copied; ``False``: the store says that there is one of that name.
+
+        Raises:
+            FileNotFoundError: there is nothing to copy.
+            StorageError: the store refused, or did not answer.
+        """
+        assert not (create and any_size), "parts are copied without a condition"
+        paths = (source._path(from_name), self._path(name))
+
+        def copy() -> None:
+            self._make_folder_of(paths[1])
+            if any_size:
+                self.fs.cp_file(*paths)
+            elif hasattr(self.fs, "_copy_basic"):
+                self._call("copy_basic", *paths, **({"IfNoneMatch": "*"} if create else {}))
+            else:
+                self._call("cp_file", *paths)
+
+        try:
+            with self._errors("copying to", name, absent=True):
+                return _unless_there(copy)
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{source.url}/{from_name}") from None
+
+    def stream(self, name: str, part_bytes: int) -> Any:
+        """A file to write an object of any size to, from its beginning to its end: an upload in
+        parts of so many bytes, which is there once it is closed. Wrap writing in :meth:`errors`.
+
+        Raises:
+            StorageError: the store refused, or did not answer.
+        """
+        with self._errors("writing", name):
+            self._make_folder_of(self._path(name))
+            return self.fs.open(self._path(name), "wb", block_size=part_bytes)
+
+    def errors(self, doing: str, name: str) -> AbstractContextManager[None]:
+        """What the store's library raises inside, as :class:`StorageError` in our words."""
+        return self._errors(doing, name)
+
+    def exists(self, name: str = "") -> bool:
+        """Whether there is a document, or anything below that name."""
+        with self._errors("looking for", name):
+            try:
+                return bool(self._call("info", self._path(name)))
+            except FileNotFoundError as error:
+                if code_of(error) == "NoSuchBucket":
+                    raise
+                return False
+
+    def stamp(self, name: str) -> object | None:
+        """Something that is another once a document was replaced; ``None``: there is none."""
+        with self._errors("looking for", name):
+            try:
+                about = self._call("info", self._path(name))
+            except FileNotFoundError as error:
+                if code_of(error) == "NoSuchBucket":
+                    raise
+                return None
+        tag = about.get("ETag") or about.get("etag")
+        return repr((tag, _written_at(about), about.get("size")))
+
+    def is_dir(self, name: str = "") -> bool:
+        """Whether there is anything below that name."""
+        return bool(self.listing(name)) if name else True
+
+    # -- listing and deleting ------------------------------------------------------------------
+
+    def listing(self, name: str = "") -> list[str]:
+        """Names directly below; empty where there is nothing."""
+        with self._errors("listing", name):
+            path = self._path(name)
+            try:
+                found = self._names(path)
+            except (FileNotFoundError, NotADirectoryError) as error:
+                if code_of(error) == "NoSuchBucket":
+                    raise
+                return []
+        # A store may name the folder itself, or a document of the same name.
+        below = {entry.rstrip("/") for entry in found} - {path, path.lstrip("/")}
+        return sorted({entry.rsplit("/", 1)[-1] for entry in below})
+
+    def _names(self, path: str) -> list[str]:
+        if not hasattr(self.fs, "_lsdir"):
+            found: list[str] = self._call("ls", path, detail=False, refresh=True)
+            return found
+        # Of an empty folder its ls() lists the parent too.
+        return [about["name"] for about in self._call("lsdir", path, refresh=True)]
+
+    def walk(self, name: str = "") -> list[str]:
+        """Names of all documents below, relative to this store's URL."""
+        return [entry for entry, _, _ in self.details(name)]
+
+    def details(self, name: str = "") -> list[tuple[str, int, datetime | None]]:
+        """Name, relative to this store's URL, size in bytes, and time of writing by the store's
+        clock, of all documents below."""
+        with self._errors("listing", name):
+            try:
+                found = self._call("find", self._path(name), detail=True)
+            except FileNotFoundError as error:
+                if code_of(error) == "NoSuchBucket":
+                    raise
+                return []
+            if not isinstance(found, dict):  # some forget what was asked for where it is a document
+                found = {path: self._call("info", path) for path in found}
+        base = self.path.lstrip("/") + "/"
+        return sorted(
+            (path.lstrip("/")[len(base) :], about.get("size") or 0, _written_at(about))
+            for path, about in found.items()
+            if path.lstrip("/").startswith(base)
+        )
+
+    @property
+    def deletes_at_once(self) -> int:
+        """How many documents the requests of :meth:`delete` that go at a time can take."""
+        return DELETE_REQUESTS * (DELETE_BATCH if self._deletes_in_bulk else SINGLE_DELETES)
+
+    @property
+    def _deletes_in_bulk(self) -> bool:
+        return isinstance(self.fs, AsyncFileSystem) and hasattr(self.fs, "_bulk_delete")
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Delete documents, many with one request where the store can; those that are not there do
+        not count."""
+        with self._errors("deleting below", ""):
+            paths = [self._path(name) for name in names]
+            bulk = self._deletes_in_bulk
+
+            def work(batch: Sequence[str]) -> None:
+                if bulk:
+                    self._delete_keys(batch)
+                    return
+                for path in batch:
+                    try:
+                        self._call("rm_file", path)
+                    except FileNotFoundError:
+                        continue
+
+            run_batched(
+                paths,
+                work,
+                threads=DELETE_REQUESTS,
+                weight=lambda _: 1,
+                batch_weight=DELETE_BATCH if bulk else SINGLE_DELETES,
+            )
+            if bulk:
+                return
+            # Such stores have folders, which would stay behind empty; one that others wrote to in
+            # the meantime refuses, and stays.
+            folders = {path.rpartition("/")[0] for path in paths} - {self.path}
+            for folder in sorted(folders, key=len, reverse=True):
+                with suppress(OSError, NotImplementedError):
+                    self.fs.rmdir(folder)
+
+    def _delete_keys(self, paths: Sequence[str]) -> None:
+        """One request for many keys (Amazon S3 API, DeleteObjects): its answer is a success that
+        lists the keys which were refused, so it is looked at.
+
+        Raises:
+            StorageError: the store refused to delete one of them.
+        """
+        bucket = self.fs.split_path(paths[0])[0]
+        left = [self.fs.split_path(path)[1] for path in paths]
+        for path in paths:
+            self.fs.invalidate_cache(self.fs._parent(path))
+        for tried in range(DELETE_TRIES):
+            if tried:
+                time.sleep(0.2 * 2**tried)
+            wanted = {"Objects": [{"Key": key} for key in left], "Quiet": True}
+            answer = self._call("call_s3", "delete_objects", Bucket=bucket, Delete=wanted)
+            refused = [e for e in answer.get("Errors") or () if e.get("Code") != "NoSuchKey"]
+            if not refused:
+                return
+            left = [e["Key"] for e in refused]
+            if not all(e.get("Code") in _WORTH_ANOTHER_TRY for e in refused):
+                break
+        first = refused[0]
+        raise StorageError(
+            f"deleting s3://{bucket}/{first['Key']} was refused: {first.get('Code')} "
+            f"({first.get('Message') or 'no reason given'}), as were {len(refused) - 1} more of "
+            f"{len(paths)} objects; allow s3:DeleteObject below {self.url}",
+            url=self.url,
+        )
+
+    def delete_tree(self, name: str = "") -> None:
+        """Delete a document, or everything below a name."""
+        names = self.walk(name)
+        if not names and name and self.exists(name):
+            names = [name]
+        if names:
+            self.delete(names)
+
+    # -- how -----------------------------------------------------------------------------------
+
+    def _path(self, name: str) -> str:
+        return f"{self.path}/{name}" if name else self.path
+
+    def _make_folder_of(self, path: str) -> None:
+        """Where the store has folders, those above a document are there before it."""
+        parent = path.rpartition("/")[0]
+        if parent and not isinstance(self.fs, AsyncFileSystem):
+            self.fs.makedirs(parent, exist_ok=True)
+
+    def _pipe(self, path: str, data: bytes, *, create: bool) -> None:
+        mode = "create" if create else "overwrite"
+        if isinstance(self.fs, AsyncFileSystem):
+            self._call("pipe_file", path, data, mode=mode)
+            return
+        self._make_folder_of(path)
+        if not create:
+            self._replace(path, data)
+            return
+        try:
+            file = self.fs.open(path, "xb")
+        except (NotImplementedError, ValueError):  # it does not know this mode
+            self.fs.pipe_file(path, data, mode=mode)
+            return
+        with file:
+            file.write(data)
+
+    def _replace(self, path: str, data: bytes) -> None:
+        """Write a file in the place of another, which a writer that is late may still hold open: on
+        a local file system that one is not to be written into."""
+        if not isinstance(self.fs, LocalFileSystem):
+            self.fs.pipe_file(path, data)
+            return
+        fresh = f"{path}.{secrets.token_hex(4)}.new"
+        try:
+            self.fs.pipe_file(fresh, data)
+            self.fs.mv(fresh, path)
+        except BaseException:
+            with suppress(OSError):
+                self.fs.rm_file(fresh)
+            raise
+
+    def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the file system, within the deadline where it can have one."""
+        if not isinstance(self.fs, AsyncFileSystem):
+            kwargs.pop("refresh", None)
+            if method in _FROM_LISTINGS:
+                self.fs.invalidate_cache()  # others may have written there since it listed
+            return getattr(self.fs, method)(*args, **kwargs)
+        first = id(self.fs) not in _answered
+        seconds = FIRST_DEADLINE_S if first else DEADLINE_S
+        try:
+            if first and hasattr(self.fs, "set_session"):
+                with _session_lock:  # first requests at a time would each make a session
+                    sync(self.fs.loop, self.fs.set_session, timeout=seconds)
+            found = sync(
+                self.fs.loop, getattr(self.fs, f"_{method}"), *args, timeout=seconds, **kwargs
+            )
+        except FSTimeoutError:
+            raise StorageError(
+                f"{self.url}: no answer within {seconds:g} s; {no_answer(self.url)}", url=self.url
+            ) from None
+        except OSError as error:
+            if code_of(error) is not None:
+                _answered.add(id(self.fs))
+            raise
+        _answered.add(id(self.fs))
+        return found
+
+    @contextmanager
+    def _errors(self, doing: str, name: str, *, absent: bool = False) -> Iterator[None]:
+        """Errors of ours; ``absent``: that there is no such document is :class:`FileNotFoundError`,
+        and not the store's fault."""
+        url = f"{self.url}/{name}" if name else self.url
+        try:
+            yield
+        except CheckpointingException:
+            raise
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+            if code_of(error) == "NoSuchBucket" or not absent:
+                raise explained(doing, url, error) from error
+            raise FileNotFoundError(url) from None
+        except Exception as error:  # a store's library raises errors of its own
+            raise explained(doing, url, error) from error
+
+
+def _unless_there(write: Callable[[], None]) -> bool:
+    """Whether it wrote; ``False``: the store says that there is an object of that name."""
+    try:
+        write()
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if code_of(error) in _THERE_ALREADY:
+            return False
+        raise
+    return True
+
+
+def _written_at(about: Mapping[str, Any]) -> datetime | None:
+    when = next((about[name] for name in _WRITTEN_AT if about.get(name)), None)
+    if isinstance(when, int | float):
+        return datetime.fromtimestamp(when, UTC)
+    if not isinstance(when, datetime):
+        return None
+    return when if when.tzinfo is not None else when.replace(tzinfo=UTC)
+
+
+def remote_store(url: str, options: Mapping[str, Any]) -> RemoteStore:
+    """The store at a URL.
+
+    Raises:
+        StorageError: no such protocol, its package is missing, or the options do not fit.
+    """
+    fs = file_system(url, options)
+    return RemoteStore(url, fs, fs._strip_protocol(url))

@@ -1,0 +1,162 @@
+"""What a state dict holds beside its tensors, as JSON: values under flat keys, each with its path.
+
+It lies in the root document, and conversions carry it from one format to another. No pickle: see
+:mod:`shardstore.values.plain`. Knows neither files nor strategies, and imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from shardstore.errors import DamagedCheckpointError
+from shardstore.sharded.base import StateDict
+from shardstore.values import plain as plain_values
+
+__all__ = [
+    "BACKEND",
+    "MEMBER",
+    "VERSION",
+    "StatePath",
+    "StateRecord",
+    "as_json",
+    "as_text",
+    "is_long",
+]
+
+BACKEND, VERSION = "json", 1
+"""Name and version of the common backend that keeps such a record."""
+MEMBER = "state_dict"
+"""Member of ``attributes.shardstore`` of the root document."""
+
+MAX_INLINE_CHARACTERS = 64 * 1024
+"""Of a value's JSON in the root document, which everybody reads; longer ones are files."""
+
+StatePath = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class StateRecord:
+    """What a state dict holds beside its tensors, and how it is nested.
+
+    Attributes:
+        paths: flat key -> path in the nested state dict; a key without one stands for itself.
+        values: flat key -> JSON form of a value.
+        files: flat keys of what lies in files of its own.
+    """
+
+    paths: Mapping[str, StatePath] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
+    files: Sequence[str] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """As a member of the root document."""
+        paths = {key: list(path) for key, path in self.paths.items() if path != (key,)}
+        return {"paths": paths, "values": dict(self.values), "files": list(self.files)}
+
+    @classmethod
+    def from_root(cls, attributes: Mapping[str, Any], url: str) -> StateRecord | None:
+        """The record of a root group; ``None`` where there is none.
+
+        Raises:
+            DamagedCheckpointError: it is malformed.
+        """
+        about = attributes.get("shardstore")
+        found = about.get(MEMBER) if isinstance(about, Mapping) else None
+        if found is None:
+            return None
+        try:
+            paths = {str(key): tuple(path) for key, path in found["paths"].items()}
+            return cls(paths, dict(found["values"]), [str(key) for key in found["files"]])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise DamagedCheckpointError(
+                f"{url}/zarr.json: the record of the state dict is malformed "
+                f"({type(error).__name__}: {error}); load an earlier checkpoint",
+                url=url,
+            ) from error
+
+    def value(self, key: str, url: str) -> Any:
+        """A value by its flat key.
+
+        Raises:
+            DamagedCheckpointError: what is stored is not what was written.
+        """
+        try:
+            return plain_values.decode(self.values[key])
+        except (ValueError, RecursionError) as error:
+            raise DamagedCheckpointError(
+                f"{url}/zarr.json: the value of {key!r} can not be read ({error}); load an "
+                "earlier checkpoint",
+                key=key,
+                url=url,
+            ) from error
+
+    def nested(self, url: str, objects: Mapping[str, Any]) -> StateDict:
+        """All values in the nested state dict that they came from.
+
+        A list that holds tensors too, which are not here, is a dict from position to value.
+
+        Args:
+            url: of the checkpoint, for error texts.
+            objects: flat key -> object, for those in files.
+        """
+        state: StateDict = {}
+        known = {**{key: self.value(key, url) for key in self.values}, **objects}
+        for key, value in known.items():
+            _set(state, self.paths.get(key, (key,)), value)
+        mixed = {
+            path[:i]
+            for key, path in self.paths.items()
+            if key not in known
+            for i, name in enumerate(path)
+            if isinstance(name, int)
+        }
+        return {name: _lists_restored(value, (name,), mixed) for name, value in state.items()}
+
+
+class _Listed(dict[int, Any]):
+    """A list under construction, by index."""
+
+
+def _set(state: dict[Any, Any], path: StatePath, value: Any) -> None:
+    place: dict[Any, Any] = state
+    for name, following in pairwise(path):
+        fresh: dict[Any, Any] = _Listed() if isinstance(following, int) else {}
+        place = place.setdefault(name, fresh)
+    place[path[-1]] = value
+
+
+def _lists_restored(state: Any, path: StatePath, mixed: Container[StatePath]) -> Any:
+    if not isinstance(state, dict) or type(state) not in (dict, _Listed):
+        return state
+    items = {name: _lists_restored(value, (*path, name), mixed) for name, value in state.items()}
+    if type(state) is dict or path in mixed or sorted(items) != list(range(len(items))):
+        # A dict of numbers has such a path too.
+        return items
+    return [items[i] for i in range(len(items))]
+
+
+def as_json(value: object) -> Any:
+    """The JSON form of a value.
+
+    Raises:
+        NotPlainError: it has none.
+    """
+    return as_text(value)[0]
+
+
+def as_text(value: object) -> tuple[Any, str]:
+    """The JSON form of a value, and its text; errors as :func:`as_json`."""
+    try:
+        document = plain_values.encode(value)
+        return document, json.dumps(document, allow_nan=False)
+    except (ValueError, RecursionError) as error:
+        raise plain_values.NotPlainError(str(error)) from error
+
+
+def is_long(text: str) -> bool:
+    """Whether a value's JSON is a file of its own, beside the root document."""
+    return len(text) > MAX_INLINE_CHARACTERS
