@@ -6,9 +6,12 @@ TensorStore, and not from the process of the tests: TensorStore does not survive
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
+import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -110,11 +113,16 @@ def _main(
     temporary.write_bytes(payload)
     temporary.rename(Path(folder, f"{rank}.outcome"))
     failed = pickle.loads(payload)[0] == "raised"
-    if dist.is_initialized() and not failed:
-        dist.destroy_process_group()
-    if failed:
-        # The group may be beyond an orderly end; hanging here would hide the traceback.
-        os._exit(1)
+    if not failed:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        threading._shutdown()
+        atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Taking the interpreter apart would be three quarters of what a rank costs. After a failure the
+    # group may be beyond an orderly end; hanging here would hide the traceback.
+    os._exit(failed)
 
 
 def _collect(folder: Path, exit_codes: list[int | None], late: list[int]) -> list[Any]:
