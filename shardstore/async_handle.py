@@ -21,7 +21,6 @@ from typing import Any, Literal
 
 import torch
 
-from shardstore import async_handle as leaving
 from shardstore.errors import ArgumentError, SaveInProgressError
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
 from shardstore.progress import ProgressCallback
@@ -216,7 +215,7 @@ class AsyncSave:
         # A daemon, so that exit functions run while it does: what exit means is decided there.
         self._thread = threading.Thread(target=self._run, name="shardstore-save", daemon=True)
         self._at_exit = self._wait_at_exit if at_exit == "wait" else self._abort_at_exit
-        leaving.register(self._at_exit)
+        register(self._at_exit)
         self._thread.start()
 
     def _run(self) -> None:
@@ -237,7 +236,7 @@ class AsyncSave:
             # A handle may be kept for long: what it no longer needs goes.
             self._session.manifest = RankManifest(self._session.ranks.rank)
             self._session.base = None
-            leaving.unregister(self._at_exit)
+            unregister(self._at_exit)
             self._finished.set()
 
     def done(self) -> bool:

@@ -1,0 +1,85 @@
+"""The structure of the package: layers that import downwards, no circles, folders of a size."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import shardstore
+
+ROOT = Path(shardstore.__file__).parent
+FILES = 186
+TOP_MODULES = 16
+MODULES_IN_A_FOLDER = 16
+UPWARDS = 12
+
+# A room imports from its own layer and from those below it. "" is the package itself.
+LAYERS = (
+    "__main__ cli",
+    " convert dcp inspection manager",
+    "serialization async_handle",
+    "strategies",
+    "saving loading",
+    "sharded coverage distributed dtensor values mapping dict_utils state_dict_utils optimizer "
+    "validation exchange_utils core utils",
+    "storage",
+    "errors progress zarr_dtypes",
+)
+LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms.split(" ")}
+
+
+def name_of(file: Path) -> str:
+    parts = file.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(file): ast.parse(file.read_text()) for file in ROOT.rglob("*.py")}
+
+
+def imports(node: ast.AST, inside_functions: bool) -> Iterator[str]:
+    """The package's modules that ``node`` imports, but for those that only type checkers see."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and not inside_functions:
+            continue
+        if isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names if alias.name in MODULES)
+        elif isinstance(child, ast.ImportFrom) and child.module in MODULES:
+            for alias in child.names:
+                inner = f"{child.module}.{alias.name}"
+                yield inner if inner in MODULES else child.module
+        yield from imports(child, inside_functions)
+
+
+def room(module: str) -> str:
+    return f"{module}..".split(".")[1]
+
+
+def test_no_circle_of_imports() -> None:
+    arrows = {module: set(imports(tree, False)) for module, tree in MODULES.items()}
+    # What imports nothing that is left is in no circle.
+    while free := {module for module, others in arrows.items() if not others & arrows.keys()}:
+        for module in free:
+            del arrows[module]
+    assert not arrows
+
+
+def test_rooms_import_only_downwards() -> None:
+    upwards = [
+        f"{module} imports {other}"
+        for module, tree in MODULES.items()
+        for other in sorted(set(imports(tree, True)))
+        if LAYER[room(other)] < LAYER[room(module)]
+    ]
+    assert len(upwards) <= UPWARDS, "\n".join(upwards)
+
+
+def test_sizes() -> None:
+    folders = Counter(file.parent for file in ROOT.rglob("*.py") if file.name != "__init__.py")
+    top = folders.pop(ROOT)
+    assert top <= TOP_MODULES
+    assert {str(f): n for f, n in folders.items() if n > MODULES_IN_A_FOLDER} == {}
+    assert len(MODULES) <= FILES
