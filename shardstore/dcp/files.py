@@ -31,7 +31,7 @@ from shardstore.errors import (
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box, Grid, flat_range_boxes
-from shardstore.storage.format.names import DCP_METADATA_NAME
+from shardstore.storage.format.names import DCP_METADATA_NAME, require_inside
 from shardstore.storage.movers.chunks import RegionRead
 from shardstore.storage.movers.parallel import default_threads, run_batched
 from shardstore.storage.movers.ranges import FileRanges, RangeFile
@@ -310,9 +310,7 @@ def _parsed(location: Location, metadata: _Inert) -> DcpFiles:
                 key=index.get("fqn"),
                 url=location.url,
             )
-        name = str(info.get("relative_path"))
-        if os.path.isabs(name) or ".." in name.split("/"):
-            raise ValueError(f"a file outside of the checkpoint: {name!r}")
+        name = require_inside(info.get("relative_path"), f"{location.url}/{METADATA_NAME}")
         extent = Extent(name, int(info.get("offset")), int(info.get("length")))
         offset = index.get("offset")
         stored[index.get("fqn"), None if offset is None else tuple(offset)] = extent

@@ -147,7 +147,7 @@ class SmallArrays:
     def _known(self, node: str) -> SmallArray | None:
         """An array as its document and the manifest have it; ``None``: not for this look."""
         text, place = self._texts.get(node), self._manifest.place(node)
-        if text is None or place is None or "/" in node or node in ("", ".", ".."):
+        if text is None or place is None or "/" in node:
             return None
         first, count, size = place
         try:

@@ -207,20 +207,24 @@ class StoredCheckpoint:
 
         Raises:
             NotACheckpointError: nothing of ours is there.
+            StorageError: a symbolic link leads to an array; nothing was removed.
         """
-        doomed = {meta.node for key, meta in self.arrays.items() if key.startswith(key_prefix)}
+        listed = {meta.node for key, meta in self.arrays.items() if key.startswith(key_prefix)}
         manifest = None if self.root is None else self.manifest
-        if self.root is not None and doomed:
-            kept = [
-                (node, json.dumps(document, separators=(",", ":"), ensure_ascii=False))
-                for node, document in self.root.documents.items()
-                if node not in doomed
-            ]
-            text = documents.root_document(kept, self._attributes_without(doomed))
-            self.location.replace("zarr.json", text.encode())
+        doomed = set(listed)
         if self.root is not None and manifest is not None:
             unlisted = {node for node, _, _ in manifest.arrays} - set(self.root.documents)
             doomed |= {node for node in unlisted if (key_of(node) or "").startswith(key_prefix)}
+        for node in doomed:
+            self.location.require_no_link_to(node)
+        if self.root is not None and listed:
+            kept = [
+                (node, json.dumps(document, separators=(",", ":"), ensure_ascii=False))
+                for node, document in self.root.documents.items()
+                if node not in listed
+            ]
+            text = documents.root_document(kept, self._attributes_without(listed))
+            self.location.replace("zarr.json", text.encode())
         self._delete_arrays(sorted(doomed))
         if manifest is not None and doomed:
             self.location.replace(MANIFEST_NAME, manifest.without(doomed).to_bytes())
@@ -236,11 +240,13 @@ class StoredCheckpoint:
             store.delete([name for name in files if not is_object_file(name.rpartition("/")[2])])
             return
         for node in nodes:
-            for name in self.location.listing(node):
-                if not is_object_file(name):
-                    self.location.delete(f"{node}/{name}")
-            if not self.location.listing(node):
-                self.location.delete(node)
+            if not self.location.is_link(node):  # of which the link alone is removed
+                for name in self.location.listing(node):
+                    if not is_object_file(name):
+                        self.location.delete(f"{node}/{name}")
+                if self.location.listing(node):
+                    continue
+            self.location.delete(node)
 
     def _attributes_without(self, nodes: set[str]) -> dict[str, Any]:
         """Attributes of the root group, less the checksums of some arrays."""

@@ -26,7 +26,7 @@ from shardstore.loading.context import open_checkpoint
 from shardstore.mapping import ShardedObject, ShardedStateDict, StateDict, is_main_replica
 from shardstore.saving.session import session_of
 from shardstore.storage.commit.object_files import is_object_file
-from shardstore.storage.format.names import COMMON_STATE_NAME, key_of, node_name
+from shardstore.storage.format.names import COMMON_STATE_NAME, is_inside, key_of, node_name
 from shardstore.storage.handed import read_document
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.object_io import read_objects
@@ -275,7 +275,7 @@ def _object_files(location: Location) -> Iterator[tuple[str, str]]:
 def _names_of(sharded: ShardedObject) -> list[str]:
     """What an object's file may be called, the most likely first."""
     names = (object_file(sharded), f"{sharded.unique_key}.pt", json_object_file(sharded))
-    return [name for name in dict.fromkeys(names) if ".." not in name.split("/")]
+    return [name for name in dict.fromkeys(names) if is_inside(name)]
 
 
 def _read_beside(

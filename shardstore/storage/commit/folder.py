@@ -248,14 +248,10 @@ def delete_folder(location: Location) -> None:
     """Delete a checkpoint: its commit first. Foreign files, and then the folder, stay.
 
     Where all of it is ours it goes in one step to the name of an attempt, which the next save or
-    sweep clears if this process dies on the way. A symbolic link goes after the folder that it
-    leads to.
+    sweep clears if this process dies on the way. Of a symbolic link the link alone is removed.
     """
     if os.path.islink(location.url):
-        target = Location.of(os.path.realpath(location.url))
-        delete_folder(target)
-        if not target.exists():
-            location.delete()
+        location.delete()
         return
     ours = _own_names(location)
     if ours.issuperset(location.listing()):
@@ -443,7 +439,10 @@ def _start_of(pid: int) -> str | None:
 
 
 def is_dead(attempt: Location) -> bool:
-    """Whether the process of an attempt ran on this host and is gone."""
+    """Whether the process of an attempt ran on this host and is gone. A symbolic link is no
+    attempt."""
+    if os.path.islink(attempt.url):
+        return False
     if attempt.is_dir() and not attempt.listing():
         return not attempt.name.endswith(".begin")
     try:

@@ -55,7 +55,7 @@ def described_nodes(location: Location, names: Collection[str]) -> frozenset[str
 def _of_root(location: Location) -> set[str]:
     try:
         root = parse_root(location.read("zarr.json"), f"{location.url}/zarr.json")
-    except (FileNotFoundError, NotACheckpointError, FormatVersionError):
+    except (FileNotFoundError, NotACheckpointError, DamagedCheckpointError, FormatVersionError):
         return set()
     # What another program's group names is not ours.
     return set() if root.format_version is None else set(root.documents)

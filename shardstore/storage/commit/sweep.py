@@ -118,7 +118,7 @@ def delete_checkpoint(
     place: str | os.PathLike[str] | Location, *, storage_options: Mapping[str, Any] | None = None
 ) -> None:
     """Delete a checkpoint: its commit first, so that no reader opens what is half gone, then its
-    data. Foreign files stay. A symbolic link is followed, and goes too. Called by one process.
+    data. Foreign files stay. Of a symbolic link the link alone is removed. Called by one process.
 
     In an object store the place is claimed before, as by a save. Of a deletion and a save at the
     same time the one that claimed later goes on.

@@ -28,7 +28,7 @@ from shardstore.errors import AccessPatternError, DamagedCheckpointError
 from shardstore.storage.format import documents
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Grid, inner_blocks
-from shardstore.storage.format.names import MANIFEST_NAME, node_name
+from shardstore.storage.format.names import MANIFEST_NAME, node_name, require_inside
 from shardstore.storage.format.rank_report import RankReport, pack_report
 from shardstore.storage.movers.checksums import crc32c
 
@@ -355,7 +355,8 @@ class Manifest:
         columns = _unpack(data, url)
         try:
             arrays = [
-                (str(node), int(n), int(size)) for node, n, size in _json_of(columns["arrays"])
+                (require_inside(node, url), int(n), int(size))
+                for node, n, size in _json_of(columns["arrays"])
             ]
             manifest = cls(
                 arrays,

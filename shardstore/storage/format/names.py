@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from urllib.parse import unquote
 
-from shardstore.errors import KeyNameError
+from shardstore.errors import DamagedCheckpointError, KeyNameError
 
 __all__ = [
     "COMMON_STATE_NAME",
@@ -26,8 +26,10 @@ __all__ = [
     "MAX_NAME_BYTES",
     "RESERVED",
     "check_collisions",
+    "is_inside",
     "key_of",
     "node_name",
+    "require_inside",
 ]
 
 MAX_NAME_BYTES = 200
@@ -78,6 +80,33 @@ def key_of(name: str) -> str | None:
     if "%~" in name:
         return None
     return unquote(name, errors="surrogateescape")
+
+
+def is_inside(name: object) -> bool:
+    """Whether a name leads to something below the folder that it is relative to."""
+    if not isinstance(name, str) or "\0" in name:
+        return False
+    return {"", ".", ".."}.isdisjoint(name.split("/"))
+
+
+def require_inside(name: object, url: str) -> str:
+    """Return a name that a document gives, if it does not leave the checkpoint. Every name that a
+    checkpoint gives goes through here before a path is made of it.
+
+    Args:
+        name: relative to the checkpoint's folder.
+        url: of the document, for the error text.
+
+    Raises:
+        DamagedCheckpointError: it leads elsewhere.
+    """
+    if not isinstance(name, str) or not is_inside(name):
+        raise DamagedCheckpointError(
+            f"{url} names {name!r}, which is outside of the checkpoint: it is damaged, or was not "
+            "written by a checkpointing program; load an earlier checkpoint",
+            url=url,
+        )
+    return name
 
 
 def check_collisions(keys: Iterable[str]) -> None:

@@ -140,12 +140,19 @@ def _chunk_encoding(codecs: Any, encoding: Any) -> tuple[tuple[str, ...] | None,
     """Names of codecs that can be undone here, and what is between a chunk key's numbers."""
     if encoding["name"] != "default":
         raise ValueError(f"chunk keys {encoding['name']!r}")
-    separator = (encoding.get("configuration") or {}).get("separator", "/")
+    separator = _separator((encoding.get("configuration") or {}).get("separator", "/"))
     codec_names = [codec["name"] for codec in codecs] or [""]
     chain: tuple[str, ...] | None = tuple(codec_names[1:])
     if codec_names[0] != "bytes" or chain not in _CHAINS or _big(codecs):
         chain = None
     return chain, separator
+
+
+def _separator(value: object) -> str:
+    """What is between a chunk key's numbers: any other text could lead out of the checkpoint."""
+    if value not in (".", "/"):
+        raise ValueError(f"separator {value!r}")
+    return str(value)
 
 
 def crcs_of(sums: str, chunks: int) -> bytes | None:
@@ -178,6 +185,7 @@ def parse_v2_array(node: str, text: str | bytes, url: str) -> ArrayMeta:
         if len(grid.chunk_shape) != len(grid.shape):
             raise ValueError(f"chunks {grid.chunk_shape} for shape {grid.shape}")
         plain = document.get("compressor") is None and not document.get("filters")
+        separator = _separator(document.get("dimension_separator", "."))
     except (KeyError, TypeError, ValueError) as error:
         raise FormatVersionError(
             f"{url} is no Zarr v2 array that this version of shardstore reads "
@@ -191,7 +199,7 @@ def parse_v2_array(node: str, text: str | bytes, url: str) -> ArrayMeta:
         dtype=dtypes.v2_dtype_name(document["dtype"]),
         codecs=() if plain else None,
         zarr_format=2,
-        separator=document.get("dimension_separator", "."),
+        separator=separator,
         document=document,
     )
 

@@ -23,6 +23,7 @@ from shardstore.storage.format.documents import (
     ArrayMeta,
     array_document,
 )
+from shardstore.storage.format.names import require_inside
 from shardstore.storage.format.parsing import ArrayParser, crcs_of, json_object
 
 __all__ = ["RootDocument", "parse_root"]
@@ -111,7 +112,6 @@ class RootDocument:
             if node in without:
                 continue
             if isinstance(document, dict) and document.get("node_type") == "array":
-                _check_node(node, self.url)
                 meta = parser.parse(node, document, f"{self.url}/{node}", sums.get(node))
                 out[meta.key] = meta
         return out
@@ -126,7 +126,6 @@ class RootDocument:
         for node, text, layout, axes, key, shards in members:
             if node in without:
                 continue
-            _check_node(node, self.url)
             like = known.get((layout, shards))
             if like is None:
                 url = f"{self.url}/{node}"
@@ -176,20 +175,12 @@ class RootDocument:
         return sums if isinstance(sums, dict) else {}
 
 
-def _check_node(node: str, url: str) -> None:
-    plain = "/" not in node and node not in ("", ".", "..")
-    if not plain and any(part in ("", ".", "..") for part in node.split("/")):
-        raise NotACheckpointError(
-            f"{url} names an array {node!r}, which is outside of the checkpoint: it is damaged",
-            url=url,
-        )
-
-
 def parse_root(text: str | bytes, url: str) -> RootDocument:
     """Parse the root group's document.
 
     Raises:
         NotACheckpointError: not a Zarr v3 group.
+        DamagedCheckpointError: a name in it leads out of the checkpoint.
         FormatVersionError: written by a later format.
     """
     members: dict[str, Any] | list[_Member]
@@ -207,8 +198,9 @@ def parse_root(text: str | bytes, url: str) -> RootDocument:
         raise NotACheckpointError(
             f"{url} is no Zarr v3 group; is not a distributed checkpoint of this format", url=url
         )
-    attributes = document.get("attributes") or {}
-    about = attributes.get("shardstore") if isinstance(attributes, dict) else None
+    attributes = document.get("attributes")
+    attributes = attributes if isinstance(attributes, dict) else {}
+    about = attributes.get("shardstore")
     version: int | None = None
     if isinstance(about, dict):
         version = about.get("format_version")
@@ -219,7 +211,11 @@ def parse_root(text: str | bytes, url: str) -> RootDocument:
                 f"{FORMAT_VERSION}: upgrade shardstore to load it",
                 url=url,
             )
-    return RootDocument(url, attributes, version, members, consolidated)
+    root = RootDocument(url, attributes, version, members, consolidated)
+    nodes = members if isinstance(members, dict) else [member.node for member in members]
+    for name in (*nodes, *root.file_sums):
+        require_inside(name, url)
+    return root
 
 
 def _taken_apart(text: str | bytes) -> tuple[dict[str, Any], list[_Member]] | None:

@@ -124,6 +124,7 @@ _REMEDIES = {
     errno.EACCES: "permission is denied: check the owner and mode of the folder",
     errno.EPERM: "the operation is not permitted: check the owner and mode of the folder",
     errno.EMFILE: "too many files are open: raise the limit (ulimit -n)",
+    errno.ELOOP: "a symbolic link leads to itself, or is where a file is to be written: remove it",
     errno.ENAMETOOLONG: "the path is too long: shorten the key or the folder",
     errno.ENOENT: "the folder is not there: it can not be made, or something removed it "
     "while it was in use",
@@ -148,6 +149,10 @@ def store_errors(doing: str, url: str, *, key: str | None = None) -> Iterator[No
         )
         failure.errno = error.errno
         raise failure from error
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def given_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -297,16 +302,17 @@ class Location:
         return self.remote.read(name)
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a small document whole, folders included.
+        """Write a small document whole, folders included, and never through a symbolic link.
 
         Raises:
             StorageError: the store refused.
         """
         if self.is_local:
-            file = self.path / name
-            with store_errors("writing", str(file)):
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_bytes(data)
+            path = self._own_path(name)
+            with store_errors("writing", path):
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                with open(path, "wb", opener=_open_no_link) as file:
+                    file.write(data)
             return
         self.remote.write(name, data)
 
@@ -319,11 +325,11 @@ class Location:
         if not self.is_local:
             self.write(name, data)
             return
-        path = f"{self.url}/{name}"
+        path = self._own_path(name)
         fresh = f"{path}.new-{os.getpid()}"
         with store_errors("replacing", path):
             try:
-                with open(fresh, "wb") as file:
+                with open(fresh, "wb", opener=_open_no_link) as file:
                     file.write(data)
                     file.flush()
                     os.fsync(file.fileno())
@@ -369,9 +375,14 @@ class Location:
         return self.remote.listing(name)
 
     def delete(self, name: str = "") -> None:
-        """Remove a document or a folder with all below it; nothing there is no error."""
-        target = f"{self.url}/{name}" if name else self.url
+        """Remove a document or a folder with all below it; nothing there is no error. Of a symbolic
+        link the link itself is removed.
+
+        Raises:
+            StorageError: the store refused, or a symbolic link leads to it.
+        """
         if self.is_local:
+            target = self._own_path(name)
             with store_errors("removing", target):
                 if os.path.isdir(target) and not os.path.islink(target):
                     shutil.rmtree(target)
@@ -379,6 +390,27 @@ class Location:
                     os.unlink(target)
             return
         self.remote.delete_tree(name)
+
+    def is_link(self, name: str) -> bool:
+        """Whether a name is a symbolic link of the operating system."""
+        return self.is_local and os.path.islink(f"{self.url}/{name}")
+
+    def require_no_link_to(self, name: str) -> None:
+        """Raise :class:`StorageError` if a folder between this location and a name below it is a
+        symbolic link: nothing is written or removed behind one."""
+        parts = name.split("/")
+        for above in ("/".join(parts[:n]) for n in range(1, len(parts))):
+            if self.is_link(above):
+                raise StorageError(
+                    f"{self.url}/{above} is a symbolic link, and nothing is written or removed "
+                    f"behind one: put the folder that it leads to in its place, or remove {above}",
+                    url=f"{self.url}/{name}",
+                )
+
+    def _own_path(self, name: str) -> str:
+        """Local path of what is written or removed; errors as :meth:`require_no_link_to`."""
+        self.require_no_link_to(name)
+        return f"{self.url}/{name}" if name else self.url
 
     def __str__(self) -> str:
         return self.url

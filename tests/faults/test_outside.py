@@ -1,0 +1,237 @@
+"""Whatever a checkpoint says, and wherever links in it lead: nothing outside of it is changed."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shardstore
+from shardstore import CheckpointManager, ShardedTensor
+from shardstore.dcp.files import DcpFiles
+from shardstore.errors import (
+    DamagedCheckpointError,
+    FormatVersionError,
+    StorageError,
+)
+from shardstore.storage.commit.folder import _owner, delete_folder
+from shardstore.storage.commit.sweep import delete_checkpoint, sweep
+from shardstore.storage.stores.location import Location
+
+OUTSIDE = ["../precious", "optimizer/../../precious", "a//b", "/etc", "", ".", "..", "./a", "a/"]
+
+
+def tensors(*keys: str) -> dict[str, Any]:
+    return {key: ShardedTensor.from_rank_offsets(key, torch.ones(4)) for key in keys}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    shardstore.save(tensors("optimizer.a", "optimizer.b", "model"), tmp_path / "c")
+    return tmp_path / "c"
+
+
+@pytest.fixture
+def precious(tmp_path: Path) -> Path:
+    """What must stay as it is, and looks like an array of ours."""
+    folder = tmp_path / "precious"
+    shardstore.save(tensors("w"), tmp_path / "other")
+    (tmp_path / "other" / "w").rename(folder)
+    (folder / "thesis.tex").write_text("years of work")
+    return folder
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def remove(place: Path, prefix: str) -> None:
+    shardstore.remove_sharded_tensors(str(place), prefix)
+
+
+def edit_manifest(place: Path, change: Callable[[list[Any]], None]) -> None:
+    with np.load(place / "manifest.npz") as found:
+        columns = dict(found)
+    arrays = json.loads(zlib.decompress(columns["arrays"].tobytes()))
+    change(arrays)
+    columns["arrays"] = np.frombuffer(zlib.compress(json.dumps(arrays).encode()), np.uint8)
+    np.savez(place / "manifest.npz", **columns)
+
+
+def edit_json(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+
+
+def members(root: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = root["consolidated_metadata"]["metadata"]
+    return found
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_name_in_the_manifest(saved: Path, precious: Path, name: str) -> None:
+    before = content(precious)
+
+    def rename(arrays: list[Any]) -> None:
+        arrays[-1][0] = name
+
+    edit_manifest(saved, rename)
+    edit_json(saved / "zarr.json", lambda root: members(root).pop("optimizer.b"))
+    with pytest.raises(DamagedCheckpointError, match="outside of the checkpoint"):
+        remove(saved, "")
+    delete_checkpoint(saved)
+    assert content(precious) == before
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize("kind", ["array", "group"])
+def test_a_name_in_the_root(saved: Path, precious: Path, name: str, kind: str) -> None:
+    before = content(precious)
+
+    def rename(root: dict[str, Any]) -> None:
+        members(root)[name] = {**members(root).pop("model"), "node_type": kind}
+
+    edit_json(saved / "zarr.json", rename)
+    for attempt in (
+        lambda: remove(saved, ""),
+        lambda: shardstore.load_plain_tensors(str(saved)),
+    ):
+        with pytest.raises(DamagedCheckpointError, match="outside of the checkpoint"):
+            attempt()
+    assert content(precious) == before
+
+
+def test_a_name_of_a_file_in_the_root(saved: Path) -> None:
+    def add(root: dict[str, Any]) -> None:
+        sums = root["attributes"]["shardstore"].setdefault("file_crc32c", {})
+        sums["../precious/thesis.tex"] = 1
+
+    edit_json(saved / "zarr.json", add)
+    with pytest.raises(DamagedCheckpointError, match="outside of the checkpoint"):
+        shardstore.load_plain_tensors(str(saved))
+
+
+def test_a_separator_that_leads_elsewhere(saved: Path) -> None:
+    def change(root: dict[str, Any]) -> None:
+        encoding = members(root)["model"]["chunk_key_encoding"]
+        encoding["configuration"]["separator"] = "/../../precious/"
+
+    edit_json(saved / "zarr.json", change)
+    with pytest.raises(FormatVersionError, match="separator"):
+        shardstore.load_plain_tensors(str(saved))
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_name_in_the_metadata_of_dcp(tmp_path: Path, name: str) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "d", no_dist=True)
+    metadata = pickle.loads((tmp_path / "d" / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = name
+    out = io.BytesIO()
+    pickle.dump(metadata, out)
+    with pytest.raises(DamagedCheckpointError, match="outside of the checkpoint"):
+        DcpFiles.parse(Location.of(tmp_path / "d"), out.getvalue())
+
+
+def test_an_array_that_is_a_link(saved: Path, precious: Path) -> None:
+    """Reads follow it; a removal takes the link alone."""
+    before = content(precious)
+    (saved / "model").rename(saved.parent / "cache")
+    (saved / "model").symlink_to(saved.parent / "cache")
+    assert torch.equal(shardstore.load_plain_tensors(str(saved))["model"], torch.ones(4))
+    kept = content(saved.parent / "cache")
+    remove(saved, "model")
+    assert not (saved / "model").is_symlink()
+    assert content(saved.parent / "cache") == kept
+    (saved / "optimizer.a" / "more").symlink_to(precious)
+    remove(saved, "optimizer")
+    assert not (saved / "optimizer.a").exists()
+    assert content(precious) == before
+
+
+def test_a_node_behind_a_link(saved: Path, precious: Path) -> None:
+    (saved / "deep").symlink_to(precious.parent)
+
+    def rename(root: dict[str, Any]) -> None:
+        members(root)["deep/precious"] = members(root).pop("model")
+
+    edit_json(saved / "zarr.json", rename)
+    before, root = content(precious), (saved / "zarr.json").read_bytes()
+    with pytest.raises(StorageError, match="deep is a symbolic link"):
+        remove(saved, "model")
+    assert (saved / "zarr.json").read_bytes() == root
+    delete_checkpoint(saved)
+    assert content(precious) == before
+
+
+@pytest.mark.parametrize("name", [".owner.json", "zarr.json", "common.pt", "model/c.0"])
+def test_a_document_that_is_a_link(saved: Path, precious: Path, name: str) -> None:
+    thesis = precious / "thesis.tex"
+    if (saved / name).exists():
+        thesis.write_bytes((saved / name).read_bytes())
+        (saved / name).unlink()
+    (saved / name).symlink_to(thesis)
+    before = content(precious)
+    delete_folder(Location.of(saved))
+    assert content(precious) == before
+    assert not saved.exists()
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path, precious: Path) -> None:
+    before = content(precious)
+    place = Location.of(tmp_path / "place")
+    place.path.mkdir()
+    (place.path / "file").symlink_to(precious / "thesis.tex")
+    (place.path / "folder").symlink_to(precious)
+    for name in ("file", "folder/thesis.tex", "folder/new"):
+        with pytest.raises(StorageError, match="symbolic link"):
+            place.write(name, b"x")
+    with pytest.raises(StorageError, match="symbolic link"):
+        place.replace("folder/thesis.tex", b"x")
+    with pytest.raises(StorageError, match="symbolic link"):
+        place.delete("folder/thesis.tex")
+    place.replace("file", b"x")
+    assert (place.path / "file").read_bytes() == b"x"
+    place.delete("folder")
+    assert content(precious) == before
+
+
+def test_retention_and_a_step_that_is_a_link(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path / "run", keep_last=1)
+    manager.save(1, tensors("w"))
+    manager.wait()
+    (step,) = (tmp_path / "run").iterdir()
+    step.rename(tmp_path / "elsewhere")
+    step.symlink_to(tmp_path / "elsewhere")
+    before = content(tmp_path / "elsewhere")
+    manager.save(2, tensors("w"))
+    manager.save(3, tensors("w"))
+    manager.wait()
+    manager.close()
+    assert not step.is_symlink()
+    assert content(tmp_path / "elsewhere") == before
+
+
+def test_sweeps_and_an_attempt_that_is_a_link(tmp_path: Path, precious: Path) -> None:
+    (precious / ".owner.json").write_text(json.dumps({**_owner(), "started": "-"}))
+    root = tmp_path / "run"
+    root.mkdir()
+    for folder in (precious, tmp_path / "empty"):
+        folder.mkdir(exist_ok=True)
+        (root / f".step-4.attempt-{folder.name}").symlink_to(folder)
+    before = content(precious)
+    sweep(root, dry_run=False)
+    shardstore.save(tensors("w"), root / "step-4")
+    assert content(precious) == before
+    assert (tmp_path / "empty").is_dir()
