@@ -13,23 +13,23 @@ import atexit
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 
 from shardstore.errors import ArgumentError, SaveInProgressError
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
-from shardstore.progress import ProgressCallback
 from shardstore.saving import background
-from shardstore.saving.run import SaveCall, options_of
+from shardstore.saving.run import SaveCall
 from shardstore.saving.session import SaveSession
 from shardstore.serialization import begin_save
 from shardstore.storage.format.manifest import RankManifest
 from shardstore.storage.movers.parallel import yield_to_others
+from shardstore.storage.options import SaveKeywords, options_of
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import SaveCommonStrategy, SaveShardedStrategy
 
@@ -94,21 +94,11 @@ def async_save(
     preprocess_common_before_consistancy_check: Callable[[CommonStateDict], StateDict]
     | None = None,
     content_metadata: dict[str, Any] | None = None,
-    overwrite: bool = False,
-    durable: bool = True,
     overlap_staging: bool = False,
-    staging_budget_bytes: int | None = None,
-    base: str | Path | None = None,
-    verify_base: bool = False,
-    compression: str | None = None,
-    array_documents: bool = True,
-    replica_group: Any = None,
     when_busy: Literal["wait", "refuse"] = "wait",
     at_exit: Literal["wait", "abort"] = "wait",
-    storage_options: Mapping[str, Any] | None = None,
-    allow_unconditional: bool = False,
-    progress: ProgressCallback | Literal["bar"] | None = None,
     _error: BaseException | None = None,
+    **options: Unpack[SaveKeywords],
 ) -> AsyncSave:
     """Save a sharded state dict while training goes on.
 
@@ -119,18 +109,17 @@ def async_save(
     for the handle before ``destroy_process_group``, which would take the ranks from each other.
 
     Args:
-        sharded_state_dict: see :func:`shardstore.save`; so for all arguments not described here.
+        sharded_state_dict: see :func:`shardstore.save`, also for the arguments that are not
+            described here.
         sharded_strategy: must be one that can save asynchronously, as the default.
         common_strategy: how the rest is stored; it is written before the call returns.
-        durable: wait, in the background, until everything is on the disk before the commit.
         overlap_staging: return at once and copy in the background; call
             :meth:`AsyncSave.wait_staged` before the state is changed.
-        staging_budget_bytes: host memory for the copy, on each rank; default: as much as the
-            rank's state. With less, copying waits for writing, chunk by chunk.
         when_busy: while the save before this one runs, wait for it, or refuse with an error.
         at_exit: an interpreter that exits waits for the save, or aborts it (nothing is committed).
-        progress: called from the background.
-        _error: what went wrong on this rank before, to be raised on every rank.
+        **options: how the checkpoint is written, as for :func:`shardstore.save`. ``progress`` is
+            called from the background.
+        _error: an earlier error of this rank, which every rank raises.
 
     Returns:
         A handle on the save.
@@ -151,17 +140,12 @@ def async_save(
             raise ArgumentError(f"at_exit={at_exit!r} must be 'wait' or 'abort'")
     except ArgumentError as problem:
         error = error or problem  # met by all ranks together
-    options, error = options_of(
-        error,
-        overwrite=overwrite,
-        durable=durable,
+    chosen, error = options_of(
+        "async_save",
+        options,
+        error=error,
         validate=validate_access_integrity,
-        staging_budget_bytes=staging_budget_bytes,
         overlap_staging=overlap_staging,
-        compression=compression,
-        array_documents=array_documents,
-        verify_base=verify_base,
-        allow_unconditional=allow_unconditional,
     )
     if _latest is not None and not _latest.done():
         if when_busy != "refuse":
@@ -175,16 +159,12 @@ def async_save(
     call = SaveCall(
         sharded_state_dict=sharded_state_dict,
         checkpoint_dir=checkpoint_dir,
-        options=options,
+        options=chosen,
         sharded_strategy=sharded_strategy,
         common_strategy=common_strategy,
         async_sharded_save=True,
         preprocess_common_before_consistancy_check=preprocess_common_before_consistancy_check,
         content_metadata=content_metadata,
-        base=base,
-        replica_group=replica_group,
-        storage_options=storage_options,
-        progress=progress,
         error=error,
         later=RANKS_PURPOSE,
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, Unpack, cast
 
 import torch
 
@@ -29,8 +29,9 @@ from shardstore.loading.replicas import DEFAULT_BUDGET_BYTES
 from shardstore.loading.run import LoadCall, run_load
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
 from shardstore.progress import ProgressCallback
-from shardstore.saving.run import SaveCall, options_of, run_save
+from shardstore.saving.run import SaveCall, run_save
 from shardstore.saving.session import SaveSession
+from shardstore.storage.options import SaveKeywords, options_of
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import (
@@ -70,18 +71,7 @@ def save(
     preprocess_common_before_consistancy_check: Callable[[CommonStateDict], StateDict]
     | None = None,
     content_metadata: dict[str, Any] | None = None,
-    *,
-    overwrite: bool = False,
-    durable: bool = True,
-    storage_options: Mapping[str, Any] | None = None,
-    allow_unconditional: bool = False,
-    staging_budget_bytes: int | None = None,
-    base: str | Path | None = None,
-    verify_base: bool = False,
-    compression: str | None = None,
-    array_documents: bool = True,
-    replica_group: Any = None,
-    progress: ProgressCallback | Literal["bar"] | None = None,
+    **options: Unpack[SaveKeywords],
 ) -> AsyncRequest | None:
     """Save a sharded state dict as one checkpoint, whole or not at all.
 
@@ -104,39 +94,12 @@ def save(
             that can.
         preprocess_common_before_consistancy_check: applied to a copy of the common values before
             they are compared.
-        content_metadata: kept in the checkpoint, and as plain attributes of the root group where
-            it is JSON.
-        overwrite: replace a checkpoint that is there. In a folder it stays readable until the new
-            one takes its place; in an object store it goes first, so that there is none for a
-            while, and never a mixed one.
-        durable: wait until everything is on the disk before the commit.
-        storage_options: of an object store, by fsspec's names (``key``, ``secret``,
-            ``endpoint_url``, ``profile`` ...); what is not given comes from the environment and
-            profiles.
-        allow_unconditional: see :attr:`SaveOptions.allow_unconditional`.
-        staging_budget_bytes: host memory for the copy of an asynchronous save; default: as much as
-            this rank's state takes.
-        base: an earlier checkpoint: chunks that are the same there, by a 128-bit hash, are linked,
-            or in the same object store copied by the store itself, and not sent again. Each
-            checkpoint is whole by itself, any may be deleted. What was spared is ``reused_bytes``
-            in the commit record, and logged. A chunk that is missing there, of another size, or
-            that ends in another checksum is sent, with a warning. Linked files are one file: what
-            damages one damages all.
-        verify_base: read each chunk of the base, and hold it against its checksums, before it is
-            taken over; what is damaged is sent, with a warning. Reads as many bytes as are taken
-            over, from an object store through this host.
-        compression: ``"zstd"`` (level 1) for each chunk; default: none.
-        array_documents: give each array a ``zarr.json`` of its own beside the root's copy. Without
-            them an object store takes half as many requests where each array is one chunk.
-            ``zarr.open_group`` and xarray, which read the root's consolidated metadata, find all
-            arrays all the same; ``zarr.open_array(url/node)`` and TensorStore, by an array's own
-            path, find none, and ``zarr.open_group(url, use_consolidated=False)`` shows none. For
-            the Zarr v2 layout, which has no root document, ``False`` is refused.
-        replica_group: a process group (this rank's data-parallel group) whose ranks hold the same
-            shards: they share out the chunks by size. Where they do not, main replicas write. With
-            a group given, those whose ``replica_id`` is not the main one need their data too.
-        progress: called with a :class:`shardstore.progress.Progress` as this rank's chunks are
-            written, from any thread; or ``"bar"``: a bar on standard error, on rank 0 alone.
+        content_metadata: kept in the checkpoint; its JSON-serialisable part also becomes plain
+            attributes of the root group.
+        **options: how the checkpoint is written, see
+            :class:`~shardstore.storage.options.SaveOptions`: ``overwrite``, ``durable``,
+            ``storage_options``, ``allow_unconditional``, ``staging_budget_bytes``, ``base``,
+            ``verify_base``, ``compression``, ``array_documents``, ``replica_group``, ``progress``.
 
     Returns:
         ``None``, or the request if ``async_sharded_save``: the state may be changed by then; an
@@ -146,34 +109,22 @@ def save(
     Raises:
         CheckpointExistsError: there is a checkpoint, and ``overwrite`` was not given.
         AccessPatternError: shards overlap, leave a gap, or do not fit together.
-        DTypeMismatchError, ShapeMismatchError, KeyNameError: a tensor can not be stored as it is
+        DTypeMismatchError, ShapeMismatchError, KeyNameError: a tensor cannot be stored as it is
             described.
+        ArgumentError: an argument makes no sense.
         StorageError: the store refused (full, read-only, gone).
         RanksError: another rank failed, or did not answer in time.
     """
-    options, error = options_of(
-        overwrite=overwrite,
-        durable=durable,
-        validate=validate_access_integrity,
-        staging_budget_bytes=staging_budget_bytes,
-        compression=compression,
-        array_documents=array_documents,
-        verify_base=verify_base,
-        allow_unconditional=allow_unconditional,
-    )
+    chosen, error = options_of("save", options, validate=validate_access_integrity)
     call = SaveCall(
         sharded_state_dict=sharded_state_dict,
         checkpoint_dir=checkpoint_dir,
-        options=options,
+        options=chosen,
         sharded_strategy=sharded_strategy,
         common_strategy=common_strategy,
         async_sharded_save=async_sharded_save,
         preprocess_common_before_consistancy_check=preprocess_common_before_consistancy_check,
         content_metadata=content_metadata,
-        base=base,
-        replica_group=replica_group,
-        storage_options=storage_options,
-        progress=progress,
         error=error,
     )
     return begin_save(call)[1]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -21,7 +21,7 @@ from shardstore.dcp.named_reader import handing_on, is_of_dcp
 from shardstore.dcp.reader import StorageReader
 from shardstore.dcp.writer import StorageWriter
 from shardstore.errors import CheckpointingException
-from shardstore.storage.format.grid import DEFAULT_TARGET_CHUNK_BYTES
+from shardstore.storage.options import WriterKeywords
 from shardstore.storage.stores.location import Location
 
 __all__ = ["Installation", "install"]
@@ -63,14 +63,9 @@ class Installation:
 
 def install(
     *,
-    overwrite: bool = True,
-    durable: bool = True,
-    target_chunk_bytes: int = DEFAULT_TARGET_CHUNK_BYTES,
-    threads: int | None = None,
-    array_documents: bool = True,
     allow_pickle: bool = False,
     cast: bool = False,
-    storage_options: Mapping[str, Any] | None = None,
+    **options: Unpack[WriterKeywords],
 ) -> Installation:
     """Have DCP use shardstore wherever a program names a ``checkpoint_id`` and no storage.
 
@@ -84,14 +79,12 @@ def install(
     first save.
 
     Args:
-        overwrite: as :class:`StorageWriter`, but on by default: DCP's own storage overwrites, and
-            programs rely on it when they save a step again. In a folder the old checkpoint stays
-            readable until the new one takes its place; an object store has none for a while.
-        durable, target_chunk_bytes: as :class:`StorageWriter`.
-        threads: that write or read, each rank; default: one a processor, at most 8.
-        array_documents, allow_pickle: as :class:`StorageWriter`.
+        allow_pickle: as :class:`StorageWriter`.
         cast: as :class:`StorageReader`.
-        storage_options: options of the store behind the URLs.
+        **options: as :class:`StorageWriter`; ``threads`` and ``storage_options`` are the reader's
+            too. ``overwrite`` is on by default: DCP's own storage overwrites, and programs rely on
+            it when they save a step again. In a folder the old checkpoint stays readable until the
+            new one takes its place; an object store has none for a while.
 
     Returns:
         A handle to take it back with; it may be dropped.
@@ -101,20 +94,16 @@ def install(
         CheckpointingException: this PyTorch chooses its storage in another way.
     """
 
+    storage_options = options.get("storage_options")
+
     def new_writer() -> StorageWriter:
-        return StorageWriter(
-            overwrite=overwrite,
-            durable=durable,
-            target_chunk_bytes=target_chunk_bytes,
-            threads=threads,
-            array_documents=array_documents,
-            allow_pickle=allow_pickle,
-            dcp_marker=True,
-            storage_options=storage_options,
-        )
+        given: WriterKeywords = {"overwrite": True, **options}
+        return StorageWriter(allow_pickle=allow_pickle, dcp_marker=True, **given)
 
     def new_reader() -> StorageReader:
-        return StorageReader(cast=cast, threads=threads, storage_options=storage_options)
+        return StorageReader(
+            cast=cast, threads=options.get("threads"), storage_options=storage_options
+        )
 
     # Wrong options are told here, not at the first save.
     new_writer()

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping
 from dataclasses import replace
 from time import perf_counter
-from typing import Any
+from typing import Any, Unpack
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -31,8 +30,7 @@ from shardstore.errors import ArgumentError, CheckpointingException
 from shardstore.storage.commit import folder as commit
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.commit.publish import About, publish
-from shardstore.storage.format.grid import DEFAULT_TARGET_CHUNK_BYTES
-from shardstore.storage.options import SaveOptions
+from shardstore.storage.options import WriterKeywords, options_of
 from shardstore.values.record import BACKEND, MEMBER, VERSION
 
 __all__ = ["StorageWriter"]
@@ -53,19 +51,15 @@ class StorageWriter(Placed, DcpStorageWriter):
 
     Args:
         url: where to; ``None`` if DCP is given a ``checkpoint_id`` instead.
-        overwrite: replace a checkpoint that is there. It stays readable until the new one takes
-            its place.
-        durable: wait until everything is on the disk before the commit.
-        target_chunk_bytes: large shards are cut into chunks of about this many bytes.
-        threads: threads that write, each rank; default: one a processor, at most 8.
-        array_documents: as for :func:`shardstore.save`.
         allow_pickle: write values that have no JSON form (objects of a class of somebody's own) as
             pickles, in files of their own. They are loaded with ``weights_only``: their classes
             are to be allowed then (``torch.serialization.add_safe_globals``). Without it such a
             value is an error.
         dcp_marker: after the commit leave a file ``.metadata``, a line of text, for programs that
             take a folder without one for a checkpoint that DCP did not finish.
-        storage_options: options of the store behind the URL.
+        **options: how the checkpoint is written, see
+            :class:`~shardstore.storage.options.SaveOptions`: ``overwrite``, ``durable``,
+            ``target_chunk_bytes``, ``threads``, ``array_documents``, ``storage_options``.
 
     Raises:
         ArgumentError: a number or a choice makes no sense.
@@ -77,27 +71,18 @@ class StorageWriter(Placed, DcpStorageWriter):
         self,
         url: str | os.PathLike[str] | None = None,
         *,
-        overwrite: bool = False,
-        durable: bool = True,
-        target_chunk_bytes: int = DEFAULT_TARGET_CHUNK_BYTES,
-        threads: int | None = None,
-        array_documents: bool = True,
         allow_pickle: bool = False,
         dcp_marker: bool = False,
-        storage_options: Mapping[str, Any] | None = None,
+        **options: Unpack[WriterKeywords],
     ) -> None:
-        super().__init__(url, storage_options)
+        self.options, error = options_of("StorageWriter", options, keywords=WriterKeywords)
+        if error is not None:
+            raise error
+        super().__init__(url, self.options.storage_options)
         if not isinstance(allow_pickle, bool):
             raise ArgumentError(f"allow_pickle={allow_pickle!r:.100} must be True or False")
         self._allow_pickle = allow_pickle
         self._marker = dcp_marker
-        self.options = SaveOptions(
-            overwrite=overwrite,
-            durable=durable,
-            target_chunk_bytes=target_chunk_bytes,
-            threads=threads,
-            array_documents=array_documents,
-        )
         self._attempt: Attempt | None = None
         self._abandon: weakref.finalize[Any, Any] | None = None
         self._started = 0.0

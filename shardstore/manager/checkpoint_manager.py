@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import fields
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal, Unpack
@@ -36,9 +35,9 @@ from shardstore.manager.step_arguments import (
 from shardstore.manager.steps import MARK, StepInfo, Steps, mark_of
 from shardstore.mapping import ShardedStateDict
 from shardstore.progress import ProgressCallback
-from shardstore.saving.run import SaveCall, options_of
+from shardstore.saving.run import SaveCall
 from shardstore.serialization import begin_save
-from shardstore.storage.options import SaveOptions
+from shardstore.storage.options import StepKeywords, options_of
 from shardstore.storage.stores.location import Location
 
 __all__ = ["CheckpointManager", "Restored"]
@@ -162,11 +161,11 @@ class CheckpointManager:
             CheckpointingException: as :func:`shardstore.save`.
         """
         place, about, given, error = self._prepare(step, metrics, options, SaveArguments)
-        named = {f.name for f in fields(SaveOptions)}
-        settings = {name: given.pop(name) for name in named & set(given)}
-        settings["validate"] = given.pop("validate_access_integrity", True)
-        chosen, error = options_of(error, **settings)
-        with self._using.of(self._used_by(place, given)):
+        used = self._used_by(place, given)
+        settings = {name: given.pop(name) for name in StepKeywords.__annotations__ if name in given}
+        validate = given.pop("validate_access_integrity", True)
+        chosen, error = options_of("save", settings, error=error, validate=validate)
+        with self._using.of(used):
             call = SaveCall(
                 sharded_state_dict=state,
                 checkpoint_dir=place.place,

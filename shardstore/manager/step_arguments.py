@@ -6,20 +6,19 @@ Pure checks of values; it saves nothing.
 from __future__ import annotations
 
 import operator
-import os
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 from shardstore.errors import ArgumentError
 from shardstore.manager.steps import MARK
 from shardstore.mapping import CommonStateDict, StateDict
-from shardstore.progress import ProgressCallback
+from shardstore.storage.options import StepKeywords
 from shardstore.strategies.base import SaveCommonStrategy, SaveShardedStrategy
 
 __all__ = ["AsyncSaveArguments", "SaveArguments", "metrics_of", "number_of", "without_mark"]
 
 
-class SaveArguments(TypedDict, total=False):
+class SaveArguments(StepKeywords, total=False):
     """What :meth:`CheckpointManager.save` hands on; see :func:`shardstore.save`."""
 
     sharded_strategy: SaveShardedStrategy | tuple[str, int] | None
@@ -27,15 +26,6 @@ class SaveArguments(TypedDict, total=False):
     validate_access_integrity: bool
     preprocess_common_before_consistancy_check: Callable[[CommonStateDict], StateDict] | None
     content_metadata: dict[str, Any] | None
-    overwrite: bool
-    durable: bool
-    allow_unconditional: bool
-    base: str | os.PathLike[str] | None
-    verify_base: bool
-    compression: str | None
-    array_documents: bool
-    replica_group: Any
-    progress: ProgressCallback | Literal["bar"] | None
 
 
 class AsyncSaveArguments(SaveArguments, total=False):

@@ -8,10 +8,10 @@ arguments mean, is :mod:`shardstore.serialization`'s to say; the commit itself i
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 from shardstore.core import (
     CONFIG_FNAME,
@@ -48,7 +48,7 @@ from shardstore.validation import (
     validate_sharded_objects_handling,
 )
 
-__all__ = ["SaveCall", "options_of", "run_save"]
+__all__ = ["SaveCall", "run_save"]
 
 SaveStrategies: TypeAlias = tuple[SaveShardedStrategy, SaveCommonStrategy]
 ChooseStrategies: TypeAlias = Callable[
@@ -81,27 +81,8 @@ class SaveCall:
     async_sharded_save: bool = False
     preprocess_common_before_consistancy_check: Callable[[CommonStateDict], StateDict] | None = None
     content_metadata: dict[str, Any] | None = None
-    base: str | Path | None = None
-    replica_group: Any = None
-    storage_options: Mapping[str, Any] | None = None
-    progress: ProgressCallback | Literal["bar"] | None = None
     error: BaseException | None = None
     later: str | None = None
-
-
-def options_of(
-    error: BaseException | None = None, **given: Any
-) -> tuple[SaveOptions, BaseException | None]:
-    """The options of a save, or what is wrong with them, to be met by all ranks together.
-
-    Args:
-        error: what went wrong before, which goes first.
-        given: fields of :class:`SaveOptions`.
-    """
-    try:
-        return SaveOptions(**given), error
-    except (ValueError, TypeError) as problem:
-        return SaveOptions(), error or problem
 
 
 def run_save(call: SaveCall, choose: ChooseStrategies) -> tuple[SaveSession, AsyncRequest | None]:
@@ -124,15 +105,15 @@ def run_save(call: SaveCall, choose: ChooseStrategies) -> tuple[SaveSession, Asy
     wanted = adopts = False
     callback: ProgressCallback | None = None
     try:
-        if call.base is not None:
-            base = Location.of(call.base)
+        if call.options.base is not None:
+            base = Location.of(call.options.base)
             if not base.options:
-                base = Location.given(base, call.storage_options)
-        require_group("replica_group", call.replica_group)
+                base = Location.given(base, call.options.storage_options)
+        require_group("replica_group", call.options.replica_group)
         check_state(call.sharded_state_dict)
         if not isinstance(call.content_metadata, dict | None):
             raise ArgumentError(f"content_metadata={call.content_metadata!r:.100} must be a dict")
-        callback = callback_of(call.progress, shows=ranks.is_coordinator)
+        callback = callback_of(call.options.progress, shows=ranks.is_coordinator)
         sharded_strategy, common_strategy = choose(call.sharded_strategy, call.common_strategy)
         if call.async_sharded_save and not isinstance(sharded_strategy, AsyncSaveShardedStrategy):
             raise CheckpointingException(
@@ -164,7 +145,6 @@ def run_save(call: SaveCall, choose: ChooseStrategies) -> tuple[SaveSession, Asy
         common=compared,
         base=base,
         tensors=sharded_tensors_of(sharded),
-        replica_group=call.replica_group,
         copies=copies,
         later=call.later,
         adopts=adopts,
@@ -227,7 +207,7 @@ def run_save(call: SaveCall, choose: ChooseStrategies) -> tuple[SaveSession, Asy
 def _located(call: SaveCall) -> tuple[Location, BaseException | None]:
     """Where to, and what went wrong on this rank so far, to be met by all ranks together."""
     try:
-        return Location.given(call.checkpoint_dir, call.storage_options), call.error
+        return Location.given(call.checkpoint_dir, call.options.storage_options), call.error
     except ArgumentError as problem:
         return Location(shown(call.checkpoint_dir)), call.error or problem
 

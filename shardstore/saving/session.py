@@ -133,7 +133,6 @@ class SaveSession:
         common: bytes = b"",
         base: Location | None = None,
         tensors: Sequence[ShardedTensor] = (),
-        replica_group: Any = None,
         copies: Copies | None = None,
         later: str | None = None,
         adopts: bool = False,
@@ -151,7 +150,6 @@ class SaveSession:
             common: handed from the coordinator to all, for comparison.
             base: a committed checkpoint whose chunks are not sent again.
             tensors: this rank's, for sharing.
-            replica_group: process group whose ranks share the writing of what all of them hold.
             copies: what this rank holds copies of alone, to be missed if nobody writes it.
             later: purpose of the group that the ranks meet in once all is planned; default: they
                 stay in theirs. Where one rank lacks it, all of them make a new one.
@@ -170,7 +168,7 @@ class SaveSession:
             )
         mine = b""
         try:
-            mine = shared_writes.offer(tensors, replica_group)
+            mine = shared_writes.offer(tensors, options.replica_group)
         except Exception as problem:
             error = error or problem
 

@@ -1,16 +1,62 @@
-"""Settings of a save, in one place and checked when they are given."""
+"""Settings of a save: one object, checked when it is made and handed on whole."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from numbers import Integral
+from typing import Any, Literal, TypedDict
 
 from shardstore.errors import ArgumentError
+from shardstore.progress import ProgressCallback
 from shardstore.storage.format.grid import DEFAULT_TARGET_CHUNK_BYTES
 
-__all__ = ["DEFAULT_BUDGET_BYTES", "SaveOptions", "require_number"]
+__all__ = [
+    "DEFAULT_BUDGET_BYTES",
+    "SaveKeywords",
+    "SaveOptions",
+    "StepKeywords",
+    "WriterKeywords",
+    "options_of",
+    "require_number",
+]
 
 DEFAULT_BUDGET_BYTES = 256 * 1024 * 1024
+
+
+class StepKeywords(TypedDict, total=False):
+    """Keywords of every save of a state dict; :class:`SaveOptions` describes each."""
+
+    overwrite: bool
+    durable: bool
+    allow_unconditional: bool
+    base: str | os.PathLike[str] | None
+    verify_base: bool
+    compression: str | None
+    array_documents: bool
+    replica_group: Any
+    progress: ProgressCallback | Literal["bar"] | None
+
+
+class SaveKeywords(StepKeywords, total=False):
+    """Keywords of :func:`shardstore.save` and :func:`shardstore.async_save`;
+    :class:`SaveOptions` describes each."""
+
+    storage_options: Mapping[str, Any] | None
+    staging_budget_bytes: int | None
+
+
+class WriterKeywords(TypedDict, total=False):
+    """Keywords of :class:`shardstore.dcp.StorageWriter` and :func:`shardstore.dcp.install`;
+    :class:`SaveOptions` describes each."""
+
+    overwrite: bool
+    durable: bool
+    target_chunk_bytes: int
+    threads: int | None
+    array_documents: bool
+    storage_options: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,38 +64,65 @@ class SaveOptions:
     """How a checkpoint is written.
 
     Attributes:
-        target_chunk_bytes: large shards are cut into chunks of about this many bytes.
+        overwrite: replace a checkpoint that is at the target. In a folder it stays readable until
+            the new one takes its place. In an object store it is deleted first, so that there is
+            none for a while, and never a mixed one.
         durable: wait until everything is on the disk before the commit.
-        overwrite: replace a checkpoint that is at the target.
-        validate: refuse the commit unless every chunk was written exactly once.
-        threads: threads that write, each rank; ``None``: one a processor, at most 8.
-        mover: ``"auto"``, ``"file"`` (plain files) or ``"tensorstore"``.
-        budget_bytes: memory, each rank, for chunks on their way to or from an object store.
+        storage_options: of an object store, by fsspec's names (``key``, ``secret``,
+            ``endpoint_url``, ``profile`` ...). Environment and profiles give the rest.
         allow_unconditional: save to an object store even if it ignores If-None-Match. What is
             written is checked all the same; but of two saves to one target at the same time each
             may believe that it won, and a late writer of a dead save is not fenced off.
+        staging_budget_bytes: host memory, on each rank, for the copy that an asynchronous save
+            makes; ``None``: as much as the rank's state. With less, copying waits for writing,
+            chunk by chunk.
+        base: an earlier checkpoint. Chunks that are the same there, by a 128-bit hash, are linked,
+            or copied within the same object store by the store, and not sent again. Each
+            checkpoint is whole by itself; any may be deleted. The commit record and the log say
+            how much was saved (``reused_bytes``). A chunk that is missing there, has another size,
+            or ends in another checksum is sent, with a warning. Linked files are one file: damage
+            to one damages all.
+        verify_base: read each chunk of the base and verify its checksums before it is taken over;
+            a damaged one is sent, with a warning. Reads as many bytes as are taken over, from an
+            object store through this host.
         compression: ``"zstd"`` (level 1) for each chunk, or ``None``.
-        staging_budget_bytes: host memory for the copy that an asynchronous save makes;
-            ``None``: as much as the state.
+        array_documents: give each array a ``zarr.json`` of its own beside the root's copy. Without
+            them an object store takes half as many requests where each array is one chunk.
+            ``zarr.open_group`` and xarray, which read the root's consolidated metadata, find all
+            arrays all the same; ``zarr.open_array(url/node)`` and TensorStore, by an array's own
+            path, find none, and ``zarr.open_group(url, use_consolidated=False)`` shows none. The
+            Zarr v2 layout has no root document and refuses ``False``.
+        replica_group: a process group (this rank's data-parallel group) whose ranks hold the same
+            shards: they share out the chunks by size. Where they hold different shards, main
+            replicas write. With a group given, ranks whose ``replica_id`` is not the main one need
+            their data too.
+        progress: called with a :class:`shardstore.progress.Progress` as this rank's chunks are
+            written, from any thread; or ``"bar"``: a bar on standard error, on rank 0 alone.
+        validate: refuse the commit unless every chunk was written exactly once.
         overlap_staging: let an asynchronous save copy in the background too.
-        verify_base: read each chunk of a base before it is taken over.
-        array_documents: give each array a document of its own (``NODE/zarr.json``) beside the
-            root's copy; see :func:`shardstore.save`. Zarr v3 only.
+        target_chunk_bytes: large shards are cut into chunks of about this many bytes.
+        threads: threads that write, each rank; ``None``: one a processor, at most 8.
+        mover: ``"auto"``, ``"file"`` (plain files) or ``"tensorstore"``.
+        budget_bytes: memory, each rank, for chunks on their way to or from an object store.
     """
 
-    target_chunk_bytes: int = DEFAULT_TARGET_CHUNK_BYTES
-    durable: bool = True
     overwrite: bool = False
+    durable: bool = True
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+    allow_unconditional: bool = False
+    staging_budget_bytes: int | None = None
+    base: str | os.PathLike[str] | None = field(default=None, repr=False)
+    verify_base: bool = False
+    compression: str | None = None
+    array_documents: bool = True
+    replica_group: Any = None
+    progress: ProgressCallback | Literal["bar"] | None = None
     validate: bool = True
+    overlap_staging: bool = False
+    target_chunk_bytes: int = DEFAULT_TARGET_CHUNK_BYTES
     threads: int | None = None
     mover: str = "auto"
     budget_bytes: int = DEFAULT_BUDGET_BYTES
-    allow_unconditional: bool = False
-    compression: str | None = None
-    staging_budget_bytes: int | None = None
-    overlap_staging: bool = False
-    verify_base: bool = False
-    array_documents: bool = True
 
     def __post_init__(self) -> None:
         require_number("target_chunk_bytes", self.target_chunk_bytes)
@@ -64,6 +137,34 @@ class SaveOptions:
         if self.compression not in (None, "zstd"):
             raise ArgumentError(f"compression={self.compression!r} must be 'zstd' or None")
         require_number("staging_budget_bytes", self.staging_budget_bytes, none=True)
+
+
+def options_of(
+    caller: str,
+    given: Mapping[str, Any],
+    *,
+    keywords: type = SaveKeywords,
+    error: BaseException | None = None,
+    **further: Any,
+) -> tuple[SaveOptions, BaseException | None]:
+    """The options of a save, or the error in them, which all ranks raise together.
+
+    Args:
+        caller: what was called, for the error text.
+        given: the caller's keyword arguments.
+        keywords: the typed dict of those that it takes.
+        error: an earlier error, which is returned in the place of a new one.
+        further: fields of :class:`SaveOptions` that are not keywords.
+    """
+    known = keywords.__annotations__
+    try:
+        if unknown := sorted(set(given) - set(known)):
+            raise ArgumentError(
+                f"{caller} takes no {', '.join(unknown)}; what it takes: {', '.join(sorted(known))}"
+            )
+        return SaveOptions(**given, **further), error
+    except (ValueError, TypeError) as problem:
+        return SaveOptions(), error or problem
 
 
 def require_number(name: str, value: object, *, none: bool = False) -> None:

@@ -49,6 +49,7 @@ def test_every_setting_is_listed() -> None:
     from shardstore import CheckpointManager, async_save, load, load_plain_tensors, save
     from shardstore.convert import convert
     from shardstore.dcp import StorageWriter
+    from shardstore.storage.options import SaveKeywords, WriterKeywords
     from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 
     table = README[README.index("| setting | default |") :].split("\n\n", 1)[0]
@@ -68,6 +69,7 @@ def test_every_setting_is_listed() -> None:
             optional = parameter.default is not parameter.empty
             if optional and not name.startswith("_") and name not in not_settings:
                 assert name in told, f"{function.__name__}({name}=)"
+    assert (SaveKeywords.__annotations__ | WriterKeywords.__annotations__).keys() <= told
 
 
 def test_defaults_are_as_told() -> None:

@@ -99,11 +99,11 @@ def test_calls_and_places_do_not_show_their_options() -> None:
     call = SaveCall(
         sharded_state_dict={},
         checkpoint_dir="s3://bucket/x",
-        options=SaveOptions(),
-        storage_options=options,
+        options=SaveOptions(storage_options=options),
     )
     for one in (
         call,
+        call.options,
         Location.given("s3://bucket/x", options),
         StorageWriter("s3://b/x", storage_options=options),
     ):
