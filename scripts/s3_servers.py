@@ -24,6 +24,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +84,9 @@ class S3Server:
             region=self.region,
         )
 
+    @cache  # noqa: B019 (a server's client is for the whole process)
     def client(self) -> Any:
-        """A botocore S3 client with path addressing, few retries and short limits."""
+        """The process's botocore client: path addressing, few retries, short limits."""
         import botocore.config
         import botocore.session
 
