@@ -26,12 +26,10 @@ from shardstore.inspection.verify_files import OtherFiles
 from shardstore.progress import log_event
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.object_files import object_place
-from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.documents import ArrayMeta, RootDocument, parse_array_text
 from shardstore.storage.format.grid import Box
 from shardstore.storage.format.manifest import MANIFEST_NAME, Manifest
 from shardstore.storage.format.names import key_of
-from shardstore.storage.format.parsing import parse_array_text
-from shardstore.storage.format.root import RootDocument
 from shardstore.storage.movers.chunk_check import ChunkChecker, free_memory
 from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.movers.parallel import default_threads, run_batched
@@ -266,7 +264,8 @@ class _Verification:
             url = f"{self.location.url}/{node}/zarr.json"
             try:
                 text = self.location.read(f"{node}/zarr.json")
-                found.append(parse_array_text(node, text, url))
+                if (meta := parse_array_text(node, text, url)) is not None:
+                    found.append(meta)
             except FileNotFoundError:
                 continue
             except CheckpointingException as error:

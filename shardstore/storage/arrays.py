@@ -15,10 +15,9 @@ from shardstore import zarr_dtypes
 from shardstore.errors import CheckpointExistsError, MissingKeyError
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.format import documents
-from shardstore.storage.format import parsing as array_parsing
-from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format import documents as array_parsing
+from shardstore.storage.format.documents import ArrayMeta, parse_root
 from shardstore.storage.format.names import node_name
-from shardstore.storage.format.root import parse_root
 from shardstore.storage.movers.chunks import Mover
 from shardstore.storage.movers.files import FileMover
 from shardstore.storage.movers.object_mover import ObjectMover
@@ -107,7 +106,8 @@ def read_array_meta(location: Location, key: str) -> ArrayMeta:
             text = location.read(f"{node}/zarr.json")
         except FileNotFoundError:
             continue
-        return array_parsing.parse_array_text(node, text, url)
+        if (found := array_parsing.parse_array_text(node, text, url)) is not None:
+            return found
     if (meta := root_arrays(location).get(key)) is not None:
         return meta
     raise MissingKeyError(
@@ -120,8 +120,6 @@ def root_arrays(location: Location) -> dict[str, ArrayMeta]:
     try:
         text = location.read("zarr.json")
     except FileNotFoundError:
-        return {}
-    if not array_parsing.is_group(text):
         return {}
     root = parse_root(text, f"{location.url}/zarr.json")
     return {} if root.array_documents else root.arrays()

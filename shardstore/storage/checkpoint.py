@@ -5,18 +5,23 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from shardstore.errors import DamagedCheckpointError, NotACheckpointError
 from shardstore.storage.commit.object_files import is_object_file
 from shardstore.storage.commit.other_kinds import instead
-from shardstore.storage.format import documents
-from shardstore.storage.format import parsing as array_parsing
-from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.documents import (
+    CHUNK_SUMS,
+    ArrayMeta,
+    RootDocument,
+    parse_array_text,
+    parse_root,
+    parse_v2_array,
+    root_document,
+)
 from shardstore.storage.format.names import CONFIG_NAME, MANIFEST_NAME, key_of
-from shardstore.storage.format.root import RootDocument, parse_root
 from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.stores.location import Location
 
@@ -44,7 +49,6 @@ class StoredCheckpoint:
         location: root of the checkpoint.
         read_document: how to read a small document; the default reads the store.
         threads: threads for reading.
-        mover: as :attr:`SaveOptions.mover`.
     """
 
     def __init__(
@@ -53,12 +57,10 @@ class StoredCheckpoint:
         *,
         read_document: ReadDocument = _read,
         threads: int | None = None,
-        mover: str = "auto",
     ) -> None:
         self.location = location
         self._read_document = read_document
         self._threads = threads
-        self._mover = mover
         self._lock = threading.Lock()
 
     @cached_property
@@ -97,57 +99,44 @@ class StoredCheckpoint:
 
         Raises:
             NotACheckpointError: nothing of ours is there.
-            FormatVersionError, DTypeMismatchError: written by what this version can not read.
+            FormatVersionError, DTypeMismatchError: this version does not read what is there.
         """
-        if self.root is not None and self.root.consolidated:
+        root = self.root
+        if root is not None and root.consolidated:
             with collector_paused():
-                return self.root.arrays()
-        name = ".zarray" if self.root is None else "zarr.json"
-        if not self.location.is_local:
-            return self._listed(name)
+                return root.arrays()
+        name = ".zarray" if root is None else "zarr.json"
+        documents = self._documents(name) if self.location.is_local else self._objects(name)
         found = {}
+        for node, text in documents:
+            if root is None and node.endswith(".sync") and not text.strip():
+                continue  # "KEY.sync", a lock that the zarr library left behind for Megatron-Core
+            url = f"{self.location.url}/{node}/{name}"
+            parse = parse_v2_array if root is None else parse_array_text
+            if (meta := parse(node, text, url)) is not None:
+                found[meta.key] = meta
+        return found
+
+    def _documents(self, name: str) -> Iterator[tuple[str, bytes]]:
+        """Node and document of each array in a folder."""
         nodes = self.location.listing()
         while nodes:
             node = nodes.pop()
             try:
-                text = self.location.read(f"{node}/{name}")
+                yield node, self.location.read(f"{node}/{name}")
             except FileNotFoundError:
                 if self.root is None and self.location.is_dir(node):
                     # The old layout took keys as paths: "a/b" is a folder in a folder.
                     nodes += [f"{node}/{below}" for below in self.location.listing(node)]
-                continue
-            url = f"{self.location.url}/{node}/{name}"
-            if self.root is not None:
-                if array_parsing.is_group(text):
-                    continue
-                meta = array_parsing.parse_array_text(node, text, url)
-            elif node.endswith(".sync") and not text.strip():
-                # What the zarr library left behind as a lock of "KEY": Megatron-Core used one
-                # wherever several ranks wrote to a chunk.
-                continue
-            else:
-                meta = array_parsing.parse_v2_array(node, text, url)
-            found[meta.key] = meta
-        return found
 
-    def _listed(self, name: str) -> Mapping[str, ArrayMeta]:
-        """All arrays of an object store's location: one listing, then all documents at once."""
-        store = self.location.remote
-        wanted = [entry for entry in store.walk() if entry.endswith(f"/{name}")]
-        found = {}
+    def _objects(self, name: str) -> Iterator[tuple[str, bytes]]:
+        """The same in an object store: one listing, then all documents at once."""
         from shardstore.storage.stores.object_io import read_objects
 
+        wanted = [entry for entry in self.location.remote.walk() if entry.endswith(f"/{name}")]
         for entry, text in zip(wanted, read_objects(self.location, wanted), strict=True):
-            node = entry.rpartition("/")[0]
-            url = f"{self.location.url}/{entry}"
-            if text is None or not text.strip() or array_parsing.is_group(text):
-                continue
-            if self.root is None:
-                meta = array_parsing.parse_v2_array(node, text, url)
-            else:
-                meta = array_parsing.parse_array_text(node, text, url)
-            found[meta.key] = meta
-        return found
+            if text is not None:
+                yield entry.rpartition("/")[0], text
 
     @cached_property
     def manifest(self) -> Manifest | None:
@@ -167,33 +156,29 @@ class StoredCheckpoint:
         Raises:
             ChunkMissingError, ChunkCorruptError: name key, chunk and the rank that wrote it.
         """
-        plain: list[RegionRead] = []
+        local = self.location.is_local
+        own: list[RegionRead] = []
         other: list[RegionRead] = []
         for read in reads:
-            (plain if self._is_plain(read.array) else other).append(read)
+            packed = read.array.is_packed and not local
+            (own if read.array.is_plain or packed else other).append(read)
+        # Each mover is imported where it is needed: TensorStore alone takes half a second.
         mover: Mover
-        if plain and self.location.is_local:
+        if own and local:
             from shardstore.storage.movers.files import FileMover
 
             mover = FileMover(self.location, threads=self._threads)
-            mover.read(plain, self._manifest, done)
-        elif plain:
+            mover.read(own, self._manifest, done)
+        elif own:
             from shardstore.storage.movers.object_mover import ObjectMover
 
             mover = ObjectMover(self.location)
-            mover.read(plain, self._manifest, done)
+            mover.read(own, self._manifest, done)
         if other:
-            # Not before it is needed: TensorStore takes longer to import than most files to read.
             from shardstore.storage.movers.tensorstore_mover import TensorStoreMover
 
             mover = TensorStoreMover(self.location)
             mover.read(other, self._manifest, done)
-
-    def _is_plain(self, array: ArrayMeta) -> bool:
-        """Whether a mover of ours reads it, and not TensorStore."""
-        if self._mover == "tensorstore":
-            return False
-        return array.is_plain or (array.is_packed and not self.location.is_local)
 
     def _manifest(self) -> Manifest | None:
         with self._lock:  # one of the threads that read asks the store, the others wait
@@ -223,7 +208,7 @@ class StoredCheckpoint:
                 for node, document in self.root.documents.items()
                 if node not in listed
             ]
-            text = documents.root_document(kept, self._attributes_without(listed))
+            text = root_document(kept, self._attributes_without(listed))
             self.location.replace("zarr.json", text.encode())
         self._delete_arrays(sorted(doomed))
         if manifest is not None and doomed:
@@ -255,7 +240,7 @@ class StoredCheckpoint:
         if not sums:
             return self.root.attributes
         kept = {node: crcs for node, crcs in sums.items() if node not in nodes}
-        about = {**self.root.attributes["shardstore"], documents.CHUNK_SUMS: kept}
+        about = {**self.root.attributes["shardstore"], CHUNK_SUMS: kept}
         if isinstance(about.get("commit"), dict):
             # Of all arrays together: it does not hold for those that stay.
             about["commit"] = {n: v for n, v in about["commit"].items() if n != "content"}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from shardstore.errors import NotACheckpointError
 from shardstore.mapping import ShardedObject, StateDict
-from shardstore.storage.format.root import parse_root
+from shardstore.storage.format.documents import parse_root
 from shardstore.storage.handed import read_document
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.base import StrategyAction, register_default_strategy

@@ -23,13 +23,12 @@ from shardstore.errors import (
 )
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.format import documents
-from shardstore.storage.format import parsing as array_parsing
-from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format import documents as array_parsing
+from shardstore.storage.format.documents import ArrayMeta, RootDocument, parse_root
 from shardstore.storage.format.grid import Box, Grid
 from shardstore.storage.format.manifest import MANIFEST_NAME, RankManifest
 from shardstore.storage.format.merge import merge
 from shardstore.storage.format.names import node_name
-from shardstore.storage.format.root import RootDocument, parse_root
 from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
 from shardstore.storage.movers.files import FileMover
 from shardstore.storage.stores.location import Location

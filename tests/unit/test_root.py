@@ -1,18 +1,18 @@
-"""The root document: taken apart as a save writes it, parsed as JSON otherwise, to the same end."""
+"""The root document: what a save writes is read back, what is damaged is an error of ours."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from base64 import b64encode
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardstore.errors import CheckpointingException
-from shardstore.storage.format import documents, root
-from shardstore.storage.format.documents import ArrayMeta, array_document
+from shardstore.storage.format import documents
+from shardstore.storage.format.documents import ArrayMeta, array_document, parse_root
 from shardstore.storage.format.grid import Grid
 from shardstore.storage.format.names import node_name
 
@@ -42,70 +42,25 @@ def _text(found: list[ArrayMeta]) -> str:
     return documents.root_document(pairs, {"shardstore": about, "user": {"ä": [1, None]}})
 
 
-def _outcome(text: str, *, apart: bool) -> Any:
-    """What a text says, or the kind of error that it is."""
-    with pytest.MonkeyPatch.context() as patch:
-        if not apart:
-            patch.setattr(root, "_taken_apart", lambda text: None)
-        try:
-            parsed = root.parse_root(text, "the-url")
-            arrays = parsed.arrays()
-        except CheckpointingException as error:
-            return type(error)
-    said = {
-        key: (meta, meta.crcs, meta.document or json.loads(array_document(meta)))
-        for key, meta in arrays.items()
-    }
-    return parsed.attributes, parsed.format_version, parsed.consolidated, said
-
-
-@given(members)
-def test_both_ways_lead_to_the_same(found: list[ArrayMeta]) -> None:
+@given(members, st.booleans())
+def test_a_root_gives_back_what_was_put_in(found: list[ArrayMeta], spaced: bool) -> None:
     text = _text(found)
-    said = _outcome(text, apart=True)
-    assert said == _outcome(text, apart=False)
-    assert {key: meta for key, (meta, _, _) in said[3].items()} == {m.key: m for m in found}
-    spaced = json.dumps(json.loads(text), indent=1)
-    assert said == _outcome(spaced, apart=True)
-    assert root.parse_root(text, "x").documents == root.parse_root(spaced, "x").documents
-
-
-@given(members)
-def test_what_a_save_writes_is_taken_apart(found: list[ArrayMeta]) -> None:
-    parsed = root.parse_root(_text(found).encode(), "x")
-    escaped = any(set(meta.key) & {'"', "\\"} for meta in found)
-    assert isinstance(parsed.members, dict) == escaped
+    parsed = parse_root(json.dumps(json.loads(text), indent=1) if spaced else text.encode(), "x")
+    assert parsed.arrays() == {meta.key: meta for meta in found}
+    crcs = {key: meta.crcs for key, meta in parsed.arrays().items()}
+    wanted = {m.key: bytes(range(4 * m.grid.size)) if m in found[::2] else None for m in found}
+    assert crcs == wanted
+    assert parsed.documents == {meta.node: json.loads(array_document(meta)) for meta in found}
+    assert (parsed.format_version, parsed.attributes["user"]) == (1, {"ä": [1, None]})
 
 
 @given(members.filter(bool), st.data())
-def test_a_changed_character_is_met_alike(found: list[ArrayMeta], data: st.DataObject) -> None:
+def test_a_changed_character_is_read_or_an_error_of_ours(
+    found: list[ArrayMeta], data: st.DataObject
+) -> None:
     text = _text(found)
     at = data.draw(st.integers(0, len(text) - 1))
     new = data.draw(st.sampled_from(["", "0", "1", "7", '"', ",", "]", "}", "{", "\\", "a", " "]))
     changed = text[:at] + new + text[at + data.draw(st.integers(0, 2)) :]
-    assert _outcome(changed, apart=True) == _outcome(changed, apart=False)
-
-
-@pytest.mark.parametrize(
-    ("was", "now"),
-    [
-        ('}}},"b":{', '}}}"b":{'),
-        ('}}},"b":{', '}}},,"b":{'),
-        ('"b":{"zarr', '"a":{"zarr'),
-        ('"b:0"', '"c:0"'),
-        ('"b:0"', '"b:0","b:1"'),
-        ('"key":"b"', '"key":""'),
-        ('"fill_value":0.0', '"fill_value":1.0'),
-        ('"shard_shape":[2]', '"shard_shape":[02]'),
-        ('"shard_shape":[2]', '"shard_shape":[]'),
-        ('"chunk_shape":[2]', '"chunk_shape":[0]'),
-        ('"float32"', '"float33"'),
-        ("}}}}}}", "}}},}}}"),
-        ("}}}}}}", "}}}}}}}"),
-    ],
-)
-def test_what_no_save_writes_is_met_alike(was: str, now: str) -> None:
-    text = _text([_meta(key, (4,), "float32", True, ("crc32c",)) for key in "abc"])
-    assert was in text
-    for changed in (text.replace(was, now), text.replace(was, now, 1)):
-        assert _outcome(changed, apart=True) == _outcome(changed, apart=False)
+    with contextlib.suppress(CheckpointingException):
+        parse_root(changed, "the-url").arrays()

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from shardstore.errors import DamagedCheckpointError, FormatVersionError, NotACheckpointError
 from shardstore.storage.commit.claims import ATTEMPTS, CLEARING, DELETING, NODES
 from shardstore.storage.commit.identity import is_foreign_node
+from shardstore.storage.format.documents import parse_root
 from shardstore.storage.format.names import COMMON_STATE_NAME, MANIFEST_NAME
-from shardstore.storage.format.root import parse_root
 from shardstore.storage.movers.parallel import run_together
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.object_io import read_objects

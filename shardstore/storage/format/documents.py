@@ -1,9 +1,8 @@
-"""Pure: what a checkpoint says of an array, and the texts that say it.
+"""Documents of a checkpoint, built and parsed: arrays and the root group.
 
 ``zarr.json`` of an array and of the root group (Zarr v3 core specification, "Metadata";
-consolidated metadata as zarr-python writes it, inline), and ``.zarray`` of the Zarr v2 layout that
-Megatron-Core wrote up to 0.15. They are read in :mod:`.array_parsing` and :mod:`.root_document`.
-Values in, texts out: nothing here writes a file.
+consolidated metadata inline, as zarr-python writes it), and ``.zarray`` of the Zarr v2 layout that
+Megatron-Core wrote up to 0.15. Values in, texts out, and back; no file is read or written here.
 """
 
 from __future__ import annotations
@@ -11,18 +10,26 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from binascii import a2b_base64
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from shardstore.storage.format import dtypes
+from shardstore.errors import FormatVersionError, NotACheckpointError
+from shardstore.storage.format import dtypes, names
 from shardstore.storage.format.grid import Grid
 
 __all__ = [
     "FORMAT_VERSION",
     "ArrayMeta",
+    "RootDocument",
     "array_document",
+    "json_object",
+    "parse_array",
+    "parse_array_text",
+    "parse_root",
+    "parse_v2_array",
     "root_document",
 ]
 
@@ -47,6 +54,8 @@ _CRC = struct.Struct("<I")
 CRC32C = "crc32c"
 ZSTD = "zstd"
 ZSTD_LEVEL = 1
+_CHAINS = ((), (CRC32C,), (ZSTD, CRC32C))
+"""Codecs behind ``bytes`` that are undone here; TensorStore undoes the others."""
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -170,8 +179,8 @@ def array_document(meta: ArrayMeta) -> str:
         return _dumps(
             {
                 "zarr_format": 2,
-                "shape": list(meta.shape),
-                "chunks": list(meta.grid.chunk_shape),
+                "shape": meta.shape,
+                "chunks": meta.grid.chunk_shape,
                 "dtype": dtypes.v2_dtype(meta.dtype),
                 "compressor": None,
                 "fill_value": None,
@@ -180,36 +189,30 @@ def array_document(meta: ArrayMeta) -> str:
                 "dimension_separator": meta.separator,
             }
         )
-    key = _dumps(meta.key)
-    before, between = _of_kind(meta.dtype, meta.codecs, meta.separator)
-    shards = "" if meta.shard_shape is None else f',"shard_shape":{_numbers(meta.shard_shape)}'
-    # Of this array alone: xarray takes equal names for one axis, of one length.
-    axes = ",".join(f'{key[:-1]}:{axis}"' for axis in range(len(meta.shape)))
-    return (
-        f'{{"zarr_format":3,"node_type":"array","shape":{_numbers(meta.shape)},{before}'
-        f'"chunk_grid":{{"name":"regular","configuration":{{"chunk_shape":'
-        f"{_numbers(meta.grid.chunk_shape)}}}}},{between}"
-        f'"dimension_names":[{axes}],"attributes":{{"shardstore":{{"key":{key}{shards}}}}}}}'
+    about: dict[str, Any] = {"key": meta.key}
+    if meta.shard_shape is not None:
+        about["shard_shape"] = meta.shard_shape
+    return _dumps(
+        {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": meta.shape,
+            "data_type": meta.dtype,
+            "chunk_grid": {
+                "name": "regular",
+                "configuration": {"chunk_shape": meta.grid.chunk_shape},
+            },
+            "chunk_key_encoding": {
+                "name": "default",
+                "configuration": {"separator": meta.separator},
+            },
+            "fill_value": _fill_value(meta.dtype),
+            "codecs": _codec_documents(meta.dtype, meta.codecs),
+            # xarray takes axes of one name for one axis of one length, hence the key in each.
+            "dimension_names": [f"{meta.key}:{axis}" for axis in range(len(meta.shape))],
+            "attributes": {"shardstore": about},
+        }
     )
-
-
-def _numbers(shape: Sequence[int]) -> str:
-    return f"[{','.join(map(str, shape))}]"
-
-
-@lru_cache(maxsize=256)
-def _of_kind(dtype: str, codecs: tuple[str, ...] | None, separator: str) -> tuple[str, str]:
-    """Members of a document that arrays of one kind share: before their chunk grid, and behind it.
-
-    Kept, because putting documents together was a large part of planning a save.
-    """
-    keys = {"name": "default", "configuration": {"separator": separator}}
-    behind = {
-        "chunk_key_encoding": keys,
-        "fill_value": _fill_value(dtype),
-        "codecs": _codec_documents(dtype, codecs),
-    }
-    return _dumps({"data_type": dtype})[1:-1] + ",", _dumps(behind)[1:-1] + ","
 
 
 def root_document(arrays: Iterable[tuple[str, str]], attributes: Mapping[str, Any]) -> str:
@@ -225,3 +228,250 @@ def root_document(arrays: Iterable[tuple[str, str]], attributes: Mapping[str, An
         '"consolidated_metadata":{"kind":"inline","must_understand":false,'
         f'"metadata":{{{metadata}}}}}}}'
     )
+
+
+def json_object(text: str | bytes, url: str) -> dict[str, Any]:
+    """Parse a document that must be a JSON object.
+
+    Raises:
+        NotACheckpointError: it is not.
+    """
+    try:
+        document = json.loads(text)
+    except (UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise NotACheckpointError(
+            f"{url} is not valid JSON ({error}): it is damaged, or not part of a checkpoint",
+            url=url,
+        ) from error
+    if not isinstance(document, dict):
+        raise NotACheckpointError(
+            f"{url} holds no JSON object; is not a distributed checkpoint", url=url
+        )
+    return document
+
+
+def parse_array(node: str, document: Mapping[str, Any], url: str, sums: object = None) -> ArrayMeta:
+    """Parse an array's ``zarr.json``.
+
+    Args:
+        node: its node name.
+        document: the parsed JSON.
+        url: for error texts.
+        sums: base64 of its :attr:`ArrayMeta.crcs`, if known; ignored if they do not fit the grid.
+
+    Raises:
+        FormatVersionError: this version does not read the array's grid, chunk keys or shape.
+        DTypeMismatchError: an unknown data type.
+    """
+    try:
+        data_type = document["data_type"]
+        cut, encoding = document["chunk_grid"], document["chunk_key_encoding"]
+        if cut["name"] != "regular" or encoding["name"] != "default":
+            raise ValueError(f"grid {cut['name']!r}, chunk keys {encoding['name']!r}")
+        grid = _grid(tuple(document["shape"]), tuple(cut["configuration"]["chunk_shape"]))
+        separator = _separator((encoding.get("configuration") or {}).get("separator", "/"))
+        codecs = _codec_names(document["codecs"])
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise FormatVersionError(
+            f"{url} is no array that this version of shardstore reads ({type(error).__name__}: "
+            f"{error})",
+            url=url,
+        ) from error
+    dtypes.check(data_type)
+    attributes = document.get("attributes")
+    about = attributes.get("shardstore") if isinstance(attributes, dict) else None
+    about = about if isinstance(about, dict) else {}
+    shards = about.get("shard_shape")
+    return ArrayMeta(
+        about.get("key") or names.key_of(node) or node,
+        node,
+        grid,
+        data_type,
+        codecs,
+        separator=separator,
+        shard_shape=None if shards is None else _shape(shards),
+        document=document,
+        crcs=_crcs(sums, grid) if isinstance(sums, str) else None,
+    )
+
+
+@lru_cache(maxsize=4096)  # a model has many arrays of few shapes
+def _grid(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> Grid:
+    grid = Grid(_shape(shape), _shape(chunk_shape))
+    if len(chunk_shape) != len(shape) or 0 in chunk_shape:
+        raise ValueError(f"chunk shape {chunk_shape} for shape {shape}")
+    return grid
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    shape = tuple(value)
+    if any(type(n) is not int or n < 0 for n in shape):
+        raise ValueError(f"shape {value!r}")
+    return shape
+
+
+def _separator(value: object) -> str:
+    """Separator of chunk keys; any other text could lead out of the checkpoint."""
+    if value not in (".", "/"):
+        raise ValueError(f"separator {value!r}")
+    return str(value)
+
+
+def _codec_names(codecs: Sequence[Mapping[str, Any]]) -> tuple[str, ...] | None:
+    """See :attr:`ArrayMeta.codecs`."""
+    first, *others = codecs
+    little = (first.get("configuration") or {}).get("endian", "little") == "little"
+    chain = tuple(codec["name"] for codec in others)
+    return chain if first["name"] == "bytes" and little and chain in _CHAINS else None
+
+
+def _crcs(sums: str, grid: Grid) -> bytes | None:
+    try:
+        crcs = a2b_base64(sums, strict_mode=True)
+    except ValueError:
+        return None
+    return crcs if len(crcs) == 4 * grid.size else None
+
+
+def parse_array_text(node: str, text: str | bytes, url: str) -> ArrayMeta | None:
+    """Parse the text of a node's ``zarr.json``; ``None`` for a group. Errors as
+    :func:`parse_array`, and for invalid JSON."""
+    document = json_object(text, url)
+    kind = document.get("node_type")
+    if kind == "group":
+        return None
+    if kind != "array":
+        raise NotACheckpointError(f"{url} is no Zarr array", url=url)
+    return parse_array(node, document, url)
+
+
+def parse_v2_array(node: str, text: str | bytes, url: str) -> ArrayMeta:
+    """Parse an array's ``.zarray``.
+
+    Raises:
+        FormatVersionError: not a C-order Zarr v2 array.
+        DTypeMismatchError: an unknown data type.
+    """
+    document = json_object(text, url)
+    try:
+        if document["zarr_format"] != 2 or document["order"] != "C":
+            raise ValueError(f"format {document['zarr_format']!r}, order {document['order']!r}")
+        chunk_shape = tuple(max(1, c) for c in document["chunks"])
+        grid = _grid(tuple(document["shape"]), chunk_shape)
+        plain = document.get("compressor") is None and not document.get("filters")
+        separator = _separator(document.get("dimension_separator", "."))
+    except (KeyError, TypeError, ValueError) as error:
+        raise FormatVersionError(
+            f"{url} is no Zarr v2 array that this version of shardstore reads "
+            f"({type(error).__name__}: {error})",
+            url=url,
+        ) from error
+    return ArrayMeta(
+        key=names.key_of(node) or node,
+        node=node,
+        grid=grid,
+        dtype=dtypes.v2_dtype_name(document["dtype"]),
+        codecs=() if plain else None,
+        zarr_format=2,
+        separator=separator,
+        document=document,
+    )
+
+
+@dataclass(frozen=True)
+class RootDocument:
+    """The parsed root document.
+
+    Attributes:
+        url: of the document, for error texts.
+        attributes: of the root group.
+        format_version: of ``attributes.shardstore``, ``None`` where another program wrote the
+            group.
+        documents: node -> document of each member that the group lists.
+        consolidated: whether the group lists its members; other programs need not.
+    """
+
+    url: str
+    attributes: dict[str, Any]
+    format_version: int | None
+    documents: dict[str, Any]
+    consolidated: bool = True
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What this package wrote among the attributes; empty where another program wrote."""
+        about = self.attributes.get("shardstore")
+        return about if isinstance(about, dict) else {}
+
+    @property
+    def array_documents(self) -> bool:
+        """Whether arrays have documents of their own, as far as this one says."""
+        return self.about.get(ARRAY_DOCUMENTS) is not False
+
+    def arrays(self, without: Container[str] = ()) -> dict[str, ArrayMeta]:
+        """All arrays by key.
+
+        Args:
+            without: nodes that are left out.
+
+        Raises:
+            FormatVersionError, DTypeMismatchError: an array uses what this version does not read.
+        """
+        out: dict[str, ArrayMeta] = {}
+        sums = self.chunk_sums
+        for node, document in self.documents.items():
+            is_array = isinstance(document, dict) and document.get("node_type") == "array"
+            if is_array and node not in without:
+                meta = parse_array(node, document, f"{self.url}/{node}", sums.get(node))
+                out[meta.key] = meta
+        return out
+
+    def file_sum(self, name: str) -> int | None:
+        """crc32c of a file that is no chunk, by its name below the root; ``None`` if the commit
+        does not have it."""
+        found = self.file_sums.get(name)
+        return found if isinstance(found, int) else None
+
+    @property
+    def file_sums(self) -> dict[str, int]:
+        """Name below the root -> crc32c of each file that is no chunk, as the commit has them."""
+        sums = self.about.get(FILE_SUMS)
+        return sums if isinstance(sums, dict) else {}
+
+    @property
+    def chunk_sums(self) -> dict[str, str]:
+        """Node -> base64 of :attr:`ArrayMeta.crcs`, as the commit has them."""
+        sums = self.about.get(CHUNK_SUMS)
+        return sums if isinstance(sums, dict) else {}
+
+
+def parse_root(text: str | bytes, url: str) -> RootDocument:
+    """Parse the root group's document.
+
+    Raises:
+        NotACheckpointError: not a Zarr v3 group.
+        DamagedCheckpointError: a member's name leads out of the checkpoint.
+        FormatVersionError: written by a later format.
+    """
+    document = json_object(text, url)
+    if document.get("zarr_format") != 3 or document.get("node_type") != "group":
+        raise NotACheckpointError(
+            f"{url} is no Zarr v3 group; is not a distributed checkpoint of this format", url=url
+        )
+    consolidated = document.get("consolidated_metadata")
+    members = consolidated.get("metadata") if isinstance(consolidated, dict) else None
+    attributes = document.get("attributes")
+    attributes = attributes if isinstance(attributes, dict) else {}
+    about = attributes.get("shardstore")
+    version = about.get("format_version") if isinstance(about, dict) else None
+    if isinstance(about, dict) and not (type(version) is int and 1 <= version <= FORMAT_VERSION):
+        raise FormatVersionError(
+            f"{url} has shardstore format version {version!r}; this version of shardstore reads "
+            f"up to {FORMAT_VERSION}: upgrade shardstore to load it",
+            url=url,
+        )
+    known = members if isinstance(members, dict) else {}
+    root = RootDocument(url, attributes, version, known, isinstance(members, dict))
+    for name in (*known, *root.file_sums):
+        names.require_inside(name, url)
+    return root
