@@ -7,7 +7,7 @@ import json
 import pytest
 
 from shardstore.inspection.rank_table import rank_table
-from shardstore.storage.format.rank_report import MAX_COLUMNS_RANKS, RankRow, rank_record
+from shardstore.storage.format.merge import MAX_COLUMNS_RANKS, RankRow, rank_record
 
 
 def record(world: int) -> object:

@@ -15,7 +15,7 @@ import shardstore
 from shardstore import CheckpointManager, ShardedTensor
 from shardstore.errors import CheckpointingException, DamagedCheckpointError
 from shardstore.progress import Progress, bar
-from shardstore.storage.format.rank_report import MAX_COLUMNS_RANKS, RankRow, rank_record
+from shardstore.storage.format.merge import MAX_COLUMNS_RANKS, RankRow, rank_record
 from tests.helpers.managed import state_of, wanted, warnings_of
 
 

@@ -23,11 +23,11 @@ from shardstore.storage.format.manifest import (
     MANIFEST_NAME,
     ChunkRecord,
     RankManifest,
+    RankReport,
     content_digest,
 )
-from shardstore.storage.format.merge import Merged, merge
+from shardstore.storage.format.merge import Merged, merge, rank_record
 from shardstore.storage.format.names import CONFIG_NAME
-from shardstore.storage.format.rank_report import RankReport, rank_record
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.options import SaveOptions

@@ -1,10 +1,9 @@
-"""What was written: per rank while saving, and kept beside the arrays.
+"""The manifest: what is known of every chunk, while it is written and beside the arrays.
 
-A rank's manifest lists the arrays that it touched and, for each chunk that it wrote, size, crc32c,
-a 128-bit hash and the running crc32c at block boundaries. The coordinator merges the ranks'
-manifests (:mod:`merging`) into one with a row a chunk, in the order of the arrays and of the chunks
-within an array. All columns are NumPy arrays; the file (``manifest.npz``, no pickle) opens in any
-NumPy.
+A :class:`RankManifest` collects what one rank writes: its arrays and, for each chunk, size, crc32c,
+a 128-bit hash and the running crc32c at block boundaries. The coordinator merges the ranks' reports
+(:mod:`.merge`) into one :class:`Manifest` with a row a chunk, in the order of the arrays and of the
+chunks within an array. Its file (``manifest.npz``, no pickle) opens in any NumPy.
 
 Checksums and hashes are over the decoded chunk: little-endian, C order, padded to the full chunk
 shape.
@@ -14,6 +13,7 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 import zlib
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,14 +25,19 @@ import xxhash
 from numpy.typing import NDArray
 
 from shardstore.errors import AccessPatternError, DamagedCheckpointError
-from shardstore.storage.format import documents
-from shardstore.storage.format.documents import ArrayMeta
-from shardstore.storage.format.grid import Grid, inner_blocks
-from shardstore.storage.format.names import MANIFEST_NAME, node_name, require_inside
-from shardstore.storage.format.rank_report import RankReport, pack_report
+from shardstore.storage.format.documents import ArrayMeta, array_document
+from shardstore.storage.format.grid import inner_blocks
+from shardstore.storage.format.names import MANIFEST_NAME, require_inside
 from shardstore.storage.movers.checksums import crc32c
 
-__all__ = ["MANIFEST_NAME", "ChunkRecord", "Manifest", "RankManifest", "content_digest"]
+__all__ = [
+    "MANIFEST_NAME",
+    "ChunkRecord",
+    "Manifest",
+    "RankManifest",
+    "RankReport",
+    "content_digest",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +99,7 @@ class RankManifest:
         if known is not None and known[1] == meta:
             text = known[2]
         else:
-            text = documents.array_document(meta)
+            text = array_document(meta)
             if known is not None and known[2] != text:
                 raise AccessPatternError(
                     f"key {meta.key!r} is used for two different tensors on rank {self.rank}: "
@@ -125,67 +130,97 @@ class RankManifest:
         """Bytes of all chunks written."""
         return sum(self._stored)
 
-    def to_bytes(self) -> bytes:
-        """For sending to the coordinator, see :mod:`rank_report`."""
-        return pack_report(self.report())
-
     def report(self) -> RankReport:
-        """For the coordinator, in this process."""
-        summaries: dict[str, int] = {}
-        arrays = self._arrays.items()
-        return RankReport.of(
-            {
-                "rank": self.rank,
-                "keys": list(self._arrays),
-                "created": {
-                    key: [text, *fields_of(meta)]
-                    for key, (_, meta, text) in arrays
-                    if key in self._created
-                },
-                "summaries": summaries,
-                "objects": self.objects,
-                "files": self.files,
-                "copies": self.copies,
-                "reused_bytes": self.reused_bytes,
-                "array_documents": self.array_documents,
-                "seconds": self.seconds,
+        """For the coordinator in this process."""
+        summaries: dict[str, str] = {}  # equal texts as one object, which pickle sends once
+        noted = self._arrays.values()
+        texts = [summary_of(meta) for _, meta, _ in noted]
+        return RankReport(
+            rank=self.rank,
+            keys=list(self._arrays),
+            documents=np.array([digest_of(text) for _, _, text in noted], np.uint64),
+            summaries=[summaries.setdefault(text, text) for text in texts],
+            created={
+                key: (text, meta)
+                for key, (_, meta, text) in self._arrays.items()
+                if key in self._created
             },
-            {
-                "document": [digest_of(text) for _, (_, _, text) in arrays],
-                "summary": [
-                    summaries.setdefault(summary_of(meta), len(summaries))
-                    for _, (_, meta, _) in arrays
-                ],
-                "array": self._array,
-                "chunk": self._chunk,
-                "stored": self._stored,
-                "crc": self._crc,
-                "digest": b"".join(self._digest),
-                "running": self._running,
-            },
+            array=np.array(self._array, np.int64),
+            chunk=np.array(self._chunk, np.int64),
+            stored=np.array(self._stored, np.uint64),
+            crc=np.array(self._crc, np.uint32),
+            digest=np.frombuffer(b"".join(self._digest), np.uint8).reshape(-1, 16),
+            running=np.array(self._running, np.uint32),
+            objects=self.objects,
+            files=self.files,
+            copies=self.copies,
+            reused_bytes=self.reused_bytes,
+            array_documents=self.array_documents,
+            seconds=self.seconds,
         )
 
-
-def fields_of(meta: ArrayMeta) -> list[Any]:
-    """An array as JSON, beside its document, which takes much longer to parse."""
-    grid = meta.grid
-    about = (meta.dtype, meta.codecs, meta.zarr_format, meta.separator, meta.shard_shape)
-    return [grid.shape, grid.chunk_shape, *about]
+    def to_bytes(self) -> bytes:
+        """The report for the coordinator in another process, see :meth:`RankReport.from_bytes`."""
+        return zlib.compress(pickle.dumps(self.report()), 1)
 
 
-def array_of(key: str, fields: Sequence[Any]) -> ArrayMeta:
-    """The array of :func:`fields_of`."""
-    shape, chunk_shape, dtype, codecs, zarr_format, separator, shard_shape = fields
-    return ArrayMeta(
-        key,
-        node_name(key),
-        Grid(tuple(shape), tuple(chunk_shape)),
-        dtype,
-        None if codecs is None else tuple(codecs),
-        zarr_format,
-        separator,
-        None if shard_shape is None else tuple(shard_shape),
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """What one rank tells the coordinator of its part of a save.
+
+    Attributes:
+        rank: its global rank.
+        keys: of the arrays that it writes to.
+        documents: :func:`digest_of` the document of each, ``(keys,)``.
+        summaries: :func:`summary_of` each.
+        created: key -> document text and array, of those that it creates.
+        array: position in ``keys`` of each chunk's array, ``(chunks,)``.
+        chunk: position of each chunk in C order over its grid, ``(chunks,)``.
+        stored, crc, digest, running: as in :class:`Manifest`, in the order of ``chunk``.
+
+    The others are described at :class:`RankManifest`.
+    """
+
+    rank: int
+    keys: list[str]
+    documents: NDArray[np.uint64]
+    summaries: list[str]
+    created: dict[str, tuple[str, ArrayMeta]]
+    array: NDArray[np.int64]
+    chunk: NDArray[np.int64]
+    stored: NDArray[np.uint64]
+    crc: NDArray[np.uint32]
+    digest: NDArray[np.uint8]
+    running: NDArray[np.uint32]
+    objects: list[str]
+    files: dict[str, int]
+    copies: dict[str, list[str]]
+    reused_bytes: int
+    array_documents: bool
+    seconds: dict[str, float]
+
+    @classmethod
+    def from_bytes(cls, data: bytes, number: int) -> RankReport:
+        """Unpack what a rank of the same job sent.
+
+        Args:
+            data: of :meth:`RankManifest.to_bytes`.
+            number: of the rank, for error texts.
+
+        Raises:
+            DamagedCheckpointError: it is no such report.
+        """
+        try:
+            report = pickle.loads(zlib.decompress(data))
+            if not isinstance(report, cls):
+                raise TypeError(f"a {type(report).__name__}")
+        except Exception as error:  # pickle raises many kinds on damaged input
+            raise DamagedCheckpointError(
+                f"the report of rank {number} can not be read ({error}); do all ranks run the same "
+                "version of shardstore? Save again",
+                rank=number,
+            ) from error
+        return report
 
 
 def summary_of(meta: ArrayMeta) -> str:

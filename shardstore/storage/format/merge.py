@@ -1,15 +1,15 @@
-"""The ranks' manifests put together and checked, by the process that commits.
+"""Merges the ranks' reports into one manifest and checks them. Called by the process that commits.
 
 Each chunk has a row; putting the ranks' rows in order also proves that each was written exactly
-once. The work is linear in ranks, in arrays a rank and in chunks: whole columns at a time, nothing
-is done chunk by chunk in Python. It knows reports and arrays; nothing of files or ranks at work.
+once. The work is linear in ranks, in arrays a rank and in chunks, over whole NumPy columns.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -20,17 +20,36 @@ from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import inner_blocks
 from shardstore.storage.format.manifest import (
     Manifest,
-    array_of,
+    RankReport,
     differences,
     digest_of,
     summary_of,
 )
-from shardstore.storage.format.rank_report import RankReport, RankRow, unpack_report
 
-__all__ = ["Merged", "merge"]
+__all__ = ["MAX_COLUMNS_RANKS", "Merged", "RankRow", "merge", "rank_record"]
+
+MAX_COLUMNS_RANKS = 256
+"""Up to so many ranks each has its number in each column of the commit record."""
 
 SHOWN = 4
 """Wrong regions that an error lists."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankRow:
+    """One rank's part of a save.
+
+    Attributes:
+        rank: global rank.
+        stored_bytes: bytes of the chunks that it wrote, or took over from a base.
+        chunks: how many.
+        seconds: what it did -> seconds (``plan``, ``exchange``, ``stage``, ``write``).
+    """
+
+    rank: int
+    stored_bytes: int
+    chunks: int
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -76,28 +95,28 @@ def merge(reports: Sequence[bytes | RankReport], *, check: bool = True) -> Merge
             not agree whether arrays get documents of their own.
     """
     parts = [
-        unpack_report(report, number) if isinstance(report, bytes) else report
+        RankReport.from_bytes(report, number) if isinstance(report, bytes) else report
         for number, report in enumerate(reports)
     ]
     array_documents = _array_documents(parts)
-    created, creators = _created(parts)
-    order = {key: i for i, key in enumerate(sorted(created))}
-    metas = [array_of(key, created[key][1:]) for key in order]
-    wanted = np.array([digest_of(created[key][0]) for key in order], dtype=np.uint64)
-    lookups = [_lookup(part, order, wanted, metas, creators) for part in parts]
+    created = dict(sorted(_created(parts).items()))
+    order = {key: i for i, key in enumerate(created)}
+    metas = [found.meta for found in created.values()]
+    wanted = np.array([digest_of(found.text) for found in created.values()], dtype=np.uint64)
+    lookups = [_lookup(part, order, wanted, created) for part in parts]
     objects: dict[str, list[int]] = {}
     for part in parts:
-        for unique_key in part.head["objects"]:
-            objects.setdefault(unique_key, []).append(part.head["rank"])
+        for unique_key in part.objects:
+            objects.setdefault(unique_key, []).append(part.rank)
 
-    array = _joined([one[p.columns["array"]] for one, p in zip(lookups, parts, strict=True)])
+    array = _joined([one[p.array] for one, p in zip(lookups, parts, strict=True)])
     entries = [(meta.node, meta.grid.size, meta.chunk_bytes) for meta in metas]
     starts = np.concatenate([[0], np.cumsum([size for _, size, _ in entries], dtype=np.int64)])
-    chunk = _column(parts, "chunk").astype(np.int64)
+    chunk = _column(parts, "chunk")
     rows = starts[array] + chunk
     del chunk
-    counts = [len(part.columns["chunk"]) for part in parts]
-    rank = np.repeat(np.array([part.head["rank"] for part in parts], np.uint32), counts)
+    counts = [len(part.chunk) for part in parts]
+    rank = np.repeat(np.array([part.rank for part in parts], np.uint32), counts)
     total = int(starts[-1])
     if check:
         _check_coverage(rows, total, starts, metas, rank)
@@ -111,15 +130,15 @@ def merge(reports: Sequence[bytes | RankReport], *, check: bool = True) -> Merge
             _ordered(rank, rows, total),
             _order_running(_column(parts, "running"), array, rows, starts, lengths),
         ),
-        [(meta.node, created[meta.key][0]) for meta in metas],
+        [(found.meta.node, found.text) for found in created.values()],
         metas,
         objects,
-        {name: crc for part in parts for name, crc in part.head["files"].items()},
-        {part.head["rank"]: part.head["copies"] for part in parts if part.head["copies"]},
-        sum(part.head["reused_bytes"] for part in parts),
+        {name: crc for part in parts for name, crc in part.files.items()},
+        {part.rank: part.copies for part in parts if part.copies},
+        sum(part.reused_bytes for part in parts),
         array_documents,
         [
-            RankRow(p.head["rank"], int(p.columns["stored"].sum()), n, p.head["seconds"])
+            RankRow(p.rank, int(p.stored.sum()), n, p.seconds)
             for p, n in zip(parts, counts, strict=True)
         ],
     )
@@ -127,7 +146,7 @@ def merge(reports: Sequence[bytes | RankReport], *, check: bool = True) -> Merge
 
 def _array_documents(parts: Sequence[RankReport]) -> bool:
     """Whether the arrays of a save get documents of their own; the ranks have to agree."""
-    ranks = {bool(part.head["array_documents"]): part.head["rank"] for part in reversed(parts)}
+    ranks = {bool(part.array_documents): part.rank for part in reversed(parts)}
     if len(ranks) > 1:
         raise AccessPatternError(
             f"rank {ranks[True]} saves with array_documents=True but rank {ranks[False]} with "
@@ -142,7 +161,7 @@ def _joined(columns: Sequence[NDArray[Any]]) -> NDArray[Any]:
 
 
 def _column(parts: Sequence[RankReport], name: str) -> NDArray[Any]:
-    return _joined([part.columns[name] for part in parts])
+    return _joined([getattr(part, name) for part in parts])
 
 
 def _ordered(values: NDArray[Any], rows: NDArray[np.int64], total: int) -> NDArray[Any]:
@@ -185,30 +204,33 @@ def _order_running(
     return out
 
 
-def _created(parts: Sequence[RankReport]) -> tuple[dict[str, list[Any]], dict[str, int]]:
-    """Document and fields of every array, and its creating rank, from the ranks that created."""
-    created: dict[str, list[Any]] = {}
-    creators: dict[str, int] = {}
+class _Created(NamedTuple):
+    rank: int
+    text: str
+    meta: ArrayMeta
+
+
+def _created(parts: Sequence[RankReport]) -> dict[str, _Created]:
+    """Key -> document, array and creating rank, from the ranks that created."""
+    created: dict[str, _Created] = {}
     for part in parts:
-        for key, entry in part.head["created"].items():
-            first = created.setdefault(key, entry)
-            if first[0] != entry[0]:
+        for key, (text, meta) in part.created.items():
+            first = created.setdefault(key, _Created(part.rank, text, meta))
+            if first.text != text:
                 raise AccessPatternError(
-                    f"Invalid access pattern: rank {creators[key]} and rank {part.head['rank']} "
-                    f"both hold the first shard of key {key!r} but describe the tensor "
-                    f"differently: {differences(first[0], entry[0])}",
+                    f"Invalid access pattern: rank {first.rank} and rank {part.rank} both hold "
+                    f"the first shard of key {key!r} but describe the tensor differently: "
+                    f"{differences(first.text, text)}",
                     key=key,
                 )
-            creators.setdefault(key, part.head["rank"])
-    return created, creators
+    return created
 
 
 def _lookup(
     part: RankReport,
     order: Mapping[str, int],
     wanted: NDArray[np.uint64],
-    metas: Sequence[ArrayMeta],
-    creators: Mapping[str, int],
+    created: Mapping[str, _Created],
 ) -> NDArray[np.int64]:
     """Places of a rank's arrays in the order of the keys.
 
@@ -216,10 +238,10 @@ def _lookup(
         AccessPatternError: it wrote to an array that nobody created, or means another one than who
             created it.
     """
-    keys: list[str] = part.head["keys"]
+    keys: list[str] = part.keys
     found = np.fromiter((order.get(key, -1) for key in keys), np.int64, len(keys))
     unknown = np.flatnonzero(found < 0)
-    rank = part.head["rank"]
+    rank = part.rank
     if len(unknown):
         key = keys[int(unknown[0])]
         raise AccessPatternError(
@@ -229,16 +251,15 @@ def _lookup(
             key=key,
             rank=rank,
         )
-    other = np.flatnonzero(wanted[found] != part.columns["document"])
+    other = np.flatnonzero(wanted[found] != part.documents)
     if len(other):
         number = int(other[0])
         key = keys[number]
-        place = int(part.columns["summary"][number])
-        mine = next(text for text, n in part.head["summaries"].items() if n == place)
+        mine, first = part.summaries[number], created[key]
         raise AccessPatternError(
-            f"Invalid access pattern: rank {rank} and rank {creators[key]} describe key {key!r} "
-            f"differently: rank {rank} has {mine}; rank {creators[key]} has "
-            f"{summary_of(metas[order[key]])}; give both the same",
+            f"Invalid access pattern: rank {rank} and rank {first.rank} describe key {key!r} "
+            f"differently: rank {rank} has {mine}; rank {first.rank} has "
+            f"{summary_of(first.meta)}; give both the same",
             key=key,
             rank=rank,
         )
@@ -277,3 +298,49 @@ def _check_coverage(
         "check global_offset and replica_id of these shards",
         key=first.key,
     )
+
+
+def rank_record(rows: Sequence[RankRow]) -> dict[str, Any]:
+    """The columns ``bytes``, ``chunks`` and ``NAME_s`` in the order of the ranks; of more than 256
+    ranks the least, median and largest value of each, and which rank took longest.
+
+    Args:
+        rows: of each rank, in any order; several of one rank add up.
+    """
+    rows = _added_up(rows)
+    if not rows:
+        return {}
+    names = sorted({name for row in rows for name in row.seconds})
+    columns: dict[str, list[float]] = {
+        "bytes": [row.stored_bytes for row in rows],
+        "chunks": [row.chunks for row in rows],
+    }
+    for name in names:
+        columns[f"{name}_s"] = [round(row.seconds.get(name, 0.0), 4) for row in rows]
+    took = [sum(row.seconds.values()) for row in rows]
+    record: dict[str, Any] = {"slowest": rows[took.index(max(took))].rank}
+    for name, values in columns.items():
+        record[name] = values if len(rows) <= MAX_COLUMNS_RANKS else _summary(values)
+    return record
+
+
+def _added_up(rows: Sequence[RankRow]) -> list[RankRow]:
+    """One row a rank, in the order of the ranks."""
+    found: dict[int, RankRow] = {}
+    for row in rows:
+        before = found.get(row.rank, RankRow(row.rank, 0, 0))
+        found[row.rank] = RankRow(
+            row.rank,
+            before.stored_bytes + row.stored_bytes,
+            before.chunks + row.chunks,
+            {
+                name: before.seconds.get(name, 0.0) + row.seconds.get(name, 0.0)
+                for name in {**before.seconds, **row.seconds}
+            },
+        )
+    return [found[rank] for rank in sorted(found)]
+
+
+def _summary(values: Sequence[float]) -> dict[str, float]:
+    # A value that occurs, not a mean of two: bytes and chunks stay whole numbers.
+    return {"min": min(values), "median": statistics.median_low(values), "max": max(values)}
