@@ -7,8 +7,6 @@ import json
 import os
 import resource
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -32,6 +30,7 @@ from shardstore.mapping import ShardedObject, ShardedStateDict, ShardedTensor
 from shardstore.storage.commit.folder import FolderAttempt
 from shardstore.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
+from tests.helpers.programs import run_forked
 from tests.helpers.ranks_helper import RankFailed, run_ranks
 from tests.helpers.scenarios import Scenario, files_at_most, raised, remains
 
@@ -446,26 +445,22 @@ if sys.argv[3] == "raise":
 @pytest.mark.parametrize("ends", ["return", "exit", "raise", "signal"])
 @pytest.mark.parametrize("at_exit", ["wait", "abort"])
 def test_interpreter_exit(tmp_path: Path, at_exit: str, ends: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    ended = subprocess.run(
-        [sys.executable, "-c", EXITS, str(tmp_path), at_exit, ends],
-        env=environment,
-        timeout=120,
-        capture_output=True,
-        text=True,
-    )
+    program, place = tmp_path / "program.py", tmp_path / "run"
+    program.write_text(EXITS)
+    place.mkdir()
+    ended = run_forked(program, 1, {}, str(place), at_exit, ends)
     codes = {"return": 0, "exit": 3, "raise": 1, "signal": 3}
     assert ended.returncode == codes[ends], ended.stderr
     trace, _, _ = ended.stderr.partition("RuntimeError: of the trainer\n")
     if at_exit == "wait":
         assert ends == "raise" or ended.stderr == ""
         assert ended.stderr.removeprefix(trace) in ("", "RuntimeError: of the trainer\n")
-        loaded = shardstore.load_plain_tensors(tmp_path / "c")
+        loaded = shardstore.load_plain_tensors(place / "c")
         assert torch.equal(loaded["w"], torch.arange(100000.0))
     else:
         assert "aborted before its commit" in ended.stderr
         assert ended.stderr.count("Traceback") == (1 if ends == "raise" else 0)
-        assert remains(tmp_path) == []
+        assert remains(place) == []
 
 
 def test_one_process_without_a_group(tmp_path: Path) -> None:

@@ -90,6 +90,7 @@ def test_whole_run_passes_and_keeps_what_it_proved(finished: tuple[Path, str]) -
     assert unbroken["saved"]["model.head"] != unbroken["final"]["model.head"]
 
 
+@pytest.mark.long
 def test_the_same_job_over_s3(tmp_path: Path) -> None:
     main = SCRIPTS / "quickstart_main.py"
     done = _run(main, "--s3", "--small", "--steps", 4, "--dir", tmp_path)

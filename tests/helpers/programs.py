@@ -1,6 +1,6 @@
 """Runs what a page prints: its programs and its shell commands, in order, in one folder.
 
-torchrun starts the first program of a page that wants several ranks; the others find in their
+torchrun starts the first program that wants several ranks, if asked to; the others find in their
 environment what torchrun would have put there.
 
 A comment before a block says how: ``<!-- ranks: 4 -->`` a program on so many ranks, ``none`` for a
@@ -16,7 +16,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -53,9 +53,8 @@ def blocks(page: str) -> list[Block]:
     return found
 
 
-def run_page(page: str, folder: Path, store: Mapping[str, str]) -> None:
+def run_page(page: str, folder: Path, store: Mapping[str, str], *, torchrun: bool) -> None:
     """Run all blocks; ``store`` is the environment of those that need a bucket."""
-    torchrun = True
     for number, block in enumerate(blocks(page)):
         environment = dict(store) if block.where == "s3" else {}
         if block.how == "ranks":
@@ -80,13 +79,13 @@ def _program(block: Block, file: Path, environment: Mapping[str, str], torchrun:
         done = _run([*command, str(file)], file.parent, environment)
     else:
         ranks = int(block.where) if block.where.isdecimal() else 1
-        done = _run_forked(file, ranks, environment)
+        done = run_forked(file, ranks, environment)
     assert done.returncode == 0, f"{program}\n{done.stdout}\n{done.stderr}"
     assert done.stdout.splitlines() == _CLAIM.findall(program), program
 
 
-def _run_forked(
-    file: Path, ranks: int, environment: Mapping[str, str]
+def run_forked(
+    file: Path, ranks: int, environment: Mapping[str, str], *arguments: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a program on so many ranks that need not import torch again."""
     # As with torchrun, who starts the ranks keeps the store by which they find each other.
@@ -103,7 +102,7 @@ def _run_forked(
     }
     several = [{**shared, "LOCAL_RANK": str(rank), "RANK": str(rank)} for rank in range(ranks)]
     own = several if ranks > 1 else [alone]
-    processes = start((_main, (str(file), environment)) for environment in own)
+    processes = start((_main, (str(file), environment, arguments)) for environment in own)
     for process in processes:
         process.join(LIMIT_S)
         process.kill()
@@ -113,14 +112,14 @@ def _run_forked(
     return subprocess.CompletedProcess(str(file), next(filter(None, codes), 0), out, err)
 
 
-def _main(file: str, environment: Mapping[str, str]) -> None:
+def _main(file: str, environment: Mapping[str, str], arguments: Sequence[str]) -> None:
     """Become the program, whose names are there to the end of the process."""
     for stream, suffix in ((1, ".out"), (2, ".err")):
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         os.dup2(os.open(Path(file).with_suffix(suffix), flags, 0o600), stream)
     os.environ.update(environment)
     os.chdir(Path(file).parent)
-    sys.argv[:] = [file]
+    sys.argv[:] = [file, *arguments]
     sys.path[:0] = [str(Path(file).parent)]
     program = sys.modules["__main__"] = ModuleType("__main__")
     program.__file__ = file

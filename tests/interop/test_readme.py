@@ -24,7 +24,8 @@ _LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 @pytest.mark.parametrize("page", PAGES)
 def test_programs(page: str, tmp_path: Path, s3_server: S3Server) -> None:
     store = {**s3_server.environment, "BUCKET": s3_server.new_bucket()}
-    run_page((ROOT / page).read_text(encoding="utf-8"), tmp_path, store)
+    text = (ROOT / page).read_text(encoding="utf-8")
+    run_page(text, tmp_path, store, torchrun=page == "README.md")
 
 
 def test_every_error_is_listed() -> None:

@@ -196,9 +196,10 @@ def _reshard_on_ranks(rank: int, world_size: int, folder: str, seeds: list[int])
     return wrong
 
 
-@pytest.mark.parametrize(("world_size", "cases"), [(2, 20), (3, 24), (8, 5)])
-def test_ranks_reshard(world_size: int, cases: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("world_size", "share"), [(2, 3), (3, 3), (8, 10)])
+def test_ranks_reshard(world_size: int, share: int, tmp_path: Path) -> None:
     """Several real ranks, their shards drawn at random, under both formats."""
+    cases = settings.default.max_examples // share
     seeds = list(range(world_size * 100, world_size * 100 + cases))
     for wrong in run_ranks(_reshard_on_ranks, world_size, str(tmp_path), seeds):
         assert wrong == []

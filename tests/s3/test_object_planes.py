@@ -93,6 +93,18 @@ def test_objects_are_the_bytes_that_files_are(
     assert counters.snapshot()["chunks_read"] - before["chunks_read"] == len(writes)
 
 
+MANY = 600
+
+
+@pytest.fixture(scope="module")
+def many() -> Location:
+    """Many small arrays, in memory."""
+    place = f"memory://{uuid.uuid4().hex}/c"
+    whole = torch.arange(MANY, dtype=torch.float32)[:, None].expand(MANY, 1024)
+    shardstore.save({f"k{i}": tensor(f"k{i}", whole[i].clone()) for i in range(MANY)}, place)
+    return Location.of(place)
+
+
 @pytest.mark.parametrize("budget", [1 << 20, 256 << 20], ids=["counted", "uncounted"])
 @pytest.mark.parametrize(
     ("damage", "kind", "said"),
@@ -107,29 +119,25 @@ def test_objects_are_the_bytes_that_files_are(
     ids=["short", "long", "empty", "bit", "foreign", "missing"],
 )
 def test_a_small_chunk_that_is_not_what_was_saved(
-    budget: int, damage: Any, kind: type[StorageError], said: str
+    many: Location, budget: int, damage: Any, kind: type[StorageError], said: str
 ) -> None:
-    place = f"memory://{uuid.uuid4().hex}/c"
-    state = {
-        f"k{i}": ShardedTensor.from_rank_offsets(f"k{i}", torch.full((1024,), float(i)))
-        for i in range(600)
-    }
-    shardstore.save(state, place)
-    location = Location.of(place)
-    there, other = location.read("k7/c.0"), location.read("k8/c.0")
+    there, other = many.read("k7/c.0"), many.read("k8/c.0")
     assert there is not None
     spoiled = damage(there, other)
     if spoiled is None:
-        location.remote.delete(["k7/c.0"])
+        many.remote.delete(["k7/c.0"])
     else:
-        location.remote.write("k7/c.0", spoiled)
-    arrays = StoredCheckpoint(location).arrays
-    out = np.full((600, 1024), -1, np.float32)
-    reads = [RegionRead(arrays[f"k{i}"], Box((0,), (1024,)), out[i]) for i in range(600)]
-    with pytest.raises(kind) as caught:
-        ObjectMover(location, budget_bytes=budget).read(reads, lambda: None)
+        many.remote.write("k7/c.0", spoiled)
+    arrays = StoredCheckpoint(many).arrays
+    out = np.full((MANY, 1024), -1, np.float32)
+    reads = [RegionRead(arrays[f"k{i}"], Box((0,), (1024,)), out[i]) for i in range(MANY)]
+    try:
+        with pytest.raises(kind) as caught:
+            ObjectMover(many, budget_bytes=budget).read(reads, lambda: None)
+    finally:
+        many.remote.write("k7/c.0", there)
     assert said in str(caught.value)
-    assert f"{place}/k7/c.0" in str(caught.value)
+    assert f"{many.place}/k7/c.0" in str(caught.value)
     assert (caught.value.key, caught.value.chunk) == ("k7", (0,))
     if budget >= SMALL_UNCOUNTED_FROM:  # it comes in one piece, verified before it goes anywhere
         assert (out[7] == -1).all()
