@@ -26,7 +26,7 @@ from shardstore.inspection.verify_files import OtherFiles
 from shardstore.progress import log_event
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.object_files import object_place
-from shardstore.storage.format.documents import ArrayMeta, RootDocument, parse_array_text
+from shardstore.storage.format.documents import ArrayMeta, RootDocument, parse_array
 from shardstore.storage.format.grid import Box
 from shardstore.storage.format.manifest import MANIFEST_NAME, Manifest
 from shardstore.storage.format.names import key_of
@@ -264,7 +264,7 @@ class _Verification:
             url = f"{self.location.url}/{node}/zarr.json"
             try:
                 text = self.location.read(f"{node}/zarr.json")
-                if (meta := parse_array_text(node, text, url)) is not None:
+                if (meta := parse_array(node, text, url)) is not None:
                     found.append(meta)
             except FileNotFoundError:
                 continue

@@ -106,7 +106,7 @@ def read_array_meta(location: Location, key: str) -> ArrayMeta:
             text = location.read(f"{node}/zarr.json")
         except FileNotFoundError:
             continue
-        if (found := array_parsing.parse_array_text(node, text, url)) is not None:
+        if (found := array_parsing.parse_array(node, text, url)) is not None:
             return found
     if (meta := root_arrays(location).get(key)) is not None:
         return meta

@@ -16,7 +16,7 @@ from shardstore.storage.format.documents import (
     CHUNK_SUMS,
     ArrayMeta,
     RootDocument,
-    parse_array_text,
+    parse_array,
     parse_root,
     parse_v2_array,
     root_document,
@@ -112,7 +112,7 @@ class StoredCheckpoint:
             if root is None and node.endswith(".sync") and not text.strip():
                 continue  # "KEY.sync", a lock that the zarr library left behind for Megatron-Core
             url = f"{self.location.url}/{node}/{name}"
-            parse = parse_v2_array if root is None else parse_array_text
+            parse = parse_v2_array if root is None else parse_array
             if (meta := parse(node, text, url)) is not None:
                 found[meta.key] = meta
         return found
@@ -198,14 +198,14 @@ class StoredCheckpoint:
         manifest = None if self.root is None else self.manifest
         doomed = set(listed)
         if self.root is not None and manifest is not None:
-            unlisted = {node for node, _, _ in manifest.arrays} - set(self.root.documents)
+            unlisted = {node for node, _, _ in manifest.arrays} - set(self.root.texts)
             doomed |= {node for node in unlisted if (key_of(node) or "").startswith(key_prefix)}
         for node in doomed:
             self.location.require_no_link_to(node)
         if self.root is not None and listed:
             kept = [
-                (node, json.dumps(document, separators=(",", ":"), ensure_ascii=False))
-                for node, document in self.root.documents.items()
+                (node, text.decode())
+                for node, text in self.root.texts.items()
                 if node not in listed
             ]
             text = root_document(kept, self._attributes_without(listed))

@@ -58,7 +58,7 @@ def _of_root(location: Location) -> set[str]:
     except (FileNotFoundError, NotACheckpointError, DamagedCheckpointError, FormatVersionError):
         return set()
     # What another program's group names is not ours.
-    return set() if root.format_version is None else set(root.documents)
+    return set() if root.format_version is None else set(root.texts)
 
 
 def _of_manifest(location: Location) -> set[str]:

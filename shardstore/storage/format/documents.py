@@ -13,8 +13,10 @@ import struct
 from binascii import a2b_base64
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any
+from functools import cached_property, lru_cache
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+
+import msgspec
 
 from shardstore.errors import FormatVersionError, NotACheckpointError
 from shardstore.storage.format import dtypes, names
@@ -25,13 +27,14 @@ __all__ = [
     "ArrayMeta",
     "RootDocument",
     "array_document",
-    "json_object",
     "parse_array",
-    "parse_array_text",
     "parse_root",
     "parse_v2_array",
     "root_document",
 ]
+
+Text: TypeAlias = str | bytes
+T = TypeVar("T")
 
 FORMAT_VERSION = 1
 """Of ``attributes.shardstore`` in the root document; a reader refuses a larger one."""
@@ -73,7 +76,7 @@ class ArrayMeta:
         zarr_format: 3, or 2 for the layout of Megatron-Core.
         separator: between the numbers of a chunk key.
         shard_shape: edges of the shards it was saved from, if known.
-        document: the parsed document where it was read and not built.
+        document: the document's text, where only TensorStore can undo the codecs.
         crcs: crc32c of each chunk in C order over the grid, little-endian uint32, where the commit
             has them.
     """
@@ -86,7 +89,7 @@ class ArrayMeta:
     zarr_format: int = 3
     separator: str = SEPARATOR
     shard_shape: tuple[int, ...] | None = None
-    document: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
+    document: bytes | None = field(default=None, compare=False, repr=False)
     crcs: bytes | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -230,99 +233,174 @@ def root_document(arrays: Iterable[tuple[str, str]], attributes: Mapping[str, An
     )
 
 
-def json_object(text: str | bytes, url: str) -> dict[str, Any]:
-    """Parse a document that must be a JSON object.
+Length = Annotated[int, msgspec.Meta(ge=0)]
+Shape = tuple[Length, ...]
+_NULL = msgspec.Raw(b"null")
+
+
+class _Cut(msgspec.Struct):
+    chunk_shape: Shape
+
+
+class _ChunkGrid(msgspec.Struct):
+    name: Literal["regular"]
+    configuration: _Cut
+
+
+class _Extension(msgspec.Struct):
+    name: str
+    configuration: dict[str, Any] | None = None
+
+
+class _Encoding(_Extension):
+    name: Literal["default"]
+
+
+class _Group(msgspec.Struct, tag_field="node_type", tag="group"):
+    pass
+
+
+class _Array(msgspec.Struct, tag_field="node_type", tag="array"):
+    """An array's ``zarr.json``; what arrays share stays a text, which is parsed once."""
+
+    shape: Shape
+    data_type: Any  # types with settings of their own are objects
+    chunk_grid: _ChunkGrid
+    chunk_key_encoding: msgspec.Raw
+    codecs: msgspec.Raw
+    attributes: msgspec.Raw = _NULL
+
+
+class _V2Array(msgspec.Struct):
+    """An array's ``.zarray``."""
+
+    zarr_format: Literal[2]
+    shape: Shape
+    chunks: Shape
+    dtype: Any
+    order: Literal["C"]
+    compressor: Any = None
+    filters: Any = None
+    dimension_separator: Literal[".", "/"] = "."
+
+
+class _Own(msgspec.Struct):
+    key: str | None = None
+    shard_shape: Shape | None = None
+
+
+class _Attributes(msgspec.Struct):
+    shardstore: _Own | None = None
+
+
+class _Members(msgspec.Struct):
+    metadata: dict[str, msgspec.Raw]
+
+
+class _Root(msgspec.Struct):
+    zarr_format: Literal[3]
+    node_type: Literal["group"]
+    attributes: Any = None
+    consolidated_metadata: msgspec.Raw = _NULL
+
+
+_NODE = msgspec.json.Decoder(_Array | _Group)
+_V2_ARRAY = msgspec.json.Decoder(_V2Array)
+_ATTRIBUTES = msgspec.json.Decoder(_Attributes)
+_MEMBERS = msgspec.json.Decoder(_Members)
+_ROOT = msgspec.json.Decoder(_Root)
+_ENCODING = msgspec.json.Decoder(_Encoding)
+_CODECS = msgspec.json.Decoder(list[_Extension])
+
+
+def _encoded(text: Text) -> bytes:
+    return text if isinstance(text, bytes) else text.encode()
+
+
+def _decoded(decoder: msgspec.json.Decoder[T], text: Text, url: str) -> T:
+    """Parse a document, of the form that a decoder knows.
 
     Raises:
-        NotACheckpointError: it is not.
+        NotACheckpointError: no JSON.
+        FormatVersionError: JSON of another form.
     """
     try:
-        document = json.loads(text)
-    except (UnicodeDecodeError, ValueError, RecursionError) as error:
+        try:
+            return decoder.decode(text)
+        except msgspec.ValidationError:
+            raise
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            # Python and zarr write NaN and Infinity, which JSON does not have.
+            return decoder.decode(msgspec.json.encode(json.loads(text)))
+    except msgspec.ValidationError as error:
+        raise FormatVersionError(
+            f"{url} is not what this version of shardstore reads: {error}", url=url
+        ) from error
+    except (ValueError, RecursionError) as error:
         raise NotACheckpointError(
             f"{url} is not valid JSON ({error}): it is damaged, or not part of a checkpoint",
             url=url,
         ) from error
-    if not isinstance(document, dict):
-        raise NotACheckpointError(
-            f"{url} holds no JSON object; is not a distributed checkpoint", url=url
-        )
-    return document
 
 
-def parse_array(node: str, document: Mapping[str, Any], url: str, sums: object = None) -> ArrayMeta:
-    """Parse an array's ``zarr.json``.
+def parse_array(node: str, text: Text, url: str, sums: object = None) -> ArrayMeta | None:
+    """Parse the ``zarr.json`` of a node; ``None`` for a group.
 
     Args:
-        node: its node name.
-        document: the parsed JSON.
+        node: its name.
+        text: the document.
         url: for error texts.
-        sums: base64 of its :attr:`ArrayMeta.crcs`, if known; ignored if they do not fit the grid.
+        sums: base64 of :attr:`ArrayMeta.crcs`, if known; ignored if they do not fit the grid.
 
     Raises:
+        NotACheckpointError: no JSON.
         FormatVersionError: this version does not read the array's grid, chunk keys or shape.
         DTypeMismatchError: an unknown data type.
     """
+    document = _decoded(_NODE, text, url)
+    if isinstance(document, _Group):
+        return None
+    chunk_shape = document.chunk_grid.configuration.chunk_shape
+    shared = bytes(document.codecs), bytes(document.chunk_key_encoding)
     try:
-        data_type = document["data_type"]
-        cut, encoding = document["chunk_grid"], document["chunk_key_encoding"]
-        if cut["name"] != "regular" or encoding["name"] != "default":
-            raise ValueError(f"grid {cut['name']!r}, chunk keys {encoding['name']!r}")
-        grid = _grid(tuple(document["shape"]), tuple(cut["configuration"]["chunk_shape"]))
-        separator = _separator((encoding.get("configuration") or {}).get("separator", "/"))
-        codecs = _codec_names(document["codecs"])
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        grid, codecs, separator = _layout(document.shape, chunk_shape, *shared)
+    except (msgspec.ValidationError, ValueError) as error:
         raise FormatVersionError(
-            f"{url} is no array that this version of shardstore reads ({type(error).__name__}: "
-            f"{error})",
-            url=url,
+            f"{url} is no array that this version of shardstore reads: {error}", url=url
         ) from error
-    dtypes.check(data_type)
-    attributes = document.get("attributes")
-    about = attributes.get("shardstore") if isinstance(attributes, dict) else None
-    about = about if isinstance(about, dict) else {}
-    shards = about.get("shard_shape")
+    dtypes.check(document.data_type)
+    try:
+        own = _ATTRIBUTES.decode(document.attributes).shardstore or _Own()
+    except msgspec.ValidationError:
+        own = _Own()  # attributes of another program
     return ArrayMeta(
-        about.get("key") or names.key_of(node) or node,
+        own.key or names.key_of(node) or node,
         node,
         grid,
-        data_type,
+        document.data_type,
         codecs,
         separator=separator,
-        shard_shape=None if shards is None else _shape(shards),
-        document=document,
+        shard_shape=own.shard_shape,
+        document=_encoded(text) if codecs is None else None,
         crcs=_crcs(sums, grid) if isinstance(sums, str) else None,
     )
 
 
-@lru_cache(maxsize=4096)  # a model has many arrays of few shapes
-def _grid(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> Grid:
-    grid = Grid(_shape(shape), _shape(chunk_shape))
+@lru_cache(maxsize=4096)  # a model has many arrays of few layouts
+def _layout(
+    shape: Shape, chunk_shape: Shape, codecs: bytes, encoding: bytes
+) -> tuple[Grid, tuple[str, ...] | None, str]:
+    """Grid, :attr:`ArrayMeta.codecs` and separator of chunk keys."""
     if len(chunk_shape) != len(shape) or 0 in chunk_shape:
         raise ValueError(f"chunk shape {chunk_shape} for shape {shape}")
-    return grid
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    shape = tuple(value)
-    if any(type(n) is not int or n < 0 for n in shape):
-        raise ValueError(f"shape {value!r}")
-    return shape
-
-
-def _separator(value: object) -> str:
-    """Separator of chunk keys; any other text could lead out of the checkpoint."""
-    if value not in (".", "/"):
-        raise ValueError(f"separator {value!r}")
-    return str(value)
-
-
-def _codec_names(codecs: Sequence[Mapping[str, Any]]) -> tuple[str, ...] | None:
-    """See :attr:`ArrayMeta.codecs`."""
-    first, *others = codecs
-    little = (first.get("configuration") or {}).get("endian", "little") == "little"
-    chain = tuple(codec["name"] for codec in others)
-    return chain if first["name"] == "bytes" and little and chain in _CHAINS else None
+    separator = (_ENCODING.decode(encoding).configuration or {}).get("separator", "/")
+    if separator not in (".", "/"):  # another text could lead out of the checkpoint
+        raise ValueError(f"separator {separator!r}")
+    first, *others = _CODECS.decode(codecs)
+    little = (first.configuration or {}).get("endian", "little") == "little"
+    chain = tuple(codec.name for codec in others)
+    known = first.name == "bytes" and little and chain in _CHAINS
+    return Grid(shape, chunk_shape), chain if known else None, separator
 
 
 def _crcs(sums: str, grid: Grid) -> bytes | None:
@@ -333,48 +411,30 @@ def _crcs(sums: str, grid: Grid) -> bytes | None:
     return crcs if len(crcs) == 4 * grid.size else None
 
 
-def parse_array_text(node: str, text: str | bytes, url: str) -> ArrayMeta | None:
-    """Parse the text of a node's ``zarr.json``; ``None`` for a group. Errors as
-    :func:`parse_array`, and for invalid JSON."""
-    document = json_object(text, url)
-    kind = document.get("node_type")
-    if kind == "group":
-        return None
-    if kind != "array":
-        raise NotACheckpointError(f"{url} is no Zarr array", url=url)
-    return parse_array(node, document, url)
-
-
-def parse_v2_array(node: str, text: str | bytes, url: str) -> ArrayMeta:
+def parse_v2_array(node: str, text: Text, url: str) -> ArrayMeta:
     """Parse an array's ``.zarray``.
 
     Raises:
+        NotACheckpointError: no JSON.
         FormatVersionError: not a C-order Zarr v2 array.
         DTypeMismatchError: an unknown data type.
     """
-    document = json_object(text, url)
-    try:
-        if document["zarr_format"] != 2 or document["order"] != "C":
-            raise ValueError(f"format {document['zarr_format']!r}, order {document['order']!r}")
-        chunk_shape = tuple(max(1, c) for c in document["chunks"])
-        grid = _grid(tuple(document["shape"]), chunk_shape)
-        plain = document.get("compressor") is None and not document.get("filters")
-        separator = _separator(document.get("dimension_separator", "."))
-    except (KeyError, TypeError, ValueError) as error:
+    document = _decoded(_V2_ARRAY, text, url)
+    if len(document.chunks) != len(document.shape):
         raise FormatVersionError(
-            f"{url} is no Zarr v2 array that this version of shardstore reads "
-            f"({type(error).__name__}: {error})",
+            f"{url} is no Zarr v2 array: chunks {document.chunks} for shape {document.shape}",
             url=url,
-        ) from error
+        )
+    plain = document.compressor is None and not document.filters
     return ArrayMeta(
         key=names.key_of(node) or node,
         node=node,
-        grid=grid,
-        dtype=dtypes.v2_dtype_name(document["dtype"]),
+        grid=Grid(document.shape, tuple(max(1, n) for n in document.chunks)),
+        dtype=dtypes.v2_dtype_name(document.dtype),
         codecs=() if plain else None,
         zarr_format=2,
-        separator=separator,
-        document=document,
+        separator=document.dimension_separator,
+        document=None if plain else _encoded(text),
     )
 
 
@@ -387,15 +447,20 @@ class RootDocument:
         attributes: of the root group.
         format_version: of ``attributes.shardstore``, ``None`` where another program wrote the
             group.
-        documents: node -> document of each member that the group lists.
+        texts: node -> document of each member that the group lists.
         consolidated: whether the group lists its members; other programs need not.
     """
 
     url: str
     attributes: dict[str, Any]
     format_version: int | None
-    documents: dict[str, Any]
+    texts: dict[str, bytes]
     consolidated: bool = True
+
+    @cached_property
+    def documents(self) -> dict[str, Any]:
+        """:attr:`texts`, parsed."""
+        return {node: json.loads(text) for node, text in self.texts.items()}
 
     @property
     def about(self) -> dict[str, Any]:
@@ -419,11 +484,11 @@ class RootDocument:
         """
         out: dict[str, ArrayMeta] = {}
         sums = self.chunk_sums
-        for node, document in self.documents.items():
-            is_array = isinstance(document, dict) and document.get("node_type") == "array"
-            if is_array and node not in without:
-                meta = parse_array(node, document, f"{self.url}/{node}", sums.get(node))
-                out[meta.key] = meta
+        for node, text in self.texts.items():
+            if node not in without:
+                meta = parse_array(node, text, f"{self.url}/{node}", sums.get(node))
+                if meta is not None:
+                    out[meta.key] = meta
         return out
 
     def file_sum(self, name: str) -> int | None:
@@ -453,15 +518,19 @@ def parse_root(text: str | bytes, url: str) -> RootDocument:
         DamagedCheckpointError: a member's name leads out of the checkpoint.
         FormatVersionError: written by a later format.
     """
-    document = json_object(text, url)
-    if document.get("zarr_format") != 3 or document.get("node_type") != "group":
+    try:
+        document = _decoded(_ROOT, text, url)
+    except FormatVersionError as error:
         raise NotACheckpointError(
-            f"{url} is no Zarr v3 group; is not a distributed checkpoint of this format", url=url
-        )
-    consolidated = document.get("consolidated_metadata")
-    members = consolidated.get("metadata") if isinstance(consolidated, dict) else None
-    attributes = document.get("attributes")
-    attributes = attributes if isinstance(attributes, dict) else {}
+            f"{url} is no Zarr v3 group ({error.__cause__}); is not a distributed checkpoint of "
+            "this format",
+            url=url,
+        ) from error
+    try:
+        members = _MEMBERS.decode(document.consolidated_metadata).metadata
+    except msgspec.ValidationError:
+        members = None
+    attributes = document.attributes if isinstance(document.attributes, dict) else {}
     about = attributes.get("shardstore")
     version = about.get("format_version") if isinstance(about, dict) else None
     if isinstance(about, dict) and not (type(version) is int and 1 <= version <= FORMAT_VERSION):
@@ -470,8 +539,8 @@ def parse_root(text: str | bytes, url: str) -> RootDocument:
             f"up to {FORMAT_VERSION}: upgrade shardstore to load it",
             url=url,
         )
-    known = members if isinstance(members, dict) else {}
-    root = RootDocument(url, attributes, version, known, isinstance(members, dict))
-    for name in (*known, *root.file_sums):
+    texts = {node: bytes(raw) for node, raw in (members or {}).items()}
+    root = RootDocument(url, attributes, version, texts, members is not None)
+    for name in (*texts, *root.file_sums):
         names.require_inside(name, url)
     return root

@@ -59,7 +59,7 @@ def open_array(location: Location, array: ArrayMeta, *, strict: bool = True) -> 
         strict: missing chunks are errors on reading.
     """
     dtypes.numpy_dtype(array.dtype)  # TensorStore aborts the process on some unknown names
-    document = array.document or json.loads(documents.array_document(array))
+    document = json.loads(array.document or documents.array_document(array))
     metadata = {name: value for name, value in document.items() if name != "attributes"}
     if array.zarr_format == 2:
         metadata = {name: value for name, value in metadata.items() if name != "zarr_format"}
