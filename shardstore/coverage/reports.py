@@ -1,23 +1,19 @@
-"""What ranks tell each other of the shards that they want to load, and a quick check of it.
+"""Reports of the shards that ranks want to load, and their check by the coordinator.
 
-A report is keys and numbers of cuts, a fraction of the work of pickling the shards themselves. The
-coordinator looks through all of them: arrangements that are plainly right (equal boxes on a regular
-grid, flat ranges end to end) are recognised in a few microseconds a shard; for everything else
-:func:`shardstore.coverage.access_pattern.check_access` decides and words the error. Knows nothing
-of files or process groups.
+A report holds keys and numbers of cuts, a fraction of the work of pickling the shards themselves.
 """
 
 from __future__ import annotations
 
-import math
 import pickle
+from collections import defaultdict
 from collections.abc import Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from shardstore.coverage.access_pattern import check_access
-from shardstore.mapping import ReplicaId, ShardedObject, ShardedTensor, is_main_replica
+from shardstore.mapping import ReplicaId, ShardedObject, ShardedTensor
 
 __all__ = ["check_reports", "report_shards", "shards_of_report"]
 
@@ -117,8 +113,7 @@ def shards_of_report(report: bytes) -> list[ShardedTensor | ShardedObject]:
 def check_reports(reports: Sequence[bytes]) -> None:
     """Check that the main replicas of all ranks cover each tensor and object exactly once.
 
-    Called on the coordinator. Time is linear in the number of shards where these lie on regular
-    grids.
+    Called on the coordinator. Tensors that ranks cut in the same way are checked once.
 
     Args:
         reports: of every rank, by rank.
@@ -128,84 +123,12 @@ def check_reports(reports: Sequence[bytes]) -> None:
             :func:`shardstore.coverage.access_pattern.check_access`.
     """
     numbered = _Numbered()
-    held: dict[str, list[int]] = {}  # the number of each holder's cut, by rank
+    held: dict[str, list[int]] = defaultdict(list)  # the number of each holder's cut, by rank
     parsed = [_parse(report) for report in reports]
     for report in parsed:
         numbers = [numbered.number(cut) for cut in report.cuts]
         for key, n in zip(report.keys, report.numbers, strict=True):
-            held.setdefault(key, []).append(numbers[n])
-    cuts = [_Cut._make(cut) for cut in numbered.cuts]
-    # What holds for one tensor holds for all that ranks cut in the same way.
-    known: dict[tuple[int, ...], bool] = {}
-    doubtful = {item.key for report in parsed for item in report.objects}
-    for key, cut in held.items():
-        together = tuple(cut)
-        right = known.get(together)
-        if right is None:
-            right = known[together] = _tiles([cuts[n] for n in cut])
-        if not right:
-            doubtful.add(key)
-    if doubtful:
-        check_access([[*report.objects, *report.tensors(doubtful)] for report in parsed])
-
-
-def _tiles(shards: Sequence[_Cut]) -> bool:
-    """Whether shards of one key are plainly right; ``False`` where that takes a closer look."""
-    first = shards[0]
-    shape, regular = first.global_shape, first.axis_fragmentations is not None
-    boxes: dict[tuple[int, ...], tuple[tuple[int, ...], list[tuple[int, int]] | None]] = {}
-    for shard in shards:
-        if (
-            shard.dtype != first.dtype
-            or shard.global_shape != shape
-            or (shard.axis_fragmentations is not None) != regular
-        ):
-            return False
-        offset, extent = shard.global_offset, (1,) * shard.prepend_axis_num + shard.local_shape
-        if any(o + e > n for o, e, n in zip(offset, extent, shape, strict=True)):
-            return False
-        if not is_main_replica(shard.replica_id):
-            continue
-        known = boxes.get(offset)
-        if shard.flattened_range is None:
-            if known is not None:
-                return False
-            boxes[offset] = (extent, None)
-            continue
-        start, stop, _ = slice(*shard.flattened_range).indices(math.prod(extent))
-        if known is None:
-            known = boxes[offset] = (extent, [])
-        if known[0] != extent or known[1] is None:
-            return False
-        known[1].append((start, stop))
-    return _on_grid(boxes, shape) and all(
-        ranges is None or _end_to_end(ranges, math.prod(extent))
-        for extent, ranges in boxes.values()
-    )
-
-
-def _on_grid(
-    boxes: dict[tuple[int, ...], tuple[tuple[int, ...], list[tuple[int, int]] | None]],
-    shape: tuple[int, ...],
-) -> bool:
-    """Whether boxes of different offsets are all the cells of one regular grid."""
-    corner = boxes.get((0,) * len(shape))
-    if corner is None or not all(corner[0]):
-        return False
-    edges = corner[0]
-    if len(boxes) != math.prod(-(-n // e) for n, e in zip(shape, edges, strict=True)):
-        return False
-    return all(
-        o % e == 0 and size == min(e, n - o)
-        for offset, (extent, _) in boxes.items()
-        for o, size, e, n in zip(offset, extent, edges, shape, strict=True)
-    )
-
-
-def _end_to_end(ranges: list[tuple[int, int]], size: int) -> bool:
-    position = 0
-    for start, stop in sorted(r for r in ranges if r[1] > r[0]):
-        if start != position:
-            return False
-        position = stop
-    return position == size
+            held[key].append(numbers[n])
+    samples = {tuple(cuts): key for key, cuts in sorted(held.items(), reverse=True)}
+    keys = {*samples.values(), *(item.key for report in parsed for item in report.objects)}
+    check_access([[*report.objects, *report.tensors(keys)] for report in parsed])

@@ -1,7 +1,8 @@
-"""The quick check of what ranks want to load agrees with the thorough one."""
+"""The check of what ranks report agrees with the check of the shards themselves."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -84,15 +85,20 @@ def test_agrees_with_the_thorough_check(ranks: list[list[ShardedTensor | Sharded
     assert quick == thorough
 
 
-def test_regular_grids_need_no_thorough_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*_: object) -> None:
-        raise AssertionError("looked at closely")
+def test_tensors_that_are_cut_alike_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = []
+    check = shard_reports.check_access
+    monkeypatch.setattr(shard_reports, "check_access", lambda m: (looked.append(m), check(m)))
 
-    monkeypatch.setattr(shard_reports, "check_access", never)
-    rows = [[shard((2 * r, 0), (2, 3), (8, 3))] for r in range(4)]
-    shard_reports.check_reports([shard_reports.report_shards(r) for r in rows])
-    uneven = [[shard((3 * r,), (min(3, 8 - 3 * r),), (8,))] for r in range(3)]
-    shard_reports.check_reports([shard_reports.report_shards(r) for r in uneven])
+    def row(key: str, rank: int, width: int) -> ShardedTensor:
+        return replace(shard((2 * rank, 0), (2, width), (8, width)), key=key)
+
+    ranks = [[row("a", r, 3), row("b", r, 3), row("c", r, 5)] for r in range(4)]
+    shard_reports.check_reports([shard_reports.report_shards(r) for r in ranks])
+    assert [[item.key for item in one] for one in looked[0]] == [["a", "c"]] * 4
+    del ranks[3][1]
+    with pytest.raises(CheckpointingException, match="'b'"):
+        shard_reports.check_reports([shard_reports.report_shards(r) for r in ranks])
 
 
 def test_objects_and_a_key_that_is_both() -> None:
@@ -109,16 +115,6 @@ def test_replica_ids_that_can_not_be_looked_up() -> None:
     assert outcome([main, other]) == ("", "")
     thorough, quick = outcome([main, main])
     assert quick == thorough != ""
-
-
-def test_objects_do_not_have_all_tensors_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*_: object) -> None:
-        raise AssertionError("built")
-
-    thing = ShardedObject("o", {"x": 1}, (1,), (0,))
-    reports = [shard_reports.report_shards([shard((0,), (4,), (4,)), thing])]
-    monkeypatch.setattr(shard_reports._Cut, "tensor", never)
-    shard_reports.check_reports(reports)
 
 
 def test_what_comes_back_is_what_was_described() -> None:
