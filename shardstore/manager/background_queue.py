@@ -1,9 +1,4 @@
-"""Jobs in the background, one after the other: what a manager does while training goes on.
-
-Answers for one thread, that a job which fails harms nobody, that a program which ends waits for the
-jobs that it left, and that no step is in use and on its way out at a time. It does not know what
-the jobs are, nor what a step is.
-"""
+"""Background jobs of a manager, one after the other, and which steps they use or delete."""
 
 from __future__ import annotations
 
@@ -15,26 +10,27 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
-from shardstore import async_handle as leaving
+from shardstore.async_handle import register
 from shardstore.storage.movers.parallel import yield_to_others
 
-__all__ = ["Claims", "Housekeeping"]
+__all__ = ["BackgroundQueue", "Claims"]
 
 logger = logging.getLogger(__name__)
 
 EXIT_WAIT_S = 60.0
-"""Seconds that an exiting interpreter gives to what is left. What is cut off then is found by the
-next manager of the same root."""
+"""Seconds that an exiting interpreter waits. The next manager of the same root finds what was cut
+off."""
 
 
-_all: weakref.WeakSet[Housekeeping | Claims] = weakref.WeakSet()
+_all: weakref.WeakSet[BackgroundQueue | Claims] = weakref.WeakSet()
 
 
-class Housekeeping:
-    """A queue of jobs and a thread that lives while there are any.
+class BackgroundQueue:
+    """A queue of jobs, and a thread that lives while there are any. A job that fails is logged; an
+    exiting interpreter waits for what is left.
 
     Args:
-        about: of what, for the log.
+        about: what the jobs belong to, for the log.
     """
 
     def __init__(self, about: str) -> None:
@@ -44,26 +40,26 @@ class Housekeeping:
         self._thread: threading.Thread | None = None
         # Now, so that it runs after the exit functions of saves which begin later.
         this = weakref.ref(self)
-        leaving.register(lambda: _wait_at_exit(this))
+        register(lambda: _wait_at_exit(this))
         _all.add(self)
 
     def put(self, job: Callable[[], None]) -> None:
-        """Have a job done. An error that it raises is logged."""
+        """Append a job."""
         with self._changed:
             self._jobs.append(job)
             if self._thread is None:
                 self._thread = threading.Thread(
-                    target=self._run, name="shardstore-housekeeping", daemon=True
+                    target=self._run, name="shardstore-manager", daemon=True
                 )
                 self._thread.start()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until nothing is left to do. Returns whether that is so."""
+        """Wait until no job is left; returns whether that is so."""
         with self._changed:
             return self._changed.wait_for(lambda: self._thread is None, timeout)
 
     def _leave(self) -> None:
-        """In a forked child: the jobs are done by the parent, whose thread is not here."""
+        """Forget the jobs in a forked child: the parent does them."""
         self._changed = threading.Condition()  # a thread may have held the old one
         self._jobs.clear()
         self._thread = None
@@ -81,7 +77,7 @@ class Housekeeping:
                 job()
             except Exception as error:
                 logger.warning(
-                    "housekeeping of %s failed and is tried again after the next save: %s: %s",
+                    "background work on %s failed and is tried again after the next save: %s: %s",
                     self._about,
                     type(error).__name__,
                     error,
@@ -89,7 +85,7 @@ class Housekeeping:
 
 
 class Claims:
-    """Which steps are in use here and which are being deleted, so that no step is both."""
+    """Steps in use and steps being deleted; no step is both."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -110,7 +106,7 @@ class Claims:
                 self.release(step)
 
     def take(self, step: int) -> bool:
-        """Use a step unless it is being deleted."""
+        """Start to use a step, unless it is being deleted; returns whether it is used."""
         with self._changed:
             if step in self._doomed:
                 return False
@@ -118,12 +114,12 @@ class Claims:
             return True
 
     def release(self, step: int) -> None:
-        """Use it no more."""
+        """Stop using a step."""
         with self._changed:
             self._used[step] -= 1
 
     def doom(self, step: int) -> bool:
-        """Begin to delete a step unless it is in use."""
+        """Start to delete a step, unless it is in use; returns whether it is deleted."""
         with self._changed:
             if self._used[step] > 0:
                 return False
@@ -131,19 +127,19 @@ class Claims:
             return True
 
     def gone(self, step: int) -> None:
-        """It is deleted."""
+        """Note that a step is deleted."""
         with self._changed:
             self._doomed.discard(step)
             self._changed.notify_all()
 
     def _leave(self) -> None:
-        """In a forked child: what the parent deletes is not waited for."""
+        """Forget the deletions of the parent in a forked child."""
         self._changed = threading.Condition()
         self._doomed.clear()
 
 
-def _wait_at_exit(housekeeping: weakref.ref[Housekeeping]) -> None:
-    left = housekeeping()
+def _wait_at_exit(queue: weakref.ref[BackgroundQueue]) -> None:
+    left = queue()
     if left is not None:
         left.wait(EXIT_WAIT_S)
 

@@ -1,10 +1,7 @@
-"""The checkpoints of one training run: saved by step, the old ones deleted, the newest restored.
+"""The checkpoints of one training run: saved by step, old ones deleted, the newest restored.
 
-Answers for the one object that a trainer holds, for names, and for what is handed to the background
-of rank 0. How a checkpoint is saved and loaded is :mod:`serialization`'s business, falling back
-from a damaged one is :mod:`restoring`'s, comparing and deleting steps :mod:`upkeep`'s, which are
-kept :mod:`retention`'s, and what a step is on the store :mod:`storage.steps`'.
-There is no state beside the checkpoints themselves: what is there is what was committed.
+:class:`CheckpointManager` keeps no state beside the checkpoints: what is there is what was
+committed.
 """
 
 from __future__ import annotations
@@ -20,27 +17,72 @@ import torch.distributed as dist
 
 from shardstore.async_handle import AsyncSave, async_save
 from shardstore.errors import ArgumentError
-from shardstore.manager.background_queue import Claims, Housekeeping
-from shardstore.manager.lineage import branches
+from shardstore.manager.background_queue import BackgroundQueue, Claims
 from shardstore.manager.restore import Restored, restore
-from shardstore.manager.retention import Retention
-from shardstore.manager.retention_worker import Upkeep
-from shardstore.manager.step_arguments import (
-    AsyncSaveArguments,
-    SaveArguments,
-    metrics_of,
-    number_of,
-    without_mark,
-)
-from shardstore.manager.steps import MARK, StepInfo, Steps, mark_of
-from shardstore.mapping import ShardedStateDict
+from shardstore.manager.retention import Retention, RetentionWorker
+from shardstore.manager.steps import MARK, StepInfo, Steps, branches, mark_of, number_of
+from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
 from shardstore.progress import ProgressCallback
 from shardstore.saving.run import SaveCall
 from shardstore.serialization import begin_save
 from shardstore.storage.options import StepKeywords, options_of
 from shardstore.storage.stores.location import Location
+from shardstore.strategies.base import SaveCommonStrategy, SaveShardedStrategy
 
-__all__ = ["CheckpointManager", "Restored"]
+__all__ = [
+    "AsyncSaveArguments",
+    "CheckpointManager",
+    "Restored",
+    "SaveArguments",
+    "metrics_of",
+    "without_mark",
+]
+
+
+class SaveArguments(StepKeywords, total=False):
+    """What :meth:`CheckpointManager.save` hands on; see :func:`shardstore.save`."""
+
+    sharded_strategy: SaveShardedStrategy | tuple[str, int] | None
+    common_strategy: SaveCommonStrategy | tuple[str, int] | None
+    validate_access_integrity: bool
+    preprocess_common_before_consistancy_check: Callable[[CommonStateDict], StateDict] | None
+    content_metadata: dict[str, Any] | None
+
+
+class AsyncSaveArguments(SaveArguments, total=False):
+    """What :meth:`CheckpointManager.async_save` hands on; see :func:`shardstore.async_save`."""
+
+    overlap_staging: bool
+    staging_budget_bytes: int | None
+    when_busy: Literal["wait", "refuse"]
+    at_exit: Literal["wait", "abort"]
+
+
+def metrics_of(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    if not isinstance(metrics, Mapping | None):
+        raise ArgumentError(f"metrics={metrics!r:.100} must be a dict of numbers by name")
+    found = {}
+    for name, value in (metrics or {}).items():
+        try:
+            found[str(name)] = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise ArgumentError(f"metric {name!r} is {value!r}, which is not one number") from None
+    return found
+
+
+def without_mark(
+    preprocess: Callable[[CommonStateDict], StateDict] | None,
+) -> Callable[[CommonStateDict], StateDict]:
+    """Metrics may differ between ranks; rank 0's count, and nobody is told of the others'."""
+
+    def process(common: CommonStateDict) -> StateDict:
+        about = dict(common.get("content_metadata") or {})
+        about.pop(MARK, None)
+        common = {**common, "content_metadata": about}
+        return preprocess(common) if preprocess is not None else common
+
+    return process
+
 
 logger = logging.getLogger(__name__)
 
@@ -96,12 +138,14 @@ class CheckpointManager:
         )
         self._steps = Steps(self.root, prefix)
         self._sweep_after = sweep_after
-        self._house = Housekeeping(self.root.url)
+        self._queue = BackgroundQueue(self.root.url)
         self._swept = False
         self._damaged: set[int] = set()
         self._infos: dict[int, StepInfo] = {}  # the background's alone
         self._using = Claims()
-        self._upkeep = Upkeep(self._steps, self.policy, self._using, self._damaged, self._infos)
+        self._worker = RetentionWorker(
+            self._steps, self.policy, self._using, self._damaged, self._infos
+        )
 
     # -- what is there -------------------------------------------------------------------------
 
@@ -281,12 +325,12 @@ class CheckpointManager:
             self._damaged.discard(step)
             if not first:
                 return
-            self._upkeep.saved(about, record)
+            self._worker.saved(about, record)
 
         if not everywhere:
             self._damaged.discard(step)
         if everywhere or first:
-            self._house.put(job)
+            self._queue.put(job)
 
     # -- restoring -----------------------------------------------------------------------------
 
@@ -354,7 +398,7 @@ class CheckpointManager:
         Returns:
             Whether nothing is left to do.
         """
-        return self._house.wait(timeout)
+        return self._queue.wait(timeout)
 
     def close(self) -> None:
         """The same as :meth:`wait` with no limit; the manager can still be used afterwards."""
@@ -388,4 +432,4 @@ class CheckpointManager:
             ):
                 logger.info("removed what a save that did not finish left: %s", url)
 
-        self._house.put(job)
+        self._queue.put(job)

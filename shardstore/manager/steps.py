@@ -1,14 +1,12 @@
-"""The checkpoints of one run: folders named by step directly below a root.
+"""The committed steps of one run: folders named by number directly below a root.
 
-Answers for which of them are there (by their commits alone), what is known of each, what is missing
-in one, for taking one away, and for what dead saves left at their places. A name that is not
-exactly the one this run would give is somebody else's and is not touched. It knows no policy, and
-nothing of who else reads or writes.
+A name that is not exactly the one this run would give belongs to somebody else and is not touched.
 """
 
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import re
 import time
@@ -30,7 +28,60 @@ from shardstore.storage.format.manifest import content_digest
 from shardstore.storage.movers.parallel import run_batched
 from shardstore.storage.stores.location import Location
 
-__all__ = ["MARK", "StepInfo", "Steps", "mark_of", "what_is_missing"]
+__all__ = [
+    "MARK",
+    "Branches",
+    "StepInfo",
+    "Steps",
+    "branches",
+    "mark_of",
+    "number_of",
+    "what_is_missing",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Branches:
+    """The steps of a run.
+
+    Attributes:
+        current: those that the run is on, ascending; the last of them is the last that was saved.
+        abandoned: those that it left, ascending: a lower number was saved after them.
+    """
+
+    current: tuple[int, ...]
+    abandoned: tuple[int, ...]
+
+    @property
+    def latest(self) -> int | None:
+        """The step that the run is at; ``None``: there is none."""
+        return self.current[-1] if self.current else None
+
+    @property
+    def to_restore(self) -> tuple[int, ...]:
+        """All steps in the order in which a run that lost its state tries them: what it had left
+        comes last."""
+        return (*reversed(self.current), *reversed(self.abandoned))
+
+
+def branches(saved: Mapping[int, int | None]) -> Branches:
+    """Tell the steps that a run is on from those that it left.
+
+    Args:
+        saved: step -> when it was saved, in any unit; ``None``: nobody knows, and it counts as
+            saved right after the step before it.
+    """
+    current, abandoned = [], []
+    newest: int | None = None
+    for step in sorted(saved):
+        when = saved[step]
+        if when is not None and newest is not None and when < newest:
+            abandoned.append(step)
+            continue
+        current.append(step)
+        newest = newest if when is None else when
+    return Branches(tuple(current), tuple(abandoned))
+
 
 MARK = "checkpoint_manager"
 """In the content metadata of a checkpoint: its step and metrics, when its save began, and that a
@@ -68,6 +119,19 @@ def mark_of(step: int, metrics: Mapping[str, float], saved: int | None = None) -
         name: value if abs(value) < float("inf") else str(value) for name, value in metrics.items()
     }
     return {"step": step, "metrics": kept, **({} if saved is None else {"saved_ns": saved})}
+
+
+def number_of(step: object) -> int:
+    """A step's number as an int; raises :class:`ArgumentError` for anything else."""
+    try:
+        if isinstance(step, bool):
+            raise TypeError
+        number = operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        raise ArgumentError(f"step={step!r} must be a whole number") from None
+    if not 0 <= number < 10**18:
+        raise ArgumentError(f"step={number} must be at least 0 and below 10**18")
+    return number
 
 
 class Steps:

@@ -291,7 +291,7 @@ def group_ends_first(rank: int, world_size: int, folder: str) -> None:
     handle = manager.async_save(2, state_of(rank, world_size, 2))
     handle.result(60)
     gate = threading.Event()
-    manager._house.put(lambda: _held(gate))  # what is to be done has to wait
+    manager._queue.put(lambda: _held(gate))  # what is to be done has to wait
     manager.async_save(3, state_of(rank, world_size, 3)).result(60)
     dist.barrier()
     dist.destroy_process_group()

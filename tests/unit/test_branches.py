@@ -15,8 +15,8 @@ from shardstore.errors import (
     CheckpointExistsError,
     NotACheckpointError,
 )
-from shardstore.manager.lineage import branches
 from shardstore.manager.retention import Retention
+from shardstore.manager.steps import branches
 from tests.helpers.managed import damage, managed, state_of, wanted, warnings_of
 
 

@@ -1,4 +1,4 @@
-"""Housekeeping below a root: what no commit covers, the latest checkpoint, deleting one.
+"""BackgroundQueue below a root: what no commit covers, the latest checkpoint, deleting one.
 
 All of it is judged by commits alone: a checkpoint is what has its commit, whatever else is beside
 it. Works on local folders and object stores; knows nothing of what checkpoints hold.
