@@ -1,5 +1,5 @@
-"""What the command lines of these scripts have in common: one line for whatever is wrong, exit
-code 2, and values that are checked before anything long begins. Needs nothing but Python.
+"""Arguments of these scripts' command lines: checked before anything long begins, and one line with
+exit code 2 for whatever is wrong. Needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -7,20 +7,10 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from argparse import ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
-
-__all__ = [
-    "OneLineParser",
-    "above_zero",
-    "chosen_of",
-    "count",
-    "counts",
-    "new_file",
-    "run_of_benchmark",
-    "writable_folder",
-]
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -34,13 +24,9 @@ class OneLineParser(argparse.ArgumentParser):
 
 def count(text: str) -> int:
     """A whole number of at least 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
 
 
 def counts(text: str) -> tuple[int, ...]:
@@ -55,7 +41,7 @@ def above_zero(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+        raise ArgumentTypeError(f"{text!r} is no number above 0")
     return value
 
 
@@ -64,11 +50,9 @@ def chosen_of(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
 
     def parse(text: str) -> tuple[str, ...]:
         asked = tuple(text.split(","))
-        unknown = [name for name in asked if name not in known]
+        unknown = [repr(name) for name in asked if name not in known]
         if unknown:
-            raise argparse.ArgumentTypeError(
-                f"unknown: {', '.join(map(repr, unknown))}; known: {', '.join(known)}"
-            )
+            raise ArgumentTypeError(f"unknown: {', '.join(unknown)}; known: {', '.join(known)}")
         return tuple(name for name in known if name in asked)
 
     return parse
@@ -78,36 +62,33 @@ def writable_folder(text: str) -> Path:
     """A folder that can be written to, made where there is none."""
     path = Path(text)
     if not text:
-        raise argparse.ArgumentTypeError("an empty text names no folder")
+        raise ArgumentTypeError("an empty text names no folder")
     try:
         path.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
-        raise argparse.ArgumentTypeError(f"{text} is a file, not a folder") from None
+        raise ArgumentTypeError(f"{text} is a file, not a folder") from None
     except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text} can not be made: {error.strerror}") from None
-    _try_to_write(path, text)
-    return path
+        raise ArgumentTypeError(f"{text} cannot be made: {error.strerror}") from None
+    return _written_to(path)
 
 
 def new_file(text: str) -> Path:
-    """A file that can be written: better known now than when there is something to write."""
+    """A file that can be written."""
     path = Path(text)
     if not text or path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is a folder: name a file")
+        raise ArgumentTypeError(f"{text!r} is a folder: name a file")
     if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text}: there is no folder {path.parent}")
-    _try_to_write(path.parent, text)
+        raise ArgumentTypeError(f"{text}: there is no folder {path.parent}")
+    _written_to(path.parent)
     return path
 
 
-def _try_to_write(folder: Path, text: str) -> None:
+def _written_to(folder: Path) -> Path:
     try:
         with tempfile.TemporaryFile(dir=folder):
-            pass
+            return folder
     except OSError as error:
-        raise argparse.ArgumentTypeError(
-            f"nothing can be written to {folder if text else '.'}: {error.strerror}"
-        ) from None
+        raise ArgumentTypeError(f"nothing can be written to {folder}: {error.strerror}") from None
 
 
 def run_of_benchmark(text: str) -> Path:
@@ -116,9 +97,9 @@ def run_of_benchmark(text: str) -> Path:
     try:
         data: Any = json.loads(path.read_text())
     except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text} can not be read: {error.strerror}") from None
+        raise ArgumentTypeError(f"{text} cannot be read: {error.strerror}") from None
     except ValueError:
         data = None
     if not isinstance(data, dict) or not {"samples", "notes"} <= set(data):
-        raise argparse.ArgumentTypeError(f"{text} is not what `benchmark COMMAND --json` writes")
+        raise ArgumentTypeError(f"{text} is not what `benchmark COMMAND --json` writes")
     return path

@@ -1,31 +1,36 @@
-# Shared by scripts/quickstart and scripts/test: finds a Python, makes an environment, installs.
+# Shared by the scripts that need a Python environment: finds a Python, makes an environment, installs.
 
-# Prints a Python of at least 3.11; PYTHON names another than the first one found.
+# find_python [LOW HIGH]: prints a Python from 3.LOW to 3.HIGH (default: 3.11 or newer), python3 before
+# the others; PYTHON names another. Fails with one line.
 find_python() {
-    local candidate
-    if [ -n "${PYTHON:-}" ] && ! new_enough "$PYTHON"; then
-        echo "PYTHON=$PYTHON is no Python of at least 3.11; name another, or leave it out" >&2
-        return 2
-    fi
-    for candidate in ${PYTHON:+"$PYTHON"} python3 python3.11 python3.12 python3.13 python; do
-        if new_enough "$candidate"; then
+    local low=${1:-11} high=${2:-99} candidate range
+    range="3.$low $([ "$high" = 99 ] && echo or newer || echo "to 3.$high")"
+    for candidate in ${PYTHON:-python3 python3.11 python3.12 python3.13 python3.14 python3.10}; do
+        # A pyenv shim of a version that is not selected exists but does not run.
+        if runs_python "$candidate" "$low" "$high"; then
             echo "$candidate"
             return
         fi
     done
-    echo "No Python 3.11 or newer found; install one or name it: PYTHON=/path/to/python" >&2
+    if [ -n "${PYTHON:-}" ]; then
+        echo "PYTHON=$PYTHON is no Python $range; name another, or leave it out" >&2
+        return 2
+    fi
+    echo "No Python $range found; install one or name it: PYTHON=/path/to/python" >&2
     return 1
 }
 
-new_enough() {
-    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
+# runs_python PYTHON LOW HIGH
+runs_python() {
+    "$1" -c "import sys, venv; sys.exit(not (3, $2) <= sys.version_info[:2] <= (3, $3))" \
+        >/dev/null 2>&1
 }
 
 # make_environment VENV ROOT [EXTRA]
 # Installs the shardstore of ROOT, editable, into VENV; does nothing where that is up to date.
 make_environment() {
     local venv=$1 root=$2 extra=${3:-} python stamp wanted
-    if ! new_enough "$venv/bin/python" || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+    if ! runs_python "$venv/bin/python" 11 99 || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
         # Only the remains of an environment may be cleared away.
         if [ -e "$venv" ] && [ ! -f "$venv/pyvenv.cfg" ]; then
             echo "$venv exists and is no virtual environment; remove it or name another" >&2
@@ -33,7 +38,7 @@ make_environment() {
         fi
         python=$(find_python)
         if ! mkdir -p "$(dirname "$venv")" 2>/dev/null || [ ! -w "$(dirname "$venv")" ]; then
-            echo "$venv can not be made: nothing can be written there; name another folder" >&2
+            echo "$venv cannot be made: nothing can be written there; name another folder" >&2
             return 2
         fi
         if ! "$python" -m venv --clear "$venv"; then
@@ -46,8 +51,33 @@ make_environment() {
     wanted="$root [$extra] $(cat "$root/pyproject.toml" "$root/constraints.txt" | cksum)"
     if [ "$(cat "$stamp" 2>/dev/null || true)" != "$wanted" ]; then
         echo "installing into $venv (minutes on the first run)"
-        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input \
-            -c "$root/constraints.txt" -e "$root${extra:+[$extra]}" </dev/null
+        install_into "$venv" -c "$root/constraints.txt" -e "$root${extra:+[$extra]}"
         echo "$wanted" >"$stamp"
     fi
+}
+
+# install_into VENV ARGUMENT...: of pip install.
+install_into() {
+    "$1/bin/python" -m pip install --quiet --disable-pip-version-check --no-input "${@:2}" </dev/null
+}
+
+# begin_environment NAME LOW HIGH [--force]
+# Makes an empty .envs/NAME, and sets env_dir. Ends the script with 0 if the environment is complete
+# (--force: not even then), and with 3 if there is no Python for it. finish_environment completes it.
+begin_environment() {
+    local python
+    env_dir=$root/.envs/$1
+    # Entry points are read at install time.
+    env_wanted=$(cat "$root/constraints.txt" "$0" <(grep -A 9 entry-points "$root/pyproject.toml") | cksum)
+    if [ "${4:-}" != --force ] && [ "$(cat "$env_dir/.complete" 2>/dev/null)" = "$env_wanted" ]; then
+        exit 0
+    fi
+    python=$(find_python "$2" "$3") || exit 3
+    echo "${0##*/}: making $env_dir with $python"
+    rm -rf "$env_dir"
+    "$python" -m venv "$env_dir"
+}
+
+finish_environment() {
+    echo "$env_wanted" >"$env_dir/.complete"
 }

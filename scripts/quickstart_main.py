@@ -213,7 +213,7 @@ def main() -> int:
         made = options.dir or tempfile.mkdtemp(prefix="shardstore-quickstart-")
         folder = Path(made).resolve()
     except OSError as error:
-        parser.error(f"can not work in {options.dir or 'a temporary folder'}: {error.strerror}")
+        parser.error(f"cannot work in {options.dir or 'a temporary folder'}: {error.strerror}")
 
     # In a pipe too, what this process says has to stay in order with what the ranks say.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]

@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 import argparse
-import os
+import json
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from arguments import OneLineParser, above_zero, chosen_of, counts
+from arguments import (
+    OneLineParser,
+    above_zero,
+    chosen_of,
+    count,
+    counts,
+    new_file,
+    writable_folder,
+)
 
-from bench import asynchronous, clients, command_line, gpu, machine, page, plot, report, scale
+from bench import machine, page
+from bench.background import ASYNC, GPU
+from bench.bucket import Bucket
 from bench.cases import DISK, S3
-from bench.context import Context
-from bench.disk_state import spread_folders
-from bench.results import Results
-from bench.subcommand import measuring
-from bench.targets import verdicts
+from bench.cli import CLI
+from bench.clients import MEGATRON, ORBAX
+from bench.machine import Disk
+from bench.results import command_and_date
+from bench.runs import Case, Run
+from bench.scale import RANKS, SCALE
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-MEGATRON_PYTHON = REPOSITORY / ".envs" / "megatron" / "bin" / "python"
-ORBAX_PYTHON = REPOSITORY / ".envs" / "orbax" / "bin" / "python"
 NEEDED_BYTES = 8 * 2**30
+"""Of free space on the disk, at scale 1."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a subcommand; 0 if every target that was measured is met, else 1."""
+    """Run a subcommand; 0 if no target that was measured is missed, else 1."""
     options = _parser().parse_args(arguments)
     status: int = options.run(options)
     return status
@@ -37,161 +48,97 @@ def _parser() -> argparse.ArgumentParser:
         prog="scripts/benchmark", description="Measure shardstore beside raw I/O and its peers."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    disk = measuring(
-        commands,
-        "disk",
-        _disk,
-        help="saves and loads on a local disk",
-        description="All clients in turn in one run: same state, same disk, same durability.",
+    disk = _add(commands, "disk", "saves and loads on a local disk", DISK, ranks=(1, 4))
+    for name in (MEGATRON, ORBAX):
+        option = f"--{name.partition('-')[0]}-python"
+        help = f"interpreter with what {name} needs (default: made by scripts/*_env)"
+        disk.add_argument(option, metavar="PYTHON", help=help)
+    server = (
+        "saves and loads on an S3 server: Ceph's gateway (scripts/s3_server start), or the one "
+        "that AWS_ENDPOINT_URL, AWS_REGION, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY name; in "
+        "a bucket of its own, which takes 10 GiB a round"
     )
-    disk.add_argument(
-        "--ranks", type=counts, default=(1, 4), help="worlds for save-load and memory (1,4)"
+    _add(commands, "s3", server, S3)
+    _add(commands, "async", "saves in the background, upon a base; shared loads", ASYNC, repeats=3)
+    _add(commands, "scale", "planning and committing in large worlds", SCALE, RANKS, repeats=1)
+    gpu = _add(commands, "gpu", "saves off a CUDA device, and loads to it", GPU, repeats=2, scale=4)
+    gpu.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal without one"
     )
-    disk.add_argument(
-        "--only",
-        type=chosen_of(tuple(DISK)),
-        default=tuple(DISK),
-        metavar="CASE,...",
-        help=f"cases to run: {', '.join(DISK)}",
-    )
-    disk.add_argument(
-        "--clients",
-        type=chosen_of(clients.NAMES),
-        default=clients.NAMES,
-        metavar="NAME,...",
-        help=f"clients to run: {', '.join(clients.NAMES)}",
-    )
-    disk.add_argument(
-        "--scale", type=above_zero, default=1.0, help="factor on the sizes (default 1)"
-    )
-    disk.add_argument(
-        "--megatron-python",
-        metavar="PYTHON",
-        default=str(MEGATRON_PYTHON) if MEGATRON_PYTHON.exists() else None,
-        help="interpreter with megatron-core 0.15.3 (default: that of scripts/megatron_env)",
-    )
-    disk.add_argument(
-        "--orbax-python",
-        metavar="PYTHON",
-        default=str(ORBAX_PYTHON) if ORBAX_PYTHON.exists() else None,
-        help="interpreter with orbax-checkpoint (default: that of scripts/orbax_env)",
-    )
-    s3 = measuring(
-        commands,
-        "s3",
-        _s3,
-        help="saves and loads on an S3 server",
-        description="All clients in turn in one run, on Ceph's gateway (scripts/s3_server start) "
-        "or on the server that AWS_ENDPOINT_URL, AWS_REGION, AWS_ACCESS_KEY_ID and "
-        "AWS_SECRET_ACCESS_KEY name. Works in a bucket of its own, which takes 10 GiB a round.",
-        folder=None,
-    )
-    s3.add_argument("--scale", type=above_zero, default=1.0, help="factor on the sizes (default 1)")
-    s3.add_argument(
-        "--only",
-        type=chosen_of(tuple(S3)),
-        default=tuple(S3),
-        metavar="CASE,...",
-        help=f"cases to run: {', '.join(S3)}",
-    )
-    s3.add_argument(
-        "--clients",
-        type=chosen_of(clients.S3_NAMES),
-        default=clients.S3_NAMES,
-        metavar="NAME,...",
-        help=f"clients to run: {', '.join(clients.S3_NAMES)}",
-    )
-    asynchronous.add_parser(commands)
-    scale.add_parser(commands)
-    gpu.add_parser(commands)
-    plot.add_parser(commands)
+    _add(commands, "cli", "the command line's start, and verification", CLI)
     page.add_parser(commands)
-    command_line.add_parser(commands)
     return parser
 
 
-def _disk(options: argparse.Namespace) -> int:
-    results = Results()
+def _add(
+    commands: Any,
+    name: str,
+    help: str,
+    cases: Sequence[Case],
+    ranks: tuple[int, ...] = (1,),
+    repeats: int = 5,
+    scale: float = 1.0,
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=help)
+    parser.set_defaults(run=_measure, command=name, cases=cases, device="cpu")
+    names = tuple(dict.fromkeys(case.name for case in cases))
+    clients = tuple(dict.fromkeys(client for case in cases for client in case.clients))
+    worlds = ",".join(map(str, ranks))
+    for option, kind, default, meaning in (
+        ("--only", chosen_of(names), names, f"cases: {', '.join(names)}"),
+        ("--clients", chosen_of(clients), clients, f"of {'; '.join(clients)}"),
+        ("--ranks", counts, ranks, f"worlds of the cases that have no own ({worlds})"),
+        ("--repeats", count, repeats, f"rounds that count ({repeats})"),
+        ("--scale", above_zero, scale, f"factor on the sizes ({scale:g})"),
+        ("--json", new_file, None, "file for every sample; `benchmark page` reads it"),
+        ("--dir", writable_folder, None, "folder on the disk to measure (a temporary one)"),
+    ):
+        metavar = option.strip("-").upper()
+        parser.add_argument(option, type=kind, default=default, metavar=metavar, help=meaning)
+    return parser
+
+
+def _measure(options: argparse.Namespace) -> int:
+    if options.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            print("benchmark gpu needs a CUDA device; there is none here", file=sys.stderr)
+            return 2
     with tempfile.TemporaryDirectory(prefix="shardstore-bench-", dir=options.dir) as folder:
         root = Path(folder)
-        spread_folders(root)
-        free = shutil.disk_usage(root).free
-        if free < NEEDED_BYTES * options.scale:
-            print(f"too little space: {free / 2**30:.1f} GiB free", file=sys.stderr)
+        if shutil.disk_usage(root).free < NEEDED_BYTES * options.scale:
+            print(f"too little space in {root.parent}", file=sys.stderr)
             return 2
-        results.notes.update(
-            machine=machine.describe(root),
-            cases=list(options.only),
-            ranks=list(options.ranks),
-            repeats=options.repeats,
-            scale=options.scale,
-        )
-        context = Context(
+        bucket = Bucket() if options.command == "s3" else None
+        named = {MEGATRON: "megatron_python", ORBAX: "orbax_python"}
+        given = {client: getattr(options, name, None) for client, name in named.items()}
+        run = Run(
             root=root,
+            store=bucket or Disk(root),
             repeats=options.repeats,
             scale=options.scale,
             ranks=options.ranks,
-            megatron_python=options.megatron_python,
-            orbax_python=options.orbax_python,
             clients=options.clients,
-            results=results,
+            pythons={client: python for client, python in given.items() if python},
+            device=options.device,
         )
-        for name in options.only:
-            context.say(f"{name}:")
-            DISK[name](context)
-    return _report(results, options)
-
-
-def _s3(options: argparse.Namespace) -> int:
-    import s3_servers
-
-    if "AWS_ENDPOINT_URL" not in os.environ:
-        server = s3_servers.radosgw()
-        if server is None:
-            print("no S3 server: scripts/s3_server start, or set AWS_ENDPOINT_URL", file=sys.stderr)
-            return 2
-        os.environ.update(server.environment)
-    given = s3_servers.S3Server(
-        name=os.environ.get("BENCH_SERVER", "radosgw"),
-        endpoint_url=os.environ["AWS_ENDPOINT_URL"],
-        key=os.environ["AWS_ACCESS_KEY_ID"],
-        secret=os.environ["AWS_SECRET_ACCESS_KEY"],
-        region=os.environ.get("AWS_REGION", "us-east-1"),
-    )
-    os.environ["AWS_REGION"] = given.region
-    os.environ["BENCH_BUCKET"] = bucket = given.new_bucket()
-    results = Results()
-    with tempfile.TemporaryDirectory(prefix="shardstore-bench-") as folder:
-        results.notes.update(
-            machine=machine.describe(Path(folder)),
-            server=given.name,
-            cases=list(options.only),
-            ranks=[1],
-            repeats=options.repeats,
-            scale=options.scale,
-        )
-        context = Context(
-            root=Path(folder),
-            repeats=options.repeats,
-            scale=options.scale,
-            ranks=(1,),
-            megatron_python=None,
-            clients=options.clients,
-            results=results,
-        )
-        for name in options.only:
-            context.say(f"{name}:")
-            S3[name](context)
-    client = given.client()
-    for key in given.keys(bucket):
-        client.delete_object(Bucket=bucket, Key=key)
-    client.delete_bucket(Bucket=bucket)
-    return _report(results, options)
-
-
-def _report(results: Results, options: argparse.Namespace) -> int:
-    judged = verdicts(results)
-    return report.publish(results, judged, options)
+        notes = run.results.notes
+        notes |= command_and_date() | {"repeats": options.repeats, "scale": options.scale}
+        notes["machine"] = machine.describe(root)
+        if bucket:
+            notes["server"] = bucket.server.name
+        if options.device == "cuda":
+            notes["device"] = torch.cuda.get_device_name()
+        for case in options.cases:
+            if case.name in options.only:
+                run.case(case)
+        if bucket:
+            bucket.remove()
+    print(page.text(run.results))
+    if options.json:
+        options.json.write_text(json.dumps(run.results.as_dict(), indent=1) + "\n")
+    return 1 if any(verdict.ok is False for verdict in run.results.targets) else 0
 
 
 if __name__ == "__main__":

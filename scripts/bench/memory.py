@@ -1,12 +1,13 @@
-"""Peak memory of a process during one operation, from /proc.
+"""What one process takes and moves, from /proc: memory, its peak, and bytes read.
 
-Anonymous memory is what counts as memory above the state: pages of mapped files are page cache
-and can be dropped at any time. The kernel keeps a peak of all resident memory only, so the peak
-of the anonymous part is sampled, from another process, once a millisecond.
+Anonymous memory is what counts as memory above the state: the kernel can drop pages of mapped files
+at any time. The kernel keeps a peak of all resident memory only, so the peak of the anonymous part
+is sampled, once a millisecond.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,12 +27,8 @@ class Resident:
 
 def resident(pid: int | str = "self") -> Resident:
     """Resident memory of a process now."""
-    found: dict[str, int] = {}
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        name, _, rest = line.partition(":")
-        if name in ("VmRSS", "RssAnon", "VmHWM"):
-            found[name] = int(rest.split()[0]) * 1024
-    return Resident(found["VmRSS"], found["RssAnon"], found["VmHWM"])
+    found = _fields(Path(f"/proc/{pid}/status"), ("VmRSS", "RssAnon", "VmHWM"))
+    return Resident(*(kib * 1024 for kib in found))
 
 
 def reset_peak() -> Resident:
@@ -48,11 +45,17 @@ def peak_rss_bytes() -> int:
 class Sampler:
     """Samples the anonymous memory of processes while the body of a `with` runs."""
 
-    def __init__(self, pids: Sequence[int]) -> None:
+    def __init__(self, pids: Sequence[int | str] = ("self",)) -> None:
         self._pids = list(pids)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
-        self.peak_bytes = [0] * len(self._pids)
+        self._before = [resident(pid).anonymous_bytes for pid in pids]
+        self._peaks = list(self._before)
+
+    @property
+    def grown_bytes(self) -> list[int]:
+        """Growth of each process at its peak."""
+        return [peak - low for peak, low in zip(self._peaks, self._before, strict=True)]
 
     def __enter__(self) -> Sampler:
         self._thread.start()
@@ -69,4 +72,32 @@ class Sampler:
                     now = resident(pid).anonymous_bytes
                 except (OSError, KeyError):
                     continue
-                self.peak_bytes[i] = max(self.peak_bytes[i], now)
+                self._peaks[i] = max(self._peaks[i], now)
+
+
+class BytesRead:
+    """Bytes that this process reads from here on.
+
+    The kernel's count misses what is read through a mapping, shardstore's own misses what it does
+    not ask the storage for. `so_far` is the larger one.
+    """
+
+    def __init__(self) -> None:
+        self._before = self._counts()
+
+    def so_far(self) -> int:
+        """Bytes since the object was made."""
+        return max(now - was for now, was in zip(self._counts(), self._before, strict=True))
+
+    def _counts(self) -> tuple[int, int]:
+        ours = 0
+        if "shardstore" in sys.modules:
+            from shardstore.storage.movers.counters import counters
+
+            ours = counters.bytes_read
+        return _fields(Path("/proc/self/io"), ("rchar",))[0], ours
+
+
+def _fields(file: Path, names: Sequence[str]) -> list[int]:
+    found = dict(line.split(":", 1) for line in file.read_text().splitlines())
+    return [int(found[name].split()[0]) for name in names]

@@ -1,30 +1,44 @@
-"""`benchmark page`: the results page, made from what the runs wrote as JSON, pictures beside it.
+"""`benchmark page`: the page of figures, made from what the runs wrote as JSON, with pictures.
 
 Everything on the page comes out of the files: machine, commands, versions, targets met and missed,
-where a peer is faster and where it is not, and every figure. Measures nothing.
+where a peer is faster and where it is not, and every figure.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 from arguments import new_file, run_of_benchmark
 
-from bench import plot, report
-from bench.clients import OURS, RAW
-from bench.results import Results, Sample, Verdict
+from bench.clients import DCP_OURS, LIMITS, OURS
+from bench.results import Results
 
-LIMITS = (*RAW, "ideal", "memory copy", "copy + write", "pinned copy_", "stored")
-"""What is no peer but the least that there can be."""
+Row = Sequence[str]
+Runs = Sequence[tuple[str, Results]]
+Group = tuple[str, int, str]
+HEAD = ("case", "ranks", "measure", "client", "median", "range", "to shardstore")
+TARGETS = ("case", "target", "measured", "")
+INTRODUCTION = (
+    "Made by `scripts/benchmark page` from the files that `scripts/benchmark COMMAND --json` "
+    "wrote. Figures are medians; the clients of a round ran one after the other on the same "
+    "machine. A ratio above 1 says that the other took longer."
+)
+NOT_OURS, MINE = "#9aa7b4", "#1f6f8b"
+BAR_INCHES, WIDTH_INCHES = 0.24, 9.0
+MAX_SHOWN = 12.0
+"""Longer bars are cut, and say how long they are."""
 
 
 def add_parser(commands: Any) -> None:
     """Add the subcommand to the command line."""
     parser: argparse.ArgumentParser = commands.add_parser(
-        "page", help="the results page from the JSON of several runs", description=__doc__
+        "page", help="the page of figures from the JSON of several runs", description=__doc__
     )
     parser.set_defaults(run=run)
     parser.add_argument(
@@ -35,56 +49,125 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write page and pictures; 0."""
-    runs = [(file.stem, json.loads(file.read_text())) for file in options.json]
+    runs = [(f.stem, Results.from_dict(json.loads(f.read_text()))) for f in options.json]
     pictures = options.markdown.with_suffix("")
     pictures.mkdir(parents=True, exist_ok=True)
-    for name, data in runs:
-        plot.draw(data, pictures / f"{name}.svg")
+    for name, results in runs:
+        draw(results, pictures / f"{name}.svg")
     options.markdown.write_text(page(runs, pictures.name))
     print(options.markdown)
     return 0
 
 
-def page(runs: Sequence[tuple[str, dict[str, Any]]], pictures: str) -> str:
-    """The page as Markdown.
-
-    Args:
-        runs: name and content of each file.
-        pictures: folder of `NAME.svg`, beside the page.
-    """
+def page(runs: Runs, pictures: str) -> str:
+    """The page as Markdown; `pictures` is the folder of `NAME.svg`, beside the page."""
+    abouts = {name: list(_about(results.notes)) for name, results in runs}
+    lines = [line for about in abouts.values() for line in about]
+    # A line is said once, above all runs, unless runs differ in it.
+    subjects = {line.partition(":")[0]: set[str]() for line in lines}
+    for line in lines:
+        subjects[line.partition(":")[0]].add(line)
+    shared = [found.pop() for found in subjects.values() if len(found) == 1]
     parts = [
         "# Measured",
-        "Made by `scripts/benchmark page` from the files that `scripts/benchmark COMMAND --json` "
-        "wrote; nothing here is typed by hand. Figures are medians; all clients of a round ran one "
-        "after the other on the same machine. A ratio above 1 says that the other took longer.",
+        INTRODUCTION,
         "## In short",
-        "\n".join(_missed(name, _judged(data)) for name, data in runs),
+        "\n".join(_missed(name, results) for name, results in runs),
         "### Where a peer is faster",
         _compared(runs, slower=True),
-        "### Where none is",
+        "### Where no peer is faster",
         _compared(runs, slower=False),
+        "## Machine, versions and clients",
+        "\n".join(f"- {line}" for line in shared),
     ]
-    for name, data in runs:
-        results = results_of(data)
-        parts += [f"## {name}", f"![{name}]({pictures}/{name}.svg)"]
-        parts += [report.about(results), report.tables(results, _judged(data), "###")]
+    for name, results in runs:
+        notes = results.notes
+        own = [line for line in abouts[name] if line not in shared]
+        parts += [
+            f"## {name}",
+            f"![{name}]({pictures}/{name}.svg)",
+            f"`{notes['command']}`, {notes['date']}; {notes['repeats']} rounds, "
+            f"scale {notes['scale']}.",
+            "\n".join(f"- {line}" for line in own),
+            _pipes(TARGETS, _verdicts(results)) if results.targets else "",
+            _pipes(HEAD, _figures(results)),
+            *_failures(results),
+        ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def results_of(data: dict[str, Any]) -> Results:
-    """What a run measured, from its JSON."""
-    samples = [Sample(**sample) for sample in data["samples"]]
-    return Results(samples, data["notes"], data["failures"])
+def text(results: Results) -> str:
+    """The tables for a terminal."""
+    tables = [_plain(HEAD, _figures(results)), _plain(TARGETS, _verdicts(results))]
+    return "\n\n".join([*tables, *_failures(results)])
 
 
-def _judged(data: dict[str, Any]) -> list[Verdict]:
-    return [Verdict(**verdict) for verdict in data["targets"]]
+def _about(notes: dict[str, Any]) -> Iterator[str]:
+    machine = notes["machine"].items()
+    yield "Machine: " + "; ".join(f"{name.replace('_', ' ')} {value}" for name, value in machine)
+    for name in ("device", "server"):
+        if name in notes:
+            yield f"{name.capitalize()}: {notes[name]}"
+    for name, versions in notes.get("versions", {}).items():
+        yield f"Environment of {name}: " + ", ".join(f"{p} {v}" for p, v in versions.items())
+    for name, words in notes.get("settings", {}).items():
+        yield f"{name}: {words}"
+    for name, state in notes.get("states", {}).items():
+        written, loaded = (state[f"bytes_{what}"] / 2**20 for what in ("written", "loaded"))
+        yield (
+            f"State of {name}: {state['tensors_on_rank_0']} tensors on rank 0, "
+            f"{written:,.0f} MiB written, {loaded:,.0f} MiB loaded"
+        )
 
 
-def _missed(name: str, judged: Sequence[Verdict]) -> str:
-    met = sum(verdict.ok is True for verdict in judged)
-    lines = [f"- **{name}**: {met} of {len(judged)} targets met."]
-    for verdict in judged:
+def _groups(results: Results) -> dict[Group, dict[str, list[float]]]:
+    """(case, ranks, measure) -> client -> samples."""
+    found: dict[Group, dict[str, list[float]]] = {}
+    for sample in results.samples:
+        clients = found.setdefault((sample.case, sample.world, sample.measure), {})
+        clients.setdefault(sample.client, []).append(sample.value)
+    return found
+
+
+def _units(results: Results) -> dict[str, str]:
+    return {sample.measure: sample.unit for sample in results.samples}
+
+
+def _figures(results: Results) -> list[Row]:
+    rows: list[Row] = []
+    units = _units(results)
+    for (case, world, measure), clients in _groups(results).items():
+        unit = units[measure]
+        ours = median(clients[OURS]) if OURS in clients and unit == "s" else 0.0
+        for client, values in clients.items():
+            low, middle, high = (
+                _format(v, unit) for v in (min(values), median(values), max(values))
+            )
+            ratio = f"{median(values) / ours:.2f}" if ours else ""
+            rows.append((case, str(world), measure, client, middle, f"{low} - {high}", ratio))
+    return rows
+
+
+def _verdicts(results: Results) -> list[Row]:
+    words = {True: "pass", False: "FAIL", None: "not measured"}
+    return [
+        (v.case, v.target, "" if v.value is None else f"{v.value:.3g}", words[v.ok])
+        for v in results.targets
+    ]
+
+
+def _failures(results: Results) -> list[str]:
+    return [
+        f"{f['client']} gave no figure in {f['case']} with {f['world']} rank(s): "
+        + (f["reason"].splitlines() or ["unknown"])[0]
+        for f in results.failures
+    ]
+
+
+def _missed(name: str, results: Results) -> str:
+    met = sum(verdict.ok is True for verdict in results.targets)
+    lines = [f"- **{name}**: {met} of {len(results.targets)} targets met."]
+    for verdict in results.targets:
         if verdict.ok is False:
             lines.append(f"  - missed: {verdict.case}, {verdict.target}: {verdict.value:.3g}")
         elif verdict.ok is None:
@@ -92,25 +175,122 @@ def _missed(name: str, judged: Sequence[Verdict]) -> str:
     return "\n".join(lines)
 
 
-def _compared(runs: Sequence[tuple[str, dict[str, Any]]], *, slower: bool) -> str:
+def ratios(results: Results) -> list[tuple[Group, dict[str, float]]]:
+    """For each time that several clients took: each client's median over ours, or the first's."""
+    units = _units(results)
+    out = []
+    for group, clients in _groups(results).items():
+        name = next((own for own in (OURS, DCP_OURS) if own in clients), next(iter(clients)))
+        base = median(clients[name])
+        if units[group[2]] == "s" and len(clients) > 1 and base:
+            out.append((group, {client: median(v) / base for client, v in clients.items()}))
+    return out
+
+
+def _compared(runs: Runs, *, slower: bool) -> str:
     """Every time that we and a peer were measured in, with the fastest peer; the widest first."""
-    rows: list[tuple[float, report.Row]] = []
-    for name, data in runs:
-        for (case, world, measure), clients in plot.ratios(data):
-            known = dict(clients)
+    rows: list[tuple[float, Row]] = []
+    for name, results in runs:
+        for (case, world, measure), clients in ratios(results):
             peers = {
-                peer: ratio
-                for peer, ratio in known.items()
-                if not peer.startswith(OURS) and peer not in LIMITS
+                ratio: peer
+                for peer, ratio in clients.items()
+                if OURS not in peer and peer not in LIMITS
             }
-            if OURS not in known or not peers:
-                continue
-            best = min(peers, key=lambda peer: peers[peer])
-            if (peers[best] < 1) == slower:
-                row = (name, case, str(world), measure, best, f"{peers[best]:.2f}")
-                rows.append((peers[best], row))
+            if OURS in clients and peers and (min(peers) < 1) == slower:
+                best = min(peers)
+                row = (name, case, str(world), measure, peers[best], f"{best:.2f}")
+                rows.append((best, row))
     if not rows:
-        return "Nowhere, of what was measured." if slower else ""
+        return "Nowhere, of what was measured."
     rows.sort(key=lambda entry: entry[0], reverse=not slower)
     head = ("run", "case", "ranks", "measure", "fastest peer", "its time over ours")
-    return report.pipes(head, [row for _, row in rows])
+    return _pipes(head, [row for _, row in rows])
+
+
+def _format(value: float, unit: str) -> str:
+    if unit == "bytes":
+        return f"{value / 2**20:.1f} MiB"
+    if unit == "count":
+        return f"{value:.0f}"
+    return f"{value:.3f} s" if unit == "s" else f"{value:.3f}"
+
+
+def _plain(head: Row, rows: Sequence[Row]) -> str:
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in [head, ["-" * width for width in widths], *rows]
+    ]
+    return "\n".join(lines)
+
+
+def _pipes(head: Row, rows: Sequence[Row]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
+
+
+def draw(results: Results, output: Path) -> None:
+    """A picture: lines for what was measured at several sizes, bars of ratios for all else."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    # The same picture of the same figures, whenever it is drawn.
+    plt.rcParams["svg.hashsalt"] = "shardstore"
+    lines = _lines(results)
+    fig = _draw_lines(plt, lines) if lines else _draw_ratios(plt, ratios(results))
+    about = results.notes["machine"]
+    words = (about["processor"], f"{about['cores']} cores", about["file_system"].split(" ")[0])
+    fig.suptitle(", ".join(map(str, words)), fontsize=8)
+    fig.tight_layout()
+    fig.savefig(output, metadata={"Date": None}, dpi=120)
+    plt.close(fig)
+
+
+def _draw_ratios(plt: Any, groups: list[tuple[Group, dict[str, float]]]) -> Any:
+    """A bar a client: how many times as long as ours it took (the first one, where we are not)."""
+    bars = sum(len(clients) + 2 for _, clients in groups)
+    fig, axes = plt.subplots(figsize=(WIDTH_INCHES, 1.2 + BAR_INCHES * max(bars, 4)))
+    place, ticks, names = 0.0, [], []
+    for (case, world, measure), clients in groups:
+        ranks = f", {world} ranks" if world != 1 else ""
+        axes.text(0, place, f"{case}{ranks}: {measure}", weight="bold", va="center", fontsize=8)
+        for client, ratio in clients.items():
+            place += 1
+            shown = min(ratio, MAX_SHOWN)
+            axes.barh(place, shown, color=MINE if OURS in client else NOT_OURS, height=0.8)
+            axes.text(shown, place, f" {ratio:.2f}", va="center", fontsize=7)
+            ticks.append(place)
+            names.append(client)
+        place += 2
+    axes.set_yticks(ticks, names, fontsize=7)
+    axes.invert_yaxis()
+    axes.axvline(1, color="black", linewidth=0.6)
+    axes.set_xlabel(f"time over that of {OURS}: longer is slower (cut at {MAX_SHOWN:g})")
+    return fig
+
+
+def _draw_lines(plt: Any, lines: dict[tuple[str, str], dict[int, list[tuple[int, float]]]]) -> Any:
+    """Seconds over sizes, a panel a measure, a line a world."""
+    fig, grid = plt.subplots(1, len(lines), figsize=(WIDTH_INCHES, 4), squeeze=False)
+    for axes, ((measure, of), worlds) in zip(grid.flat, lines.items(), strict=True):
+        for world, points in sorted(worlds.items()):
+            axes.plot(*zip(*sorted(points), strict=True), marker="o", label=f"{world:,} ranks")
+        axes.set(xscale="log", yscale="log", xlabel=of, ylabel="seconds", title=measure)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7)
+    return fig
+
+
+def _lines(results: Results) -> dict[tuple[str, str], dict[int, list[tuple[int, float]]]]:
+    """(measure, what it grows with) -> world -> (size, median) of `benchmark scale`."""
+    found: dict[tuple[str, str], dict[int, list[tuple[int, float]]]] = {}
+    units = _units(results)
+    for (case, world, measure), clients in _groups(results).items():
+        match = re.fullmatch(r"(.*), ([\d,]+) (tensors|chunks)", measure)
+        if case == "scale" and match and units[measure] == "s":
+            size = int(match.group(2).replace(",", ""))
+            worlds = found.setdefault((match.group(1), match.group(3)), {})
+            worlds.setdefault(world, []).append((size, median(clients[OURS])))
+    return found

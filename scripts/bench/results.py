@@ -1,4 +1,4 @@
-"""Everything that was measured, and the medians and ratios that are drawn from it."""
+"""Everything that a run measures: samples, medians, and targets met or missed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,7 @@ from datetime import UTC, datetime
 from statistics import median
 from typing import Any
 
-_PLACES = ("--json", "--markdown", "--plot", "--dir", "--megatron-python", "--orbax-python")
-
-SAVE_SYNC = "save + one sync"
-SAVE = "save, no sync"
-LOAD_WARM = "load, warm cache"
-LOAD_COLD = "load, cold cache"
+_PLACES = ("--json", "--dir", "--megatron-python", "--orbax-python")
 
 
 @dataclass(frozen=True)
@@ -27,9 +22,9 @@ class Sample:
         world: number of ranks.
         client: who did it.
         measure: what was measured.
-        repeat: number of the round; all clients of one round ran one after the other.
+        repeat: number of the round; the clients of a round run one after the other.
         value: in the unit.
-        unit: "s", "bytes", "ratio", "count" or "ms".
+        unit: "s", "bytes", "ratio" or "count".
     """
 
     case: str
@@ -42,8 +37,32 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Target:
+    """A bound that the project set itself.
+
+    With peers the value is a ratio of medians: with `most` the client's figure over that of the
+    best peer, with `least` the best peer's over the client's (how many times as fast). Without
+    peers it is the client's worst sample.
+    """
+
+    measure: str
+    client: str
+    peers: tuple[str, ...] = ()
+    most: float | None = None
+    least: float | None = None
+
+    def text(self) -> str:
+        """The target in words."""
+        bound = f"at least {self.least:g}" if self.most is None else f"at most {self.most:g}"
+        if not self.peers:
+            return f"{self.measure}, {self.client}: {bound}"
+        relation = "times as fast as" if self.most is None else "times"
+        return f"{self.measure}, {self.client}: {bound} {relation} {' or '.join(self.peers)}"
+
+
+@dataclass(frozen=True)
 class Verdict:
-    """A figure beside the target that the project set itself; `ok` is None if not measured."""
+    """The value measured for a target; `ok` is None if it was not measured."""
 
     case: str
     target: str
@@ -51,60 +70,70 @@ class Verdict:
     ok: bool | None
 
 
-def command() -> str:
-    """The command line of this run, without options that name places of this machine."""
+@dataclass
+class Results:
+    """Samples, notes on how they were taken, and what failed."""
+
+    samples: list[Sample] = field(default_factory=list)
+    notes: dict[str, Any] = field(default_factory=dict)
+    failures: list[dict[str, Any]] = field(default_factory=list)
+    targets: list[Verdict] = field(default_factory=list)
+
+    def values(self, case: str, world: int, client: str, measure: str) -> list[float]:
+        """All samples of one figure, in the order taken."""
+        figure = (case, world, client, measure)
+        return [s.value for s in self.samples if (s.case, s.world, s.client, s.measure) == figure]
+
+    def best(self, case: str, world: int, clients: Iterable[str], measure: str) -> float | None:
+        """The lowest median among clients; None where none of them has a sample."""
+        found = [self.values(case, world, client, measure) for client in clients]
+        return min((median(values) for values in found if values), default=None)
+
+    def judge(self, case: str, targets: Iterable[Target]) -> None:
+        """Add a verdict for every target in every world that the case was measured in."""
+        worlds = sorted({s.world for s in self.samples if s.case == case})
+        for world in worlds:
+            for target in targets:
+                value = self._value(case, world, target)
+                ok = None
+                if value is not None:
+                    ok = target.most is None or value <= target.most
+                    ok = ok and (target.least is None or value >= target.least)
+                at = f"{world} ranks: " if len(worlds) > 1 else ""
+                self.targets.append(Verdict(case, at + target.text(), value, ok))
+
+    def _value(self, case: str, world: int, target: Target) -> float | None:
+        if not target.peers:
+            values = self.values(case, world, target.client, target.measure)
+            worst = max if target.least is None else min
+            return worst(values, default=None)
+        ours = self.best(case, world, [target.client], target.measure)
+        peers = self.best(case, world, target.peers, target.measure)
+        if not ours or not peers:
+            return None
+        return ours / peers if target.least is None else peers / ours
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Results:
+        """The results that `as_dict` gave."""
+        return cls(
+            [Sample(**sample) for sample in data["samples"]],
+            data["notes"],
+            data["failures"],
+            [Verdict(**verdict) for verdict in data["targets"]],
+        )
+
+
+def command_and_date() -> dict[str, str]:
+    """The command line without options that name places of this machine, and the day in UTC."""
     words, given = ["scripts/benchmark"], iter(sys.argv[1:])
     for word in given:
         if word in _PLACES:
             next(given, None)
         elif word.partition("=")[0] not in _PLACES:
             words.append(word)
-    return shlex.join(words)
-
-
-def today() -> str:
-    """The day, in UTC."""
-    return datetime.now(UTC).date().isoformat()
-
-
-@dataclass
-class Results:
-    """Samples, notes on how they were taken, and what failed."""
-
-    samples: list[Sample] = field(default_factory=list)
-    notes: dict[str, Any] = field(default_factory=lambda: {"command": command(), "date": today()})
-    failures: list[dict[str, Any]] = field(default_factory=list)
-
-    def add(self, sample: Sample) -> None:
-        """Keep a sample."""
-        self.samples.append(sample)
-
-    def fail(self, case: str, world: int, client: str, reason: str) -> None:
-        """Keep the reason why a client gave no figure."""
-        self.failures.append({"case": case, "world": world, "client": client, "reason": reason})
-
-    def values(self, case: str, world: int, client: str, measure: str) -> list[float]:
-        """All samples of one figure, in the order taken."""
-        return [
-            s.value
-            for s in self.samples
-            if (s.case, s.world, s.client, s.measure) == (case, world, client, measure)
-        ]
-
-    def median(self, case: str, world: int, client: str, measure: str) -> float | None:
-        """Median of one figure; None where there is no sample."""
-        values = self.values(case, world, client, measure)
-        return median(values) if values else None
-
-    def fastest(self, case: str, world: int, clients: Iterable[str], measure: str) -> float | None:
-        """The lowest median among several clients, such as raw I/O with one and two threads."""
-        found = [self.median(case, world, client, measure) for client in clients]
-        return min((value for value in found if value is not None), default=None)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Everything, for JSON."""
-        return {
-            "notes": self.notes,
-            "samples": [asdict(sample) for sample in self.samples],
-            "failures": self.failures,
-        }
+    return {"command": shlex.join(words), "date": datetime.now(UTC).date().isoformat()}

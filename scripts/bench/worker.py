@@ -1,8 +1,8 @@
 """One rank of a crew: keeps a state dict in memory and runs what it is told over a pipe.
 
-Started as `python -m bench.worker RANK WORLD RENDEZVOUS_FILE` under the interpreter of the
-clients that it runs. Commands and replies are JSON, one a line, on stdin and on what was stdout;
-stdout itself is turned to stderr so that no library can write into the protocol.
+Started as `python -m bench.worker RANK WORLD RENDEZVOUS_FILE` under the interpreter of the clients
+that it runs. Commands and replies are JSON, one a line, on stdin and on what was stdout; stdout
+itself is turned to stderr, so that no library can write into the protocol.
 """
 
 from __future__ import annotations
@@ -14,145 +14,155 @@ import os
 import sys
 import time
 import traceback
-from importlib import metadata
+from collections.abc import Callable
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from bench import clients, io_counters, memory
+from bench import clients
 from bench.clients.base import Client, Share
-from bench.workload import WORKLOADS, build, wanted_bytes, written_bytes
+from bench.memory import BytesRead, peak_rss_bytes, reset_peak
+from bench.workload import build, entries_of
 
 _LIBC = ctypes.CDLL(None)
 _PACKAGES = (
-    "torch",
-    "numpy",
-    "zarr",
-    "tensorstore",
-    "safetensors",
-    "megatron-core",
-    "crc32c",
-    "orbax-checkpoint",
-    "jax",
+    *("shardstore", "torch", "numpy", "zarr", "tensorstore", "safetensors"),
+    *("megatron-core", "crc32c", "orbax-checkpoint", "jax"),
 )
 
 
-class Worker:
-    """The state of one rank between commands."""
+class Rank:
+    """The state of one rank between commands; each method without an underscore is a command.
+
+    Attributes:
+        rank: number of this rank.
+        world: number of ranks.
+        source: what is saved.
+        target: tensors of the same shapes, to load into.
+    """
+
+    source: Share
+    target: Share
 
     def __init__(self, rank: int, world: int) -> None:
-        self._rank = rank
-        self._world = world
+        self.rank, self.world = rank, world
         self._clients: dict[str, Client] = {}
-        self._source: Share | None = None
-        self._target: Share | None = None
         self._loaded: dict[str, torch.Tensor] | None = None
         self._prepared: Any = None
 
-    def setup(self, workload: str, scale: float, names: list[str]) -> dict[str, Any]:
-        """Build the state and a touched destination of the same shapes; create the clients."""
-        self._source = self._target = self._loaded = self._prepared = None
-        entries = WORKLOADS[workload](self._rank, self._world, scale)
-        tensors = build(entries, self._rank, self._world)
-        targets = {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}
-        place = {"rank": self._rank, "world": self._world}
-        self._source = Share(entries=entries, tensors=tensors, **place)
-        self._target = Share(entries=entries, tensors=targets, **place)
+    def setup(
+        self, workload: str, scale: float, names: list[str], device: str = "cpu"
+    ) -> dict[str, Any]:
+        """Build the state and touched tensors to load into; create the clients."""
+        self.source = self.target = Share([], {}, self.rank, self.world)
+        self._loaded = self._prepared = None
+        self.source = self.share(workload, scale, device)
+        tensors = {key: torch.zeros_like(t) for key, t in self.source.tensors.items()}
+        self.target = Share(self.source.entries, tensors, self.rank, self.world)
         absent: dict[str, str] = {}
         for name in names:
-            if name in self._clients:
-                continue
             try:
-                self._clients[name] = clients.create(name)
+                self.client(name)
             except Exception as reason:
                 absent[name] = f"{type(reason).__name__}: {reason}"
+        entries = self.source.entries
+        held = [entry.nbytes(self.world) for entry in entries]
+        writes = [self.rank == 0 or not entry.replicated for entry in entries]
         return {
             "absent": absent,
             "settings": {name: client.settings for name, client in self._clients.items()},
-            "written_bytes": written_bytes(entries, self._rank, self._world),
-            "wanted_bytes": wanted_bytes(entries, self._world),
+            "written_bytes": sum(n for n, mine in zip(held, writes, strict=True) if mine),
+            "wanted_bytes": sum(held),
             "tensors": len(entries),
             "versions": _versions(),
         }
 
-    def prepare_save(self, client: str) -> dict[str, Any]:
-        """Build the client's state dict, and give freed memory back; in no figure."""
-        assert self._source is not None
-        self._prepared = self._clients[client].prepare(self._source)
-        return self._settle()
+    def share(self, workload: str, scale: float, device: str = "cpu") -> Share:
+        """What this rank holds in a workload."""
+        entries = entries_of(workload, self.rank, self.world, scale)
+        return Share(entries, build(entries, self.rank, self.world, device), self.rank, self.world)
 
-    def prepare_load(self, client: str) -> dict[str, Any]:
-        """The same over the destination, which is zeroed."""
-        assert self._target is not None
+    def client(self, name: str) -> Client:
+        """The client of that name; each is made once."""
+        if name not in self._clients:
+            self._clients[name] = clients.create(name)
+        return self._clients[name]
+
+    def prepare(self, client: str, load: bool) -> None:
+        """Build the client's state dict and give freed memory back; in no figure."""
         self._loaded = None
-        for tensor in self._target.tensors.values():
-            tensor.zero_()
-        self._prepared = self._clients[client].prepare(self._target)
-        return self._settle()
+        if load:
+            for tensor in self.target.tensors.values():
+                tensor.zero_()
+        share = self.target if load else self.source
+        self._prepared = self.client(client).prepare(share)
+        gc.collect()
+        _LIBC.malloc_trim(0)
+
+    def touch(self) -> None:
+        """Read a byte of every cache line of the state, as a step of training would."""
+        for tensor in self.source.tensors.values():
+            tensor.reshape(-1).view(torch.uint8)[::64].sum()
 
     def save(self, client: str, path: str, sync: bool) -> dict[str, Any]:
         """Save what was prepared; start and end are on the clock shared by all processes."""
-        mark = self._start()
-        self._clients[client].save(self._prepared, _place(path), sync)
-        return self._end(mark)
+        return self._timed(lambda: self.client(client).save(self._prepared, place(path), sync))
 
     def load(self, client: str, path: str) -> dict[str, Any]:
         """Load into what was prepared."""
-        mark = self._start()
-        self._loaded = self._clients[client].load(self._prepared, _place(path))
-        return self._end(mark)
 
-    def touch(self) -> dict[str, Any]:
-        """Read the state, a byte of every cache line, as a step of training would have done just
-        before."""
-        assert self._source is not None
-        for tensor in self._source.tensors.values():
-            tensor.reshape(-1).view(torch.uint8)[::64].sum()
-        return {}
+        def load() -> None:
+            self._loaded = self.client(client).load(self._prepared, place(path))
 
-    def check(self) -> dict[str, Any]:
-        """Compare what the last load gave with the state, bit for bit."""
-        assert self._source is not None
-        assert self._target is not None
-        found: dict[str, Any] = {**self._target.tensors, **(self._loaded or {})}
-        in_place = all(
-            found[key].data_ptr() == tensor.data_ptr()
-            for key, tensor in self._target.tensors.items()
-        )
-        wrong = [
-            key for key, tensor in self._source.tensors.items() if not _same(tensor, found[key])
-        ]
-        self._loaded = None
-        return {"wrong": wrong[:5], "in_place": in_place}
+        return self._timed(load)
 
-    def _settle(self) -> dict[str, Any]:
-        gc.collect()
-        _LIBC.malloc_trim(0)
-        return {}
+    def check(self) -> list[str]:
+        """Keys of tensors that the last load did not give bit for bit."""
+        found = {**self.target.tensors, **(self._loaded or {})}
+        return [k for k, tensor in self.source.tensors.items() if not _same(tensor, found[k])][:5]
 
-    def _start(self) -> dict[str, Any]:
+    def _timed(self, work: Callable[[], None]) -> dict[str, Any]:
         dist.barrier()
-        mark = {"io": io_counters.snapshot(), "memory": memory.reset_peak()}
-        mark["start"] = time.monotonic()
-        return mark
-
-    def _end(self, mark: dict[str, Any]) -> dict[str, Any]:
+        read, before, device = BytesRead(), reset_peak().rss_bytes, DeviceMemory()
+        start = time.monotonic()
+        work()
+        synchronize()
         end = time.monotonic()
-        peak = memory.peak_rss_bytes()
         reply = {
-            "start": mark["start"],
+            "start": start,
             "end": end,
-            "anonymous_bytes_before": mark["memory"].anonymous_bytes,
-            "peak_rss_above_bytes": peak - mark["memory"].rss_bytes,
-            "io": io_counters.since(mark["io"]),
+            "resident_bytes": peak_rss_bytes() - before,
+            "device_bytes": device.grown_bytes(),
+            "bytes_read": read.so_far(),
         }
         dist.barrier()
         return reply
 
 
-def _place(path: str) -> Any:
+class DeviceMemory:
+    """Growth of this process's device memory from here on; 0 without a device."""
+
+    def __init__(self) -> None:
+        self._before = 0
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated()
+
+    def grown_bytes(self) -> int:
+        """At the peak so far."""
+        return torch.cuda.max_memory_allocated() - self._before if self._before else 0
+
+
+def synchronize() -> None:
+    """Wait for the device, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def place(path: str) -> Any:
     """A folder, or the URL as it is."""
     return path if "://" in path else Path(path)
 
@@ -175,20 +185,20 @@ def _versions() -> dict[str, str]:
 
 def main() -> None:
     """Serve commands until stdin closes."""
-    rank, world, rendezvous = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    number, world, rendezvous = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
-    worker = Worker(rank, world)
+    method = f"file://{rendezvous}"
+    dist.init_process_group("gloo", init_method=method, rank=number, world_size=world)
+    rank = Rank(number, world)
     for line in sys.stdin:
         command = json.loads(line)
+        module, _, name = command.pop("call").rpartition(":")
         try:
-            reply = getattr(worker, command.pop("op"))(**command)
+            call = getattr(import_module(module), name) if module else getattr(rank, name)
+            reply = {"value": call(rank, **command) if module else call(**command)}
         except BaseException as error:
-            reply = {
-                "error": f"{type(error).__name__}: {error}",
-                "traceback": traceback.format_exc(),
-            }
+            reply = {"error": f"{type(error).__name__}: {error}\n{traceback.format_exc()}"}
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
     # No farewell to the process group: its other ranks may be gone already.

@@ -1,15 +1,14 @@
 """The state dicts that are measured: keys, shapes, how ranks share them, and their values.
 
-Knows tensors and ranks, but no client: every client is handed the same entries and tensors, so
-this file runs unchanged under each client's own interpreter. Values are random (a file system
-or a codec gains nothing from zeros) and depend on the key alone, or on key and rank for cut
-tensors, so two runs of one workload hold the same bits.
+Every client gets the same entries and tensors; the module runs under each client's interpreter.
+Values are random, so that no file system or codec gains from zeros, and depend on the key alone, or
+on key and rank for cut tensors: two runs of one workload hold the same bits.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod, sqrt
 
@@ -19,9 +18,18 @@ LAYERS = 10
 HIDDEN = 1280
 VOCABULARY = 12800
 POSITIONS = 1024
-SMALL_ARRAYS = 20_000
-OBJECT_ARRAYS = 2_000
-METADATA_ARRAYS = 10_000
+
+UNIFORM = {
+    "small": (20_000, (256,)),
+    "chunks": (64, (8192, 1024)),
+    "arrays": (2_000, (64, 64)),
+    "many": (10_000, (4,)),
+    "replicas": (3, (20, 2**21)),
+    "tiny": (1, (1024,)),
+}
+"""Workloads of fp32 tensors of one shape, replicated on all ranks: number at scale 1, and shape."""
+SQUARES = {"rows": 0, "columns": 1, "flat": None, "whole": None}
+"""Workloads of eight 64 MiB matrices (at scale 1), by how the ranks cut them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +51,42 @@ class Entry:
     axis: int | None = None
     flat: tuple[int, int] | None = None
 
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank holds the whole tensor."""
+        return self.axis is None and self.flat is None
+
     def local_shape(self, world: int) -> tuple[int, ...]:
         """Shape of the tensor that one of `world` ranks holds in memory."""
         if self.flat is not None:
             return (self.flat[1] - self.flat[0],)
-        if self.axis is None:
-            return self.global_shape
         return tuple(n // world if i == self.axis else n for i, n in enumerate(self.global_shape))
+
+    def nbytes(self, world: int) -> int:
+        """Size of that tensor."""
+        return prod(self.local_shape(world)) * self.dtype.itemsize
+
+
+def entries_of(workload: str, rank: int, world: int, scale: float) -> list[Entry]:
+    """The entries of one rank in a workload."""
+    if workload == "gpt":
+        return gpt(scale)
+    if workload == "flattened":
+        return flattened(rank, world, scale)
+    if workload in SQUARES:
+        side, number = 4096, max(1, round(8 * scale))
+        part = side * side // world
+        flat = (rank * part, (rank + 1) * part) if workload == "flat" else None
+        axis, shape = SQUARES[workload], (side, side)
+        return [
+            Entry(key=f"{i}", dtype=torch.float32, global_shape=shape, axis=axis, flat=flat)
+            for i in range(number)
+        ]
+    number, size = UNIFORM[workload]
+    return [
+        Entry(key=f"block_{i // 100}.item_{i % 100}", dtype=torch.float32, global_shape=size)
+        for i in range(max(1, round(number * scale)))
+    ]
 
 
 def _parameters(scale: float) -> list[tuple[str, tuple[int, ...], int | None]]:
@@ -57,30 +94,29 @@ def _parameters(scale: float) -> list[tuple[str, tuple[int, ...], int | None]]:
     side = sqrt(scale)
     h = max(64, round(HIDDEN * side / 64) * 64)
     vocabulary = max(64, round(VOCABULARY * side / 64) * 64)
-    found: list[tuple[str, tuple[int, ...], int | None]] = [
-        ("embedding.word.weight", (vocabulary, h), 0)
+    layer: dict[str, tuple[tuple[int, ...], int | None]] = {
+        "norm_1.weight": ((h,), None),
+        "norm_1.bias": ((h,), None),
+        "attention.qkv.weight": ((3 * h, h), 0),
+        "attention.qkv.bias": ((3 * h,), 0),
+        "attention.out.weight": ((h, h), 1),
+        "attention.out.bias": ((h,), None),
+        "norm_2.weight": ((h,), None),
+        "norm_2.bias": ((h,), None),
+        "mlp.up.weight": ((4 * h, h), 0),
+        "mlp.up.bias": ((4 * h,), 0),
+        "mlp.down.weight": ((h, 4 * h), 1),
+        "mlp.down.bias": ((h,), None),
+    }
+    return [
+        ("embedding.word.weight", (vocabulary, h), 0),
+        *((f"layers.{i}.{name}", *of) for i in range(LAYERS) for name, of in layer.items()),
+        ("final_norm.weight", (h,), None),
+        ("final_norm.bias", (h,), None),
     ]
-    for i in range(LAYERS):
-        at = f"layers.{i}."
-        found += [
-            (at + "norm_1.weight", (h,), None),
-            (at + "norm_1.bias", (h,), None),
-            (at + "attention.qkv.weight", (3 * h, h), 0),
-            (at + "attention.qkv.bias", (3 * h,), 0),
-            (at + "attention.out.weight", (h, h), 1),
-            (at + "attention.out.bias", (h,), None),
-            (at + "norm_2.weight", (h,), None),
-            (at + "norm_2.bias", (h,), None),
-            (at + "mlp.up.weight", (4 * h, h), 0),
-            (at + "mlp.up.bias", (4 * h,), 0),
-            (at + "mlp.down.weight", (h, 4 * h), 1),
-            (at + "mlp.down.bias", (h,), None),
-        ]
-    found += [("final_norm.weight", (h,), None), ("final_norm.bias", (h,), None)]
-    return found
 
 
-def gpt(rank: int, world: int, scale: float) -> list[Entry]:
+def gpt(scale: float) -> list[Entry]:
     """Parameters in bf16 and two Adam moments in fp32: 370 tensors, 2 GiB at scale 1.
 
     The parameters number 123; with two moments each and one table of positions that makes 370,
@@ -106,8 +142,8 @@ def flattened(rank: int, world: int, scale: float) -> list[Entry]:
     """Optimizer state of the GPT as a distributed optimizer cuts it: flat ranges, one a rank.
 
     The parameters of a layer lie one after the other in a bucket, and each bucket is cut into
-    `world` equal ranges. So a large matrix belongs to several ranks, with borders at any element,
-    and most small tensors lie whole on one. Master weights and both moments, all fp32.
+    `world` equal ranges. A large matrix belongs to several ranks, with borders at any element, and
+    most small tensors lie whole on one. Master weights and both moments, all fp32.
     """
     buckets: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
     for name, shape, _ in _parameters(scale):
@@ -122,12 +158,13 @@ def flattened(rank: int, world: int, scale: float) -> list[Entry]:
             stop = start + prod(shape)
             first, last = max(low, start), min(high, stop)
             if first < last:
+                place = (first - start, last - start)
                 entries += [
                     Entry(
                         key=f"optimizer.{part}.{name}",
                         dtype=torch.float32,
                         global_shape=shape,
-                        flat=(first - start, last - start),
+                        flat=place,
                     )
                     for part in ("master", "exp_avg", "exp_avg_sq")
                 ]
@@ -135,67 +172,15 @@ def flattened(rank: int, world: int, scale: float) -> list[Entry]:
     return entries
 
 
-def small(rank: int, world: int, scale: float) -> list[Entry]:
-    """20,000 arrays of 1 KiB (at scale 1), all on rank 0 of a world of one."""
-    return [
-        Entry(key=f"block_{i // 100}.item_{i % 100}", dtype=torch.float32, global_shape=(256,))
-        for i in range(max(100, round(SMALL_ARRAYS * scale)))
-    ]
-
-
-def chunks(rank: int, world: int, scale: float) -> list[Entry]:
-    """2 GiB (at scale 1) in tensors of 32 MiB, all on rank 0 of a world of one."""
-    return [
-        Entry(key=f"part_{i}", dtype=torch.float32, global_shape=(8192, 1024))
-        for i in range(max(2, round(64 * scale)))
-    ]
-
-
-def arrays(rank: int, world: int, scale: float) -> list[Entry]:
-    """2,000 arrays of 16 KiB (at scale 1), all on rank 0 of a world of one."""
-    return [
-        Entry(key=f"block_{i // 100}.item_{i % 100}", dtype=torch.float32, global_shape=(64, 64))
-        for i in range(max(10, round(OBJECT_ARRAYS * scale)))
-    ]
-
-
-def tiny(rank: int, world: int, scale: float) -> list[Entry]:
-    """One tensor of 4 KiB a rank: what a client needs to import and start its threads."""
-    return [Entry(key="tiny", dtype=torch.float32, global_shape=(world, 1024), axis=0)]
-
-
-WORKLOADS: dict[str, Callable[[int, int, float], list[Entry]]] = {
-    "gpt": gpt,
-    "flattened": flattened,
-    "small": small,
-    "chunks": chunks,
-    "arrays": arrays,
-    "tiny": tiny,
-}
-
-
-def build(entries: Sequence[Entry], rank: int, world: int) -> dict[str, torch.Tensor]:
+def build(
+    entries: Sequence[Entry], rank: int, world: int, device: str = "cpu"
+) -> dict[str, torch.Tensor]:
     """The tensors of one rank, touched and filled with normally distributed values."""
     tensors: dict[str, torch.Tensor] = {}
-    generator = torch.Generator()
+    generator = torch.Generator(device)
     for entry in entries:
-        whole = entry.axis is None and entry.flat is None
-        generator.manual_seed(zlib.crc32(f"{entry.key}/{0 if whole else rank}".encode()))
-        values = torch.empty(entry.local_shape(world), dtype=torch.float32)
-        values.normal_(generator=generator)
-        tensors[entry.key] = values.to(entry.dtype)
+        owner = 0 if entry.replicated else rank
+        generator.manual_seed(zlib.crc32(f"{entry.key}/{owner}".encode()))
+        values = torch.empty(entry.local_shape(world), dtype=torch.float32, device=device)
+        tensors[entry.key] = values.normal_(generator=generator).to(entry.dtype)
     return tensors
-
-
-def written_bytes(entries: Sequence[Entry], rank: int, world: int) -> int:
-    """Bytes that a rank has to write: replicated tensors count on rank 0 only."""
-    return sum(
-        prod(entry.local_shape(world)) * entry.dtype.itemsize
-        for entry in entries
-        if rank == 0 or entry.axis is not None or entry.flat is not None
-    )
-
-
-def wanted_bytes(entries: Sequence[Entry], world: int) -> int:
-    """Bytes that a rank wants to hold after a load."""
-    return sum(prod(entry.local_shape(world)) * entry.dtype.itemsize for entry in entries)

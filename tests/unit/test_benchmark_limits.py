@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench import disk_state
+from scripts.bench import machine
 
 NAMES = ("dirty_bytes", "dirty_ratio", "dirty_background_bytes", "dirty_background_ratio")
 
@@ -34,9 +34,9 @@ def test_limits_are_put_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: dict[str, int]
 ) -> None:
     limits = Limits(tmp_path, **before)
-    monkeypatch.setattr(disk_state, "_LIMITS", tmp_path)
-    with disk_state.no_throttling():
-        assert limits.read()["dirty_bytes"] == disk_state.DIRTY_BYTES
+    monkeypatch.setattr(machine, "_LIMITS", tmp_path)
+    with machine.no_throttling():
+        assert limits.read()["dirty_bytes"] == machine.DIRTY_BYTES
         # The kernel itself makes the ratios 0 then.
         for name in ("dirty_ratio", "dirty_background_ratio"):
             (tmp_path / name).write_text("0")
@@ -47,6 +47,6 @@ def test_limits_are_put_back(
 def test_who_may_not_set_them_measures_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_state, "_LIMITS", tmp_path / "none")
-    with disk_state.no_throttling():
-        assert not disk_state.may_set_limits()
+    monkeypatch.setattr(machine, "_LIMITS", tmp_path / "none")
+    with machine.no_throttling():
+        assert not machine.may_set_limits()

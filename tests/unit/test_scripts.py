@@ -41,7 +41,7 @@ NOWHERE = {"SHARDSTORE_VENV": "/proc/no/venv"}
         (["--steps"], "--steps: expected one argument"),
         (["--steps", "many"], "'many' is no whole number"),
         (["--steps", 2], "--steps has to be at least 4"),
-        (["--dir", "/proc/none"], "/proc/none can not be made"),
+        (["--dir", "/proc/none"], "/proc/none cannot be made"),
         (["--dir", __file__], "is a file, not a folder"),
         (["--dir", ROOT], "is not empty"),
         (["--dir", "/proc"], "nothing can be written to /proc"),
@@ -59,7 +59,7 @@ def test_quickstart(arguments: list[object], said: str) -> None:
 
 def test_quickstart_without_a_python_or_a_place_to_install_to(tmp_path: Path) -> None:
     assert "PYTHON=/no/python" in refused("quickstart", PYTHON="/no/python")
-    assert "/proc/no/venv can not be made" in refused("quickstart", **NOWHERE)
+    assert "/proc/no/venv cannot be made" in refused("quickstart", **NOWHERE)
     (tmp_path / "mine").write_text("keep")
     said = refused("quickstart", SHARDSTORE_VENV=str(tmp_path))
     assert "is no virtual environment" in said
@@ -80,12 +80,11 @@ def test_benchmark_before_anything_is_installed(arguments: list[str]) -> None:
         (["disk", "--repeats", 0], "'0' is no whole number of at least 1"),
         (["disk", "--scale", "nan"], "'nan' is no number above 0"),
         (["disk", "--ranks", "1,"], "'' is no whole number"),
-        (["disk", "--dir", "/proc/none"], "/proc/none can not be made"),
+        (["disk", "--dir", "/proc/none"], "/proc/none cannot be made"),
         (["disk", "--json", "/no/folder/x.json"], "there is no folder /no/folder"),
         (["async", "--only", "x"], "unknown: 'x'"),
-        (["scale", "--plot", ROOT], "is a folder: name a file"),
-        (["plot", ROOT / "README.md"], "README.md is not what"),
-        (["plot", "/no/file.json"], "/no/file.json can not be read: No such file"),
+        (["scale", "--json", ROOT], "is a folder: name a file"),
+        (["page", "/no/file.json"], "/no/file.json cannot be read: No such file"),
         (["page", ROOT / "README.md", "--markdown", "/proc/x.md"], "is not what"),
     ],
     ids=str,
@@ -104,7 +103,7 @@ def test_test_knows_its_help_before_it_installs() -> None:
     )
     assert done.returncode == 0
     assert "Arguments go to pytest" in done.stdout
-    assert "/proc/no/venv can not be made" in refused("test", **NOWHERE)
+    assert "/proc/no/venv cannot be made" in refused("test", **NOWHERE)
 
 
 @pytest.mark.parametrize(

@@ -4,35 +4,49 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.distributed.checkpoint import _fsspec_filesystem as over_fsspec
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from bench.clients.base import Share, sync_once
+from bench.clients.base import Saving, Share, sync_once
 from shardstore.dcp import StorageReader, StorageWriter
+
+State = dict[str, torch.Tensor]
+S3_OPTIONS: dict[str, Any] = {"config_kwargs": {"s3": {"addressing_style": "path"}}}
 
 
 class Dcp:
-    """FileSystemWriter with a number of threads; one syncfs at the end, not one fsync a file."""
+    """FileSystemWriter with a number of threads; one syncfs at the end, not one fsync a file.
 
-    def __init__(self, threads: int) -> None:
+    In the background it saves in its thread form at its defaults, which sync every file. A stager
+    that is "reused" keeps its buffers; one that is "pinned" has all of DCP's options on.
+    """
+
+    def __init__(self, *, threads: int = 1, stager: str | None = None) -> None:
         self._threads = threads
         self._mesh: DeviceMesh | None = None
+        self._stager: DefaultStager | None = None
+        if stager is not None:
+            on = stager == "pinned"
+            self._stager = DefaultStager(StagingOptions(on, False, on, on))
         self.settings = (
             f"FileSystemWriter(thread_count={threads}, sync_files=False), no checksum; "
             "sync: one syncfs after save"
         )
 
-    def prepare(self, share: Share) -> dict[str, torch.Tensor]:
+    def prepare(self, share: Share) -> State:
         """DTensors over the share's tensors; plain tensors in a world of one."""
         if share.world == 1:
             return dict(share.tensors)
         self._mesh = self._mesh or init_device_mesh("cpu", (share.world,))
-        state: dict[str, torch.Tensor] = {}
+        state: State = {}
         for entry in share.entries:
             if entry.flat is not None:
                 raise NotImplementedError("DCP holds no flattened ranges")
@@ -42,41 +56,75 @@ class Dcp:
             )
         return state
 
-    def save(self, prepared: dict[str, torch.Tensor], path: Path, sync: bool) -> None:
+    def save(self, prepared: State, path: Path, sync: bool) -> None:
         """`torch.distributed.checkpoint.save`, planning included."""
-        writer = FileSystemWriter(path, thread_count=self._threads, sync_files=False)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            save(dict(prepared), storage_writer=writer)
-        if sync:
+            save(dict(prepared), storage_writer=self._writer(path, sync))
+        if sync and type(self) is Dcp:
             sync_once(path)
 
-    def load(self, prepared: dict[str, torch.Tensor], path: Path) -> None:
+    def load(self, prepared: State, path: Path) -> None:
         """`torch.distributed.checkpoint.load`, which reads into the given tensors."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            load(dict(prepared), storage_reader=FileSystemReader(path))
+            load(dict(prepared), storage_reader=self._reader(path))
+
+    def start(self, prepared: State, path: Path) -> Saving:
+        """`torch.distributed.checkpoint.async_save`."""
+        writer = FileSystemWriter(path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            saving = async_save(dict(prepared), storage_writer=writer, async_stager=self._stager)
+        return _Staged(saving)
+
+    def _writer(self, path: Path, sync: bool) -> Any:
+        return FileSystemWriter(path, thread_count=self._threads, sync_files=False)
+
+    def _reader(self, path: Path) -> Any:
+        return FileSystemReader(path)
+
+
+class _Staged:
+    """What `async_save` returns with or without asynchronous staging, as one kind of future."""
+
+    def __init__(self, saving: Any) -> None:
+        self._staging = getattr(saving, "staging_completion", None)
+        upload = getattr(saving, "upload_completion", saving)
+        self.done, self.result = upload.done, upload.result
+
+    def wait_staged(self) -> None:
+        """Wait until the state may be changed."""
+        if self._staging is not None:
+            self._staging.result()
 
 
 class DcpOverShardstore(Dcp):
     """The same program with one line changed: our storage under DCP."""
 
-    def __init__(self, array_documents: int = True) -> None:
-        super().__init__(threads=0)
-        self._array_documents = bool(array_documents)
+    def __init__(self, *, array_documents: bool = True) -> None:
+        super().__init__()
+        self._array_documents = array_documents
         self.settings = "StorageWriter, checksums written and verified; sync: durable=True" + (
             "" if array_documents else "; array_documents=False"
         )
 
-    def save(self, prepared: dict[str, torch.Tensor], path: Path, sync: bool) -> None:
-        """`torch.distributed.checkpoint.save`, planning and commit included."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            writer = StorageWriter(path, durable=sync, array_documents=self._array_documents)
-            save(dict(prepared), storage_writer=writer)
+    def _writer(self, path: Path, sync: bool) -> Any:
+        return StorageWriter(path, durable=sync, array_documents=self._array_documents)
 
-    def load(self, prepared: dict[str, torch.Tensor], path: Path) -> None:
-        """`torch.distributed.checkpoint.load`, every byte verified."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            load(dict(prepared), storage_reader=StorageReader(path))
+    def _reader(self, path: Path) -> Any:
+        return StorageReader(path)
+
+
+class DcpS3(Dcp):
+    """FsspecWriter over s3fs, credentials from the environment."""
+
+    def __init__(self, *, threads: int) -> None:
+        super().__init__(threads=threads)
+        self.settings = f"FsspecWriter(thread_count={threads}) over s3fs, no checksum"
+
+    def _writer(self, path: Path, sync: bool) -> Any:
+        return over_fsspec.FsspecWriter(path, thread_count=self._threads, **S3_OPTIONS)
+
+    def _reader(self, path: Path) -> Any:
+        return over_fsspec.FsspecReader(path, **S3_OPTIONS)

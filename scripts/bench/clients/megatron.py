@@ -14,8 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from bench.clients.base import Share, sync_once
-from bench.clients.sharded import sharded_state_dict
+from bench.clients.base import Share, sharded_state_dict, sync_once
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -1,25 +1,24 @@
-"""shardstore itself, through its public `save` and `load` and nothing else."""
+"""shardstore itself, through its public functions and nothing else."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import shardstore
-from bench.clients.base import Share
-from bench.clients.sharded import sharded_state_dict
+from bench.clients.base import Share, sharded_state_dict
 from shardstore import mapping
 
 
 class Ours:
     """Backend ("zarr", 2) at its defaults: crc32c in every chunk, verified on load."""
 
-    def __init__(self, array_documents: int = True) -> None:
-        self._array_documents = bool(array_documents)
-        self.settings = "zarr v3, crc32c written and verified; sync: durable=True" + (
-            "" if array_documents else "; array_documents=False"
+    def __init__(self, *, array_documents: bool = True, **options: Any) -> None:
+        self._array_documents, self._options = array_documents, options
+        self._async_save = shardstore.async_save  # imported here, in no figure
+        more = {} if array_documents else {"array_documents": False}
+        self.settings = "zarr v3, crc32c written and verified; sync: durable=True" + "".join(
+            f"; {name}={value}" for name, value in (more | options).items()
         )
 
     def prepare(self, share: Share) -> dict[str, Any]:
@@ -30,7 +29,10 @@ class Ours:
         """Save and commit."""
         shardstore.save(prepared, str(path), durable=sync, array_documents=self._array_documents)
 
-    def load(self, prepared: dict[str, Any], path: Path) -> dict[str, torch.Tensor]:
+    def load(self, prepared: dict[str, Any], path: Path) -> Any:
         """Load, into the given tensors."""
-        loaded: dict[str, torch.Tensor] = shardstore.load(prepared, str(path))
-        return loaded
+        return shardstore.load(prepared, str(path))
+
+    def start(self, prepared: dict[str, Any], path: Path) -> shardstore.AsyncSave:
+        """`async_save`, durable as by default."""
+        return self._async_save(prepared, path, **self._options)

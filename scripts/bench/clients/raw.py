@@ -7,29 +7,39 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
-from bench.clients.base import Share, sync_once
+from bench.clients.base import Share, raw_bytes, sync_once
 
 BLOCK_BYTES = 8 * 2**20
 
+Part = tuple[str, bool, memoryview]
+"""File name, whether this rank writes it, and the memory."""
 
-def _write(path: Path, memory: memoryview) -> None:
+
+def write_file(path: Path, parts: list[memoryview], *, sync: bool = False) -> None:
+    """A new file of the parts, one after the other."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
-        if memory.nbytes:
-            os.posix_fallocate(handle, 0, memory.nbytes)
-        at = 0
-        while at < memory.nbytes:
-            at += os.pwrite(handle, memory[at : at + BLOCK_BYTES], at)
+        if size := sum(part.nbytes for part in parts):
+            os.posix_fallocate(handle, 0, size)
+        start = 0
+        for part in parts:
+            at = 0
+            while at < part.nbytes:
+                at += os.pwrite(handle, part[at : at + BLOCK_BYTES], start + at)
+            start += part.nbytes
+        if sync:
+            os.fsync(handle)
     finally:
         os.close(handle)
 
 
-def _read(path: Path, memory: memoryview) -> None:
+def read_file(path: Path, memory: memoryview) -> None:
+    """Fill the memory from the start of a file."""
     handle = os.open(path, os.O_RDONLY)
     try:
         at = 0
@@ -42,48 +52,85 @@ def _read(path: Path, memory: memoryview) -> None:
         os.close(handle)
 
 
-def _file_name(share: Share, key: str, replicated: bool) -> str:
-    return f"{key}.{0 if replicated else share.rank}"
-
-
 class Raw:
     """Plain files with a number of threads a rank; the large ones are handed out first."""
 
     def __init__(self, threads: int) -> None:
-        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads) if threads > 1 else None
         self.settings = f"{threads} thread(s) a rank, fallocate, 8 MiB blocks, no checksum"
 
-    def prepare(self, share: Share) -> list[tuple[str, bool, memoryview]]:
-        """File name, whether this rank writes it, and the memory of each tensor."""
+    def prepare(self, share: Share) -> list[Part]:
+        """What is read, and which of it is written."""
         parts = []
         for entry in share.entries:
-            replicated = entry.axis is None and entry.flat is None
-            tensor = share.tensors[entry.key].reshape(-1).view(torch.uint8)
-            writes = share.rank == 0 or not replicated
-            name = _file_name(share, entry.key, replicated)
-            parts.append((name, writes, tensor.numpy().data))
-        parts.sort(key=lambda part: -part[2].nbytes)
-        return parts
+            name = f"{entry.key}.{0 if entry.replicated else share.rank}"
+            parts.append((name, share.writes(entry), raw_bytes(share.tensors[entry.key])))
+        return sorted(parts, key=lambda part: -part[2].nbytes)
 
-    def save(self, prepared: list[tuple[str, bool, memoryview]], path: Path, sync: bool) -> None:
+    def save(self, prepared: list[Part], path: Path, sync: bool) -> None:
         """Write one file a tensor."""
         path.mkdir(parents=True, exist_ok=True)
-        self._each(lambda part: _write(path / part[0], part[2]), [p for p in prepared if p[1]])
+        self._each(
+            lambda part: write_file(path / part[0], [part[2]]), [p for p in prepared if p[1]]
+        )
         if sync:
             sync_once(path)
 
-    def load(self, prepared: list[tuple[str, bool, memoryview]], path: Path) -> None:
+    def load(self, prepared: list[Part], path: Path) -> None:
         """Read every file into its tensor."""
-        self._each(lambda part: _read(path / part[0], part[2]), prepared)
+        self._each(lambda part: read_file(path / part[0], part[2]), prepared)
 
-    def _each(
-        self,
-        action: Callable[[tuple[str, bool, memoryview]], None],
-        parts: list[tuple[str, bool, memoryview]],
-    ) -> None:
-        if self._threads == 1:
-            for part in parts:
-                action(part)
-            return
-        with ThreadPoolExecutor(self._threads) as pool:
-            list(pool.map(action, parts))
+    def _each(self, action: Callable[[Part], None], parts: list[Part]) -> None:
+        list((self._pool.map if self._pool else map)(action, parts))
+
+
+class Copy:
+    """One copy into host buffers that are kept, pinned for a device; with `write` one file, synced.
+
+    Loading reads into those buffers and copies from there.
+    """
+
+    def __init__(self, *, write: bool) -> None:
+        self._pool = ThreadPoolExecutor(1) if write else None
+        self._buffers: dict[str, torch.Tensor] = {}
+        self.settings = "copy_ into buffers that are kept" + (", one file, fsync" if write else "")
+
+    def prepare(self, share: Share) -> dict[str, torch.Tensor]:
+        """The tensors; makes the buffers."""
+        for key, tensor in share.tensors.items():
+            if key not in self._buffers:
+                pinned = tensor.is_cuda
+                self._buffers[key] = torch.zeros(
+                    tensor.shape, dtype=tensor.dtype, pin_memory=pinned
+                )
+        return share.tensors
+
+    def start(self, prepared: dict[str, torch.Tensor], path: Path) -> Future[None]:
+        """Copy, then write in a thread."""
+        for key, tensor in prepared.items():
+            self._buffers[key].copy_(tensor, non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        if self._pool is not None:
+            parts = [raw_bytes(buffer) for buffer in self._buffers.values()]
+            return self._pool.submit(write_file, path, parts, sync=True)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def save(self, prepared: dict[str, torch.Tensor], path: Path, sync: bool) -> None:
+        """Copy, and write one file a tensor."""
+        self.start(prepared, path)
+        path.mkdir(parents=True)
+        for key, buffer in self._buffers.items():
+            write_file(path / key, [raw_bytes(buffer)])
+        if sync:
+            sync_once(path)
+
+    def load(self, prepared: dict[str, torch.Tensor], path: Path) -> None:
+        """Read each file into its buffer, and copy it to the tensor."""
+        for key, tensor in prepared.items():
+            read_file(path / key, raw_bytes(self._buffers[key]))
+            tensor.copy_(self._buffers[key], non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()

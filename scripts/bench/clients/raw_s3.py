@@ -1,6 +1,6 @@
 """The limit on an object store: the same bytes by plain puts and gets, one object a tensor.
 
-Two clients, of which the faster one is the limit: TensorStore's key-value store and obstore, both
+Two clients, the faster of which is the limit: TensorStore's key-value store and obstore, both
 with as many requests at a time as shardstore has where all objects are large, or all small. No
 condition, no checksum, no commit. Endpoint and credentials come from the environment.
 """
@@ -13,9 +13,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import torch
-
-from bench.clients.base import Share
+from bench.clients.base import Share, raw_bytes
 
 CONCURRENCY, SMALL_CONCURRENCY = 32, 64
 AT_ONCE = f"{CONCURRENCY} requests at a time, {SMALL_CONCURRENCY} where all are below 1 MiB"
@@ -28,10 +26,7 @@ Part = tuple[str, memoryview]
 def _parts(share: Share) -> list[Part]:
     if share.world != 1:
         raise NotImplementedError("plain puts are measured in a world of one")
-    return [
-        (key, tensor.reshape(-1).view(torch.uint8).numpy().data)
-        for key, tensor in share.tensors.items()
-    ]
+    return [(key, raw_bytes(tensor)) for key, tensor in share.tensors.items()]
 
 
 def _objects(parts: list[Part], documents: int) -> list[Part]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -16,28 +15,24 @@ class SafetensorsFile:
 
     settings = "one file a rank, no checksum; sync: one syncfs after save"
 
-    def prepare(self, share: Share) -> tuple[Share, dict[str, torch.Tensor]]:
-        """The share, and the tensors that this rank writes."""
-        writes = {
-            entry.key: share.tensors[entry.key]
-            for entry in share.entries
-            if share.rank == 0 or entry.axis is not None or entry.flat is not None
-        }
-        return share, writes
+    def prepare(self, share: Share) -> Share:
+        """The share itself."""
+        return share
 
-    def save(self, prepared: tuple[Share, dict[str, torch.Tensor]], path: Path, sync: bool) -> None:
+    def save(self, prepared: Share, path: Path, sync: bool) -> None:
         """Write this rank's file."""
-        share, writes = prepared
         path.mkdir(parents=True, exist_ok=True)
-        save_file(writes, path / f"{share.rank}.safetensors")
+        mine = {e.key: prepared.tensors[e.key] for e in prepared.entries if prepared.writes(e)}
+        save_file(mine, path / f"{prepared.rank}.safetensors")
         if sync:
             sync_once(path)
 
-    def load(self, prepared: tuple[Share, dict[str, torch.Tensor]], path: Path) -> None:
+    def load(self, prepared: Share, path: Path) -> None:
         """Copy every tensor out of the mapped files."""
-        share, writes = prepared
-        for rank in {share.rank, 0}:
-            with safe_open(path / f"{rank}.safetensors", framework="pt") as file:
-                for key, tensor in share.tensors.items():
-                    if (key in writes) == (rank == share.rank):
-                        tensor.copy_(file.get_tensor(key))
+        device = str(next(iter(prepared.tensors.values())).device)
+        for rank in {prepared.rank, 0}:
+            name = path / f"{rank}.safetensors"
+            with safe_open(name, framework="pt", device=device) as file:
+                for entry in prepared.entries:
+                    if prepared.writes(entry) == (rank == prepared.rank):
+                        prepared.tensors[entry.key].copy_(file.get_tensor(entry.key))

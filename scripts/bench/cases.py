@@ -1,0 +1,345 @@
+"""The cases of `benchmark disk` and `benchmark s3`."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench.bucket import proxy, requests
+from bench.clients import (
+    DCP_OURS,
+    DCP_ROOT_ONLY,
+    DIRECT,
+    MEGATRON,
+    OURS,
+    RAW,
+    RAW_DOCUMENTS,
+    RAW_S3,
+    ROOT_ONLY,
+    S3_DIRECT,
+)
+from bench.clients.raw_s3 import SMALL_CONCURRENCY
+from bench.machine import drop_from_cache
+from bench.memory import BytesRead
+from bench.results import Target
+from bench.runs import Case, Figures, Run, Turn
+from bench.worker import Rank, place
+from bench.workload import Entry, build, gpt
+
+MIB = 2**20
+SAVE_SYNC, SAVE = "save + one sync", "save, no sync"
+WARM, COLD = "load, warm cache", "load, cold cache"
+S3_SAVE, S3_LOAD = "save to s3", "load from s3"
+READ = "bytes read / wanted, worst rank"
+SAVE_MEMORY, LOAD_MEMORY = (
+    f"anonymous memory above the state, {what}" for what in ("save", "load")
+)
+RESIDENT = "all resident memory above the state, load"
+REQUESTS, GETS = "requests of a save", "GETs to load the metadata"
+OVER_IDEAL = "save over the ideal with that latency"
+LATENCY_MS = 50
+CHANGES = ((4, 16, 0), (16, 4, 0), (4, 16, 1), (16, 4, 1))
+"""Ranks at the save, ranks at the load, axis that is cut."""
+
+
+def save_and_load(run: Run, turn: Turn) -> Figures:
+    """A save and a load of one client; on a disk also a cold load, and a save without a sync."""
+    crew, client = turn.crew, turn.client
+    target = run.store.new(client)
+    saved = crew.save(client, target).seconds
+    loaded = crew.load(client, target)
+    crew.check()
+    if not isinstance(target, Path):
+        run.store.done(target)
+        return {S3_SAVE: saved, S3_LOAD: loaded.seconds}
+    found: Figures = {SAVE_SYNC: saved, WARM: loaded.seconds}
+    pairs = zip(loaded.ranks, crew.setup, strict=True)
+    found[READ] = (max(r["bytes_read"] / s["wanted_bytes"] for r, s in pairs), "ratio")
+    drop_from_cache(target)
+    found[COLD] = crew.load(client, target, cold=True).seconds
+    crew.check()
+    run.store.done(target)
+    found[SAVE] = crew.save(client, target, sync=False).seconds
+    run.store.done(target)
+    return found
+
+
+def memory(workload: str, run: Run, turn: Turn) -> Figures:
+    """Growth of memory during a first and a second save and load, on the worst rank.
+
+    A small state is saved and loaded before, so that imports do not count. Loads go into tensors
+    that exist already.
+    """
+    crew, client = turn.crew, turn.client
+    found: Figures = {SAVE_MEMORY: [], LOAD_MEMORY: [], RESIDENT: []}
+    for sampled in (False, True, True):
+        target = run.store.new(client)
+        saved = crew.save(client, target, sample=sampled)
+        loaded = crew.load(client, target, sample=sampled)
+        crew.check()
+        run.store.done(target)
+        if sampled:
+            found[SAVE_MEMORY].append((saved.grown_bytes, "bytes"))
+            found[LOAD_MEMORY].append((loaded.grown_bytes, "bytes"))
+            resident = max(reply["resident_bytes"] for reply in loaded.ranks)
+            found[RESIDENT].append((resident, "bytes"))
+        else:
+            crew.build(workload, run.scale, [client])
+    return found
+
+
+def reshard(run: Run, turn: Turn) -> Figures:
+    """Bytes read for each byte wanted when the number of ranks changes between save and load."""
+    found: Figures = {}
+    for before, after, axis in CHANGES:
+        change = {"before": before, "after": after, "axis": axis, "scale": run.scale}
+        target = run.store.new("reshard")
+        (ratio,) = turn.crew.call("bench.cases:read_resharded", path=str(target), **change)
+        run.store.done(target)
+        found[f"bytes read / wanted, {before} -> {after} along axis {axis}"] = (ratio, "ratio")
+    return found
+
+
+def read_resharded(
+    rank: Rank, path: str, before: int, after: int, axis: int, scale: float
+) -> float:
+    """Bytes read over bytes wanted; one process plays all ranks, one after the other.
+
+    On save it holds all shards of every tensor at once, on load the shard of one rank at a time. No
+    rank profits from what another one has read.
+    """
+    import torch
+
+    import shardstore
+    from shardstore import ShardedTensor
+
+    def shard(key: str, data: torch.Tensor, index: int, parts: int) -> ShardedTensor:
+        cut = (min(axis, data.ndim - 1), index, parts)
+        return ShardedTensor.from_rank_offsets(key, data, cut)
+
+    def parts(tensor: torch.Tensor, number: int) -> list[torch.Tensor]:
+        cuts = tensor.chunk(number, dim=min(axis, tensor.ndim - 1))
+        return [part.contiguous() for part in cuts]
+
+    # Embedding and first layer with both moments: every size of tensor that the GPT has.
+    entries = [
+        Entry(key=e.key, dtype=e.dtype, global_shape=e.global_shape)
+        for e in gpt(scale)
+        if "layers." not in e.key or "layers.0." in e.key
+    ]
+    tensors = build(entries, 0, 1)
+    state = {
+        f"{key}/{i}": shard(key, part, i, before)
+        for key, tensor in tensors.items()
+        for i, part in enumerate(parts(tensor, before))
+    }
+    shardstore.save(state, path, durable=False)
+    read = wanted = 0
+    for number in range(after):
+        expected = {key: parts(tensor, after)[number] for key, tensor in tensors.items()}
+        asked = {k: shard(k, torch.zeros_like(p), number, after) for k, p in expected.items()}
+        counted = BytesRead()
+        loaded: Any = shardstore.load(asked, path, validate_access_integrity=False)
+        read += counted.so_far()
+        wanted += sum(part.nbytes for part in expected.values())
+        wrong = [key for key, part in expected.items() if not torch.equal(loaded[key], part)]
+        if wrong:
+            raise ValueError(f"rank {number}: {wrong[0]} differs from what was saved")
+    return read / wanted
+
+
+def slow_requests(run: Run, turn: Turn) -> Figures:
+    """A save and a load with every request late; the requests of the save are counted.
+
+    The ideal save waits for the objects that a checkpoint has to have, a chunk and a document an
+    array, as many at a time as shardstore sends small objects, and for nothing else.
+    """
+    crew, client = turn.crew, turn.client
+    target, found = run.store.new(client), Figures()
+
+    def save() -> None:
+        found[S3_SAVE] = crew.save(client, target).seconds
+
+    found[REQUESTS] = (requests(None, save), "count")
+    found[S3_LOAD] = crew.load(client, target).seconds
+    crew.check()
+    objects = 2 * crew.setup[0]["tensors"]
+    ideal = objects / SMALL_CONCURRENCY * LATENCY_MS / 1000
+    return found | {OVER_IDEAL: (found[S3_SAVE] / ideal, "ratio")}
+
+
+def metadata(run: Run, turn: Turn) -> Figures:
+    """Requests for objects when the metadata of many arrays are loaded."""
+    target = run.store.new("metadata")
+    turn.crew.save(turn.client, target)
+    read = partial(turn.crew.call, "bench.cases:read_metadata", path=str(target))
+    return {GETS: (requests("GET", read), "count")}
+
+
+def read_metadata(rank: Rank, path: str) -> None:
+    """Load the metadata of all arrays."""
+    import shardstore
+
+    found = shardstore.load_tensors_metadata(place(path))
+    assert len(found) == len(rank.source.entries)
+
+
+def _below_raw(sync: float, unsynced: float, warm: float, cold: float) -> list[Target]:
+    bounds = {SAVE_SYNC: sync, SAVE: unsynced, WARM: warm, COLD: cold}
+    return [Target(measure, OURS, RAW, most=bound) for measure, bound in bounds.items()]
+
+
+_DCP = ("dcp-best", "dcp-default")
+DISK = (
+    Case(
+        name="save-load",
+        action=save_and_load,
+        clients=DIRECT,
+        targets=[
+            *_below_raw(1.25, 2.0, 1.4, 1.15),
+            Target(SAVE_SYNC, OURS, _DCP, least=1.0),
+            Target(SAVE_SYNC, OURS, (MEGATRON,), least=1.3),
+            Target(WARM, OURS, _DCP, least=3.0),
+            Target(WARM, OURS, (MEGATRON,), least=5.0),
+        ],
+    ),
+    Case(
+        name="flattened",
+        action=save_and_load,
+        clients=("raw-1", OURS, MEGATRON),
+        workload="flattened",
+        worlds=(8,),
+        targets=[
+            Target(SAVE_SYNC, OURS, (MEGATRON,), least=20.0),
+            Target(SAVE, OURS, (MEGATRON,), least=20.0),
+            Target(WARM, OURS, (MEGATRON,), least=5.0),
+            Target(READ, OURS, most=1.1),
+        ],
+    ),
+    Case(
+        name="memory",
+        action=partial(memory, "gpt"),
+        clients=DIRECT,
+        workload="tiny",
+        warmups=0,
+        rounds=1,
+        fresh=True,
+        targets=[
+            Target(SAVE_MEMORY, OURS, most=32 * MIB),
+            Target(LOAD_MEMORY, OURS, most=128 * MIB),
+        ],
+    ),
+    Case(
+        name="small",
+        action=save_and_load,
+        clients=("raw-1", OURS, *_DCP),
+        workload="small",
+        worlds=(1,),
+        targets=[
+            Target(SAVE_SYNC, OURS, _DCP, least=1.0),
+            Target(SAVE, OURS, _DCP, least=1.0),
+            Target(WARM, OURS, _DCP, least=5.0),
+        ],
+    ),
+    Case(
+        name="reshard",
+        action=reshard,
+        clients=(OURS,),
+        workload="tiny",
+        worlds=(1,),
+        warmups=0,
+        rounds=1,
+        targets=[
+            Target(f"bytes read / wanted, {a} -> {b} along axis {axis}", OURS, most=1.25)
+            for a, b, axis in CHANGES
+        ],
+    ),
+    Case(
+        name="dcp",
+        action=save_and_load,
+        clients=(DCP_OURS, *_DCP),
+        targets=[
+            Target(SAVE_SYNC, DCP_OURS, _DCP, least=1.0),
+            Target(SAVE, DCP_OURS, _DCP, least=1.0),
+            Target(WARM, DCP_OURS, _DCP, least=2.0),
+        ],
+    ),
+)
+
+_DCP_S3 = ("dcp-s3", "dcp-s3-default")
+S3 = (
+    Case(
+        name="s3-chunks",
+        action=save_and_load,
+        clients=S3_DIRECT,
+        workload="chunks",
+        targets=[
+            Target(S3_SAVE, OURS, RAW_S3, most=1.11),
+            Target(S3_LOAD, OURS, RAW_S3, most=1.11),
+            Target(S3_SAVE, OURS, ("dcp-s3",), least=2.0),
+            Target(S3_LOAD, OURS, ("dcp-s3",), least=2.0),
+        ],
+    ),
+    Case(
+        name="s3-arrays",
+        action=save_and_load,
+        clients=(*S3_DIRECT, ROOT_ONLY, *RAW_DOCUMENTS),
+        workload="arrays",
+        targets=[
+            Target(S3_SAVE, OURS, RAW_DOCUMENTS, most=1.25),
+            Target(S3_SAVE, OURS, RAW_S3, most=1.25),
+            Target(S3_SAVE, ROOT_ONLY, RAW_S3, most=1.25),
+            Target(S3_LOAD, OURS, RAW_S3, most=1.25),
+        ],
+    ),
+    Case(
+        name="s3-latency",
+        action=slow_requests,
+        clients=(*S3_DIRECT, ROOT_ONLY),
+        workload="arrays",
+        warmups=0,
+        targets=[Target(OVER_IDEAL, OURS, most=3.0)],
+        around=lambda run: proxy(LATENCY_MS),
+    ),
+    Case(
+        name="s3-metadata",
+        action=metadata,
+        clients=(OURS,),
+        workload="many",
+        warmups=0,
+        rounds=1,
+        targets=[Target(GETS, OURS, most=1)],
+        around=lambda run: proxy(0),
+    ),
+    Case(
+        name="s3-memory",
+        action=partial(memory, "chunks"),
+        clients=S3_DIRECT,
+        workload="tiny",
+        warmups=0,
+        rounds=1,
+        fresh=True,
+        targets=[
+            Target(measure, OURS, most=1.1 * 256 * MIB) for measure in (SAVE_MEMORY, LOAD_MEMORY)
+        ],
+    ),
+    Case(
+        name="s3-reshard",
+        action=reshard,
+        clients=(OURS,),
+        workload="tiny",
+        warmups=0,
+        rounds=1,
+    ),
+    Case(
+        name="s3-dcp",
+        action=save_and_load,
+        clients=(DCP_OURS, DCP_ROOT_ONLY, *_DCP_S3),
+        targets=[
+            Target(measure, DCP_OURS, (peer,), least=2.0)
+            for measure in (S3_SAVE, S3_LOAD)
+            for peer in _DCP_S3
+        ],
+    ),
+)
