@@ -38,7 +38,7 @@ from shardstore.mapping import (
     ShardedTensor,
     StateDict,
 )
-from shardstore.storage.commit.other_kinds import instead
+from shardstore.storage.commit.identity import instead
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.base import (
     LoadCommonStrategy,

@@ -20,8 +20,7 @@ from typing import Any, NoReturn
 from shardstore.cli.printing import clean
 from shardstore.errors import CheckpointingException, MissingKeyError, NotACheckpointError
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.commit.identity import node_type
-from shardstore.storage.commit.other_kinds import instead
+from shardstore.storage.commit.identity import instead, node_type
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.names import key_of
 from shardstore.storage.stores.errors import CLIENT_OPTIONS, OPTIONS

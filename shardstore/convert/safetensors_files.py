@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardstore.errors import DamagedCheckpointError, DTypeMismatchError, NotACheckpointError
-from shardstore.storage.commit.other_kinds import instead
+from shardstore.storage.commit.identity import instead
 from shardstore.storage.format import dtypes
 from shardstore.storage.movers.ranges import FileRanges
 from shardstore.storage.stores.location import Location

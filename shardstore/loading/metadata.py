@@ -15,7 +15,7 @@ from shardstore.core import CheckpointingException
 from shardstore.errors import NotACheckpointError
 from shardstore.loading.context import ROOT_DOCUMENT, handed_out
 from shardstore.mapping import StateDict
-from shardstore.storage.commit.other_kinds import instead
+from shardstore.storage.commit.identity import instead
 from shardstore.storage.handed import is_handed
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.base import LoadCommonStrategy, LoadShardedStrategy

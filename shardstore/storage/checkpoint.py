@@ -10,8 +10,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from shardstore.errors import DamagedCheckpointError, NotACheckpointError
+from shardstore.storage.commit.identity import instead
 from shardstore.storage.commit.object_files import is_object_file
-from shardstore.storage.commit.other_kinds import instead
 from shardstore.storage.format.documents import (
     CHUNK_SUMS,
     ArrayMeta,

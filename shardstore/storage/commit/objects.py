@@ -36,6 +36,7 @@ from shardstore.storage.commit.claims import (
     CLAIM,
     CLEARING,
     COMMITTING,
+    DELETING,
     SETTLE_S,
     claims,
     described,
@@ -57,7 +58,7 @@ from shardstore.storage.stores.errors import is_refusal
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.object_io import put_objects
 
-__all__ = ["ObjectAttempt", "begin", "claimed", "join", "settled_names"]
+__all__ = ["ObjectAttempt", "begin", "claimed", "delete_all", "join", "settled_names"]
 
 POLL_S = 0.2
 
@@ -448,3 +449,49 @@ def _exists(place: Location) -> CheckpointExistsError:
         "or save elsewhere",
         url=place.url,
     )
+
+
+def delete_all(place: Location) -> None:
+    """Delete a checkpoint, its commit first; foreign objects stay. Called by one process.
+
+    Until all is gone there are two marks. One has the number of the claim: newer attempts wait for
+    it. The other one has none, and stays also where the store refuses: it tells the sweeper what is
+    left.
+
+    Raises:
+        StorageError: the store refused; or the place was claimed anew before anything was deleted.
+            Where that happens later, what is left is cleared by whoever claimed it.
+    """
+    store = place.remote
+    attempt = claimed(place)
+    claim, mark = (f"{ATTEMPTS}/{attempt.number:06d}.{kind}" for kind in ("json", "clearing"))
+    begun = finished = False
+    try:
+        names = [name for name in settled_names(attempt) if name != claim]
+        own = leftovers(names, known_nodes(place, names))
+        run_together(
+            lambda: store.write(mark, attempt.id.encode()), lambda: store.write(DELETING, b"")
+        )
+        for some in deletion_rounds(own, store.deletes_at_once):
+            by = attempt.outbid_by()
+            if by is not None and not begun:
+                raise StorageError(
+                    f"{place.url} was not deleted: meanwhile the place was claimed by {by}. Delete "
+                    "it again once that one is done",
+                    url=place.url,
+                )
+            if by is not None:
+                logger.warning(
+                    "%s: deleted; what is left of its data is cleared by %s", place.url, by
+                )
+                return
+            begun = True
+            store.delete(some)
+        finished = True
+    finally:
+        if finished:
+            attempt.withdraw_all()
+        else:
+            with contextlib.suppress(StorageError):
+                store.delete([mark] if begun else [mark, DELETING])
+                attempt.withdraw()

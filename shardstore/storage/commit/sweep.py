@@ -1,4 +1,4 @@
-"""BackgroundQueue below a root: what no commit covers, the latest checkpoint, deleting one.
+"""Cleaning up below a root: what no commit covers, the latest checkpoint, deleting a checkpoint.
 
 All of it is judged by commits alone: a checkpoint is what has its commit, whatever else is beside
 it. Works on local folders and object stores; knows nothing of what checkpoints hold.
@@ -17,10 +17,10 @@ from typing import Any
 from fsspec.asyn import sync  # type: ignore[import-untyped]
 
 from shardstore.errors import CheckpointExistsError, NotACheckpointError
-from shardstore.storage.commit import deletion as object_deletion
 from shardstore.storage.commit import folder as commit
 from shardstore.storage.commit import inventory as own_objects
 from shardstore.storage.commit import objects as object_commit
+from shardstore.storage.commit import objects as object_deletion
 from shardstore.storage.commit.claims import ATTEMPTS
 from shardstore.storage.commit.identity import what_else
 from shardstore.storage.format.names import MANIFEST_NAME
