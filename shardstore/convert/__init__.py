@@ -39,7 +39,8 @@ from shardstore.storage.commit.folder import is_checkpoint
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.names import DCP_METADATA_NAME
-from shardstore.storage.movers.chunks import RegionRead, as_bytes
+from shardstore.storage.movers.chunk_bytes import as_bytes
+from shardstore.storage.movers.chunks import RegionRead
 from shardstore.storage.stores.location import Location
 
 __all__ = ["FORMATS", "TARGET_FORMATS", "Conversion", "Progress", "convert", "detect"]

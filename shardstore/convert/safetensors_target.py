@@ -27,7 +27,8 @@ from shardstore.convert.targets import Read, Receipt, Written, put_in_place, rec
 from shardstore.errors import CheckpointExistsError, StorageError
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box
-from shardstore.storage.movers.chunks import RegionRead, as_bytes
+from shardstore.storage.movers.chunk_bytes import as_bytes
+from shardstore.storage.movers.chunks import RegionRead
 from shardstore.storage.movers.ranges import FileRanges
 from shardstore.storage.stores.location import Location, store_errors
 from shardstore.values.record import StateRecord

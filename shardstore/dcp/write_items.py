@@ -28,7 +28,8 @@ from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box, contains
 from shardstore.storage.format.manifest import RankManifest
-from shardstore.storage.movers.chunks import ChunkWrite, as_bytes
+from shardstore.storage.movers.chunk_bytes import as_bytes
+from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.device import on_host, stream_here
 from shardstore.storage.options import SaveOptions
 from shardstore.strategies.common import json_object_file, object_file

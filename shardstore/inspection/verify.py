@@ -30,9 +30,10 @@ from shardstore.storage.format.documents import ArrayMeta, RootDocument, parse_a
 from shardstore.storage.format.grid import Box
 from shardstore.storage.format.manifest import MANIFEST_NAME, Manifest
 from shardstore.storage.format.names import key_of
-from shardstore.storage.movers.chunk_check import ChunkChecker, free_memory
+from shardstore.storage.movers.chunk_bytes import free_scratch
 from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.movers.parallel import default_threads, run_batched
+from shardstore.storage.movers.verify import ChunkChecker
 from shardstore.storage.options import require_number
 from shardstore.storage.stores.location import Location
 
@@ -358,7 +359,7 @@ class _Verification:
             for run in batch:
                 self._check_run(run)
         finally:
-            free_memory()
+            free_scratch()
 
     def _check_run(self, run: _Run) -> None:
         array = run.array

@@ -22,7 +22,6 @@ from shardstore.storage.movers.chunks import Mover
 from shardstore.storage.movers.files import FileMover
 from shardstore.storage.movers.object_mover import ObjectMover
 from shardstore.storage.movers.parallel import default_threads, run_batched
-from shardstore.storage.movers.tensorstore_mover import TensorStoreMover
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location, store_errors
 
@@ -150,6 +149,4 @@ def mover_for(location: Location, options: SaveOptions, attempt: Attempt | None 
     """Who moves the chunks that are written to a location, as a part of an attempt."""
     if not location.is_local:
         return ObjectMover(location, attempt=attempt, budget_bytes=options.budget_bytes)
-    if options.mover != "tensorstore" and options.compression is None:
-        return FileMover(location, threads=options.threads, durable=options.durable)
-    return TensorStoreMover(location)
+    return FileMover(location, threads=options.threads, durable=options.durable)

@@ -28,7 +28,7 @@ from shardstore.storage.stores.location import Location
 if TYPE_CHECKING:
     # What reads chunks brings NumPy; a listing reads none.
     from shardstore.storage.format.manifest import Manifest
-    from shardstore.storage.movers.chunks import Mover, ReadDone, RegionRead
+    from shardstore.storage.movers.chunks import ReadDone, RegionRead
 
 __all__ = ["StoredCheckpoint"]
 
@@ -156,29 +156,21 @@ class StoredCheckpoint:
         Raises:
             ChunkMissingError, ChunkCorruptError: name key, chunk and the rank that wrote it.
         """
-        local = self.location.is_local
-        own: list[RegionRead] = []
-        other: list[RegionRead] = []
-        for read in reads:
-            packed = read.array.is_packed and not local
-            (own if read.array.is_plain or packed else other).append(read)
+        own = [read for read in reads if read.array.codecs is not None]
+        other = [read for read in reads if read.array.codecs is None]
         # Each mover is imported where it is needed: TensorStore alone takes half a second.
-        mover: Mover
-        if own and local:
+        if own and self.location.is_local:
             from shardstore.storage.movers.files import FileMover
 
-            mover = FileMover(self.location, threads=self._threads)
-            mover.read(own, self._manifest, done)
+            FileMover(self.location, threads=self._threads).read(own, self._manifest, done)
         elif own:
             from shardstore.storage.movers.object_mover import ObjectMover
 
-            mover = ObjectMover(self.location)
-            mover.read(own, self._manifest, done)
+            ObjectMover(self.location).read(own, self._manifest, done)
         if other:
-            from shardstore.storage.movers.tensorstore_mover import TensorStoreMover
+            from shardstore.storage.movers.tensorstore_mover import TensorStoreReader
 
-            mover = TensorStoreMover(self.location)
-            mover.read(other, self._manifest, done)
+            TensorStoreReader(self.location).read(other, self._manifest, done)
 
     def _manifest(self) -> Manifest | None:
         with self._lock:  # one of the threads that read asks the store, the others wait

@@ -13,12 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from shardstore.storage.movers.chunk_reader import checksum_whole_file, read_whole_files
 
 from shardstore import ShardedTensor, load, save
 from shardstore.errors import ChunkCorruptError
 from shardstore.storage.movers import chunk_reader as whole_file
 from shardstore.storage.movers.checksums import crc32c
-from shardstore.storage.movers.chunk_reader import checksum_whole_file, read_whole_files
 from shardstore.storage.movers.counters import counters
 
 compiled = pytest.mark.skipif(

@@ -32,12 +32,12 @@ from shardstore.storage.commit.server_copy import (
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.manifest import MANIFEST_NAME, ChunkRecord
 from shardstore.storage.movers.chunk_bytes import free_scratch, pieces
-from shardstore.storage.movers.chunk_check import ChunkChecker, free_memory
-from shardstore.storage.movers.chunk_reader import CRC, CRC_BYTES
 from shardstore.storage.movers.chunks import ChunkWrite, told
+from shardstore.storage.movers.codecs import CRC, CRC_BYTES
 from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.files import FileMover
 from shardstore.storage.movers.parallel import ByteLimit, Jobs, default_threads, run_batched
+from shardstore.storage.movers.verify import ChunkChecker
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES
 from shardstore.storage.stores.location import Location
 
@@ -117,8 +117,7 @@ class BaseChunks:
     def is_whole(self, array: ArrayMeta, index: tuple[int, ...]) -> bool:
         """Read a chunk: whether it is what was written. Warns of one that is not."""
         size, problem = self._checker.check(self._arrays[array.key], index)
-        if array.is_plain:  # what is compressed was counted by who decompressed it
-            counters.add(bytes_read=size)
+        counters.add(bytes_read=size)
         if problem is not None:
             name = f"{array.node}/{array.chunk_key(index)}"
             warn_of_damage(f"{self.location.url}/{name}", problem.text)
@@ -181,7 +180,6 @@ class ReusingMover:
                             place(item, self._same(item) if known[item.array] else None)
                 finally:
                     free_scratch()
-                    free_memory()
 
             run_batched(
                 writes,

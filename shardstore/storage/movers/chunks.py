@@ -13,7 +13,6 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any, Protocol
 
-import numpy as np
 from numpy.typing import NDArray
 
 from shardstore.storage.format import dtypes
@@ -191,8 +190,3 @@ class Mover(Protocol):
             ChunkMissingError, ChunkCorruptError: name key, chunk and, where the manifest knows it,
                 the writer.
         """
-
-
-def as_bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
-    """The memory of a C-contiguous array as one-dimensional uint8, without a copy."""
-    return array.reshape(-1).view(np.uint8)

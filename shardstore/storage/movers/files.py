@@ -1,10 +1,8 @@
-"""The mover for local file systems: whole uncompressed chunks by plain preallocated writes and
-reads.
+"""The mover for local file systems: plain preallocated writes, and reads that verify.
 
-Chunks are the same bytes that TensorStore's and zarr's ``bytes`` + ``crc32c`` codecs write (Zarr v3
-codec specifications), moved from and into the tensors' own memory without a copy in between, and
-checksummed while they are warm in the processor's cache. Measured against TensorStore's file driver
-in the benchmark of this project.
+Uncompressed chunks move from and to the tensors' own memory, and are checksummed while they are in
+the processor's cache. A whole chunk that is in the page cache is read by the compiled part, which
+reads, copies and checksums in one pass.
 """
 
 from __future__ import annotations
@@ -16,15 +14,18 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import xxhash
-from numpy.typing import NDArray
+import numpy as np
 
-from shardstore.errors import ChunkCorruptError, ChunkMissingError
 from shardstore.storage.format.documents import ArrayMeta
-from shardstore.storage.format.grid import block_bytes, inner_blocks
 from shardstore.storage.format.manifest import ChunkRecord, Manifest
-from shardstore.storage.movers.chunk_bytes import Sums, free_scratch, pieces
-from shardstore.storage.movers.chunk_reader import CRC, CRC_BYTES, read_part, read_whole_files
+from shardstore.storage.movers.chunk_bytes import (
+    as_bytes,
+    free_scratch,
+    scratch,
+    slabs,
+    span,
+    view_in_chunk,
+)
 from shardstore.storage.movers.chunks import (
     ChunkPart,
     ChunkWrite,
@@ -33,17 +34,35 @@ from shardstore.storage.movers.chunks import (
     chunk_parts,
     told,
 )
+from shardstore.storage.movers.codecs import CRC_BYTES, EncodedChunk, stored_bytes
 from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.parallel import default_threads, run_batched
+from shardstore.storage.movers.verify import (
+    MISSING,
+    ChunkVerifier,
+    Expected,
+    chunk_error,
+    receive,
+    size_problem,
+)
 from shardstore.storage.movers.writeback import Writeback
 from shardstore.storage.stores.location import Location, store_errors
 
-__all__ = ["FileMover"]
+try:
+    from shardstore.storage.movers import _copy_crc
+except ImportError:  # no compiler at the installation, or another processor
+    COMPILED = False
+else:
+    COMPILED = True
+
+__all__ = ["COMPILED", "FileMover"]
 
 IO_BYTES = 2 * 1024 * 1024
-"""A single write: large enough that system calls do not count, small enough that much of it is in
-the processor's cache when it is written, having been checksummed and hashed."""
+"""A single read or write: large enough that system calls do not count, small enough that most of it
+is in the processor's cache while it is checksummed and moved."""
+SKIP_BYTES = 1024 * 1024
+"""A single read of bytes that are only verified."""
 PREALLOCATE_FROM = 64 * 1024
 WRITE_BATCH_BYTES, READ_BATCH_BYTES = 4 * 1024 * 1024, 16 * 1024 * 1024
 """That a thread takes on at a time. Reads of a batch are one call, of some milliseconds."""
@@ -77,15 +96,7 @@ class FileMover:
     def write(
         self, writes: Sequence[ChunkWrite], done: Callable[[ChunkWrite, ChunkRecord], None]
     ) -> None:
-        """See :meth:`Mover.write`.
-
-        Raises:
-            ValueError: an array has codecs that only TensorStore knows.
-        """
-        for array in {item.array for item in writes}:
-            if not array.is_plain:
-                raise ValueError(f"chunks of key {array.key!r} have codecs {array.codecs}")
-
+        """See :meth:`Mover.write`."""
         shared = self._writeback
         writeback = shared or (Writeback() if self.durable else None)
 
@@ -129,41 +140,23 @@ class FileMover:
         """See :meth:`Mover.read`."""
         with collector_paused():
             parts = [part for read in reads for part in chunk_parts(read)]
+        root = self.location.url
 
         def work(batch: Sequence[ChunkPart]) -> None:
-            size, there, rest = self._read_at_once(batch)
-            if done is not None:
-                for part in there:
-                    done(part.out.nbytes, 1)
-            for part in rest:
-                path = self._path(part.array, part.index)
-                with store_errors("reading", path, key=part.array.key):
-                    size += _read_chunk(path, part, manifest)
+            paths = [f"{root}/{part.array.node}/{part.key}" for part in batch]
+            left = _read_compiled(batch, paths)
+            size = 0
+            for number, (part, path) in enumerate(zip(batch, paths, strict=True)):
+                if number in left:
+                    with store_errors("reading", path, key=part.array.key):
+                        size += _read_chunk(path, part, manifest)
+                else:
+                    size += part.out.nbytes + CRC_BYTES
                 if done is not None:
                     done(part.out.nbytes, 1)
             counters.add(bytes_read=size, chunks_read=len(batch))
 
         self._run(parts, work, lambda part: part.out.nbytes, READ_BATCH_BYTES)
-
-    def _read_at_once(
-        self, batch: Sequence[ChunkPart]
-    ) -> tuple[int, list[ChunkPart], list[ChunkPart]]:
-        """Read whole chunks that are in memory and in order. Number of bytes read; the parts that
-        are there, and those that have to go the long way."""
-        whole: list[ChunkPart] = []
-        rest: list[ChunkPart] = []
-        for part in batch:
-            (whole if part.is_whole and part.array.has_crc else rest).append(part)
-        root = self.location.url
-        left = read_whole_files(
-            [f"{root}/{part.array.node}/{part.key}" for part in whole],
-            [part.out for part in whole],
-            [part.array.expected_crc(part.number) for part in whole],
-        )
-        slow = set(left)
-        rest += [whole[i] for i in left]
-        whole = [part for i, part in enumerate(whole) if i not in slow]
-        return sum([part.out.nbytes + CRC_BYTES for part in whole]), whole, rest
 
     def _run(
         self,
@@ -183,34 +176,23 @@ class FileMover:
 
 def _write_chunk(path: str, item: ChunkWrite, writeback: Writeback | None) -> ChunkRecord:
     array = item.array
-    total = array.chunk_bytes
-    data = item.data()
+    chunk = EncodedChunk(array, item.data(), IO_BYTES)
     fd = _create(path)
     try:
-        stored = total + (CRC_BYTES if array.has_crc else 0)
-        if total >= PREALLOCATE_FROM:
-            _preallocate(fd, stored)
-        sums, digest = _stream(fd, data, array)
+        size = stored_bytes(array)
+        if size is not None and size >= PREALLOCATE_FROM:
+            _preallocate(fd, size)
+        position = 0
+        for parts in chunk:
+            position += _write_all(fd, parts, position)
     except BaseException:
         os.close(fd)
         raise
     if writeback is not None:
-        writeback.take(fd, stored, path, array.key)
+        writeback.take(fd, position, path, array.key)
     else:
         os.close(fd)
-    return ChunkRecord(stored, sums.crc, digest, sums.running[: inner_blocks(total)])
-
-
-def _stream(fd: int, data: NDArray[Any], array: ArrayMeta) -> tuple[Sums, bytes]:
-    total = array.chunk_bytes
-    sums = Sums(block_bytes(total))
-    hasher = xxhash.xxh3_128()
-    for piece in pieces(data, array.grid.chunk_shape, sums, IO_BYTES):
-        hasher.update(piece)
-        ends = sums.position == total and array.has_crc
-        start = sums.position - len(piece)
-        _write_all(fd, [piece, CRC.pack(sums.crc)] if ends else [piece], start)
-    return sums, hasher.digest()
+    return chunk.record
 
 
 def _preallocate(fd: int, size: int) -> None:
@@ -233,58 +215,113 @@ def _create(path: str) -> int:
         return os.open(path, flags, 0o666)
 
 
-def _write_all(fd: int, parts: Sequence[memoryview | bytes], offset: int) -> None:
+def _write_all(fd: int, parts: Sequence[memoryview | bytes], offset: int) -> int:
     size = sum(len(part) for part in parts)
     written = os.pwritev(fd, parts, offset)
     while written < size:
         rest = memoryview(b"".join(parts))[written:]
         written += os.pwrite(fd, rest, offset + written)
+    return size
+
+
+def _read_compiled(parts: Sequence[ChunkPart], paths: Sequence[str]) -> set[int]:
+    """Read the whole chunks that are in the page cache, in one call.
+
+    Returns:
+        Positions of the parts that have to be read in another way, where what is wrong with them
+        shows: the file is missing, has another size or checksum, or is not in memory. Their
+        destinations may have been written to.
+    """
+    left = set(range(len(parts)))
+    if not COMPILED:
+        return left
+    fast, views, crcs = [], [], []
+    for number, part in enumerate(parts):
+        array, out = part.array, part.out
+        if not (part.is_whole and array.is_plain and array.has_crc):
+            continue
+        if out.flags.c_contiguous:
+            views.append(as_bytes(out))
+        elif out.strides[-1] == out.itemsize:
+            views.append(out.view(np.uint8))
+        else:
+            continue
+        fast.append(number)
+        crcs.append(array.expected_crc(part.number))
+    remaining = _copy_crc.read_chunks([paths[i] for i in fast], views, crcs)
+    return left - set(fast) | {fast[i] for i in remaining}
 
 
 def _read_chunk(path: str, part: ChunkPart, manifest: Callable[[], Manifest | None]) -> int:
+    """Read a part of a chunk into its destination, which is written before it is verified.
+
+    Returns:
+        Number of bytes read.
+
+    Raises:
+        ChunkMissingError, ChunkCorruptError: name key, chunk, path and writer.
+    """
     array = part.array
-
-    def corrupt(what: str) -> ChunkCorruptError:
-        rank = _writer(part, manifest)
-        return ChunkCorruptError(
-            f"chunk {part.index} of key {array.key!r} {what}: {path}{_by(rank)}; the checkpoint "
-            "is damaged, load an earlier one",
-            key=array.key,
-            chunk=part.index,
-            rank=rank,
-            url=path,
-        )
-
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
-        rank = _writer(part, manifest)
-        raise ChunkMissingError(
-            f"chunk {part.index} of key {array.key!r} is missing: {path}{_by(rank)}; the "
-            "checkpoint is damaged, load an earlier one",
-            key=array.key,
-            chunk=part.index,
-            rank=rank,
-            url=path,
-        ) from None
+        raise chunk_error(array, part.index, path, MISSING, manifest) from None
     try:
         size = os.fstat(fd).st_size
-        expected = array.chunk_bytes + (CRC_BYTES if array.has_crc else 0)
-        if size != expected:
-            raise corrupt(f"has {size} bytes, not {expected}")
-        return read_part(fd, part, manifest, corrupt)
+        problem = size_problem(array, size)
+        if problem is None:
+            expected = Expected.of(part, manifest)
+            if array.is_packed:
+                data = memoryview(bytearray(size))
+                problem = receive(part, expected, data[: _fill(fd, data, 0)])
+            else:
+                verifier = ChunkVerifier(array, expected)
+                for view in _targets(part, expected):
+                    got = _fill(fd, view, expected.first + verifier.count)
+                    verifier.update(view[:got])
+                size, problem = verifier.count, verifier.finish()
     finally:
         os.close(fd)
+    if problem is not None:
+        raise chunk_error(array, part.index, path, problem, manifest)
+    return size
 
 
-def _writer(part: ChunkPart, manifest: Callable[[], Manifest | None]) -> int | None:
-    try:
-        found = manifest()
-    except OSError:
-        # The damage that is being reported matters more than that of the manifest.
-        return None
-    return None if found is None else found.writer(part.array, part.index)
+def _targets(part: ChunkPart, expected: Expected) -> Iterator[memoryview]:
+    """Memory for the expected bytes in order; each view is filled before the next is asked for."""
+    array, out, shape = part.array, part.out, part.array.grid.chunk_shape
+    low, high = span(part.within, shape, out.dtype.itemsize)
+    yield from _skipped(low - expected.first)
+    if out.flags.c_contiguous and out.nbytes == high - low:
+        yield from _cut(as_bytes(out).data)
+    else:
+        for start, stop, target in slabs(out, part.within, shape):
+            yield from _skipped(start - low)
+            buffer = scratch(stop - start)
+            yield from _cut(buffer.data)
+            target[...] = view_in_chunk(buffer, target, shape)
+            low = stop
+    yield from _skipped(expected.last - high)
+    if array.has_crc and expected.sums is None:
+        yield memoryview(bytearray(CRC_BYTES))
 
 
-def _by(rank: int | None) -> str:
-    return "" if rank is None else f" (written by rank {rank})"
+def _cut(view: memoryview) -> Iterator[memoryview]:
+    for start in range(0, len(view), IO_BYTES):
+        yield view[start : start + IO_BYTES]
+
+
+def _skipped(count: int) -> Iterator[memoryview]:
+    """Scratch memory for bytes that are read only to be verified."""
+    while count > 0:
+        view = scratch(min(count, SKIP_BYTES)).data
+        yield view
+        count -= len(view)
+
+
+def _fill(fd: int, view: memoryview, offset: int) -> int:
+    """Read until ``view`` is full or the file ends; the number of bytes."""
+    done = 0
+    while done < len(view) and (got := os.preadv(fd, [view[done:]], offset + done)):
+        done += got
+    return done

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from typing import TypeVar
 
 import xxhash
 
-from shardstore.errors import ChunkCorruptError, ChunkMissingError, StorageError
+from shardstore.errors import StorageError
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.manifest import ChunkRecord, Manifest
@@ -33,12 +33,11 @@ from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.object_chunks import (
     SMALL_BYTES,
     ChunkSink,
-    SmallChunk,
-    Wanted,
     encode,
     held_bytes,
     stored_bytes,
 )
+from shardstore.storage.movers.verify import MISSING, Expected, chunk_error, receive
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.object_io import (
@@ -177,25 +176,23 @@ class ObjectMover:
 
         def one(io: ObjectIO, budget: _Budget, part: ChunkPart) -> int:
             key = f"{part.array.node}/{part.key}"
-            small = SmallChunk.of(part) if uncounted else None
+            expected = Expected.of(part, manifest)
             try:
-                if small is not None:
+                if part.is_whole and part.array.chunk_bytes <= uncounted:
                     data = io.get(key)
                     size = None if data is None else len(data)
-                    problem = None if data is None else small.take(data)
+                    problem = MISSING if data is None else receive(part, expected, data)
                 else:
-                    wanted = Wanted.of(part, manifest)
-                    sink = ChunkSink(part, wanted)
-                    with budget.take(sink.held_bytes, wanted.size):
-                        size = io.fetch(key, *wanted.request, sink.take, wanted.size)
-                        problem = None if size is None else sink.finish(size)
+                    sink = ChunkSink(part, expected)
+                    with budget.take(sink.held_bytes, sink.size):
+                        size = io.fetch(key, *sink.request, sink.take, sink.size)
+                        problem = MISSING if size is None else sink.finish()
             except StorageError as error:
                 _say_which(error, part)
                 raise
-            if size is None:
-                raise self._damage(part, "is missing", manifest, ChunkMissingError)
-            if problem is not None:
-                raise self._damage(part, problem, manifest, ChunkCorruptError)
+            if problem is not None or size is None:
+                url = f"{self.location.url}/{key}"
+                raise chunk_error(part.array, part.index, url, problem or MISSING, manifest)
             return size
 
         def work(io: ObjectIO, budget: _Budget, batch: Sequence[ChunkPart]) -> None:
@@ -211,28 +208,6 @@ class ObjectMover:
                 done(taken, number)
 
         self._each(parts, work, lambda part: part.array.chunk_bytes)
-
-    def _damage(
-        self,
-        part: ChunkPart,
-        what: str,
-        manifest: Callable[[], Manifest | None],
-        kind: type[ChunkMissingError] | type[ChunkCorruptError],
-    ) -> ChunkMissingError | ChunkCorruptError:
-        rank = None
-        with suppress(OSError):
-            found = manifest()
-            rank = None if found is None else found.writer(part.array, part.index)
-        url = f"{self.location.url}/{_key(part.array, part.index)}"
-        by = "" if rank is None else f" (written by rank {rank})"
-        return kind(
-            f"chunk {part.index} of key {part.array.key!r} {what}: {url}{by}; the checkpoint is "
-            "damaged, load an earlier one",
-            key=part.array.key,
-            chunk=part.index,
-            rank=rank,
-            url=url,
-        )
 
     def _each(
         self,

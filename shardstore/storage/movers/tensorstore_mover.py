@@ -1,36 +1,30 @@
-"""The mover for every store and codec that TensorStore knows.
+"""The reader of chunks with codecs of other programs: TensorStore's zarr drivers.
 
 Arrays are opened with assumed metadata (no document is read), reads are strict (a missing chunk is
-an error, not the fill value), and data moves straight from and into the given memory.
+an error, not the fill value), and data moves straight into the given memory.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import tensorstore as ts
-import xxhash
-from numpy.typing import NDArray
 
-from shardstore.errors import ChunkCorruptError, ChunkMissingError, FormatVersionError, StorageError
+from shardstore.errors import FormatVersionError, StorageError
 from shardstore.storage.format import documents, dtypes
 from shardstore.storage.format.documents import ArrayMeta
-from shardstore.storage.format.grid import block_bytes, inner_blocks
-from shardstore.storage.format.manifest import ChunkRecord, Manifest
-from shardstore.storage.movers.chunk_bytes import Sums, free_scratch, pieces
-from shardstore.storage.movers.chunks import ChunkWrite, ReadDone, RegionRead
+from shardstore.storage.format.manifest import Manifest
+from shardstore.storage.movers.chunks import ReadDone, RegionRead
 from shardstore.storage.movers.counters import counters
+from shardstore.storage.movers.verify import MISSING, Problem, chunk_error
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.tensorstore import kvstore_spec, plain_words, s3_context
 
-__all__ = ["TensorStoreMover", "open_array", "shared_context"]
+__all__ = ["TensorStoreReader", "open_array", "shared_context"]
 
 IN_FLIGHT_BYTES = 256 * 1024 * 1024
 
@@ -85,8 +79,8 @@ def open_array(location: Location, array: ArrayMeta, *, strict: bool = True) -> 
         ) from error
 
 
-class TensorStoreMover:
-    """Moves chunks between memory and any location.
+class TensorStoreReader:
+    """Reads regions of arrays at any location.
 
     Args:
         location: root of the checkpoint.
@@ -96,59 +90,6 @@ class TensorStoreMover:
     def __init__(self, location: Location, *, in_flight_bytes: int = IN_FLIGHT_BYTES) -> None:
         self.location = location
         self.in_flight_bytes = in_flight_bytes
-        self._done = threading.Lock()
-
-    def write(
-        self, writes: Sequence[ChunkWrite], done: Callable[[ChunkWrite, ChunkRecord], None]
-    ) -> None:
-        """See :meth:`Mover.write`."""
-        stores = _Stores(self.location)
-        pending: deque[tuple[ChunkWrite, ChunkRecord, Any]] = deque()
-        flying = 0
-        try:
-            for item in writes:
-                # A source may wait for the memory of what is under way: that ends first.
-                would_wait = getattr(item.source, "would_wait", None)
-                while pending and would_wait is not None and would_wait():
-                    flying -= self._finish(pending.popleft(), done)
-                array, data = item.array, item.data()
-                record = _record(array, data)
-                target = stores[array][array.grid.box(item.index).slices]
-                future = target.write(data, can_reference_source_data_indefinitely=True)
-                pending.append((item, record, future))
-                flying += array.chunk_bytes
-                while pending and flying >= self.in_flight_bytes:
-                    flying -= self._finish(pending.popleft(), done)
-            while pending:
-                self._finish(pending.popleft(), done)
-        finally:
-            _wait(future for _, _, future in pending)
-            free_scratch()
-
-    def _finish(
-        self,
-        entry: tuple[ChunkWrite, ChunkRecord, Any],
-        done: Callable[[ChunkWrite, ChunkRecord], None],
-    ) -> int:
-        item, record, future = entry
-        array = item.array
-        error = _failure_of(future)
-        if error is not None:
-            url = f"{self.location.url}/{array.node}/{array.chunk_key(item.index)}"
-            raise StorageError(
-                f"writing chunk {item.index} of key {array.key!r} to {url} failed: "
-                f"{plain_words(str(error))}",
-                key=array.key,
-                chunk=item.index,
-                url=url,
-            ) from self._cause(error)
-        if not array.is_plain and self.location.is_local:
-            path = f"{self.location.url}/{array.node}/{array.chunk_key(item.index)}"
-            record = replace(record, stored_bytes=os.stat(path).st_size)
-        counters.add(bytes_written=record.stored_bytes, chunks_written=1)
-        with self._done:
-            done(item, record)
-        return array.chunk_bytes
 
     def read(
         self,
@@ -207,7 +148,9 @@ class TensorStoreMover:
             for index in array.grid.overlapping(read.box):
                 name = f"{array.node}/{array.chunk_key(index)}"
                 if f'/{name}"' in text:
-                    return _damage(array, index, f"{self.location.url}/{name}", text, manifest)
+                    problem = MISSING if missing else Problem("crc", f"is damaged ({text})")
+                    url = f"{self.location.url}/{name}"
+                    return chunk_error(array, index, url, problem, manifest)
         return StorageError(
             f"reading key {array.key!r} from {self.location.url}/{array.node} failed: {text}",
             key=array.key,
@@ -227,16 +170,6 @@ class _Stores(dict[ArrayMeta, Any]):
         return store
 
 
-def _record(array: ArrayMeta, data: NDArray[Any]) -> ChunkRecord:
-    total = array.chunk_bytes
-    sums = Sums(block_bytes(total))
-    hasher = xxhash.xxh3_128()
-    for piece in pieces(data, array.grid.chunk_shape, sums):
-        hasher.update(piece)
-    stored = total + (4 if array.has_crc else 0)
-    return ChunkRecord(stored, sums.crc, hasher.digest(), sums.running[: inner_blocks(total)])
-
-
 def _failure_of(future: Any) -> Exception | None:
     """Why it failed, not being handled any more: it is not to be the context of what is raised."""
     try:
@@ -251,35 +184,3 @@ def _wait(futures: Iterable[Any]) -> None:
     for future in futures:
         with suppress(Exception):
             future.result()
-
-
-def _damage(
-    array: ArrayMeta,
-    index: tuple[int, ...],
-    url: str,
-    text: str,
-    manifest: Callable[[], Manifest | None],
-) -> ChunkMissingError | ChunkCorruptError:
-    try:
-        found = manifest()
-    except OSError:
-        found = None
-    rank = None if found is None else found.writer(array, index)
-    by = "" if rank is None else f" (written by rank {rank})"
-    if text.startswith("NOT_FOUND"):
-        return ChunkMissingError(
-            f"chunk {index} of key {array.key!r} is missing: {url}{by}; the checkpoint is "
-            "damaged, load an earlier one",
-            key=array.key,
-            chunk=index,
-            rank=rank,
-            url=url,
-        )
-    return ChunkCorruptError(
-        f"chunk {index} of key {array.key!r} is damaged: {url}{by} ({text}); load an earlier "
-        "checkpoint",
-        key=array.key,
-        chunk=index,
-        rank=rank,
-        url=url,
-    )

@@ -1,0 +1,120 @@
+"""The codecs of a chunk, encoding and decoding: ``bytes``, crc32c, zstd and blosc.
+
+numcodecs compresses, so that a chunk has the same stored bytes on a disk and in an object store,
+which are those that zarr-python would write. Codecs of other programs are left to TensorStore.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import xxhash
+from numpy.typing import NDArray
+
+from shardstore.errors import ArgumentError
+from shardstore.storage.format import dtypes
+from shardstore.storage.format.documents import ZSTD_LEVEL, ArrayMeta
+from shardstore.storage.format.grid import block_bytes, inner_blocks
+from shardstore.storage.format.manifest import ChunkRecord
+from shardstore.storage.movers.checksums import Sums, crc32c
+from shardstore.storage.movers.chunk_bytes import pieces, whole_chunk
+
+__all__ = ["CRC", "CRC_BYTES", "EncodedChunk", "decompress", "stored_bytes"]
+
+CRC = struct.Struct("<I")
+CRC_BYTES = CRC.size
+MAX_COMPRESSED_BYTES = 0x7E000000
+"""The largest buffer that numcodecs compresses."""
+
+
+def stored_bytes(array: ArrayMeta) -> int | None:
+    """Bytes of a stored chunk; ``None`` for a compressed one, whose size varies."""
+    if array.is_packed:
+        return None
+    return array.chunk_bytes + (CRC_BYTES if array.has_crc else 0)
+
+
+class EncodedChunk:
+    """The stored bytes of one chunk, made while they are iterated over.
+
+    Each item is a list of buffers, the next stored bytes in order; buffers are valid until the next
+    item is asked for. Checksums and the hash are taken while a piece is in the processor's cache.
+
+    Args:
+        array: the array.
+        data: the chunk's elements within the array, any strides; padding is zeros.
+        piece_bytes: largest item of an uncompressed chunk; ``None``: one item, the whole chunk,
+            whose buffers stay valid.
+    """
+
+    def __init__(
+        self, array: ArrayMeta, data: NDArray[Any], piece_bytes: int | None = None
+    ) -> None:
+        self._array, self._data, self._piece_bytes = array, data, piece_bytes
+        self._stored = 0
+        self._sums = Sums(block_bytes(array.chunk_bytes))
+        self._hasher = xxhash.xxh3_128()
+
+    @property
+    def record(self) -> ChunkRecord:
+        """The chunk's row of the manifest. Complete after the iteration."""
+        running = self._sums.running[: inner_blocks(self._array.chunk_bytes)]
+        return ChunkRecord(self._stored, self._sums.crc, self._hasher.digest(), running)
+
+    def __iter__(self) -> Iterator[list[bytes | memoryview]]:
+        array, shape = self._array, self._array.grid.chunk_shape
+        data, limit = self._data, self._piece_bytes
+        if array.is_packed or limit is None:
+            data, limit = whole_chunk(data, shape), array.chunk_bytes
+        for piece in pieces(data, shape, limit):
+            self._sums.add(piece)
+            self._hasher.update(piece)
+            item: list[bytes | memoryview] = [piece]
+            if array.is_packed:
+                packed = _compress(array, data)
+                item = [packed, CRC.pack(crc32c(packed, 0))]
+            elif array.has_crc and self._sums.position == array.chunk_bytes:
+                item.append(CRC.pack(self._sums.crc))
+            self._stored += sum(map(len, item))
+            yield item
+
+
+def decompress(array: ArrayMeta, packed: memoryview) -> bytes:
+    """Undo a chunk's compression.
+
+    Raises:
+        ValueError: says what is wrong with the compressed bytes.
+    """
+    try:
+        chunk: bytes = _compressor(array).decode(packed)
+    except (RuntimeError, ValueError, SystemError, MemoryError) as error:  # as numcodecs raises
+        raise ValueError(f"cannot be decompressed ({error})") from None
+    if len(chunk) != array.chunk_bytes:
+        raise ValueError(f"decompresses to {len(chunk)} bytes, not {array.chunk_bytes}")
+    return chunk
+
+
+def _compress(array: ArrayMeta, chunk: NDArray[Any]) -> bytes:
+    if chunk.nbytes > MAX_COMPRESSED_BYTES:
+        raise ArgumentError(
+            f"a chunk of key {array.key!r} has {chunk.nbytes} bytes and compression takes at most "
+            f"{MAX_COMPRESSED_BYTES}: save with a smaller target_chunk_bytes, or uncompressed"
+        )
+    packed: bytes = _compressor(array).encode(chunk)
+    return packed
+
+
+def _compressor(array: ArrayMeta) -> Any:
+    assert array.codecs is not None
+    return _compressor_of(array.codecs[0], dtypes.itemsize(array.dtype))
+
+
+@cache
+def _compressor_of(name: str, itemsize: int) -> Any:
+    # Imported on first use: it takes longer than most loads.
+    from numcodecs.zstd import Zstd  # type: ignore[import-untyped]
+
+    return Zstd(level=ZSTD_LEVEL)

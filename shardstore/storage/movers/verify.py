@@ -1,0 +1,337 @@
+"""Verification of one chunk: its size, its own crc32c, and the checksums of the commit.
+
+Every read of a chunk, from a file or an object, for a load or for a verification, goes through
+:class:`ChunkVerifier`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from shardstore.errors import ChunkCorruptError, ChunkMissingError, DamagedCheckpointError
+from shardstore.storage.format import dtypes
+from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.grid import block_bytes
+from shardstore.storage.format.manifest import Manifest
+from shardstore.storage.movers.checksums import Sums, crc32c
+from shardstore.storage.movers.chunk_bytes import pieces, scratch, span, view_in_chunk
+from shardstore.storage.movers.chunks import ChunkPart, RegionRead
+from shardstore.storage.movers.codecs import CRC, CRC_BYTES, decompress, stored_bytes
+
+if TYPE_CHECKING:
+    from shardstore.storage.checkpoint import StoredCheckpoint
+
+__all__ = [
+    "MISSING",
+    "ChunkChecker",
+    "ChunkVerifier",
+    "Expected",
+    "Problem",
+    "chunk_error",
+    "receive",
+    "size_problem",
+]
+
+READ_BYTES = 1024 * 1024
+"""Bytes of one read: the checksum finds them in the processor's cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is wrong with a chunk.
+
+    Attributes:
+        kind: ``missing``, ``size``, ``crc``, ``manifest`` (intact, but not the committed chunk) or
+            ``unreadable``.
+        text: the predicate of a sentence whose subject is the chunk.
+    """
+
+    kind: str
+    text: str
+
+
+MISSING = Problem("missing", "is missing")
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """The bytes that a read of a chunk needs, and the checksums they are compared with.
+
+    Attributes:
+        first: first byte of the uncompressed chunk that is read.
+        last: one past the last byte that is read.
+        sums: the manifest's running checksums, one a block, to verify a part of the chunk; the part
+            begins and ends at block boundaries.
+        crc: the commit's crc32c of the whole chunk, if known.
+        digest: the manifest's hash of the whole chunk, if it is to be compared.
+    """
+
+    first: int
+    last: int
+    sums: NDArray[np.uint32] | None = None
+    crc: int | None = None
+    digest: bytes | None = None
+
+    @classmethod
+    def of(cls, part: ChunkPart, manifest: Callable[[], Manifest | None]) -> Expected:
+        """What a read of ``part`` takes: the blocks it touches where the manifest has their
+        checksums, else the whole chunk. ``manifest`` is called only where that depends on it."""
+        array = part.array
+        total, block = array.chunk_bytes, block_bytes(array.chunk_bytes)
+        low, high = span(part.within, array.grid.chunk_shape, part.out.dtype.itemsize)
+        if array.is_plain and not array.has_crc:
+            return cls(low, high)
+        first, last = low // block * block, min(-(-high // block) * block, total)
+        # A chunk that is wanted up to its padding is read with it: its own checksum is enough.
+        is_all = part.within.shape == array.grid.box(part.index).shape
+        is_whole = array.is_packed or last - first == total or (is_all and 2 * high >= total)
+        crc = array.expected_crc(part.number)
+        if is_whole and crc is not None:
+            return cls(0, total, crc=crc)
+        found = manifest()
+        sums = None if found is None else found.running_of(array, part.index)
+        if sums is None:
+            return cls(0, total, crc=crc)
+        return cls(0, total, crc=int(sums[-1])) if is_whole else cls(first, last, sums)
+
+
+class ChunkVerifier:
+    """Verifies the stored bytes of one chunk as they arrive.
+
+    Args:
+        array: the chunk's array.
+        expected: which bytes arrive, and their checksums.
+    """
+
+    def __init__(self, array: ArrayMeta, expected: Expected) -> None:
+        self._array, self._expected = array, expected
+        self._total = array.chunk_bytes
+        block = self._total if expected.sums is None else block_bytes(self._total)
+        self._first_block = expected.first // block
+        self._sums = Sums(block, position=expected.first)
+        if expected.sums is not None and expected.first:
+            self._sums.crc = int(expected.sums[self._first_block - 1])
+        self._is_summed = array.has_crc or expected.crc is not None
+        self._hasher = None if expected.digest is None else xxhash.xxh3_128()
+        self._rest = bytearray()
+        """The stored crc32c; all bytes of a compressed chunk."""
+        self.count = 0
+        """Bytes that have arrived."""
+        self.chunk: bytes | None = None
+        """A compressed chunk's content, after :meth:`finish`."""
+
+    def update(self, data: memoryview) -> None:
+        """Take the next stored bytes of the chunk."""
+        if not self._array.is_packed:
+            end = max(0, self._total - self._expected.first - self.count)
+            self._add(data[:end])
+            self._rest += data[end:]
+        else:
+            self._rest += data
+        self.count += len(data)
+
+    def finish(self) -> Problem | None:
+        """Compare, after the last byte; ``None`` if all checksums agree."""
+        array, expected = self._array, self._expected
+        if array.is_packed:
+            return self._finish_packed()
+        size = expected.last - expected.first
+        if array.has_crc and expected.sums is None:
+            size += CRC_BYTES
+        if self.count != size:
+            return size_problem(array, expected.first + self.count)
+        if expected.sums is not None:
+            return self._compare_blocks(expected.sums[self._first_block :])
+        if array.has_crc and (problem := _compare_own(self._rest, self._sums.crc)) is not None:
+            return problem
+        return self._compare_committed()
+
+    def _add(self, body: memoryview) -> None:
+        if self._is_summed:
+            self._sums.add(body)
+        if self._hasher is not None:
+            self._hasher.update(body)
+
+    def _finish_packed(self) -> Problem | None:
+        packed, tail = memoryview(self._rest)[:-CRC_BYTES], self._rest[-CRC_BYTES:]
+        if not len(packed):
+            return Problem("size", f"has {self.count} bytes, fewer than any chunk")
+        if (problem := _compare_own(tail, crc32c(packed, 0))) is not None:
+            return problem
+        try:
+            self.chunk = decompress(self._array, packed)
+        except ValueError as error:
+            return Problem("crc", str(error))
+        self._add(memoryview(self.chunk))
+        return self._compare_committed()
+
+    def _compare_blocks(self, sums: NDArray[np.uint32]) -> Problem | None:
+        if self._sums.position % self._sums.block:  # the chunk ends within a block
+            self._sums.running.append(self._sums.crc)
+        for found, wanted in zip(self._sums.running, sums, strict=False):
+            if found != int(wanted):
+                return _mismatch(int(wanted), found)
+        return None
+
+    def _compare_committed(self) -> Problem | None:
+        crc, digest = self._expected.crc, self._expected.digest
+        if crc is not None and crc != self._sums.crc:
+            how = f"crc32c {crc:#010x} expected, {self._sums.crc:#010x} found"
+        elif self._hasher is not None and digest != self._hasher.digest():
+            how = "its xxh3-128 hash differs"
+        else:
+            return None
+        return Problem(
+            "manifest",
+            f"is intact but not the chunk that was committed ({how}): it was exchanged, or "
+            "overwritten by a late writer of another save",
+        )
+
+
+def _compare_own(stored: bytes | bytearray, found: int) -> Problem | None:
+    (own,) = CRC.unpack(stored)
+    return None if own == found else _mismatch(own, found)
+
+
+def _mismatch(expected: int, found: int) -> Problem:
+    text = f"fails its checksum (crc32c {expected:#010x} expected, {found:#010x} found)"
+    return Problem("crc", text)
+
+
+def size_problem(array: ArrayMeta, found: int) -> Problem | None:
+    """Compare the size of a chunk's file or object with the size it must have."""
+    stored = stored_bytes(array)
+    if stored in (None, found):
+        return None
+    return Problem("size", f"has {found} bytes, not {stored}")
+
+
+def receive(part: ChunkPart, expected: Expected, data: bytes | memoryview) -> Problem | None:
+    """Verify the bytes of :class:`Expected`, all at once, and copy what is wanted to ``part.out``,
+    which is written only if they are intact."""
+    verifier = ChunkVerifier(part.array, expected)
+    verifier.update(memoryview(data))
+    problem = verifier.finish()
+    if problem is None:
+        shape, out = part.array.grid.chunk_shape, part.out
+        low, high = span(part.within, shape, out.dtype.itemsize)
+        chunk = np.frombuffer(verifier.chunk or data, np.uint8)
+        wanted = chunk[low - expected.first : high - expected.first]
+        out[...] = view_in_chunk(wanted, out, shape)
+    return problem
+
+
+def chunk_error(
+    array: ArrayMeta,
+    index: Sequence[int],
+    url: str,
+    problem: Problem,
+    manifest: Callable[[], Manifest | None],
+) -> ChunkMissingError | ChunkCorruptError:
+    """The error for a chunk that cannot be read, with the rank that wrote it if that is known."""
+    rank = None
+    with suppress(OSError):  # of the manifest; the chunk's own damage matters more
+        found = manifest()
+        rank = None if found is None else found.writer(array, index)
+    by = "" if rank is None else f" (written by rank {rank})"
+    kind = ChunkMissingError if problem.kind == "missing" else ChunkCorruptError
+    return kind(
+        f"chunk {tuple(index)} of key {array.key!r} {problem.text}: {url}{by}; the checkpoint is "
+        "damaged, load an earlier one",
+        key=array.key,
+        chunk=tuple(index),
+        rank=rank,
+        url=url,
+    )
+
+
+class ChunkChecker:
+    """Verifies chunks of one checkpoint without keeping them; safe to use from several threads.
+
+    Args:
+        stored: the checkpoint.
+        manifest: its manifest, if it has one.
+        hashes: compare the 128-bit hash too, which takes a second pass over the bytes.
+    """
+
+    def __init__(
+        self, stored: StoredCheckpoint, manifest: Manifest | None, *, hashes: bool = False
+    ) -> None:
+        self._stored = stored
+        self._manifest = manifest
+        self._hashes = hashes
+
+    def check(self, array: ArrayMeta, index: Sequence[int]) -> tuple[int, Problem | None]:
+        """Verify one chunk.
+
+        Returns:
+            Bytes read, and what is wrong, ``None`` for nothing.
+        """
+        verifier = ChunkVerifier(array, self._expected(array, index))
+        name = f"{array.node}/{array.chunk_key(index)}"
+        location = self._stored.location
+        try:
+            if not (array.is_plain or array.is_packed):
+                return self._check_decoded(array, index, verifier)
+            if not location.is_local:
+                verifier.update(memoryview(location.read(name)))
+                return verifier.count, verifier.finish()
+            problem = _check_file(f"{location.url}/{name}", array, verifier)
+            return verifier.count, problem
+        except FileNotFoundError:
+            return 0, MISSING
+        except DamagedCheckpointError as error:
+            return 0, Problem("crc", f"cannot be decoded: {_first_line(error)}")
+        except OSError as error:
+            return 0, Problem("unreadable", f"cannot be read: {_first_line(error)}")
+
+    def _expected(self, array: ArrayMeta, index: Sequence[int]) -> Expected:
+        row = None if self._manifest is None else self._manifest.row(array, index)
+        if self._manifest is None or row is None:
+            return Expected(0, array.chunk_bytes)
+        digest = self._manifest.digest[row].tobytes() if self._hashes else None
+        return Expected(0, array.chunk_bytes, crc=int(self._manifest.crc[row]), digest=digest)
+
+    def _check_decoded(
+        self, array: ArrayMeta, index: Sequence[int], verifier: ChunkVerifier
+    ) -> tuple[int, Problem | None]:
+        """Read a chunk behind codecs of other programs through TensorStore."""
+        box = array.grid.box(index)
+        out = np.empty(box.shape, dtypes.numpy_dtype(array.dtype))
+        try:
+            self._stored.read([RegionRead(array, box, out)])
+        except ChunkMissingError as error:
+            raise FileNotFoundError(str(error)) from None
+        for piece in pieces(out, array.grid.chunk_shape):
+            verifier.update(piece)
+        return out.nbytes, verifier.finish()
+
+
+def _check_file(path: str, array: ArrayMeta, verifier: ChunkVerifier) -> Problem | None:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except NotADirectoryError:
+        raise FileNotFoundError(path) from None
+    try:
+        problem = size_problem(array, os.fstat(fd).st_size)
+        if problem is not None:
+            return problem
+        buffer = scratch(READ_BYTES).data
+        while got := os.preadv(fd, [buffer], verifier.count):
+            verifier.update(buffer[:got])
+    finally:
+        os.close(fd)
+    return verifier.finish()
+
+
+def _first_line(error: BaseException) -> str:
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return str(text).splitlines()[0]
