@@ -1,5 +1,4 @@
-"""Checksums at the ends of blocks, taken while rows are gathered: with the compiled part and
-without, the same bytes and the same sums as of the whole."""
+"""A chunk's bytes in pieces, from arrays of any strides, with checksums at the ends of blocks."""
 
 from __future__ import annotations
 
@@ -8,76 +7,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardstore.storage.movers import chunk_bytes as block_sums
-from shardstore.storage.movers.checksums import crc32c
-from shardstore.storage.movers.chunk_bytes import Sums, pieces, sum_blocks
-
-WAYS = [
-    pytest.param(
-        True,
-        id="compiled",
-        marks=pytest.mark.skipif(not block_sums.COMPILED, reason="no compiler at the installation"),
-    ),
-    pytest.param(False, id="plain"),
-]
+from shardstore.storage.movers import chunk_bytes
+from shardstore.storage.movers.checksums import Sums, crc32c
+from shardstore.storage.movers.chunk_bytes import pieces, whole_chunk
 
 
-@pytest.mark.parametrize("compiled", WAYS)
-@given(
-    shape=st.lists(st.integers(1, 9), min_size=1, max_size=4),
-    row=st.integers(1, 5000),
-    gaps=st.lists(st.integers(1, 3), min_size=4, max_size=4),
-    block=st.sampled_from([1, 7, 64, 4096, 65536]),
-    position=st.integers(0, 70_000),
-    crc=st.integers(0, 2**32 - 1),
-    turned=st.booleans(),
-)
-def test_rows_are_gathered_and_summed_at_the_ends_of_blocks(
-    compiled: bool,
-    shape: list[int],
-    row: int,
-    gaps: list[int],
-    block: int,
-    position: int,
-    crc: int,
-    turned: bool,
-) -> None:
-    whole = (*(n * gap for n, gap in zip(shape, gaps, strict=False)), row + 3)
-    memory = np.random.default_rng(row).integers(0, 256, whole, np.uint8)
-    source = memory[(*(slice(None, None, gap) for gap in gaps[: len(shape)]), slice(2, 2 + row))]
-    if turned:
-        source = source[::-1]
-    flat = source.tobytes()
-    target = np.full(len(flat) + 9, 255, np.uint8)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_sums, "COMPILED", compiled)
-        found = sum_blocks(source, target[:-9].data, block, crc, position)
-        dense = sum_blocks(flat, None, block, crc, position)
-    assert target[:-9].tobytes() == flat
-    assert (target[-9:] == 255).all()
-    ends = [n for n in range(1, len(flat) + 1) if (position + n) % block == 0]
-    expected = (crc32c(flat, crc), [crc32c(flat[:n], crc) for n in ends[:50]])
-    for last, running in (found, dense):
-        assert (last, running[:50]) == expected
-        assert len(running) == len(ends)
-
-
-@pytest.mark.parametrize("compiled", WAYS)
 @given(
     rows=st.integers(1, 40),
     columns=st.integers(1, 40),
     lost=st.tuples(st.integers(0, 5), st.integers(0, 5)),
     first=st.integers(0, 4),
-    most=st.sampled_from([None, 1, 100]),
+    most=st.sampled_from([1, 100, 1 << 20]),
+    scratch=st.sampled_from([16, 100, 4096, 1 << 20]),
+    block=st.sampled_from([1, 7, 64, 4096]),
     dtype=st.sampled_from(["u1", "<f4", "<c16"]),
 )
 def test_a_chunk_comes_in_pieces_with_its_sums(
-    compiled: bool,
     rows: int,
     columns: int,
     lost: tuple[int, int],
     first: int,
-    most: int | None,
+    most: int,
+    scratch: int,
+    block: int,
     dtype: str,
 ) -> None:
     """Whole chunks, columns of a wider shard, and chunks that reach beyond the array."""
@@ -86,27 +38,15 @@ def test_a_chunk_comes_in_pieces_with_its_sums(
     chunk = np.zeros((rows, columns), dtype)
     chunk[: there.shape[0], : there.shape[1]] = there
     expected = chunk.tobytes()
-    sums = Sums(64)
+    sums = Sums(block)
     found = b""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_sums, "COMPILED", compiled)
-        for piece in pieces(there, chunk.shape, sums, most):
+        patch.setattr(chunk_bytes, "SCRATCH_BYTES", scratch)
+        for piece in pieces(there, chunk.shape, most):
+            sums.add(piece)
             found += piece
             assert (sums.position, sums.crc) == (len(found), crc32c(found, 0))
+        chunk_bytes.free_scratch()
     assert found == expected
-    assert sums.running == [crc32c(found[:n], 0) for n in range(64, len(found) + 1, 64)]
-
-
-@pytest.mark.skipif(not block_sums.COMPILED, reason="no compiler at the installation")
-def test_the_compiled_part_refuses_what_does_not_fit() -> None:
-    from shardstore.storage.movers import _copy_crc
-
-    gaps = np.zeros((4, 4), np.uint8)[:, :3]
-    with pytest.raises(ValueError, match="12 bytes do not go into 11"):
-        _copy_crc.sum_blocks(gaps, bytearray(11), 4, 0, 0)
-    with pytest.raises(ValueError, match="12 bytes do not go into 0"):
-        _copy_crc.sum_blocks(gaps, None, 4, 0, 0)
-    with pytest.raises(ValueError, match="last axis"):
-        _copy_crc.sum_blocks(np.zeros((4, 4), np.uint8)[:, ::2], bytearray(8), 4, 0, 0)
-    with pytest.raises(ValueError, match="blocks of 0 bytes"):
-        _copy_crc.sum_blocks(gaps, bytearray(12), 0, 0, 0)
+    assert sums.running == [crc32c(found[:n], 0) for n in range(block, len(found) + 1, block)]
+    assert whole_chunk(there, chunk.shape).tobytes() == expected
