@@ -87,14 +87,14 @@ def test_missing_short_long_and_unreadable_chunks(place: Path) -> None:
     for wrong in (b"", data[:-1], data[:100], data + b"x"):
         path.write_bytes(wrong)
         finding = one(place, "chunk-size")
-        assert f"{len(wrong)} bytes instead of {len(data)}" in finding.message
+        assert f"has {len(wrong)} bytes, not {len(data)}" in finding.message
     path.unlink()
     assert one(place, "chunk-missing").chunk == (1, 0)
     path.mkdir()
     finding = one(place, "chunk-size")
     path.rmdir()
     path.symlink_to(path.name)
-    assert "can not be read" in one(place, "chunk-unreadable").message
+    assert "cannot be read" in one(place, "chunk-unreadable").message
 
 
 def test_a_sound_chunk_that_is_not_the_one_saved(place: Path) -> None:
