@@ -227,14 +227,15 @@ def test_tensorstore_without_limits_is_refused(s3_server: S3Server) -> None:
         from shardstore import ShardedTensor
         state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}
         shardstore.save(state, sys.argv[1], overwrite=True)
-        stored = shardstore.storage.checkpoint.StoredCheckpoint(
-            shardstore.storage.stores.location.Location.of(sys.argv[1]), mover="tensorstore"
-        )
+        location = shardstore.storage.stores.location.Location.of(sys.argv[1])
+        stored = shardstore.storage.checkpoint.StoredCheckpoint(location)
+        from shardstore.storage.movers.tensorstore_mover import TensorStoreReader
         from shardstore.storage.movers.chunks import RegionRead
         from shardstore.storage.format.grid import Box
         out = torch.zeros(3).numpy()
         try:
-            stored.read([RegionRead(stored.arrays["w"], Box((0,), (3,)), out)])
+            read = RegionRead(stored.arrays["w"], Box((0,), (3,)), out)
+            TensorStoreReader(location).read([read], lambda: None)
         except shardstore.CheckpointingException as error:
             print("refused:", error)
         else:
