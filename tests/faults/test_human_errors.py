@@ -283,7 +283,7 @@ def test_replica_ids_that_are_none(tmp_path: Path, replica_id: Any) -> None:
 # -- options -----------------------------------------------------------------------------------
 
 WRONG_SAVES: dict[str, tuple[dict[str, Any], str]] = {
-    "compression": ({"compression": "lz9"}, "compression='lz9' must be 'zstd' or None"),
+    "compression": ({"compression": "lz9"}, "compression='lz9' must be 'zstd', 'blosc' or None"),
     "budget": ({"staging_budget_bytes": -1}, "staging_budget_bytes=-1"),
     "progress": ({"progress": "bars"}, "progress='bars'"),
     "metadata": ({"content_metadata": [1]}, "content_metadata=.* must be a dict"),

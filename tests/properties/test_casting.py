@@ -130,7 +130,7 @@ def cases(
     stored = draw(st.sampled_from(DTYPES))
     wanted = draw(st.sampled_from([d for d in FLOATS if torch.can_cast(stored, d)] or DTYPES[-2:]))
     version = draw(st.sampled_from([2, 2, 1]))
-    packed = draw(st.sampled_from([None, None, "zstd"])) if version == 2 else None
+    packed = draw(st.sampled_from([None, "zstd", "blosc"])) if version == 2 else None
     target, budget = draw(st.sampled_from(TARGETS)), draw(st.sampled_from([1, 300, 5000, 1 << 28]))
     if far := draw(st.booleans()):
         wanted = draw(st.sampled_from([wanted, stored, stored]))

@@ -30,6 +30,7 @@ from shardstore.storage.format.merge import merge
 from shardstore.storage.format.names import node_name
 from shardstore.storage.movers import chunk_bytes, files
 from shardstore.storage.movers.chunks import ChunkWrite, Mover, RegionRead
+from shardstore.storage.movers.codecs import decompress
 from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.files import FileMover
 from shardstore.storage.movers.tensorstore_mover import TensorStoreReader, open_array
@@ -85,14 +86,16 @@ def make_meta(
     *,
     crc: bool = True,
     v2: bool = False,
+    compression: str | None = None,
 ) -> ArrayMeta:
     key = "layer/0.weight"
+    chain = ("crc32c",) if compression is None else (compression, "crc32c")
     return ArrayMeta(
         key,
         node_name(key),
         Grid(shape, chunk),
         dtype,
-        codecs=("crc32c",) if crc and not v2 else (),
+        codecs=chain if (crc or compression) and not v2 else (),
         zarr_format=2 if v2 else 3,
     )
 
@@ -146,7 +149,8 @@ def cases(draw: st.DrawFn) -> tuple[ArrayMeta, NDArray[Any], str]:
     chunk = tuple(draw(st.integers(1, n + 2)) for n in shape)
     dtype = draw(st.sampled_from(dtypes_all()))
     v2 = draw(st.booleans()) and draw(st.booleans())
-    meta = make_meta(shape, chunk, dtype, crc=draw(st.booleans()), v2=v2)
+    compression = draw(st.sampled_from([None, None, "zstd", "blosc"]))
+    meta = make_meta(shape, chunk, dtype, crc=draw(st.booleans()), v2=v2, compression=compression)
     return meta, random_array(shape, dtype, draw(st.integers(0, 99))), draw(st.sampled_from(STYLES))
 
 
@@ -184,6 +188,8 @@ def test_files_are_those_of_tensorstore_and_records_say_what_is_in_them(
             data = (one.path / meta.node / meta.chunk_key(index)).read_bytes()
             assert record.stored_bytes == len(data)
             plain = data[:-4] if meta.has_crc else data
+            if meta.is_packed:
+                plain = decompress(meta, memoryview(plain))
             assert len(plain) == meta.chunk_bytes
             assert record.crc == crc32c(plain)
             assert record.digest == xxhash.xxh3_128_digest(plain)

@@ -79,7 +79,7 @@ metas = st.builds(
     st.text(min_size=1, max_size=20).filter(lambda t: t.isprintable()),
     st.lists(st.integers(0, 99), max_size=4),
     st.sampled_from(["bool", "bfloat16", "float8_e5m2", "int8", "float64", "complex64"]),
-    st.sampled_from([(), ("crc32c",), ("zstd", "crc32c")]),
+    st.sampled_from([(), ("crc32c",), ("zstd", "crc32c"), ("blosc", "crc32c")]),
     st.booleans(),
 )
 

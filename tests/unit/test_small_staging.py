@@ -45,14 +45,14 @@ def test_a_ring_of_few_chunks(
 
 
 @pytest.mark.parametrize("largest", [1, 40])
-@pytest.mark.parametrize("how", ["zstd", "base", "plain"])
+@pytest.mark.parametrize("how", ["blosc", "base", "plain"])
 def test_many_chunks_of_odd_sizes(how: str, largest: int, tmp_path: Path) -> None:
     """An optimizer's step counters: in the ring each takes more than it has."""
     tensors = {f"v{i}": torch.full((1 + i % largest,), float(i)) for i in range(3000)}
     state = {key: ShardedTensor.from_rank_offsets(key, value) for key, value in tensors.items()}
     options: dict[str, Any] = {"durable": False}
-    if how in ("zstd", "base"):
-        options["compression"] = "zstd"
+    if how in ("blosc", "base"):
+        options["compression"] = "blosc"
     if how == "base":
         shardstore.save(state, tmp_path / "base", **options)
         options["base"] = tmp_path / "base"

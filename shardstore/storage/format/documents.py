@@ -55,9 +55,13 @@ small array)."""
 _CRC = struct.Struct("<I")
 
 CRC32C = "crc32c"
-ZSTD = "zstd"
-ZSTD_LEVEL = 1
-_CHAINS = ((), (CRC32C,), (ZSTD, CRC32C))
+COMPRESSORS: dict[str, dict[str, Any]] = {
+    "zstd": {"level": 1, "checksum": False},
+    "blosc": {"cname": "lz4", "clevel": 5, "shuffle": "bitshuffle", "blocksize": 0},
+}
+"""Compressing codecs and their configurations; blosc's has the item size as ``typesize``, too."""
+_PACKED = tuple((name, CRC32C) for name in COMPRESSORS)
+_CHAINS = ((), (CRC32C,), *_PACKED)
 """Codecs behind ``bytes`` that are undone here; TensorStore undoes the others."""
 
 
@@ -123,7 +127,7 @@ class ArrayMeta:
     @property
     def is_packed(self) -> bool:
         """Whether a chunk object is the compressed chunk with a crc32c behind it."""
-        return self.codecs == (ZSTD, CRC32C)
+        return self.codecs in _PACKED
 
     def chunk_key(self, index: Sequence[int]) -> str:
         """Key of a chunk below the array (Zarr v3 core specification, "Chunk key encoding":
@@ -162,17 +166,14 @@ def _fill_value(dtype: str) -> object:
 
 
 def _codec_documents(dtype: str, codecs: tuple[str, ...] | None) -> list[dict[str, Any]]:
-    bytes_codec: dict[str, Any] = {"name": "bytes"}
-    if dtypes.itemsize(dtype) > 1:
-        bytes_codec["configuration"] = {"endian": "little"}
-    documents = [bytes_codec]
-    for name in codecs or ():
-        if name == ZSTD:
-            documents.append(
-                {"name": ZSTD, "configuration": {"level": ZSTD_LEVEL, "checksum": False}}
-            )
-        else:
-            documents.append({"name": name})
+    itemsize = dtypes.itemsize(dtype)
+    configurations = {**COMPRESSORS, "bytes": {"endian": "little"} if itemsize > 1 else {}}
+    configurations["blosc"] = {"typesize": itemsize, **configurations["blosc"]}
+    documents: list[dict[str, Any]] = []
+    for name in ("bytes", *(codecs or ())):
+        configuration = configurations.get(name)
+        about = {"configuration": configuration} if configuration else {}
+        documents.append({"name": name, **about})
     return documents
 
 

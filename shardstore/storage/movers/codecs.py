@@ -15,12 +15,11 @@ import xxhash
 from numpy.typing import NDArray
 
 from shardstore.errors import ArgumentError
-from shardstore.storage.format import dtypes
-from shardstore.storage.format.documents import ZSTD_LEVEL, ArrayMeta
+from shardstore.storage.format.documents import COMPRESSORS, ArrayMeta
 from shardstore.storage.format.grid import block_bytes, inner_blocks
 from shardstore.storage.format.manifest import ChunkRecord
 from shardstore.storage.movers.checksums import Sums, crc32c
-from shardstore.storage.movers.chunk_bytes import pieces, whole_chunk
+from shardstore.storage.movers.chunk_bytes import as_bytes, pieces, whole_chunk
 
 __all__ = ["CRC", "CRC_BYTES", "EncodedChunk", "decompress", "stored_bytes"]
 
@@ -89,7 +88,7 @@ def decompress(array: ArrayMeta, packed: memoryview) -> bytes:
         ValueError: says what is wrong with the compressed bytes.
     """
     try:
-        chunk: bytes = _compressor(array).decode(packed)
+        chunk: bytes = _compressor(array.codecs).decode(packed)
     except (RuntimeError, ValueError, SystemError, MemoryError) as error:  # as numcodecs raises
         raise ValueError(f"cannot be decompressed ({error})") from None
     if len(chunk) != array.chunk_bytes:
@@ -103,18 +102,20 @@ def _compress(array: ArrayMeta, chunk: NDArray[Any]) -> bytes:
             f"a chunk of key {array.key!r} has {chunk.nbytes} bytes and compression takes at most "
             f"{MAX_COMPRESSED_BYTES}: save with a smaller target_chunk_bytes, or uncompressed"
         )
-    packed: bytes = _compressor(array).encode(chunk)
+    # blosc takes the size of an item from the array.
+    items = as_bytes(chunk).view(f"V{chunk.dtype.itemsize}")
+    packed: bytes = _compressor(array.codecs).encode(items)
     return packed
 
 
-def _compressor(array: ArrayMeta) -> Any:
-    assert array.codecs is not None
-    return _compressor_of(array.codecs[0], dtypes.itemsize(array.dtype))
-
-
 @cache
-def _compressor_of(name: str, itemsize: int) -> Any:
+def _compressor(codecs: tuple[str, ...]) -> Any:
     # Imported on first use: it takes longer than most loads.
-    from numcodecs.zstd import Zstd  # type: ignore[import-untyped]
+    from numcodecs import blosc, zstd  # type: ignore[import-untyped]
 
-    return Zstd(level=ZSTD_LEVEL)
+    settings = COMPRESSORS[codecs[0]]
+    if codecs[0] == "zstd":
+        return zstd.Zstd(**settings)
+    # As zarr-python does. Blosc's threads put blocks into any order: bytes would differ each time.
+    blosc.use_threads = False
+    return blosc.Blosc(**{**settings, "shuffle": blosc.BITSHUFFLE})
