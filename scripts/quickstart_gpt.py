@@ -1,7 +1,7 @@
 """A small GPT on bytes: tensor-parallel layers, and Adam state in ranges over replicas.
 
-Answers for the training half of the quickstart: layout of ranks, text, model, optimizer. It knows
-nothing of checkpoints; ``quickstart_train.py`` describes this state to shardstore.
+The training half of the quickstart: layout of ranks, text, model, optimizer.
+``quickstart_train.py`` describes this state to shardstore.
 
 Everything is deterministic, and everything random (start weights, text, dropout) is drawn for the
 global model and the global batch, so that any layout of ranks computes the same loss up to the

@@ -68,17 +68,24 @@ def ranks(
 ) -> dict[str, Any]:
     """One run of the training program on ``tp * dp`` ranks; returns what it found."""
     world = tp * dp
-    result = folder / ("train.json" if job == "train" else f"resume-tp{tp}-dp{dp}.json")
+    result = "train.json" if job == "train" else f"resume-tp{tp}-dp{dp}.json"
     command = [sys.executable]
     if world > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
         command += ["--nproc-per-node", str(world)]
-    command += [str(HERE / "quickstart_train.py"), job, "--folder", str(folder)]
-    command += ["--checkpoint", checkpoint]
-    command += ["--tp", str(tp), "--dp", str(dp), "--steps", str(options.steps)]
-    command += ["--config", json.dumps(SMALL if options.small else {}), "--result", str(result)]
+    described = {
+        "job": job,
+        "tp": tp,
+        "dp": dp,
+        "folder": str(folder),
+        "checkpoint": checkpoint,
+        "steps": options.steps,
+        "config": SMALL if options.small else {},
+        "result": result,
+    }
+    command += [str(HERE / "quickstart_train.py"), json.dumps(described)]
     run(command, f"{job} on {world} rank{'s' * (world > 1)}")
-    found: dict[str, Any] = json.loads(result.read_text())
+    found: dict[str, Any] = json.loads((folder / result).read_text())
     return found
 
 
@@ -105,19 +112,6 @@ def compare(unbroken: dict[str, Any], resumed: dict[str, Any], same_layout: bool
         f"loss apart by {apart[0]:.1e} at the first step (at most {FIRST_TOLERANCE:.0e}), "
         f"by {max(apart):.1e} later (at most {TOLERANCE:.0e})"
     )
-
-
-def tree_size(checkpoint: str) -> tuple[int, int]:
-    """Number of files or objects, and their bytes together."""
-    if "://" in checkpoint:
-        import fsspec
-
-        options = {"config_kwargs": {"s3": {"addressing_style": "path"}}}
-        fs, path = fsspec.core.url_to_fs(checkpoint, **options)
-        sizes = [about["size"] for about in fs.find(path, detail=True).values()]
-    else:
-        sizes = [p.stat().st_size for p in Path(checkpoint).rglob("*") if p.is_file()]
-    return len(sizes), sum(sizes)
 
 
 @contextmanager
@@ -154,9 +148,7 @@ def job(folder: Path, checkpoint: str, options: argparse.Namespace) -> list[str]
     print(f"\n[1] train {options.steps} steps, save mid-way: {layout_name(*TRAINING)}")
     unbroken = ranks("train", *TRAINING, folder, checkpoint, options)
     losses = unbroken["losses"]
-    count, size = tree_size(checkpoint)
-    kind = "objects" if "://" in checkpoint else "files"
-    print(f"  {checkpoint}: {count} {kind}, {size / (1 << 20):.1f} MiB")
+    print(f"  {checkpoint}")
     fallen = f"loss fell from {losses[0]:.3f} to {losses[-1]:.3f}"
     if not losses[-1] < losses[0] - min(0.5, 0.01 * len(losses)):
         raise FailedError(f"the model does not learn: {fallen}")

@@ -1,17 +1,16 @@
 """One rank of the quickstart: trains and saves, or resumes under any layout and proves it.
 
-Answers for what is asked of shardstore: how the training state is described to ``save`` and
-``load``, and how what came back is compared, bit for bit, with what was there. It is run by
-torchrun (or alone, as a world of one) from ``quickstart_main.py``, and leaves its findings in a
-JSON file; any difference ends it with an error.
+Shows how a training state is described to ``save`` and ``load``, and compares what came back, bit
+for bit, with what was there. ``quickstart_main.py`` runs it by torchrun, or alone as a world of
+one. It leaves its findings in a JSON file; any difference ends it with an error.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -312,32 +311,23 @@ def resume(trainer: Trainer, checkpoint: str, steps: int, record: dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("job", choices=["train", "resume"])
-    parser.add_argument("--folder", type=Path, required=True, help="of the records")
-    parser.add_argument("--checkpoint", required=True, help="folder or URL")
-    parser.add_argument("--tp", type=int, required=True)
-    parser.add_argument("--dp", type=int, required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--config", type=json.loads, default={}, help="JSON of changed sizes")
-    parser.add_argument("--result", type=Path, required=True)
-    options = parser.parse_args()
-
+    """Run the job that the JSON of ``quickstart_main.py`` describes."""
+    options = json.loads(sys.argv[1])
+    folder, checkpoint, steps = Path(options["folder"]), options["checkpoint"], options["steps"]
     # The number of threads decides the order of sums in a matrix product, so it has to be fixed.
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    layout = join_ranks(options.tp, options.dp, timeout_s=120)
-    trainer = Trainer(Config(**options.config), layout)
-    checkpoint = options.checkpoint
-    if options.job == "train":
-        result = train_and_save(trainer, checkpoint, options.steps)
+    layout = join_ranks(options["tp"], options["dp"], timeout_s=120)
+    trainer = Trainer(Config(**options["config"]), layout)
+    if options["job"] == "train":
+        result = train_and_save(trainer, checkpoint, steps)
     else:
-        record = json.loads((options.folder / "train.json").read_text())
-        result = resume(trainer, checkpoint, options.steps, record)
+        record = json.loads((folder / "train.json").read_text())
+        result = resume(trainer, checkpoint, steps, record)
     result["losses"] = trainer.losses
     result["final"] = summary(trainer.global_tensors())
     if layout.rank == 0:
-        options.result.write_text(json.dumps(result, indent=1))
+        (folder / options["result"]).write_text(json.dumps(result, indent=1))
     if layout.world > 1:
         dist.destroy_process_group()
 

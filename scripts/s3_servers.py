@@ -1,8 +1,7 @@
 """S3 servers on this machine, for the tests, the quick start and the benchmark.
 
-Answers for: one value that says how to reach a server (``S3Server``), an embedded server that
-lives as long as the process that started it, and the address of the Ceph gateway that
-``scripts/s3_server`` brings up. Knows nothing of shardstore.
+``S3Server`` is the value that says how to reach a server. An embedded server lives as long as the
+process that started it; ``scripts/s3_server`` brings up a Ceph gateway.
 
 The embedded server is MiniStack: of the servers on PyPI it is the one that refuses unknown keys and
 lets exactly one of racing ``If-None-Match: *`` writers win. It does not check signatures; the Ceph

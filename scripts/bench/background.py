@@ -1,5 +1,5 @@
 """The cases of `benchmark async` and `benchmark gpu`: saves in the background, saves upon a base,
-shared loads, memory of loads; and the same saves and loads on a CUDA device.
+and shared loads; and the same saves, and loads, on a CUDA device.
 """
 
 from __future__ import annotations
@@ -7,7 +7,6 @@ from __future__ import annotations
 import fcntl
 import io
 import shutil
-import sys
 import time
 from contextlib import nullcontext
 from functools import partial
@@ -30,10 +29,8 @@ from bench.clients import (
     PLAIN,
     SAFETENSORS,
 )
-from bench.clients.base import Share
-from bench.crew import Crew
 from bench.machine import claim_memory
-from bench.memory import Sampler, peak_rss_bytes, reset_peak
+from bench.memory import Sampler
 from bench.results import Target
 from bench.runs import Case, Figures, Run, Turn
 from bench.worker import DeviceMemory, Rank
@@ -51,9 +48,6 @@ SHARES = {"never": "every rank reads", "always": "replicas share"}
 READ, FASTER = "bytes read / stored", "every rank reads / replicas share"
 BANDWIDTH = 250 * 10**6
 """Bytes a second that all ranks share: 2 Gbit/s, a small share of an object store."""
-EXCHANGE_BYTES, FIXED_BYTES = 64 * MIB, 44 * MIB
-"""Budget of a load for what is under way, and what may be added whatever the size of the state."""
-LOADS = {"as saved": "rows", "resharded": "columns", "flattened": "flat", "replicas": "whole"}
 
 
 def saves(mode: str, run: Run, turn: Turn) -> Figures:
@@ -230,49 +224,6 @@ def load_shared(rank: Rank, path: str) -> dict[str, Any]:
     return found | {"stored": sum(file.stat().st_size for file in files)}
 
 
-def loads(kind: str, cast: bool, run: Run, turn: Turn) -> Figures:
-    """Memory of a load beside the tensors that it fills, in fresh processes."""
-    target = run.store.new("loads")
-    if not Path(target).exists():
-        crew = Crew(sys.executable, turn.world)
-        crew.build("rows", run.scale, [OURS])
-        crew.save(OURS, target, sync=False)
-        crew.close()
-    arguments = {"path": str(target), "kind": kind, "cast": cast, "scale": run.scale}
-    grown = turn.crew.call("bench.background:load_as", **arguments)
-    name = _load_name(kind, cast)
-    return {
-        f"anonymous memory above the tensors, {name}": (max(one[0] for one in grown), "bytes"),
-        f"resident memory above the tensors, {name}": (max(one[1] for one in grown), "bytes"),
-    }
-
-
-def _load_name(kind: str, cast: bool) -> str:
-    return f"{kind}, cast" if cast else kind
-
-
-def load_as(rank: Rank, path: str, kind: str, cast: bool, scale: float) -> tuple[int, int]:
-    """Growth of this rank's anonymous and resident memory."""
-    import shardstore
-
-    options: dict[str, Any] = {"exchange_budget_bytes": EXCHANGE_BYTES, "cast": cast}
-    if kind == "replicas":
-        options |= {"replica_group": dist.group.WORLD, "share_replicas": "always"}
-    for warm in (True, False):
-        # One tensor before, so that imports and connections do not count.
-        share = rank.share(LOADS[kind], 0.0 if warm else scale)
-        if cast:
-            tensors = {key: t.to(torch.bfloat16) for key, t in share.tensors.items()}
-            share = Share(share.entries, tensors, rank.rank, rank.world)
-        state = rank.client(OURS).prepare(share)
-        del share
-        before = reset_peak()
-        with Sampler() as sampler:
-            shardstore.load(state, path, **options)
-        grown = sampler.grown_bytes[0], peak_rss_bytes() - before.rss_bytes
-    return grown
-
-
 def load_to_device(run: Run, turn: Turn) -> Figures:
     """Warm load into the tensors of a device, and what it takes of the device's memory."""
     target = run.store.new(turn.client)
@@ -327,26 +278,6 @@ ASYNC = (
         workload="replicas",
         worlds=(4,),
         targets=[Target(READ, OURS, most=1.01), Target(FASTER, OURS, least=1.5)],
-    ),
-    *(
-        _alone(
-            name="loads",
-            action=partial(loads, kind, cast),
-            clients=(OURS,),
-            workload="tiny",
-            worlds=(2,),
-            warmups=0,
-            fresh=True,
-            targets=[
-                Target(
-                    f"anonymous memory above the tensors, {_load_name(kind, cast)}",
-                    OURS,
-                    most=FIXED_BYTES + EXCHANGE_BYTES * (cast or kind == "replicas"),
-                )
-            ],
-        )
-        for cast in (False, True)
-        for kind in LOADS
     ),
 )
 GPU = (

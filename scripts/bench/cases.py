@@ -24,7 +24,7 @@ from bench.machine import drop_from_cache
 from bench.memory import BytesRead
 from bench.results import Target
 from bench.runs import Case, Figures, Run, Turn
-from bench.worker import Rank, place
+from bench.worker import Rank
 from bench.workload import Entry, build, gpt
 
 MIB = 2**20
@@ -36,7 +36,7 @@ SAVE_MEMORY, LOAD_MEMORY = (
     f"anonymous memory above the state, {what}" for what in ("save", "load")
 )
 RESIDENT = "all resident memory above the state, load"
-REQUESTS, GETS = "requests of a save", "GETs to load the metadata"
+REQUESTS = "requests of a save"
 OVER_IDEAL = "save over the ideal with that latency"
 LATENCY_MS = 50
 CHANGES = ((4, 16, 0), (16, 4, 0), (4, 16, 1), (16, 4, 1))
@@ -161,28 +161,12 @@ def slow_requests(run: Run, turn: Turn) -> Figures:
     def save() -> None:
         found[S3_SAVE] = crew.save(client, target).seconds
 
-    found[REQUESTS] = (requests(None, save), "count")
+    found[REQUESTS] = (requests(save), "count")
     found[S3_LOAD] = crew.load(client, target).seconds
     crew.check()
     objects = 2 * crew.setup[0]["tensors"]
     ideal = objects / SMALL_CONCURRENCY * LATENCY_MS / 1000
     return found | {OVER_IDEAL: (found[S3_SAVE] / ideal, "ratio")}
-
-
-def metadata(run: Run, turn: Turn) -> Figures:
-    """Requests for objects when the metadata of many arrays are loaded."""
-    target = run.store.new("metadata")
-    turn.crew.save(turn.client, target)
-    read = partial(turn.crew.call, "bench.cases:read_metadata", path=str(target))
-    return {GETS: (requests("GET", read), "count")}
-
-
-def read_metadata(rank: Rank, path: str) -> None:
-    """Load the metadata of all arrays."""
-    import shardstore
-
-    found = shardstore.load_tensors_metadata(place(path))
-    assert len(found) == len(rank.source.entries)
 
 
 def _below_raw(sync: float, unsynced: float, warm: float, cold: float) -> list[Target]:
@@ -301,16 +285,6 @@ S3 = (
         warmups=0,
         targets=[Target(OVER_IDEAL, OURS, most=3.0)],
         around=lambda run: proxy(LATENCY_MS),
-    ),
-    Case(
-        name="s3-metadata",
-        action=metadata,
-        clients=(OURS,),
-        workload="many",
-        warmups=0,
-        rounds=1,
-        targets=[Target(GETS, OURS, most=1)],
-        around=lambda run: proxy(0),
     ),
     Case(
         name="s3-memory",

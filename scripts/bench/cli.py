@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -100,12 +100,8 @@ def _read_all(place: Path, threads: int) -> None:
                 pass
             os.close(handle)
 
-    others = [threading.Thread(target=read, args=(files[i::threads],)) for i in range(1, threads)]
-    for other in others:
-        other.start()
-    read(files[::threads])
-    for other in others:
-        other.join()
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(read, [files[i::threads] for i in range(threads)]))
 
 
 CLI = (

@@ -7,14 +7,12 @@ state are in no figure, and crews of different interpreters can be measured in t
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import queue
 import subprocess
 import tempfile
-import threading
 import time
 from dataclasses import dataclass
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +52,6 @@ class Crew:
         self.setup: list[dict[str, Any]] = []
         self._scratch = tempfile.TemporaryDirectory(prefix="bench-crew-")
         self._log = Path(self._scratch.name, "log")
-        self._replies: list[queue.Queue[str | None]] = []
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(SCRIPTS), str(SCRIPTS.parent)]),
@@ -64,22 +61,22 @@ class Crew:
         if world > 1:  # as torchrun does; more threads than cores disturb one another
             environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // world))
         rendezvous = str(Path(self._scratch.name, "rendezvous"))
+        self._pipes, self._processes = [], []
         with self._log.open("wb") as log:
-            self._processes = [
-                subprocess.Popen(
-                    [python, "-m", "bench.worker", str(rank), str(world), rendezvous],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
+            for rank in range(world):
+                ours, theirs = Pipe()
+                self._pipes.append(ours)
+                arguments = (rank, world, rendezvous, theirs.fileno())
+                process = subprocess.Popen(
+                    [python, "-m", "bench.worker", *map(str, arguments)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
                     stderr=log,
                     env=environment,
-                    text=True,
+                    pass_fds=[theirs.fileno()],
                 )
-                for rank in range(world)
-            ]
-        for process in self._processes:
-            replies: queue.Queue[str | None] = queue.Queue()
-            threading.Thread(target=_pump, args=(process, replies), daemon=True).start()
-            self._replies.append(replies)
+                self._processes.append(process)
+                theirs.close()
 
     def build(self, workload: str, scale: float, names: list[str], device: str = "cpu") -> None:
         """Give the ranks a state, in place of the one before, and clients."""
@@ -123,51 +120,40 @@ class Crew:
 
     def close(self) -> None:
         """End the processes."""
-        for process in self._processes:
-            assert process.stdin is not None
-            with contextlib.suppress(OSError):
-                process.stdin.close()
+        for pipe in self._pipes:
+            pipe.close()
         for process in self._processes:
             try:
                 process.wait(timeout=5)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-            assert process.stdout is not None
-            process.stdout.close()
         self._scratch.cleanup()
 
     def call(self, name: str, **arguments: Any) -> list[Any]:
         """Run a command of `Rank`, or "module:function" with the rank first, on all ranks."""
-        line = json.dumps({"call": name, **arguments}) + "\n"
-        for process in self._processes:
-            assert process.stdin is not None
-            try:
-                process.stdin.write(line)
-                process.stdin.flush()
-            except BrokenPipeError:
-                raise ClientError(f"a rank died: {self._log_tail()}") from None
-        replies: list[Any] = []
+        values: list[Any] = []
         failure: str | None = None
         deadline = time.monotonic() + COMMAND_TIMEOUT_S
-        for rank, answers in enumerate(self._replies):
+        for pipe in self._pipes:
+            with contextlib.suppress(BrokenPipeError):  # the answer says that the rank died
+                pipe.send((name, arguments))
+        for rank, pipe in enumerate(self._pipes):
             if failure is not None:
                 deadline = min(deadline, time.monotonic() + GRACE_S / self.world)
             try:
-                answer = answers.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                failure = failure or f"rank {rank} did not answer in {COMMAND_TIMEOUT_S:.0f} s"
-                continue
-            if answer is None:
-                failure = failure or f"rank {rank} died: {self._log_tail()}"
-                continue
-            reply = json.loads(answer)
-            if "error" in reply:
-                failure = failure or f"rank {rank}: {reply['error']}"
-            replies.append(reply.get("value"))
+                if pipe.poll(max(0.0, deadline - time.monotonic())):
+                    value, error = pipe.recv()
+                    values.append(value)
+                else:
+                    error = f"no answer in {COMMAND_TIMEOUT_S:.0f} s"
+            except (EOFError, ConnectionResetError):
+                error = f"died: {self._log.read_text(errors='replace')[-2000:]}"
+            if error is not None and failure is None:
+                failure = f"rank {rank}: {error}"
         if failure is not None:
             raise ClientError(failure)
-        return replies
+        return values
 
     def _time(self, sample: bool, name: str, **arguments: Any) -> Timing:
         grown = 0
@@ -179,14 +165,3 @@ class Crew:
             ranks = self.call(name, **arguments)
         seconds = max(r["end"] for r in ranks) - min(r["start"] for r in ranks)
         return Timing(seconds=seconds, ranks=ranks, grown_bytes=grown)
-
-    def _log_tail(self) -> str:
-        return self._log.read_text(errors="replace")[-2000:]
-
-
-def _pump(process: subprocess.Popen[str], replies: queue.Queue[str | None]) -> None:
-    assert process.stdout is not None
-    with contextlib.suppress(ValueError):  # closed while reading
-        for line in process.stdout:
-            replies.put(line)
-    replies.put(None)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
@@ -53,7 +52,8 @@ def run(options: argparse.Namespace) -> int:
     pictures = options.markdown.with_suffix("")
     pictures.mkdir(parents=True, exist_ok=True)
     for name, results in runs:
-        draw(results, pictures / f"{name}.svg")
+        if ratios(results):
+            draw(results, pictures / f"{name}.svg")
     options.markdown.write_text(page(runs, pictures.name))
     print(options.markdown)
     return 0
@@ -85,7 +85,7 @@ def page(runs: Runs, pictures: str) -> str:
         own = [line for line in abouts[name] if line not in shared]
         parts += [
             f"## {name}",
-            f"![{name}]({pictures}/{name}.svg)",
+            f"![{name}]({pictures}/{name}.svg)" if ratios(results) else "",
             f"`{notes['command']}`, {notes['date']}; {notes['repeats']} rounds, "
             f"scale {notes['scale']}.",
             "\n".join(f"- {line}" for line in own),
@@ -97,8 +97,8 @@ def page(runs: Runs, pictures: str) -> str:
 
 
 def text(results: Results) -> str:
-    """The tables for a terminal."""
-    tables = [_plain(HEAD, _figures(results)), _plain(TARGETS, _verdicts(results))]
+    """The tables of one run."""
+    tables = [_pipes(HEAD, _figures(results)), _pipes(TARGETS, _verdicts(results))]
     return "\n\n".join([*tables, *_failures(results)])
 
 
@@ -216,21 +216,12 @@ def _format(value: float, unit: str) -> str:
     return f"{value:.3f} s" if unit == "s" else f"{value:.3f}"
 
 
-def _plain(head: Row, rows: Sequence[Row]) -> str:
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in [head, ["-" * width for width in widths], *rows]
-    ]
-    return "\n".join(lines)
-
-
 def _pipes(head: Row, rows: Sequence[Row]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
 
 
 def draw(results: Results, output: Path) -> None:
-    """A picture: lines for what was measured at several sizes, bars of ratios for all else."""
+    """A bar a client: how many times as long as ours it took (the first one, where we are not)."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -238,18 +229,7 @@ def draw(results: Results, output: Path) -> None:
 
     # The same picture of the same figures, whenever it is drawn.
     plt.rcParams["svg.hashsalt"] = "shardstore"
-    lines = _lines(results)
-    fig = _draw_lines(plt, lines) if lines else _draw_ratios(plt, ratios(results))
-    about = results.notes["machine"]
-    words = (about["processor"], f"{about['cores']} cores", about["file_system"].split(" ")[0])
-    fig.suptitle(", ".join(map(str, words)), fontsize=8)
-    fig.tight_layout()
-    fig.savefig(output, metadata={"Date": None}, dpi=120)
-    plt.close(fig)
-
-
-def _draw_ratios(plt: Any, groups: list[tuple[Group, dict[str, float]]]) -> Any:
-    """A bar a client: how many times as long as ours it took (the first one, where we are not)."""
+    groups = ratios(results)
     bars = sum(len(clients) + 2 for _, clients in groups)
     fig, axes = plt.subplots(figsize=(WIDTH_INCHES, 1.2 + BAR_INCHES * max(bars, 4)))
     place, ticks, names = 0.0, [], []
@@ -268,29 +248,9 @@ def _draw_ratios(plt: Any, groups: list[tuple[Group, dict[str, float]]]) -> Any:
     axes.invert_yaxis()
     axes.axvline(1, color="black", linewidth=0.6)
     axes.set_xlabel(f"time over that of {OURS}: longer is slower (cut at {MAX_SHOWN:g})")
-    return fig
-
-
-def _draw_lines(plt: Any, lines: dict[tuple[str, str], dict[int, list[tuple[int, float]]]]) -> Any:
-    """Seconds over sizes, a panel a measure, a line a world."""
-    fig, grid = plt.subplots(1, len(lines), figsize=(WIDTH_INCHES, 4), squeeze=False)
-    for axes, ((measure, of), worlds) in zip(grid.flat, lines.items(), strict=True):
-        for world, points in sorted(worlds.items()):
-            axes.plot(*zip(*sorted(points), strict=True), marker="o", label=f"{world:,} ranks")
-        axes.set(xscale="log", yscale="log", xlabel=of, ylabel="seconds", title=measure)
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
-    return fig
-
-
-def _lines(results: Results) -> dict[tuple[str, str], dict[int, list[tuple[int, float]]]]:
-    """(measure, what it grows with) -> world -> (size, median) of `benchmark scale`."""
-    found: dict[tuple[str, str], dict[int, list[tuple[int, float]]]] = {}
-    units = _units(results)
-    for (case, world, measure), clients in _groups(results).items():
-        match = re.fullmatch(r"(.*), ([\d,]+) (tensors|chunks)", measure)
-        if case == "scale" and match and units[measure] == "s":
-            size = int(match.group(2).replace(",", ""))
-            worlds = found.setdefault((match.group(1), match.group(3)), {})
-            worlds.setdefault(world, []).append((size, median(clients[OURS])))
-    return found
+    about = results.notes["machine"]
+    words = (about["processor"], f"{about['cores']} cores", about["file_system"].split(" ")[0])
+    fig.suptitle(", ".join(map(str, words)), fontsize=8)
+    fig.tight_layout()
+    fig.savefig(output, metadata={"Date": None})
+    plt.close(fig)

@@ -1,21 +1,21 @@
 """One rank of a crew: keeps a state dict in memory and runs what it is told over a pipe.
 
-Started as `python -m bench.worker RANK WORLD RENDEZVOUS_FILE` under the interpreter of the clients
-that it runs. Commands and replies are JSON, one a line, on stdin and on what was stdout; stdout
-itself is turned to stderr, so that no library can write into the protocol.
+Started as `python -m bench.worker RANK WORLD RENDEZVOUS_FILE PIPE` under the interpreter of the
+clients that it runs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
-import json
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from importlib import import_module, metadata
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -59,16 +59,17 @@ class Rank:
         """Build the state and touched tensors to load into; create the clients."""
         self.source = self.target = Share([], {}, self.rank, self.world)
         self._loaded = self._prepared = None
-        self.source = self.share(workload, scale, device)
-        tensors = {key: torch.zeros_like(t) for key, t in self.source.tensors.items()}
-        self.target = Share(self.source.entries, tensors, self.rank, self.world)
+        entries = entries_of(workload, self.rank, self.world, scale)
+        tensors = build(entries, self.rank, self.world, device)
+        self.source = Share(entries, tensors, self.rank, self.world)
+        empty = {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}
+        self.target = Share(entries, empty, self.rank, self.world)
         absent: dict[str, str] = {}
         for name in names:
             try:
                 self.client(name)
             except Exception as reason:
                 absent[name] = f"{type(reason).__name__}: {reason}"
-        entries = self.source.entries
         held = [entry.nbytes(self.world) for entry in entries]
         writes = [self.rank == 0 or not entry.replicated for entry in entries]
         return {
@@ -79,11 +80,6 @@ class Rank:
             "tensors": len(entries),
             "versions": _versions(),
         }
-
-    def share(self, workload: str, scale: float, device: str = "cpu") -> Share:
-        """What this rank holds in a workload."""
-        entries = entries_of(workload, self.rank, self.world, scale)
-        return Share(entries, build(entries, self.rank, self.world, device), self.rank, self.world)
 
     def client(self, name: str) -> Client:
         """The client of that name; each is made once."""
@@ -184,23 +180,22 @@ def _versions() -> dict[str, str]:
 
 
 def main() -> None:
-    """Serve commands until stdin closes."""
-    number, world, rendezvous = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    method = f"file://{rendezvous}"
+    """Serve commands until the other end of the pipe closes."""
+    number, world, pipe = int(sys.argv[1]), int(sys.argv[2]), Connection(int(sys.argv[4]))
+    method = f"file://{sys.argv[3]}"
     dist.init_process_group("gloo", init_method=method, rank=number, world_size=world)
     rank = Rank(number, world)
-    for line in sys.stdin:
-        command = json.loads(line)
-        module, _, name = command.pop("call").rpartition(":")
-        try:
-            call = getattr(import_module(module), name) if module else getattr(rank, name)
-            reply = {"value": call(rank, **command) if module else call(**command)}
-        except BaseException as error:
-            reply = {"error": f"{type(error).__name__}: {error}\n{traceback.format_exc()}"}
-        replies.write(json.dumps(reply) + "\n")
-        replies.flush()
+    with contextlib.suppress(EOFError):
+        while True:
+            where, arguments = pipe.recv()
+            module, _, name = where.rpartition(":")
+            try:
+                if module:
+                    arguments["rank"] = rank
+                call = getattr(import_module(module) if module else rank, name)
+                pipe.send((call(**arguments), None))
+            except BaseException as error:
+                pipe.send((None, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
     # No farewell to the process group: its other ranks may be gone already.
     os._exit(0)
 

@@ -23,13 +23,10 @@ UNIFORM = {
     "small": (20_000, (256,)),
     "chunks": (64, (8192, 1024)),
     "arrays": (2_000, (64, 64)),
-    "many": (10_000, (4,)),
     "replicas": (3, (20, 2**21)),
     "tiny": (1, (1024,)),
 }
 """Workloads of fp32 tensors of one shape, replicated on all ranks: number at scale 1, and shape."""
-SQUARES = {"rows": 0, "columns": 1, "flat": None, "whole": None}
-"""Workloads of eight 64 MiB matrices (at scale 1), by how the ranks cut them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,15 +70,6 @@ def entries_of(workload: str, rank: int, world: int, scale: float) -> list[Entry
         return gpt(scale)
     if workload == "flattened":
         return flattened(rank, world, scale)
-    if workload in SQUARES:
-        side, number = 4096, max(1, round(8 * scale))
-        part = side * side // world
-        flat = (rank * part, (rank + 1) * part) if workload == "flat" else None
-        axis, shape = SQUARES[workload], (side, side)
-        return [
-            Entry(key=f"{i}", dtype=torch.float32, global_shape=shape, axis=axis, flat=flat)
-            for i in range(number)
-        ]
     number, size = UNIFORM[workload]
     return [
         Entry(key=f"block_{i // 100}.item_{i % 100}", dtype=torch.float32, global_shape=size)
