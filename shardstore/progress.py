@@ -8,8 +8,10 @@ neither torch nor, before a bar is asked for, rich.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -18,7 +20,16 @@ from shardstore.errors import ArgumentError
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["EVENTS", "Meter", "Progress", "ProgressCallback", "bar", "callback_of", "log_event"]
+__all__ = [
+    "EVENTS",
+    "Meter",
+    "Progress",
+    "ProgressCallback",
+    "bar",
+    "callback_of",
+    "log_event",
+    "metered",
+]
 
 EVENTS = {
     "commit": "a save is committed: url, bytes, chunks, seconds, bytes_per_second, world_size",
@@ -58,7 +69,7 @@ def log_event(logger: logging.Logger, event: str, text: str, **fields: Any) -> N
 
 logger = logging.getLogger(__name__)
 
-Operation: TypeAlias = Literal["save", "load", "verify", "convert"]
+Operation: TypeAlias = Literal["save", "load", "verify", "convert", "read", "compare"]
 Phase: TypeAlias = Literal["begin", "move", "commit", "done", "failed"]
 
 
@@ -69,7 +80,8 @@ class Progress:
     The totals are known once it is planned what moves; until then they are 0.
 
     Attributes:
-        operation: ``"save"``, ``"load"``, ``"verify"`` or ``"convert"``.
+        operation: ``"save"``, ``"load"``, ``"verify"``, ``"convert"``, ``"read"`` (statistics) or
+            ``"compare"``.
         phase: ``"begin"``; ``"move"`` while chunks move; ``"commit"`` while a save waits for all
             ranks and commits; ``"done"`` or ``"failed"``, which is the last event.
         url: the checkpoint.
@@ -115,7 +127,7 @@ class Meter:
         self._url = url
         self._callback = callback
         self._lock = threading.Lock()
-        self._phase: Phase = "begin"
+        self.phase: Phase = "begin"
         self._bytes = self._chunks = self._chunks_total = 0
         self._tell()
 
@@ -134,13 +146,13 @@ class Meter:
         with self._lock:
             self.bytes_total += size
             self._chunks_total += chunks
-            self._phase = "move"
+            self.phase = "move"
             self._tell()
 
     def enter(self, phase: Phase) -> None:
         """Another phase begins."""
         with self._lock:
-            self._phase = phase
+            self.phase = phase
             self._tell()
 
     def _add(self, size: int, chunks: int = 1) -> None:
@@ -154,7 +166,7 @@ class Meter:
             return
         event = Progress(
             self._operation,
-            self._phase,
+            self.phase,
             self._url,
             self._bytes,
             self.bytes_total,
@@ -172,6 +184,30 @@ class Meter:
                 type(error).__name__,
                 error,
             )
+
+
+@contextmanager
+def metered(
+    operation: Operation, url: str, progress: ProgressCallback | Literal["bar"] | None
+) -> Iterator[Meter]:
+    """The meter of one operation; its last event is ``"done"``, or ``"failed"`` on an error.
+
+    Args:
+        operation: see :class:`Progress`.
+        url: see :class:`Progress`.
+        progress: a callback, ``"bar"``, or ``None``.
+
+    Raises:
+        ArgumentError: ``progress`` is something else.
+    """
+    meter = Meter(operation, url, callback_of(progress))
+    phase: Phase = "failed"
+    try:
+        yield meter
+        phase = "done"
+    finally:
+        if meter.phase != "failed":
+            meter.enter(phase)
 
 
 def callback_of(
@@ -240,6 +276,7 @@ class _Bar:
             parts.TransferSpeedColumn(),
             parts.TimeRemainingColumn(),
             console=self._console or Console(stderr=True),
+            redirect_stdout=sys.stdout is not None and sys.stdout.isatty(),
         )
         task = shown.add_task("", total=None)
         shown.start()

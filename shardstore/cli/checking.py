@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Literal
 
 from shardstore.cli.printing import cells, clean, columns, emit, fold, say
 from shardstore.cli.shared import (
@@ -15,7 +16,6 @@ from shardstore.cli.shared import (
     matcher,
     progress_bar,
 )
-from shardstore.errors import CheckpointingException
 from shardstore.inspection.difference import ArrayDifference, Difference, compare
 from shardstore.inspection.layout import array_bytes
 from shardstore.inspection.verify import Finding, verify
@@ -49,17 +49,8 @@ def run_verify(
             say(f"{finding.severity.upper():<7}{finding.kind:<18}{finding.message}")
             sys.stdout.flush()
 
-    last = 0
-    with progress_bar("verifying", _total(stored), quiet=as_json) as advance:
-
-        def progress(done: int, total: int) -> None:
-            nonlocal last
-            advance(done - last)
-            last = done
-
-        result = verify(
-            stored, found, keys=patterns, hashes=hashes, threads=threads, progress=progress
-        )
+    bar: Literal["bar"] | None = None if as_json or not sys.stderr.isatty() else "bar"
+    result = verify(stored, found, keys=patterns, hashes=hashes, threads=threads, progress=bar)
     if patterns and not result.arrays and not result.objects:
         raise UsageProblem(f"no key matches {', '.join(patterns)}; `shardstore ls` lists all keys")
     if as_json:
@@ -83,13 +74,6 @@ def run_verify(
             f"({human_bytes(rate)}/s)"
         )
     return 0 if result.ok and not (strict and findings) else DAMAGE
-
-
-def _total(stored: StoredCheckpoint) -> int:
-    try:
-        return sum(meta.grid.size * meta.chunk_bytes for meta in stored.arrays.values())
-    except CheckpointingException:
-        return 0
 
 
 def run_diff(

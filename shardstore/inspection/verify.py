@@ -1,91 +1,109 @@
-"""Verifies a stored checkpoint: every chunk, every document, every file that should be there.
+"""Verification of a stored checkpoint: every chunk, every document, every file that belongs to it.
 
-Answers for what is wrong with the files of one checkpoint, in parallel and without torch: checksums
-of all chunks, array documents against the root's copy; what lies beside the arrays is
-:mod:`verify_files`'s. Damage is reported, not raised, so that one run finds all of it. It does not
-know what to do about it.
+Damage is reported, not raised, so that one run finds all of it. Neither ranks nor torch are needed.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import threading
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
+from functools import partial
+from itertools import islice
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from shardstore import progress as bars
-from shardstore.errors import ArgumentError, CheckpointingException, DamagedCheckpointError
-from shardstore.inspection.findings import Finding, Findings, Verified
-from shardstore.inspection.small_arrays import COMPILED, SmallArrays, document_texts
-from shardstore.inspection.verify_files import OtherFiles
-from shardstore.progress import log_event
+from shardstore.errors import CheckpointingException, DamagedCheckpointError
+from shardstore.progress import Meter, ProgressCallback, log_event, metered
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.commit.object_files import object_place
+from shardstore.storage.commit.object_files import beside_arrays, object_place
 from shardstore.storage.format.documents import ArrayMeta, RootDocument, parse_array
-from shardstore.storage.format.grid import Box
+from shardstore.storage.format.grid import Grid
 from shardstore.storage.format.manifest import MANIFEST_NAME, Manifest
-from shardstore.storage.format.names import key_of
+from shardstore.storage.format.names import CONFIG_NAME, key_of
 from shardstore.storage.movers.chunk_bytes import free_scratch
 from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.movers.parallel import default_threads, run_batched
 from shardstore.storage.movers.verify import ChunkChecker
 from shardstore.storage.options import require_number
 from shardstore.storage.stores.location import Location
+from shardstore.values.torch_archive import verify_archive
 
-__all__ = ["Finding", "Verified", "callback_of", "verify"]
-
-Callback = Callable[[int, int], None]
-
-
-@contextmanager
-def callback_of(progress: Callback | Literal["bar"] | None, url: str) -> Iterator[Callback | None]:
-    """The callback that a ``progress`` argument stands for; a bar ends with the context.
-
-    Args:
-        progress: a callback, ``"bar"``, or nothing.
-        url: the checkpoint.
-
-    Raises:
-        ArgumentError: something else.
-    """
-    if progress != "bar":
-        if progress is not None and not callable(progress):
-            raise ArgumentError(f"progress={progress!r} must be a callable, 'bar' or None")
-        yield progress
-        return
-    drawn = bars.bar()
-    done, total = 0, 0
-
-    def draw(bytes_done: int, bytes_total: int) -> None:
-        nonlocal done, total
-        done, total = bytes_done, bytes_total
-        drawn(bars.Progress("verify", "move", url, done, total))
-
-    drawn(bars.Progress("verify", "begin", url))
-    phase: bars.Phase = "failed"
-    try:
-        yield draw
-        phase = "done"
-    finally:
-        drawn(bars.Progress("verify", phase, url, done, total))
-
+__all__ = ["Finding", "Severity", "Verified", "verify"]
 
 logger = logging.getLogger(__name__)
 
+Severity = Literal["damage", "note"]
+
 BATCH_BYTES = 64 * 1024 * 1024
+"""Least work of a thread at a time: many small chunks are verified sooner by a single thread."""
 RUN_BYTES = 32 * 1024 * 1024
-"""Chunks of one array are shared out to the threads in runs of about this size."""
+"""The chunks of one array are shared out to the threads in runs of about this size."""
 RUN_CHUNKS = 256
-SMALL_BATCH = 1024
-"""Small arrays that are looked at in one call: after each a thread waits for the interpreter."""
 REMOTE_THREADS = 16
-SHOWN = 4
+SHOWN_ARRAYS = 4
 """Arrays that a finding about many of them names."""
+SHOWN_OBJECTS = 10
+"""Missing objects of one key that are reported: a file name alone can claim a grid of any size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that is not as it was saved.
+
+    Attributes:
+        kind: one word or two, such as ``chunk-missing``; does not change between versions.
+        severity: ``damage``, or ``note`` for what hinders no reader (a foreign file).
+        message: one sentence that names key, chunk, writer and path.
+        path: file or object concerned.
+        key: key of the tensor or object.
+        chunk: chunk index in the array's grid.
+        rank: global rank that wrote it, where the manifest knows.
+    """
+
+    kind: str
+    severity: Severity
+    message: str
+    path: str
+    key: str | None = None
+    chunk: tuple[int, ...] | None = None
+    rank: int | None = None
+
+
+@dataclass
+class Verified:
+    """What a verification covered.
+
+    Attributes:
+        arrays, chunks, objects: how many were verified.
+        bytes: bytes of chunks that were read.
+        unchecked: chunks without any checksum (the Zarr v2 layout), of which only presence and
+            size were compared.
+        damage, notes: findings of each severity.
+        seconds: time that it took.
+    """
+
+    arrays: int = 0
+    chunks: int = 0
+    objects: int = 0
+    bytes: int = 0
+    unchecked: int = 0
+    damage: int = 0
+    notes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """No damage was found."""
+        return self.damage == 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"ok": self.ok, **asdict(self)}
 
 
 def verify(
@@ -95,43 +113,42 @@ def verify(
     keys: Sequence[str] = (),
     hashes: bool = False,
     threads: int | None = None,
-    progress: Callable[[int, int], None] | Literal["bar"] | None = None,
+    progress: ProgressCallback | Literal["bar"] | None = None,
 ) -> Verified:
     """Verify a checkpoint. One process calls it; it changes nothing.
 
     Args:
         stored: the checkpoint.
         found: called for each finding, from any thread, one call at a time.
-        keys: patterns (``fnmatch``) of the keys to look at; all, and foreign files too, if empty.
+        keys: patterns (``fnmatch``) of the keys to verify; all, and foreign files too, if empty.
         hashes: compare the 128-bit hashes of the manifest beside the checksums.
-        threads: threads that read; default: one a processor, more where the store is far away.
-        progress: called with ``(bytes done, bytes in all)``, one call at a time; or ``"bar"``,
-            which is drawn on standard error.
+        threads: threads that read; default: one a processor, more for an object store.
+        progress: called with a :class:`~shardstore.progress.Progress`, one call at a time; or
+            ``"bar"``, which is drawn on standard error.
 
     Raises:
-        ArgumentError: ``threads`` or ``progress`` is nothing of that kind.
-        NotACheckpointError: nothing like a checkpoint is there.
+        ArgumentError: ``threads`` or ``progress`` has a wrong value.
+        NotACheckpointError: no checkpoint is there.
         StorageError: the store refused to list it.
     """
     require_number("threads", threads, none=True)
     url = stored.location.url
     log_event(logger, "verify_begin", f"{url}: verifying", url=url)
-    with callback_of(progress, url) as told:
-        result = _Verification(stored, found, keys, hashes, threads, told).run()
+    with metered("verify", url, progress) as meter:
+        result = _Verification(stored, found, keys, hashes, threads, meter).run()
+        if not result.ok:
+            meter.enter("failed")
     about = {name: n for name, n in result.as_dict().items() if name not in ("ok", "unchecked")}
     state = "sound" if result.ok else f"{result.damage} finding(s) of damage"
     log_event(logger, "verify", f"{url}: verified, {state}", url=url, **about)
     return result
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Some consecutive chunks of an array, and with the first of them its document and folder."""
+class _Job(NamedTuple):
+    """A file, or some consecutive chunks of an array, and the bytes of the chunks."""
 
-    array: ArrayMeta
-    first: int
-    last: int
     weight: int
+    work: Callable[[], None]
 
 
 class _Verification:
@@ -142,335 +159,375 @@ class _Verification:
         keys: Sequence[str],
         hashes: bool,
         threads: int | None,
-        progress: Callable[[int, int], None] | None,
+        meter: Meter,
     ) -> None:
-        self.stored = stored
-        self.location = stored.location
-        self.threads = threads or (default_threads() if self.location.is_local else REMOTE_THREADS)
-        self._findings = Findings(self.location.url, found)
-        self._keys = keys
-        self._hashes = hashes
-        self._progress = progress
-        self._done = self._total = 0
-        self._manifest: Manifest | None = None
-        self._consolidated: dict[str, dict[str, Any]] = {}
-        self._array_documents = True
-        self._described = True
-        self._files = OtherFiles(
-            stored,
-            self._findings,
-            self._wants,
-            everything=not keys,
-            threads=1 if self.location.is_local else self.threads,
+        self._stored, self._location = stored, stored.location
+        self._found, self._keys, self._hashes, self._meter = found, keys, hashes, meter
+        self._threads = threads or (
+            default_threads() if self._location.is_local else REMOTE_THREADS
         )
-        # All names of an object store's checkpoint, in order: one listing, not one an array.
+        self._lock = threading.Lock()
+        self._result = Verified()
+        self._root: RootDocument | None = None
+        self._root_is_damaged = False
+        self._manifest: Manifest | None = None
+        # All names in an object store, sorted: one listing, not one an array.
         self._listed: list[str] | None = None
+        # Names of the objects' files that were verified or reported.
+        self._seen: set[str] = set()
 
     def run(self) -> Verified:
         start = perf_counter()
         with collector_paused():
-            runs = self._planned(self._small_ones())
+            jobs = self._plan()
+        is_local = self._location.is_local
         run_batched(
-            runs,
-            self._work,
-            threads=self.threads,
-            weight=lambda run: run.weight,
-            batch_weight=BATCH_BYTES if self.location.is_local else 1,
-            batch_items=64 if self.location.is_local else 1,
+            jobs,
+            _do_all,
+            threads=self._threads,
+            weight=lambda job: job.weight,
+            batch_weight=BATCH_BYTES if is_local else 1,
+            batch_items=len(jobs) + 1 if is_local else 1,
         )
-        self._findings.result.seconds = perf_counter() - start
-        return self._findings.result
+        self._result.seconds = perf_counter() - start
+        return self._result
 
-    def _planned(self, proved: Mapping[str, int]) -> list[_Run]:
-        """Look at everything but the arrays; what is to be looked at of those.
-
-        Args:
-            proved: nodes of arrays that are sound, and bytes of their chunks.
-        """
-        top = self.location.listing()
-        if not {"zarr.json", "metadata.json"} & set(top):
-            self.stored.require()
-        arrays = self._arrays(top, proved)
-        self._files.config(top)
-        self._manifest = self._read_manifest(arrays)
-        self._checker = ChunkChecker(self.stored, self._manifest, hashes=self._hashes)
-        if not self.location.is_local:
-            self._listed = self.location.remote.walk()
-        nodes = [*proved, *(meta.node for meta in arrays)]
-        if not self._described:
-            nodes += self._undescribed(set(nodes))
-        self._files.whole(top, {node.partition("/")[0] for node in nodes}, self._listed)
+    def _plan(self) -> list[_Job]:
+        """Verify the documents of the whole checkpoint, and list what else is to be verified."""
+        top = self._location.listing()
+        if not {"zarr.json", CONFIG_NAME} & set(top):
+            self._stored.require()
+        arrays = self._read_arrays(top)
+        common_backend = self._check_config(top)
+        self._read_manifest(arrays)
+        self._checker = ChunkChecker(self._stored, self._manifest, hashes=self._hashes)
+        if not self._location.is_local:
+            self._listed = self._location.remote.walk()
+        nodes = {meta.node for meta in arrays}
+        if self._root_is_damaged:
+            nodes |= self._undescribed(nodes)
+        jobs = list(self._file_jobs(top, nodes, common_backend))
         wanted = [meta for meta in arrays if self._wants(meta.key)]
-        self._findings.result.arrays = len(wanted) + len(proved)
-        runs = [run for meta in wanted for run in _runs(meta)]
-        self._total = sum(run.weight for run in runs)
-        self._count(proved)
-        return runs
+        self._result.arrays = len(wanted)
+        for array in wanted:
+            size, count = array.chunk_bytes, array.grid.size
+            step = max(1, min(RUN_CHUNKS, RUN_BYTES // size))
+            for first in range(0, count or 1, step):
+                last = min(first + step, count)
+                run = partial(self._check_run, array, first, last)
+                jobs.append(_Job((last - first) * size, run))
+        self._meter.expect(sum(job.weight for job in jobs), sum(meta.grid.size for meta in wanted))
+        return jobs
 
-    def _count(self, proved: Mapping[str, int]) -> None:
-        """Add what is known to be sound to the result."""
-        manifest = self._manifest
-        if not proved or manifest is None:
-            return
-        places = [place for node in proved if (place := manifest.place(node)) is not None]
-        self._findings.result.chunks += sum(chunks for _, chunks, _ in places)
-        self._findings.result.bytes += sum(proved.values())
-        self._done += sum(chunks * size for _, chunks, size in places)
-        self._total += self._done
-        if self._progress is not None:
-            self._progress(self._done, self._total)
-
-    # -- what there is ------------------------------------------------------------------------
-
-    def _arrays(self, top: Sequence[str], proved: Mapping[str, int]) -> list[ArrayMeta]:
-        """All arrays but those that are sound; from their own documents where the root's can not
-        be used."""
-        if "zarr.json" not in top and "manifest.npz" in top:
-            self._findings.report(
-                "root-missing",
-                f"{self.location.url}/zarr.json is missing: without it the checkpoint does not "
-                "open",
-                "zarr.json",
-            )
-            return self._arrays_alone(top)
-        try:
-            if self.stored.root is not None:
-                self._consolidated = self.stored.root.documents
-                self._array_documents = self.stored.root.array_documents
-                self._find_undescribed(self.stored.root)
-                if proved:
-                    return list(self.stored.root.arrays(without=proved).values())
-                return list(self.stored.arrays.values())
-        except CheckpointingException as error:
-            self._findings.report("root-damaged", str(error), "zarr.json")
-            return self._arrays_alone(top)
-        return list(self.stored.arrays.values())
-
-    def _find_undescribed(self, root: RootDocument) -> None:
-        """Arrays that were committed, and that the root does not describe any more: programs that
-        consolidate it anew leave out what has no document of its own."""
-        lost = sorted(set(root.chunk_sums) - set(root.documents))
-        if lost and root.consolidated:
-            text = (
-                f"{self.location.url}/zarr.json has checksums of {len(lost)} array(s) that it does "
-                f"not describe: {', '.join(lost[:SHOWN])}; another program has consolidated its "
-                "metadata anew. Load an earlier checkpoint, or put back the saved zarr.json"
-            )
-            self._findings.report("arrays-undescribed", text, "zarr.json")
-
-    def _arrays_alone(self, top: Sequence[str]) -> list[ArrayMeta]:
-        self._described = False
-        found = []
-        for node in top:
-            url = f"{self.location.url}/{node}/zarr.json"
-            try:
-                text = self.location.read(f"{node}/zarr.json")
-                if (meta := parse_array(node, text, url)) is not None:
-                    found.append(meta)
-            except FileNotFoundError:
-                continue
-            except CheckpointingException as error:
-                self._findings.report(
-                    "document-damaged", str(error), f"{node}/zarr.json", key=key_of(node)
-                )
-        return found
-
-    def _undescribed(self, nodes: Collection[str]) -> list[str]:
-        """Nodes that the manifest has beside those whose own documents were found."""
-        manifest = self._manifest
-        if manifest is None:
-            return []
-        lost = [node for node, _, _ in manifest.arrays if node not in nodes]
-        if lost and not self._keys:
-            text = (
-                f"{len(lost)} array(s) of {self.location.url}/{MANIFEST_NAME} have no document but "
-                f"the root's, and their chunks were not looked at: {', '.join(lost[:SHOWN])}"
-            )
-            self._findings.report("arrays-unread", text, MANIFEST_NAME, severity="note")
-        return lost
-
-    def _read_manifest(self, arrays: Sequence[ArrayMeta]) -> Manifest | None:
-        path = f"{self.location.url}/{MANIFEST_NAME}"
-        try:
-            manifest = self.stored.manifest
-        except DamagedCheckpointError as error:
-            self._findings.report("manifest-damaged", str(error), MANIFEST_NAME)
-            return None
-        if manifest is None:
-            if self._consolidated and self._files.stored_by_us:
-                text = f"{path} is missing: chunks are held against their own checksums alone"
-                self._findings.report("manifest-missing", text, MANIFEST_NAME, severity="note")
-            return None
-        for meta in arrays:
-            if manifest.first_row(meta) is None:
-                self._findings.report(
-                    "manifest-stale",
-                    f"{path} does not know key {meta.key!r} as it is now; another program "
-                    "rewrote or added it, and it is held against its own checksums alone",
-                    MANIFEST_NAME,
-                    severity="note",
-                    key=meta.key,
-                )
-        return manifest
+    def _report(
+        self,
+        kind: str,
+        message: str,
+        name: str,
+        severity: Severity = "damage",
+        *,
+        key: str | None = None,
+        chunk: tuple[int, ...] | None = None,
+        rank: int | None = None,
+    ) -> None:
+        """Report a :class:`Finding`; ``name`` is the file's name below the checkpoint."""
+        path = f"{self._location.url}/{name}"
+        finding = Finding(kind, severity, message.replace("\n", " "), path, key, chunk, rank)
+        with self._lock:
+            if severity == "damage":
+                self._result.damage += 1
+            else:
+                self._result.notes += 1
+            self._found(finding)
 
     def _wants(self, key: str) -> bool:
         return not self._keys or any(fnmatchcase(key, pattern) for pattern in self._keys)
 
-    # -- arrays ---------------------------------------------------------------------------------
+    # -- documents of the whole checkpoint ------------------------------------------------------
 
-    def _small_ones(self) -> dict[str, int]:
-        """Look at the small arrays first, with little more than the system calls that it takes.
-
-        Returns:
-            Node -> bytes of the chunks of each that is sound.
-        """
-        if self._keys or not self.location.is_local:
-            return {}
+    def _read_arrays(self, top: Sequence[str]) -> list[ArrayMeta]:
+        """All arrays, from their own documents where the root document is unusable."""
+        path = f"{self._location.url}/zarr.json"
+        if "zarr.json" not in top and MANIFEST_NAME in top:
+            text = f"{path} is missing: without it the checkpoint does not open"
+            self._report("root-missing", text, "zarr.json")
+            return self._arrays_alone(top)
         try:
-            root, manifest = self.stored.root, self.stored.manifest
-        except CheckpointingException:
-            return {}  # reported by others
-        if root is None or manifest is None or not root.documents:
-            return {}
-        texts = document_texts(self.location.read("zarr.json"), root.documents)
-        look = SmallArrays(
-            self.location.url,
-            root.documents,
-            texts,
-            manifest,
-            hashes=self._hashes,
-            array_documents=root.array_documents,
-        )
-        arrays = look.known(texts)
-        proved: dict[str, int] = {}
-        # Without the compiled part threads would only wait for the interpreter, and for each other.
-        run_batched(
-            arrays,
-            lambda batch: proved.update(look.prove(batch)),
-            threads=self.threads if COMPILED else 1,
-            weight=lambda _: 1,
-            batch_weight=SMALL_BATCH,
-            batch_items=SMALL_BATCH,
-        )
-        return proved
+            self._root = root = self._stored.root
+            if root is not None:
+                lost = sorted(set(root.chunk_sums) - set(root.texts))
+                if lost and root.consolidated:
+                    text = (
+                        f"{path} has checksums of {len(lost)} array(s) that it does not describe: "
+                        f"{', '.join(lost[:SHOWN_ARRAYS])}; another program has consolidated its "
+                        "metadata anew. Load an earlier checkpoint, or put back the saved zarr.json"
+                    )
+                    self._report("arrays-undescribed", text, "zarr.json")
+                return list(self._stored.arrays.values())
+        except CheckpointingException as error:
+            self._report("root-damaged", str(error), "zarr.json")
+            return self._arrays_alone(top)
+        return list(self._stored.arrays.values())
 
-    def _work(self, batch: Sequence[_Run]) -> None:
+    def _arrays_alone(self, top: Sequence[str]) -> list[ArrayMeta]:
+        self._root_is_damaged = True
+        found = []
+        for node in top:
+            name = f"{node}/zarr.json"
+            try:
+                text = self._location.read(name)
+                meta = parse_array(node, text, f"{self._location.url}/{name}")
+                if meta is not None:
+                    found.append(meta)
+            except FileNotFoundError:
+                continue
+            except CheckpointingException as error:
+                self._report("document-damaged", str(error), name, key=key_of(node))
+        return found
+
+    @property
+    def _is_ours(self) -> bool:
+        """Whether shardstore wrote the root; a damaged one counts as ours."""
+        return self._root_is_damaged or self._root is None or self._root.format_version is not None
+
+    def _check_config(self, top: Sequence[str]) -> object:
+        """Verify ``metadata.json``; returns the name of the backend of the common state."""
+        path = f"{self._location.url}/{CONFIG_NAME}"
+        if CONFIG_NAME not in top:
+            if self._is_ours:
+                text = f"{path} is missing: load() does not take the folder for a checkpoint"
+                self._report("config-missing", text, CONFIG_NAME)
+            return "torch"
         try:
-            for run in batch:
-                self._check_run(run)
-        finally:
-            free_scratch()
+            document = json.loads(self._location.read(CONFIG_NAME))
+            if not isinstance(document, dict) or "sharded_backend" not in document:
+                raise ValueError("it names no sharded_backend")
+        except (OSError, ValueError) as error:
+            self._report("config-damaged", f"{path} is damaged: {error}", CONFIG_NAME)
+            return "torch"
+        return document.get("common_backend", "torch")
 
-    def _check_run(self, run: _Run) -> None:
-        array = run.array
-        if run.first == 0:
-            self._check_document(array)
-            self._check_folder(array)
+    def _read_manifest(self, arrays: Sequence[ArrayMeta]) -> None:
+        path = f"{self._location.url}/{MANIFEST_NAME}"
+        try:
+            self._manifest = manifest = self._stored.manifest
+        except DamagedCheckpointError as error:
+            self._report("manifest-damaged", str(error), MANIFEST_NAME)
+            return
+        if manifest is None:
+            if self._root is not None and self._root.texts and self._is_ours:
+                text = f"{path} is missing: chunks are compared with their own checksums alone"
+                self._report("manifest-missing", text, MANIFEST_NAME, "note")
+            return
+        for meta in arrays:
+            if manifest.first_row(meta) is None:
+                text = (
+                    f"{path} does not know key {meta.key!r} as it is now: another program rewrote "
+                    "or added it, and its chunks are compared with their own checksums alone"
+                )
+                self._report("manifest-stale", text, MANIFEST_NAME, "note", key=meta.key)
+
+    def _undescribed(self, nodes: set[str]) -> set[str]:
+        """Nodes in the manifest that have no document of their own."""
+        arrays = () if self._manifest is None else self._manifest.arrays
+        lost = [node for node, _, _ in arrays if node not in nodes]
+        if lost and not self._keys:
+            text = (
+                f"{len(lost)} array(s) of {self._location.url}/{MANIFEST_NAME} have no document "
+                "but the root's, and their chunks were not verified: "
+                f"{', '.join(lost[:SHOWN_ARRAYS])}"
+            )
+            self._report("arrays-unread", text, MANIFEST_NAME, "note")
+        return set(lost)
+
+    # -- files that are no array's --------------------------------------------------------------
+
+    def _file_jobs(
+        self, top: Sequence[str], nodes: set[str], common_backend: object
+    ) -> Iterator[_Job]:
+        """Verification of the common state and of sharded objects; reports foreign files."""
+        if not self._keys:
+            if "common.pt" in top:
+                yield _Job(0, partial(self._check_archive, "common.pt", "common-damaged"))
+            elif self._is_ours and common_backend == "torch":
+                path = f"{self._location.url}/common.pt"
+                text = f"{path} is missing: the non-sharded part of the state is gone"
+                self._report("common-missing", text, "common.pt")
+        entries = None
+        if self._listed is not None:
+            entries = {
+                name: sorted({below.partition("/")[0] for below in self._names_below(name)})
+                for name in top
+            }
+        is_old_layout = self._root is None and not self._root_is_damaged
+        folders = {node.partition("/")[0] for node in nodes}
+        for beside in beside_arrays(self._location, top, folders, self._wants, entries):
+            yield from self._object_jobs(beside.name, beside.key, beside.objects)
+            if beside.name.endswith(".sync") and is_old_layout:
+                continue  # a lock that Megatron-Core left behind
+            foreign = set(beside.entries).difference(beside.objects)
+            for name in sorted(f"{beside.name}/{entry}" for entry in foreign):
+                self._foreign(name)
+            if not beside.entries:
+                self._foreign(beside.name)
+        # Where no object of a key is left, only the commit tells that there were any.
+        for name in () if self._root is None else self._root.file_sums:
+            node, _, file = name.rpartition("/")
+            key = key_of(node) or node
+            place = object_place(file)
+            if place is None or name in self._seen or not self._wants(key):
+                continue
+            if not self._location.exists(name):
+                self._object_missing(name, place[0], key)
+
+    def _foreign(self, name: str) -> None:
+        text = f"{self._location.url}/{name} is no part of the checkpoint"
+        self._report("foreign", text, name, "note")
+
+    def _object_jobs(self, node: str, key: str, files: Sequence[str]) -> list[_Job]:
+        """Verification of a key's objects, and reports of those that their file names miss."""
+        paths = [f"{node}/{file}" for file in files]
+        with self._lock:
+            self._result.objects += len(paths)
+            self._seen.update(paths)
+        places = {place for file in files if (place := object_place(file)) is not None}
+        for shape in {shape for _, shape in places}:
+            grid = Grid(shape, (1,) * len(shape))
+            indices = map(grid.index, range(grid.size))
+            missing = (index for index in indices if (index, shape) not in places)
+            for index in islice(missing, SHOWN_OBJECTS):
+                file = f"shard_{'.'.join(map(str, index))}_{'.'.join(map(str, shape))}.pt"
+                self._object_missing(f"{node}/{file}", index, key)
+        check = partial(self._check_archive, kind="object-damaged", key=key)
+        return [_Job(0, partial(check, path)) for path in paths]
+
+    def _object_missing(self, name: str, index: tuple[int, ...], key: str) -> None:
+        with self._lock:
+            if name in self._seen:
+                return
+            self._seen.add(name)
+        text = f"object {index} of key {key!r} is missing: {self._location.url}/{name}"
+        self._report("object-missing", text, name, key=key)
+
+    def _check_archive(self, name: str, kind: str, key: str | None = None) -> None:
+        try:
+            data = self._location.read(name)
+            if not data:
+                raise ValueError("it is empty")
+            if name.endswith(".json"):
+                json.loads(data)
+            elif data[:1] not in (b"P", b"\x80"):
+                raise ValueError("it is no file of torch.save")
+            else:
+                verify_archive(data)
+        except (OSError, ValueError) as error:
+            about = "" if key is None else f" (object of key {key!r})"
+            text = f"{self._location.url}/{name}{about} is damaged: {error}"
+            self._report(kind, text, name, key=key)
+            return
+        try:
+            if not self._root_is_damaged:
+                self._stored.check_file(name, data)
+        except DamagedCheckpointError as error:
+            self._report(kind, str(error), name, key=key)
+
+    # -- arrays -----------------------------------------------------------------------------------
+
+    def _check_run(self, array: ArrayMeta, first: int, last: int) -> None:
+        """Verify consecutive chunks, and with the first of them the array's document and folder."""
+        if first == 0:
+            names = set(self._names_below(array.node))
+            self._check_document(array, names)
+            self._check_folder(array, names)
         size = 0
-        for index in map(array.grid.index, range(run.first, run.last)):
+        for index in map(array.grid.index, range(first, last)):
             read, problem = self._checker.check(array, index)
             size += read
             if problem is not None:
                 self._report_chunk(array, index, problem.kind, problem.text)
         manifest = self._manifest
         checked = array.has_crc or (manifest is not None and manifest.first_row(array) is not None)
-        with self._findings.lock:
-            result = self._findings.result
-            result.chunks += run.last - run.first
-            result.bytes += size
-            result.unchecked += 0 if checked else run.last - run.first
-            self._done += run.weight
-            if self._progress is not None:
-                self._progress(self._done, self._total)
+        with self._lock:
+            self._result.chunks += last - first
+            self._result.bytes += size
+            self._result.unchecked += 0 if checked else last - first
+        if self._meter.add is not None:
+            self._meter.add((last - first) * array.chunk_bytes, last - first)
 
     def _report_chunk(self, array: ArrayMeta, index: tuple[int, ...], kind: str, text: str) -> None:
         name = f"{array.node}/{array.chunk_key(index)}"
         rank = None if self._manifest is None else self._manifest.writer(array, index)
         by = "" if rank is None else f", written by rank {rank}"
-        path = f"{self.location.url}/{name}"
-        message = f"chunk {index} of key {array.key!r} {text}: {path}{by}"
-        self._findings.report(f"chunk-{kind}", message, name, key=array.key, chunk=index, rank=rank)
+        message = f"chunk {index} of key {array.key!r} {text}: {self._location.url}/{name}{by}"
+        self._report(f"chunk-{kind}", message, name, key=array.key, chunk=index, rank=rank)
 
-    def _check_document(self, array: ArrayMeta) -> None:
-        if array.node not in self._consolidated:
+    def _check_document(self, array: ArrayMeta, names: set[str]) -> None:
+        """Compare an array's own document with the root's copy."""
+        root, name = self._root, f"{array.node}/{array.document_name}"
+        if root is None or (saved := root.texts.get(array.node)) is None:
             return
-        name = f"{array.node}/{array.document_name}"
-        path = f"{self.location.url}/{name}"
-        if not self._array_documents and not self._is_listed(name):
+        if array.document_name not in names and not root.array_documents:
             return
+        about = f"{self._location.url}/{name} (key {array.key!r})"
         try:
-            own = json.loads(self.location.read(name))
-        except FileNotFoundError:
-            if not self._array_documents:
+            data = self._location.read(name)
+            if data == saved and root.array_documents:
                 return
-            text = f"{path} is missing: readers that open key {array.key!r} alone do not find it"
-            self._findings.report("document-missing", text, name, key=array.key)
+            own, copy = json.loads(data), json.loads(saved)
+        except FileNotFoundError:
+            text = f"{about} is missing: readers that open the array alone do not find it"
+            self._report("document-missing", text, name, key=array.key)
             return
         except (OSError, ValueError) as error:
-            text = f"{path} (key {array.key!r}) is damaged: {error}"
-            self._findings.report("document-damaged", text, name, key=array.key)
+            self._report("document-damaged", f"{about} is damaged: {error}", name, key=array.key)
             return
-        copy = self._consolidated[array.node]
         if own != copy:
             parts = sorted(set(own) | set(copy)) if isinstance(own, dict) else []
-            differ = [part for part in parts if own.get(part) != copy.get(part)]
+            differ = ", ".join(part for part in parts if own.get(part) != copy.get(part))
+            text = f"{about} differs from the root's copy in {differ or 'everything'}"
+            self._report("document-differs", text, name, key=array.key)
+        elif not root.array_documents:
             text = (
-                f"{path} (key {array.key!r}) differs from the root's copy in "
-                f"{', '.join(differ) or 'everything'}"
+                f"{about} is no part of the checkpoint, which was saved without array documents; "
+                "it says what the root does"
             )
-            self._findings.report("document-differs", text, name, key=array.key)
-        elif not self._array_documents:
-            text = (
-                f"{path} (key {array.key!r}) is no part of the checkpoint, which was saved without "
-                "documents of arrays; it says what the root does"
-            )
-            self._findings.report("foreign", text, name, "note", key=array.key)
+            self._report("foreign", text, name, "note", key=array.key)
 
-    def _check_folder(self, array: ArrayMeta) -> None:
+    def _check_folder(self, array: ArrayMeta, names: set[str]) -> None:
+        """Find sharded objects and foreign files in an array's folder."""
         if array.codecs is None:
-            return  # codecs of others may keep chunks under names of their own
-        names = set(self._names_below(array.node))
-        names.discard(array.document_name)
-        indices = array.grid.overlapping(Box((0,) * len(array.shape), array.shape))
-        names.difference_update(array.chunk_key(index) for index in indices)
-        objects = sorted(name for name in names if object_place(name))
-        if objects:
-            self._files.objects(array.node, array.key, objects)
-        for name in sorted(names.difference(objects, (".zattrs", ".zarray"))):
-            text = f"{self.location.url}/{array.node}/{name} is no chunk of key {array.key!r}"
-            self._findings.report("foreign", text, f"{array.node}/{name}", "note", key=array.key)
-
-    def _is_listed(self, name: str) -> bool:
-        """Whether a name is there, as far as that is known without asking."""
-        if self._listed is None:
-            return True
-        at = bisect_left(self._listed, name)
-        return self._listed[at : at + 1] == [name]
+            return  # codecs of other programs may keep chunks under names of their own
+        indices = map(array.grid.index, range(array.grid.size))
+        others = names.difference(map(array.chunk_key, indices), [array.document_name])
+        if not others:
+            return
+        objects = sorted(name for name in others if object_place(name))
+        _do_all(self._object_jobs(array.node, array.key, objects))
+        for name in sorted(others.difference(objects, (".zattrs", ".zarray"))):
+            text = f"{self._location.url}/{array.node}/{name} is no chunk of key {array.key!r}"
+            self._report("foreign", text, f"{array.node}/{name}", "note", key=array.key)
 
     def _names_below(self, node: str) -> Iterable[str]:
+        """Names of all files below a node, relative to it."""
         if self._listed is None:
-            return _names_below(self.location, node)
+            return _walk(self._location, node)
         first = bisect_left(self._listed, f"{node}/")
         last = bisect_left(self._listed, f"{node}0")  # "0" is the character after "/"
         return (name[len(node) + 1 :] for name in self._listed[first:last])
 
 
-def _runs(array: ArrayMeta) -> Iterator[_Run]:
-    size, count = array.chunk_bytes, array.grid.size
-    step = max(1, min(RUN_CHUNKS, RUN_BYTES // size))
-    if count <= step:
-        yield _Run(array, 0, count, count * size)
-        return
-    for first in range(0, count, step):
-        last = min(first + step, count)
-        yield _Run(array, first, last, (last - first) * size)
+def _do_all(jobs: Sequence[_Job]) -> None:
+    try:
+        for job in jobs:
+            job.work()
+    finally:
+        free_scratch()
 
 
-def _names_below(location: Location, node: str, prefix: str = "") -> Iterator[str]:
-    """Names of all files below a node, relative to it."""
+def _walk(location: Location, node: str, prefix: str = "") -> Iterator[str]:
     for name in location.listing(f"{node}/{prefix}".rstrip("/")):
         is_chunk = "." in name or name.isdigit() or name == "c"
         if (prefix or name == "c" or not is_chunk) and location.is_dir(f"{node}/{prefix}{name}"):
-            yield from _names_below(location, node, f"{prefix}{name}/")
+            yield from _walk(location, node, f"{prefix}{name}/")
         else:
             yield f"{prefix}{name}"

@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import (
-    CheckpointingException,
     DamagedCheckpointError,
     NotACheckpointError,
     RanksError,
@@ -22,7 +21,7 @@ from shardstore.inspection.verify import Finding, verify
 from shardstore.manager.background_queue import Claims
 from shardstore.manager.steps import Steps, branches, number_of
 from shardstore.mapping import ShardedStateDict
-from shardstore.progress import Meter, ProgressCallback, callback_of
+from shardstore.progress import ProgressCallback, callback_of
 from shardstore.serialization import load
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
@@ -122,26 +121,10 @@ def agree_on_damage(ranks: Ranks, problem: Exception, what: str) -> str | None:
 def damage_of(place: Location, callback: ProgressCallback | None) -> str | None:
     """What is damaged in a checkpoint, by reading all of it; ``None`` if nothing is."""
     findings: list[Finding] = []
-    meter = Meter("verify", place.url, callback)
-    seen = 0
-
-    def progress(done: int, total: int) -> None:
-        nonlocal seen
-        if not meter.bytes_total:
-            meter.expect(total)
-        if meter.add is not None:
-            meter.add(done - seen, 0)
-        seen = done
-
     try:
-        result = verify(StoredCheckpoint(place), findings.append, progress=progress)
+        verify(StoredCheckpoint(place), findings.append, progress=callback)
     except (DamagedCheckpointError, NotACheckpointError) as error:
-        meter.enter("failed")
         return str(error)
-    except CheckpointingException:
-        meter.enter("failed")
-        raise
-    meter.enter("done" if result.ok else "failed")
     texts = [finding.message for finding in findings if finding.severity == "damage"]
     if not texts:
         return None

@@ -19,8 +19,8 @@ from shardstore import ShardedTensor
 from shardstore.convert import convert
 from shardstore.dcp import StorageReader, StorageWriter, install
 from shardstore.errors import ArgumentError, CheckpointingException
-from shardstore.inspection.findings import Finding
-from shardstore.inspection.verify import verify
+from shardstore.inspection.verify import Finding, verify
+from shardstore.progress import Progress
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
@@ -238,6 +238,6 @@ def test_what_verify_takes(saved: Path) -> None:
         _verify(saved, progress="x")
     with pytest.raises(ArgumentError, match="threads=0"):
         _verify(saved, threads=0)
-    seen: list[tuple[int, int]] = []
-    _verify(saved, progress=lambda done, total: seen.append((done, total)))
-    assert seen[-1] == (24, 24)
+    seen: list[Progress] = []
+    _verify(saved, progress=seen.append)
+    assert (seen[-1].phase, seen[-1].bytes_done, seen[-1].bytes_total) == ("done", 24, 24)

@@ -30,8 +30,7 @@ from shardstore.errors import (
     MissingKeyError,
     NotACheckpointError,
 )
-from shardstore.inspection.findings import Finding
-from shardstore.inspection.verify import verify
+from shardstore.inspection.verify import Finding, verify
 from shardstore.saving.session import SaveSession
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.folder import is_checkpoint

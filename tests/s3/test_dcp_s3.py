@@ -21,8 +21,7 @@ import shardstore
 from scripts.s3_servers import S3Server
 from shardstore.dcp import StorageReader, StorageWriter, install
 from shardstore.errors import CheckpointExistsError, NotACheckpointError
-from shardstore.inspection.findings import Finding
-from shardstore.inspection.verify import verify
+from shardstore.inspection.verify import Finding, verify
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
 from tests.helpers import dtensor_states

@@ -25,8 +25,7 @@ from shardstore.errors import (
     StorageError,
 )
 from shardstore.inspection.difference import compare
-from shardstore.inspection.findings import Finding
-from shardstore.inspection.verify import verify
+from shardstore.inspection.verify import Finding, verify
 from shardstore.mapping import ShardedObject, ShardedTensor
 from shardstore.saving import uploads as files_beside
 from shardstore.storage.checkpoint import StoredCheckpoint

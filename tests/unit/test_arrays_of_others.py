@@ -13,8 +13,7 @@ import zarr
 import shardstore
 from shardstore import ShardedTensor
 from shardstore.errors import AccessPatternError, CheckpointExistsError, StorageError
-from shardstore.inspection.findings import Finding
-from shardstore.inspection.verify import verify
+from shardstore.inspection.verify import Finding, verify
 from shardstore.storage import arrays
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit import folder as commit

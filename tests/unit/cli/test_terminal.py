@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.cli_checkpoints import flip
 from tests.helpers.terminal import read_all
 
 
@@ -34,7 +35,12 @@ def in_a_terminal(*arguments: object) -> tuple[int, str, str]:
 
 @pytest.mark.parametrize(
     ("command", "word"),
-    [("verify", "verifying"), ("stats", "reading"), ("diff", "comparing"), ("convert", "verify")],
+    [
+        ("verify", "verify step-7 done"),
+        ("stats", "reading"),
+        ("diff", "comparing"),
+        ("convert", "verify"),
+    ],
 )
 def test_a_bar_is_drawn(pristine: Path, tmp_path: Path, command: str, word: str) -> None:
     more = {"diff": [pristine], "convert": [tmp_path / "copy"]}.get(command, [])
@@ -43,3 +49,12 @@ def test_a_bar_is_drawn(pristine: Path, tmp_path: Path, command: str, word: str)
     assert word in drawn
     if command != "convert":  # for which the target is taken by now
         assert in_a_terminal(command, pristine, *more, "--json")[::2] == (0, "")
+
+
+def test_findings_go_to_standard_output(place: Path) -> None:
+    """The bar is on standard error: a pipe gets what is found."""
+    flip(place / "counts" / "c.0")
+    code, out, drawn = in_a_terminal("verify", place)
+    assert (code, out.count("chunk-crc")) == (1, 1)
+    assert "verify step-7 failed" in drawn
+    assert "chunk-crc" not in drawn

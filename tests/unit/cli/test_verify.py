@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import zarr
 import shardstore
 from shardstore.inspection.verify import Finding, Verified, verify
 from shardstore.mapping import ShardedTensor
+from shardstore.progress import Progress
 from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.movers.checksums import crc32c
 from shardstore.storage.stores.location import Location
 from tests.helpers.cli_checkpoints import Cli, flip
 
@@ -38,9 +41,8 @@ def one(place: Path, kind: str, **options: Any) -> Finding:
 @pytest.mark.parametrize("hashes", [False, True])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_whole_checkpoint_is_whole(pristine: Path, hashes: bool, threads: int) -> None:
-    seen: list[tuple[int, int]] = []
-    progress = lambda done, total: seen.append((done, total))  # noqa: E731
-    result, found = check(pristine, hashes=hashes, threads=threads, progress=progress)
+    seen: list[Progress] = []
+    result, found = check(pristine, hashes=hashes, threads=threads, progress=seen.append)
     assert found == []
     assert result.ok
     assert (result.arrays, result.objects, result.unchecked) == (7, 2, 0)
@@ -48,8 +50,12 @@ def test_a_whole_checkpoint_is_whole(pristine: Path, hashes: bool, threads: int)
     assert manifest is not None
     assert result.chunks == len(manifest.crc)
     assert result.bytes == manifest.stored.sum()
-    assert seen[-1][0] == seen[-1][1]
-    assert sorted(seen) == seen
+    last = seen[-1]
+    assert (last.operation, last.phase) == ("verify", "done")
+    assert (last.bytes_done, last.chunks_done) == (last.bytes_total, last.chunks_total)
+    assert last.chunks_done == result.chunks
+    done = [event.bytes_done for event in seen]
+    assert sorted(done) == done
 
 
 def chunks(place: Path) -> list[Path]:
@@ -125,6 +131,81 @@ def test_documents(place: Path) -> None:
     assert "data_type" in one(place, "document-differs").message
     path.write_text(json.dumps(json.loads(text), indent=3))
     assert check(place)[1] == []
+
+
+def chunk_of(folder: Path) -> Path:
+    return next(folder.glob("c*"))
+
+
+def exchange(folder: Path) -> None:
+    """A chunk with a right checksum of its own, but not the one that was saved."""
+    body = bytes(chunk_of(folder).stat().st_size - 4)
+    chunk_of(folder).write_bytes(body + crc32c(body, 0).to_bytes(4, "little"))
+
+
+def to_folder(folder: Path) -> None:
+    path = chunk_of(folder)
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGE: dict[str, tuple[set[str], Callable[[Path], object]]] = {
+    "first bit of the chunk": ({"chunk-crc"}, lambda f: flip(chunk_of(f), 0)),
+    "last bit of the checksum": ({"chunk-crc"}, lambda f: flip(chunk_of(f), -1)),
+    "another chunk": ({"chunk-manifest"}, exchange),
+    "a longer chunk": ({"chunk-size"}, lambda f: chunk_of(f).open("ab").write(b"x")),
+    "no chunk": ({"chunk-missing"}, lambda f: chunk_of(f).unlink()),
+    "a folder for a chunk": ({"chunk-size"}, to_folder),
+    "a file too many": ({"foreign"}, lambda f: (f / "x").write_bytes(b"")),
+    "another name": ({"foreign", "chunk-missing"}, lambda f: chunk_of(f).rename(f / "d")),
+    "a bit of the document": ({"document-damaged"}, lambda f: flip(f / "zarr.json", 0)),
+    "a word of the document": ({"document-differs"}, lambda f: flip(f / "zarr.json", 20)),
+    "no document": ({"document-missing"}, lambda f: (f / "zarr.json").unlink()),
+}
+
+
+@pytest.fixture(scope="module", params=[True, False])
+def small(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Arrays of one chunk each, with and without documents of their own."""
+    place = tmp_path_factory.mktemp("small") / "step-1"
+    tensors = {
+        "line": torch.arange(10),
+        "point": torch.tensor(2.5),
+        "square": torch.rand(6, 5, dtype=torch.float64),
+        "none": torch.empty(0, 3),
+        "müller": torch.ones(3, dtype=torch.bfloat16),
+        "in/folder": torch.full((4, 4), 3.0),
+    }
+    state = {key: ShardedTensor.from_rank_offsets(key, value) for key, value in tensors.items()}
+    shardstore.save(state, place, array_documents=request.param)
+    assert check(place)[1] == check(place, hashes=True)[1] == []
+    return place
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("key", ["line", "point", "square", "müller", "in/folder"])
+def test_one_damaged_array_among_small_ones(
+    small: Path, tmp_path: Path, key: str, damage: str
+) -> None:
+    place = Path(shutil.copytree(small, tmp_path / "copy"))
+    folder = place / StoredCheckpoint(Location.of(place)).arrays[key].node
+    kinds, do = DAMAGE[damage]
+    if "document" in damage and not (folder / "zarr.json").exists():
+        pytest.skip("saved without array documents")
+    do(folder)
+    for hashes in (False, True):
+        found = check(place, hashes=hashes)[1]
+        assert {(finding.kind, finding.key) for finding in found} == {(k, key) for k in kinds}
+
+
+def test_a_document_too_many(small: Path, tmp_path: Path) -> None:
+    place = Path(shutil.copytree(small, tmp_path / "copy"))
+    root = StoredCheckpoint(Location.of(place)).root
+    assert root is not None
+    if root.array_documents:
+        pytest.skip("saved with array documents")
+    (place / "line" / "zarr.json").write_bytes(root.texts["line"])
+    assert one(place, "foreign").key == "line"
 
 
 def flipped(data: bytes, at: int) -> bytes:
