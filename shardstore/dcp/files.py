@@ -12,10 +12,9 @@ import io
 import math
 import os
 import pickle
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from numpy.typing import NDArray
@@ -36,7 +35,8 @@ from shardstore.storage.movers.chunks import RegionRead
 from shardstore.storage.movers.parallel import default_threads, run_batched
 from shardstore.storage.movers.ranges import FileRanges, RangeFile
 from shardstore.storage.stores.location import Location
-from shardstore.values.torch_values import load_bytes
+from shardstore.values.torch_archive import Records
+from shardstore.values.torch_values import BoundedUnpickler, load_bytes
 
 __all__ = ["METADATA_NAME", "ORIGINAL_SHAPE", "DcpFiles", "StoredPart"]
 
@@ -110,7 +110,7 @@ class _Inert:
         return found.get(name, default)
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(BoundedUnpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch", "Size"):
             return tuple
@@ -243,10 +243,10 @@ class DcpFiles:
         path = self._ranges.path(extent.file)
         try:
             view = RangeFile(self._ranges, extent.file, extent.offset, extent.length)
-            start = _plain_start(view, part.stored_shape, dtypes.torch_dtype(meta.dtype))
+            dtype = dtypes.torch_dtype(meta.dtype)
+            start = _plain_start(view, part.stored_shape, dtype, path)
             if start is None:
-                view.seek(0)
-                flat = dtypes.as_numpy(_loaded(view, part.stored_shape)).reshape(-1)
+                flat = dtypes.as_numpy(_loaded(view, part.stored_shape, path)).reshape(-1)
                 found = flat[part.first : part.first + part.box.size].reshape(part.box.shape)
                 where: tuple[Any, ...] = (..., *within.slices)
                 out[...] = found[where]
@@ -263,7 +263,7 @@ class DcpFiles:
         except StorageError as error:
             error.key = error.key or key
             raise
-        except (RuntimeError, ValueError, zipfile.BadZipFile, EOFError, KeyError) as error:
+        except (RuntimeError, ValueError, DamagedCheckpointError, KeyError) as error:
             raise DamagedCheckpointError(
                 f"key {key!r} at offset {part.box.offset}: {path} holds no such tensor at byte "
                 f"{part.extent.offset} ({type(error).__name__}: {error}); the checkpoint is "
@@ -374,30 +374,23 @@ def _unfolded(
 # -- one item of a file ----------------------------------------------------------------------------
 
 
-def _plain_start(view: RangeFile, shape: tuple[int, ...], dtype: torch.dtype) -> int | None:
+def _plain_start(
+    view: RangeFile, shape: tuple[int, ...], dtype: torch.dtype, path: str
+) -> int | None:
     """Where a saved tensor's elements begin, if they lie there one after the other."""
-    found = torch.load(cast(Any, view), map_location="meta", weights_only=True)
+    found = load_bytes(view, path, meta=True)
     if not isinstance(found, torch.Tensor) or tuple(found.shape) != shape or found.dtype != dtype:
         raise ValueError("another tensor")
     if not found.is_contiguous() or found.storage_offset():
         return None
-    view.seek(0)
-    with zipfile.ZipFile(view) as archive:
-        (record,) = [entry for entry in archive.infolist() if entry.filename.endswith("/data/0")]
-    if record.compress_type != zipfile.ZIP_STORED:
-        return None
-    if record.file_size < found.numel() * found.element_size():
+    records = Records(view)
+    if records.size("data/0") < found.numel() * found.element_size():
         raise ValueError("a truncated tensor")
-    # The local header: 30 bytes, the name, and an extra field whose length it alone knows.
-    view.seek(record.header_offset + 26)
-    header = view.read(4)
-    name, extra = int.from_bytes(header[:2], "little"), int.from_bytes(header[2:], "little")
-    return record.header_offset + 30 + name + extra
+    return records.start("data/0")
 
 
-def _loaded(view: RangeFile, shape: tuple[int, ...]) -> torch.Tensor:
-    found = torch.load(cast(Any, view), map_location="cpu", weights_only=True)
-    assert isinstance(found, torch.Tensor)
-    if tuple(found.shape) != shape:
+def _loaded(view: RangeFile, shape: tuple[int, ...], path: str) -> torch.Tensor:
+    found = load_bytes(view, path)
+    if not isinstance(found, torch.Tensor) or tuple(found.shape) != shape:
         raise ValueError("another tensor")
     return found

@@ -1,7 +1,9 @@
-"""What ``torch.save`` writes, and reading it without running code of the file's choosing.
+"""Files of ``torch.save``, read without running code that the file chooses.
 
-Tensors, containers and plain values load; a class loads if it is harmless and known here, or if the
-program allowed it (``torch.serialization.add_safe_globals``). Knows no checkpoint.
+The pickle in such a file names functions and classes. Here each known name is mapped to a function
+that builds a fresh value from what the pickle gives and checks it first, so that a damaged or
+hostile file costs no more than it weighs and reaches no memory but its own. A class beyond those
+loads if the program allowed it (``torch.serialization.add_safe_globals``).
 """
 
 from __future__ import annotations
@@ -12,125 +14,295 @@ import datetime
 import decimal
 import fractions
 import io
+import math
 import pathlib
 import pickle
-import re
 import types
 import uuid
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
 
-from shardstore.errors import DamagedCheckpointError, UnsafeObjectError
-from shardstore.values.torch_archive import verify_archive
+from shardstore.errors import CheckpointingException, DamagedCheckpointError, UnsafeObjectError
+from shardstore.values.torch_archive import Records, Stream, verify_archive
 
-__all__ = ["dump_bytes", "load_bytes"]
+__all__ = ["BoundedUnpickler", "dump_bytes", "load_bytes"]
+
+_BLOCKED = ("sys", "os", "posix", "nt")
+"""Modules of which no program can allow anything, as in torch."""
+_EMPTY = {bool, bytes, dict, float, int, list, str, tuple}
+"""Types that a defaultdict makes. A pickle may call them without arguments only."""
+_FILLED = {list, dict, set, collections.deque, collections.defaultdict, collections.Counter}
+_FILLED |= {collections.OrderedDict}
+_ATTRIBUTED = {argparse.Namespace, types.SimpleNamespace, collections.OrderedDict}
 
 
-@cache
-def _safe_classes() -> Sequence[Any]:
-    """Classes that only hold values.
+class BoundedUnpickler(pickle._Unpickler):
+    """The unpickler of the standard library in Python. That in C allocates whatever size a number
+    in the pickle claims."""
 
-    Building them from a file runs no code of the file's choosing.
+    stack: list[Any]
+    metastack: list[list[Any]]
+    dispatch: ClassVar[dict[int, Any]] = {
+        code: load
+        for code, load in pickle._Unpickler.dispatch.items()
+        if code not in (pickle.BYTEARRAY8[0], pickle.NEXT_BUFFER[0], pickle.READONLY_BUFFER[0])
+    }
+
+
+class _Unfilled:
+    """Stands for a value that a pickle makes empty and fills later, until it is filled."""
+
+    def __init__(self, fill: Callable[[Any], Any]) -> None:
+        self.fill = fill
+        self.number: int | None = None
+
+
+class _Memo(dict[int, Any]):
+    def __setitem__(self, number: int, value: Any) -> None:
+        if type(value) is _Unfilled:
+            value.number = number
+        super().__setitem__(number, value)
+
+
+# -- what the names in a pickle stand for ----------------------------------------------------------
+
+
+def _require(fits: bool, what: str) -> None:
+    if not fits:
+        raise pickle.UnpicklingError(f"not as a program writes it: {what}")
+
+
+def _of(kind: type, *allowed: type) -> Callable[..., Any]:
+    """A function that makes a value of a type from arguments of some types."""
+
+    def make(*args: Any) -> Any:
+        _require(all(type(arg) in allowed for arg in args), f"arguments of {kind.__name__}")
+        return kind(*args)
+
+    return make
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    _require(encoding in ("latin1", "latin-1"), f"bytes encoded as {encoding!r}")
+    return text.encode("latin1")
+
+
+def _defaultdict(kind: Any = None) -> collections.defaultdict[Any, Any]:
+    _require(kind is None or kind in _EMPTY, "what a defaultdict makes")
+    return collections.defaultdict(kind)
+
+
+def _bytes_io(content: bytes, position: int, _: object) -> io.BytesIO:
+    _require(type(content) is bytes, "content of BytesIO")
+    made = io.BytesIO(content)
+    made.seek(position)
+    return made
+
+
+def _numpy_dtype(code: str, align: bool, copy: bool) -> _Unfilled:
+    dtype = np.dtype(code) if type(code) is str else None
+    if dtype is None or dtype.char not in "?bhilqBHILQefdFD":
+        raise pickle.UnpicklingError(f"NumPy data type {code!r} is not loaded")
+    return _Unfilled(lambda state: dtype.newbyteorder(state[1]))
+
+
+def _numpy_array(shape: tuple[int, ...], dtype: np.dtype[Any], data: bytes, order: Any) -> Any:
+    sizes = all(type(n) is int and n >= 0 for n in shape)
+    _require(sizes and isinstance(dtype, np.dtype) and type(data) is bytes, "a NumPy array")
+    _require(math.prod(shape) * dtype.itemsize == len(data), "the size of a NumPy array")
+    return np.ndarray(shape, dtype, data, order=order).copy(order)
+
+
+def _numpy_empty(kind: type, shape: object, code: object) -> _Unfilled:
+    _require(kind is np.ndarray, "a class of NumPy arrays")
+    return _Unfilled(lambda state: _numpy_array(state[1], state[2], state[4], "CF"[state[3]]))
+
+
+def _numpy_scalar(dtype: np.dtype[Any], data: bytes) -> Any:
+    return _numpy_array((), dtype, data, "C")[()]
+
+
+def _sparse(layout: torch.layout, data: Sequence[Any]) -> torch.Tensor:
+    if layout == torch.sparse_coo:
+        return torch.sparse_coo_tensor(*data[:3], check_invariants=True)
+    return torch.sparse_compressed_tensor(*data, layout=layout, check_invariants=True)
+
+
+def _subclassed(rebuild: Any, kind: Any, args: Any, state: Any) -> Any:
+    _require(rebuild in _REBUILD, "a tensor")
+    return torch._tensor._rebuild_from_type_v2(rebuild, kind, args, state)  # type: ignore[no-untyped-call]
+
+
+_LAYOUTS = {str(found): found for found in vars(torch).values() if type(found) is torch.layout}
+_REBUILD: list[Any] = [
+    torch._utils._rebuild_tensor,
+    torch._utils._rebuild_tensor_v2,
+    torch._utils._rebuild_tensor_v3,
+    torch._utils._rebuild_parameter,
+    torch._utils._rebuild_parameter_with_state,
+    torch._utils._rebuild_wrapper_subclass,
+]
+_KNOWN: dict[str, Any] = {
+    **{f"torch._utils.{function.__name__}": function for function in _REBUILD},
+    **{f"builtins.{kind.__name__}": kind for kind in _EMPTY},
+    "torch._tensor._rebuild_from_type_v2": _subclassed,
+    "torch._utils._rebuild_sparse_tensor": _sparse,
+    "torch.serialization._get_layout": lambda name: _LAYOUTS[name],
+    "torch.Tensor": torch.Tensor,
+    "torch.nn.parameter.Parameter": torch.nn.Parameter,
+    "torch.Size": _of(torch.Size, tuple),
+    "torch.device": _of(torch.device, str, int),
+    "numpy.ndarray": np.ndarray,
+    "numpy.dtype": _numpy_dtype,
+    "numpy.core.multiarray._reconstruct": _numpy_empty,
+    "numpy._core.multiarray._reconstruct": _numpy_empty,
+    "numpy.core.multiarray.scalar": _numpy_scalar,
+    "numpy._core.multiarray.scalar": _numpy_scalar,
+    "_codecs.encode": _encode,
+    "builtins.bytearray": _of(bytearray, bytes),
+    "builtins.complex": _of(complex, float, int),
+    "builtins.range": _of(range, int),
+    "builtins.set": _of(set, list),
+    "builtins.slice": lambda *bounds: slice(*bounds),
+    "argparse.Namespace": _of(argparse.Namespace),
+    "types.SimpleNamespace": _of(types.SimpleNamespace),
+    "collections.OrderedDict": _of(collections.OrderedDict, list),
+    "collections.Counter": _of(collections.Counter, dict),
+    "collections.deque": _of(collections.deque, tuple, list, int),
+    "collections.defaultdict": _defaultdict,
+    "datetime.date": _of(datetime.date, bytes, int),
+    "datetime.datetime": _of(datetime.datetime, bytes, int, datetime.timezone),
+    "datetime.time": _of(datetime.time, bytes, int, datetime.timezone),
+    "datetime.timedelta": _of(datetime.timedelta, int),
+    "datetime.timezone": _of(datetime.timezone, datetime.timedelta, str),
+    "decimal.Decimal": _of(decimal.Decimal, str),
+    "fractions.Fraction": _of(fractions.Fraction, int),
+    "uuid.UUID": lambda: _Unfilled(lambda state: uuid.UUID(int=state["int"])),
+    "pathlib.Path": _of(pathlib.Path, str),
+    "pathlib.PosixPath": _of(pathlib.PosixPath, str),
+    "pathlib.PurePosixPath": _of(pathlib.PurePosixPath, str),
+    "_io.BytesIO": lambda: _Unfilled(lambda state: _bytes_io(*state)),
+}
+
+
+class _Unpickler(BoundedUnpickler):
+    """Unpickles what ``torch.save`` wrote.
+
+    Args:
+        file: the pickle.
+        storage: gives a storage by its name and size in bytes.
+        refuse: makes the error for a name that is not allowed.
     """
-    scalars = [type(np.dtype(code)) for code in "?bhilqBHILQefdFD"]
-    found = [
-        argparse.Namespace,
-        types.SimpleNamespace,
-        collections.OrderedDict,
-        collections.Counter,
-        datetime.date,
-        datetime.datetime,
-        datetime.time,
-        datetime.timedelta,
-        datetime.timezone,
-        decimal.Decimal,
-        fractions.Fraction,
-        uuid.UUID,
-        pathlib.Path,
-        pathlib.PosixPath,
-        pathlib.PurePosixPath,
-        io.BytesIO,
-        slice,
-        range,
-        bytearray,
-        complex,
-        np.ndarray,
-        np.dtype,
-        *scalars,
-    ]
-    for module in ("numpy._core.multiarray", "numpy.core.multiarray"):
-        try:
-            loaded = __import__(module, fromlist=["_reconstruct"])
-        except ImportError:
-            continue
-        found += [loaded._reconstruct, loaded.scalar]
-        break
-    return found
 
+    def __init__(
+        self,
+        file: io.BytesIO,
+        storage: Callable[[str, int], torch.UntypedStorage],
+        refuse: Callable[[str], Exception],
+    ) -> None:
+        super().__init__(file)
+        self.memo: dict[int, Any] = _Memo()
+        self._storage = storage
+        self._refuse = refuse
+        self._storages: dict[str, Any] = {}
+        self._allowed: dict[str, Any] = {}
+        for entry in torch.serialization.get_safe_globals():
+            value, name = entry if isinstance(entry, tuple) else (entry, None)
+            self._allowed[name or f"{value.__module__}.{value.__qualname__}"] = value
+        self._allowed_ids = {id(value) for value in self._allowed.values()}
+        self._unfilled = 0
 
-class _StandIns:
-    """Deques and defaultdicts, which ``weights_only`` can make but not fill: it fills lists and
-    dicts, which stand for them until all is loaded."""
+    def find_class(self, module: str, name: str) -> Any:
+        module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
+        full = f"{module}.{name}".replace("pathlib._local.", "pathlib.")  # Python 3.13
+        if full in _KNOWN:
+            return _KNOWN[full]
+        if full in self._allowed and module not in _BLOCKED:
+            return self._allowed[full]
+        if full == "torch.storage.UntypedStorage":
+            return torch.uint8
+        if module in ("torch", "torch.cuda") and name.endswith("Storage"):
+            return cast(Any, torch.serialization).StorageType(name).dtype
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise self._refuse(full)
 
-    def __init__(self) -> None:
-        self._made: dict[int, tuple[Any, Callable[[Any], Any]]] = {}
+    def persistent_load(self, pid: Any) -> Any:
+        kind, dtype, name, _, count = pid
+        fits = isinstance(dtype, torch.dtype) and type(count) is int and count >= 0
+        _require(kind == "storage" and fits, "a storage")
+        if name not in self._storages:
+            untyped = self._storage(name, count * dtype.itemsize)
+            self._storages[name] = cast(Any, torch.storage).TypedStorage(
+                wrap_storage=untyped, dtype=dtype, _internal=True
+            )
+        return self._storages[name]
 
-    def safe_globals(self) -> list[Any]:
-        """What is called in the classes' place, and what a defaultdict may make."""
-        return [
-            (self._deque, "collections.deque"),
-            (self._defaultdict, "collections.defaultdict"),
-            *(bool, bytes, dict, float, int, list, str, tuple),
-        ]
+    def load(self) -> Any:
+        value = super().load()
+        _require(self._unfilled == 0, "a value that is never filled")
+        return value
 
-    def _deque(self, items: Any = (), maxlen: int | None = None) -> list[Any]:
-        made = list(items)
-        self._made[id(made)] = made, lambda filled: collections.deque(filled, maxlen)
+    def _make(self, kind: Any, args: tuple[Any, ...], *, new: bool) -> Any:
+        if id(kind) in self._allowed_ids:
+            return kind.__new__(kind, *args) if new else kind(*args)
+        _require(isinstance(kind, types.FunctionType) or (kind in _EMPTY and not args), "a call")
+        made = kind(*args)
+        self._unfilled += type(made) is _Unfilled
         return made
 
-    def _defaultdict(self, factory: Any = None, items: Any = ()) -> dict[Any, Any]:
-        made = dict(items)
-        self._made[id(made)] = made, lambda filled: collections.defaultdict(factory, filled)
-        return made
+    def _reduce(self) -> None:
+        args = self.stack.pop()
+        self.stack[-1] = self._make(self.stack[-1], args, new=False)
 
-    def replaced(self, value: Any) -> Any:
-        """A loaded value with what was stood for, wherever it is in it."""
-        return self._replaced(value, {}) if self._made else value
+    def _newobj(self) -> None:
+        args = self.stack.pop()
+        self.stack[-1] = self._make(self.stack[-1], args, new=True)
 
-    def _replaced(self, value: Any, seen: dict[int, Any]) -> Any:
-        if id(value) in seen:
-            return seen[id(value)]
-        seen[id(value)] = value
-        if isinstance(value, dict):
-            for key, item in value.items():
-                value[key] = self._replaced(item, seen)
-        elif type(value) is list:
-            value[:] = [self._replaced(item, seen) for item in value]
-        elif type(value) is tuple:
-            items = tuple(self._replaced(item, seen) for item in value)
-            if any(new is not old for new, old in zip(items, value, strict=True)):
-                seen[id(value)] = items
-        elif isinstance(value, argparse.Namespace | types.SimpleNamespace):
-            self._replaced(vars(value), seen)
-        if id(value) in self._made:
-            seen[id(value)] = self._made[id(value)][1](value)
-        return seen[id(value)]
+    def _build(self) -> None:
+        target, state = self.stack[-2:]
+        if type(target) is _Unfilled:
+            self.stack.pop()
+            self.stack[-1] = target.fill(state)
+            self._unfilled -= 1
+            if target.number is not None:
+                self.memo[target.number] = self.stack[-1]
+        elif type(target) in _ATTRIBUTED:
+            vars(target).update(self.stack.pop())
+        else:
+            _require(id(type(target)) in self._allowed_ids, "a state")
+            BoundedUnpickler.dispatch[pickle.BUILD[0]](self)
+
+    dispatch: ClassVar[dict[int, Any]] = {
+        **BoundedUnpickler.dispatch,
+        pickle.REDUCE[0]: _reduce,
+        pickle.NEWOBJ[0]: _newobj,
+        pickle.BUILD[0]: _build,
+    }
 
 
-# What torch.load raises on damaged files.
-_BROKEN = (
-    RuntimeError,
-    EOFError,
-    ValueError,
-    OSError,
-    KeyError,
-    TypeError,
-    AttributeError,
-)
+def _filling(code: int, target: Callable[[_Unpickler], Any]) -> Callable[[_Unpickler], None]:
+    """An operation that puts items into a container, of known containers alone."""
+    plain = BoundedUnpickler.dispatch[code]
+
+    def fill(self: _Unpickler) -> None:
+        kind = type(target(self))
+        _require(kind in _FILLED or id(kind) in self._allowed_ids, "items")
+        plain(self)
+
+    return fill
+
+
+for _code in (pickle.APPENDS, pickle.SETITEMS, pickle.ADDITEMS):
+    _Unpickler.dispatch[_code[0]] = _filling(_code[0], lambda self: self.metastack[-1][-1])
+_Unpickler.dispatch[pickle.APPEND[0]] = _filling(pickle.APPEND[0], lambda self: self.stack[-2])
+_Unpickler.dispatch[pickle.SETITEM[0]] = _filling(pickle.SETITEM[0], lambda self: self.stack[-3])
+for _code in (pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX, pickle.EXT1, pickle.EXT2, pickle.EXT4):
+    del _Unpickler.dispatch[_code[0]]  # they call things in ways of their own
 
 
 def dump_bytes(value: object) -> bytes:
@@ -145,61 +317,61 @@ def dump_bytes(value: object) -> bytes:
     return out.getvalue()
 
 
-def load_bytes(data: bytes, url: str, key: str | None = None, *, checked: bool = False) -> Any:
+def load_bytes(
+    data: bytes | Stream,
+    url: str,
+    key: str | None = None,
+    *,
+    checked: bool = False,
+    meta: bool = False,
+) -> Any:
     """What ``torch.save`` wrote, loaded without running code from it.
 
     Args:
-        data: all of the file.
+        data: all of the file; or the file, whose own checksums are not looked at.
         url: of the file, for error texts.
         key: of the object in it, likewise.
         checked: the file is known to be the one that was written; its own checksums are not
             looked at.
+        meta: tensors get no memory: they are on the device ``meta``.
 
     Raises:
         UnsafeObjectError: a class that is not allowed; says how to allow it.
-        DamagedCheckpointError: not a file of torch.
+        DamagedCheckpointError: not a file of ``torch.save``, or one that no program writes.
     """
     about = f" (object {key!r})" if key is not None else ""
-    try:
-        if not checked:
-            verify_archive(data)
-        stand_ins = _StandIns()
-        with torch.serialization.safe_globals([*_safe_classes(), *stand_ins.safe_globals()]):
-            loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        return stand_ins.replaced(loaded)
-    except pickle.UnpicklingError as error:
-        text = str(error)
-        if unbuilt := re.search(r"Can only .* but got <class '([\w.]+)'>", text):
-            raise UnsafeObjectError(
-                f"{url}{about} needs a {unbuilt.group(1)}, which torch.load(weights_only=True) can "
-                "not build. If you trust this checkpoint, read the file by torch.load(..., "
-                "weights_only=False)",
-                key=key,
-                url=url,
-            ) from error
-        found = re.search(r"GLOBAL ([\w.]+)", text)
-        found = found or re.search(r"`?([\w]+\.[\w.]+)`? was not an allowed", text)
-        name = found.group(1) if found else None
-        if name is None and "nsupported" not in text:
-            raise DamagedCheckpointError(
-                f"{url}{about} can not be read ({text.splitlines()[0]}); load an earlier "
-                "checkpoint",
-                key=key,
-                url=url,
-            ) from error
-        what = f"class {name}" if name else "a class"
-        raise UnsafeObjectError(
-            f"{url}{about} needs {what}, which was not allowed to be loaded. If you trust this "
-            "checkpoint, allow it "
-            f"before loading: torch.serialization.add_safe_globals([{name or 'TheClass'}])",
+
+    def refuse(name: str) -> UnsafeObjectError:
+        return UnsafeObjectError(
+            f"{url}{about} needs class {name}, which was not allowed to be loaded. If you trust "
+            "this checkpoint, allow it before loading: "
+            f"torch.serialization.add_safe_globals([{name}])",
             key=key,
             url=url,
-        ) from error
-    except _BROKEN as error:
+        )
+
+    try:
+        if isinstance(data, bytes):
+            if not checked:
+                verify_archive(data)
+            data = io.BytesIO(data)
+        records = Records(data)
+        _require(records.read("byteorder", b"little") == b"little", "its byte order")
+
+        def storage(name: str, nbytes: int) -> torch.UntypedStorage:
+            if meta:
+                return torch.UntypedStorage(nbytes, device="meta")  # type: ignore[no-untyped-call]
+            found = records.read(f"data/{name}")
+            _require(len(found) == nbytes, "the size of a tensor")
+            return torch.frombuffer(found or bytearray(1), dtype=torch.uint8).untyped_storage()
+
+        return _Unpickler(io.BytesIO(records.read("data.pkl")), storage, refuse).load()
+    except (CheckpointingException, FileNotFoundError):
+        raise
+    except Exception as error:  # a damaged pickle can raise anything
         raise DamagedCheckpointError(
             f"{url}{about} can not be read ({type(error).__name__}: "
-            f"{str(error).splitlines()[0] if str(error) else ''}); "
-            "load an earlier checkpoint",
+            f"{str(error).partition(chr(10))[0]}); load an earlier checkpoint",
             key=key,
             url=url,
         ) from error

@@ -424,7 +424,7 @@ class Trap:
 
 
 class Items(list[int]):
-    """A class that ``weights_only`` makes, and can not fill."""
+    """A class that has to be filled, which ``weights_only`` can not do."""
 
 
 class Harmless:
@@ -442,14 +442,14 @@ def test_a_class_that_was_not_allowed_is_not_loaded(tmp_path: Path) -> None:
     assert "common.pt" in str(error)
     assert not sprung.exists()
 
-    # No damage either: here it would not help to allow the class.
     place = tmp_path / "d"
     shardstore.save({**_one(), "items": (Items([1]),)}, place)
-    with torch.serialization.safe_globals([Items]):
-        error = raised(lambda: shardstore.load(_one(), place))
+    error = raised(lambda: shardstore.load(_one(), place))
     assert isinstance(error, UnsafeObjectError)
-    for word in ("common.pt", "test_wrong_input.Items", "weights_only=False"):
-        assert word in str(error)
+    assert "test_wrong_input.Items" in str(error)
+    with torch.serialization.safe_globals([Items]):
+        allowed: Any = shardstore.load(_one(), place)
+    assert (type(allowed["items"][0]), allowed["items"]) == (Items, ([1],))
 
     place = tmp_path / "o"
     state = {"o": ShardedObject("my.o", Harmless(), (1,), (0,))}

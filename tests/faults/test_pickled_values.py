@@ -1,0 +1,333 @@
+"""Pickled values reach no memory but their own, and cost no more than they weigh."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime
+import decimal
+import fractions
+import io
+import os
+import pathlib
+import pickle
+import subprocess
+import sys
+import textwrap
+import types
+import uuid
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shardstore.dcp.files import DcpFiles
+from shardstore.errors import CheckpointingException, DamagedCheckpointError, UnsafeObjectError
+from shardstore.storage.stores.location import Location
+from shardstore.values.torch_values import dump_bytes, load_bytes
+
+LIMIT_BYTES = 256 << 20
+
+
+class Call:
+    """Pickles as a call: whatever a hostile file asks for."""
+
+    def __init__(self, function: Any, *args: Any, state: Any = None) -> None:
+        self.reduced = (function, args) if state is None else (function, args, state)
+
+    def __reduce__(self) -> Any:
+        return self.reduced
+
+
+def archive(pickled: bytes, records: dict[str, bytes] | None = None, method: int = 0) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", method) as file:
+        for name, data in {"data.pkl": pickled, "version": b"3\n", **(records or {})}.items():
+            file.writestr(f"archive/{name}", data)
+    return out.getvalue()
+
+
+def storage(count: int) -> bytes:
+    """The opcodes of a storage of so many elements."""
+    number = b"J" + count.to_bytes(4, "little")
+    kind = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\n"
+    return kind + b"X\x01\x00\x00\x000X\x03\x00\x00\x00cpu" + number + b"tQ"
+
+
+def tensor(count: int, shape: int, records: dict[str, bytes]) -> bytes:
+    """A file of a tensor that claims a size and a shape."""
+    size = b"J" + shape.to_bytes(4, "little")
+    parts = [
+        b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(",
+        storage(count),
+        b"K\x00" + size + b"\x85K\x01\x85\x89}tR.",
+    ]
+    return archive(b"".join(parts), records)
+
+
+def _array(dtype: Any, shape: Any, data: Any) -> Call:
+    reconstruct = np.arange(1).__reduce__()[0]
+    return Call(reconstruct, np.ndarray, (0,), b"b", state=(1, shape, dtype, False, data))
+
+
+HOSTILE: dict[str, Callable[[], bytes]] = {
+    "list of a range": lambda: dump_bytes(Call(list, range(10**9))),
+    "set of a range": lambda: dump_bytes(Call(set, range(10**9))),
+    "deque of a range": lambda: dump_bytes(Call(collections.deque, range(10**9))),
+    "size of a range": lambda: dump_bytes(Call(torch.Size, range(10**9))),
+    "fraction of a decimal": lambda: dump_bytes(
+        Call(fractions.Fraction, decimal.Decimal("1e100000000"))
+    ),
+    "fraction of a text": lambda: dump_bytes(Call(fractions.Fraction, "1e100000000")),
+    "bytearray": lambda: dump_bytes(Call(bytearray, 4 << 30)),
+    "bytes": lambda: dump_bytes(Call(bytes, 4 << 30)),
+    "tensor": lambda: dump_bytes(Call(torch.Tensor, 1 << 30)),
+    "storage": lambda: dump_bytes(Call(torch.storage.UntypedStorage, 4 << 30)),
+    "void": lambda: dump_bytes(Call(np.float32(0).__reduce__()[0], np.dtype("V999999999"), b"")),
+    "array": lambda: dump_bytes(Call(np.ndarray, (1 << 29,))),
+    "array without its bytes": lambda: dump_bytes(_array(np.dtype("f8"), (1 << 29,), b"x" * 8)),
+    "array of negative shape": lambda: dump_bytes(_array(np.dtype("f8"), (-1,), b"x" * 8)),
+    "array of objects": lambda: dump_bytes(_array(np.dtype("O"), (1,), b"x" * 8)),
+    "array upon another": lambda: dump_bytes(
+        _array(np.dtype("f8"), (1,), np.frombuffer(b"x" * 8, np.uint8))
+    ),
+    "array of a list": lambda: dump_bytes(_array(np.dtype("f8"), (1,), [1])),
+    "data type of any state": lambda: dump_bytes(
+        Call(np.dtype, "f8", False, True, state=(3, "|", ("f4", (9,)), ("a",), {}, 999, 1, 63))
+    ),
+    "data type that is never filled": lambda: dump_bytes(Call(np.dtype, "f8", False, True)),
+    "memo": lambda: archive(b"\x80\x02]r\xff\xff\xff\x7f."),
+    "buffer": lambda: archive(b"\x80\x05\x96" + (4 << 30).to_bytes(8, "little") + b"."),
+    "long bytes": lambda: archive(b"\x80\x04\x8e" + (4 << 30).to_bytes(8, "little") + b"."),
+    "compressed": lambda: archive(
+        b"\x80\x02X" + (300 << 20).to_bytes(4, "little") + bytes(300 << 20) + b".", None, 8
+    ),
+    "larger than its storage": lambda: tensor(4, 1 << 30, {"data/0": bytes(16)}),
+    "larger than an empty storage": lambda: tensor(0, 1 << 30, {"data/0": b""}),
+    "larger than its record": lambda: tensor(1 << 30, 1 << 30, {"data/0": bytes(16)}),
+    "items into a tensor": lambda: archive(
+        b"\x80\x02(ctorch._utils\n_rebuild_tensor_v2\n("
+        + storage(1)
+        + (b"K\x00J\xff\xff\xff\x7f\x85K\x00\x85\x89}tRK\x00K\x01st."),
+        {"data/0": bytes(4)},
+    ),
+    "state of a function": lambda: archive(b"\x80\x02c_codecs\nencode\n}b."),
+    "call of a class by an old opcode": lambda: archive(
+        b"\x80\x02(J\xff\xff\xff\x7fitorch\nTensor\n."
+    ),
+}
+"""What costs more than it weighs, or writes where it should not."""
+
+
+def limited(code: str, *args: str) -> subprocess.CompletedProcess[str]:
+    """Run a program that fails if it takes more memory than it may."""
+    program = "import resource, sys, torch\n" + textwrap.dedent(code)
+    return subprocess.run(
+        [sys.executable, "-c", program, *args],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_hostile_files_are_refused_and_cost_nothing(tmp_path: Path) -> None:
+    for name, make in HOSTILE.items():
+        (tmp_path / name).write_bytes(make())
+    code = f"""
+        from pathlib import Path
+        from shardstore.errors import CheckpointingException
+        from shardstore.values.torch_values import load_bytes
+        from shardstore.dcp.files import DcpFiles
+        from shardstore.storage.stores.location import Location
+        place = Path(sys.argv[1])
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for path in sorted(place.iterdir()):
+            print("loading", path.name, flush=True)
+            try:
+                value = load_bytes(path.read_bytes(), str(path))
+            except CheckpointingException as error:
+                print("refused", path.name, flush=True)
+            more = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used
+            assert more < {LIMIT_BYTES} / 1024, (path.name, more)
+    """
+    done = limited(code, str(tmp_path))
+    assert done.returncode == 0, done.stdout[-300:] + done.stderr[-2000:]
+    refused = {line.partition(" ")[2] for line in done.stdout.splitlines() if "refused" in line}
+    # These load, at no cost: as an empty list, and as the data type without more.
+    assert refused == set(HOSTILE) - {"memo", "data type of any state"}
+
+
+def test_the_metadata_of_dcp_costs_nothing(tmp_path: Path) -> None:
+    """Nine bytes that make the unpickler in C allocate gigabytes."""
+    code = f"""
+        from shardstore.errors import CheckpointingException
+        from shardstore.dcp.files import DcpFiles
+        from shardstore.storage.stores.location import Location
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        memo = b"\\x80\\x02]r\\xff\\xff\\xff\\x0f."
+        array = b"\\x80\\x05\\x96" + bytes(4) + b"\\x01\\0\\0\\0."
+        for data in (memo, array):
+            try:
+                DcpFiles.parse(Location.of(sys.argv[1]), data)
+            except CheckpointingException:
+                print("refused")
+        more = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used
+        assert more < {LIMIT_BYTES} / 1024, more
+    """
+    done = limited(code, str(tmp_path))
+    assert (done.returncode, done.stdout.split()) == (0, ["refused"] * 2), done.stderr[-2000:]
+
+
+def test_no_class_with_a_state_setter_is_called() -> None:
+    """An array whose buffer is another's, which is set anew and freed while the array looks at it:
+    what the raw setters of NumPy let a file do."""
+    first = _array(np.dtype("f8"), (64,), bytes(512))
+    view = _array(np.dtype("f8"), (64,), first)
+    for value in (view, [first, view, first]):
+        with pytest.raises(DamagedCheckpointError, match="NumPy array"):
+            load_bytes(dump_bytes(value), "/place/common.pt")
+    # The state of an array that is there already.
+    filled = pickle.dumps(np.arange(4.0), protocol=2)
+    again = filled[:-1] + b"(K\x01K\x04\x85h\x00K\x00Nt" + b"b."
+    with pytest.raises(CheckpointingException):
+        load_bytes(archive(again), "/place/common.pt")
+
+
+VALUES: dict[str, Any] = {
+    "arrays": [np.arange(6, dtype=code).reshape(2, 3) for code in "bhilqBHILQefdFD"],
+    "big-endian": np.arange(3, dtype=">f4"),
+    "fortran": np.asfortranarray(np.ones((2, 3))),
+    "bool": np.array([True, False]),
+    "empty": np.zeros((0, 3)),
+    "0-d": np.array(1.5),
+    "one twice": [np.dtype("f4"), np.ones(2, "f4"), np.float32(3)],
+    "random states": [np.random.RandomState(3).get_state(), __import__("random").getstate()],
+    "namespaces": [argparse.Namespace(a=np.ones(2)), types.SimpleNamespace(b=1)],
+    "counter": collections.Counter("aab"),
+    "uuid": uuid.UUID(int=5),
+    "paths": [pathlib.Path("/a/b"), pathlib.PurePosixPath("c")],
+    "slices": [slice(1, None, 2), range(3, 10**12)],
+    "bytes": [b"", b"\x00\xff", bytearray(), bytearray(b"xy"), 2**3000, -(2**70)],
+    "numbers": [1j, decimal.Decimal("1e100"), fractions.Fraction(-1, 3), {1, 2}, set()],
+    "times": [
+        datetime.datetime(2024, 1, 2, 3, tzinfo=datetime.UTC),
+        datetime.date(2024, 1, 2),
+        datetime.time(3, 4),
+        datetime.timedelta(1, 2, 3),
+    ],
+    "torch": [
+        torch.float32,
+        torch.bfloat16,
+        torch.Size([1, 2]),
+        torch.device("cpu"),
+        torch.strided,
+    ],
+}
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, np.ndarray):
+        return bool(one.dtype == other.dtype and np.array_equal(one, other)) and (
+            one.flags.f_contiguous == other.flags.f_contiguous and other.flags.writeable
+        )
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, argparse.Namespace | types.SimpleNamespace):
+        return same(list(vars(one).values()), list(vars(other).values()))
+    return bool(one == other)
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values_that_load(name: str) -> None:
+    found = load_bytes(dump_bytes(VALUES[name]), "/place/common.pt")
+    assert type(found) is type(VALUES[name])
+    assert same(VALUES[name], found)
+
+
+def test_the_names_of_numpy_1() -> None:
+    """As Megatron-Core and version 0.1.0 wrote them."""
+    value = [np.arange(3.0), np.float32(2)]
+    pickled = pickle.dumps(value, protocol=2)
+    assert b"numpy._core" in pickled
+    old = pickled.replace(b"numpy._core.multiarray", b"numpy.core.multiarray")
+    for text in (pickled, old):
+        assert same(value, load_bytes(archive(text), "/place/common.pt"))
+
+
+def content(tensor: torch.Tensor) -> bytes:
+    dense = tensor.detach() if tensor.layout == torch.strided else tensor.to_dense()
+    return bytes(
+        dense.resolve_conj().clone(memory_format=torch.contiguous_format).untyped_storage()
+    )
+
+
+def test_tensors_that_load() -> None:
+    marked = torch.ones(2)
+    marked.mark = 5  # type: ignore[attr-defined]
+    whole = torch.arange(12.0).reshape(3, 4)
+    state = {
+        "views": [whole[1:, ::2], whole.T, whole.expand(2, 3, 4)],
+        "narrow": [torch.ones(3).to(dtype) for dtype in (torch.float8_e4m3fn, torch.bfloat16)],
+        "unsigned": torch.ones(2, dtype=torch.uint16),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "complex": torch.ones(2, dtype=torch.complex64).conj(),
+        "empty": torch.zeros(0, 3),
+        "sparse": torch.eye(3).to_sparse(),
+        "rows": torch.eye(3).to_sparse_csr(),
+        "marked": marked,
+        "grad": torch.ones(2, requires_grad=True),
+    }
+    found = load_bytes(dump_bytes(state), "/place/common.pt")
+    for name, value in state.items():
+        both = (value, found[name]) if type(value) is list else ([value], [found[name]])
+        for one, other in zip(*both, strict=True):
+            assert type(one) is type(other)
+            assert (one.dtype, one.shape, one.layout) == (other.dtype, other.shape, other.layout)
+            assert one.requires_grad == other.requires_grad
+            assert content(one) == content(other)
+    assert found["marked"].mark == 5
+    # Views of one storage stay that.
+    found["views"][0][0, 0] = 77
+    assert found["views"][1][0, 1] == 77
+
+
+def test_a_factory_that_is_a_function_of_ours() -> None:
+    data = archive(b"\x80\x02ccollections\ndefaultdict\nc_codecs\nencode\n\x85R.")
+    with pytest.raises(DamagedCheckpointError, match="defaultdict"):
+        load_bytes(data, "/place/common.pt")
+
+
+class Held:
+    """A class of the program's."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+class Items(list[int]):
+    """Another one, which has to be filled."""
+
+
+def test_what_the_program_allows() -> None:
+    data = dump_bytes({"held": Held(3), "items": Items([1, 2])})
+    with pytest.raises(UnsafeObjectError, match=r"add_safe_globals.*pickled_values\.Held"):
+        load_bytes(data, "/place/common.pt")
+    with torch.serialization.safe_globals([Held, Items]):
+        found = load_bytes(data, "/place/common.pt")
+    assert found["held"].value == 3
+    assert (type(found["items"]), found["items"]) == (Items, [1, 2])
+    with torch.serialization.safe_globals([os.mkdir]), pytest.raises(UnsafeObjectError):
+        load_bytes(dump_bytes(Call(os.mkdir, "/tmp/never")), "/place/common.pt")
+
+
+def test_metadata_of_dcp_still_loads(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "d", no_dist=True)
+    assert list(DcpFiles.open(Location.of(tmp_path / "d")).arrays) == ["w"]
