@@ -30,10 +30,6 @@ from shardstore.storage.stores import object_io as object_io_module
 from shardstore.storage.stores import s3 as s3_io
 from shardstore.storage.stores.location import Location
 
-FIRST = 22
-"""Small objects before whatever a test is about: more threads come once the first are there. Two
-threads go through them in step: two turns of one object each, and three of three."""
-
 
 def test_requests_stay_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted at the object interface: bytes of all requests that are under way."""
@@ -162,15 +158,9 @@ def test_small_objects_wait_for_no_large_one(
     assert ended == 3
 
 
-@pytest.mark.parametrize("slow", [True, False])
-def test_small_objects_have_more_requests_where_answers_are_slow(
-    slow: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two threads, and six more where the store is slow: then six small objects go together, and
-    of large ones two as before."""
-    monkeypatch.setattr("shardstore.storage.stores.object_io.SLOW_S", 0.0 if slow else float("inf"))
+def test_small_objects_have_more_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two requests of large objects at a time, and up to eight of small ones."""
     changed = threading.Condition()
-    in_pairs = threading.Barrier(2)
     under_way = {"large": 0, "small": 0}
     most = {"large": 0, "small": 0}
 
@@ -186,10 +176,8 @@ def test_small_objects_have_more_requests_where_answers_are_slow(
                 under_way[kind] += 1
                 most[kind] = max(most[kind], under_way[kind])
                 changed.notify_all()
-                if slow and kind == "small" and int(key.rpartition(".")[2]) >= FIRST:
+                if kind == "small":
                     assert changed.wait_for(lambda: most["small"] >= 6, timeout=60)
-            if kind == "small" and int(key.rpartition(".")[2]) < FIRST:
-                in_pairs.wait(60)  # so that the caller's thread has its share
             time.sleep(0.01)
             with changed:
                 under_way[kind] -= 1
@@ -208,28 +196,12 @@ def test_small_objects_have_more_requests_where_answers_are_slow(
     ]
     ObjectMover(place).write(writes, lambda item, record: None)
     assert most["large"] <= 2
-    assert 6 <= most["small"] <= 8 if slow else most["small"] <= 2
-
-
-def test_the_first_and_last_turns_are_one_request_each() -> None:
-    """What the second one takes tells how many go at a time, and at the end nobody waits for a
-    thread that has three more to do."""
-    sizes: dict[int, int] = {}
-
-    def work(batch: Sequence[int]) -> None:
-        sizes[batch[0]] = len(batch)
-
-    object_io_module.each(range(400), work, 2, more=2)
-    taken = [sizes[first] for first in sorted(sizes)]
-    assert sum(taken) == 400
-    assert taken[:4] == taken[-4:] == [1] * 4
-    assert set(taken[4:-5]) == {4}  # the one before the end is what is left
+    assert 6 <= most["small"] <= 8
 
 
 def test_after_an_error_none_that_waits_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two large objects may go at a time, six threads wait with others: these stay where they are,
     or each would try for as long as the first."""
-    monkeypatch.setattr("shardstore.storage.stores.object_io.SLOW_S", 0.0)
     place = Location.of(f"memory://{uuid.uuid4().hex}/c")
     begun: list[str] = []
     both = threading.Barrier(2)
@@ -242,7 +214,7 @@ def test_after_an_error_none_that_waits_is_begun(monkeypatch: pytest.MonkeyPatch
 
         def put(self, key: str, parts: Sequence[bytes | memoryview], *, create: bool) -> bool:
             if not key.startswith("large"):
-                both.wait(60)  # so that the caller's thread has its share
+                both.wait(60)
                 return True
             begun.append(key)
             both.wait(60)
@@ -255,7 +227,7 @@ def test_after_an_error_none_that_waits_is_begun(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("shardstore.storage.movers.object_mover.object_io", Refusing)
     large = ArrayMeta("large", "large", Grid((20, 1 << 18), (1, 1 << 18)), "float32")
     small = ArrayMeta("small", "small", Grid((400,), (4,)), "float32")
-    writes = [ChunkWrite(small, (i,), np.zeros(4, np.float32)) for i in range(FIRST)]
+    writes = [ChunkWrite(small, (i,), np.zeros(4, np.float32)) for i in range(22)]
     writes += [ChunkWrite(large, (i, 0), np.zeros((1, 1 << 18), np.float32)) for i in range(20)]
     with pytest.raises(StorageError, match="is refused") as caught:
         ObjectMover(place).write(writes, lambda item, record: None)

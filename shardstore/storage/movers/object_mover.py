@@ -215,13 +215,13 @@ class ObjectMover:
         work: Callable[[ObjectIO, _Budget, Sequence[T]], None],
         size: Callable[[T], int],
     ) -> None:
-        """Run work on all items, small ones a few at a time."""
+        """Run work on all items."""
         if not items:
             return
         with closing(object_io(self.location)) as io:
             budget = _Budget(self.budget_bytes, io.threads)
             small = any(size(item) < LARGE_BYTES for item in items)
-            more = io.small_threads - io.threads if small else 0
+            threads = io.small_threads if small else io.threads
 
             def watched(batch: Sequence[T]) -> None:
                 try:
@@ -231,7 +231,7 @@ class ObjectMover:
                     raise
 
             try:
-                each(items, watched, io.threads, size, more)
+                each(items, watched, threads)
             finally:
                 free_scratch()
 

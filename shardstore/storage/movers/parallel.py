@@ -8,8 +8,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import count
-from time import monotonic
 from typing import Any, TypeVar
 
 __all__ = [
@@ -25,8 +23,6 @@ __all__ = [
 T = TypeVar("T")
 
 MAX_THREADS = 8
-LOOKED_AT = 1
-"""Which batch tells how long jobs take: not the first one, which may have to connect."""
 NICENESS = 5
 """Of threads that write beside a training loop, which comes first where processors are short."""
 
@@ -191,9 +187,6 @@ def run_batched(
     weight: Callable[[T], int],
     batch_weight: int,
     batch_items: int = 256,
-    alone: int = 0,
-    more_threads: int = 0,
-    slow_s: float = 0.0,
 ) -> None:
     """Call ``work`` on consecutive batches of ``items``, from up to ``threads`` threads.
 
@@ -204,15 +197,12 @@ def run_batched(
         weight: of a job (bytes).
         batch_weight: a batch is closed once it weighs this much.
         batch_items: a batch is closed once it has this many jobs.
-        alone: so many jobs at the beginning, and as many at the end, are batches of their own.
-        more_threads: so many more where jobs take long.
-        slow_s: that is, so many seconds each, looked at once in the caller's thread.
 
     Raises:
         BaseException: the first that ``work`` raised; no batch is started after it, and all threads
             have ended.
     """
-    batches = _batches(items, weight, batch_weight, batch_items, alone)
+    batches = _batches(items, weight, batch_weight, batch_items)
     threads = min(threads, len(batches))
     if threads <= 1:
         for batch in batches:
@@ -223,36 +213,25 @@ def run_batched(
     failures: list[BaseException] = []
     others: list[threading.Thread] = []
 
-    def worker(look: Callable[[int, float], None] = lambda number, seconds: None) -> None:
-        for number in count():
+    def worker() -> None:
+        while True:
             with lock:
                 batch = None if failures else next(remaining, None)
             if batch is None:
                 return
             try:
-                began = monotonic()
                 work(batch)
-                look(number, (monotonic() - began) / len(batch))
             except BaseException as error:
                 with lock:
                     failures.append(error)
                 return
 
-    def begin(threads: int) -> None:
-        try:
-            for _ in range(threads):
-                thread = threading.Thread(target=worker, name="shardstore-io")
-                thread.start()
-                others.append(thread)
-        except RuntimeError:
-            pass  # no more threads are to be had: those that run, and this one, do the work
-
-    def look(number: int, seconds: float) -> None:
-        if number == LOOKED_AT and seconds >= slow_s:
-            begin(min(more_threads, len(batches) - threads))
-
-    begin(threads - 1)
-    worker(look)
+    with suppress(RuntimeError):  # no more threads are to be had: those that run do the work
+        for _ in range(threads - 1):
+            thread = threading.Thread(target=worker, name="shardstore-io")
+            thread.start()
+            others.append(thread)
+    worker()
     while any(thread.is_alive() for thread in others):
         try:
             for thread in others:
@@ -291,14 +270,12 @@ def _batches(
     weight: Callable[[T], int],
     batch_weight: int,
     batch_items: int,
-    alone: int,
 ) -> list[Sequence[T]]:
     out: list[Sequence[T]] = []
     start = total = 0
     for i, item in enumerate(items):
         total += weight(item)
-        most = batch_items if alone <= i < len(items) - alone else 1
-        if total >= batch_weight or i + 1 - start >= most:
+        if total >= batch_weight or i + 1 - start >= batch_items:
             out.append(items[start : i + 1])
             start, total = i + 1, 0
     if start < len(items):

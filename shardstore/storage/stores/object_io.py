@@ -33,16 +33,7 @@ MAX_OBJECT_BYTES = 5 * 1024**3
 """The most that one PUT takes (Amazon S3 user guide, "Uploading objects")."""
 LARGE_BYTES = 1024 * 1024
 """From this size on it is an object's bytes that take time, and not the wait for an answer."""
-SLOW_S = 0.02
-"""A store that takes so long for a small object has time for more of them; one that is faster has
-none, and neither has the process that asks it."""
 FILE_SYSTEM_THREADS = 8
-BATCH_ITEMS, BATCH_BYTES = 4, 128 * 1024
-BATCHES = 4
-"""Each thread gets so many at least, before they grow beyond one request."""
-TURNS_ALONE = 2
-"""In so many turns at the beginning, and as many at the end, it is one request at a time."""
-
 Taker = Callable[[int, memoryview], None]
 """Takes a piece of an object, and where it begins, counted from the first byte that was asked for.
 A piece at 0 begins anew: what came before it broke off."""
@@ -54,7 +45,7 @@ class ObjectIO(Protocol):
     threads: int
     """How many requests at a time are of use."""
     small_threads: int
-    """How many for objects below :data:`LARGE_BYTES` where answers take :data:`SLOW_S`."""
+    """How many for objects below :data:`LARGE_BYTES`."""
 
     def put(self, key: str, parts: Sequence[bytes | memoryview], *, create: bool) -> bool:
         """Write an object.
@@ -131,7 +122,7 @@ def read_objects(location: Location, keys: Sequence[str]) -> list[bytes | None]:
             for number, key in batch:
                 found[number] = io.get(key)
 
-        each(list(enumerate(keys)), work, io.threads, more=io.small_threads - io.threads)
+        each(list(enumerate(keys)), work, io.small_threads)
     return found
 
 
@@ -159,41 +150,12 @@ def put_objects(
                 if not io.put(name, [data], create=True):
                     exists(name, data)
 
-        each(objects, work, io.threads, more=io.small_threads - io.threads)
+        each(objects, work, io.small_threads)
 
 
-def each(
-    items: Sequence[T],
-    work: Callable[[Sequence[T]], None],
-    threads: int,
-    size: Callable[[T], int] = lambda _: 0,
-    more: int = 0,
-) -> None:
-    """Run requests on so many threads; errors as :func:`run_batched`.
-
-    A thread takes a few at a time where all have several turns and they are small: then what it
-    costs to take them counts. Not in the first two turns, which tell how long answers take, nor in
-    the last: nobody waits at the end for one who has still several to do.
-
-    Args:
-        items: what there is a request for.
-        work: carries out those of a batch, one after the other.
-        threads: how many requests at a time.
-        size: bytes that a request moves.
-        more: how many more requests at a time where answers take :data:`SLOW_S`.
-    """
-    most = max(1, min(BATCH_ITEMS, len(items) // (BATCHES * (threads + more))))
-    run_batched(
-        items,
-        work,
-        threads=threads,
-        weight=size,
-        batch_weight=BATCH_BYTES,
-        batch_items=most,
-        alone=TURNS_ALONE * threads,
-        more_threads=more,
-        slow_s=SLOW_S,
-    )
+def each(items: Sequence[T], work: Callable[[Sequence[T]], None], threads: int) -> None:
+    """Run one request an item, on so many threads; errors as :func:`run_batched`."""
+    run_batched(items, work, threads=threads, weight=lambda _: 1, batch_weight=1)
 
 
 class _FileSystemIO:
