@@ -25,7 +25,7 @@ from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.movers.chunk_bytes import as_bytes
 from shardstore.storage.movers.chunks import ChunkWrite
-from shardstore.storage.movers.writeback import WRITEBACK_FROM
+from shardstore.storage.movers.files import WRITEBACK_FROM
 from shardstore.storage.options import SaveOptions
 from shardstore.strategies.async_utils import AsyncRequest
 

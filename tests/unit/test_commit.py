@@ -21,7 +21,7 @@ import pytest
 from shardstore.errors import CheckpointExistsError, StorageError
 from shardstore.storage.commit import folder as commit
 from shardstore.storage.commit.folder import Attempt, begin, is_checkpoint, join, sweep
-from shardstore.storage.movers.writeback import sync_file_system
+from shardstore.storage.movers.files import sync_file_system
 from shardstore.storage.stores.location import Location
 
 
@@ -245,7 +245,7 @@ DYING = """
 import os, signal, sys
 from shardstore.storage.commit.folder import begin
 from shardstore.storage.stores.location import Location
-from shardstore.storage.movers.writeback import sync_file_system
+from shardstore.storage.movers.files import sync_file_system
 attempt = begin(Location.of(sys.argv[1]))
 attempt.location.write("w/c.0", b"half")
 print(attempt.location.url, flush=True)

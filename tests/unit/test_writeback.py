@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +14,7 @@ from shardstore.errors import StorageError
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Grid
 from shardstore.storage.movers.chunks import ChunkWrite
-from shardstore.storage.movers.files import FileMover
-from shardstore.storage.movers.writeback import WRITEBACK_FROM, Writeback, start_writeback
+from shardstore.storage.movers.files import WRITEBACK_FROM, FileMover, start_writeback
 from shardstore.storage.stores.location import Location
 
 CACHESTAT = 451
@@ -56,41 +55,26 @@ def test_the_disk_begins_at_once_where_a_sync_will_wait_for_it(tmp_path: Path) -
     assert dirty_pages(written(tmp_path / "durable", 4 * WRITEBACK_FROM, durable=True)) == 0
 
 
-def test_a_file_that_fails_when_it_is_closed_is_named_and_the_others_are_closed(
-    tmp_path: Path,
-) -> None:
-    lost, good = (os.open(tmp_path / name, os.O_CREAT | os.O_WRONLY) for name in ("lost", "good"))
-    os.close(lost)  # closing it again is an error, as it is where a server has no room left
-    writeback = Writeback()
-    writeback.take(lost, WRITEBACK_FROM, "place/w/c.0", "w")
-    writeback.take(good, WRITEBACK_FROM, "place/w/c.1", "w")
-    with pytest.raises(StorageError, match=r"place/w/c\.0.*'w'"):
-        writeback.finish()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(good)
-
-
-def test_without_a_thread_to_be_had_everything_is_done_at_the_end(
+def test_a_file_that_fails_when_it_is_closed_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(_thread: threading.Thread) -> None:
-        raise RuntimeError("can't create new thread at interpreter shutdown")
+    real = os.close
 
-    monkeypatch.setattr(threading.Thread, "start", refused)
-    writeback = Writeback()
-    files = [os.open(tmp_path / str(n), os.O_CREAT | os.O_WRONLY) for n in range(3)]
-    for fd in files:
-        writeback.take(fd, WRITEBACK_FROM, "place", "w")
-    writeback.finish()
-    for fd in files:
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            os.fstat(fd)
+    def close(fd: int) -> None:
+        is_chunk = "/w/c." in os.readlink(f"/proc/self/fd/{fd}")
+        real(fd)
+        if is_chunk:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "close", close)
+    with pytest.raises(StorageError, match=r"/w/c\.0.*'w'"):
+        written(tmp_path / "full", 10, durable=True)
 
 
 def test_what_cannot_be_sent_is_left_to_the_sync(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     try:
-        start_writeback(writing, WRITEBACK_FROM)  # refused: it has no pages of its own
+        start_writeback(writing)  # refused: it has no pages of its own
     finally:
         os.close(reading)
         os.close(writing)

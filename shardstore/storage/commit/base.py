@@ -35,7 +35,6 @@ from shardstore.storage.movers.chunk_bytes import free_scratch, pieces
 from shardstore.storage.movers.chunks import ChunkWrite, told
 from shardstore.storage.movers.codecs import CRC, CRC_BYTES
 from shardstore.storage.movers.counters import counters
-from shardstore.storage.movers.files import FileMover
 from shardstore.storage.movers.parallel import ByteLimit, Jobs, default_threads, run_batched
 from shardstore.storage.movers.verify import ChunkChecker
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES
@@ -196,9 +195,6 @@ class ReusingMover:
 
         if self._is_far:
             self._over_requests(hashed, locked)
-        elif isinstance(self._mover, FileMover):
-            with self._mover.one_writeback():
-                hashed(place)
         else:
             hashed(place)
 

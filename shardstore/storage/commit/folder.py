@@ -34,7 +34,7 @@ from shardstore.storage.commit.identity import is_foreign_node, node_type, what_
 from shardstore.storage.commit.inventory import described_nodes
 from shardstore.storage.commit.object_files import is_object_file
 from shardstore.storage.format.names import COMMON_STATE_NAME, MANIFEST_NAME
-from shardstore.storage.movers.writeback import sync_file_system
+from shardstore.storage.movers.files import sync_file_system
 from shardstore.storage.stores.location import Location, store_errors
 
 __all__ = ["FolderAttempt", "begin", "is_checkpoint", "join", "sweep"]

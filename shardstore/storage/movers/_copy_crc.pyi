@@ -1,17 +1,14 @@
 from typing import Any
 
-from numpy.typing import NDArray
-from typing_extensions import Buffer
-
 KERNELS: list[str]
 
-def copy_crc32c(
-    source: Buffer, target: Buffer, crc: int = 0, kernel: str | None = None, /
-) -> int: ...
-def sum_blocks(
-    source: Buffer, target: Buffer | None, block: int, crc: int, position: int, /
-) -> tuple[int, list[int]]: ...
-def read_chunks(
-    paths: list[str], targets: list[NDArray[Any]], checksums: list[int | None], /
-) -> list[int]: ...
-def checksum_file(path: str, size: int, tail: bytearray, /) -> int | None: ...
+def read_chunk(
+    path: str, size: int, target: Any = None, kernel: str | None = None, /
+) -> tuple[int, int] | None:
+    """Read a file of ``size`` bytes and their crc32c, and copy the bytes to ``target``, if given.
+
+    Returns:
+        The crc32c of the bytes that were read, and the stored one. ``None``: there is no such file,
+        or the target's elements lie neither without gaps nor in evenly spaced rows; the target may
+        have been written to.
+    """

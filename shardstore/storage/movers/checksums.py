@@ -1,9 +1,10 @@
-"""crc32c, and running crc32c values at the ends of a chunk's blocks."""
+"""crc32c, running crc32c values at the ends of a chunk's blocks, and the compiled reader."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 try:
     # Carry-less multiplication over wide vectors: 35 GiB/s a core, the crc32c package 15.
@@ -11,7 +12,20 @@ try:
 except ImportError:  # no build of awscrt for this platform
     from crc32c import crc32c as _crc32c
 
-__all__ = ["Sums", "crc32c"]
+try:
+    from shardstore.storage.movers._copy_crc import read_chunk
+except ImportError:  # no compiler at the installation, or another processor
+    COMPILED = False
+
+    def read_chunk(
+        path: str, size: int, target: Any = None, kernel: str | None = None, /
+    ) -> tuple[int, int] | None:
+        """Without the compiled part: nothing is read."""
+        return None
+else:
+    COMPILED = True
+
+__all__ = ["COMPILED", "Sums", "crc32c", "read_chunk"]
 
 crc32c: Callable[[memoryview | bytes | bytearray, int], int] = _crc32c
 """``crc32c(data, crc)``: continues the checksum ``crc`` (0 at the start) over ``data``."""

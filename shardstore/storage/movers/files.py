@@ -8,7 +8,7 @@ reads, copies and checksums in one pass.
 from __future__ import annotations
 
 import contextlib
-import errno
+import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +18,7 @@ import numpy as np
 
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.manifest import ChunkRecord, Manifest
+from shardstore.storage.movers.checksums import read_chunk
 from shardstore.storage.movers.chunk_bytes import (
     as_bytes,
     free_scratch,
@@ -34,7 +35,7 @@ from shardstore.storage.movers.chunks import (
     chunk_parts,
     told,
 )
-from shardstore.storage.movers.codecs import CRC_BYTES, EncodedChunk, stored_bytes
+from shardstore.storage.movers.codecs import CRC_BYTES, EncodedChunk
 from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.parallel import default_threads, run_batched
@@ -43,31 +44,26 @@ from shardstore.storage.movers.verify import (
     ChunkVerifier,
     Expected,
     chunk_error,
+    is_intact,
     receive,
     size_problem,
 )
-from shardstore.storage.movers.writeback import Writeback
 from shardstore.storage.stores.location import Location, store_errors
 
-try:
-    from shardstore.storage.movers import _copy_crc
-except ImportError:  # no compiler at the installation, or another processor
-    COMPILED = False
-else:
-    COMPILED = True
-
-__all__ = ["COMPILED", "FileMover"]
+__all__ = ["WRITEBACK_FROM", "FileMover", "sync_file_system"]
 
 IO_BYTES = 2 * 1024 * 1024
 """A single read or write: large enough that system calls do not count, small enough that most of it
 is in the processor's cache while it is checksummed and moved."""
 SKIP_BYTES = 1024 * 1024
 """A single read of bytes that are only verified."""
-PREALLOCATE_FROM = 64 * 1024
+WRITEBACK_FROM = 1024 * 1024
+"""Smaller files are left to the one sync at the end, which writes neighbours together."""
 WRITE_BATCH_BYTES, READ_BATCH_BYTES = 4 * 1024 * 1024, 16 * 1024 * 1024
 """That a thread takes on at a time. Reads of a batch are one call, of some milliseconds."""
+_SYNC_FILE_RANGE_WRITE = 2
 
-_NO_PREALLOCATION = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class FileMover:
@@ -79,7 +75,7 @@ class FileMover:
         location: a local folder, the root of the checkpoint.
         threads: threads for each call, the caller's included; default: see
             :func:`default_threads`.
-        durable: what is written is going to be synchronised, so the disk may begin at once.
+        durable: a sync follows, so the disk may begin to write at once.
     """
 
     def __init__(
@@ -89,7 +85,6 @@ class FileMover:
         self.threads = threads or default_threads()
         self.durable = durable
         self._done = threading.Lock()
-        self._writeback: Writeback | None = None
 
     # -- writing -------------------------------------------------------------------------------
 
@@ -97,37 +92,17 @@ class FileMover:
         self, writes: Sequence[ChunkWrite], done: Callable[[ChunkWrite, ChunkRecord], None]
     ) -> None:
         """See :meth:`Mover.write`."""
-        shared = self._writeback
-        writeback = shared or (Writeback() if self.durable else None)
 
         def work(batch: Sequence[ChunkWrite]) -> None:
             for item in batch:
                 path = self._path(item.array, item.index)
                 with told(item), store_errors("writing", path, key=item.array.key):
-                    record = _write_chunk(path, item, writeback)
+                    record = _write_chunk(path, item, durable=self.durable)
                 counters.add(bytes_written=record.stored_bytes, chunks_written=1)
                 with self._done:
                     done(item, record)
 
-        try:
-            self._run(writes, work, lambda item: item.array.chunk_bytes, WRITE_BATCH_BYTES)
-        finally:
-            if writeback is not None and shared is None:
-                writeback.finish()
-
-    @contextlib.contextmanager
-    def one_writeback(self) -> Iterator[None]:
-        """Within, calls that write do not wait for the disk to take their files, each for itself;
-        the end does, for all of them, and raises what :meth:`write` would have."""
-        if not self.durable:
-            yield
-            return
-        self._writeback = writeback = Writeback()
-        try:
-            yield
-        finally:
-            self._writeback = None
-            writeback.finish()
+        self._run(writes, work, lambda item: item.array.chunk_bytes, WRITE_BATCH_BYTES)
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -143,15 +118,11 @@ class FileMover:
         root = self.location.url
 
         def work(batch: Sequence[ChunkPart]) -> None:
-            paths = [f"{root}/{part.array.node}/{part.key}" for part in batch]
-            left = _read_compiled(batch, paths)
             size = 0
-            for number, (part, path) in enumerate(zip(batch, paths, strict=True)):
-                if number in left:
-                    with store_errors("reading", path, key=part.array.key):
-                        size += _read_chunk(path, part, manifest)
-                else:
-                    size += part.out.nbytes + CRC_BYTES
+            for part in batch:
+                path = f"{root}/{part.array.node}/{part.key}"
+                with store_errors("reading", path, key=part.array.key):
+                    size += _read_at_once(path, part) or _read_chunk(path, part, manifest)
                 if done is not None:
                     done(part.out.nbytes, 1)
             counters.add(bytes_read=size, chunks_read=len(batch))
@@ -174,34 +145,48 @@ class FileMover:
         return f"{self.location.url}/{array.node}/{array.chunk_key(index)}"
 
 
-def _write_chunk(path: str, item: ChunkWrite, writeback: Writeback | None) -> ChunkRecord:
-    array = item.array
-    chunk = EncodedChunk(array, item.data(), IO_BYTES)
+def _write_chunk(path: str, item: ChunkWrite, *, durable: bool) -> ChunkRecord:
+    chunk = EncodedChunk(item.array, item.data(), IO_BYTES)
     fd = _create(path)
     try:
-        size = stored_bytes(array)
-        if size is not None and size >= PREALLOCATE_FROM:
-            _preallocate(fd, size)
         position = 0
         for parts in chunk:
             position += _write_all(fd, parts, position)
-    except BaseException:
-        os.close(fd)
-        raise
-    if writeback is not None:
-        writeback.take(fd, position, path, array.key)
-    else:
-        os.close(fd)
+        if durable and position >= WRITEBACK_FROM:
+            start_writeback(fd)
+    finally:
+        os.close(fd)  # some file systems report here that they could not take the file
     return chunk.record
 
 
-def _preallocate(fd: int, size: int) -> None:
-    """Claim the disk space of a file at once: a full disk shows here, and extents stay long."""
-    try:
-        os.posix_fallocate(fd, 0, size)
-    except OSError as error:
-        if error.errno not in _NO_PREALLOCATION:
-            raise
+def start_writeback(fd: int) -> None:
+    """Send an open file's pages to the disk without waiting for them (man-pages sync_file_range(2);
+    does nothing outside of Linux).
+
+    The sync at the end then finds little left to do. It makes the files durable and reports errors.
+    """
+    if hasattr(_libc, "sync_file_range"):
+        start, size = ctypes.c_int64(0), ctypes.c_int64(0)
+        _libc.sync_file_range(fd, start, size, _SYNC_FILE_RANGE_WRITE)
+
+
+def sync_file_system(location: Location) -> None:
+    """Wait until all that was written to a folder's file system is on the disk: one ``syncfs``
+    (man-pages sync(2)).
+
+    One call, not an fsync a file: the journal is committed once. Errors of the disk are reported
+    (Linux 5.8 and later).
+    """
+    with store_errors("syncing", location.url):
+        fd = os.open(location.url, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            if not hasattr(_libc, "syncfs"):
+                os.sync()
+            elif _libc.syncfs(fd) != 0:
+                number = ctypes.get_errno()
+                raise OSError(number, os.strerror(number), location.url)
+        finally:
+            os.close(fd)
 
 
 def _create(path: str) -> int:
@@ -224,32 +209,24 @@ def _write_all(fd: int, parts: Sequence[memoryview | bytes], offset: int) -> int
     return size
 
 
-def _read_compiled(parts: Sequence[ChunkPart], paths: Sequence[str]) -> set[int]:
-    """Read the whole chunks that are in the page cache, in one call.
+def _read_at_once(path: str, part: ChunkPart) -> int:
+    """Read a whole chunk by the compiled reader.
 
     Returns:
-        Positions of the parts that have to be read in another way, where what is wrong with them
-        shows: the file is missing, has another size or checksum, or is not in memory. Their
-        destinations may have been written to.
+        Number of bytes read; 0 if the chunk has to be read in steps, which finds what is wrong with
+        it. The destination may have been written to.
     """
-    left = set(range(len(parts)))
-    if not COMPILED:
-        return left
-    fast, views, crcs = [], [], []
-    for number, part in enumerate(parts):
-        array, out = part.array, part.out
-        if not (part.is_whole and array.is_plain and array.has_crc):
-            continue
-        if out.flags.c_contiguous:
-            views.append(as_bytes(out))
-        elif out.strides[-1] == out.itemsize:
-            views.append(out.view(np.uint8))
-        else:
-            continue
-        fast.append(number)
-        crcs.append(array.expected_crc(part.number))
-    remaining = _copy_crc.read_chunks([paths[i] for i in fast], views, crcs)
-    return left - set(fast) | {fast[i] for i in remaining}
+    array, out = part.array, part.out
+    if not (part.is_whole and array.is_plain and array.has_crc):
+        return 0
+    if out.flags.c_contiguous:
+        target = as_bytes(out)
+    elif out.strides[-1] == out.itemsize:
+        target = out.view(np.uint8)
+    else:
+        return 0
+    sound = is_intact(read_chunk(path, out.nbytes, target), array.expected_crc(part.number))
+    return out.nbytes + CRC_BYTES if sound else 0
 
 
 def _read_chunk(path: str, part: ChunkPart, manifest: Callable[[], Manifest | None]) -> int:

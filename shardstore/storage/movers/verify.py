@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from shardstore.errors import ChunkCorruptError, ChunkMissingError, DamagedCheckpointError
 from shardstore.storage.format import dtypes
-from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.documents import CRC32C, ArrayMeta
 from shardstore.storage.format.grid import block_bytes
 from shardstore.storage.format.manifest import Manifest
-from shardstore.storage.movers.checksums import Sums, crc32c
+from shardstore.storage.movers.checksums import Sums, crc32c, read_chunk
 from shardstore.storage.movers.chunk_bytes import pieces, scratch, span, view_in_chunk
 from shardstore.storage.movers.chunks import ChunkPart, RegionRead
 from shardstore.storage.movers.codecs import CRC, CRC_BYTES, decompress, stored_bytes
@@ -36,6 +36,7 @@ __all__ = [
     "Expected",
     "Problem",
     "chunk_error",
+    "is_intact",
     "receive",
     "size_problem",
 ]
@@ -206,6 +207,16 @@ def _mismatch(expected: int, found: int) -> Problem:
     return Problem("crc", text)
 
 
+def is_intact(read: tuple[int, int] | None, committed: int | None) -> bool:
+    """Whether the checksums of a whole chunk agree: computed, stored and committed.
+
+    Args:
+        read: the first two, from :func:`read_chunk`.
+        committed: the last one, if known.
+    """
+    return read is not None and read[0] == read[1] and committed in (None, read[0])
+
+
 def size_problem(array: ArrayMeta, found: int) -> Problem | None:
     """Compare the size of a chunk's file or object with the size it must have."""
     stored = stored_bytes(array)
@@ -275,7 +286,8 @@ class ChunkChecker:
         Returns:
             Bytes read, and what is wrong, ``None`` for nothing.
         """
-        verifier = ChunkVerifier(array, self._expected(array, index))
+        expected = self._expected(array, index)
+        verifier = ChunkVerifier(array, expected)
         name = f"{array.node}/{array.chunk_key(index)}"
         location = self._stored.location
         try:
@@ -284,7 +296,11 @@ class ChunkChecker:
             if not location.is_local:
                 verifier.update(memoryview(location.read(name)))
                 return verifier.count, verifier.finish()
-            problem = _check_file(f"{location.url}/{name}", array, verifier)
+            path = f"{location.url}/{name}"
+            quick = array.codecs == (CRC32C,) and not self._hashes
+            if quick and is_intact(read_chunk(path, array.chunk_bytes), expected.crc):
+                return array.chunk_bytes + CRC_BYTES, None
+            problem = _check_file(path, array, verifier)
             return verifier.count, problem
         except FileNotFoundError:
             return 0, MISSING

@@ -1,3 +1,0 @@
-def sound_arrays(
-    arrays: tuple[tuple[str, str, bytes, tuple[str, ...], int, bytes], ...], /
-) -> bytes: ...
