@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardstore.errors import CheckpointingException, DamagedCheckpointError, NotACheckpointError
-from shardstore.storage.handed import document_exists, is_handed, read_document
+from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
 
 __all__ = [
@@ -80,37 +80,50 @@ def maybe_load_config(checkpoint_dir: str | Path) -> CheckpointingConfig | None:
         DamagedCheckpointError: the document is not JSON.
         NotACheckpointError: the document is JSON but not one that :func:`save_config` writes.
     """
-    location = Location.of(checkpoint_dir)
-    if is_handed(location, "zarr.json") and not is_handed(location, CONFIG_FNAME):
-        config = _config_of_root(location)
+    return stored_config(StoredCheckpoint(Location.of(checkpoint_dir)))
+
+
+def stored_config(stored: StoredCheckpoint) -> CheckpointingConfig | None:
+    """Do what :func:`maybe_load_config` does, for an opened checkpoint.
+
+    A root document that was read before and names the backends spares the request for
+    `metadata.json`.
+    """
+    location = stored.location
+    if "zarr.json" in stored.documents and CONFIG_FNAME not in stored.documents:
+        config = _config_of_root(stored)
         if config is not None:
             return config
-    url = _config_url(checkpoint_dir)
-    text = _read_text(location, url)
-    if text is None:
-        return None
+    url = f"{location.url.rstrip('/')}/{CONFIG_FNAME}"
     try:
-        document = json.loads(text)
+        document = json.loads(stored.document(CONFIG_FNAME).decode("utf-8"))
+    except FileNotFoundError:
+        return None
+    except UnicodeDecodeError as error:
+        raise DamagedCheckpointError(
+            f"{url} is not text ({error}); restore it from a copy, or use another checkpoint",
+            url=url,
+        ) from error
     except json.JSONDecodeError as error:
         raise DamagedCheckpointError(
             f"{url} is not valid JSON ({error}); restore it from a copy, or use another checkpoint",
             url=url,
         ) from error
     config = _parse_config(document, url)
-    if not location.is_local and not document_exists(location, commit_document(config)):
+    if not location.is_local and not stored.has_document(commit_document(config)):
         # In an object store a save that is going on, or died, is at its target already.
         return None
     return config
 
 
-def _config_of_root(location: Location) -> CheckpointingConfig | None:
-    """What the root document says of the backends; ``None`` where there is none, or it does not."""
+def _config_of_root(stored: StoredCheckpoint) -> CheckpointingConfig | None:
+    """Return the backends that the root document names, if there is one and it names them."""
     try:
-        document = json.loads(read_document(location, "zarr.json"))
+        document = json.loads(stored.document("zarr.json"))
         found = document["attributes"]["shardstore"]["config"]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
-    return _parse_config(found, f"{location.url}/zarr.json")
+    return _parse_config(found, f"{stored.location.url}/zarr.json")
 
 
 def _parse_config(document: object, url: str) -> CheckpointingConfig:
@@ -166,20 +179,3 @@ def save_config(config: CheckpointingConfig, checkpoint_dir: str | Path) -> None
         Path(location.url, CONFIG_FNAME).write_bytes(config_document(config))
     else:
         location.write(CONFIG_FNAME, config_document(config))
-
-
-def _config_url(checkpoint_dir: str | Path) -> str:
-    return f"{Location.of(checkpoint_dir).url.rstrip('/')}/{CONFIG_FNAME}"
-
-
-def _read_text(location: Location, url: str) -> str | None:
-    """The document's text, or ``None`` where there is no such document."""
-    try:
-        return read_document(location, CONFIG_FNAME).decode("utf-8")
-    except FileNotFoundError:
-        return None
-    except UnicodeDecodeError as error:
-        raise DamagedCheckpointError(
-            f"{url} is not text ({error}); restore it from a copy, or use another checkpoint",
-            url=url,
-        ) from error

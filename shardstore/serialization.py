@@ -16,6 +16,7 @@ import torch
 
 from shardstore.core import CheckpointingException
 from shardstore.errors import ArgumentError
+from shardstore.loading.context import DEFAULT_BUDGET_BYTES
 from shardstore.loading.metadata import (
     get_default_load_sharded_strategy,
     load_common_state_dict,
@@ -25,7 +26,6 @@ from shardstore.loading.metadata import (
     remove_sharded_tensors,
 )
 from shardstore.loading.partial import part_of
-from shardstore.loading.replicas import DEFAULT_BUDGET_BYTES
 from shardstore.loading.run import LoadCall, run_load
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
 from shardstore.progress import ProgressCallback

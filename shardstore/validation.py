@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, cast
 
 import torch
 
-from shardstore.core import maybe_load_config
+from shardstore.core import CheckpointingConfig, maybe_load_config
 from shardstore.coverage.access_pattern import _compute_shards_access as _compute_shards_access
 from shardstore.coverage.access_pattern import check_access
 from shardstore.dict_utils import (
@@ -328,6 +328,8 @@ def verify_checkpoint_and_load_strategy(
     checkpoint_dir: str | Path,
     sharded_strategy: LoadShardedStrategy | tuple[str, int] | None = None,
     common_strategy: LoadCommonStrategy | tuple[str, int] | None = None,
+    *,
+    config: CheckpointingConfig | None = None,
 ) -> tuple[LoadShardedStrategy, LoadCommonStrategy]:
     """Make sure that there is a checkpoint, and find the strategies that can read it.
 
@@ -338,6 +340,7 @@ def verify_checkpoint_and_load_strategy(
         sharded_strategy: a strategy, a ``(backend, version)`` to look one up by, or None for the
             default one of the checkpoint's own backend.
         common_strategy: the same for the common part.
+        config: the backends of the checkpoint, if they are known; default: they are read.
 
     Returns:
         The sharded and the common strategy.
@@ -346,7 +349,7 @@ def verify_checkpoint_and_load_strategy(
         NotACheckpointError: nothing is there, or it is not a checkpoint.
         CheckpointingException: a strategy cannot read this checkpoint.
     """
-    config = maybe_load_config(checkpoint_dir)
+    config = config or maybe_load_config(checkpoint_dir)
     if config is None:
         is_local = "://" not in str(checkpoint_dir)
         if is_local and not os.path.isdir(checkpoint_dir):

@@ -29,7 +29,8 @@ from shardstore.errors import (
     FormatVersionError,
     NotACheckpointError,
 )
-from shardstore.loading.casting import read_converting
+from shardstore.loading.casting import budget_of, read_converting
+from shardstore.loading.context import context_of
 from shardstore.loading.plan import find_array, plan_read
 from shardstore.mapping import (
     ShardedObject,
@@ -339,13 +340,14 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
             UnsafeObjectError: an object needs a class that was not allowed.
         """
         files = DcpFiles.open(checkpoint_dir)
+        context = context_of(checkpoint_dir)
         planned = {}
         for value in nested_values(sharded_state_dict):
             if isinstance(value, ShardedTensor):
-                meta = find_array(files.arrays, value, files.location.url)
+                meta = find_array(files.arrays, value, files.location.url, cast=context.cast)
                 planned[id(value)] = plan_read(value, meta)
         regions = [region for read in planned.values() for region in read.regions]
-        read_converting(lambda reads, _: files.read(reads), regions)
+        read_converting(lambda reads, _: files.read(reads), regions, budget_of(context))
 
         def loaded(value: Any) -> Any:
             if isinstance(value, ShardedObject):

@@ -9,26 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from numpy.typing import NDArray
 
+from shardstore.loading.context import LoadContext
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.grid import Box
 from shardstore.storage.movers.chunks import ReadDone, RegionRead, chunk_parts
 from shardstore.storage.movers.parallel import default_threads
-from shardstore.storage.stores.location import Location
 
 __all__ = [
     "CastRead",
     "budget_of",
     "can_cast",
-    "casting",
-    "casts",
     "converted",
     "goes_through_host",
     "read_converting",
@@ -41,34 +37,17 @@ BYTES_A_THREAD = 32 * 1024 * 1024
 
 Read = Callable[[Sequence[RegionRead], ReadDone | None], None]
 
-_casts: ContextVar[bool] = ContextVar("casts", default=False)
-_budget: ContextVar[int] = ContextVar("budget", default=2 * BYTES_A_THREAD)
-
-
-@contextmanager
-def casting(allowed: bool, budget_bytes: int) -> Iterator[None]:
-    """Within, whether loads convert, and how much memory is for what is under way."""
-    tokens = _casts.set(allowed), _budget.set(budget_bytes)
-    try:
-        yield
-    finally:
-        _casts.reset(tokens[0])
-        _budget.reset(tokens[1])
-
-
-def casts() -> bool:
-    """Whether the load that is going on may convert."""
-    return _casts.get()
-
 
 def goes_through_host(tensor: torch.Tensor) -> bool:
     """Whether bytes can not be read into a tensor's own memory, which is on a device."""
     return not tensor.is_cpu
 
 
-def budget_of(budget_bytes: int, place: Location) -> int:
-    """What of a budget is used: all of it for a store with many requests under way."""
-    return min(budget_bytes, BYTES_A_THREAD * default_threads()) if place.is_local else budget_bytes
+def budget_of(context: LoadContext) -> int:
+    """Return how much of a load's budget is used: all of it where requests take long."""
+    if context.stored.location.is_local:
+        return min(context.budget_bytes, BYTES_A_THREAD * default_threads())
+    return context.budget_bytes
 
 
 def can_cast(stored: str, wanted: torch.dtype) -> bool:
@@ -105,17 +84,17 @@ def converted(out: torch.Tensor, stored: NDArray[Any]) -> None:
 def read_converting(
     read: Read,
     regions: Sequence[RegionRead],
+    budget_bytes: int,
     done: ReadDone | None = None,
-    budget_bytes: int | None = None,
 ) -> None:
     """Read regions, :class:`CastRead` or not.
 
     Args:
         read: reads regions of their arrays' own data types.
         regions: what is wanted.
+        budget_bytes: for the buffers. A chunk that can not be read in parts, as it is compressed,
+            may take more.
         done: told as the regions fill, in bytes of their destinations.
-        budget_bytes: for the buffers; default: that of :func:`casting`. A chunk that can not be
-            read in parts, as it is compressed, may take more.
 
     Raises:
         ChunkMissingError, ChunkCorruptError: as ``read``.
@@ -126,7 +105,7 @@ def read_converting(
         read(plain, done)
     if not cast:
         return
-    limit = max(1, (budget_bytes or _budget.get()) // BUFFERS)
+    limit = max(1, budget_bytes // BUFFERS)
     batches = list(_batches(cast, limit))
     buffers = _Buffers(min(limit, max(map(_size, batches))), any(r.out.is_cuda for r in cast))
 

@@ -1,61 +1,92 @@
-"""Checkpoints that are being loaded: within one load, each is opened once."""
+"""What one load hands from step to step: the opened checkpoint, and what the caller asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+from shardstore.distributed.groups import Group
 from shardstore.progress import Meter
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.handed import handed_documents, read_document
+from shardstore.storage.movers.parallel import run_together
 from shardstore.storage.stores.location import Location
 
-__all__ = ["ROOT_DOCUMENT", "current_meter", "handed_out", "open_checkpoint", "watched"]
+__all__ = ["DEFAULT_BUDGET_BYTES", "LoadContext", "context_of", "read_documents", "using"]
 
-ROOT_DOCUMENT = "zarr.json"
+DEFAULT_BUDGET_BYTES = 256 * 1024 * 1024
 
-_checkpoints: ContextVar[dict[str, StoredCheckpoint]] = ContextVar("checkpoints")
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LoadContext:
+    """One load on one rank.
+
+    Attributes:
+        stored: the checkpoint.
+        cast: fill tensors of another data type than the stored one.
+        budget_bytes: host memory for chunks on their way to other ranks or to a device, or being
+            cast.
+        group: process group whose ranks share the reading; ``None``: this rank reads for itself.
+        meter: counts what is read.
+    """
+
+    stored: StoredCheckpoint
+    cast: bool = False
+    budget_bytes: int = DEFAULT_BUDGET_BYTES
+    group: Group = None
+    meter: Meter | None = None
+
+
+# Strategies have the original's signature, load(sharded_state_dict, checkpoint_dir).
+_current: ContextVar[LoadContext | None] = ContextVar("load_context", default=None)
 
 
 @contextmanager
-def handed_out(documents: Mapping[tuple[str, str], bytes | None]) -> Iterator[None]:
-    """One load: documents are handed out, and :func:`open_checkpoint` returns the same objects."""
-    token = _checkpoints.set({})
-    try:
-        with handed_documents(documents):
-            yield
-    finally:
-        _checkpoints.reset(token)
-
-
-def open_checkpoint(place: str | Path | Location) -> StoredCheckpoint:
-    """The stored checkpoint at a place; within a load, always the same object."""
-    location = Location.of(place)
-    opened = _checkpoints.get({})
-    if location.url not in opened:
-        opened[location.url] = StoredCheckpoint(location, read_document=read_document)
-    return opened[location.url]
-
-
-_meter: ContextVar[Meter | None] = ContextVar("meter", default=None)
-
-
-@contextmanager
-def watched(meter: Meter) -> Iterator[None]:
-    """Within, :func:`current_meter` is this one; at the end it is told how the operation ended."""
-    token = _meter.set(meter)
+def using(context: LoadContext) -> Iterator[None]:
+    """Hand a context to the strategies that are called within."""
+    token = _current.set(context)
     try:
         yield
-    except BaseException:
-        meter.enter("failed")
-        raise
     finally:
-        _meter.reset(token)
-    meter.enter("done")
+        _current.reset(token)
 
 
-def current_meter() -> Meter | None:
-    """Of the load that is going on; ``None`` where a strategy is called by itself."""
-    return _meter.get()
+def context_of(place: str | Path | Location) -> LoadContext:
+    """Return the context of the load that calls a strategy.
+
+    Args:
+        place: the checkpoint. It is opened anew where the load is of another one, and where a
+            strategy is called by itself.
+    """
+    location = Location.of(place)
+    current = _current.get()
+    if current is None:
+        return LoadContext(stored=StoredCheckpoint(location))
+    if current.stored.location.url == location.url:
+        return current
+    return replace(current, stored=StoredCheckpoint(location))
+
+
+def read_documents(location: Location, names: Sequence[str]) -> dict[str, bytes | None]:
+    """Read small documents, from an object store all at a time.
+
+    Returns:
+        Name -> content, ``None`` where there is no such document.
+
+    Raises:
+        StorageError: the store refused.
+    """
+
+    def read(name: str) -> bytes | None:
+        try:
+            return location.read(name)
+        except FileNotFoundError:
+            return None
+
+    if location.is_local:
+        return {name: read(name) for name in names}
+    found = run_together(*(partial(read, name) for name in names))
+    return dict(zip(names, found, strict=True))

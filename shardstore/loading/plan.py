@@ -25,7 +25,7 @@ from shardstore.errors import (
     MissingKeyError,
     ShapeMismatchError,
 )
-from shardstore.loading.casting import CastRead, can_cast, casts, goes_through_host
+from shardstore.loading.casting import CastRead, can_cast, goes_through_host
 from shardstore.mapping import ShardedTensor
 from shardstore.sharded.layouts import flat_bounds, local_box
 from shardstore.storage.format import dtypes
@@ -59,8 +59,16 @@ class TensorRead:
         return self.result
 
 
-def find_array(arrays: Mapping[str, ArrayMeta], tensor: ShardedTensor, url: str) -> ArrayMeta:
+def find_array(
+    arrays: Mapping[str, ArrayMeta], tensor: ShardedTensor, url: str, *, cast: bool = False
+) -> ArrayMeta:
     """The stored array of a tensor.
+
+    Args:
+        arrays: what is stored, by key.
+        tensor: what is asked for.
+        url: of the checkpoint, for error texts.
+        cast: whether a stored array of another data type will do.
 
     Raises:
         MissingKeyError: there is none of that key.
@@ -79,7 +87,7 @@ def find_array(arrays: Mapping[str, ArrayMeta], tensor: ShardedTensor, url: str)
         )
     expected = dtypes.zarr_name(tensor.dtype)
     if meta.dtype != expected:
-        _require_cast(tensor, meta, url)
+        _require_cast(tensor, meta, url, cast)
     same = meta.shape == tensor.global_shape
     if not same and not (
         tensor.allow_shape_mismatch and len(meta.shape) == len(tensor.global_shape)
@@ -95,11 +103,11 @@ def find_array(arrays: Mapping[str, ArrayMeta], tensor: ShardedTensor, url: str)
     return meta
 
 
-def _require_cast(tensor: ShardedTensor, meta: ArrayMeta, url: str) -> None:
+def _require_cast(tensor: ShardedTensor, meta: ArrayMeta, url: str, cast: bool) -> None:
     """Raise unless a tensor may be filled with values of another data type."""
     remedy = "which loses more than precision and is never done for you:"
     if can_cast(meta.dtype, tensor.dtype):
-        if casts():
+        if cast:
             return
         remedy = "nothing is cast silently: load with cast=True, or"
     raise DTypeMismatchError(

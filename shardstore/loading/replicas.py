@@ -13,8 +13,6 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -25,6 +23,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from shardstore.distributed.groups import (
+    Group,
     exchange_device,
     global_rank,
     global_ranks,
@@ -33,7 +32,9 @@ from shardstore.distributed.groups import (
     raise_together,
 )
 from shardstore.errors import ArgumentError
-from shardstore.loading.casting import CastRead, converted, read_converting
+from shardstore.loading.casting import CastRead, budget_of, converted, read_converting
+from shardstore.loading.context import LoadContext
+from shardstore.progress import Meter
 from shardstore.saving.staging import copy_bits
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.format import dtypes
@@ -47,16 +48,13 @@ from shardstore.storage.stores.location import Location
 __all__ = [
     "Members",
     "Offer",
-    "Sharing",
     "agree",
     "members_of",
     "offer",
     "read_regions",
-    "shared_reads",
-    "sharing_of",
+    "sharing_group",
 ]
 
-DEFAULT_BUDGET_BYTES = 256 * 1024 * 1024
 ALIGNMENT = 64
 ROUND_BYTES = 16 * 1024 * 1024
 """Of one rank in a round at the most, budget or not: the next is read while one travels."""
@@ -65,28 +63,10 @@ BUFFERS = 4
 what it reads alone to convert."""
 
 
-@dataclass(frozen=True)
-class Sharing:
-    """A group that shares its reading.
+def sharing_group(group: Group, share: str, place: Location) -> Group:
+    """Return the group that this rank would share its reading with, ``None`` for none.
 
-    Attributes:
-        group: a process group; its backend may be gloo or NCCL.
-        budget_bytes: host memory for chunks under way, on each rank; the smallest of the group
-            counts.
-    """
-
-    group: Any
-    budget_bytes: int = DEFAULT_BUDGET_BYTES
-
-
-_sharing: ContextVar[Sharing | None] = ContextVar("sharing", default=None)
-
-
-def sharing_of(
-    group: Any, share: str, place: Location, budget_bytes: int = DEFAULT_BUDGET_BYTES
-) -> Sharing | None:
-    """Whether this rank would share its reading with a group; whether all of the group would, which
-    it takes, :mod:`shardstore.loading.replicas` tells.
+    All ranks of the group have to want it, see :func:`agree`.
 
     Args:
         group: the group, ``None`` for none.
@@ -94,10 +74,9 @@ def sharing_of(
             object store or to more than this host. From a local disk they do not: the page cache
             hands a chunk to a second rank of the host faster than the first rank could send it.
         place: the checkpoint.
-        budget_bytes: see :class:`Sharing`.
 
     Raises:
-        ValueError: no such choice.
+        ArgumentError: no such choice.
     """
     if share not in ("auto", "always", "never"):
         raise ArgumentError(f"share_replicas={share!r} must be 'auto', 'always' or 'never'")
@@ -105,7 +84,7 @@ def sharing_of(
         return None
     if share == "auto" and place.is_local and not _is_on_several_hosts(group):
         return None
-    return Sharing(group, budget_bytes)
+    return group
 
 
 def _is_on_several_hosts(group: Any) -> bool:
@@ -117,50 +96,48 @@ def _is_on_several_hosts(group: Any) -> bool:
     return len({rank // on_each for rank in global_ranks(group)}) > 1
 
 
-@contextmanager
-def shared_reads(sharing: Sharing | None) -> Iterator[None]:
-    """Within, :func:`read_regions` shares with the group; every rank of it must read."""
-    token = _sharing.set(sharing)
-    try:
-        yield
-    finally:
-        _sharing.reset(token)
-
-
 def read_regions(
-    stored: StoredCheckpoint,
-    regions: Sequence[RegionRead],
-    error: Exception | None = None,
-    done: ReadDone | None = None,
+    context: LoadContext, regions: Sequence[RegionRead], error: Exception | None = None
 ) -> None:
-    """Read regions into their destinations, together with a group if there is one.
+    """Read regions into their destinations, together with the load's group if there is one.
 
     Args:
-        stored: the checkpoint.
+        context: the load.
         regions: what this rank wants.
         error: what went wrong on this rank before; it is raised on every rank of the group.
-        done: told as the regions fill.
 
     Raises:
         RanksError: another rank of the group failed.
         ChunkMissingError, ChunkCorruptError: as :meth:`StoredCheckpoint.read`.
     """
-    sharing = _sharing.get()
-    if sharing is None:
+    stored, group = context.stored, context.group
+    done = _expected(context.meter, regions)
+    if group is None:
         if error is not None:
             raise error
-        read_converting(stored.read, regions, done)
+        read_converting(stored.read, regions, budget_of(context), done)
         return
-    group, what = sharing.group, f"loading {stored.location.url} together"
+    what = f"loading {stored.location.url} together"
     exchange = None
     if error is None:
         try:
-            exchange = _Exchange(stored, regions, sharing, done)
+            exchange = _Exchange(stored, regions, group, context.budget_bytes, done)
         except Exception as problem:
             error = problem
     raise_together(error, group, what)
     assert exchange is not None
     exchange.run(what)
+
+
+def _expected(meter: Meter | None, regions: Sequence[RegionRead]) -> ReadDone | None:
+    """Tell a meter what is to come; returns what is to be told of regions that were read."""
+    if meter is None:
+        return None
+    chunks = 0
+    if meter.is_watched:
+        chunks = sum(1 for region in regions for _ in chunk_parts(region))
+    meter.expect(sum(region.out.nbytes for region in regions), chunks)
+    return meter.add
 
 
 @dataclass(frozen=True)
@@ -194,15 +171,16 @@ class _Exchange:
         self,
         stored: StoredCheckpoint,
         regions: Sequence[RegionRead],
-        sharing: Sharing,
-        done: ReadDone | None = None,
+        group: Group,
+        budget_bytes: int,
+        done: ReadDone | None,
     ) -> None:
         self._stored = stored
         self._done = done
         self._stream = stream_here()
-        self._group = sharing.group
-        self._rank, self._size = group_rank(sharing.group), group_size(sharing.group)
-        self._limit = max(1, min(ROUND_BYTES, sharing.budget_bytes // BUFFERS))
+        self._group = group
+        self._rank, self._size = group_rank(group), group_size(group)
+        self._limit = max(1, min(ROUND_BYTES, budget_bytes // BUFFERS))
         self._metas = [stored.arrays[key] for key in sorted(stored.arrays)]
         sizes = [meta.grid.size for meta in self._metas]
         self._starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
@@ -316,7 +294,7 @@ class _Exchange:
             offset = tuple(a + b for a, b in zip(corner, part.within.offset, strict=True))
             kind = CastRead if isinstance(part.out, torch.Tensor) else RegionRead
             reads.append(kind(part.array, Box(offset, part.within.shape), part.out))
-        read_converting(self._stored.read, reads, self._done, self._limit)
+        read_converting(self._stored.read, reads, self._limit, self._done)
         # Boxes of a flat range may meet in a chunk: it is read once all the same.
         for chunks in self._batches(several):
             self._scatter(self._read_whole(chunks), chunks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -35,19 +35,14 @@ __all__ = ["StoredCheckpoint"]
 LAYOUT = ("zarr", 2)
 """Backend and version, as ``metadata.json`` has them, of checkpoints with a root document."""
 
-ReadDocument = Callable[[Location, str], bytes]
-
-
-def _read(location: Location, name: str) -> bytes:
-    return location.read(name)
-
 
 class StoredCheckpoint:
     """What is stored at a location.
 
     Args:
         location: root of the checkpoint.
-        read_document: how to read a small document; the default reads the store.
+        documents: small documents that were read before, by name; ``None`` where there is none of
+            that name. All others are read from the store.
         threads: threads for reading.
     """
 
@@ -55,13 +50,31 @@ class StoredCheckpoint:
         self,
         location: Location,
         *,
-        read_document: ReadDocument = _read,
+        documents: Mapping[str, bytes | None] | None = None,
         threads: int | None = None,
     ) -> None:
         self.location = location
-        self._read_document = read_document
+        self.documents = documents or {}
         self._threads = threads
         self._lock = threading.Lock()
+
+    def document(self, name: str) -> bytes:
+        """Return a small document.
+
+        Raises:
+            FileNotFoundError: there is none of that name.
+            StorageError: the store refused.
+        """
+        if name not in self.documents:
+            return self.location.read(name)
+        if (data := self.documents[name]) is None:
+            raise FileNotFoundError(f"{self.location.url}/{name}")
+        return data
+
+    def has_document(self, name: str) -> bool:
+        """Whether there is a document of that name."""
+        known = name in self.documents
+        return self.documents[name] is not None if known else self.location.exists(name)
 
     @cached_property
     def root(self) -> RootDocument | None:
@@ -71,7 +84,7 @@ class StoredCheckpoint:
             DamagedCheckpointError: it is gone, and was there by what ``metadata.json`` says.
         """
         try:
-            text = self._read_document(self.location, "zarr.json")
+            text = self.document("zarr.json")
         except FileNotFoundError:
             self._require_no_root()
             return None
@@ -80,7 +93,7 @@ class StoredCheckpoint:
 
     def _require_no_root(self) -> None:
         try:
-            config = json.loads(self.location.read(CONFIG_NAME))
+            config = json.loads(self.document(CONFIG_NAME))
         except (FileNotFoundError, ValueError):
             return
         told = isinstance(config, dict) and config
@@ -142,7 +155,7 @@ class StoredCheckpoint:
     def manifest(self) -> Manifest | None:
         """What each chunk was when it was written; ``None`` where there is no manifest."""
         try:
-            data = self._read_document(self.location, MANIFEST_NAME)
+            data = self.document(MANIFEST_NAME)
         except FileNotFoundError:
             return None
         from shardstore.storage.format.manifest import Manifest
@@ -266,7 +279,7 @@ class StoredCheckpoint:
 
     def require(self) -> None:
         """Raise :class:`NotACheckpointError` unless there is a checkpoint with arrays of ours."""
-        if self.root is None and not self.location.exists("metadata.json"):
+        if self.root is None and not self.has_document(CONFIG_NAME):
             url = self.location.url
             if self.location.is_local and not self.location.exists():
                 raise NotACheckpointError(

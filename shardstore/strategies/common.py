@@ -22,12 +22,11 @@ from shardstore.errors import (
     MissingKeyError,
     NotACheckpointError,
 )
-from shardstore.loading.context import open_checkpoint
+from shardstore.loading.context import context_of
 from shardstore.mapping import ShardedObject, ShardedStateDict, StateDict, is_main_replica
 from shardstore.saving.session import session_of
 from shardstore.storage.commit.object_files import is_object_file
 from shardstore.storage.format.names import COMMON_STATE_NAME, is_inside, key_of, node_name
-from shardstore.storage.handed import read_document
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.object_io import read_objects
 from shardstore.strategies.base import (
@@ -183,17 +182,18 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
             NotACheckpointError: there is none.
             UnsafeObjectError, DamagedCheckpointError: see :func:`load_bytes`.
         """
-        location = Location.of(checkpoint_dir)
+        stored = context_of(checkpoint_dir).stored
+        location = stored.location
         url = f"{location.url}/{COMMON_STATE_FNAME}"
         try:
-            data = read_document(location, COMMON_STATE_FNAME)
+            data = stored.document(COMMON_STATE_FNAME)
         except FileNotFoundError:
             raise NotACheckpointError(
                 f"{url} is missing: {location.url} is no whole checkpoint; it holds "
                 f"{location.listing()[:8]}",
                 url=url,
             ) from None
-        checked = open_checkpoint(location).check_file(COMMON_STATE_FNAME, data)
+        checked = stored.check_file(COMMON_STATE_FNAME, data)
         loaded = load_bytes(data, url, checked=checked)
         if not isinstance(loaded, dict):
             raise DamagedCheckpointError(
@@ -210,10 +210,11 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
             MissingKeyError: an object is not in the checkpoint.
             UnsafeObjectError, DamagedCheckpointError: see :func:`load_bytes`.
         """
-        location = Location.of(checkpoint_dir)
+        stored = context_of(checkpoint_dir).stored
+        location = stored.location
 
         def value_of(sharded: ShardedObject, name: str, data: bytes) -> Any:
-            open_checkpoint(location).check_file(name, data)
+            stored.check_file(name, data)
             return load_file(name, data, f"{location.url}/{name}", sharded.unique_key)
 
         values = {
@@ -303,7 +304,7 @@ def _read_object(location: Location, sharded: ShardedObject) -> tuple[str, bytes
     """Name and content of an object's file."""
     for name in _names_of(sharded):
         try:
-            return name, read_document(location, name)
+            return name, location.read(name)
         except FileNotFoundError:
             continue
     beside = [n for n in location.listing(node_name(sharded.key)) if is_object_file(n)][:4]

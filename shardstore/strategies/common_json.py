@@ -10,10 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from shardstore.errors import NotACheckpointError
+from shardstore.loading.context import context_of
 from shardstore.mapping import ShardedObject, StateDict
-from shardstore.storage.format.documents import parse_root
-from shardstore.storage.handed import read_document
-from shardstore.storage.stores.location import Location
 from shardstore.strategies.base import StrategyAction, register_default_strategy
 from shardstore.strategies.common import TorchCommonLoadStrategy
 from shardstore.strategies.compatibility import require_backend, require_version
@@ -33,20 +31,17 @@ class JsonCommonLoadStrategy(TorchCommonLoadStrategy):
             DamagedCheckpointError: the record in it is malformed.
             UnsafeObjectError: an object without a JSON form needs a class that was not allowed.
         """
-        location = Location.of(checkpoint_dir)
-        try:
-            text = read_document(location, "zarr.json")
-        except FileNotFoundError:
+        stored = context_of(checkpoint_dir).stored
+        url = stored.location.url
+        if stored.root is None:
             raise NotACheckpointError(
-                f"{location.url}/zarr.json is missing: {location.url} is no whole checkpoint",
-                url=location.url,
-            ) from None
-        root = parse_root(text, f"{location.url}/zarr.json")
-        record = StateRecord.from_root(root.attributes, location.url)
+                f"{url}/zarr.json is missing: {url} is no whole checkpoint", url=url
+            )
+        record = StateRecord.from_root(stored.root.attributes, url)
         if record is None:
             return {}
         wanted = {key: ShardedObject(key, None, (1,), (0,)) for key in record.files}
-        return record.nested(location.url, self.load_sharded_objects(wanted, checkpoint_dir))
+        return record.nested(url, self.load_sharded_objects(wanted, checkpoint_dir))
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         """Raise unless the common part was written by this backend."""

@@ -8,6 +8,7 @@ wrapped strategy's business; who moves bytes between ranks is :mod:`shardstore.e
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from shardstore.exchange_utils import (
     exchange_by_distribution,
     exchange_loaded_objects_gather_object,
 )
+from shardstore.loading.context import context_of, using
 from shardstore.loading.deferred import (
     as_lists,
     defer_items,
@@ -35,7 +37,6 @@ from shardstore.loading.deferred import (
     numbered,
     renamed,
 )
-from shardstore.loading.replicas import Sharing, shared_reads
 from shardstore.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import (
@@ -171,7 +172,8 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         if group_size(self.parallelization_group) <= 1:
             return self.base_strategy.load(sharded_state_dict, checkpoint_dir)
         if self.exchange_algo == "chunks":
-            with shared_reads(Sharing(self.parallelization_group)):
+            group = self.parallelization_group or torch.distributed.group.WORLD
+            with using(replace(context_of(checkpoint_dir), group=group)):
                 return self.base_strategy.load(sharded_state_dict, checkpoint_dir)
         distribution = self.apply_loading_parallelization(sharded_state_dict)
         assert distribution is not None  # there is more than one rank

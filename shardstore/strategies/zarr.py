@@ -9,7 +9,6 @@ moves the bytes.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
 from logging import getLogger
 from pathlib import Path
 from typing import Any, cast
@@ -28,7 +27,7 @@ from shardstore.loading.assemble import (
     pad_to_expected_shape,
     postprocess_numpy_array,
 )
-from shardstore.loading.context import current_meter, open_checkpoint
+from shardstore.loading.context import context_of
 from shardstore.loading.plan import TensorRead, find_array, plan_read
 from shardstore.loading.replicas import read_regions
 from shardstore.mapping import ShardedStateDict, ShardedTensor, StateDict, is_main_replica
@@ -42,7 +41,6 @@ from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import DEFAULT_TARGET_CHUNK_BYTES
 from shardstore.storage.format.names import check_collisions
-from shardstore.storage.movers.chunks import ReadDone, RegionRead, chunk_parts
 from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES, SaveOptions
 from shardstore.storage.stores.location import Location
@@ -321,18 +319,20 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):
                 asked for.
             ChunkMissingError, ChunkCorruptError: what is stored is not what was written.
         """
-        stored = open_checkpoint(checkpoint_dir)
+        context = context_of(checkpoint_dir)
+        stored = context.stored
         planned: dict[int, TensorRead] = {}
         error: Exception | None = None
         try:
             stored.require()
             with collector_paused():
                 for tensor in sharded_tensors_of(sharded_state_dict):
-                    planned[id(tensor)] = _plan(stored, tensor)
+                    meta = find_array(stored.arrays, tensor, stored.location.url, cast=context.cast)
+                    planned[id(tensor)] = plan_read(tensor, meta)
         except Exception as problem:
             error = problem  # met by all that read together
         regions = [region for read in planned.values() for region in read.regions]
-        read_regions(stored, regions, error, _watched(regions))
+        read_regions(context, regions, error)
 
         def loaded(value: Any) -> Any:
             if not isinstance(value, ShardedTensor):
@@ -347,7 +347,7 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):
 
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
         """Key -> sharded tensor without data, whole, for each stored array."""
-        stored = open_checkpoint(checkpoint_dir)
+        stored = context_of(checkpoint_dir).stored
         stored.require()
         return {
             key: _whole_tensor(key, meta.shape, dtypes.torch_dtype(meta.dtype))
@@ -377,22 +377,6 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):
                 "version of shardstore "
                 f"reads {V2_LAYOUT} and {V3_LAYOUT}: upgrade shardstore to load it"
             )
-
-
-def _watched(regions: Sequence[RegionRead]) -> ReadDone | None:
-    """Tell who watches this load what is to come; returns whom to tell what has come."""
-    meter = current_meter()
-    if meter is None:
-        return None
-    chunks = 0
-    if meter.is_watched:
-        chunks = sum(1 for region in regions for _ in chunk_parts(region))
-    meter.expect(sum(region.out.nbytes for region in regions), chunks)
-    return meter.add
-
-
-def _plan(stored: StoredCheckpoint, tensor: ShardedTensor) -> TensorRead:
-    return plan_read(tensor, find_array(stored.arrays, tensor, stored.location.url))
 
 
 __all__ = [

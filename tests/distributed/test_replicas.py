@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import shardstore
 from shardstore.errors import AccessPatternError, ArgumentError, CheckpointingException
-from shardstore.loading.replicas import sharing_of
+from shardstore.loading.replicas import sharing_group
 from shardstore.mapping import ShardedTensor
 from shardstore.saving.replicas import share_out
 from shardstore.storage.movers.counters import counters
@@ -273,18 +273,18 @@ def sharing_is_a_choice(rank: int, world_size: int, folder: Path) -> None:
 def automatic_is_where_bytes_come_over_a_network(rank: int, world_size: int, folder: Path) -> None:
     here, far = Location.of(folder), Location.of("s3://bucket/run")
     alone = [dist.new_group([number]) for number in range(WORLD)][rank]
-    assert sharing_of(everything(), "auto", far) is not None
-    assert sharing_of(everything(), "never", far) is None
-    assert sharing_of(alone, "always", far) is None
-    assert sharing_of(None, "always", far) is None
-    assert sharing_of(everything(), "auto", here) is None
+    assert sharing_group(everything(), "auto", far) is not None
+    assert sharing_group(everything(), "never", far) is None
+    assert sharing_group(alone, "always", far) is None
+    assert sharing_group(None, "always", far) is None
+    assert sharing_group(everything(), "auto", here) is None
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", "2")  # as torchrun says it: two hosts
-        assert sharing_of(everything(), "auto", here) is not None
+        assert sharing_group(everything(), "auto", here) is not None
         patch.setenv("LOCAL_WORLD_SIZE", str(WORLD))
-        assert sharing_of(everything(), "auto", here) is None
+        assert sharing_group(everything(), "auto", here) is None
         patch.delenv("LOCAL_WORLD_SIZE")  # nobody tells of hosts
-        assert sharing_of(everything(), "auto", here) is None
+        assert sharing_group(everything(), "auto", here) is None
 
 
 def hosts_of_a_group_are_those_of_its_ranks(rank: int, world_size: int, folder: Path) -> None:
@@ -295,8 +295,8 @@ def hosts_of_a_group_are_those_of_its_ranks(rank: int, world_size: int, folder: 
     with pytest.MonkeyPatch.context() as patch:
         for local, is_on_several in (("2", True), (str(WORLD), False)):
             patch.setenv("LOCAL_WORLD_SIZE", local)
-            assert sharing_of(within, "auto", here) is None
-            assert (sharing_of(across, "auto", here) is not None) == is_on_several
+            assert sharing_group(within, "auto", here) is None
+            assert (sharing_group(across, "auto", here) is not None) == is_on_several
         patch.setenv("LOCAL_WORLD_SIZE", "2")
         shardstore.save(replicated(rank), folder / "c", SMALL)
         before = counters.snapshot()

@@ -92,7 +92,7 @@ class BaseChunks:
 
     def __init__(self, location: Location, texts: Mapping[str, bytes]) -> None:
         self.location = location
-        self._stored = StoredCheckpoint(location, read_document=lambda _, name: texts[name])
+        self._stored = StoredCheckpoint(location, documents=texts)
         self._manifest = self._stored.manifest
         self._arrays = self._stored.arrays
         self._checker = ChunkChecker(self._stored, self._manifest)
