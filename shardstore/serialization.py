@@ -25,7 +25,7 @@ from shardstore.loading.metadata import (
     load_tensors_metadata,
     remove_sharded_tensors,
 )
-from shardstore.loading.partial import part_of
+from shardstore.loading.plan import part_of
 from shardstore.loading.run import LoadCall, run_load
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
 from shardstore.progress import ProgressCallback

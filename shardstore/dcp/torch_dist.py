@@ -20,18 +20,17 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from shardstore.dcp.files import ORIGINAL_SHAPE, DcpFiles
 from shardstore.dcp.torch_dist_save import FilesSave
-from shardstore.dict_utils import dict_list_map_outplace, nested_values
+from shardstore.dict_utils import nested_values
 from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import (
     AccessPatternError,
     ArgumentError,
     CheckpointingException,
     FormatVersionError,
-    NotACheckpointError,
 )
-from shardstore.loading.casting import budget_of, read_converting
+from shardstore.loading.assemble import assemble, read_chunks
 from shardstore.loading.context import context_of
-from shardstore.loading.plan import find_array, plan_read
+from shardstore.loading.plan import plan_reads, whole_tensor
 from shardstore.mapping import (
     ShardedObject,
     ShardedStateDict,
@@ -43,6 +42,7 @@ from shardstore.saving.replicas import without_main_replica
 from shardstore.saving.session import SaveSession, session_of
 from shardstore.saving.sources import require_plain
 from shardstore.storage.format import dtypes
+from shardstore.storage.movers.chunks import ReadDone, RegionRead, chunk_parts
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import (
@@ -50,6 +50,8 @@ from shardstore.strategies.base import (
     LoadShardedStrategy,
     StrategyAction,
     register_default_strategy,
+    require_backend,
+    require_version,
 )
 from shardstore.strategies.checkpointable import (
     CheckpointableShardedTensor,
@@ -340,21 +342,24 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
             UnsafeObjectError: an object needs a class that was not allowed.
         """
         files = DcpFiles.open(checkpoint_dir)
-        context = context_of(checkpoint_dir)
-        planned = {}
-        for value in nested_values(sharded_state_dict):
-            if isinstance(value, ShardedTensor):
-                meta = find_array(files.arrays, value, files.location.url, cast=context.cast)
-                planned[id(value)] = plan_read(value, meta)
-        regions = [region for read in planned.values() for region in read.regions]
-        read_converting(lambda reads, _: files.read(reads), regions, budget_of(context))
+        context, url = context_of(checkpoint_dir), files.location.url
+        values = list(nested_values(sharded_state_dict))
+        tensors = [value for value in values if isinstance(value, ShardedTensor)]
+        plan = plan_reads(tensors, files.arrays, url, cast=context.cast)
 
-        def loaded(value: Any) -> Any:
-            if isinstance(value, ShardedObject):
-                return _unwrapped(files.read_object(value.unique_key))
-            return planned[id(value)].finish()
+        def read(reads: Sequence[RegionRead], done: ReadDone | None) -> None:
+            files.read(reads)
+            if done is not None:
+                for region in reads:
+                    done(region.out.nbytes, sum(1 for _ in chunk_parts(region)))
 
-        return cast(StateDict, dict_list_map_outplace(loaded, sharded_state_dict))
+        read_chunks(context, plan, read=read)
+        objects = {
+            id(value): _unwrapped(files.read_object(value.unique_key))
+            for value in values
+            if isinstance(value, ShardedObject)
+        }
+        return assemble(plan, sharded_state_dict, url, objects)
 
     def load_tensors_metadata(
         self, checkpoint_dir: str | Path, metadata: object = None
@@ -392,28 +397,18 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         """Raise unless the checkpoint was written by this backend."""
-        if loaded_backend != BACKEND:
-            raise NotACheckpointError(
-                f"the checkpoint was written by backend {loaded_backend!r}, this strategy reads "
-                f"{BACKEND!r}; leave sharded_strategy out to have the right one chosen"
-            )
+        require_backend("the checkpoint", loaded_backend, BACKEND, "sharded_strategy")
 
     def check_version_compatibility(self, loaded_version: int) -> None:
         """Raise unless the checkpoint was written by a version that this one reads."""
-        if loaded_version != VERSION:
-            raise FormatVersionError(
-                f"the checkpoint has version {loaded_version!r} of the {BACKEND!r} backend, this "
-                f"version of shardstore reads {VERSION}: upgrade shardstore to load it"
-            )
+        require_version("the checkpoint", loaded_version, BACKEND, VERSION)
 
 
 def _whole_tensors(files: DcpFiles) -> ShardedStateDict:
-    found: ShardedStateDict = {}
-    for key, meta in files.arrays.items():
-        zeros, ones = (0,) * len(meta.shape), (1,) * len(meta.shape)
-        dtype = dtypes.torch_dtype(meta.dtype)
-        found[key] = ShardedTensor(key, None, dtype, meta.shape, meta.shape, zeros, ones)
-    return found
+    return {
+        key: whole_tensor(key, meta.shape, dtypes.torch_dtype(meta.dtype))
+        for key, meta in files.arrays.items()
+    }
 
 
 def _unwrapped(value: Any) -> Any:

@@ -1,86 +1,99 @@
-"""From a stored shard to the tensor that is asked for: padded, and cut to its flattened range.
-
-Answers for arrays and tensors that are in memory already. Knows nothing of files; the strategies
-read straight into place (:mod:`.read_plan`). Public as :mod:`shardstore.strategies.zarr`.
-"""
+"""The end of a load: read what is planned, and put the tensors in their places."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from shardstore.errors import ShapeMismatchError
-from shardstore.mapping import ShardedTensor
-from shardstore.storage.format import dtypes
+from shardstore.dict_utils import dict_list_map_outplace
+from shardstore.distributed.groups import raise_together
+from shardstore.errors import CheckpointingException
+from shardstore.loading.context import LoadContext
+from shardstore.loading.host import Read, budget_of, read_through_host
+from shardstore.loading.plan import ReadPlan
+from shardstore.loading.replicas import Exchange
+from shardstore.mapping import ShardedStateDict, ShardedTensor, StateDict
+from shardstore.storage.movers.chunks import chunk_parts
 
-__all__ = ["flatten_range", "pad_to_expected_shape", "postprocess_numpy_array"]
+__all__ = ["assemble", "read_chunks"]
 
 
-def postprocess_numpy_array(
-    loaded_array: NDArray[Any], sharded_tensor: ShardedTensor, apply_flattened_range: bool = True
-) -> torch.Tensor:
-    """Turn a NumPy array of a whole shard into the torch tensor that is asked for.
+def read_chunks(
+    context: LoadContext,
+    plan: ReadPlan,
+    error: Exception | None = None,
+    *,
+    read: Read | None = None,
+) -> None:
+    """Read what is planned, together with the load's group if there is one.
 
     Args:
-        loaded_array: the shard as it was stored, of the local shape unless
-            ``allow_shape_mismatch``.
-        sharded_tensor: what is asked for.
-        apply_flattened_range: cut out the flattened range, if there is one.
+        context: the load.
+        plan: what this rank wants.
+        error: what went wrong on this rank before; it is raised on every rank of the group.
+        read: reads regions, and no group shares them; default: reads chunks of the checkpoint.
 
     Raises:
-        ShapeMismatchError: another shape, without ``allow_shape_mismatch``.
+        RanksError: another rank of the group failed.
+        ChunkMissingError, ChunkCorruptError: as :meth:`StoredCheckpoint.read`.
     """
-    x = dtypes.as_tensor(np.ascontiguousarray(loaded_array).reshape(loaded_array.shape))
-    if tuple(x.shape) != sharded_tensor.local_shape:
-        if not sharded_tensor.allow_shape_mismatch:
-            raise ShapeMismatchError(
-                f"Local shape mismatch for key {sharded_tensor.key!r}: loaded {tuple(x.shape)}, "
-                "expected "
-                f"{sharded_tensor.local_shape}; set allow_shape_mismatch=True to zero-pad",
-                key=sharded_tensor.key,
+    group = None if read is not None else context.group
+    what = f"loading {context.stored.location.url} together"
+    if group is not None:
+        raise_together(error, group, what)
+    elif error is not None:
+        raise error
+    regions = [region for one in plan.values() for region in one.regions]
+    done = None
+    if context.meter is not None:
+        chunks = 0
+        if context.meter.is_watched:
+            chunks = sum(1 for region in regions for _ in chunk_parts(region))
+        context.meter.expect(sum(region.out.nbytes for region in regions), chunks)
+        done = context.meter.add
+    with torch.no_grad():
+        for one in plan.values():
+            if one.is_padded:
+                one.target.zero_()
+    if group is None:
+        read_through_host(read or context.stored.read, regions, budget_of(context), done)
+    else:
+        Exchange(context.stored, regions, group, context.budget_bytes, done).run(what)
+
+
+def assemble(
+    plan: ReadPlan,
+    sharded_state_dict: ShardedStateDict,
+    url: str,
+    objects: Mapping[int, Any] | None = None,
+) -> StateDict:
+    """Return the state dict with tensors in the place of sharded tensors.
+
+    Args:
+        plan: was read.
+        sharded_state_dict: what was asked for.
+        url: of the checkpoint, for the error text.
+        objects: ``id`` of what else is in it -> its value.
+
+    Raises:
+        CheckpointingException: there is something else in it.
+    """
+    known = objects or {}
+
+    def loaded(value: Any) -> Any:
+        if id(value) in known:
+            return known[id(value)]
+        if not isinstance(value, ShardedTensor):
+            raise CheckpointingException(
+                f"{type(value).__name__} among the sharded tensors to load from {url}; the "
+                "common strategy loads other objects"
             )
-        x = pad_to_expected_shape(x, sharded_tensor)
-    if apply_flattened_range and sharded_tensor.flattened_range is not None:
-        x = flatten_range(sharded_tensor, x)
-    return x
+        read = plan[id(value)]
+        if read.staged is not None:
+            with torch.no_grad():
+                read.result.copy_(read.staged)
+        return read.result
 
-
-def flatten_range(sharded_tensor: ShardedTensor, x: torch.Tensor) -> torch.Tensor:
-    """The flattened range of a whole local tensor, one-dimensional.
-
-    The tensor itself where there is no range.
-    """
-    if sharded_tensor.flattened_range is None:
-        return x
-    return x.reshape(-1)[sharded_tensor.flattened_range]
-
-
-def pad_to_expected_shape(x: torch.Tensor, expected_sharded_ten: ShardedTensor) -> torch.Tensor:
-    """A tensor in the expected local shape, zero beyond the tensor's own extent.
-
-    Raises:
-        ShapeMismatchError: another number of axes, or the tensor is longer than expected along one.
-    """
-    expected = expected_sharded_ten.local_shape
-    if x.ndim != len(expected):
-        raise ShapeMismatchError(
-            f"key {expected_sharded_ten.key!r}: loaded {x.ndim} axes {tuple(x.shape)}, expected "
-            f"{len(expected)} {expected}; "
-            "padding changes lengths, not the number of axes",
-            key=expected_sharded_ten.key,
-        )
-    if tuple(x.shape) == expected:
-        return x
-    if any(a > b for a, b in zip(x.shape, expected, strict=True)):
-        raise ShapeMismatchError(
-            f"key {expected_sharded_ten.key!r}: loaded {tuple(x.shape)} is larger than expected "
-            f"{expected}; padding "
-            "never drops data",
-            key=expected_sharded_ten.key,
-        )
-    out = x.new_zeros(expected)
-    out[tuple(slice(n) for n in x.shape)] = x
-    return out
+    return cast(StateDict, dict_list_map_outplace(loaded, sharded_state_dict))

@@ -1,23 +1,22 @@
-"""From sharded tensors to regions: what of which array goes where in memory.
+"""From sharded tensors to regions: which part of which array goes where in memory.
 
-A destination is the tensor that was given, where its memory can be written directly. One on a
-device is filled through a little host memory, one of an unusual kind by a copy at the end; where
-none was given or one without memory (on the meta device), a new one is returned. One that can not
-be filled is refused. Flattened ranges are read as boxes, never as the whole shard. Nothing is cast
-unless the load was asked to, and nothing is padded unless ``allow_shape_mismatch`` says so.
+A region is read straight into the tensor that was given, where its memory can be written; else
+through host memory. A new tensor is made where none was given, or one on the meta device.
+Flattened ranges are read as boxes, never as the whole shard. Planning moves no bytes.
 """
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
 
+from shardstore.dict_utils import dict_list_map_outplace
 from shardstore.errors import (
     AccessPatternError,
     ArgumentError,
@@ -25,15 +24,25 @@ from shardstore.errors import (
     MissingKeyError,
     ShapeMismatchError,
 )
-from shardstore.loading.casting import CastRead, can_cast, goes_through_host
-from shardstore.mapping import ShardedTensor
+from shardstore.exchange_utils import data_shape
+from shardstore.loading.host import HostRead
+from shardstore.mapping import ShardedStateDict, ShardedTensor
 from shardstore.sharded.layouts import flat_bounds, local_box
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box, flat_range_boxes
 from shardstore.storage.movers.chunks import RegionRead
 
-__all__ = ["TensorRead", "plan_read", "require_writable"]
+__all__ = [
+    "ReadPlan",
+    "TensorRead",
+    "held_regions",
+    "part_of",
+    "plan_reads",
+    "require_writable",
+    "whole_tensor",
+    "with_destinations",
+]
 
 
 @dataclass
@@ -43,70 +52,99 @@ class TensorRead:
     Attributes:
         result: the tensor that the caller gets.
         regions: what is read.
-        staged: host memory that is copied into ``result`` at the end, where it can not be read
-            into.
+        staged: host memory that is read into and copied to ``result`` at the end, where parts of
+            ``result`` can not be written.
+        is_padded: some of it is not stored, and becomes zero.
     """
 
     result: torch.Tensor
     regions: list[RegionRead] = field(default_factory=list)
     staged: torch.Tensor | None = None
+    is_padded: bool = False
 
-    def finish(self) -> torch.Tensor:
-        """Bring staged data to its place, and return the loaded tensor."""
-        if self.staged is not None:
-            with torch.no_grad():
-                self.result.copy_(self.staged)
-        return self.result
+    @property
+    def target(self) -> torch.Tensor:
+        """The tensor that the regions are parts of."""
+        return self.result if self.staged is None else self.staged
 
 
-def find_array(
-    arrays: Mapping[str, ArrayMeta], tensor: ShardedTensor, url: str, *, cast: bool = False
-) -> ArrayMeta:
-    """The stored array of a tensor.
+ReadPlan: TypeAlias = dict[int, TensorRead]
+"""``id`` of a sharded tensor -> how it is loaded."""
+
+
+def plan_reads(
+    tensors: Iterable[ShardedTensor],
+    arrays: Mapping[str, ArrayMeta],
+    url: str,
+    *,
+    cast: bool = False,
+) -> ReadPlan:
+    """Plan how sharded tensors are loaded.
 
     Args:
+        tensors: what is asked for.
         arrays: what is stored, by key.
-        tensor: what is asked for.
         url: of the checkpoint, for error texts.
-        cast: whether a stored array of another data type will do.
+        cast: whether tensors may be filled with values of another data type.
 
     Raises:
-        MissingKeyError: there is none of that key.
-        DTypeMismatchError: of another data type, in a load that does not cast, or not to this one.
-        ShapeMismatchError: of another global shape, without ``allow_shape_mismatch``.
+        MissingKeyError: there is no array of a tensor's key.
+        DTypeMismatchError: it is of another data type, without ``cast`` or not to be cast to this
+            one; or the tensor given is.
+        ShapeMismatchError: it is of another global shape, without ``allow_shape_mismatch``; or the
+            tensor given is not of the shape described.
+        AccessPatternError: the shard lies outside the global shape.
+        ArgumentError: the tensor given can not be filled in place.
     """
+    return {
+        id(tensor): _plan_read(tensor, _find_array(arrays, tensor, url, cast)) for tensor in tensors
+    }
+
+
+def _find_array(
+    arrays: Mapping[str, ArrayMeta], tensor: ShardedTensor, url: str, cast: bool
+) -> ArrayMeta:
+    """Return the stored array of a tensor, if it fits."""
     meta = arrays.get(tensor.key)
     if meta is None:
-        close = difflib.get_close_matches(tensor.key, arrays, n=3)
-        hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else "."
-        raise MissingKeyError(
-            f"key {tensor.key!r} is not in the checkpoint {url} ({len(arrays)} arrays){hint} "
-            "A `strict` mode other than assume_ok_unexpected leaves such keys out",
-            key=tensor.key,
-            url=url,
+        raise _missing(
+            tensor.key,
+            arrays,
+            url,
+            " A `strict` mode other than assume_ok_unexpected leaves such keys out",
         )
-    expected = dtypes.zarr_name(tensor.dtype)
-    if meta.dtype != expected:
+    if meta.dtype != dtypes.zarr_name(tensor.dtype):
         _require_cast(tensor, meta, url, cast)
-    same = meta.shape == tensor.global_shape
-    if not same and not (
-        tensor.allow_shape_mismatch and len(meta.shape) == len(tensor.global_shape)
-    ):
+    has_axes = len(meta.shape) == len(tensor.global_shape)
+    if meta.shape != tensor.global_shape and not (tensor.allow_shape_mismatch and has_axes):
         raise ShapeMismatchError(
             f"Global shape mismatch for key {tensor.key!r}: stored {meta.shape}, expected "
-            f"{tensor.global_shape} "
-            f"({url}); build the model with the stored shape, or set allow_shape_mismatch=True "
-            "to cut or zero-pad",
+            f"{tensor.global_shape} ({url}); build the model with the stored shape, or set "
+            "allow_shape_mismatch=True to cut or zero-pad",
             key=tensor.key,
             url=url,
         )
     return meta
 
 
+def _missing(key: str, arrays: Mapping[str, Any], url: str, more: str = "") -> MissingKeyError:
+    close = difflib.get_close_matches(key, arrays, n=3)
+    hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else "." if more else ""
+    return MissingKeyError(
+        f"key {key!r} is not in the checkpoint {url} ({len(arrays)} arrays){hint}{more}",
+        key=key,
+        url=url,
+    )
+
+
 def _require_cast(tensor: ShardedTensor, meta: ArrayMeta, url: str, cast: bool) -> None:
-    """Raise unless a tensor may be filled with values of another data type."""
+    """Raise unless a tensor may be filled with values of another data type.
+
+    Within a kind (float64 to float16, int64 to int8) values that do not fit become what ``copy_``
+    makes of them.
+    """
     remedy = "which loses more than precision and is never done for you:"
-    if can_cast(meta.dtype, tensor.dtype):
+    if torch.can_cast(dtypes.torch_dtype(meta.dtype), tensor.dtype):
         if cast:
             return
         remedy = "nothing is cast silently: load with cast=True, or"
@@ -119,50 +157,52 @@ def _require_cast(tensor: ShardedTensor, meta: ArrayMeta, url: str, cast: bool) 
     )
 
 
-def plan_read(tensor: ShardedTensor, meta: ArrayMeta) -> TensorRead:
-    """Plan how a sharded tensor is loaded from its array.
-
-    Raises:
-        ShapeMismatchError, DTypeMismatchError: the tensor given has not the described shape or
-            data type.
-        AccessPatternError: the shard lies outside the global shape.
-        ArgumentError: the tensor given can not be filled in place.
-    """
+def _plan_read(tensor: ShardedTensor, meta: ArrayMeta) -> TensorRead:
+    """Plan how one sharded tensor is loaded from its array."""
     tensor.validate_metadata_integrity()
     box = local_box(tensor)
-    flat = flat_bounds(tensor) if tensor.flattened_range is not None else None
-    shape = tensor.local_shape if flat is None else (flat[1] - flat[0],)
-    if not (_inside(box, tensor.global_shape) or box.size == 0):
+    if box.size and not _is_inside(box, tensor.global_shape):
         raise AccessPatternError(
             f"key {tensor.key!r}: the shard at offset {box.offset} of shape {box.shape} reaches "
             f"beyond the global shape {tensor.global_shape}; correct global_offset",
             key=tensor.key,
         )
+    read = _destination(tensor)
+    read.is_padded = meta.shape != tensor.global_shape and not _is_inside(box, meta.shape)
     name = dtypes.zarr_name(tensor.dtype)
-    converts = name != meta.dtype
-    read, through = _destination(tensor, shape, converts)
-    host = read.staged if read.staged is not None else read.result
-    out: Any = host.detach() if through else dtypes.memory_of(host, name)
-    whole = meta.shape == tensor.global_shape or _inside(box, meta.shape)
-    if not whole:
-        with torch.no_grad():
-            host.zero_()
-    if flat is None:
-        if tensor.prepend_axis_num:
-            out = out[(*(None,) * tensor.prepend_axis_num, ...)]
-        _add(read, meta, box, out, whole)
-        return read
-    start, stop = flat
-    position = 0
-    for part in flat_range_boxes(box.shape, start, stop):
-        region = Box(tuple(a + b for a, b in zip(box.offset, part.offset, strict=True)), part.shape)
-        piece = out[position : position + part.size].reshape(part.shape)
-        _add(read, meta, region, piece, whole)
-        position += part.size
+    through_host = name != meta.dtype or goes_through_host(read.target)
+    out: Any = read.target.detach() if through_host else dtypes.memory_of(read.target, name)
+    kind = HostRead if through_host else RegionRead
+    for region, where in held_regions(tensor, out):
+        if not read.is_padded:
+            if region.size:
+                read.regions.append(kind(meta, region, where))
+        elif stored := Box((0,) * len(meta.shape), meta.shape).intersect(region):
+            inside: tuple[Any, ...] = (..., *stored.relative_to(region.offset).slices)
+            read.regions.append(kind(meta, stored, where[inside]))
     return read
 
 
-def _inside(box: Box, shape: tuple[int, ...]) -> bool:
+def held_regions(tensor: ShardedTensor, memory: Any) -> Iterator[tuple[Box, Any]]:
+    """Yield the boxes of the global tensor that a rank holds, each with its part of the memory.
+
+    Args:
+        tensor: the shard.
+        memory: an array or tensor of the shape of the shard's data.
+    """
+    box = local_box(tensor)
+    if tensor.flattened_range is None:
+        prepended = (None,) * tensor.prepend_axis_num
+        yield box, memory[(*prepended, ...)] if prepended else memory
+        return
+    position = 0
+    for part in flat_range_boxes(box.shape, *flat_bounds(tensor)):
+        offset = tuple(a + b for a, b in zip(box.offset, part.offset, strict=True))
+        yield Box(offset, part.shape), memory[position : position + part.size].reshape(part.shape)
+        position += part.size
+
+
+def _is_inside(box: Box, shape: tuple[int, ...]) -> bool:
     """Whether a box of as many axes lies within a shape."""
     for o, s, n in zip(box.offset, box.shape, shape, strict=True):  # noqa: SIM110 - twice as fast
         if o + s > n:
@@ -170,38 +210,26 @@ def _inside(box: Box, shape: tuple[int, ...]) -> bool:
     return True
 
 
-def _add(read: TensorRead, meta: ArrayMeta, region: Box, out: Any, whole: bool) -> None:
-    """Read the part of a region that is stored; into a tensor, not an array: through the host."""
-    kind = CastRead if isinstance(out, torch.Tensor) else RegionRead
-    if whole:
-        if region.size:
-            read.regions.append(kind(meta, region, out))
-        return
-    common = Box((0,) * len(meta.shape), meta.shape).intersect(region)
-    if common is None:
-        return
-    where: tuple[Any, ...] = (..., *common.relative_to(region.offset).slices)
-    read.regions.append(kind(meta, common, out[where]))
-
-
-def _destination(
-    tensor: ShardedTensor, shape: tuple[int, ...], converts: bool
-) -> tuple[TensorRead, bool]:
-    """Where to, and whether a buffer is between that and the store."""
+def _destination(tensor: ShardedTensor) -> TensorRead:
+    """Return the tensor given, if it has memory, or a new one."""
     data = tensor.data
     if data is None or data.is_meta:
-        fresh = torch.empty(shape, dtype=tensor.dtype)
-        return TensorRead(fresh), converts or goes_through_host(fresh)
+        return TensorRead(torch.empty(data_shape(tensor), dtype=tensor.dtype))
     require_writable(data, tensor.key)
-    if type(data) not in (torch.Tensor, torch.nn.Parameter):
-        staged = torch.empty(shape, dtype=tensor.dtype, pin_memory=data.device.type == "cuda")
-        return TensorRead(data, staged=staged), converts or goes_through_host(staged)
-    if converts or goes_through_host(data):
-        return TensorRead(data.detach()), True
-    lazy = data.is_conj() or data.is_neg()  # the memory holds other values than the tensor
-    if lazy or (tensor.flattened_range is not None and not data.is_contiguous()):
-        return TensorRead(data, staged=torch.empty(shape, dtype=tensor.dtype)), False
-    return TensorRead(data.detach()), False
+    if type(data) in (torch.Tensor, torch.nn.Parameter):
+        return TensorRead(data.detach())
+    # A subclass may refuse to be written in parts.
+    pinned = data.device.type == "cuda"
+    staged = torch.empty(data_shape(tensor), dtype=tensor.dtype, pin_memory=pinned)
+    return TensorRead(data, staged=staged)
+
+
+def goes_through_host(tensor: torch.Tensor) -> bool:
+    """Whether stored bytes can not be read into a tensor's own memory.
+
+    It is on a device, or holds other values than the tensor shows.
+    """
+    return not tensor.is_cpu or tensor.is_conj() or tensor.is_neg()
 
 
 def require_writable(tensor: torch.Tensor, key: str) -> None:
@@ -250,3 +278,68 @@ def _overlaps_itself(data: torch.Tensor) -> bool:
             return len(np.unique(places)) < len(places)
         extent = stride * (size - 1) + extent
     return False
+
+
+def whole_tensor(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> ShardedTensor:
+    """Return a stored tensor as a sharded tensor without data, whole and unsharded."""
+    zeros, ones = (0,) * len(shape), (1,) * len(shape)
+    return ShardedTensor(key, None, dtype, shape, shape, zeros, ones)
+
+
+def with_destinations(wanted: ShardedStateDict, device: torch.device) -> ShardedStateDict:
+    """The same state dict, with tensors on a device where sharded tensors have no data."""
+
+    def given(value: Any) -> Any:
+        if not isinstance(value, ShardedTensor) or value.data is not None:
+            return value
+        return replace(value, data=torch.empty(data_shape(value), dtype=value.dtype, device=device))
+
+    return cast(ShardedStateDict, dict_list_map_outplace(given, wanted))
+
+
+def part_of(
+    tensors: Mapping[str, Any],
+    key: str,
+    region: Sequence[slice] | Mapping[str, Sequence[slice]] | None,
+    url: str,
+) -> ShardedTensor:
+    """A stored tensor, or a region of it, as a sharded tensor without data.
+
+    Args:
+        tensors: key -> whole tensor without data.
+        key: which.
+        region: slices of leading axes, for all keys or by key.
+        url: where, for the error text.
+
+    Raises:
+        MissingKeyError: no such key.
+        ArgumentError: a step other than 1, a bound that is no number, or more slices than axes.
+    """
+    if key not in tensors:
+        raise _missing(key, tensors, url)
+    whole: ShardedTensor = tensors[key]
+    slices = region.get(key, ()) if isinstance(region, Mapping) else region or ()
+    shape = whole.global_shape
+    if not isinstance(slices, Sequence) or not all(isinstance(s, slice) for s in slices):
+        raise ArgumentError(
+            f"region {slices!r} of key {key!r} is to be a list of slices, one an axis, such as "
+            "[slice(0, 2)]"
+        )
+    if len(slices) > len(shape) or any(s.step not in (None, 1) for s in slices):
+        raise ArgumentError(
+            f"region {tuple(slices)} does not fit key {key!r} of shape {shape}: give at most one "
+            "slice an axis, without steps"
+        )
+    try:
+        bounds = [s.indices(n)[:2] for s, n in zip(slices, shape, strict=False)]
+    except TypeError as error:
+        raise ArgumentError(
+            f"region {slices!r} of key {key!r} has bounds that are no whole numbers: give slices "
+            "such as slice(0, 2)"
+        ) from error
+    bounds += [(0, n) for n in shape[len(slices) :]]
+    local = tuple(max(0, stop - start) for start, stop in bounds)
+    offset = tuple(start if n else 0 for (start, _), n in zip(bounds, local, strict=True))
+    if local == shape:
+        return whole
+    return ShardedTensor(key, None, whole.dtype, local, shape, offset, None)

@@ -1,11 +1,9 @@
 """Replicas share the reading: each chunk is read once in a group of ranks, and sent on.
 
-Every rank of the group says which chunks it wants (numbers; one hash, where all want the same), and
-computes alone which rank reads which. A chunk that one rank alone wants is read by it, straight to
-its place. All others are read whole, verified, by one of those that want them, and broadcast over
-the group in rounds within a memory budget; while one round travels the next is read.
-
-It knows regions and one stored checkpoint; not what they are parts of.
+Every rank of the group says which chunks it wants (numbers; a digest, where all want the same), and
+computes by itself which rank reads which. A chunk that one rank alone wants is read by it, straight
+to its place. All others are read whole, verified, by one of those that want them, and broadcast in
+rounds within a memory budget; while one round travels the next is read.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -32,12 +30,16 @@ from shardstore.distributed.groups import (
     raise_together,
 )
 from shardstore.errors import ArgumentError
-from shardstore.loading.casting import CastRead, budget_of, converted, read_converting
-from shardstore.loading.context import LoadContext
-from shardstore.progress import Meter
-from shardstore.saving.staging import copy_bits
+from shardstore.exchange_utils import distribute_shards_to_ranks
+from shardstore.loading.host import (
+    HostRead,
+    box_of,
+    carved,
+    carved_bytes,
+    fill,
+    read_through_host,
+)
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box
 from shardstore.storage.movers.chunks import ChunkPart, ReadDone, RegionRead, chunk_parts
@@ -45,22 +47,222 @@ from shardstore.storage.movers.device import behind, stream_here
 from shardstore.storage.movers.parallel import local_ranks
 from shardstore.storage.stores.location import Location
 
-__all__ = [
-    "Members",
-    "Offer",
-    "agree",
-    "members_of",
-    "offer",
-    "read_regions",
-    "sharing_group",
-]
+__all__ = ["Exchange", "Members", "Offer", "agree", "members_of", "offer", "sharing_group"]
 
-ALIGNMENT = 64
 ROUND_BYTES = 16 * 1024 * 1024
 """Of one rank in a round at the most, budget or not: the next is read while one travels."""
 BUFFERS = 4
 """A rank holds at a time: what it sends, what it receives, what it reads for the next round, and
 what it reads alone to convert."""
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A chunk of the checkpoint, numbered across all arrays in the order of their keys."""
+
+    number: int
+    array: ArrayMeta
+    index: tuple[int, ...]
+
+    @property
+    def box(self) -> Box:
+        return self.array.grid.box(self.index)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes in a round's buffer."""
+        return carved_bytes(self.array, self.box)
+
+
+_Round = list[list[_Chunk]]
+"""The chunks that each rank of the group reads and sends."""
+
+
+class Exchange:
+    """One load of one rank of a group.
+
+    Args:
+        stored: the checkpoint.
+        regions: what this rank wants.
+        group: the ranks that share the reading; each of them makes an exchange and runs it.
+        budget_bytes: host memory for chunks under way, on each rank; the smallest of the group
+            counts.
+        done: told as the regions fill.
+    """
+
+    def __init__(
+        self,
+        stored: StoredCheckpoint,
+        regions: Sequence[RegionRead],
+        group: Group,
+        budget_bytes: int,
+        done: ReadDone | None,
+    ) -> None:
+        self._stored = stored
+        self._done = done
+        self._stream = stream_here()
+        self._group = group
+        self._rank, self._size = group_rank(group), group_size(group)
+        self._limit_bytes = max(1, min(ROUND_BYTES, budget_bytes // BUFFERS))
+        self._metas = [stored.arrays[key] for key in sorted(stored.arrays)]
+        sizes = [meta.grid.size for meta in self._metas]
+        self._starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        start = {m.key: int(s) for m, s in zip(self._metas, self._starts[:-1], strict=True)}
+        self._parts: dict[int, list[ChunkPart]] = {}
+        for region in regions:
+            for part in chunk_parts(region):
+                number = start[part.array.key] + part.number
+                self._parts.setdefault(number, []).append(part)
+
+    def run(self, what: str) -> None:
+        """Read and exchange. Called by every rank of the group.
+
+        Args:
+            what: what the ranks are doing, for error texts.
+
+        Raises:
+            RanksError: another rank of the group failed.
+        """
+        alone, rounds = self._plan(self._wanted_by_rank())
+        most = max((sum(c.size_bytes for c in r) for one in rounds for r in one), default=0)
+        received = np.empty(most, np.uint8)
+        with ThreadPoolExecutor(1, thread_name_prefix="shardstore-read") as reader:
+            reading_alone = reader.submit(self._read_alone, alone)
+            coming = reader.submit(self._read_round, rounds, 0)
+            for number, by_rank in enumerate(rounds):
+                error, mine = None, np.empty(0, np.uint8)
+                try:
+                    mine = coming.result()
+                except Exception as problem:
+                    error = problem
+                raise_together(error, self._group, what)
+                coming = reader.submit(self._read_round, rounds, number + 1)
+                for rank, chunks in enumerate(by_rank):
+                    if chunks:
+                        size = sum(chunk.size_bytes for chunk in chunks)
+                        buffer = mine if rank == self._rank else received[:size]
+                        self._broadcast(buffer, rank)
+                        self._scatter(buffer, chunks)
+            error = None
+            try:
+                reading_alone.result()
+            except Exception as problem:
+                error = problem
+        raise_together(error, self._group, what)
+
+    # -- who reads what ------------------------------------------------------------------------
+
+    def _wanted_by_rank(self) -> list[NDArray[np.int64]]:
+        """Gather the chunks that each rank wants, and the smallest of all limits: ranks cut the
+        same rounds. Where all want the same, every entry is the same object."""
+        wanted = np.array(sorted(self._parts), np.int64)
+        url = self._stored.location.url
+        digest = xxhash.xxh3_64_intdigest(wanted.tobytes() + url.encode())
+        told = self._gathered((digest, self._limit_bytes))
+        self._limit_bytes = min(limit for _, limit in told)
+        if len({digest for digest, _ in told}) == 1:
+            return [wanted] * self._size
+        return self._gathered(wanted)
+
+    def _gathered(self, mine: Any) -> list[Any]:
+        found = [None] * self._size
+        dist.all_gather_object(found, mine, group=self._group)
+        return found
+
+    def _plan(self, wanted: Sequence[NDArray[np.int64]]) -> tuple[list[int], list[_Round]]:
+        """Return the chunks that this rank reads for itself, and the rounds, which are the same on
+        every rank."""
+        holders: dict[int, list[int]] = {}
+        if all(other is wanted[0] for other in wanted):
+            everyone = list(range(self._size))
+            holders = dict.fromkeys(wanted[0].tolist(), everyone)
+        else:
+            for rank, numbers in enumerate(wanted):
+                for number in numbers.tolist():
+                    holders.setdefault(number, []).append(rank)
+        chunks = {number: self._chunk(number) for number in holders}
+        sizes = {number: chunk.size_bytes for number, chunk in chunks.items()}
+        by_rank: list[list[_Chunk]] = [[] for _ in range(self._size)]
+        for number, rank in distribute_shards_to_ranks(holders, sizes, self._size, set()).items():
+            if len(holders[number]) > 1:
+                by_rank[rank].append(chunks[number])
+        cut = [self._batches(sorted(mine, key=lambda chunk: chunk.number)) for mine in by_rank]
+        rounds = [
+            [batches[i] if i < len(batches) else [] for batches in cut]
+            for i in range(max(map(len, cut)))
+        ]
+        return [n for n, ranks in holders.items() if ranks == [self._rank]], rounds
+
+    def _batches(self, chunks: Sequence[_Chunk]) -> list[list[_Chunk]]:
+        """Cut into batches that fit into one of the buffers, or are a single chunk."""
+        batches: list[list[_Chunk]] = []
+        size = self._limit_bytes + 1
+        for chunk in chunks:
+            if size + chunk.size_bytes > self._limit_bytes:
+                batches.append([])
+                size = 0
+            batches[-1].append(chunk)
+            size += chunk.size_bytes
+        return batches
+
+    def _chunk(self, number: int) -> _Chunk:
+        place = int(np.searchsorted(self._starts, number, side="right")) - 1
+        meta = self._metas[place]
+        return _Chunk(number, meta, meta.grid.index(number - int(self._starts[place])))
+
+    # -- bytes ---------------------------------------------------------------------------------
+
+    def _read_alone(self, numbers: Sequence[int]) -> None:
+        """Read what no other rank wants. In another thread than the caller's: onto a device behind
+        what the caller has queued there."""
+        reads, several = [], []
+        for number in numbers:
+            parts = self._parts[number]
+            if len(parts) > 1:
+                several.append(self._chunk(number))
+                continue
+            (part,) = parts
+            kind = HostRead if isinstance(part.out, torch.Tensor) else RegionRead
+            reads.append(kind(part.array, box_of(part), part.out))
+        with behind(self._stream):
+            read_through_host(self._stored.read, reads, self._limit_bytes, self._done)
+            # Boxes of a flat range may meet in a chunk: it is read once all the same.
+            for chunks in self._batches(several):
+                self._scatter(self._read_whole(chunks), chunks)
+
+    def _read_round(self, rounds: Sequence[_Round], number: int) -> NDArray[np.uint8]:
+        """Read this rank's chunks of a round into one buffer."""
+        return self._read_whole(rounds[number][self._rank] if number < len(rounds) else [])
+
+    def _read_whole(self, chunks: Sequence[_Chunk]) -> NDArray[np.uint8]:
+        buffer = np.empty(sum(chunk.size_bytes for chunk in chunks), np.uint8)
+        pairs = zip(chunks, _views(buffer, chunks), strict=True)
+        self._stored.read([RegionRead(chunk.array, chunk.box, view) for chunk, view in pairs])
+        return buffer
+
+    def _broadcast(self, buffer: NDArray[np.uint8], rank: int) -> None:
+        device = exchange_device(self._group)
+        host = torch.from_numpy(buffer)
+        wire = host.to(device)
+        dist.broadcast(wire, src=global_rank(self._group, rank), group=self._group)
+        if wire is not host and rank != self._rank:
+            host.copy_(wire)
+
+    def _scatter(self, buffer: NDArray[np.uint8], chunks: Sequence[_Chunk]) -> None:
+        for chunk, view in zip(chunks, _views(buffer, chunks), strict=True):
+            for part in self._parts.get(chunk.number, ()):
+                where: tuple[Any, ...] = (..., *part.within.slices)
+                fill(part.out, view[where])
+                if self._done is not None:
+                    self._done(part.out.nbytes, 1)
+
+
+def _views(buffer: NDArray[np.uint8], chunks: Sequence[_Chunk]) -> list[NDArray[Any]]:
+    """Where in a round's buffer each chunk is."""
+    return carved(buffer, [(chunk.array, chunk.box) for chunk in chunks])
+
+
+# -- which groups share ----------------------------------------------------------------------------
 
 
 def sharing_group(group: Group, share: str, place: Location) -> Group:
@@ -94,279 +296,6 @@ def _is_on_several_hosts(group: Any) -> bool:
         return False
     on_each = local_ranks()
     return len({rank // on_each for rank in global_ranks(group)}) > 1
-
-
-def read_regions(
-    context: LoadContext, regions: Sequence[RegionRead], error: Exception | None = None
-) -> None:
-    """Read regions into their destinations, together with the load's group if there is one.
-
-    Args:
-        context: the load.
-        regions: what this rank wants.
-        error: what went wrong on this rank before; it is raised on every rank of the group.
-
-    Raises:
-        RanksError: another rank of the group failed.
-        ChunkMissingError, ChunkCorruptError: as :meth:`StoredCheckpoint.read`.
-    """
-    stored, group = context.stored, context.group
-    done = _expected(context.meter, regions)
-    if group is None:
-        if error is not None:
-            raise error
-        read_converting(stored.read, regions, budget_of(context), done)
-        return
-    what = f"loading {stored.location.url} together"
-    exchange = None
-    if error is None:
-        try:
-            exchange = _Exchange(stored, regions, group, context.budget_bytes, done)
-        except Exception as problem:
-            error = problem
-    raise_together(error, group, what)
-    assert exchange is not None
-    exchange.run(what)
-
-
-def _expected(meter: Meter | None, regions: Sequence[RegionRead]) -> ReadDone | None:
-    """Tell a meter what is to come; returns what is to be told of regions that were read."""
-    if meter is None:
-        return None
-    chunks = 0
-    if meter.is_watched:
-        chunks = sum(1 for region in regions for _ in chunk_parts(region))
-    meter.expect(sum(region.out.nbytes for region in regions), chunks)
-    return meter.add
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    number: int
-    array: ArrayMeta
-    index: tuple[int, ...]
-
-    @property
-    def box(self) -> Box:
-        return self.array.grid.box(self.index)
-
-    @property
-    def size(self) -> int:
-        """Bytes in a round's buffer."""
-        return -(-self.box.size * dtypes.itemsize(self.array.dtype) // ALIGNMENT) * ALIGNMENT
-
-
-@dataclass
-class _Plan:
-    """Who reads what: own chunks go straight to their place, shared ones in rounds."""
-
-    alone: list[int] = field(default_factory=list)
-    rounds: list[list[list[_Chunk]]] = field(default_factory=list)
-
-
-class _Exchange:
-    """One load of one rank of the group."""
-
-    def __init__(
-        self,
-        stored: StoredCheckpoint,
-        regions: Sequence[RegionRead],
-        group: Group,
-        budget_bytes: int,
-        done: ReadDone | None,
-    ) -> None:
-        self._stored = stored
-        self._done = done
-        self._stream = stream_here()
-        self._group = group
-        self._rank, self._size = group_rank(group), group_size(group)
-        self._limit = max(1, min(ROUND_BYTES, budget_bytes // BUFFERS))
-        self._metas = [stored.arrays[key] for key in sorted(stored.arrays)]
-        sizes = [meta.grid.size for meta in self._metas]
-        self._starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-        start = {m.key: int(s) for m, s in zip(self._metas, self._starts[:-1], strict=True)}
-        self._parts: dict[int, list[ChunkPart]] = {}
-        for region in regions:
-            for part in chunk_parts(region):
-                number = start[part.array.key] + part.number
-                self._parts.setdefault(number, []).append(part)
-
-    def run(self, what: str) -> None:
-        wanted = np.array(sorted(self._parts), np.int64)
-        everybodys, self._limit = _everybodys(
-            wanted, self._limit, self._stored.location.url, self._group
-        )
-        plan = self._plan(everybodys)
-        device = exchange_device(self._group)
-        most = max((sum(c.size for c in r) for rs in plan.rounds for r in rs), default=0)
-        received = np.empty(most, np.uint8)
-        with ThreadPoolExecutor(1, thread_name_prefix="shardstore-read") as reader:
-            alone = reader.submit(self._read_behind, plan.alone)
-            coming = reader.submit(self._read_round, plan.rounds, 0)
-            for number, by_rank in enumerate(plan.rounds):
-                error, mine = None, np.empty(0, np.uint8)
-                try:
-                    mine = coming.result()
-                except Exception as problem:
-                    error = problem
-                raise_together(error, self._group, what)
-                coming = reader.submit(self._read_round, plan.rounds, number + 1)
-                for rank, chunks in enumerate(by_rank):
-                    size = sum(chunk.size for chunk in chunks)
-                    if size:
-                        buffer = mine if rank == self._rank else received[:size]
-                        self._broadcast(buffer, rank, device)
-                        self._scatter(buffer, chunks)
-            error = None
-            try:
-                alone.result()
-            except Exception as problem:
-                error = problem
-        raise_together(error, self._group, what)
-
-    def _plan(self, wanted: Sequence[NDArray[np.int64]]) -> _Plan:
-        """The same on every rank, but for what it reads alone."""
-        plan = _Plan()
-        if all(other is wanted[0] for other in wanted):
-            holders = dict.fromkeys(wanted[0].tolist(), tuple(range(self._size)))
-        else:
-            found: dict[int, list[int]] = {}
-            for rank, numbers in enumerate(wanted):
-                for number in numbers.tolist():
-                    found.setdefault(number, []).append(rank)
-            holders = {number: tuple(ranks) for number, ranks in found.items()}
-        loads = [0] * self._size
-        shared: list[_Chunk] = []
-        for number, ranks in holders.items():
-            chunk = self._chunk(number)
-            if len(ranks) > 1:
-                shared.append(chunk)
-            else:
-                loads[ranks[0]] += chunk.size
-                if ranks[0] == self._rank:
-                    plan.alone.append(number)
-        # Fewest candidates first, then the largest: the choice is free at the end.
-        shared.sort(key=lambda c: (len(holders[c.number]), -c.size, c.number))
-        by_rank: list[list[_Chunk]] = [[] for _ in range(self._size)]
-        for chunk in shared:
-            rank = min(holders[chunk.number], key=lambda r: (loads[r], r))
-            loads[rank] += chunk.size
-            by_rank[rank].append(chunk)
-        plan.rounds = self._rounds(by_rank)
-        return plan
-
-    def _rounds(self, by_rank: Sequence[list[_Chunk]]) -> list[list[list[_Chunk]]]:
-        cut = [self._batches(sorted(chunks, key=lambda c: c.number)) for chunks in by_rank]
-        count = max(map(len, cut))
-        return [[b[i] if i < len(b) else [] for b in cut] for i in range(count)]
-
-    def _batches(self, chunks: Sequence[_Chunk]) -> list[list[_Chunk]]:
-        """Cut into batches that fit into one of the buffers, or are a single chunk."""
-        batches: list[list[_Chunk]] = []
-        size = self._limit + 1
-        for chunk in chunks:
-            if size + chunk.size > self._limit:
-                batches.append([])
-                size = 0
-            batches[-1].append(chunk)
-            size += chunk.size
-        return batches
-
-    def _chunk(self, number: int) -> _Chunk:
-        place = int(np.searchsorted(self._starts, number, side="right")) - 1
-        meta = self._metas[place]
-        return _Chunk(number, meta, meta.grid.index(number - int(self._starts[place])))
-
-    def _read_behind(self, numbers: Sequence[int]) -> None:
-        """Read in another thread: onto a device behind what the caller has queued there."""
-        with behind(self._stream):
-            self._read_alone(numbers)
-
-    def _read_alone(self, numbers: Sequence[int]) -> None:
-        reads, several = [], []
-        for number in numbers:
-            parts = self._parts[number]
-            if len(parts) > 1:
-                several.append(self._chunk(number))
-                continue
-            (part,) = parts
-            corner = part.array.grid.box(part.index).offset
-            offset = tuple(a + b for a, b in zip(corner, part.within.offset, strict=True))
-            kind = CastRead if isinstance(part.out, torch.Tensor) else RegionRead
-            reads.append(kind(part.array, Box(offset, part.within.shape), part.out))
-        read_converting(self._stored.read, reads, self._limit, self._done)
-        # Boxes of a flat range may meet in a chunk: it is read once all the same.
-        for chunks in self._batches(several):
-            self._scatter(self._read_whole(chunks), chunks)
-
-    def _read_round(
-        self, rounds: Sequence[Sequence[Sequence[_Chunk]]], number: int
-    ) -> NDArray[np.uint8]:
-        """This rank's chunks of a round, one after the other."""
-        if number >= len(rounds):
-            return np.empty(0, np.uint8)
-        return self._read_whole(rounds[number][self._rank])
-
-    def _read_whole(self, chunks: Sequence[_Chunk]) -> NDArray[np.uint8]:
-        buffer = np.empty(sum(chunk.size for chunk in chunks), np.uint8)
-        self._stored.read([RegionRead(c.array, c.box, v) for c, v in _views(buffer, chunks)])
-        return buffer
-
-    def _broadcast(self, buffer: NDArray[np.uint8], rank: int, device: torch.device) -> None:
-        host = torch.from_numpy(buffer)
-        wire = host.to(device) if device.type != "cpu" else host
-        source = global_rank(self._group, rank)
-        dist.broadcast(wire, src=source, group=self._group)
-        if wire is not host and rank != self._rank:
-            host.copy_(wire)
-
-    def _scatter(self, buffer: NDArray[np.uint8], chunks: Sequence[_Chunk]) -> None:
-        for chunk, view in _views(buffer, chunks):
-            for part in self._parts.get(chunk.number, ()):
-                where: tuple[Any, ...] = (..., *part.within.slices)
-                if isinstance(part.out, torch.Tensor):
-                    converted(part.out, view[where])
-                else:
-                    copy_bits(part.out, view[where])
-                if self._done is not None:
-                    self._done(part.out.nbytes, 1)
-
-
-def _views(
-    buffer: NDArray[np.uint8], chunks: Sequence[_Chunk]
-) -> Iterator[tuple[_Chunk, NDArray[Any]]]:
-    """Where in a round's buffer each chunk is."""
-    position = 0
-    for chunk in chunks:
-        dtype, box = dtypes.numpy_dtype(chunk.array.dtype), chunk.box
-        raw = buffer[position : position + box.size * dtype.itemsize]
-        yield chunk, raw.view(dtype).reshape(box.shape)
-        position += chunk.size
-
-
-def _everybodys(
-    wanted: NDArray[np.int64], limit: int, url: str, group: Any
-) -> tuple[Sequence[NDArray[np.int64]], int]:
-    """The chunks that each rank of the group wants, the same object where all want the same; and
-    the smallest of all limits: ranks cut the same rounds."""
-    size, device = group_size(group), exchange_device(group)
-    digest = xxhash.xxh3_64_intdigest(wanted.tobytes() + url.encode()) >> 1
-    mine = torch.tensor([digest, len(wanted), limit], dtype=torch.int64, device=device)
-    found = [torch.empty_like(mine) for _ in range(size)]
-    dist.all_gather(found, mine, group=group)
-    numbers = torch.stack(found).tolist()
-    told = [(their_digest, count) for their_digest, count, _ in numbers]
-    smallest: int = min(their_limit for _, _, their_limit in numbers)
-    if len(set(told)) == 1:
-        return [wanted] * size, smallest
-    longest = max(count for _, count in told)
-    padded = torch.zeros(longest, dtype=torch.int64)
-    padded[: len(wanted)] = torch.from_numpy(wanted)
-    padded = padded.to(device)
-    gathered = [torch.empty_like(padded) for _ in range(size)]
-    dist.all_gather(gathered, padded, group=group)
-    each = [t[:count].cpu().numpy() for t, (_, count) in zip(gathered, told, strict=True)]
-    return each, smallest
 
 
 Members: TypeAlias = range | tuple[int, ...]

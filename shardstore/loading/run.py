@@ -29,7 +29,7 @@ from shardstore.dtensor.claims import apply_claims, claims, decide_claims
 from shardstore.errors import ArgumentError
 from shardstore.loading.context import DEFAULT_BUDGET_BYTES, LoadContext, read_documents, using
 from shardstore.loading.metadata import ROOT_DOCUMENT, find_strategies, location_of
-from shardstore.loading.partial import with_destinations
+from shardstore.loading.plan import with_destinations
 from shardstore.loading.replicas import Offer, agree, offer, sharing_group
 from shardstore.mapping import ShardedObject, ShardedStateDict, StateDict, apply_factory_merges
 from shardstore.progress import Meter, ProgressCallback, callback_of, log_event

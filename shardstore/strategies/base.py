@@ -1,7 +1,6 @@
 """The interfaces of save and load strategies, and the registry of default ones.
 
-Answers for which strategy serves which ``(backend, version)``. Knows no format: the built-in
-strategies live in modules of their own, which are imported when a look-up first needs them.
+The built-in strategies are imported when a look-up first needs them.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardstore.errors import CheckpointingException
+from shardstore.errors import CheckpointingException, FormatVersionError, NotACheckpointError
 from shardstore.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 
 if TYPE_CHECKING:
@@ -32,6 +31,8 @@ __all__ = [
     "default_strategies",
     "get_default_strategy",
     "register_default_strategy",
+    "require_backend",
+    "require_version",
 ]
 
 
@@ -54,7 +55,6 @@ async_calls = AsyncCallsQueue()
 _BUILTIN_STRATEGIES: dict[str, str | None] = {
     "shardstore.strategies.zarr": "register_default_zarr_strategies",
     "shardstore.strategies.common": None,
-    "shardstore.strategies.common_json": "register_default_json_strategies",
 }
 # Backend -> the same, for what takes half a second to import and is seldom asked for.
 _ON_DEMAND = {
@@ -141,6 +141,44 @@ def _register_builtin_strategies() -> list[str]:
     for action, known in by_hand.items():
         default_strategies[action].update(known)
     return problems
+
+
+def require_backend(what: str, written_by: str, own: str, argument: str) -> None:
+    """Raise unless something was written by the strategy's own backend.
+
+    Args:
+        what: what was written, for the text.
+        written_by: the backend that wrote it.
+        own: the backend that the strategy reads.
+        argument: the argument of :func:`shardstore.load` that chose the strategy.
+
+    Raises:
+        NotACheckpointError: it was another one.
+    """
+    if written_by != own:
+        raise NotACheckpointError(
+            f"{what} was written by backend {written_by!r}, this strategy reads {own!r}; "
+            f"leave {argument} out to have the right one chosen"
+        )
+
+
+def require_version(what: str, written_by: int, backend: str, *known: int) -> None:
+    """Raise unless something was written by a version that the strategy reads.
+
+    Args:
+        what: what was written, for the text.
+        written_by: the version that wrote it.
+        backend: the backend that it is a version of.
+        known: the versions that the strategy reads.
+
+    Raises:
+        FormatVersionError: it is none of them.
+    """
+    if written_by not in known:
+        raise FormatVersionError(
+            f"{what} has version {written_by!r} of the {backend!r} backend, this version of "
+            f"shardstore reads {' and '.join(map(str, known))}: upgrade shardstore to load it"
+        )
 
 
 class LoadStrategyBase(ABC):

@@ -1,8 +1,10 @@
-"""The non-sharded part and sharded objects: small files written by torch, loaded with
-``weights_only``.
+"""Strategies for the common (non-sharded) part and for sharded objects.
 
-``common.pt`` is rank 0's; a sharded object is one file, ``<key>/shard_<offset>_<shape>.pt``, of
-the rank that holds it as main replica. Nothing is unpickled unasked: see :mod:`torch_values`.
+Backend ``("torch", 1)``: ``common.pt`` is rank 0's; a sharded object is one file,
+``<key>/shard_<offset>_<shape>.pt``, of the rank that holds it as main replica. They are written by
+torch and loaded with ``weights_only``, see :mod:`shardstore.values.torch_values`. Backend
+``("json", 1)``, which PyTorch DCP's writer and the converters write: the common part is JSON in the
+root document, see :mod:`shardstore.values.record`.
 """
 
 from __future__ import annotations
@@ -34,14 +36,16 @@ from shardstore.strategies.base import (
     SaveCommonStrategy,
     StrategyAction,
     register_default_strategy,
+    require_backend,
+    require_version,
 )
-from shardstore.strategies.compatibility import require_backend, require_version
 from shardstore.values import plain as plain_values
-from shardstore.values.record import as_text
+from shardstore.values import record
 from shardstore.values.torch_values import dump_bytes, load_bytes
 
 __all__ = [
     "COMMON_STATE_FNAME",
+    "JsonCommonLoadStrategy",
     "TorchCommonLoadStrategy",
     "TorchCommonSaveStrategy",
     "register_default_common_strategies",
@@ -74,7 +78,7 @@ def load_file(name: str, data: bytes, url: str, key: str) -> Any:
 
 
 def object_file(sharded: ShardedObject) -> str:
-    """Name of a sharded object's file below the checkpoint."""
+    """Name of a sharded object's file below the checkpoint, as torch writes it."""
     return _file_of(sharded.unique_key, ".pt")
 
 
@@ -102,7 +106,7 @@ def value_document(sharded: ShardedObject) -> tuple[str, bytes]:
     """Name and content of a file that holds an object as JSON, or as :func:`object_document` where
     it has no JSON form."""
     try:
-        return json_object_file(sharded), as_text(sharded.data)[1].encode()
+        return json_object_file(sharded), record.as_text(sharded.data)[1].encode()
     except plain_values.NotPlainError:
         return object_document(sharded)
 
@@ -169,6 +173,8 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
 
 class TorchCommonLoadStrategy(LoadCommonStrategy):
     """Load strategy for the common part and sharded objects."""
+
+    _backend, _version = BACKEND, VERSION
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -247,11 +253,40 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         """Raise unless the common part was written by this backend."""
-        require_backend("the common part", loaded_backend, BACKEND, "common_strategy")
+        require_backend("the common part", loaded_backend, self._backend, "common_strategy")
 
     def check_version_compatibility(self, loaded_version: int) -> None:
         """Raise unless the common part was written by a version that this one reads."""
-        require_version("the common part", loaded_version, BACKEND, VERSION)
+        require_version("the common part", loaded_version, self._backend, self._version)
+
+
+class JsonCommonLoadStrategy(TorchCommonLoadStrategy):
+    """Load strategy for a common part in the root document.
+
+    Objects that have no JSON form are files of sharded objects.
+    """
+
+    _backend, _version = record.BACKEND, record.VERSION
+
+    def load_common(self, checkpoint_dir: str | Path) -> StateDict:
+        """Load the common part. Any rank may call it; it waits for no other.
+
+        Raises:
+            NotACheckpointError: there is no root document.
+            DamagedCheckpointError: the record in it is malformed.
+            UnsafeObjectError: an object without a JSON form needs a class that was not allowed.
+        """
+        stored = context_of(checkpoint_dir).stored
+        url = stored.location.url
+        if stored.root is None:
+            raise NotACheckpointError(
+                f"{url}/zarr.json is missing: {url} is no whole checkpoint", url=url
+            )
+        found = record.StateRecord.from_root(stored.root.attributes, url)
+        if found is None:
+            return {}
+        wanted = {key: ShardedObject(key, None, (1,), (0,)) for key in found.files}
+        return found.nested(url, self.load_sharded_objects(wanted, checkpoint_dir))
 
 
 def _object_files(location: Location) -> Iterator[tuple[str, str]]:
@@ -325,6 +360,9 @@ def register_default_common_strategies() -> None:
     )
     register_default_strategy(
         StrategyAction.LOAD_COMMON, BACKEND, VERSION, TorchCommonLoadStrategy()
+    )
+    register_default_strategy(
+        StrategyAction.LOAD_COMMON, record.BACKEND, record.VERSION, JsonCommonLoadStrategy()
     )
 
 

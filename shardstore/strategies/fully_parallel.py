@@ -1,20 +1,19 @@
-"""Wrappers that let all replicas of a shard take part in saving and loading.
+"""Wrappers that share the saving and loading of replicated shards among the ranks of a group.
 
-Answers for sharing the shards of a group of ranks out among them (each is saved, or read from
-storage, by one rank) and for handing what was read to the others. What is saved and how is the
-wrapped strategy's business; who moves bytes between ranks is :mod:`shardstore.exchange_utils`'s.
+Each shard is saved, or read from storage, by one rank, which hands what it read to the others.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
-from shardstore.dict_utils import merge, nested_values
+from shardstore.dict_utils import dict_list_map_outplace, nested_values
 from shardstore.distributed.groups import (
     Group,
     exchange_device,
@@ -30,14 +29,14 @@ from shardstore.exchange_utils import (
     exchange_loaded_objects_gather_object,
 )
 from shardstore.loading.context import context_of, using
-from shardstore.loading.deferred import (
-    as_lists,
-    defer_items,
-    fill_in_items,
-    numbered,
-    renamed,
+from shardstore.mapping import (
+    ShardedBase,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    StateDict,
+    is_main_replica,
 )
-from shardstore.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import (
     AsyncSaveShardedStrategy,
@@ -58,6 +57,8 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T", bound=ShardedBase)
 
 
 class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
@@ -177,92 +178,43 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
                 return self.base_strategy.load(sharded_state_dict, checkpoint_dir)
         distribution = self.apply_loading_parallelization(sharded_state_dict)
         assert distribution is not None  # there is more than one rank
-
-        tensors, rest, to_load, from_others = self._defer_loading_sharded_tensors(
-            sharded_state_dict
-        )
-        objects: ShardedStateDict = {}
-        objects_to_load: dict[_ShardId, ShardedObject] = {}
+        values = list(nested_values(sharded_state_dict))
+        tensors, others = _by_reader(values, ShardedTensor, _sharded_tensor_shard_id)
+        objects: dict[_ShardId, ShardedObject] = {}
         if self.can_handle_sharded_objects:
-            objects, rest, objects_to_load, _ = self._defer_loading_sharded_objects(rest)
-
+            objects, _ = _by_reader(values, ShardedObject, _sharded_object_id)
+        loaded: StateDict = {}
         error: Exception | None = None
-        loaded: StateDict = {"tensors": {}, "objects": {}}
         try:
             # An empty request goes through too: a strategy may wait for all ranks.
-            loaded = self.base_strategy.load(
-                {"tensors": numbered(to_load), "objects": numbered(objects_to_load)},
-                checkpoint_dir,
-            )
+            wanted = enumerate([*tensors.values(), *objects.values()])
+            loaded = self.base_strategy.load({str(n): item for n, item in wanted}, checkpoint_dir)
         except Exception as caught:
             error = caught
         group = None if self.can_handle_sharded_objects else self.parallelization_group
         raise_together(error, group, f"Loading from {checkpoint_dir}")
-
-        loaded_tensors = renamed(loaded.get("tensors", {}), to_load)
         with debug_time("exchange_loaded_tensors", logger):
             all_tensors = exchange_by_distribution(
-                loaded_tensors,
-                from_others,
+                {shard_id: loaded[str(n)] for n, shard_id in enumerate(tensors)},
+                others,
                 distribution,
                 self.parallelization_group,
                 self.exchange_algo,
             )
-        self.fill_in_deferred_sharded_tensors(tensors, all_tensors)
-        result = tensors
+        all_objects: dict[_ShardId, Any] = {}
         if self.can_handle_sharded_objects:
-            loaded_objects = renamed(loaded.get("objects", {}), objects_to_load)
-            all_objects = exchange_loaded_objects_gather_object(loaded_objects)
-            self.fill_in_deferred_sharded_objects(objects, all_objects)
-            merge(result, objects)
-        merge(result, rest)
-        return dict(as_lists(result, sharded_state_dict))
+            all_objects = exchange_loaded_objects_gather_object(
+                {key: loaded[str(n)] for n, key in enumerate(objects, len(tensors))}
+            )
 
-    @staticmethod
-    def _defer_loading_sharded_objects(
-        sharded_state_dict: ShardedStateDict,
-    ) -> tuple[
-        ShardedStateDict, StateDict, dict[_ShardId, ShardedObject], dict[_ShardId, ShardedObject]
-    ]:
-        return defer_items(sharded_state_dict, ShardedObject, _sharded_object_id)
+        def placed(value: Any) -> Any:
+            if isinstance(value, ShardedTensor):
+                return _in_place(value, _found(value, _sharded_tensor_shard_id(value), all_tensors))
+            if isinstance(value, ShardedObject) and self.can_handle_sharded_objects:
+                return _found(value, _sharded_object_id(value), all_objects)
+            return value
 
-    @staticmethod
-    def _defer_loading_sharded_tensors(
-        sharded_state_dict: ShardedStateDict,
-    ) -> tuple[
-        ShardedStateDict, StateDict, dict[_ShardId, ShardedTensor], dict[_ShardId, ShardedTensor]
-    ]:
-        return defer_items(sharded_state_dict, ShardedTensor, _sharded_tensor_shard_id)
-
-    @staticmethod
-    def fill_in_deferred_sharded_objects(
-        sharded_state_dict: ShardedStateDict, loaded_objects: dict[_ShardId, Any]
-    ) -> None:
-        """Replace each ShardedObject by the value loaded for it, in place.
-
-        Args:
-            sharded_state_dict: state dict to fill in.
-            loaded_objects: object id -> value.
-
-        Raises:
-            CheckpointingException: nothing was loaded for one of them.
-        """
-        fill_in_items(sharded_state_dict, loaded_objects, ShardedObject, _sharded_object_id)
-
-    @staticmethod
-    def fill_in_deferred_sharded_tensors(
-        sharded_state_dict: ShardedStateDict, loaded_tensors: dict[_ShardId, torch.Tensor]
-    ) -> None:
-        """Replace each ShardedTensor by the tensor loaded for it, in place.
-
-        Args:
-            sharded_state_dict: state dict to fill in.
-            loaded_tensors: shard id -> tensor.
-
-        Raises:
-            CheckpointingException: nothing was loaded for one of them.
-        """
-        fill_in_items(sharded_state_dict, loaded_tensors, ShardedTensor, _sharded_tensor_shard_id)
+        return cast(StateDict, dict_list_map_outplace(placed, sharded_state_dict))
 
     def apply_loading_parallelization(
         self, sharded_state_dict: ShardedStateDict
@@ -347,47 +299,72 @@ def _share_out(
     """Set the replica ids by the distribution that the wrapper keeps, or by a new one."""
     group = wrapper.parallelization_group
     with debug_time(f"determine_{doing}_distribution", logger):
-        distribution = _cached_or_new_distribution(
-            sharded_state_dict, group, wrapper.cached_distribution, ignore_groups=ignore_groups
-        )
+        distribution = wrapper.cached_distribution
+        if distribution is None or not _fits(distribution, sharded_state_dict, group):
+            distribution = determine_main_replica_uniform_distribution(
+                sharded_state_dict, group, ignore_groups
+            )
     distribute_main_replicas_with_precomputed_distribution(sharded_state_dict, group, distribution)
     if wrapper.do_cache_distribution:
         wrapper.cached_distribution = distribution
     return distribution
 
 
-def _cached_or_new_distribution(
-    sharded_state_dict: ShardedStateDict,
-    group: Group,
-    cached: ShardDistribution | None,
-    *,
-    ignore_groups: bool,
-) -> ShardDistribution | None:
-    """The cached distribution if it still fits on every rank, else a new one."""
-    if cached is not None:
-        stale = torch.tensor(
-            [int(not _fits(cached, sharded_state_dict, group_rank(group)))],
-            device=exchange_device(group),
+def _fits(distribution: ShardDistribution, state_dict: ShardedStateDict, group: Group) -> bool:
+    """Whether the shards of every rank are those that a distribution was made for.
+
+    Every rank of the group calls it and waits for the others.
+    """
+    rank = group_rank(group)
+    described = distribution.shard_to_metadata
+    tensors = [value for value in nested_values(state_dict) if isinstance(value, ShardedTensor)]
+    local = {_sharded_tensor_shard_id(tensor): tensor for tensor in tensors}
+    same = all(
+        shard_id in described
+        and (tensor.dtype, tensor.local_shape)
+        == (described[shard_id].dtype, described[shard_id].local_shape)
+        for shard_id, tensor in local.items()
+    )
+    expected = {key for key, ranks in distribution.all_ranks_for_shard.items() if rank in ranks}
+    is_stale = not same or local.keys() & distribution.shards_in_this_group != expected
+    stale = torch.tensor([int(is_stale)], device=exchange_device(group))
+    torch.distributed.all_reduce(stale, op=torch.distributed.ReduceOp.MAX, group=group)
+    return not stale.item()
+
+
+def _by_reader(
+    values: Iterable[Any], kind: type[T], shard_id_of: Callable[[T], _ShardId]
+) -> tuple[dict[_ShardId, T], dict[_ShardId, T]]:
+    """Return the items of a type that this rank loads, and those that others load for it, by id."""
+    items = [value for value in values if isinstance(value, kind)]
+    mine: dict[_ShardId, T] = {}
+    others: dict[_ShardId, T] = {}
+    for item in items:
+        chosen = mine if is_main_replica(item.replica_id) else others
+        chosen.setdefault(shard_id_of(item), item)
+    return mine, {shard_id: item for shard_id, item in others.items() if shard_id not in mine}
+
+
+def _found(wanted: ShardedBase, shard_id: _ShardId, loaded: Mapping[_ShardId, Any]) -> Any:
+    """Return what was loaded for an item."""
+    if shard_id not in loaded:
+        raise CheckpointingException(
+            f"{type(wanted).__name__} {shard_id} was loaded by no rank: no rank has its main "
+            f"replica. Wanted as {wanted.without_data()}",
+            key=wanted.key,
         )
-        torch.distributed.all_reduce(stale, op=torch.distributed.ReduceOp.MAX, group=group)
-        if not stale.item():
-            return cached
-        logger.debug("the structure of the state dict has changed: a new distribution is made")
-    return determine_main_replica_uniform_distribution(sharded_state_dict, group, ignore_groups)
+    return loaded[shard_id]
 
 
-def _fits(distribution: ShardDistribution, sharded_state_dict: ShardedStateDict, rank: int) -> bool:
-    """Whether this rank's shards are those that the distribution was made for."""
-    local: set[_ShardId] = set()
-    for sh_ten in nested_values(sharded_state_dict):
-        if not isinstance(sh_ten, ShardedTensor):
-            continue
-        shard_id = _sharded_tensor_shard_id(sh_ten)
-        known = distribution.shard_to_metadata.get(shard_id)
-        if known is None or (known.dtype, known.local_shape) != (sh_ten.dtype, sh_ten.local_shape):
-            return False
-        if shard_id in distribution.shards_in_this_group:
-            local.add(shard_id)
-    return local == {
-        shard_id for shard_id, ranks in distribution.all_ranks_for_shard.items() if rank in ranks
-    }
+def _in_place(wanted: ShardedTensor, loaded: torch.Tensor) -> torch.Tensor:
+    """Copy a loaded tensor into the tensor that was given, if it fits, and return that."""
+    given = wanted.data
+    if (
+        isinstance(given, torch.Tensor)
+        and given.device.type != "meta"
+        and given is not loaded
+        and (given.dtype, given.shape) == (loaded.dtype, loaded.shape)
+    ):
+        given.detach().copy_(loaded)
+        return given
+    return loaded

@@ -1,46 +1,50 @@
-"""Strategies using Zarr as the underlying format: who creates, who writes what, who reads what.
+"""Strategies using Zarr as the underlying format, and the same for single tensors and arrays.
 
 Backend ``("zarr", 2)`` is Zarr v3 and the default; ``("zarr", 1)`` is the Zarr v2 layout of
-Megatron-Core up to 0.15. This module is policy: plans are made in :mod:`.write_plan` and
-:mod:`.read_plan` and carried out in :mod:`.carry_out`, and :mod:`shardstore.storage`
-moves the bytes.
+Megatron-Core up to 0.15. The strategies plan all arrays and move the chunks of all at once; the
+functions below them do so for one tensor, with the same planner, writer and reader.
 """
 
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from logging import getLogger
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
+import numpy as np
 import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
 
-from shardstore.dict_utils import dict_list_map_outplace, nested_values
+from shardstore.dict_utils import nested_values
 from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import (
     CheckpointingException,
+    ChunkMissingError,
     FormatVersionError,
     NotACheckpointError,
+    ShapeMismatchError,
 )
-from shardstore.loading.assemble import (
-    flatten_range,
-    pad_to_expected_shape,
-    postprocess_numpy_array,
-)
-from shardstore.loading.context import context_of
-from shardstore.loading.plan import TensorRead, find_array, plan_read
-from shardstore.loading.replicas import read_regions
+from shardstore.loading.assemble import assemble, read_chunks
+from shardstore.loading.context import LoadContext, context_of, read_documents
+from shardstore.loading.plan import ReadPlan, held_regions, plan_reads, whole_tensor
 from shardstore.mapping import ShardedStateDict, ShardedTensor, StateDict, is_main_replica
 from shardstore.saving.execute import _carry_out, stage
-from shardstore.saving.plan import plan_writes
+from shardstore.saving.plan import array_meta, plan_writes
 from shardstore.saving.session import SaveSession, session_of
 from shardstore.saving.sources import WritePlan
-from shardstore.sharded.layouts import Layouts, is_alone, local_layouts, merge_layouts
+from shardstore.sharded.layouts import Layouts, is_alone, is_first, local_layouts, merge_layouts
+from shardstore.storage import arrays
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import DEFAULT_TARGET_CHUNK_BYTES
-from shardstore.storage.format.names import check_collisions
+from shardstore.storage.format.names import check_collisions, key_of
+from shardstore.storage.movers.chunks import ChunkPart, ChunkWrite, RegionRead, chunk_parts
 from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES, SaveOptions
 from shardstore.storage.stores.location import Location
@@ -50,18 +54,24 @@ from shardstore.strategies.base import (
     LoadShardedStrategy,
     StrategyAction,
     register_default_strategy,
+    require_backend,
+    require_version,
 )
-from shardstore.strategies.zarr_arrays import (  # noqa: F401  (names of the reference page)
-    ZarrArray,
-    _create_or_open_zarr_arrays,
-    _create_zarr_array,
-    _load_from_array,
-    _open_zarr_array_verbose,
-    _save_to_existing_array,
-    _should_create_array,
-    _whole_tensor,
-    load_zarr_based_sharded_metadata,
-)
+
+if TYPE_CHECKING:
+    import zarr
+
+__all__ = [
+    "ZarrLoadShardedStrategy",
+    "ZarrSaveShardedStrategy",
+    "flatten_range",
+    "load_zarr_based_sharded_metadata",
+    "numpy_to_torch_dtype_dict",
+    "pad_to_expected_shape",
+    "postprocess_numpy_array",
+    "register_default_zarr_strategies",
+    "torch_to_numpy_dtype_dict",
+]
 
 logger = getLogger(__name__)
 
@@ -71,6 +81,8 @@ numpy_to_torch_dtype_dict: dict[Any, torch.dtype] = {
 torch_to_numpy_dtype_dict: dict[torch.dtype, Any] = {
     v: k for k, v in numpy_to_torch_dtype_dict.items()
 }
+
+ZarrArray: TypeAlias = "zarr.Array[Any]"
 
 BACKEND = "zarr"
 V2_LAYOUT, V3_LAYOUT = 1, 2
@@ -320,37 +332,25 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):
             ChunkMissingError, ChunkCorruptError: what is stored is not what was written.
         """
         context = context_of(checkpoint_dir)
-        stored = context.stored
-        planned: dict[int, TensorRead] = {}
+        stored, url = context.stored, context.stored.location.url
+        plan: ReadPlan = {}
         error: Exception | None = None
         try:
             stored.require()
             with collector_paused():
-                for tensor in sharded_tensors_of(sharded_state_dict):
-                    meta = find_array(stored.arrays, tensor, stored.location.url, cast=context.cast)
-                    planned[id(tensor)] = plan_read(tensor, meta)
+                tensors = sharded_tensors_of(sharded_state_dict)
+                plan = plan_reads(tensors, stored.arrays, url, cast=context.cast)
         except Exception as problem:
-            error = problem  # met by all that read together
-        regions = [region for read in planned.values() for region in read.regions]
-        read_regions(context, regions, error)
-
-        def loaded(value: Any) -> Any:
-            if not isinstance(value, ShardedTensor):
-                raise CheckpointingException(
-                    f"{type(value).__name__} among the sharded tensors to load from "
-                    f"{checkpoint_dir}; "
-                    "the common strategy loads other objects"
-                )
-            return planned[id(value)].finish()
-
-        return cast(StateDict, dict_list_map_outplace(loaded, sharded_state_dict))
+            error = problem  # met by all ranks that read together
+        read_chunks(context, plan, error)
+        return assemble(plan, sharded_state_dict, url)
 
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
         """Key -> sharded tensor without data, whole, for each stored array."""
         stored = context_of(checkpoint_dir).stored
         stored.require()
         return {
-            key: _whole_tensor(key, meta.shape, dtypes.torch_dtype(meta.dtype))
+            key: whole_tensor(key, meta.shape, dtypes.torch_dtype(meta.dtype))
             for key, meta in stored.arrays.items()
         }
 
@@ -362,31 +362,237 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):
 
     def check_backend_compatibility(self, loaded_version: str) -> None:
         """Raise unless the checkpoint was written by the Zarr backend."""
-        if loaded_version != BACKEND:
-            raise NotACheckpointError(
-                f"the checkpoint was written by backend {loaded_version!r}, this strategy reads "
-                f"{BACKEND!r}; "
-                "leave sharded_strategy out to have the right one chosen"
-            )
+        require_backend("the checkpoint", loaded_version, BACKEND, "sharded_strategy")
 
     def check_version_compatibility(self, loaded_version: int) -> None:
         """Raise unless the checkpoint was written by a version that this one reads (1 or 2)."""
-        if loaded_version not in (V2_LAYOUT, V3_LAYOUT):
-            raise FormatVersionError(
-                f"the checkpoint has version {loaded_version!r} of the {BACKEND!r} backend, this "
-                "version of shardstore "
-                f"reads {V2_LAYOUT} and {V3_LAYOUT}: upgrade shardstore to load it"
+        require_version("the checkpoint", loaded_version, BACKEND, V2_LAYOUT, V3_LAYOUT)
+
+
+# -- one tensor, and zarr's own handles ------------------------------------------------------------
+
+
+def _create_or_open_zarr_arrays(
+    sharded_tensors: list[ShardedTensor], checkpoint_dir: str | Path
+) -> list[ZarrArray | None]:
+    """Zarr arrays for a rank's sharded tensors: created by the main replica of the first shard,
+    opened by other main replicas.
+
+    Called by every rank of the process group, if there is one: those that open wait for those that
+        create.
+
+    Returns:
+        One entry a tensor; ``None`` for replicas, which write nothing.
+    """
+    found: list[ZarrArray | None] = [
+        _create_zarr_array(tensor, checkpoint_dir) if _should_create_array(tensor) else None
+        for tensor in sharded_tensors
+    ]
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
+    for i, tensor in enumerate(sharded_tensors):
+        if found[i] is None and is_main_replica(tensor.replica_id):
+            location = Location.of(checkpoint_dir)
+            node = location.child(arrays.read_array_meta(location, tensor.key).node)
+            found[i] = _open_zarr_array_verbose(node.place, "r+")
+    return found
+
+
+def _should_create_array(ten: ShardedTensor) -> bool:
+    """Whether this tensor's holder creates the array: main replica of the first shard."""
+    return is_first(ten)
+
+
+def _create_zarr_array(sharded_tensor: ShardedTensor, checkpoint_dir: str | Path) -> ZarrArray:
+    """Create the array that a sharded tensor is a part of.
+
+    Raises:
+        CheckpointExistsError: it exists.
+    """
+    meta = array_meta(sharded_tensor, zarr_format=3, target_chunk_bytes=DEFAULT_TARGET_CHUNK_BYTES)
+    return arrays.open_zarr_array(Location.of(checkpoint_dir), meta, create=True)
+
+
+def _save_to_existing_array(sharded_tensor: ShardedTensor, arr: ZarrArray | None) -> None:
+    """Write a local tensor to its place in an array; replicas (and ``None``) write nothing.
+
+    A chunk that the tensor fills in part is read first, and written whole. So two ranks must not
+    write to one chunk at the same time.
+    """
+    if arr is None or not is_main_replica(sharded_tensor.replica_id):
+        return
+    if sharded_tensor.data is None:
+        raise CheckpointingException(
+            f"key {sharded_tensor.key!r} has no data to write", key=sharded_tensor.key
+        )
+    location, meta = _place_of(arr, sharded_tensor.key)
+    data = dtypes.as_numpy(sharded_tensor.data.detach().cpu())
+    parts: dict[tuple[int, ...], list[ChunkPart]] = {}
+    for box, piece in held_regions(sharded_tensor, data):
+        for part in chunk_parts(RegionRead(meta, box, piece)) if box.size else ():
+            parts.setdefault(part.index, []).append(part)
+    writes = [ChunkWrite(meta, index, _chunk_of(location, same)) for index, same in parts.items()]
+    options = SaveOptions()
+    arrays.mover_for(location, options).write(writes, lambda *_: None)
+
+
+def _chunk_of(location: Location, parts: Sequence[ChunkPart]) -> NDArray[Any]:
+    """Return the content of a chunk: what is stored, if anything, below the parts."""
+    array, index = parts[0].array, parts[0].index
+    box = array.grid.box(index)
+    if parts[0].within.shape == box.shape:
+        return parts[0].out
+    chunk = np.zeros(box.shape, dtypes.numpy_dtype(array.dtype))
+    with suppress(ChunkMissingError):
+        StoredCheckpoint(location).read([RegionRead(array, box, chunk)])
+        if not location.is_local:  # an object is written once
+            location.delete(f"{array.node}/{parts[0].key}")
+    for part in parts:
+        chunk[part.within.slices] = part.out
+    return chunk
+
+
+def _place_of(arr: ZarrArray, key: str) -> tuple[Location, ArrayMeta]:
+    """Return the folder that an array lies in, and its description."""
+    store: Any = arr.store_path.store
+    if (file_system := getattr(store, "fs", None)) is None:
+        array = Location.of(store.root / arr.path)
+    else:
+        names = {"asynchronous", "loop"}
+        options = {k: v for k, v in file_system.storage_options.items() if k not in names}
+        url = file_system.unstrip_protocol(f"{store.path}/{arr.path}".rstrip("/"))
+        array = Location.of(url, **options)
+    above = Location(array.url.rpartition("/")[0], array.options)
+    return above, replace(arrays.read_array_meta(above, array.name), key=key)
+
+
+def _load_from_array(sharded_tensor: ShardedTensor, checkpoint_dir: str | Path) -> torch.Tensor:
+    """Load one sharded tensor from its array, committed or not."""
+    context = LoadContext(stored=StoredCheckpoint(Location.of(checkpoint_dir)))
+    url = context.stored.location.url
+    meta = arrays.read_array_meta(context.stored.location, sharded_tensor.key)
+    plan = plan_reads([sharded_tensor], {meta.key: meta}, url)
+    read_chunks(context, plan)
+    tensor: torch.Tensor = assemble(plan, {"": sharded_tensor}, url)[""]
+    return tensor
+
+
+def _open_zarr_array_verbose(path: str | Path, mode: str, **open_kwargs: Any) -> ZarrArray:
+    """Open an array with zarr; where that fails, say what is there instead.
+
+    Raises:
+        NotACheckpointError: there is no array, or nothing at all.
+    """
+    import zarr  # takes a quarter of a second, and saves and loads need none of it
+
+    location = Location.of(path)
+    if location.options:
+        open_kwargs.setdefault("storage_options", dict(location.options))
+    try:
+        return zarr.open_array(location.url, mode=cast(Any, mode), **open_kwargs)
+    except (FileNotFoundError, KeyError, ValueError) as error:
+        above = Location(location.url.rpartition("/")[0], location.options)
+        raise NotACheckpointError(
+            f"Array {path} could not be opened: {type(error).__name__}: {error} (below it are "
+            f"{location.listing()[:8]}, beside it {sorted(above.listing())[:8]})",
+            url=location.url,
+        ) from error
+
+
+def postprocess_numpy_array(
+    loaded_array: NDArray[Any], sharded_tensor: ShardedTensor, apply_flattened_range: bool = True
+) -> torch.Tensor:
+    """Turn a NumPy array of a whole shard into the torch tensor that is asked for.
+
+    Args:
+        loaded_array: the shard as it was stored, of the local shape unless
+            ``allow_shape_mismatch``.
+        sharded_tensor: what is asked for.
+        apply_flattened_range: cut out the flattened range, if there is one.
+
+    Raises:
+        ShapeMismatchError: another shape, without ``allow_shape_mismatch``.
+    """
+    x = dtypes.as_tensor(np.ascontiguousarray(loaded_array).reshape(loaded_array.shape))
+    if tuple(x.shape) != sharded_tensor.local_shape:
+        if not sharded_tensor.allow_shape_mismatch:
+            raise ShapeMismatchError(
+                f"Local shape mismatch for key {sharded_tensor.key!r}: loaded {tuple(x.shape)}, "
+                "expected "
+                f"{sharded_tensor.local_shape}; set allow_shape_mismatch=True to zero-pad",
+                key=sharded_tensor.key,
             )
+        x = pad_to_expected_shape(x, sharded_tensor)
+    if apply_flattened_range and sharded_tensor.flattened_range is not None:
+        x = flatten_range(sharded_tensor, x)
+    return x
 
 
-__all__ = [
-    "ZarrLoadShardedStrategy",
-    "ZarrSaveShardedStrategy",
-    "flatten_range",
-    "load_zarr_based_sharded_metadata",
-    "numpy_to_torch_dtype_dict",
-    "pad_to_expected_shape",
-    "postprocess_numpy_array",
-    "register_default_zarr_strategies",
-    "torch_to_numpy_dtype_dict",
-]
+def flatten_range(sharded_tensor: ShardedTensor, x: torch.Tensor) -> torch.Tensor:
+    """The flattened range of a whole local tensor, one-dimensional.
+
+    The tensor itself where there is no range.
+    """
+    if sharded_tensor.flattened_range is None:
+        return x
+    return x.reshape(-1)[sharded_tensor.flattened_range]
+
+
+def pad_to_expected_shape(x: torch.Tensor, expected_sharded_ten: ShardedTensor) -> torch.Tensor:
+    """A tensor in the expected local shape, zero beyond the tensor's own extent.
+
+    Raises:
+        ShapeMismatchError: another number of axes, or the tensor is longer than expected along one.
+    """
+    expected = expected_sharded_ten.local_shape
+    if x.ndim != len(expected):
+        raise ShapeMismatchError(
+            f"key {expected_sharded_ten.key!r}: loaded {x.ndim} axes {tuple(x.shape)}, expected "
+            f"{len(expected)} {expected}; "
+            "padding changes lengths, not the number of axes",
+            key=expected_sharded_ten.key,
+        )
+    if tuple(x.shape) == expected:
+        return x
+    if any(a > b for a, b in zip(x.shape, expected, strict=True)):
+        raise ShapeMismatchError(
+            f"key {expected_sharded_ten.key!r}: loaded {tuple(x.shape)} is larger than expected "
+            f"{expected}; padding "
+            "never drops data",
+            key=expected_sharded_ten.key,
+        )
+    out = x.new_zeros(expected)
+    out[tuple(slice(n) for n in x.shape)] = x
+    return out
+
+
+def load_zarr_based_sharded_metadata(
+    checkpoint_dir: str | Path,
+    get_shape_dtype_fn: Callable[[str], tuple[tuple[int, ...], np.dtype[Any]]],
+) -> ShardedStateDict:
+    """Metadata of the Zarr arrays below a folder, of either format.
+
+    Args:
+        checkpoint_dir: root of the checkpoint.
+        get_shape_dtype_fn: path of an array -> its shape and NumPy data type. Not asked about
+            arrays that only the root's document describes.
+
+    Returns:
+        Key -> sharded tensor without data, whole.
+    """
+    found = {}
+    root = Location.of(checkpoint_dir)
+    for node in root.listing():
+        # Megatron-Core's locks are empty documents.
+        if not root.is_dir(node) or not any(
+            read_documents(root.child(node), ("zarr.json", ".zarray")).values()
+        ):
+            continue
+        key = key_of(node) or arrays.read_array_meta(root, node).key
+        shape, dtype = get_shape_dtype_fn(str(root.child(node).place))
+        torch_dtype = dtypes.torch_dtype(dtypes.zarr_name(np.dtype(dtype)))
+        found[key] = whole_tensor(key, tuple(int(n) for n in shape), torch_dtype)
+    for key, meta in arrays.root_arrays(root).items():
+        if key not in found:
+            found[key] = whole_tensor(key, meta.shape, dtypes.torch_dtype(meta.dtype))
+    return found
