@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from shardstore.distributed.groups import Group
 from shardstore.progress import Meter
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.movers.parallel import run_together
 from shardstore.storage.stores.location import Location
+from shardstore.storage.stores.object_io import read_objects
 
 __all__ = ["DEFAULT_BUDGET_BYTES", "LoadContext", "context_of", "read_documents", "using"]
 
@@ -80,13 +79,10 @@ def read_documents(location: Location, names: Sequence[str]) -> dict[str, bytes 
         StorageError: the store refused.
     """
 
-    def read(name: str) -> bytes | None:
-        try:
-            return location.read(name)
-        except FileNotFoundError:
-            return None
-
-    if location.is_local:
-        return {name: read(name) for name in names}
-    found = run_together(*(partial(read, name) for name in names))
-    return dict(zip(names, found, strict=True))
+    if not location.is_local:
+        return dict(zip(names, read_objects(location, names), strict=True))
+    found: dict[str, bytes | None] = dict.fromkeys(names)
+    for name in names:
+        with suppress(FileNotFoundError):
+            found[name] = location.read(name)
+    return found

@@ -1,16 +1,13 @@
 """ShardedTensors as PyTorch Distributed Checkpoint (DCP) sees them.
 
-Answers for the three methods of ``torch.distributed._checkpointable._Checkpointable``, so that
+They implement ``torch.distributed._checkpointable._Checkpointable``, so that
 ``torch.distributed.checkpoint.save`` and ``load`` accept shards of any grid, several to a rank.
-Knows nothing of planners or storage.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
-from itertools import chain
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn, cast
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -22,6 +19,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from shardstore.errors import CheckpointingException
 from shardstore.mapping import ShardedTensor
+from shardstore.sharded.layouts import local_box
 
 __all__ = ["CheckpointableShardedTensor", "LocalShardsContainer"]
 
@@ -45,14 +43,8 @@ class CheckpointableShardedTensor(torch.Tensor):
         cls: type[CheckpointableShardedTensor], data: torch.Tensor, sh_ten: ShardedTensor
     ) -> CheckpointableShardedTensor:
         """Make the stand-in for the global tensor."""
-        has_data = data is not None
-        made: CheckpointableShardedTensor = _stand_in(
-            cls,
-            torch.Size(sh_ten.global_shape),
-            data.dtype if has_data else sh_ten.dtype,
-            data.device if has_data else torch.device("cpu"),
-        )
-        return made
+        like = torch.empty((), dtype=sh_ten.dtype) if data is None else data
+        return cast(CheckpointableShardedTensor, _stand_in(cls, sh_ten.global_shape, like))
 
     def __init__(self, data: torch.Tensor, sh_ten: ShardedTensor) -> None:
         self._data = data
@@ -105,13 +97,10 @@ class CheckpointableShardedTensor(torch.Tensor):
                 f"which PyTorch DCP cannot express; save whole shards, or use the zarr backend",
                 key=shard.key,
             )
-        if not _numel(shard.local_shape) and _numel(shard.global_shape):
+        if 0 in shard.local_shape and 0 not in shard.global_shape:
             return []
-        return [
-            ChunkStorageMetadata(
-                offsets=torch.Size(shard.global_offset), sizes=torch.Size(_global_extent(shard))
-            )
-        ]
+        box = local_box(shard)
+        return [ChunkStorageMetadata(offsets=torch.Size(box.offset), sizes=torch.Size(box.shape))]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         """Return the local data (a view with the prepended axes, if there are any).
@@ -120,7 +109,7 @@ class CheckpointableShardedTensor(torch.Tensor):
             index: not looked at, there is one shard.
         """
         if self._sh_ten.prepend_axis_num:
-            return self._data.view(_global_extent(self._sh_ten))
+            return self._data.view(local_box(self._sh_ten).shape)
         return self._data
 
     @classmethod
@@ -130,7 +119,6 @@ class CheckpointableShardedTensor(torch.Tensor):
         Args:
             sh_ten: shard to wrap; the data is shared, not copied.
         """
-        assert isinstance(sh_ten, ShardedTensor)
         return cls(sh_ten.data, sh_ten)  # type: ignore[arg-type]  # None: a description alone
 
     @classmethod
@@ -142,10 +130,7 @@ class CheckpointableShardedTensor(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> NoReturn:
         """Refuse every operation: the global tensor is not here."""
-        raise NotImplementedError(
-            f"{cls.__name__} stands for a global tensor of which only a part is here; {func} must "
-            f"be applied to the local data instead"
-        )
+        raise _refused(cls, func, "data")
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({self._sh_ten.without_data()})"
@@ -177,8 +162,7 @@ class LocalShardsContainer(torch.Tensor):
                     f"is {first.dtype} {tuple(first.shape)} in {first} and {other.dtype} "
                     f"{tuple(other.shape)} in {other}"
                 )
-        made: LocalShardsContainer = _stand_in(cls, first.shape, first.dtype, first.device)
-        return made
+        return cast(LocalShardsContainer, _stand_in(cls, first.shape, first))
 
     def __init__(self, local_shards: list[torch.Tensor]) -> None:
         self._local_shards = local_shards
@@ -192,15 +176,12 @@ class LocalShardsContainer(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> NoReturn:
         """Refuse every operation: the global tensor is not here."""
-        raise NotImplementedError(
-            f"{cls.__name__} stands for a global tensor of which only a part is here; {func} must "
-            f"be applied to the local shards instead"
-        )
+        raise _refused(cls, func, "shards")
 
     def __create_write_items__(
         self, fqn: str, local_shards_cont: LocalShardsContainer
     ) -> list[object]:
-        """Describe to DCP what this rank has to write: the shards' own answers.
+        """Describe to DCP what this rank has to write: the items of all shards.
 
         Args:
             fqn: name of the tensor in the DCP checkpoint.
@@ -209,19 +190,15 @@ class LocalShardsContainer(torch.Tensor):
         Returns:
             DCP write items, each with the position of its shard as index.
         """
-        shards = local_shards_cont._local_shards
-        return list(
-            chain.from_iterable(
-                shard.__create_write_items__(fqn, shard, index)
-                for index, shard in enumerate(shards)
-            )
-        )
+        return [
+            item
+            for index, shard in enumerate(local_shards_cont._local_shards)
+            for item in shard.__create_write_items__(fqn, shard, index)
+        ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Describe to DCP which parts of the global tensor are here: the shards' own answers."""
-        return list(
-            chain.from_iterable(shard.__create_chunk_list__() for shard in self._local_shards)
-        )
+        """Describe to DCP which parts of the global tensor are here."""
+        return [c for shard in self._local_shards for c in shard.__create_chunk_list__()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         """Find a shard by its offset.
@@ -257,15 +234,15 @@ class LocalShardsContainer(torch.Tensor):
         return f"{type(self).__name__}({self._local_shards})"
 
 
-def _global_extent(sh_ten: ShardedTensor) -> tuple[int, ...]:
-    """Shape of the shard within the global tensor, prepended axes included."""
-    return (1,) * sh_ten.prepend_axis_num + tuple(sh_ten.local_shape)
+def _refused(cls: type[Any], func: object, local: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{cls.__name__} stands for a global tensor of which only a part is here; {func} must be "
+        f"applied to the local {local} instead"
+    )
 
 
-def _numel(shape: Iterable[int]) -> int:
-    return math.prod(shape)
-
-
-def _stand_in(cls: type[Any], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
+def _stand_in(cls: type[Any], shape: Sequence[int], like: torch.Tensor) -> Any:
     """A tensor of a subclass that has a shape and no memory."""
-    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+    return torch.Tensor._make_wrapper_subclass(
+        cls, torch.Size(shape), dtype=like.dtype, device=like.device
+    )

@@ -10,7 +10,7 @@ root document, see :mod:`shardstore.values.record`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,12 @@ from shardstore.errors import (
     MissingKeyError,
     NotACheckpointError,
 )
-from shardstore.loading.context import context_of
+from shardstore.loading.context import context_of, read_documents
 from shardstore.mapping import ShardedObject, ShardedStateDict, StateDict, is_main_replica
 from shardstore.saving.session import session_of
 from shardstore.storage.commit.object_files import is_object_file
 from shardstore.storage.format.names import COMMON_STATE_NAME, is_inside, key_of, node_name
 from shardstore.storage.stores.location import Location
-from shardstore.storage.stores.object_io import read_objects
 from shardstore.strategies.base import (
     LoadCommonStrategy,
     SaveCommonStrategy,
@@ -83,7 +82,7 @@ def object_file(sharded: ShardedObject) -> str:
 
 
 def json_object_file(sharded: ShardedObject) -> str:
-    """Name of the file below the checkpoint, where the object is kept as JSON."""
+    """Name of a sharded object's file below the checkpoint, as JSON."""
     return _file_of(sharded.unique_key, ".json")
 
 
@@ -142,14 +141,10 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
         except Exception as error:
             raise CheckpointingException(
                 f"the common (non-sharded) state can not be pickled: {type(error).__name__}: "
-                f"{error}; keep such values out with "
-                "LocalNonpersistentObject",
+                f"{error}; keep such values out with LocalNonpersistentObject",
                 url=str(checkpoint_dir),
             ) from error
-        location = Location.of(checkpoint_dir)
-        session = session_of(location)
-        write = location.write if session is None else session.put
-        write(COMMON_STATE_FNAME, data)
+        _writer(checkpoint_dir)(COMMON_STATE_FNAME, data)
 
     def save_sharded_objects(
         self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: str | Path
@@ -160,15 +155,19 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
             CheckpointingException: an object can not be pickled.
             StorageError: the store refused.
         """
-        location = Location.of(checkpoint_dir)
-        session = session_of(location)
-        write = location.write if session is None else session.put
+        session, write = session_of(checkpoint_dir), _writer(checkpoint_dir)
         for sharded in nested_values(sharded_objects_state_dict):
             if not isinstance(sharded, ShardedObject) or not is_main_replica(sharded.replica_id):
                 continue
             write(*object_document(sharded))
             if session is not None:
                 session.manifest.objects.append(sharded.unique_key)
+
+
+def _writer(checkpoint_dir: str | Path) -> Callable[[str, bytes], None]:
+    """Return what writes a file: the save that is going on, or the store where there is none."""
+    session = session_of(checkpoint_dir)
+    return Location.of(checkpoint_dir).write if session is None else session.put
 
 
 class TorchCommonLoadStrategy(LoadCommonStrategy):
@@ -217,25 +216,18 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
             UnsafeObjectError, DamagedCheckpointError: see :func:`load_bytes`.
         """
         stored = context_of(checkpoint_dir).stored
-        location = stored.location
-
-        def value_of(sharded: ShardedObject, name: str, data: bytes) -> Any:
-            stored.check_file(name, data)
-            return load_file(name, data, f"{location.url}/{name}", sharded.unique_key)
-
-        values = {
-            id(sharded): value_of(sharded, name, data)
-            for sharded, name, data in _read_beside(location, sharded_objects_state_dict)
-        }
-
-        def load_one(sharded: Any) -> Any:
+        objects = list(nested_values(sharded_objects_state_dict))
+        for sharded in objects:
             if not isinstance(sharded, ShardedObject):
                 raise CheckpointingException(f"{type(sharded).__name__} is no sharded object")
-            if id(sharded) in values:
-                return values.pop(id(sharded))
-            return value_of(sharded, *_read_object(location, sharded))
-
-        loaded: StateDict = dict_list_map_outplace(load_one, sharded_objects_state_dict)
+        values: dict[int, Any] = {}
+        for sharded, name, data in _read_files(stored.location, objects):
+            stored.check_file(name, data)
+            url = f"{stored.location.url}/{name}"
+            values[id(sharded)] = load_file(name, data, url, sharded.unique_key)
+        loaded: StateDict = dict_list_map_outplace(
+            lambda sharded: values[id(sharded)], sharded_objects_state_dict
+        )
         return loaded
 
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
@@ -292,18 +284,13 @@ class JsonCommonLoadStrategy(TorchCommonLoadStrategy):
 def _object_files(location: Location) -> Iterator[tuple[str, str]]:
     """Node and name of all files of sharded objects."""
     if location.is_local:
-        paths = (
-            (node, name)
-            for node in location.listing()
-            if location.is_dir(node)
-            for name in location.listing(node)
+        folders = (node for node in location.listing() if location.is_dir(node))
+        paths: Iterable[str] = (
+            f"{node}/{name}" for node in folders for name in location.listing(node)
         )
     else:
-        # One listing, a thousand names a request, instead of one a folder.
-        paths = (
-            (node, name) for node, _, name in (p.partition("/") for p in location.remote.walk())
-        )
-    for node, name in paths:
+        paths = location.remote.walk()  # a thousand names a request
+    for node, _, name in (path.partition("/") for path in paths):
         if is_object_file(name):
             yield node, name
 
@@ -314,40 +301,33 @@ def _names_of(sharded: ShardedObject) -> list[str]:
     return [name for name in dict.fromkeys(names) if is_inside(name)]
 
 
-def _read_beside(
-    location: Location, state_dict: ShardedStateDict
+def _read_files(
+    location: Location, objects: Sequence[ShardedObject]
 ) -> Iterator[tuple[ShardedObject, str, bytes]]:
-    """Objects of an object store with name and content of their files, a number of them read at a
-    time. What is not there is left out, and all objects of a folder, where reading waits for
-    nothing."""
-    if location.is_local:
-        return
-    left = [v for v in nested_values(state_dict) if isinstance(v, ShardedObject)]
-    while left:
-        group, left = left[:READ_TOGETHER], left[READ_TOGETHER:]
-        tries = {id(sharded): _names_of(sharded) for sharded in group}
-        while group := [sharded for sharded in group if tries[id(sharded)]]:
-            names = [tries[id(sharded)].pop(0) for sharded in group]
-            found = read_objects(location, names)
-            for sharded, name, data in zip(group, names, found, strict=True):
-                if data is not None:
-                    tries[id(sharded)].clear()
-                    yield sharded, name, data
+    """Yield each object with the name and content of its file.
+
+    Those of an object store are read :data:`READ_TOGETHER` at a time.
+    """
+    step = 1 if location.is_local else READ_TOGETHER
+    for start in range(0, len(objects), step):
+        left = [(sharded, _names_of(sharded)) for sharded in objects[start : start + step]]
+        while left:
+            for sharded, names in left:
+                if not names:
+                    raise _missing(location, sharded)
+            found = read_documents(location, [names[0] for _, names in left])
+            for sharded, names in left:
+                if (data := found[names[0]]) is not None:
+                    yield sharded, names[0], data
+            left = [(sharded, names[1:]) for sharded, names in left if found[names[0]] is None]
 
 
-def _read_object(location: Location, sharded: ShardedObject) -> tuple[str, bytes]:
-    """Name and content of an object's file."""
-    for name in _names_of(sharded):
-        try:
-            return name, location.read(name)
-        except FileNotFoundError:
-            continue
+def _missing(location: Location, sharded: ShardedObject) -> MissingKeyError:
     beside = [n for n in location.listing(node_name(sharded.key)) if is_object_file(n)][:4]
     hint = f"; stored parts of this key: {beside}" if beside else "; no part of this key is stored"
-    raise MissingKeyError(
+    return MissingKeyError(
         f"object {sharded.unique_key!r} is not in the checkpoint {location.url}{hint}. Sharded "
-        "objects can not be loaded under another "
-        "sharding",
+        "objects can not be loaded under another sharding",
         key=sharded.key,
         url=location.url,
     )
