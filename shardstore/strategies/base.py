@@ -51,16 +51,13 @@ default_strategies: defaultdict[str, dict[tuple[str, int], Any]] = defaultdict(d
 async_calls = AsyncCallsQueue()
 """The queue used by callers that keep none of their own."""
 
-# Module -> function that registers its strategies; None where importing the module does it.
-_BUILTIN_STRATEGIES: dict[str, str | None] = {
-    "shardstore.strategies.zarr": "register_default_zarr_strategies",
-    "shardstore.strategies.common": None,
-}
-# Backend -> the same, for what takes half a second to import and is seldom asked for.
-_ON_DEMAND = {
+_BUILTIN_STRATEGIES = {
+    "zarr": ("shardstore.strategies.zarr", "register_default_zarr_strategies"),
+    "torch": ("shardstore.strategies.common", "register_default_common_strategies"),
+    "json": ("shardstore.strategies.common", "register_default_common_strategies"),
     "torch_dist": ("shardstore.dcp.torch_dist", "register_default_torch_dist_strategies"),
 }
-_builtin_registered: set[str] = set()
+"""Backend -> the module of its strategies, and the function there that registers them."""
 
 
 def get_default_strategy(
@@ -81,24 +78,18 @@ def get_default_strategy(
     Raises:
         CheckpointingException: nothing is registered for the three; the text lists what is.
     """
-    wanted = (backend, version)
-    problems: list[str] = []
-    if wanted not in default_strategies[action.value]:
-        problems = _register_builtin_strategies()
-    if wanted not in default_strategies[action.value] and backend in _ON_DEMAND:
-        module_name, function_name = _ON_DEMAND[backend]
-        if module_name not in _builtin_registered:
-            getattr(importlib.import_module(module_name), function_name)()
-            _builtin_registered.add(module_name)
+    known = default_strategies[action.value]
+    if (backend, version) not in known:
+        _register_builtin_strategies(backend)
     try:
-        strategy: SaveStrategyBase | LoadStrategyBase = default_strategies[action.value][wanted]
+        strategy: SaveStrategyBase | LoadStrategyBase = known[backend, version]
     except KeyError:
-        known = sorted(default_strategies[action.value], key=str)
         raise CheckpointingException(
             f"No default strategy is registered for action {action.value!r}, backend "
             f"{backend!r}, version {version!r}. Registered for {action.value!r}: "
-            f"{', '.join(map(str, known)) or 'none'}. Ask for one of these, pass a strategy "
-            f"object, or register one with register_default_strategy." + "".join(problems)
+            f"{', '.join(map(str, sorted(known, key=str))) or 'none'}; built-in backends: "
+            f"{', '.join(_BUILTIN_STRATEGIES)}. Ask for one of these, pass a strategy object, or "
+            "register one with register_default_strategy."
         ) from None
     return strategy
 
@@ -123,24 +114,20 @@ def register_default_strategy(
     default_strategies[action.value][(backend, version)] = strategy
 
 
-def _register_builtin_strategies() -> list[str]:
-    """Register the strategies of this package, once; return a sentence for each that fails."""
-    problems = []
-    by_hand = {action: dict(known) for action, known in default_strategies.items()}
-    for module_name, function_name in _BUILTIN_STRATEGIES.items():
-        if module_name in _builtin_registered:
-            continue
-        try:
-            module = importlib.import_module(module_name)
-        except ImportError as error:
-            problems.append(f" (Strategies of {module_name} are unavailable: {error}.)")
-            continue
-        if function_name is not None:
-            getattr(module, function_name)()
-        _builtin_registered.add(module_name)
-    for action, known in by_hand.items():
+def _register_builtin_strategies(backend: str) -> None:
+    """Register this package's strategies of a backend; those that are registered stay."""
+    if backend not in _BUILTIN_STRATEGIES:
+        return
+    module_name, function_name = _BUILTIN_STRATEGIES[backend]
+    before = {action: dict(known) for action, known in default_strategies.items()}
+    try:
+        getattr(importlib.import_module(module_name), function_name)()
+    except ImportError as error:
+        raise CheckpointingException(
+            f"the strategies of backend {backend!r} can not be imported: {error}"
+        ) from error
+    for action, known in before.items():
         default_strategies[action].update(known)
-    return problems
 
 
 def require_backend(what: str, written_by: str, own: str, argument: str) -> None:

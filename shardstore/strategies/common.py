@@ -344,6 +344,3 @@ def register_default_common_strategies() -> None:
     register_default_strategy(
         StrategyAction.LOAD_COMMON, record.BACKEND, record.VERSION, JsonCommonLoadStrategy()
     )
-
-
-register_default_common_strategies()
