@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardstore.dcp import sent_items
-from shardstore.dcp.sent_items import SentItems
+from shardstore.dcp import reader as sent_items
+from shardstore.dcp.reader import SentItems
 
 
 class Item:
