@@ -1,10 +1,9 @@
 """Saving in the background with a handle: the simple form of an asynchronous save.
 
-Answers for one thread a save, which writes from a copy of the state and then commits together with
-the same threads of the other ranks, over a gloo group that nobody else uses. So the trainer has
-nothing to poll for the save to complete, no rank waits in a collective of the trainer's, and a
-failure of any rank reaches the handle of every rank. What is copied and written, and how, is the
-strategies' business.
+Each save has one thread, which writes from a copy of the state and then commits together with the
+same threads of the other ranks, over a gloo group that nobody else uses. So the trainer has nothing
+to poll for the save to complete, no rank waits in a collective of the trainer's, and a failure of
+any rank reaches the handle of every rank.
 """
 
 from __future__ import annotations
@@ -23,11 +22,9 @@ import torch
 
 from shardstore.errors import ArgumentError, SaveInProgressError
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
-from shardstore.saving import background
 from shardstore.saving.run import SaveCall
 from shardstore.saving.session import SaveSession
 from shardstore.serialization import begin_save
-from shardstore.storage.format.manifest import RankManifest
 from shardstore.storage.movers.parallel import yield_to_others
 from shardstore.storage.options import SaveKeywords, options_of
 from shardstore.strategies.async_utils import AsyncRequest
@@ -40,13 +37,13 @@ _functions: list[Callable[[], None]] = []
 
 
 def register(function: Callable[[], None]) -> None:
-    """Have a function called when the interpreter ends, once."""
+    """Have a function called once when the interpreter exits, the newest first."""
     with _lock:
         _functions.append(function)
 
 
 def unregister(function: Callable[[], None]) -> None:
-    """Do not, if it has not been called yet."""
+    """Undo :func:`register`."""
     with _lock, suppress(ValueError):
         _functions.remove(function)
 
@@ -61,17 +58,17 @@ def _run() -> None:
 
 
 def _forget() -> None:
-    """In a process that was forked off, where neither who holds the lock nor other threads are."""
+    """In a forked child, which has neither the other threads nor the lock's holder."""
     global _lock
     _lock = threading.Lock()
     _functions.clear()
 
 
 os.register_at_fork(after_in_child=_forget)
-# Its module is imported before: what was registered last is called first.
+# The module of executors is imported before: the newest exit function is called first.
 assert issubclass(ThreadPoolExecutor, Executor)
 atexit.register(_run)
-with suppress(AttributeError, RuntimeError):  # it is no part of the documented interface
+with suppress(AttributeError, RuntimeError):  # not in the documented interface
     threading._register_atexit(_run)  # type: ignore[attr-defined]
 
 
@@ -177,9 +174,8 @@ def async_save(
 class AsyncSave:
     """A save in the background, on this rank. Made by :func:`async_save`.
 
-    No method talks to other ranks: any rank may call any of them at any time. In a process that is
-    forked while it runs, a handle has ended with a :class:`SaveInProgressError`: the save is the
-    parent's, which nothing there waits for or touches.
+    No method talks to other ranks: any rank may call any of them at any time. In a child forked
+    while it runs, a handle has ended with a :class:`SaveInProgressError`: the save is the parent's.
 
     Attributes:
         url: where the checkpoint shall be.
@@ -187,20 +183,20 @@ class AsyncSave:
 
     def __init__(self, session: SaveSession, request: AsyncRequest, at_exit: str) -> None:
         self.url = session.target.url
-        self._session = session
-        self._request: AsyncRequest | None = request
+        self._running: tuple[SaveSession, AsyncRequest] | None = (session, request)
+        self._record: dict[str, Any] = {}
         self._error: BaseException | None = None
         self._finished = threading.Event()
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-        # A daemon, so that exit functions run while it does: what exit means is decided there.
+        # A daemon: exit functions run while it does, and decide whether to wait for it.
         self._thread = threading.Thread(target=self._run, name="shardstore-save", daemon=True)
         self._at_exit = self._wait_at_exit if at_exit == "wait" else self._abort_at_exit
         register(self._at_exit)
         self._thread.start()
 
     def _run(self) -> None:
-        request, self._request = self._request, None
-        assert request is not None
+        assert self._running is not None
+        session, request = self._running
         yield_to_others()
         try:
             if self._device is not None:
@@ -209,13 +205,12 @@ class AsyncSave:
                 request.async_fn(*request.async_fn_args, **request.async_fn_kwargs)
             for finalize in request.finalize_fns:
                 finalize()
+            self._record = session.record
         except BaseException as error:
             self._error = error
             logger.error("asynchronous save to %s failed: %s", self.url, error)
         finally:
-            # A handle may be kept for long: what it no longer needs goes.
-            self._session.manifest = RankManifest(self._session.ranks.rank)
-            self._session.base = None
+            self._running = None  # a handle may be kept for long
             unregister(self._at_exit)
             self._finished.set()
 
@@ -247,7 +242,8 @@ class AsyncSave:
         Returns:
             Whether the state may be changed. It may after a failure, too: nothing reads it then.
         """
-        staging = self._session.staging
+        running = self._running
+        staging = None if running is None else running[0].staging
         return self.done() or staging is None or staging.wait(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
@@ -280,12 +276,13 @@ class AsyncSave:
         error = self.exception(timeout)
         if error is not None:
             raise error
-        return dict(self._session.record)
+        return dict(self._record)
 
     def abort(self) -> None:
         """Stop writing; nothing is committed, on any rank. A commit under way is not stopped."""
-        if not self.done():
-            background.abort(self._session)
+        running = self._running
+        if running is not None and not self.done():
+            running[0].abort()
 
     def _leave(self) -> None:
         """In a forked child: the thread that saves is the parent's, and so is the save."""
@@ -308,7 +305,7 @@ class AsyncSave:
 
 
 def _leave_latest() -> None:
-    # Kept: what a save holds, memory of a device's driver perhaps, is not the child's to free.
+    # The handle is kept: the save's memory, perhaps a device driver's, is not the child's to free.
     if _latest is not None:
         _latest._leave()
 

@@ -31,6 +31,7 @@ from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
 from shardstore.progress import ProgressCallback
 from shardstore.saving.run import SaveCall, run_save
 from shardstore.saving.session import SaveSession
+from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.options import SaveKeywords, options_of
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.async_utils import AsyncRequest
@@ -131,8 +132,9 @@ def save(
 
 
 def begin_save(call: SaveCall) -> tuple[SaveSession, AsyncRequest | None]:
-    """What :func:`save` does, with the session beside the request."""
-    return run_save(call, _save_strategies)
+    """:func:`save` with the session beside the request, which has the commit record."""
+    with collector_paused():
+        return run_save(call, _save_strategies)
 
 
 def _save_strategies(

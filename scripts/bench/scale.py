@@ -54,9 +54,10 @@ def _one_rank(world: int, tensors: int) -> Figures:
     """Preparation and manifest of a rank in the middle of the world, which holds a shard of every
     tensor: as under FSDP, the most that there can be."""
     from shardstore.mapping import ShardedTensor
-    from shardstore.saving.plan import Layouts, plan_writes
+    from shardstore.saving.plan import plan_writes
     from shardstore.state_dict_utils import save_preprocess
     from shardstore.storage.format.manifest import RankManifest
+    from shardstore.storage.options import SaveOptions
 
     rank = world // 2
     data = torch.zeros(4, 64, dtype=torch.bfloat16)
@@ -65,9 +66,7 @@ def _one_rank(world: int, tensors: int) -> Figures:
     state = {key: ShardedTensor.from_rank_offsets(key, data, cut) for key in keys}
     begin = time.perf_counter()
     sharded, _ = save_preprocess(state, validate_access_integrity=False)
-    plan = plan_writes(
-        list(sharded.values()), rank, zarr_format=3, target_chunk_bytes=2**25, layouts=Layouts()
-    )
+    plan = plan_writes(list(sharded.values()), rank, SaveOptions())
     prepared = time.perf_counter() - begin
     assert len(plan.writes) == tensors
     records = _records(plan.writes[0].array)

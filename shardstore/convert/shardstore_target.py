@@ -18,7 +18,7 @@ from shardstore.storage import arrays as stored_arrays
 from shardstore.storage.commit import folder as commit
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.commit.folder import FolderAttempt
-from shardstore.storage.commit.publish import About, publish
+from shardstore.storage.commit.publish import About, note_arrays, publish
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import SEPARATOR, ArrayMeta
 from shardstore.storage.format.grid import DEFAULT_TARGET_CHUNK_BYTES, Box, grid_of
@@ -107,10 +107,9 @@ class ShardstoreTarget:
     def begin(self, arrays: Sequence[ArrayMeta], extras: Extras) -> None:
         """Array documents, and what is no tensor."""
         self._extras = extras
-        for meta in arrays:
-            text = self._manifest.add_array(meta, created=True)
-            if not self._attempt.defers_documents:
-                self._attempt.put(f"{meta.node}/{meta.document_name}", text.encode())
+        created = note_arrays(self._manifest, [(meta, True) for meta in arrays])
+        if not self._attempt.defers_documents:
+            stored_arrays.write_documents(self._attempt, self._options, created)
         if extras.objects:
             self._put_objects(extras.objects)
         if extras.common is not None:

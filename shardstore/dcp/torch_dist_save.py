@@ -346,7 +346,7 @@ class _Staged:
             return self._bytes[key]
         if key in self._tensors:
             return self._tensors[key]
-        return dtypes.as_tensor(self.staging.copied(self._numbers[key]))
+        return dtypes.as_tensor(self.staging.writes[self._numbers[key]].data())
 
 
 def _copied_by_staging(key: str, tensor: torch.Tensor) -> ChunkWrite | None:

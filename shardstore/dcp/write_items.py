@@ -20,9 +20,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from shardstore.errors import AccessPatternError, CheckpointingException, DTypeMismatchError
 from shardstore.mapping import ShardedObject
-from shardstore.saving.uploads import files_beside
 from shardstore.storage.commit.attempt import Attempt
-from shardstore.storage.commit.publish import write_chunks
+from shardstore.storage.commit.publish import Files, write_chunks
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import SEPARATOR, ArrayMeta
 from shardstore.storage.format.grid import Box, Grid, contains, grid_of
@@ -31,6 +30,7 @@ from shardstore.storage.format.names import check_collisions, node_name
 from shardstore.storage.movers.chunk_bytes import as_bytes
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.device import on_host, stream_here
+from shardstore.storage.movers.parallel import run_together
 from shardstore.storage.options import SaveOptions
 from shardstore.strategies.common import json_object_file, object_file
 from shardstore.values.plain import NotPlainError
@@ -239,27 +239,22 @@ def write_items(
     manifest, report = RankManifest(task.rank), Report(b"")
     metas: dict[str, ArrayMeta] = {}
     writes: list[ChunkWrite] = []
-    with files_beside(attempt, options.budget_bytes) as files:
-
-        def put(name: str, data: bytes) -> None:
-            (files if attempt.defers_documents else attempt).put(name, data)
-            manifest.add_file(name, data)
-
-        for item in items:
-            if item.type == WriteItemType.BYTE_IO:
-                _write_value(item, planner, put, report, allow_pickle)
-                continue
-            key = item.index.fqn
-            meta = metas.get(key) or array_of(item, task.grids[key])
-            metas[key] = meta
-            straddled = key in task.straddled
-            _plan_item(item, planner, meta, straddled, writes, report)
-            if straddled:
-                report.metas[key] = meta
-        # The largest first, of each array in order: at the end none is left to be sent alone.
-        writes.sort(key=lambda write: -write.array.chunk_bytes)
-        created = [(meta, key in task.creates) for key, meta in metas.items()]
-        write_chunks(attempt, options, manifest, created, writes)
+    files = Files(attempt, manifest, options.budget_bytes)
+    for item in items:
+        if item.type == WriteItemType.BYTE_IO:
+            _write_value(item, planner, files.put, report, allow_pickle)
+            continue
+        key = item.index.fqn
+        meta = metas.get(key) or array_of(item, task.grids[key])
+        metas[key] = meta
+        straddled = key in task.straddled
+        _plan_item(item, planner, meta, straddled, writes, report)
+        if straddled:
+            report.metas[key] = meta
+    # The largest first, of each array in order: at the end none is left to be sent alone.
+    writes.sort(key=lambda write: -write.array.chunk_bytes)
+    created = [(meta, key in task.creates) for key, meta in metas.items()]
+    run_together(files.flush, lambda: write_chunks(attempt, options, manifest, created, writes))
     manifest.seconds = {"plan": plan_seconds, "write": perf_counter() - start}
     report.manifest = manifest.to_bytes()
     return report

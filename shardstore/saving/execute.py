@@ -1,187 +1,86 @@
-"""A plan carried out on one rank: arrays created, chunks written, pieces of chunks exchanged.
+"""A plan carried out on one rank: documents and chunks written, pieces of chunks exchanged.
 
-Answers for the order of these steps, at once or staged for the background, and for meeting other
-ranks in one order whatever fails here. What is planned is :mod:`.write_plan`'s business, how bytes
-move :mod:`shardstore.storage`'s.
+At once, or from a copy in the background. The background speaks to no other rank: pieces are
+exchanged in the caller's thread, and the manifest is handed in afterwards. Ranks exchange in one
+order, whatever fails on one of them.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardstore.distributed.coordinator import Ranks
-from shardstore.errors import RanksError
-from shardstore.saving.background import BackgroundWrite
 from shardstore.saving.session import SaveSession
-from shardstore.saving.sources import CutChunk, WritePlan
-from shardstore.saving.staging import ALIGNMENT, Staging, staged_bytes
+from shardstore.saving.sources import CutChunk, WritePlan, fetched
+from shardstore.saving.staging import ALIGNMENT, StagedChunk, Staging
 from shardstore.storage import arrays
 from shardstore.storage.commit.base import Writer
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.manifest import ChunkRecord
 from shardstore.storage.movers.chunk_bytes import as_bytes
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.files import WRITEBACK_FROM
+from shardstore.storage.movers.parallel import run_together, yield_to_others
 from shardstore.storage.options import SaveOptions
 from shardstore.strategies.async_utils import AsyncRequest
 
-__all__ = ["ROUND_BYTES", "stage"]
+__all__ = ["ROUND_BYTES", "stage_chunks", "write_chunks"]
 
 ROUND_BYTES = 16 * 1024 * 1024
-"""Cut chunks are put together in rounds of about this many bytes."""
+"""Cut chunks are put together in rounds of at most this many bytes; a larger one goes alone."""
+
+Created = Sequence[tuple[ArrayMeta, str]]
+"""Arrays that this rank creates, with their documents."""
+Room = Callable[[int], list[NDArray[np.uint8]]]
+"""Gives memory for so many chunks; waits for it."""
 
 
-def stage(
-    session: SaveSession,
-    options: SaveOptions,
-    plan: WritePlan,
-    created: Sequence[tuple[ArrayMeta, str]],
-) -> AsyncRequest:
-    """Exchange pieces of shared chunks, copy the rest; what is left needs no other rank.
-
-    Within a staging budget that has not room for all, the shared chunks that this rank owns go
-    through the same memory as the copy, round by round, while the background writes.
-    """
-    budget = session.options.staging_budget_bytes or options.staging_budget_bytes
-    mine = [
-        ChunkWrite(chunk.array, chunk.index, _unread)
-        for chunk in plan.cut
-        if chunk.owner == session.ranks.rank
-    ]
-    size = sum(map(staged_bytes, [*mine, *plan.writes]))
-    if budget is not None and mine and size > budget:
-        return _stage_in_rounds(session, options, plan, created, mine, budget)
-    owned = [write for writes in _exchanged(session, plan.cut) for write in writes]
-    mover = session.mover(options)
-    staging = Staging(plan.writes, budget_bytes=budget, threads=options.threads)
-    plan.writes.clear()  # their memory is the caller's
-    session.staging = staging
-    background = BackgroundWrite(session, mover, created, staging, owned, options.threads)
-    if not staging.all_at_once:
-        background.start()
-    _copy(session, staging)
-    return AsyncRequest(background, (), [])
-
-
-def _stage_in_rounds(
-    session: SaveSession,
-    options: SaveOptions,
-    plan: WritePlan,
-    created: Sequence[tuple[ArrayMeta, str]],
-    mine: Sequence[ChunkWrite],
-    budget_bytes: int,
-) -> AsyncRequest:
-    """As :func:`stage`. An error of the exchange, as one of the writer, is the background's: who
-    calls hears of it where all ranks meet.
-
-    No rank waits here for one that waits for it: room comes of writing alone, which needs no other
-    rank, and an error of it ends the waiting but not the exchange.
-    """
-    staging = Staging(
-        [*mine, *plan.writes],
-        budget_bytes=budget_bytes,
-        threads=options.threads,
-        brought=len(mine),
-    )
-    session.staging = staging
-    background: BackgroundWrite | None = None
-    try:
-        mover = session.mover(options)
-        background = BackgroundWrite(session, mover, created, staging, (), options.threads)
-        background.start()
-    except Exception as problem:
-        background = None
-        staging.fail(problem)  # the others get their pieces first
-    plan.writes.clear()  # their memory is the caller's
-    try:
-        # Half of the memory: while one round is put together, the one before it is written.
-        for _ in _exchanged(session, plan.cut, staging, staging.arena_bytes // 2):
-            pass
-    except Exception as problem:
-        staging.fail(problem)
-    except BaseException as interrupt:  # nobody shall wait for what is not brought any more
-        staging.fail(interrupt)
-        staging.run()
-        raise
-    if background is None:
-        staging.run()
-        staging.close()
-        assert staging.error is not None
-        raise staging.error
-    _copy(session, staging)
-    return AsyncRequest(background, (), [])
-
-
-def _copy(session: SaveSession, staging: Staging) -> None:
-    if session.options.overlap_staging:
-        threading.Thread(target=staging.run, name="shardstore-stage", daemon=True).start()
-    else:
-        with session.timed("stage"):
-            staging.run()
-            staging.wait(host=True)
-
-
-def _unread() -> NDArray[np.uint8]:
-    raise AssertionError("a chunk that is put together has no source")
-
-
-def _carry_out(
-    session: SaveSession,
-    options: SaveOptions,
-    plan: WritePlan,
-    created: Sequence[tuple[ArrayMeta, str]],
+def write_chunks(
+    session: SaveSession, options: SaveOptions, plan: WritePlan, created: Created
 ) -> None:
     """Create the arrays, write, and put cut chunks together.
 
-    An error of this rank's disk waits until all pieces are exchanged.
+    An error of this rank's disk is raised once all pieces are exchanged.
     """
-    location = session.attempt.location
     mover: Writer | None = None
-    failed: list[Exception] = []
-
-    def attempt(step: Callable[[], None]) -> None:
-        if not failed:
-            try:
-                with session.timed("write"):
-                    step()
-            except Exception as problem:
-                failed.append(problem)
 
     def write(chunks: Sequence[ChunkWrite]) -> None:
         nonlocal mover
-        mover = mover or session.mover(options)
-        mover.write(chunks, session.written)
+        with session.timed("write"):
+            mover = mover or session.mover(options)
+            mover.write(chunks, session.written)
 
-    # Who waits for the disk gives it something to do before the many small files are made. Who does
-    # not makes them before it has begun: a file system at work on its own holds up who makes files.
+    def write_documents() -> None:
+        with session.timed("write"):
+            arrays.write_documents(session.attempt, options, created)
+
     large, small = _by_size(plan.writes)
-    if session.attempt.defers_documents:
-        # Of requests the small ones go while the last large ones are under way.
-        large, small = [], large + small
-    if session.options.durable:
-        attempt(lambda: write(large))
-    if not session.manifest.array_documents:
-        attempt(lambda: arrays.create_folders(location, [meta for meta, _ in created]))
-    elif session.attempt.defers_documents:
-        session.deferred += [
-            (f"{meta.node}/{meta.document_name}", text.encode()) for meta, text in created
-        ]
-    else:
-        attempt(lambda: arrays.create_arrays(location, created, threads=options.threads))
-    attempt(lambda: write(small))
-    if not session.options.durable:
-        attempt(lambda: write(large))
+    error: Exception | None = None
     try:
-        for owned in _exchanged(session, plan.cut):
-            attempt(lambda owned=owned: write(owned))  # type: ignore[misc]
+        if session.attempt.defers_documents:
+            session.deferred = write_documents
+            # Small requests go beside the last large ones.
+            run_together(session.files.flush, lambda: write(large + small))
+        elif options.durable:
+            # The disk has something to do before the many small files are made.
+            write(large)
+            write_documents()
+            write(small)
+        else:
+            # A file system at work holds up the creation of files: they come first.
+            write_documents()
+            write(small)
+            write(large)
     except Exception as problem:
-        failed.append(problem)
-    if failed:
-        raise failed[0]
+        error = problem
+    _exchange(session, plan.cut, write, error=error)
 
 
 def _by_size(writes: Sequence[ChunkWrite]) -> tuple[list[ChunkWrite], list[ChunkWrite]]:
@@ -194,87 +93,193 @@ def _by_size(writes: Sequence[ChunkWrite]) -> tuple[list[ChunkWrite], list[Chunk
     return large, small
 
 
-def _rounds(chunks: Sequence[CutChunk], most_bytes: int | None) -> Iterator[list[CutChunk]]:
-    """Rounds of about :data:`ROUND_BYTES`, or of at most so many bytes; a larger chunk goes alone.
+def stage_chunks(
+    session: SaveSession, options: SaveOptions, plan: WritePlan, created: Created
+) -> AsyncRequest:
+    """Copy what this rank writes, and return the writing. Pieces of shared chunks are exchanged
+    into the memory of the copy.
+
+    Without a budget there is room for everything, and the background writes afterwards. Within a
+    budget it writes meanwhile, which makes room. No rank waits here for one that waits for it: an
+    error of the writer ends the waiting for room, but not the exchange. Errors are raised by the
+    background, where all ranks meet them.
+    """
+    owned = [
+        ChunkWrite(chunk.array, chunk.index, _unread)
+        for chunk in plan.cut
+        if chunk.owner == session.ranks.rank
+    ]
+    try:
+        staging = Staging(
+            [*owned, *plan.writes],
+            budget_bytes=options.staging_budget_bytes,
+            threads=options.threads,
+            brought=len(owned),
+        )
+    except Exception as problem:  # no memory: the others still wait for this rank's pieces
+        _exchange(session, plan.cut, lambda writes: None, error=problem)
+        raise
+    plan.writes.clear()  # their memory is the caller's
+    session.staging = staging
+    background = _writer(session, options, staging, created)
+    if not staging.all_at_once:
+        background = _started(background, staging)
+    # Half of the memory: while one round is put together, the one before it is written.
+    most_bytes = ROUND_BYTES if staging.all_at_once else staging.arena_bytes // 2
+    try:
+        _exchange(session, plan.cut, staging.filled, staging.room, most_bytes=most_bytes)
+    except Exception as problem:
+        staging.fail(problem)
+    except BaseException as interrupt:  # nobody shall wait for what is not brought any more
+        staging.fail(interrupt)
+        staging.run()
+        if staging.all_at_once:
+            staging.close()
+        raise
+    if options.overlap_staging:
+        threading.Thread(target=staging.run, name="shardstore-stage", daemon=True).start()
+    else:
+        with session.timed("stage"):
+            staging.run()
+            staging.wait(host=True)
+    return AsyncRequest(background, (), [])
+
+
+def _unread() -> NDArray[np.uint8]:
+    raise AssertionError("a chunk that is put together has no source")
+
+
+def _writer(
+    session: SaveSession, options: SaveOptions, staging: Staging, created: Created
+) -> Callable[[], None]:
+    """A function that writes this rank's part from its copy, and closes the copy."""
+    if not staging.all_at_once:
+        # Chunks under way keep their memory: leave room for the chunk that is asked for next, and
+        # for one that the ring's end is too short for.
+        room = staging.arena_bytes - 2 * staging.largest_bytes
+        options = replace(options, budget_bytes=max(1, min(options.budget_bytes, room)))
+
+    def done(item: ChunkWrite, record: ChunkRecord) -> None:
+        session.written(item, record)
+        if isinstance(item.source, StagedChunk):
+            item.source.release()
+        if session.failure is not None:
+            raise session.failure
+
+    def write() -> None:
+        try:
+            if staging.all_at_once:
+                staging.wait_queued()  # copying comes first: somebody may be waiting for it
+                if staging.error is not None:
+                    raise staging.error
+            with session.timed("write"):
+                session.mover(options).write(staging.writes, done)
+                session.files.flush()
+                # In an object store too: the trainer may wait for the commit.
+                arrays.write_documents(session.attempt, options, created)
+        except BaseException as error:
+            staging.fail(error)
+            raise
+        finally:
+            staging.close()
+
+    return write
+
+
+def _started(write: Callable[[], None], staging: Staging) -> Callable[[], None]:
+    """Write in a thread from now on. Returns a function that waits for it and raises its error."""
+
+    def run() -> None:
+        yield_to_others()
+        with suppress(BaseException):  # the copy keeps it
+            write()
+
+    thread = threading.Thread(target=run, name="shardstore-write", daemon=True)
+    thread.start()
+
+    def wait() -> None:
+        thread.join()
+        if staging.error is not None:
+            raise staging.error
+
+    return wait
+
+
+def _exchange(
+    session: SaveSession,
+    cut: Sequence[CutChunk],
+    take: Callable[[Sequence[ChunkWrite]], None],
+    room: Room | None = None,
+    *,
+    most_bytes: int | None = None,
+    error: Exception | None = None,
+) -> None:
+    """Put the cut chunks that this rank owns together, round by round.
+
+    After an error of this rank, or where a rank is lost, the pieces of later rounds still go to the
+    others, who wait for them. The first error is raised at the end.
+
+    Args:
+        session: the save.
+        cut: the chunks that this rank shares.
+        take: called with the chunks of each round.
+        room: gives the memory that they go to; default: memory of their own.
+        most_bytes: of a round.
+        error: an earlier error: no chunks are taken any more.
+    """
+    for batch in _rounds(cut, most_bytes or ROUND_BYTES):
+        memory: list[NDArray[np.uint8]] | None = None
+        try:
+            if room is not None and error is None:
+                with session.timed("stage"):
+                    memory = room(sum(chunk.owner == session.ranks.rank for chunk in batch))
+        except Exception as stopped:
+            error = stopped
+        try:
+            with session.timed("exchange"):
+                writes = _put_together(session.ranks, batch, memory)
+            if error is None:
+                take(writes)
+        except Exception as problem:
+            error = error or problem
+    if error is not None:
+        raise error
+
+
+def _rounds(chunks: Sequence[CutChunk], most_bytes: int) -> Iterator[list[CutChunk]]:
+    """Rounds of at most so many bytes; a larger chunk goes alone.
 
     They need not be the same on all ranks: each waits for chunks in the order that all follow.
     """
     batch: list[CutChunk] = []
     size = 0
     for chunk in chunks:
-        more = chunk.array.chunk_bytes
-        if most_bytes is not None:
-            more += ALIGNMENT
-            if batch and size + more > most_bytes:
-                yield batch
-                batch, size = [], 0
-        batch.append(chunk)
-        size += more
-        if size >= ROUND_BYTES:
+        more = chunk.array.chunk_bytes + ALIGNMENT
+        if batch and size + more > most_bytes:
             yield batch
             batch, size = [], 0
+        batch.append(chunk)
+        size += more
     if batch:
         yield batch
 
 
-def _exchanged(
-    session: SaveSession,
-    cut: Sequence[CutChunk],
-    staging: Staging | None = None,
-    most_bytes: int | None = None,
-) -> Iterator[list[ChunkWrite]]:
-    """The cut chunks that this rank owns, put together round by round.
-
-    Where a rank is lost, or this one can not give a piece of its own, or has no room any more, the
-    pieces of later rounds still go to the others, who wait for them, and then it is raised.
-
-    Args:
-        session: the save.
-        cut: the chunks that this rank shares.
-        staging: whose memory they go to, if not to memory of their own; waited for.
-        most_bytes: of a round.
-    """
-    first: Exception | None = None
-    for batch in _rounds(cut, most_bytes):
-        memory: list[NDArray[np.uint8]] | None = None
-        if staging is not None and first is None:
-            try:
-                with session.timed("stage"):
-                    memory = staging.room(sum(c.owner == session.ranks.rank for c in batch))
-            except Exception as stopped:
-                first = stopped
-        problem: Exception | None
-        try:
-            with session.timed("exchange"):
-                writes, problem = _put_together(session.ranks, batch, memory)
-        except RanksError as lost:
-            writes, problem = [], lost
-        first = first or problem
-        if first is None:
-            if staging is not None and memory is not None:
-                staging.filled(memory)
-            yield writes
-        del writes, memory
-    if first is not None:
-        raise first
-
-
 def _put_together(
     ranks: Ranks, chunks: Sequence[CutChunk], memory: Sequence[NDArray[np.uint8]] | None = None
-) -> tuple[list[ChunkWrite], Exception | None]:
+) -> list[ChunkWrite]:
     """Send pieces to the owners of their chunks, receive those of the chunks that this rank owns.
 
-    Every rank goes through its chunks in the same global order, so that no two can wait for each
-    other.
+    Every rank goes through its chunks in the same global order, so that no two wait for each other.
 
     Args:
         ranks: who exchange.
         chunks: what this rank shares.
-        memory: for each that it owns; default: memory of their own.
+        memory: for each chunk that it owns; default: memory of their own.
 
-    Returns:
-        The chunks, and the first error of this rank's own sources. In the place of what they do not
-        give zeros are sent: the owner waits for them, and is told at the end, before any commit.
+    Raises:
+        RanksError: a rank is lost.
+        Exception: the first error of this rank's own sources, at the end. Zeros are sent in the
+            place of their data: the owner waits for it, and is told before any commit.
     """
     failed: Exception | None = None
 
@@ -285,7 +290,7 @@ def _put_together(
         count = next(n for n, *mine in pieces if mine == [ranks.rank, chunk.start])
         size = count * dtypes.itemsize(chunk.array.dtype)
         try:
-            data = as_bytes(np.ascontiguousarray(chunk.local()))
+            data = as_bytes(np.ascontiguousarray(fetched(chunk.local)))
             if data.size == size:
                 return data
             raise ValueError(
@@ -317,4 +322,6 @@ def _put_together(
         writes.append(ChunkWrite(chunk.array, chunk.index, data))
     if sends or receives:
         ranks.exchange(sends, receives)
-    return writes, failed
+    if failed is not None:
+        raise failed
+    return writes

@@ -1,78 +1,70 @@
-"""From sharded tensors to chunks: what this rank creates, writes, sends and receives.
+"""From sharded tensors to chunks: the arrays that this rank creates and the chunks it writes.
 
-Every decision is taken by each rank on its own and comes out the same everywhere. What has to be
-heard of other ranks first is in :mod:`.layouts`, flattened ranges are planned in
-:mod:`.flat_writes`. It moves no bytes.
+Each rank plans alone, and all of them alike. :mod:`shardstore.sharded.layouts` has what it must
+hear of other ranks first.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardstore.dict_utils import nested_values
 from shardstore.errors import AccessPatternError, CheckpointingException
-from shardstore.mapping import ShardedTensor, is_main_replica
-from shardstore.saving.flat import _plan_flat
-from shardstore.saving.replicas import SharedWrites, identity
-from shardstore.saving.sources import (
-    CutChunk,
-    DevicePart,
-    WritePlan,
-    _Source,
-)
+from shardstore.mapping import ShardedStateDict, ShardedTensor, is_main_replica
+from shardstore.saving.replicas import Shard, SharedWrites, identity
+from shardstore.saving.sources import CutChunk, TensorSource, WritePlan, fetched
 from shardstore.sharded.layouts import (
+    FlatRange,
     Layouts,
     flat_bounds,
     is_alone,
     is_first,
     local_box,
-    local_layouts,
-    merge_layouts,
 )
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import CRC32C, SEPARATOR, ArrayMeta
 from shardstore.storage.format.grid import Box, Grid, plan_grid, shard_edges
 from shardstore.storage.format.names import node_name
-from shardstore.storage.movers.chunks import ChunkWrite
+from shardstore.storage.movers.chunks import ChunkWrite, Source
+from shardstore.storage.options import SaveOptions
 
-__all__ = [
-    "CutChunk",
-    "DevicePart",
-    "Layouts",
-    "WritePlan",
-    "array_meta",
-    "flat_bounds",
-    "is_alone",
-    "is_first",
-    "local_box",
-    "local_layouts",
-    "merge_layouts",
-    "plan_writes",
-]
+__all__ = ["array_meta", "needs_layouts", "plan_writes", "sharded_tensors_of"]
 
 CHUNKS_PER_RANGE = 4
 MIN_RANGE_CHUNK_BYTES = 256 * 1024
 
 
+def sharded_tensors_of(state_dict: ShardedStateDict) -> list[ShardedTensor]:
+    """All sharded tensors of a nested state dict."""
+    return [value for value in nested_values(state_dict) if isinstance(value, ShardedTensor)]
+
+
+def needs_layouts(tensors: Iterable[ShardedTensor]) -> bool:
+    """Whether a rank holds tensors that others must hear of: irregular cuts, flattened ranges."""
+    return any(is_main_replica(tensor.replica_id) and not is_alone(tensor) for tensor in tensors)
+
+
 def array_meta(
     tensor: ShardedTensor,
+    options: SaveOptions,
     *,
-    zarr_format: int,
-    target_chunk_bytes: int,
+    zarr_format: int = 3,
     layouts: Layouts | None = None,
-    compression: str | None = None,
 ) -> ArrayMeta:
     """The array that a sharded tensor is a part of, the same on every rank.
 
     Raises:
-        DTypeMismatchError: the data type can not be stored.
-        KeyNameError: the key can not be stored.
+        DTypeMismatchError: the data type cannot be stored.
+        KeyNameError: the key cannot be stored.
     """
     layouts = layouts or Layouts()
     name = dtypes.zarr_name(tensor.dtype)
@@ -87,6 +79,7 @@ def array_meta(
         return ArrayMeta(
             tensor.key, node_name(tensor.key), Grid(shape, edges), name, codecs=(), zarr_format=2
         )
+    target_chunk_bytes = options.target_chunk_bytes
     ranges = layouts.ranges.get(tensor.key)
     flat = ranges is not None
     if ranges:
@@ -98,7 +91,7 @@ def array_meta(
         node_name(tensor.key),
         plan_grid(shape, edges, size, target_chunk_bytes, leading_only=flat),
         name,
-        codecs=(CRC32C,) if compression is None else (compression, CRC32C),
+        codecs=(CRC32C,) if options.compression is None else (options.compression, CRC32C),
         separator=SEPARATOR,
         shard_shape=edges,
     )
@@ -107,87 +100,69 @@ def array_meta(
 def plan_writes(
     tensors: Iterable[ShardedTensor],
     rank: int,
+    options: SaveOptions,
     *,
-    zarr_format: int,
-    target_chunk_bytes: int,
-    layouts: Layouts,
-    compression: str | None = None,
+    zarr_format: int = 3,
+    layouts: Layouts | None = None,
     shared: SharedWrites | None = None,
 ) -> WritePlan:
-    """Plan what a rank does with its sharded tensors.
+    """Plan what a rank does with its sharded tensors. Pure: every rank decides alike.
 
     Args:
         tensors: all of this rank's, replicas included (only main replicas are written).
         rank: this rank.
+        options: chunk size and compression.
         zarr_format: 3 or 2.
-        target_chunk_bytes: see :func:`plan_grid`.
         layouts: what :func:`merge_layouts` made of all ranks' reports.
-        compression: of each chunk (Zarr v3 alone).
-        shared: the shards whose chunks this rank's group shares out; the others are their main
-            replica's.
+        shared: the shards whose chunks this rank's group shares out; other shards are written by
+            their main replica.
 
     Raises:
         AccessPatternError: a shard is not made of whole chunks of the grid that its sharding
             announces.
         CheckpointingException: a main replica has no data.
     """
-    plan = WritePlan()
-    planned: list[tuple[ShardedTensor, ArrayMeta, Box, tuple[int, ...] | None]] = []
-    seen: set[object] = set()
+    plan, layouts = WritePlan(), layouts or Layouts()
+    found: list[tuple[ShardedTensor, ArrayMeta, Box, tuple[int, ...] | None]] = []
+    in_group: dict[Shard, tuple[ArrayMeta, Box]] = {}
     for tensor in tensors:
-        in_group = shared is not None and shared.holds(tensor)
-        if not in_group and not is_main_replica(tensor.replica_id):
+        is_shared = shared is not None and shared.holds(tensor)
+        if not is_shared and not is_main_replica(tensor.replica_id):
             continue
         tensor.validate_metadata_integrity()
-        meta = array_meta(
-            tensor,
-            zarr_format=zarr_format,
-            target_chunk_bytes=target_chunk_bytes,
-            layouts=layouts,
-            compression=compression,
-        )
+        meta = array_meta(tensor, options, zarr_format=zarr_format, layouts=layouts)
         box = local_box(tensor)
-        # Of many tensors nearly all are one chunk, for which nothing has to be worked out.
+        # Most tensors are one chunk, for which nothing has to be worked out.
         whole = meta.grid.chunk_at(box) if tensor.flattened_range is None else None
         if whole is None:
             _check_place(tensor, meta, box)
         plan.arrays.append((meta, is_first(tensor)))
-        if in_group and identity(tensor) in seen:
+        if is_shared and identity(tensor) in in_group:
             continue  # a rank may hold a shard twice
-        seen.add(identity(tensor) if in_group else None)
-        planned.append((tensor, meta, box, whole))
-    if shared is not None:
-        in_order = sorted(planned, key=lambda p: (p[0].key, p[0].global_offset))
-        shared.plan(
-            (tensor, meta, list(meta.grid.overlapping(box)))
-            for tensor, meta, box, _ in in_order
-            if shared.holds(tensor) and box.size
-        )
-    for tensor, meta, box, whole in planned:
-        in_group = shared is not None and shared.holds(tensor)
-        if whole is None and box.size == 0:
-            continue
+        if is_shared:
+            in_group[identity(tensor)] = (meta, box)
+        if whole is not None or box.size:
+            found.append((tensor, meta, box, whole))
+    mine = set() if shared is None else shared.own_chunks(in_group)
+    for tensor, meta, box, whole in found:
         if tensor.data is None:
             raise CheckpointingException(
                 f"key {tensor.key!r} has no data on rank {rank}, which is to write it; give "
-                "every main replica "
-                "its tensor",
+                "every main replica its tensor",
                 key=tensor.key,
                 rank=rank,
             )
-        if whole is not None:
-            if not in_group or shared is None or shared.is_mine(tensor, whole):
-                source = _Source(tensor.data, tensor.key, tensor.prepend_axis_num)
-                plan.writes.append(ChunkWrite(meta, whole, source.whole()))
-        elif tensor.flattened_range is None:
-            source = _Source(tensor.data, tensor.key, tensor.prepend_axis_num)
-            for index in meta.grid.overlapping(box):
-                if in_group and shared is not None and not shared.is_mine(tensor, index):
-                    continue
-                slices = meta.grid.box(index).relative_to(box.offset).slices
-                plan.writes.append(ChunkWrite(meta, index, source.part(slices)))
-        else:
+        if tensor.flattened_range is not None:
             _plan_flat(plan, tensor, meta, box, layouts.ranges[tensor.key][box])
+            continue
+        source = TensorSource(tensor.data, tensor.key, tensor.prepend_axis_num)
+        for index in meta.grid.overlapping(box) if whole is None else (whole,):
+            if (name := identity(tensor)) in in_group and (name, index) not in mine:
+                continue
+            slices = (
+                () if whole is not None else meta.grid.box(index).relative_to(box.offset).slices
+            )
+            plan.writes.append(ChunkWrite(meta, index, source.part(slices)))
     plan.cut.sort(key=lambda chunk: (chunk.array.key, chunk.index, chunk.start))
     plan.cut = _one_a_chunk(plan.cut, rank)
     return plan
@@ -204,21 +179,18 @@ def _one_a_chunk(cut: Sequence[CutChunk], rank: int) -> list[CutChunk]:
         # One piece as long as the chunk, and before the others', which then fill its gaps.
         others = tuple(piece for piece in same[0].pieces if piece[0] != rank)
         pieces = ((rank, 0, math.prod(same[0].shape)), *others)
-        chunks.append(replace(same[0], pieces=pieces, start=0, local=_joined(same)))
+        chunks.append(replace(same[0], pieces=pieces, start=0, local=partial(_joined, same)))
     return chunks
 
 
-def _joined(pieces: Sequence[CutChunk]) -> Callable[[], NDArray[Any]]:
-    def joined() -> NDArray[Any]:
-        first = pieces[0]
-        out = np.zeros(math.prod(first.shape), dtypes.numpy_dtype(first.array.dtype))
-        for piece in pieces:
-            assert piece.local is not None
-            data = piece.local()
-            out[piece.start : piece.start + data.size] = data
-        return out
-
-    return joined
+def _joined(pieces: Sequence[CutChunk]) -> NDArray[Any]:
+    first = pieces[0]
+    out = np.zeros(math.prod(first.shape), dtypes.numpy_dtype(first.array.dtype))
+    for piece in pieces:
+        assert piece.local is not None
+        data = fetched(piece.local)
+        out[piece.start : piece.start + data.size] = data
+    return out
 
 
 def _check_place(tensor: ShardedTensor, meta: ArrayMeta, box: Box) -> None:
@@ -226,17 +198,151 @@ def _check_place(tensor: ShardedTensor, meta: ArrayMeta, box: Box) -> None:
     if box.size and any(e > n for e, n in zip(box.end, shape, strict=True)):
         raise AccessPatternError(
             f"Invalid access pattern: key {tensor.key!r}, offset {box.offset}, shape {box.shape} "
-            "reaches beyond the "
-            f"global shape {shape}",
+            ""
+            f"reaches beyond the global shape {shape}",
             key=tensor.key,
         )
     if box.size and not meta.grid.is_aligned(box):
         raise AccessPatternError(
             f"Invalid access pattern: key {tensor.key!r}, offset {box.offset}, shape {box.shape} "
-            "does not fit the "
-            f"sharding that axis_fragmentations={tensor.axis_fragmentations} of global shape "
-            f"{shape} announces "
-            f"(shards of {meta.shard_shape or meta.grid.chunk_shape}); pass "
-            "axis_fragmentations=None for an irregular cut",
+            f"does not fit the sharding that axis_fragmentations={tensor.axis_fragmentations} of "
+            f"global shape {shape} announces (shards of "
+            f"{meta.shard_shape or meta.grid.chunk_shape}); pass axis_fragmentations=None for an "
+            "irregular cut",
             key=tensor.key,
         )
+
+
+# -- flattened ranges ----------------------------------------------------------------------------
+
+
+def _plan_flat(
+    plan: WritePlan,
+    tensor: ShardedTensor,
+    meta: ArrayMeta,
+    box: Box,
+    ranges: Sequence[FlatRange],
+) -> None:
+    """Add the chunks that a flattened range touches to a plan.
+
+    Args:
+        plan: gets whole chunks, and chunks that several ranks hold.
+        tensor: the range.
+        meta: its array.
+        box: the shard that the range is a part of.
+        ranges: of all ranks in that shard.
+    """
+    assert tensor.data is not None
+    start, stop = flat_bounds(tensor)
+    source = TensorSource(tensor.data, tensor.key)
+    for index, part, position in _parts_in_range(meta, box, start, stop):
+        # C order within the chunk is the order of the flattened shard, with or without gaps, so
+        # that a range of the shard is a range of the chunk.
+        first, last = (_elements_before(part, box.shape, n, position) for n in (start, stop))
+        if first == last:
+            continue
+        is_whole = last - first == part.size
+        shape = part.shape if is_whole else (last - first,)
+        data: Source
+        if position is not None:
+            low = position - start
+            data = source.part((slice(low + first, low + last),)).reshape(shape)
+        else:
+            data = partial(_gathered, source, part, box.shape, start, first, last, shape)
+        if is_whole:
+            plan.writes.append(ChunkWrite(meta, index, data))
+            continue
+        bounds = (
+            (
+                r.rank,
+                _elements_before(part, box.shape, r.start, position),
+                _elements_before(part, box.shape, r.stop, position),
+            )
+            for r in ranges
+        )
+        pieces = tuple(piece for piece in bounds if piece[1] < piece[2])
+        owner = max(pieces, key=lambda piece: (piece[2] - piece[1], -piece[0]))[0]
+        plan.cut.append(CutChunk(meta, index, part.shape, owner, pieces, first, data))
+
+
+def _parts_in_range(
+    meta: ArrayMeta, box: Box, start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], Box, int | None]]:
+    """The chunks of a shard that may share elements with a flat range of it.
+
+    Yields:
+        Index of the chunk, its box within the shard, and where it begins in the flattened shard;
+        ``None`` where it is not one range of it.
+    """
+    grid = meta.grid
+    indices = list(grid.overlapping(box))
+
+    def begin(index: tuple[int, ...]) -> int:
+        offset = (i * c - o for i, c, o in zip(index, grid.chunk_shape, box.offset, strict=True))
+        return _flat_position(tuple(offset), box.shape)
+
+    contiguous = _is_contiguous(grid.box(indices[0]), box.shape)
+    if contiguous:
+        # Then the chunks lie end to end, in this order: the others need not be looked at.
+        first = bisect_right(indices, start, key=begin) - 1
+        indices = indices[first : bisect_left(indices, stop, key=begin)]
+    for index in indices:
+        part = grid.box(index).relative_to(box.offset)
+        yield index, part, _flat_position(part.offset, box.shape) if contiguous else None
+
+
+def _elements_before(part: Box, shape: Sequence[int], position: int, begin: int | None) -> int:
+    """How many elements of a part of a box come before a flat position in the box.
+
+    Args:
+        part: the part.
+        shape: of the box.
+        position: in the flattened box.
+        begin: where the part begins in it, if it is one range of it.
+    """
+    if begin is not None:
+        return min(max(position - begin, 0), part.size)
+    if position >= math.prod(shape):
+        return part.size
+    before, inside, row = 0, part.size, math.prod(shape)
+    for offset, length, extent in zip(part.offset, part.shape, shape, strict=True):
+        row //= extent
+        inside //= length
+        digit, position = divmod(position, row)
+        before += min(max(digit - offset, 0), length) * inside
+        if not offset <= digit < offset + length:
+            break
+    return before
+
+
+def _is_contiguous(part: Box, shape: Sequence[int]) -> bool:
+    """Whether a part of a box is one range of the flattened box."""
+    axis = next((axis for axis, length in enumerate(part.shape) if length != 1), len(shape))
+    return part.shape[axis + 1 :] == tuple(shape[axis + 1 :])
+
+
+def _gathered(
+    source: TensorSource,
+    part: Box,
+    extents: Sequence[int],
+    start: int,
+    first: int,
+    last: int,
+    shape: tuple[int, ...],
+) -> NDArray[Any]:
+    """Elements ``first:last`` of a part with gaps, out of a flat range that begins at ``start``."""
+    positions = np.zeros((), np.int64)
+    for offset, length, extent in zip(part.offset, part.shape, extents, strict=True):
+        positions = positions[..., None] * extent + np.arange(offset, offset + length)
+    wanted = positions.reshape(-1)[first:last] - start
+    low = int(wanted[0])
+    data = fetched(source.part((slice(low, int(wanted[-1]) + 1),)))
+    out: NDArray[Any] = data[wanted - low].reshape(shape)
+    return out
+
+
+def _flat_position(offset: Sequence[int], shape: Sequence[int]) -> int:
+    position = 0
+    for o, n in zip(offset, shape, strict=True):
+        position = position * n + o
+    return position

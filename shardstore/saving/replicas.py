@@ -1,19 +1,16 @@
-"""Replicas share the writing: each rank of a group writes a part of the chunks that all of it hold.
+"""Replicas share the writing, and what no main replica writes is found.
 
-The ranks' first agreement, which every save has anyway, tells whether the ranks of a group hold the
-same shards and which of them the group answers for (one of its ranks is the main replica). From
-there on each rank computes alone which chunks are its own. That each chunk is written exactly once
-is proven by the manifests, as in every save. Groups whose ranks hold different shards are left as
-they are: main replicas write.
+In the agreement that begins every save the ranks of a group tell whether they hold the same shards,
+and which of them have a main replica in the group. From there on each rank works out alone which
+chunks it writes. The manifests prove, as in every save, that each chunk is written exactly once.
+Where the ranks of a group hold different shards, main replicas write.
 """
 
 from __future__ import annotations
 
-import heapq
 import json
-import pickle
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,114 +18,114 @@ import torch.distributed as dist
 import xxhash
 
 from shardstore.errors import AccessPatternError
+from shardstore.exchange_utils import distribute_shards_to_ranks
 from shardstore.mapping import ShardedObject, ShardedTensor, is_main_replica
 from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.grid import Box
 
 __all__ = [
     "Copies",
+    "Offer",
+    "Shard",
     "SharedWrites",
+    "accepted",
     "agree",
     "check_written",
     "choose_tellers",
     "copies_of",
     "digest_of_copies",
+    "identity",
     "offer",
-    "share_out",
     "without_main_replica",
 ]
 
 Index = tuple[int, ...]
+Shard = tuple[str, tuple[int, ...]]
+"""Key and global offset."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class SharedWrites:
-    """What a rank writes of the shards that its group shares.
+    """The shards that a rank's group shares out.
 
     Attributes:
         position: this rank's number in the group.
         size: ranks in the group.
-        shards: identities of the shards that the group answers for.
+        shards: of whom one of the group's ranks is the main replica.
     """
 
     position: int
     size: int
-    shards: frozenset[Hashable] = frozenset()
-    _mine: dict[Hashable, frozenset[Index]] = field(default_factory=dict)
+    shards: frozenset[Shard] = frozenset()
 
     def holds(self, tensor: ShardedTensor) -> bool:
         """Whether a tensor is one that the group shares."""
         return tensor.flattened_range is None and identity(tensor) in self.shards
 
-    def plan(self, tensors: Iterable[tuple[ShardedTensor, ArrayMeta, Sequence[Index]]]) -> None:
-        """Share the chunks of all shared tensors out; the same on every rank of the group.
+    def own_chunks(self, shards: Mapping[Shard, tuple[ArrayMeta, Box]]) -> set[tuple[Shard, Index]]:
+        """The chunks that this rank writes, by shard and index.
 
         Args:
-            tensors: each shared tensor with its array and the chunks that it covers.
+            shards: all that the group shares, each with its array and its box.
         """
-        chunks: list[tuple[int, Any, Index]] = []
-        for tensor, meta, indices in tensors:
-            name = identity(tensor)
-            chunks += [(meta.chunk_bytes, name, index) for index in indices]
-        mine: dict[Hashable, set[Index]] = {}
-        for (_, name, index), owner in zip(
-            chunks, share_out([size for size, _, _ in chunks], self.size), strict=True
-        ):
-            if owner == self.position:
-                mine.setdefault(name, set()).add(index)
-        self._mine = {name: frozenset(indices) for name, indices in mine.items()}
-
-    def is_mine(self, tensor: ShardedTensor, index: Index) -> bool:
-        """Whether this rank writes a chunk of a shared tensor."""
-        return index in self._mine.get(identity(tensor), ())
+        sizes = {
+            (shard, index): meta.chunk_bytes
+            for shard, (meta, box) in shards.items()
+            for index in (meta.grid.overlapping(box) if box.size else ())
+        }
+        everyone = list(range(self.size))
+        candidates = dict.fromkeys(sizes, everyone)
+        owners = distribute_shards_to_ranks(candidates, sizes, self.size, set())
+        return {chunk for chunk, owner in owners.items() if owner == self.position}
 
 
-def share_out(sizes: Sequence[int], ranks: int) -> list[int]:
-    """The rank that each piece goes to: largest first, each to the rank with the least so far.
-
-    Deterministic; the fullest rank has at most 4/3 of the least possible (Graham 1969, "Bounds on
-    multiprocessing timing anomalies").
-    """
-    loads = [(0, rank) for rank in range(ranks)]
-    owners = [0] * len(sizes)
-    for number in sorted(range(len(sizes)), key=lambda n: (-sizes[n], n)):
-        load, rank = loads[0]
-        heapq.heapreplace(loads, (load + sizes[number], rank))
-        owners[number] = rank
-    return owners
-
-
-def identity(tensor: ShardedTensor) -> Hashable:
-    """What tells a shard from all others: its key and its place."""
+def identity(tensor: ShardedTensor) -> Shard:
+    """What tells a shard from all others: its key and its offset."""
     return (tensor.key, tensor.global_offset)
 
 
+@dataclass(frozen=True)
+class Offer:
+    """What a rank tells of its group.
+
+    Attributes:
+        members: global ranks of the group.
+        digest: of the shards that the rank holds.
+        main: for each, whether the rank is its main replica, as bits.
+    """
+
+    members: tuple[int, ...]
+    digest: bytes
+    main: bytes
+
+
 def _shareable(tensors: Iterable[ShardedTensor]) -> list[ShardedTensor]:
-    """Shards that any holder could write alone, in an order of their own; each once."""
-    found = {}
+    """Shards that any holder could write alone, sorted, each once."""
+    found: dict[Shard, ShardedTensor] = {}
     for tensor in tensors:
         regular = tensor.flattened_range is None and tensor.axis_fragmentations is not None
         if regular and tensor.data is not None:
             name = identity(tensor)
             if name not in found or is_main_replica(tensor.replica_id):
                 found[name] = tensor
-    return [found[name] for name in sorted(found)]  # type: ignore[type-var]
+    return [found[name] for name in sorted(found)]
 
 
-def offer(tensors: Iterable[ShardedTensor], group: Any) -> bytes:
-    """What this rank tells for the agreement: its group, what it holds, what it is main replica of.
+def offer(tensors: Iterable[ShardedTensor], group: Any) -> Offer | None:
+    """This rank's group, the shards that it holds, and those that it is the main replica of.
 
     Args:
         tensors: all of this rank's sharded tensors.
         group: a process group; ``None``: no sharing.
 
     Returns:
-        Nothing where there is nothing to share.
+        ``None`` where there is nothing to share.
     """
     if group is None or not dist.is_initialized() or dist.get_world_size(group) < 2:
-        return b""
+        return None
     members = tuple(dist.get_process_group_ranks(group))
     if dist.get_rank() not in members:
-        return b""
+        return None
     shared = _shareable(tensors)
     told = [
         (t.key, t.global_shape, t.global_offset, t.local_shape, t.axis_fragmentations, str(t.dtype))
@@ -136,24 +133,23 @@ def offer(tensors: Iterable[ShardedTensor], group: Any) -> bytes:
     ]
     digest = xxhash.xxh3_128(repr(told).encode()).digest()
     main = np.packbits(np.array([is_main_replica(t.replica_id) for t in shared], bool)).tobytes()
-    return pickle.dumps((members, digest, main))
+    return Offer(members, digest, main)
 
 
-def agree(offers: Sequence[bytes]) -> dict[tuple[int, ...], bytes]:
-    """Group -> which of its shards it answers for, of the groups whose ranks hold the same ones.
+def agree(offers: Iterable[Offer | None]) -> dict[tuple[int, ...], bytes]:
+    """The groups whose ranks hold the same shards -> which of them the group writes, as bits.
 
-    Called by the coordinator, with the offers by rank.
+    Called by the coordinator, with the offers of all ranks.
     """
-    by_group: dict[tuple[int, ...], list[tuple[bytes, bytes]]] = {}
-    for told in offers:
-        if told:
-            members, digest, main = pickle.loads(told)
-            by_group.setdefault(members, []).append((digest, main))
+    groups: dict[tuple[int, ...], list[Offer]] = {}
+    for one in offers:
+        if one is not None:
+            groups.setdefault(one.members, []).append(one)
     found = {}
-    for members, told_of in by_group.items():
-        if len(told_of) != len(members) or len({digest for digest, _ in told_of}) != 1:
+    for members, of_group in groups.items():
+        if len(of_group) != len(members) or len({one.digest for one in of_group}) != 1:
             continue
-        bits = np.array([np.frombuffer(main, np.uint8) for _, main in told_of], np.uint8)
+        bits = np.array([np.frombuffer(one.main, np.uint8) for one in of_group], np.uint8)
         mains = np.unpackbits(bits, axis=1).sum(axis=0)
         if bits.size and mains.max(initial=0) <= 1:  # two main replicas are an error to be found
             found[members] = np.packbits(mains.astype(np.uint8)).tobytes()
@@ -162,11 +158,11 @@ def agree(offers: Sequence[bytes]) -> dict[tuple[int, ...], bytes]:
 
 def accepted(
     tensors: Iterable[ShardedTensor],
-    mine: bytes,
+    mine: Offer | None,
     agreed: Mapping[tuple[int, ...], bytes],
     rank: int,
 ) -> SharedWrites | None:
-    """What follows from the agreement for this rank; ``None`` if its group shares nothing.
+    """The shards that this rank's group shares out; ``None`` if there are none.
 
     Args:
         tensors: as given to :func:`offer`.
@@ -174,27 +170,25 @@ def accepted(
         agreed: what :func:`agree` returned.
         rank: this rank.
     """
-    if not mine:
+    if mine is None or mine.members not in agreed:
         return None
-    members, _, _ = pickle.loads(mine)
-    if members not in agreed:
-        return None
-    answered = np.unpackbits(np.frombuffer(agreed[members], np.uint8))
-    shared = [t for t, bit in zip(_shareable(tensors), answered, strict=False) if bit]
-    names = frozenset(identity(tensor) for tensor in shared)
-    return SharedWrites(members.index(rank), len(members), names)
+    written = np.unpackbits(np.frombuffer(agreed[mine.members], np.uint8))
+    shared = [t for t, bit in zip(_shareable(tensors), written, strict=False) if bit]
+    return SharedWrites(
+        mine.members.index(rank), len(mine.members), frozenset(map(identity, shared))
+    )
 
 
 Copies = dict[str, list[str]]
-"""``{"tensors": keys, "objects": unique keys}`` that a rank holds, and never as main replica."""
+"""``{"tensors": keys, "objects": unique keys}`` that a rank holds as copies only."""
 
 
 def copies_of(shards: Iterable[object], *, objects: bool) -> Copies:
-    """What of a rank's shards it holds as a copy alone.
+    """The shards that a rank holds as copies only, never as main replica.
 
     Args:
-        shards: of this rank; what is neither a sharded tensor nor a sharded object is left out.
-        objects: whether those who write the objects note them in the manifest.
+        shards: of this rank; other values are ignored.
+        objects: whether the strategy that writes the objects notes them in the manifest.
     """
     main: set[tuple[str, str]] = set()
     copied: set[tuple[str, str]] = set()
@@ -220,7 +214,7 @@ def digest_of_copies(copies: Copies) -> str:
 
 
 def choose_tellers(digests: Sequence[str]) -> list[int]:
-    """One rank for each set of copies that ranks hold: the first with each digest."""
+    """The first rank with each set of copies."""
     first: dict[str, int] = {}
     for rank, digest in enumerate(digests):
         if digest:
@@ -231,10 +225,10 @@ def choose_tellers(digests: Sequence[str]) -> list[int]:
 def check_written(
     told: Mapping[int, Copies], tensors: Collection[str], objects: Collection[str]
 ) -> None:
-    """Raise unless of everything that ranks hold copies of some rank wrote the original.
+    """Raise unless everything that ranks hold copies of was written by some rank.
 
     Args:
-        told: rank -> its copies, of the ranks that tell.
+        told: rank -> its copies.
         tensors: keys that were written.
         objects: unique keys that were written.
 
@@ -249,7 +243,7 @@ def check_written(
 
 
 def without_main_replica(keys: Sequence[str], rank: int) -> AccessPatternError:
-    """The error for what a rank holds copies of and no rank would write."""
+    """The error for shards that a rank holds copies of and that no rank would write."""
     more = "" if len(keys) == 1 else f" (and {len(keys) - 1} more)"
     return AccessPatternError(
         f"Invalid access pattern: {keys[0]!r}{more} has no main replica on any rank, so that "

@@ -1,36 +1,31 @@
-"""What a save does on each rank, step by step.
+"""The steps of a save on each rank: prepare, agree, write, commit; at once or in the background.
 
-Answers for the order of a save, synchronous or not: what is wrong on one rank is met by all before
-bytes move, strategies write, all commit together. Which strategies are meant by default, and what
-arguments mean, is :mod:`shardstore.serialization`'s to say; the commit itself is the session's.
+Every rank learns of an error on any rank before a byte is written, and again at the commit.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
-from shardstore.core import (
-    CONFIG_FNAME,
-    CheckpointingConfig,
-    CheckpointingException,
-    config_document,
-)
 from shardstore.dict_utils import extract_matching_values, nested_values
 from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import require_group
 from shardstore.dtensor.adoption import adopt_for_save, keys_of_plain
-from shardstore.dtensor.claims import apply_claims, claims, decide_claims
-from shardstore.errors import ArgumentError
+from shardstore.dtensor.claims import apply_claims, claims
+from shardstore.errors import ArgumentError, CheckpointingException
 from shardstore.loading.metadata import CONTENT_METADATA_KEY
 from shardstore.mapping import CommonStateDict, ShardedObject, ShardedStateDict, StateDict
-from shardstore.progress import Meter, ProgressCallback, callback_of
-from shardstore.saving.replicas import Copies, copies_of
-from shardstore.saving.session import SaveSession
+from shardstore.progress import Meter, callback_of
+from shardstore.saving.plan import needs_layouts, sharded_tensors_of
+from shardstore.saving.replicas import copies_of
+from shardstore.saving.session import NO_CONFIG, Part, SaveSession
 from shardstore.state_dict_utils import check_lists, check_state, save_preprocess
+from shardstore.storage.commit.publish import About
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location, shown
 from shardstore.strategies.async_utils import AsyncRequest
@@ -40,7 +35,6 @@ from shardstore.strategies.base import (
     SaveShardedStrategy,
 )
 from shardstore.strategies.common import TorchCommonSaveStrategy
-from shardstore.strategies.zarr import needs_layouts, plans_together, sharded_tensors_of
 from shardstore.validation import (
     comparable,
     compare_common,
@@ -50,27 +44,26 @@ from shardstore.validation import (
 
 __all__ = ["SaveCall", "run_save"]
 
-SaveStrategies: TypeAlias = tuple[SaveShardedStrategy, SaveCommonStrategy]
 ChooseStrategies: TypeAlias = Callable[
     [
         SaveShardedStrategy | tuple[str, int] | None,
         SaveCommonStrategy | tuple[str, int] | None,
     ],
-    SaveStrategies,
+    tuple[SaveShardedStrategy, SaveCommonStrategy],
 ]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class SaveCall:
-    """What one rank gives to a save; the same for every way to start one.
+    """The arguments of a save on one rank, whichever function starts it.
 
     Attributes:
         options: how the checkpoint is written.
-        error: what went wrong on this rank before; it is raised on every rank.
+        error: an earlier error of this rank, which every rank raises.
         later: purpose of the group in which the ranks meet for the commit; default: that of the
             call.
 
-    All others are described at :func:`shardstore.save`.
+    :func:`shardstore.save` describes the others.
     """
 
     sharded_state_dict: ShardedStateDict
@@ -85,171 +78,170 @@ class SaveCall:
     later: str | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Prepared:
+    """A rank's state, ready to be written.
+
+    Attributes:
+        target: where the checkpoint shall be.
+        part: what the rank brings to the agreement.
+        sharded: tensors and objects, factories replaced by what they build.
+        common: the rest.
+        compared: the common values that are compared with the coordinator's.
+        strategies: write the tensors, and the rest; ``None`` after an error.
+        about: what the root document says beside the arrays.
+    """
+
+    target: Location
+    part: Part
+    sharded: ShardedStateDict = field(default_factory=dict)
+    common: StateDict = field(default_factory=dict)
+    compared: Any = None
+    strategies: tuple[SaveShardedStrategy, SaveCommonStrategy] | None = None
+    about: About = NO_CONFIG
+
+
 def run_save(call: SaveCall, choose: ChooseStrategies) -> tuple[SaveSession, AsyncRequest | None]:
     """Save, or begin an asynchronous save. Called by every rank, see :func:`shardstore.save`.
 
     Args:
-        call: what this rank gives.
-        choose: makes strategies of what was given for them, which may be nothing.
+        call: the arguments of this rank.
+        choose: makes strategies of those arguments, which may be ``None``.
 
     Returns:
         The session, and the request that writes and commits if the save is asynchronous.
     """
     ranks = Ranks.current()
-    target, error = _located(call)
-    sharded: ShardedStateDict = {}
-    common: StateDict = {}
-    compared = b""
-    copies: Copies = {}
-    base: Location | None = None
-    wanted = adopts = False
-    callback: ProgressCallback | None = None
+    prepared = _prepare(call, ranks, choose)
+    session = SaveSession.begin(
+        ranks, prepared.target, call.options, prepared.part, later=call.later
+    )
+    error: Exception | None = None
+    request: AsyncRequest | None = None
+    with session.active() as place:
+        try:
+            request = _write(session, prepared, place, in_background=call.async_sharded_save)
+        except Exception as problem:
+            error = problem
+    if not call.async_sharded_save:
+        session.finish(error, prepared.about)
+        return session, None
+    if request is None:
+        # The other ranks go on: they meet this rank's error at the finalisation.
+        assert error is not None
+        session.fail_planning(error)
+        request = AsyncRequest(None, (), [])
+    session.ranks = session.later
+    request = session.guarded(request)
+    request.add_finalize_fn(partial(session.finish, None, prepared.about))
+    return session, request
+
+
+def _prepare(call: SaveCall, ranks: Ranks, choose: ChooseStrategies) -> _Prepared:
+    """Check the arguments, build factories, and split the state. An error is the part's."""
+    options = call.options
+    target = Location(shown(call.checkpoint_dir))
     try:
-        if call.options.base is not None:
-            base = Location.of(call.options.base)
+        target = Location.given(call.checkpoint_dir, options.storage_options)
+        if call.error is not None:
+            raise call.error
+        base: Location | None = None
+        if options.base is not None:
+            base = Location.of(options.base)
             if not base.options:
-                base = Location.given(base, call.options.storage_options)
-        require_group("replica_group", call.options.replica_group)
+                base = Location.given(base, options.storage_options)
+        require_group("replica_group", options.replica_group)
         check_state(call.sharded_state_dict)
         if not isinstance(call.content_metadata, dict | None):
             raise ArgumentError(f"content_metadata={call.content_metadata!r:.100} must be a dict")
-        callback = callback_of(call.options.progress, shows=ranks.is_coordinator)
+        callback = callback_of(options.progress, shows=ranks.is_coordinator)
         sharded_strategy, common_strategy = choose(call.sharded_strategy, call.common_strategy)
         if call.async_sharded_save and not isinstance(sharded_strategy, AsyncSaveShardedStrategy):
             raise CheckpointingException(
                 f"Cannot apply async_save to non-async strategy {sharded_strategy}; leave "
                 "async_sharded_save out"
             )
-        sharded_state_dict = adopt_for_save(call.sharded_state_dict)
-        adopts = sharded_state_dict is not call.sharded_state_dict
-        check_lists(sharded_state_dict)
-        sharded, common = save_preprocess(sharded_state_dict, validate_access_integrity=False)
+        state_dict = adopt_for_save(call.sharded_state_dict)
+        check_lists(state_dict)
+        sharded, common = save_preprocess(state_dict, validate_access_integrity=False)
         if call.content_metadata is not None:
             common[CONTENT_METADATA_KEY] = call.content_metadata
-        wanted = needs_layouts(sharded) or bool(claims(sharded))
-        if call.options.validate:
+        tensors = sharded_tensors_of(sharded)
+        part = Part(
+            exchange_layouts=needs_layouts(tensors),
+            base=base,
+            tensors=tensors,
+            claims=claims(sharded),
+            adopts=state_dict is not call.sharded_state_dict,
+            meter=None if callback is None else Meter("save", target.url, callback),
+        )
+        compared: Any = None
+        if options.validate:
             noted = isinstance(common_strategy, TorchCommonSaveStrategy)
             noted = noted and not sharded_strategy.can_handle_sharded_objects
-            copies = copies_of(nested_values(sharded), objects=noted)
-        if call.options.validate and ranks.world_size > 1:
-            mine = comparable(common, call.preprocess_common_before_consistancy_check)
-            compared = pickled(mine) if ranks.is_coordinator else b""
-    except Exception as problem:
-        error = error or problem
-    session = SaveSession.begin(
-        ranks,
-        target,
-        call.options,
-        error=error,
-        exchange_layouts=wanted,
-        common=compared,
-        base=base,
-        tensors=sharded_tensors_of(sharded),
-        copies=copies,
-        later=call.later,
-        adopts=adopts,
-    )
-    if session.rank_with_dtensors is not None:
-        session.common_keys = keys_of_plain(common)
-    if callback is not None:
-        session.meter = Meter("save", target.url, callback)
-    # What begin() let pass has both strategies.
-    content_metadata = call.content_metadata  # finish() lives on, and must not keep the state
-
-    def finish(problem: BaseException | None) -> None:
-        config = _config(sharded_strategy, common_strategy)
-        session.finish(
-            problem,
-            attributes=_attributes(content_metadata),
-            documents={CONFIG_FNAME: config_document(config)},
+            part = replace(part, copies=copies_of(nested_values(sharded), objects=noted))
+        if options.validate and ranks.world_size > 1:
+            compared = comparable(common, call.preprocess_common_before_consistancy_check)
+            part = replace(part, common=pickled(compared) if ranks.is_coordinator else b"")
+        return _Prepared(
+            target=target,
+            part=part,
+            sharded=sharded,
+            common=common,
+            compared=compared,
+            strategies=(sharded_strategy, common_strategy),
+            about=About(
+                common_backend=(common_strategy.backend, common_strategy.version),
+                sharded_backend=(sharded_strategy.backend, sharded_strategy.version),
+                attributes=_attributes(call.content_metadata),
+            ),
         )
-
-    with session.active() as place:
-        try:
-            if session.common_of_coordinator and not ranks.is_coordinator:
-                compare_common(mine, session.common_of_coordinator, ranks.rank)
-            if session.exchange_layouts:
-                mine_claims = claims(sharded)
-                answer = session.meet(
-                    mine_claims,
-                    what=session.planning,
-                    error=session.failure,
-                    decide=decide_claims,
-                )
-                apply_claims(sharded, answer)
-                session.plans = plans_together(sharded_strategy)
-            request = _write(
-                session,
-                (sharded, common),
-                place,
-                (sharded_strategy, common_strategy),
-                call.async_sharded_save,
-            )
-        except Exception as problem:
-            error, request = problem, None
-        except BaseException as interrupt:  # nothing goes on behind the back of who interrupted
-            session.files.stop(interrupt)
-            raise
-    if not call.async_sharded_save:
-        finish(error)
-        return session, None
-    if request is None:
-        # The other ranks are on their way: they meet this rank's error at the finalisation.
-        assert error is not None
-        session.fail_planning(error)
-        request = AsyncRequest(None, (), [])
-    session.ranks = session.later
-    request = session.guarded(request)
-    request.add_finalize_fn(lambda: finish(None))
-    return session, request
-
-
-def _located(call: SaveCall) -> tuple[Location, BaseException | None]:
-    """Where to, and what went wrong on this rank so far, to be met by all ranks together."""
-    try:
-        return Location.given(call.checkpoint_dir, call.options.storage_options), call.error
-    except ArgumentError as problem:
-        return Location(shown(call.checkpoint_dir)), call.error or problem
+    except Exception as problem:
+        return _Prepared(target=target, part=Part(error=call.error or problem))
 
 
 def _write(
-    session: SaveSession,
-    state: tuple[ShardedStateDict, StateDict],
-    place: Location,
-    strategies: SaveStrategies,
-    async_sharded_save: bool,
+    session: SaveSession, prepared: _Prepared, place: Location, *, in_background: bool
 ) -> AsyncRequest | None:
-    """Write this rank's part of everything."""
-    (tensors, common), (sharded_strategy, common_strategy) = state, strategies
-    objects: ShardedStateDict | None = None
+    """Write this rank's part of everything by the strategies; the request that is left of it."""
+    assert prepared.strategies is not None  # else begin() has raised this rank's error
+    sharded_strategy, common_strategy = prepared.strategies
+    session.plans = session.agreed.exchange_layouts and _meets_to_plan(sharded_strategy)
+    if session.ranks.is_coordinator:
+        if session.agreed.rank_with_dtensors is not None:
+            session.common_keys = keys_of_plain(prepared.common)
+    elif session.agreed.common:
+        compare_common(prepared.compared, session.agreed.common, session.ranks.rank)
+    apply_claims(prepared.sharded, session.agreed.owners)
+    tensors, objects = prepared.sharded, None
     if not sharded_strategy.can_handle_sharded_objects:
         validate_sharded_objects_handling(sharded_strategy, common_strategy)
         objects, tensors = extract_matching_values(tensors, lambda v: isinstance(v, ShardedObject))
     try:
         if session.failure is None:
-            common_strategy.save_common(common, place.place)
+            common_strategy.save_common(prepared.common, place.place)
             if objects is not None:
                 common_strategy.save_sharded_objects(objects, place.place)
     except Exception as problem:
-        # The ranks may meet in the strategy: it hears of this, and lets the others know there.
+        # The ranks may meet in the strategy, which tells the others of this error.
         session.failure = problem
-    request = None
-    if async_sharded_save:
-        strategy = cast(AsyncSaveShardedStrategy, sharded_strategy)
-        request = strategy.async_save(tensors, place.place)
-    else:
-        sharded_strategy.save(tensors, place.place)
-    if session.failure is not None and not async_sharded_save:
+    if in_background:
+        return cast(AsyncSaveShardedStrategy, sharded_strategy).async_save(tensors, place.place)
+    sharded_strategy.save(tensors, place.place)
+    if session.failure is not None:
         raise session.failure
-    return request
+    return None
 
 
-def _config(sharded: SaveShardedStrategy, common: SaveCommonStrategy) -> CheckpointingConfig:
-    return CheckpointingConfig(sharded.backend, sharded.version, common.backend, common.version)
+def _meets_to_plan(strategy: object) -> bool:
+    """Whether a strategy, or the one that it wraps, has ranks meet to exchange layouts."""
+    while (base := getattr(strategy, "base_strategy", None)) is not None:
+        strategy = base
+    return bool(getattr(strategy, "meets_to_plan", False))
 
 
 def _attributes(content_metadata: dict[str, Any] | None) -> dict[str, Any]:
-    """What of the content metadata is JSON, as attributes of the root group."""
+    """Return the JSON-serialisable part of ``content_metadata`` as root-group attributes."""
     if content_metadata is None:
         return {}
     kept = {}

@@ -1,18 +1,18 @@
 """One save from its first agreement to its commit, as one rank takes part in it.
 
-The ranks speak to each other three times at the most: they agree to begin (which also tells
-everybody of a rank whose input is wrong, before a byte is written, and of one that has lost the
-connections for the background), they exchange the layouts of
-flattened and irregular tensors where there are any, and they hand in their manifests, whereupon the
-coordinator commits; in an object store once more between the two, when the documents that a reader
-could open are written. A strategy finds the session of the folder that it was told to write to by
-:func:`session_of`; called by itself it opens one of its own.
+The ranks meet three times at the most: they agree to begin, which also tells every rank of wrong
+input on any of them before a byte is written; they exchange the layouts of flattened and irregular
+tensors, where there are any; and they hand in their manifests, whereupon the coordinator commits.
+In an object store they meet once more between manifests and commit, while the documents that a
+reader could open are written. A strategy finds the session of the folder that it is told to write
+to by :func:`session_of`; called by itself it opens one of its own.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -22,46 +22,103 @@ from time import perf_counter
 from typing import Any
 
 from shardstore.distributed.coordinator import Ranks
-from shardstore.errors import AccessPatternError, StorageError
+from shardstore.dtensor.claims import decide_claims
+from shardstore.errors import AccessPatternError, SaveInProgressError, StorageError
 from shardstore.mapping import ShardedTensor
 from shardstore.progress import Meter
-from shardstore.saving import replicas as shared_writes
-from shardstore.saving.replicas import (
-    Copies,
-    SharedWrites,
-    check_written,
-    choose_tellers,
-    digest_of_copies,
-)
+from shardstore.saving import replicas
+from shardstore.saving.replicas import Copies, Offer, SharedWrites
 from shardstore.saving.staging import Staging
-from shardstore.saving.uploads import FilesBeside
+from shardstore.sharded.layouts import Layouts, local_layouts, merge_layouts
 from shardstore.storage import arrays
-from shardstore.storage.commit import folder as commit
+from shardstore.storage.commit import folder
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.commit.base import BaseChunks, ReusingMover, Writer, adopter, read_base
-from shardstore.storage.commit.publish import CONFIG, CONFIG_NAME, commit_record, last_documents
-from shardstore.storage.format import names
+from shardstore.storage.commit.publish import About, Files, commit, merge_reports
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.manifest import ChunkRecord, RankManifest
-from shardstore.storage.format.merge import Merged, merge
+from shardstore.storage.format.merge import Merged
 from shardstore.storage.movers.chunks import ChunkWrite
-from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.async_utils import AsyncRequest
 
-__all__ = [
-    "SaveSession",
-    "check_common",
-    "check_kinds",
-    "check_objects",
-    "same_target",
-    "session_of",
-]
+__all__ = ["Agreement", "Part", "SaveSession", "session_of"]
 
 logger = logging.getLogger(__name__)
 
 _open: dict[str, SaveSession] = {}
+"""By the place that is written to: a strategy's signature has a place and no session."""
+NO_CONFIG = About(common_backend=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What a rank brings to the agreement that begins a save.
+
+    Attributes:
+        error: an error in the rank's preparation; then every rank raises.
+        exchange_layouts: whether the rank holds tensors that others must hear of.
+        common: the coordinator's common state, pickled, for the others to compare theirs with.
+        base: a committed checkpoint whose chunks are not sent again.
+        tensors: the rank's sharded tensors.
+        copies: shards that the rank holds as copies only; an error if nobody writes them.
+        claims: shards of DTensors that other ranks may hold too, see :mod:`.dtensor.claims`.
+        adopts: whether plain tensors of the rank are arrays, because it has DTensors too.
+        meter: counts for a progress callback, if there is one.
+    """
+
+    error: BaseException | None = None
+    exchange_layouts: bool = False
+    common: bytes = b""
+    base: Location | None = None
+    tensors: Sequence[ShardedTensor] = ()
+    copies: Copies = field(default_factory=dict)
+    claims: bytes = b""
+    adopts: bool = False
+    meter: Meter | None = None
+
+
+@dataclass(frozen=True)
+class _Opening:
+    """A rank's report for the agreement."""
+
+    target: str
+    base: str | None
+    exchange_layouts: bool
+    adopts: bool
+    lacks_group: bool
+    copies: str
+    claims: bytes
+    offer: Offer | None
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What the ranks agreed on.
+
+    Attributes:
+        attempt_id: of the attempt that the coordinator began.
+        exchange_layouts: whether any rank holds tensors that others must hear of.
+        common: the coordinator's common state, pickled, for comparison.
+        base_documents: of the checkpoint whose chunks are not sent again.
+        shares: groups that share out the writing, see :func:`replicas.agree`.
+        tellers: ranks that report their copies.
+        new_group: whether a rank lacks the group for the background.
+        rank_with_dtensors: if the coordinator's own state has none: the first rank whose state has
+            some, and whose plain tensors are arrays then.
+        owners: the writer of each claimed shard, see :func:`decide_claims`.
+    """
+
+    attempt_id: str
+    exchange_layouts: bool
+    common: bytes
+    base_documents: dict[str, bytes] | None
+    shares: Mapping[tuple[int, ...], bytes]
+    tellers: list[int]
+    new_group: bool
+    rank_with_dtensors: int | None
+    owners: bytes
 
 
 @dataclass
@@ -74,26 +131,25 @@ class SaveSession:
         target: where the checkpoint shall be.
         options: how it is written.
         attempt: where it is written until it is committed.
+        agreed: what the ranks agreed on.
         manifest: what this rank wrote.
-        exchange_layouts: whether any rank holds tensors that others must hear of.
         zarr_format: format of the arrays written, 3 or 2; ``None`` until a strategy of ours wrote
             some.
-        deferred: documents of this rank that are written once all manifests are in, where the
-            target itself is written to.
+        deferred: writes this rank's array documents once all manifests are checked, where the
+            attempt is written at its target.
         started: :func:`time.perf_counter` at the beginning.
-        failure: what went wrong on this rank at the beginning or in the background; then nothing is
+        failure: an error of this rank at the beginning or in the background; then nothing is
             committed.
-        over: what a meeting failed with: every rank knows, and none goes to a further meeting.
+        over: the error of a meeting: every rank knows it, and none goes to a further meeting.
         plans: whether ranks still meet before they write.
         base: the checkpoint whose chunks are not sent again, if one was given.
         shared: the shards whose chunks this rank's group shares out, if it does.
         staging: the copy of the state that an asynchronous save writes from, if it made one.
         record: after the commit, on every rank: what was committed (bytes, chunks, seconds).
         meter: counts for a progress callback, if there is one.
-        files: what is no chunk, on its way to an object store.
-        rank_with_dtensors: on the coordinator, if its own state has none: the first whose state has
-            some, and whose plain tensors are arrays then.
-        common_keys: on the coordinator then, keys that its own plain tensors would have as arrays.
+        files: files other than chunks.
+        common_keys: on the coordinator, if other ranks alone have DTensors: keys that its plain
+            tensors would have as arrays.
     """
 
     ranks: Ranks
@@ -101,11 +157,10 @@ class SaveSession:
     target: Location
     options: SaveOptions
     attempt: Attempt
+    agreed: Agreement
     manifest: RankManifest
-    exchange_layouts: bool
-    common_of_coordinator: bytes
     zarr_format: int | None = None
-    deferred: list[tuple[str, bytes]] = field(default_factory=list)
+    deferred: Callable[[], None] | None = None
     started: float = field(default_factory=perf_counter)
     failure: BaseException | None = None
     over: BaseException | None = None
@@ -115,11 +170,10 @@ class SaveSession:
     staging: Staging | None = None
     record: dict[str, Any] = field(default_factory=dict)
     meter: Meter | None = None
-    rank_with_dtensors: int | None = None
     common_keys: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        self.files = FilesBeside(self.attempt, self.options.budget_bytes)
+        self.files = Files(self.attempt, self.manifest, self.options.budget_bytes)
 
     @classmethod
     def begin(
@@ -127,15 +181,9 @@ class SaveSession:
         ranks: Ranks,
         place: str | Path | Location,
         options: SaveOptions,
+        part: Part | None = None,
         *,
-        error: BaseException | None = None,
-        exchange_layouts: bool = False,
-        common: bytes = b"",
-        base: Location | None = None,
-        tensors: Sequence[ShardedTensor] = (),
-        copies: Copies | None = None,
         later: str | None = None,
-        adopts: bool = False,
     ) -> SaveSession:
         """Agree with all ranks to begin. Called by every rank, which waits for all others.
 
@@ -143,85 +191,72 @@ class SaveSession:
             ranks: who takes part.
             place: where the checkpoint shall be.
             options: how it is written.
-            error: what went wrong in this rank's preparation, if anything; then it is raised here,
-                and on every other rank an
-                error that names this one.
-            exchange_layouts: whether this rank holds tensors that others must hear of.
-            common: handed from the coordinator to all, for comparison.
-            base: a committed checkpoint whose chunks are not sent again.
-            tensors: this rank's, for sharing.
-            copies: what this rank holds copies of alone, to be missed if nobody writes it.
+            part: what this rank brings.
             later: purpose of the group that the ranks meet in once all is planned; default: they
                 stay in theirs. Where one rank lacks it, all of them make a new one.
-            adopts: whether plain tensors of this rank are arrays, because it has DTensors too.
 
         Raises:
             CheckpointExistsError, StorageError: on every rank.
             RanksError: another rank failed, or did not answer in time.
         """
-        target = Location.of(place)
+        part = part or Part()
+        target, error = Location.of(place), part.error
         if error is None and ranks.world_size > 1 and target.url.startswith("memory://"):
             error = StorageError(
                 f"{target.url} is the memory of one process, but {ranks.world_size} ranks save; "
                 "give a folder or an object store that all of them see",
                 url=target.url,
             )
-        mine = b""
+        mine: Offer | None = None
         try:
-            mine = shared_writes.offer(tensors, options.replica_group)
+            mine = replicas.offer(part.tensors, options.replica_group)
         except Exception as problem:
             error = error or problem
-
-        with_dtensors: int | None = None
+        opening = _Opening(
+            target.url,
+            None if part.base is None else part.base.url,
+            part.exchange_layouts,
+            part.adopts,
+            later is not None and ranks.lacks(later),
+            replicas.digest_of_copies(part.copies),
+            part.claims,
+            mine,
+        )
 
         def decide(reports: list[bytes]) -> bytes:
-            nonlocal with_dtensors
-            told = [json.loads(report) for report in reports]
-            same_target(told)
-            if not adopts:
-                with_dtensors = next((r for r, about in enumerate(told) if about["adopts"]), None)
-            texts = None if base is None else read_base(base)
-            attempt = commit.begin(
-                target,
-                overwrite=options.overwrite,
-                allow_unconditional=options.allow_unconditional,
-            )
-            wanted = any(about["layouts"] for about in told)
-            tellers = choose_tellers([about["copies"] for about in told])
-            compared = common if ranks.world_size > 1 else b""
-            shares = shared_writes.agree([bytes.fromhex(about["replicas"]) for about in told])
-            anew = any(about["anew"] for about in told)
-            return pickle.dumps((attempt.id, wanted, compared, texts, shares, tellers, anew))
+            openings = [pickle.loads(report) for report in reports]
+            return pickle.dumps(_agreed(openings, target, options, part))
 
-        about = {"target": target.url, "base": None if base is None else base.url}
-        about["replicas"] = mine.hex()
-        about["copies"] = digest_of_copies(copies or {})
-        flags = {"layouts": exchange_layouts, "anew": later is not None and ranks.lacks(later)}
-        flags["adopts"] = adopts
-        report = json.dumps({**about, **flags}).encode()
-        answer = ranks.together(report, what=f"saving to {target.url}", error=error, decide=decide)
-        attempt_id, wanted, of_coordinator, texts, shares, tellers, anew = pickle.loads(answer)
-        attempt = commit.join(target, attempt_id, overwrite=options.overwrite)
+        what = f"saving to {target.url}"
+        answer = ranks.together(pickle.dumps(opening), what=what, error=error, decide=decide)
+        agreed: Agreement = pickle.loads(answer)
+        attempt = folder.join(target, agreed.attempt_id, overwrite=options.overwrite)
         try:
-            then = ranks if later is None else ranks.over(later, anew=anew)
+            then = ranks if later is None else ranks.over(later, anew=agreed.new_group)
         except BaseException:
             if ranks.is_coordinator:
                 attempt.abandon()
             raise
-        manifest = RankManifest(ranks.rank)
-        session = cls(ranks, then, target, options, attempt, manifest, wanted, of_coordinator)
-        if copies and ranks.rank in tellers:
-            session.manifest.copies = copies
-        if base is not None:
-            session.base = BaseChunks(base, texts)
+        session = cls(
+            ranks,
+            then,
+            target,
+            options,
+            attempt,
+            agreed,
+            RankManifest(ranks.rank),
+            shared=replicas.accepted(part.tensors, mine, agreed.shares, ranks.rank),
+            meter=part.meter,
+        )
+        if ranks.rank in agreed.tellers:
+            session.manifest.copies = part.copies
+        if part.base is not None and agreed.base_documents is not None:
+            session.base = BaseChunks(part.base, agreed.base_documents)
         if not ranks.is_coordinator:
             try:
                 attempt.require_seen()
             except Exception as problem:  # met where the ranks meet next
                 session.failure = problem
-        session.plans = wanted
-        session.rank_with_dtensors = with_dtensors
-        session.shared = shared_writes.accepted(tensors, mine, shares, ranks.rank)
         return session
 
     def meet(
@@ -241,7 +276,7 @@ class SaveSession:
             raise
 
     def fail_planning(self, error: BaseException) -> None:
-        """Let the ranks that wait for this one to plan know of its error, which is met again at the
+        """Tell the ranks that wait for this one to plan of its error, which is met again at the
         end. Called where that end is not now."""
         self.failure = error
         if self.plans and self.over is None:
@@ -253,15 +288,30 @@ class SaveSession:
         """What ranks do that meet before they write, for the text of an error."""
         return f"planning the save to {self.target.url}"
 
+    def exchanged_layouts(self, tensors: Sequence[ShardedTensor]) -> Layouts:
+        """The layouts of tensors that no rank can place alone. Where there are any, every rank
+        calls it and waits for all others.
+
+        Raises:
+            AccessPatternError: flattened ranges overlap or leave a gap; on every rank.
+            CheckpointingException: this rank's earlier error.
+        """
+        if not self.agreed.exchange_layouts:
+            if self.failure is not None:
+                raise self.failure
+            return Layouts()
+        with self.timed("exchange"):
+            answer = self.meet(
+                local_layouts(tensors, self.ranks.rank),
+                what=self.planning,
+                error=self.failure,
+                decide=lambda reports: pickle.dumps(merge_layouts(reports)),
+            )
+        layouts: Layouts = pickle.loads(answer)
+        return layouts
+
     def mover(self, options: SaveOptions) -> Writer:
-        """Who writes the chunks of a strategy with these options."""
-        mine = self.options
-        options = replace(
-            options,
-            compression=mine.compression,
-            durable=mine.durable,
-            verify_base=mine.verify_base,
-        )
+        """A writer of chunks for a strategy with these options."""
         location = self.attempt.location
         mover = arrays.mover_for(location, options, self.attempt)
         if self.base is None:
@@ -293,10 +343,11 @@ class SaveSession:
             seconds = self.manifest.seconds
             seconds[name] = seconds.get(name, 0.0) + perf_counter() - start
 
-    def expect(self, writes: Iterable[ArrayMeta]) -> None:
-        """Tell who watches what this rank is going to write: the array of each chunk."""
+    def expect(self, metas: Iterable[ArrayMeta]) -> None:
+        """Announce the chunks that this rank is going to write to the progress callback, by the
+        array of each."""
         if self.meter is not None:
-            sizes = [array.chunk_bytes for array in writes]
+            sizes = [array.chunk_bytes for array in metas]
             self.meter.expect(sum(sizes), len(sizes))
 
     def written(self, item: ChunkWrite, record: ChunkRecord) -> None:
@@ -304,15 +355,6 @@ class SaveSession:
         self.manifest.add_chunk(item.array, item.index, record)
         if self.meter is not None and self.meter.add is not None:
             self.meter.add(item.array.chunk_bytes, 1)
-
-    def put(self, name: str, data: bytes) -> None:
-        """Write a file that is no chunk, and note it. Errors as those of the store; of an object
-        store they may come with a later file, or at the end."""
-        if self.attempt.defers_documents:
-            self.files.put(name, data)
-        else:
-            self.attempt.put(name, data)
-        self.manifest.add_file(name, data)
 
     @contextmanager
     def active(self) -> Iterator[Location]:
@@ -326,7 +368,7 @@ class SaveSession:
     def guarded(self, request: AsyncRequest) -> AsyncRequest:
         """A request whose function keeps its error for :meth:`finish`, where all ranks meet.
 
-        Raised in the background it would leave the attempt behind, and reach only who polls here.
+        Raised in the background it would leave the attempt behind, and reach only this rank.
         """
         function = request.async_fn
         if function is None:
@@ -340,64 +382,45 @@ class SaveSession:
 
         return request._replace(async_fn=run)
 
-    def finish(
-        self,
-        error: BaseException | None,
-        *,
-        attributes: Mapping[str, Any] | None = None,
-        documents: Mapping[str, bytes] | None = None,
-    ) -> None:
+    def abort(self) -> None:
+        """Stop a save in the background at its next chunk."""
+        error = SaveInProgressError(
+            f"the asynchronous save to {self.target.url} was aborted before its commit; "
+            "what was there is as it was",
+            rank=self.ranks.rank,
+            url=self.target.url,
+        )
+        self.failure = self.failure or error
+        if self.staging is not None:
+            self.staging.fail(error)
+
+    def finish(self, error: BaseException | None, about: About = NO_CONFIG) -> None:
         """Hand in the manifest, and commit. Called by every rank, which waits for all others.
 
         Args:
-            error: what went wrong on this rank; then nothing is committed, and every rank raises.
-            attributes: further attributes of the root group.
-            documents: further documents below the root, by name.
+            error: an error of this rank; then nothing is committed, and every rank raises.
+            about: what the root document says beside the arrays; default: no backends.
 
         Raises:
             AccessPatternError: the shards of all ranks do not cover each tensor exactly once.
             RanksError: another rank failed.
             StorageError: the commit failed; what was at the target is as it was.
         """
-        report = b""
-        error = error if error is not None else self.failure
-        if error is not None:
-            self.files.stop(error)
-        try:
-            # In any case: what is still under way would come after what is cleared away.
-            self.files.finish()
-        except BaseException as problem:
-            error = error or problem
-        if self.meter is not None and error is None:
-            self.meter.enter("commit")
-        if error is None:
-            try:
-                if self.options.durable and not self.ranks.is_coordinator:
-                    self.attempt.flush()
-                if not self.ranks.is_coordinator:
-                    report = self.manifest.to_bytes()
-            except Exception as problem:
-                error = problem
+        report, error = self._report(error)
         merged: list[Merged] = []
 
         def check(reports: list[bytes]) -> bytes:
-            with collector_paused():
-                # The coordinator's own has not been sent anywhere, so it needs no packing.
-                own = self.manifest.report()
-                merged.append(merge([own, *reports[1:]], check=self.options.validate))
-            if self.options.validate:
-                check_objects(merged[0].objects)
-                check_kinds(merged[0])
-                if self.zarr_format is not None:
-                    keys = {meta.key for meta in merged[0].arrays}
-                    check_written(merged[0].copies, keys, merged[0].objects)
-            names.check_collisions(meta.key for meta in merged[0].arrays)
-            check_common(merged[0], self.common_keys, self.rank_with_dtensors)
+            merged.append(self._merged(reports))
             return b""
 
         def publish(_: list[bytes]) -> bytes:
-            self._publish(merged[0], attributes or {}, documents or {})
-            return json.dumps(self.record).encode()
+            whole = replace(
+                about,
+                world_size=self.ranks.world_size,
+                seconds=perf_counter() - self.started,
+                has_root=self.zarr_format == 3,
+            )
+            return json.dumps(commit(self.attempt, self.options, merged[0], whole)).encode()
 
         def decide(reports: list[bytes]) -> bytes:
             check(reports)
@@ -410,34 +433,55 @@ class SaveSession:
             if self.attempt.defers_documents:
                 self.meet(report, what=what, error=error, decide=check)
                 try:
-                    self.attempt.put_all(self.deferred)
+                    if self.deferred is not None:
+                        self.deferred()
                 except Exception as problem:
                     error = problem
                 answer = self.meet(what=what, error=error, decide=publish)
             else:
                 answer = self.meet(report, what=what, error=error, decide=decide)
             self.record = json.loads(answer)
-            self._committed()
-            if self.base is not None and self.ranks.is_coordinator:
-                logger.info(
-                    "%s: %d of %d bytes were taken over from %s",
-                    self.target.url,
-                    self.record["reused_bytes"],
-                    self.record["stored_bytes"],
-                    self.base.location.url,
-                )
         except BaseException:
             if self.meter is not None:
                 self.meter.enter("failed")
             if self.ranks.is_coordinator:
                 self.attempt.abandon()
             raise
-
-    def _committed(self) -> None:
         if self.meter is not None:
             self.meter.enter("done")
-        if not self.ranks.is_coordinator:
-            return
+        if self.ranks.is_coordinator:
+            self._log_commit()
+
+    def _report(self, error: BaseException | None) -> tuple[bytes, BaseException | None]:
+        """This rank's manifest, for the coordinator, or its error."""
+        error = error if error is not None else self.failure
+        if error is not None:
+            return b"", error
+        try:
+            self.files.flush()
+            if self.meter is not None:
+                self.meter.enter("commit")
+            if self.ranks.is_coordinator:
+                return b"", None  # its own manifest is not sent anywhere
+            if self.options.durable:
+                self.attempt.flush()
+            return self.manifest.to_bytes(), None
+        except Exception as problem:
+            return b"", problem
+
+    def _merged(self, reports: list[bytes]) -> Merged:
+        """All ranks' manifests as one, checked. Called by the coordinator."""
+        merged = merge_reports([self.manifest.report(), *reports[1:]], self.options)
+        if self.options.validate:
+            _check_objects(merged.objects)
+            _check_kinds(merged)
+            if self.zarr_format is not None:
+                keys = {meta.key for meta in merged.arrays}
+                replicas.check_written(merged.copies, keys, merged.objects)
+        _check_common(merged, self.common_keys, self.agreed.rank_with_dtensors)
+        return merged
+
+    def _log_commit(self) -> None:
         seconds = perf_counter() - self.started
         size = self.record.get("stored_bytes", 0)
         logger.info(
@@ -455,19 +499,37 @@ class SaveSession:
                 "world_size": self.ranks.world_size,
             },
         )
+        if self.base is not None:
+            logger.info(
+                "%s: %d of %d bytes were taken over from %s",
+                self.target.url,
+                self.record["reused_bytes"],
+                self.record["stored_bytes"],
+                self.base.location.url,
+            )
 
-    def _publish(
-        self, merged: Merged, attributes: Mapping[str, Any], further: Mapping[str, bytes]
-    ) -> None:
-        written = list(further.items())
-        if self.zarr_format != 2 and (self.zarr_format == 3 or merged.arrays):
-            seconds = perf_counter() - self.started
-            config = further.get(CONFIG_NAME)
-            members = {} if config is None else {CONFIG: json.loads(config)}
-            with collector_paused():
-                self.record = commit_record(self.attempt, merged, self.ranks.world_size, seconds)
-                written += last_documents(merged, self.record, attributes, members)
-        self.attempt.commit(written, durable=self.options.durable)
+
+def _agreed(
+    openings: Sequence[_Opening], target: Location, options: SaveOptions, part: Part
+) -> Agreement:
+    """Check the ranks' openings and begin an attempt. Called by the coordinator."""
+    _check_same_target(openings)
+    base = None if part.base is None else read_base(part.base)
+    attempt = folder.begin(
+        target, overwrite=options.overwrite, allow_unconditional=options.allow_unconditional
+    )
+    adopting = (rank for rank, opening in enumerate(openings) if opening.adopts)
+    return Agreement(
+        attempt.id,
+        any(opening.exchange_layouts for opening in openings),
+        part.common if len(openings) > 1 else b"",
+        base,
+        replicas.agree(opening.offer for opening in openings),
+        replicas.choose_tellers([opening.copies for opening in openings]),
+        any(opening.lacks_group for opening in openings),
+        None if part.adopts else next(adopting, None),
+        decide_claims([opening.claims for opening in openings]),
+    )
 
 
 def session_of(place: str | Path | Location) -> SaveSession | None:
@@ -475,25 +537,25 @@ def session_of(place: str | Path | Location) -> SaveSession | None:
     return _open.get(Location.of(place).url)
 
 
-def same_target(reports: list[dict[str, Any]]) -> None:
-    """All ranks save to one place, upon one base; by what each told at the beginning."""
-    first = reports[0]["target"]
-    for rank, report in enumerate(reports):
-        if report["target"] != first:
+def _check_same_target(openings: Sequence[_Opening]) -> None:
+    """All ranks save to one place, upon one base."""
+    first = openings[0]
+    for rank, opening in enumerate(openings):
+        if opening.target != first.target:
             raise AccessPatternError(
-                f"rank 0 saves to {first} but rank {rank} to {report['target']}; give every rank "
-                "the same place",
+                f"rank 0 saves to {first.target} but rank {rank} to {opening.target}; give every "
+                "rank the same place",
                 rank=rank,
             )
-        if report["base"] != reports[0]["base"]:
+        if opening.base != first.base:
             raise AccessPatternError(
-                f"rank 0 saves with base={reports[0]['base']} but rank {rank} with "
-                f"base={report['base']}; give every rank the same",
+                f"rank 0 saves with base={first.base} but rank {rank} with "
+                f"base={opening.base}; give every rank the same",
                 rank=rank,
             )
 
 
-def check_kinds(merged: Merged) -> None:
+def _check_kinds(merged: Merged) -> None:
     """No key is both a tensor's and an object's: loading could not tell which is meant."""
     objects = {unique_key.rpartition("/shard_")[0] for unique_key in merged.objects}
     for meta in merged.arrays:
@@ -505,24 +567,21 @@ def check_kinds(merged: Merged) -> None:
             )
 
 
-def check_objects(objects: Mapping[str, list[int]]) -> None:
+def _check_objects(objects: Mapping[str, list[int]]) -> None:
     """Each sharded object written once, and each grid of objects complete."""
     grids: dict[tuple[str, str], int] = {}
     for unique_key, ranks in objects.items():
         if len(ranks) > 1:
             raise AccessPatternError(
                 f"Invalid access pattern: object {unique_key!r} was written by ranks "
-                f"{sorted(ranks)}; only one may hold it as main "
-                "replica",
+                f"{sorted(ranks)}; only one may hold it as main replica",
                 key=unique_key,
             )
         key, _, shard = unique_key.rpartition("/shard_")
         shape = shard.rpartition("_")[2]
         grids[key, shape] = grids.get((key, shape), 0) + 1
     for (key, shape), count in grids.items():
-        wanted = 1
-        for n in shape.split("."):
-            wanted *= int(n) if n else 1
+        wanted = math.prod(int(n) for n in shape.split(".") if n)
         if count != wanted:
             raise AccessPatternError(
                 f"Invalid access pattern: {count} of the {wanted} objects of key {key!r} (global "
@@ -532,7 +591,7 @@ def check_objects(objects: Mapping[str, list[int]]) -> None:
             )
 
 
-def check_common(merged: Merged, common_keys: frozenset[str], rank: int | None) -> None:
+def _check_common(merged: Merged, common_keys: frozenset[str], rank: int | None) -> None:
     """Nothing is both an array and common state: it could not be loaded.
 
     Args:

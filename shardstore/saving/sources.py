@@ -1,12 +1,7 @@
-"""What a plan of a save is made of: chunks that one rank writes or shares, and where data is from.
-
-Answers for the plan as a value, and for tensors as sources of chunks. Decides nothing; moves no
-bytes until it is called for them.
-"""
+"""The plan of a save as a value, and tensors as sources of chunks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +11,10 @@ from numpy.typing import NDArray
 from shardstore.errors import DTypeMismatchError
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
-from shardstore.storage.movers.chunks import ChunkWrite
+from shardstore.storage.movers.chunks import ChunkWrite, Source
 from shardstore.storage.movers.device import on_host, stream_of
 
-__all__ = ["CutChunk", "DevicePart", "WritePlan", "require_plain"]
+__all__ = ["CutChunk", "DevicePart", "TensorSource", "WritePlan", "fetched", "require_plain"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +28,7 @@ class CutChunk:
         owner: rank that writes it.
         pieces: ``(rank, start, stop)`` in elements of the chunk's part: what each rank gives.
         start: where this rank's own elements begin.
-        local: this rank's own elements, if it has any.
+        local: source of this rank's own elements, if it has any.
     """
 
     array: ArrayMeta
@@ -42,7 +37,7 @@ class CutChunk:
     owner: int
     pieces: tuple[tuple[int, int, int], ...]
     start: int
-    local: Callable[[], NDArray[Any]] | None
+    local: Source | None
 
 
 @dataclass
@@ -62,7 +57,7 @@ class WritePlan:
 
 @dataclass(frozen=True)
 class DevicePart:
-    """Part of a tensor on a device: fetched when it is called, or by who copies it himself.
+    """Part of a tensor on a device, fetched when it is called.
 
     Attributes:
         tensor: the part.
@@ -80,10 +75,15 @@ class DevicePart:
         return DevicePart(self.tensor.reshape(shape), self.stream)
 
 
+def fetched(source: Source) -> NDArray[Any]:
+    """The data of a source."""
+    return source() if callable(source) else source
+
+
 def require_plain(tensor: torch.Tensor, key: str) -> None:
     """Raise :class:`DTypeMismatchError` for a tensor whose elements do not lie in memory."""
     if tensor.layout is torch.strided and tensor.device.type != "meta":
-        # Of a FakeTensor the storage alone is on meta.
+        # Only the storage of a FakeTensor is on meta.
         is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
         if is_plain or tensor.untyped_storage().device.type != "meta":
             return
@@ -94,10 +94,8 @@ def require_plain(tensor: torch.Tensor, key: str) -> None:
     )
 
 
-class _Source:
-    """A local tensor as the source of chunks.
-
-    A view on the host, fetched chunk by chunk from a device.
+class TensorSource:
+    """A local tensor as the source of chunks: views on the host, fetched parts on a device.
 
     Args:
         tensor: the data.
@@ -112,13 +110,13 @@ class _Source:
         self._array = dtypes.as_numpy(self._tensor) if tensor.device.type == "cpu" else None
         self._stream = stream_of(tensor.device)
 
-    def whole(self) -> NDArray[Any] | Callable[[], NDArray[Any]]:
-        """All of it, where it is one chunk."""
-        return DevicePart(self._tensor, self._stream) if self._array is None else self._array
-
-    def part(self, slices: tuple[slice, ...]) -> NDArray[Any] | Callable[[], NDArray[Any]]:
-        if self._array is not None:
-            where: tuple[Any, ...] = (..., *slices)
-            view: NDArray[Any] = self._array[where]
-            return view
-        return DevicePart(self._tensor[slices], self._stream)
+    def part(self, slices: tuple[slice, ...] | None = None) -> NDArray[Any] | DevicePart:
+        """A part of the tensor; ``None``: all of it."""
+        if self._array is None:
+            tensor = self._tensor if slices is None else self._tensor[slices]
+            return DevicePart(tensor, self._stream)
+        if slices is None:
+            return self._array
+        where: tuple[Any, ...] = (..., *slices)  # the ellipsis keeps a 0-d part an array
+        view: NDArray[Any] = self._array[where]
+        return view

@@ -1,22 +1,20 @@
 """A copy of the chunks to be written, in host memory that is kept from save to save.
 
-Answers for when the state may be changed again: once every chunk has been copied. The copy lies in
-one arena: as large as the state where the budget allows (then everything is copied first, at full
-speed, and written afterwards), else a ring that chunks pass through in the order of their writing,
-so that copying and writing overlap. Device chunks are copied by a stream of their own, which waits
-for what the caller's stream had queued and which nobody's stream waits for unless asked to.
-
-It knows chunks and memory; not files, ranks or checkpoints.
+Once every chunk has been copied the state may be changed. The copy lies in one arena: as large as
+the state where the budget allows (then everything is copied first, at full speed, and written
+afterwards), else a ring that chunks pass through in the order of their writing, so that copying and
+writing overlap. Device chunks are copied by a stream of their own, which waits for what the
+caller's stream had queued. No stream waits for it unless asked to.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from logging import getLogger
 from typing import Any
 
@@ -36,7 +34,7 @@ from shardstore.storage.movers.device import (
 )
 from shardstore.storage.movers.parallel import default_threads, run_batched
 
-__all__ = ["HostPool", "StagedChunk", "Staging", "copy_bits", "default_pool", "staged_bytes"]
+__all__ = ["POOL", "HostPool", "StagedChunk", "Staging", "copy_bits"]
 
 logger = getLogger(__name__)
 
@@ -45,12 +43,42 @@ COPY_BATCH_BYTES = 4 * 1024 * 1024
 _WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 
 
-@dataclass
 class _Arena:
-    memory: NDArray[np.uint8]
-    device: torch.device | None
-    """For copies of what it is page-locked, or was to be."""
-    pinned: bool = False
+    """Fresh memory, page-locked if it is for a CUDA device.
+
+    Where the system refuses to page-lock it, it is ordinary memory, with a warning. Huge pages,
+    where there are any, cost a fraction at the first touch.
+    """
+
+    def __init__(self, size: int, device: torch.device | None) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        mapped = mmap.mmap(-1, max(size, mmap.PAGESIZE), flags=flags)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without them
+                mapped.madvise(mmap.MADV_HUGEPAGE)
+        self.memory: NDArray[np.uint8] = np.frombuffer(mapped, np.uint8)
+        self.device = device
+        code = 0 if device is None else page_lock(self.memory, device)
+        self._pinned = device is not None and code == 0
+        if code:
+            logger.warning(
+                "page-locking %d bytes of host memory for staging failed with CUDA error %d: "
+                "device tensors are copied more slowly, and training may wait for it; lower the "
+                "staging budget, or raise the limit of locked memory (ulimit -l)",
+                len(self.memory),
+                code,
+            )
+
+    def unlock(self) -> None:
+        """Undo the page-locking, before the memory goes."""
+        if self._pinned and self.device is not None:
+            self._pinned = False
+            code = page_unlock(self.memory, self.device)
+            if code:
+                raise StorageError(
+                    f"giving back page-locked memory failed with CUDA error {code}: the device is "
+                    "in no state to be used"
+                )
 
 
 class HostPool:
@@ -65,36 +93,33 @@ class HostPool:
 
     def take(self, size: int, *, device: torch.device | None = None) -> _Arena:
         """An arena of at least ``size`` bytes, page-locked for CUDA if it is for a CUDA device.
-        Where the system refuses that, it is ordinary memory, with a warning.
 
         Raises:
             MemoryError, OSError: the system has not that much memory.
         """
-        with self._lock:
-            arena, self._free = self._free, None
+        arena = self._swap(None)
         if arena is not None:
             serves = device is None or arena.device is not None
             if serves and size <= len(arena.memory) <= max(2 * size, 1 << 20):
                 return arena
-            _unpin(arena)
-            arena = None  # its memory goes before the new one comes
-        arena = _Arena(_map(size), device)
-        _pin(arena)
-        return arena
+            arena.unlock()
+            del arena  # its memory goes before the new one comes
+        return _Arena(size, device)
 
-    def give_back(self, arena: _Arena) -> None:
+    def give_back(self, arena: _Arena | None) -> None:
         """Keep an arena for the next save."""
-        with self._lock:
-            old, self._free = self._free, arena
+        old = self._swap(arena)
         if old is not None:
-            _unpin(old)
+            old.unlock()
 
     def clear(self) -> None:
         """Give the memory that is kept back to the system."""
+        self.give_back(None)
+
+    def _swap(self, arena: _Arena | None) -> _Arena | None:
         with self._lock:
-            arena, self._free = self._free, None
-        if arena is not None:
-            _unpin(arena)
+            old, self._free = self._free, arena
+        return old
 
     @property
     def kept_bytes(self) -> int:
@@ -103,141 +128,56 @@ class HostPool:
             return 0 if self._free is None else len(self._free.memory)
 
 
-def _map(size: int) -> NDArray[np.uint8]:
-    """Fresh memory in huge pages, where there are any: a first touch costs a fraction then."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    mapped = mmap.mmap(-1, max(size, mmap.PAGESIZE), flags=flags)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
-            mapped.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(mapped, np.uint8)
-
-
-def _pin(arena: _Arena) -> None:
-    if arena.device is None:
-        return
-    size = len(arena.memory)
-    code = page_lock(arena.memory, arena.device)
-    arena.pinned = code == 0
-    if code:
-        logger.warning(
-            "page-locking %d bytes of host memory for staging failed with CUDA error %d: device "
-            "tensors are copied more slowly, and training may wait for it; lower the staging "
-            "budget, or raise the limit of locked memory (ulimit -l)",
-            size,
-            code,
-        )
-
-
-def _unpin(arena: _Arena) -> None:
-    if arena.device is not None and arena.pinned:
-        arena.pinned = False
-        code = page_unlock(arena.memory, arena.device)
-        if code:
-            raise StorageError(
-                f"giving back page-locked memory failed with CUDA error {code}: the device is in "
-                "no state to be used"
-            )
-
-
-_pool = HostPool()
-
-
-def default_pool() -> HostPool:
-    """The pool of this process."""
-    return _pool
-
-
-class _Ring:
-    """Where in an arena each chunk goes: taken in order, released in any, reused in order."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._head = 0
-        self._taken: deque[list[int]] = deque()  # start, end, released
-        self._changed = threading.Condition()
-        self._error: BaseException | None = None
-
-    def take(self, size: int) -> list[int]:
-        """A place of ``size`` bytes; waits until there is one.
-
-        Raises:
-            BaseException: what :meth:`stop` was given.
-        """
-        return self.take_together((size,))[0]
-
-    def take_together(self, sizes: Sequence[int]) -> list[list[int]]:
-        """Places of these sizes, all at once: who filled none of them yet could wait for itself.
-
-        Raises:
-            BaseException: what :meth:`stop` was given.
-        """
-        total = sum(sizes)
-        with self._changed:
-            while True:
-                if self._error is not None:
-                    raise self._error
-                start = self._fit(total)
-                if start is not None:
-                    break
-                self._changed.wait()
-            places = []
-            for size in sizes:
-                places.append([start, start + size, 0])
-                start += size
-            self._head = start
-            self._taken.extend(places)
-            return places
-
-    def _fit(self, size: int) -> int | None:
-        if not self._taken:
-            return 0
-        tail = self._taken[0][0]
-        if self._head > tail:
-            if self._head + size <= self._size:
-                return self._head
-            return 0 if size <= tail else None
-        return self._head if self._head + size <= tail else None
-
-    def release(self, place: list[int]) -> None:
-        with self._changed:
-            place[2] = 1
-            while self._taken and self._taken[0][2]:
-                self._taken.popleft()
-            self._changed.notify_all()
-
-    def stop(self, error: BaseException) -> None:
-        with self._changed:
-            self._error = self._error or error
-            self._changed.notify_all()
+POOL = HostPool()
+"""The pool of this process: its memory is kept from save to save."""
 
 
 class StagedChunk:
-    """Source of a chunk's data, which waits until the chunk has been copied."""
+    """A chunk in the copy: a source of its data that waits until it has been copied."""
 
-    __slots__ = ("_number", "_staging")
+    __slots__ = (
+        "_staging",
+        "data",
+        "data_bytes",
+        "dtype",
+        "event",
+        "item",
+        "released",
+        "shape",
+        "size",
+        "start",
+    )
 
-    def __init__(self, staging: Staging, number: int) -> None:
+    def __init__(self, staging: Staging, item: ChunkWrite) -> None:
         self._staging = staging
-        self._number = number
+        self.item: ChunkWrite | None = item  # until it is copied
+        self.dtype = dtypes.numpy_dtype(item.array.dtype)
+        self.shape = item.array.grid.box(item.index).shape
+        self.data_bytes = math.prod(self.shape) * self.dtype.itemsize
+        self.size = -(-self.data_bytes // ALIGNMENT) * ALIGNMENT
+        self.start = 0
+        self.data: NDArray[Any] | None = None
+        self.event: DeviceEvent | None = None
+        self.released = False
 
     def __call__(self) -> NDArray[Any]:
-        return self._staging.copied(self._number)
+        """The copy; waits for it.
+
+        Raises:
+            BaseException: copying failed, or was stopped.
+        """
+        return self._staging.copied(self)
 
     def wait(self) -> None:
-        """Return once the chunk has been copied; errors as :meth:`Staging.copied`."""
-        self._staging.copied(self._number)
-
-    def would_wait(self) -> bool:
-        """Whether asking for the data means waiting, perhaps for others to be released."""
-        return not self._staging.has_come(self._number)
+        """Return once the chunk has been copied; errors as those of a call."""
+        self._staging.copied(self)
 
     def release(self) -> None:
         """The chunk is written: its memory may be used again."""
-        self._staging.release(self._number)
+        self._staging.release(self)
 
     def fail(self, error: BaseException) -> None:
-        """The chunk can not be written: who waits for its memory shall not wait for ever."""
+        """The chunk cannot be written: nobody shall wait for its memory for ever."""
         self._staging.fail(error)
 
 
@@ -247,19 +187,23 @@ class Staging:
     Created and, unless copying shall overlap with what comes next, run by the caller's thread;
     another thread writes :attr:`writes`. Whatever happens, :meth:`close` gives the memory back.
 
+    Chunks take their memory in order, release it in any order, and it is used again in order.
+
     Args:
         writes: what is to be written, out of the state's own memory.
         pool: where memory comes from.
         budget_bytes: most host memory to use; ``None``: as much as the chunks need. A chunk larger
             than that raises it to its own size.
         threads: threads that copy.
-        brought: so many of the chunks, the first ones, are not copied here: the caller brings them,
+        brought: number of chunks, the first ones, that are not copied here: the caller brings them,
             before :meth:`run`, to the memory that :meth:`room` gives.
 
     Attributes:
         writes: the same chunks, to be written from the copy, in this order.
         arena_bytes: host memory used.
+        largest_bytes: memory of the largest chunk.
         all_at_once: whether everything has room, so that nobody need write before all is copied.
+        error: why the copy failed, if it did.
     """
 
     def __init__(
@@ -271,15 +215,14 @@ class Staging:
         threads: int | None = None,
         brought: int = 0,
     ) -> None:
-        self._pool = pool or _pool
+        self._pool = pool or POOL
         self._threads = threads or default_threads()
-        self._brought, self._roomy = brought, 0
-        self._sources: list[ChunkWrite | None] = list(writes)
-        self._sizes = [staged_bytes(item) for item in writes]
-        total, self.largest_bytes = sum(self._sizes), max(self._sizes, default=0)
-        self.all_at_once = not brought and (budget_bytes is None or total <= budget_bytes)
-        self.arena_bytes = total
-        if budget_bytes is not None and total > budget_bytes:
+        chunks = [StagedChunk(self, item) for item in writes]
+        self._brought, self._rest = deque(chunks[:brought]), chunks[brought:]
+        sizes = [chunk.size for chunk in chunks]
+        self.arena_bytes, self.largest_bytes = sum(sizes), max(sizes, default=0)
+        self.all_at_once = budget_bytes is None or self.arena_bytes <= budget_bytes
+        if budget_bytes is not None and not self.all_at_once:
             self.arena_bytes = max(budget_bytes, self.largest_bytes)
             if self.arena_bytes > budget_bytes:
                 logger.warning(
@@ -288,20 +231,18 @@ class Staging:
                     self.largest_bytes,
                     budget_bytes,
                 )
-        self._ring = _Ring(self.arena_bytes)
-        self._places: list[list[int] | None] = [None] * len(writes)
-        self._views: list[NDArray[Any] | None] = [None] * len(writes)
-        self._events: list[DeviceEvent | None] = [None] * len(writes)
+        self._head = 0
+        self._taken: deque[StagedChunk] = deque()
         self._changed = threading.Condition()
-        self._error: BaseException | None = None
         self._complete = False
+        self.error: BaseException | None = None
         devices = {d for item in writes if (d := _device(item)) is not None}
         self._devices = {device: DeviceCopies(device) for device in devices}
         first = next(iter(devices), None)
         self._arena: _Arena | None = self._pool.take(self.arena_bytes, device=first)
         self.writes = [
-            ChunkWrite(item.array, item.index, StagedChunk(self, number))
-            for number, item in enumerate(writes)
+            ChunkWrite(item.array, item.index, chunk)
+            for item, chunk in zip(writes, chunks, strict=True)
         ]
 
     # -- the side that copies ------------------------------------------------------------------
@@ -313,110 +254,117 @@ class Staging:
         Raises:
             BaseException: what :meth:`fail` was given.
         """
-        numbers = range(self._roomy, self._roomy + count)
-        places = self._ring.take_together([self._sizes[number] for number in numbers])
-        assert self._arena is not None
-        found = []
-        for number, place in zip(numbers, places, strict=True):
-            self._places[number] = place
-            size = _data_bytes(self.writes[number])
-            found.append(self._arena.memory[place[0] : place[0] + size])
-        return found
+        chunks = [self._brought[number] for number in range(count)]
+        self._take(chunks)
+        return [self._memory(chunk) for chunk in chunks]
 
-    def filled(self, memory: Sequence[NDArray[np.uint8]]) -> None:
-        """What :meth:`room` gave holds its chunks now."""
-        for data in memory:
-            item = self.writes[self._roomy]
-            dtype = dtypes.numpy_dtype(item.array.dtype)
-            view = data.view(dtype).reshape(item.array.grid.box(item.index).shape)
-            with self._changed:
-                self._views[self._roomy] = view
-                self._roomy += 1
-                self._changed.notify_all()
+    def filled(self, writes: Sequence[object]) -> None:
+        """The memory that :meth:`room` gave holds these chunks now."""
+        with self._changed:
+            for _ in writes:
+                chunk = self._brought.popleft()
+                chunk.data, chunk.item = self._array(chunk), None
+            self._changed.notify_all()
 
     def run(self) -> None:
         """Copy everything, or as much at a time as there is room for. Called once.
 
         An error is kept for the other side and for :meth:`wait`, and not raised.
         """
+        chunks, self._rest = self._rest, []
         try:
-            numbers = range(self._brought, len(self._sources))
             if self.all_at_once:
-                for number in numbers:
-                    self._places[number] = self._ring.take(self._sizes[number])
+                self._take(chunks)
                 run_batched(
-                    numbers,
-                    self._copy_batch,
+                    chunks,
+                    self._copy,
                     threads=self._threads,
-                    weight=self._sizes.__getitem__,
+                    weight=lambda chunk: chunk.size,
                     batch_weight=COPY_BATCH_BYTES,
                 )
             else:
-                for number in numbers:
-                    self._places[number] = self._ring.take(self._sizes[number])
-                    self._copy_batch((number,))
+                for chunk in chunks:
+                    self._take((chunk,))
+                    self._copy((chunk,))
         except BaseException as error:
             self.fail(error)
         with self._changed:
             self._complete = True
             self._changed.notify_all()
 
-    def _copy_batch(self, numbers: Sequence[int]) -> None:
-        for number in numbers:
-            item, place, arena = self._sources[number], self._places[number], self._arena
+    def _copy(self, chunks: Sequence[StagedChunk]) -> None:
+        for chunk in chunks:
+            if self.error is not None:
+                raise self.error
+            item, data, event = chunk.item, self._array(chunk), None
             assert item is not None
-            assert place is not None
-            assert arena is not None
-            shape = item.array.grid.box(item.index).shape
-            dtype = dtypes.numpy_dtype(item.array.dtype)
-            stop = place[0] + _data_bytes(item)
-            view = arena.memory[place[0] : stop].view(dtype).reshape(shape)
-            event = None
-            if self._error is not None:
-                raise self._error
             if isinstance(item.source, DevicePart) and item.source.tensor.device in self._devices:
-                copies = self._devices[item.source.tensor.device]
-                event = copies.copy(item.source.tensor, view)
+                event = self._devices[item.source.tensor.device].copy(item.source.tensor, data)
             else:
-                copy_bits(view, item.data())
-            self._sources[number] = None  # the state's memory is the caller's again
+                copy_bits(data, item.data())
+            chunk.item = None  # the state's memory is the caller's again
             with self._changed:
-                self._views[number], self._events[number] = view, event
+                chunk.data, chunk.event = data, event
                 if not self.all_at_once:
                     self._changed.notify_all()
 
+    def _take(self, chunks: Sequence[StagedChunk]) -> None:
+        """Give chunks their places, all at once: with some of them a rank could wait for itself."""
+        total = sum(chunk.size for chunk in chunks)
+        with self._changed:
+            while (start := self._fit(total)) is None and self.error is None:
+                self._changed.wait()
+            if self.error is not None:
+                raise self.error
+            assert start is not None
+            for chunk in chunks:
+                chunk.start = start
+                start += chunk.size
+            self._head = start
+            self._taken.extend(chunks)
+
+    def _fit(self, size: int) -> int | None:
+        if not self._taken:
+            return 0
+        tail = self._taken[0].start
+        if self._head > tail:
+            if self._head + size <= self.arena_bytes:
+                return self._head
+            return 0 if size <= tail else None
+        return self._head if self._head + size <= tail else None
+
+    def _memory(self, chunk: StagedChunk) -> NDArray[np.uint8]:
+        assert self._arena is not None
+        return self._arena.memory[chunk.start : chunk.start + chunk.data_bytes]
+
+    def _array(self, chunk: StagedChunk) -> NDArray[Any]:
+        return self._memory(chunk).view(chunk.dtype).reshape(chunk.shape)
+
     # -- the side that writes ------------------------------------------------------------------
 
-    def copied(self, number: int) -> NDArray[Any]:
-        """A chunk's copy; waits for it.
-
-        Raises:
-            BaseException: copying failed, or was stopped.
-        """
+    def copied(self, chunk: StagedChunk) -> NDArray[Any]:
+        """See :class:`StagedChunk`."""
         with self._changed:
-            while self._views[number] is None and self._error is None:
+            while chunk.data is None and self.error is None:
                 self._changed.wait()
-            if self._error is not None:
-                raise self._error
-            view, event = self._views[number], self._events[number]
-        assert view is not None
+            if self.error is not None:
+                raise self.error
+            data, event = chunk.data, chunk.event
+        assert data is not None
         if event is not None:
             event.wait()
-        return view
+        return data
 
-    def has_come(self, number: int) -> bool:
-        """Whether :meth:`copied` would not wait, but for a device."""
-        with self._changed:
-            return self._views[number] is not None or self._error is not None
-
-    def release(self, number: int) -> None:
+    def release(self, chunk: StagedChunk) -> None:
         """A chunk's memory may be used again."""
-        place = self._places[number]
-        assert place is not None
-        if not self.all_at_once:
-            with self._changed:
-                self._views[number] = self._events[number] = None
-        self._ring.release(place)
+        if self.all_at_once:
+            return
+        with self._changed:
+            chunk.data = chunk.event = None
+            chunk.released = True
+            while self._taken and self._taken[0].released:
+                self._taken.popleft()
+            self._changed.notify_all()
 
     # -- both ----------------------------------------------------------------------------------
 
@@ -443,35 +391,18 @@ class Staging:
         with self._changed:
             return self._changed.wait_for(lambda: self._complete, timeout)
 
-    @property
-    def error(self) -> BaseException | None:
-        """Why the copy failed, if it did."""
-        return self._error
-
     def fail(self, error: BaseException) -> None:
-        """Stop: whoever copies or waits for a copy raises this error."""
+        """Stop: the copier, and every thread that waits for the copy or for room, raises this."""
         with self._changed:
-            self._error = self._error or error
+            self.error = self.error or error
             self._changed.notify_all()
-        self._ring.stop(error)
 
     def close(self) -> None:
-        """Give the memory back. Called once nothing reads the copy; waits for who still copies."""
+        """Give the memory back. Called once nothing reads the copy; waits for the copier."""
         self.wait(host=True)
         arena, self._arena = self._arena, None
-        self._views = []
-        self._sources = []
         if arena is not None:
             self._pool.give_back(arena)
-
-
-def _data_bytes(item: ChunkWrite) -> int:
-    return item.array.grid.box(item.index).size * dtypes.itemsize(item.array.dtype)
-
-
-def staged_bytes(item: ChunkWrite) -> int:
-    """Memory that a chunk takes in the copy."""
-    return -(-_data_bytes(item) // ALIGNMENT) * ALIGNMENT
 
 
 def _device(item: ChunkWrite) -> torch.device | None:

@@ -1,12 +1,10 @@
-"""Arrays in a folder: create them, find out what is there, hand out zarr handles, choose who moves
-their chunks.
-"""
+"""Arrays below a location: write and read their documents, open them with zarr, choose a mover."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import zarr
@@ -27,66 +25,65 @@ from shardstore.storage.stores.location import Location, store_errors
 
 __all__ = [
     "create_array",
-    "create_arrays",
-    "create_folders",
     "mover_for",
     "open_zarr_array",
     "read_array_meta",
     "root_arrays",
+    "write_documents",
 ]
 
 assert zarr_dtypes is not None  # its import teaches zarr bfloat16 and float8
 
 
-def create_array(location: Location, meta: ArrayMeta, text: str | None = None) -> None:
-    """Write an array's document; chunks follow. One process creates, the others just write chunks.
+def create_array(location: Location, meta: ArrayMeta, text: str | None) -> None:
+    """Make an array's folder and write its document, if there is one. One process creates an array;
+    others write chunks.
 
     Raises:
         StorageError: the store refused.
     """
-    text = text if text is not None else documents.array_document(meta)
     if not location.is_local:
-        location.write(f"{meta.node}/{meta.document_name}", text.encode())
+        if text is not None:
+            location.write(f"{meta.node}/{meta.document_name}", text.encode())
         return
-    folder = _create_folder(location, meta)
-    with store_errors("creating", folder, key=meta.key):
-        path = f"{folder}/{meta.document_name}"
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-        try:
-            data = text.encode()
-            while data:  # a disk that fills up takes a part first, and refuses the rest
-                data = data[os.write(fd, data) :]
-        finally:
-            os.close(fd)
-
-
-def _create_folder(location: Location, meta: ArrayMeta) -> str:
     folder = f"{location.url}/{meta.node}"
-    with store_errors("creating", folder, key=meta.key), contextlib.suppress(FileExistsError):
-        os.mkdir(folder)
-    return folder
+    with store_errors("creating", folder, key=meta.key):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder)
+        if text is not None:
+            # Without a file object, which takes a tenth of a save of thousands of small arrays.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+            fd = os.open(f"{folder}/{meta.document_name}", flags, 0o666)
+            try:
+                data = text.encode()
+                while data:  # a disk that fills up takes a part first, and refuses the rest
+                    data = data[os.write(fd, data) :]
+            finally:
+                os.close(fd)
 
 
-def create_folders(location: Location, arrays: Iterable[ArrayMeta]) -> None:
-    """Make the folders of arrays without documents, where a store has folders; errors as
-    :func:`create_array`."""
-    if location.is_local:
-        for meta in arrays:
-            _create_folder(location, meta)
-
-
-def create_arrays(
-    location: Location, arrays: Sequence[tuple[ArrayMeta, str]], *, threads: int | None = None
+def write_documents(
+    attempt: Attempt, options: SaveOptions, created: Sequence[tuple[ArrayMeta, str]]
 ) -> None:
-    """Write many arrays' documents; errors as :func:`create_array`."""
+    """Write the documents of arrays that a writer creates; in a folder also where they have none of
+    their own, which makes their folders.
+
+    Raises:
+        StorageError: the store refused.
+    """
+    own = options.array_documents
+    if not attempt.location.is_local:
+        if own:
+            documents = [(f"{meta.node}/{meta.document_name}", t.encode()) for meta, t in created]
+            attempt.put_all(documents)
+        return
 
     def work(batch: Sequence[tuple[ArrayMeta, str]]) -> None:
         for meta, text in batch:
-            create_array(location, meta, text)
+            create_array(attempt.location, meta, text if own else None)
 
-    run_batched(
-        arrays, work, threads=threads or default_threads(), weight=lambda _: 1, batch_weight=64
-    )
+    threads = options.threads or default_threads()
+    run_batched(created, work, threads=threads, weight=lambda _: 1, batch_weight=64)
 
 
 def read_array_meta(location: Location, key: str) -> ArrayMeta:
@@ -140,7 +137,7 @@ def open_zarr_array(
                 key=meta.key,
                 url=f"{location.url}/{meta.node}",
             )
-        create_array(location, meta)
+        create_array(location, meta, documents.array_document(meta))
     options = dict(location.options) or None
     return zarr.open_array(f"{location.url}/{meta.node}", mode=mode, storage_options=options)
 

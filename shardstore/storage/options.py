@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any, Literal, TypedDict
 
@@ -103,7 +103,6 @@ class SaveOptions:
         overlap_staging: let an asynchronous save copy in the background too.
         target_chunk_bytes: large shards are cut into chunks of about this many bytes.
         threads: threads that write, each rank; ``None``: one a processor, at most 8.
-        mover: ``"auto"``, ``"file"`` (plain files) or ``"tensorstore"``.
         budget_bytes: memory, each rank, for chunks on their way to or from an object store.
     """
 
@@ -122,7 +121,6 @@ class SaveOptions:
     overlap_staging: bool = False
     target_chunk_bytes: int = DEFAULT_TARGET_CHUNK_BYTES
     threads: int | None = None
-    mover: str = "auto"
     budget_bytes: int = DEFAULT_BUDGET_BYTES
 
     def __post_init__(self) -> None:
@@ -133,12 +131,19 @@ class SaveOptions:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ArgumentError(f"{name}={value!r:.100} must be True or False")
-        if self.mover not in ("auto", "file", "tensorstore"):
-            raise ArgumentError(f"mover={self.mover!r} must be 'auto', 'file' or 'tensorstore'")
         if self.compression not in (None, "zstd", "blosc"):
-            text = f"compression={self.compression!r} must be 'zstd', 'blosc' or None"
-            raise ArgumentError(text)
+            raise ArgumentError(f"compression={self.compression!r} must be 'zstd', 'blosc' or None")
         require_number("staging_budget_bytes", self.staging_budget_bytes, none=True)
+
+    def of_strategy(self, strategy: SaveOptions) -> SaveOptions:
+        """These options with what the strategy decides: chunks, threads, memory."""
+        return replace(
+            self,
+            target_chunk_bytes=strategy.target_chunk_bytes,
+            threads=strategy.threads,
+            budget_bytes=strategy.budget_bytes,
+            array_documents=self.array_documents and strategy.array_documents,
+        )
 
 
 def options_of(

@@ -1,16 +1,13 @@
-"""Saving in the background: requests, the threads that run them, and their finalisation.
+"""Requests that run in the background, and a queue that finalises them on all ranks.
 
-Answers for three promises. The background part runs in a **thread** of the same process (the work
-is TensorStore's and the kernel's, outside the interpreter lock; TensorStore does not survive a
-fork). It needs no collective operation. A request is finalised only where the trainer polls, and
-only once it is done on **every** rank; a failure on any rank is raised on every rank, by the poll
-that finds it. Knows nothing of state dicts or of what the functions do.
+A request runs in a **thread** of this process (the work is TensorStore's and the kernel's, outside
+the interpreter lock; TensorStore does not survive a fork) and needs no collective operation. It is
+finalised only where the trainer polls, and only once it is done on **every** rank. A failure on any
+rank is raised on every rank, by the poll that finds it.
 """
 
 from __future__ import annotations
 
-import logging
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,15 +20,7 @@ from shardstore.distributed.groups import exchange_device, group_rank, has_ranks
 from shardstore.errors import CheckpointingException, RanksError
 from shardstore.storage.movers.parallel import yield_to_others
 
-__all__ = [
-    "AsyncCaller",
-    "AsyncCallsQueue",
-    "AsyncRequest",
-    "PersistentAsyncCaller",
-    "TemporalAsyncCaller",
-]
-
-logger = logging.getLogger(__name__)
+__all__ = ["AsyncCallsQueue", "AsyncRequest"]
 
 
 class AsyncRequest(NamedTuple):
@@ -94,122 +83,11 @@ class AsyncRequest(NamedTuple):
         return self._replace(is_frozen=True)
 
 
-class AsyncCaller(ABC):
-    """Runs requests in the background and tells when the latest one is done on all ranks."""
-
-    @abstractmethod
-    def schedule_async_call(self, async_req: AsyncRequest) -> None:
-        """Stage a request (``preload_fn``) and start its function; does not wait for it.
-
-        Args:
-            async_req: what to run.
-        """
-
-    @abstractmethod
-    def is_current_async_call_done(self, blocking: bool, no_dist: bool) -> bool:
-        """Whether the oldest unfinished call is done, on every rank unless ``no_dist``.
-
-        Args:
-            blocking: wait for this rank's part first.
-            no_dist: ask this rank alone; otherwise every rank calls this and waits for the others.
-
-        Raises:
-            RanksError: the call failed, on any of the ranks asked.
-        """
-
-    def sync_all_async_calls(self, is_alive: int) -> bool:
-        """Whether no rank has a call in flight; every rank calls it and waits for the others.
-
-        Args:
-            is_alive: 1 if this rank's call is in flight, else 0.
-        """
-        return _agree(done=not is_alive, error=None, call_idx=0, no_dist=False)
-
-    @abstractmethod
-    def close(self, abort: bool = False) -> None:
-        """Release the thread; nothing can be scheduled afterwards.
-
-        Args:
-            abort: drop what has not started and do not wait for what has (a running thread cannot
-                be stopped; what it writes is never finalised).
-        """
-
-
-class _ThreadCaller(AsyncCaller):
-    """Common part of the callers: one thread, calls in the order of their scheduling."""
-
-    def __init__(self) -> None:
-        # Idle threads of an executor end at interpreter exit; those at work are waited for.
-        self._executor: ThreadPoolExecutor | None = None
-        self._calls: deque[tuple[int, Future[None] | None]] = deque()
-
-    def schedule_async_call(self, async_req: AsyncRequest) -> None:
-        if async_req.async_fn is None:
-            self._calls.append((async_req.call_idx, None))
-            return
-        try:
-            args = _staged_args(async_req)
-        except Exception as error:
-            # Raised here it would be this rank's alone, and the others' next poll would hang.
-            failed: Future[None] = Future()
-            failed.set_exception(error)
-            self._calls.append((async_req.call_idx, failed))
-            return
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(
-                1, thread_name_prefix="shardstore-save", initializer=yield_to_others
-            )
-        device = _current_cuda_device()
-        future = self._executor.submit(_run, async_req, args, device)
-        self._calls.append((async_req.call_idx, future))
-
-    def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
-        """See :meth:`AsyncCaller.is_current_async_call_done`."""
-        call_idx, future = self._calls[0] if self._calls else (-1, None)
-        done, error = True, None
-        if future is not None:
-            done = blocking or future.done()
-            error = future.exception() if done else None
-        try:
-            done_everywhere = _agree(done=done, error=error, call_idx=call_idx, no_dist=no_dist)
-        except CheckpointingException:
-            self._forget_oldest()
-            raise
-        if done_everywhere:
-            self._forget_oldest()
-        return done_everywhere
-
-    def _forget_oldest(self) -> None:
-        if self._calls:
-            self._calls.popleft()
-
-    def close(self, abort: bool = False) -> None:
-        if self._executor is not None:
-            self._executor.shutdown(wait=not abort, cancel_futures=abort)
-            self._executor = None
-        self._calls.clear()
-
-
-class TemporalAsyncCaller(_ThreadCaller):
-    """Runs one request in a thread of its own, which ends with it."""
-
-    def schedule_async_call(self, async_req: AsyncRequest) -> None:
-        """See :meth:`AsyncCaller.schedule_async_call`."""
-        super().schedule_async_call(async_req)
-        if self._executor is not None:
-            self._executor.shutdown(wait=False)
-
-
-class PersistentAsyncCaller(_ThreadCaller):
-    """Runs requests one after the other in a single thread that stays until :meth:`close`."""
-
-
-class _ActiveAsyncRequest(NamedTuple):
+class _Call(NamedTuple):
     """A scheduled request that has not been finalised."""
 
-    idx: int
-    async_caller: AsyncCaller
-    async_request: AsyncRequest
+    request: AsyncRequest
+    future: Future[None]
 
 
 class AsyncCallsQueue:
@@ -224,16 +102,10 @@ class AsyncCallsQueue:
 
     def __init__(self, persistent: bool = False) -> None:
         self.persistent = persistent
-        self.async_calls: deque[_ActiveAsyncRequest] = deque()
-        self.persistent_caller: AsyncCaller | None = None
+        self.async_calls: deque[_Call] = deque()
         self.call_idx = -1
-
-    def _get_async_caller(self) -> AsyncCaller:
-        if not self.persistent:
-            return TemporalAsyncCaller()
-        if self.persistent_caller is None:
-            self.persistent_caller = PersistentAsyncCaller()
-        return self.persistent_caller
+        # Idle threads of an executor end at interpreter exit; those at work are waited for.
+        self._executor: ThreadPoolExecutor | None = None
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
         """Stage a request in this thread, start it in the background, and return at once.
@@ -247,13 +119,31 @@ class AsyncCallsQueue:
             The number of the request in this queue, from 0. A failure of ``preload_fn`` is raised
             by the next poll, on every rank.
         """
-        caller = self._get_async_caller()
-        idx = self.call_idx + 1
-        frozen = async_request.freeze()._replace(call_idx=idx)
-        caller.schedule_async_call(frozen)
-        self.call_idx = idx
-        self.async_calls.append(_ActiveAsyncRequest(idx, caller, frozen))
-        return idx
+        request = async_request.freeze()._replace(call_idx=self.call_idx + 1)
+        self.async_calls.append(_Call(request, self._start(request)))
+        self.call_idx = request.call_idx
+        return request.call_idx
+
+    def _start(self, request: AsyncRequest) -> Future[None]:
+        future: Future[None] = Future()
+        if request.async_fn is None:
+            future.set_result(None)
+            return future
+        try:
+            args = _staged_args(request)
+        except Exception as error:
+            # Raised here it would be this rank's alone, and the others' next poll would hang.
+            future.set_exception(error)
+            return future
+        executor = self._executor or ThreadPoolExecutor(
+            1, thread_name_prefix="shardstore-save", initializer=yield_to_others
+        )
+        future = executor.submit(_run, request, args, _current_cuda_device())
+        if self.persistent:
+            self._executor = executor
+        else:
+            executor.shutdown(wait=False)
+        return future
 
     def maybe_finalize_async_calls(
         self, blocking: bool = False, no_dist: bool = False
@@ -277,16 +167,18 @@ class AsyncCallsQueue:
         """
         finalized: list[int] = []
         while self.async_calls:
-            active = self.async_calls[0]
+            request, future = self.async_calls[0]
+            done = blocking or future.done()
+            error = future.exception() if done else None
             try:
-                if not active.async_caller.is_current_async_call_done(blocking, no_dist):
+                if not _agree(done=done, error=error, call_idx=request.call_idx, no_dist=no_dist):
                     break
             except CheckpointingException:
                 self.async_calls.popleft()
                 raise
             self.async_calls.popleft()
-            _finalize(active.async_request, no_dist)
-            finalized.append(active.idx)
+            _finalize(request, no_dist)
+            finalized.append(request.call_idx)
         return finalized
 
     def get_num_unfinalized_calls(self) -> int:
@@ -294,11 +186,11 @@ class AsyncCallsQueue:
         return len(self.async_calls)
 
     def close(self, abort: bool = False) -> None:
-        """Finalise what is in flight and end the threads.
+        """Finalise what is in flight and end the thread.
 
         Args:
-            abort: finalise nothing and wait for nobody: for a rank that is about to give up. What
-                was in flight never becomes visible.
+            abort: finalise nothing and wait for nobody: for a rank that is about to give up. A
+                request that runs goes on, and never becomes visible.
 
         Raises:
             RanksError: the first failure among the requests, once all have been looked at.
@@ -309,12 +201,10 @@ class AsyncCallsQueue:
                 self.maybe_finalize_async_calls(blocking=True)
             except CheckpointingException as error:
                 first_error = first_error or error
-        for active in self.async_calls:
-            active.async_caller.close(abort=True)
         self.async_calls.clear()
-        if self.persistent_caller is not None:
-            self.persistent_caller.close(abort)
-            self.persistent_caller = None
+        if self._executor is not None:
+            self._executor.shutdown(wait=not abort, cancel_futures=abort)
+            self._executor = None
         if first_error is not None:
             raise first_error
 

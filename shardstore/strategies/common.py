@@ -167,7 +167,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
 def _writer(checkpoint_dir: str | Path) -> Callable[[str, bytes], None]:
     """Return what writes a file: the save that is going on, or the store where there is none."""
     session = session_of(checkpoint_dir)
-    return Location.of(checkpoint_dir).write if session is None else session.put
+    return Location.of(checkpoint_dir).write if session is None else session.files.put
 
 
 class TorchCommonLoadStrategy(LoadCommonStrategy):

@@ -7,20 +7,19 @@ functions below them do so for one tensor, with the same planner, writer and rea
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from logging import getLogger
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from shardstore.dict_utils import nested_values
 from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import (
     CheckpointingException,
@@ -33,13 +32,14 @@ from shardstore.loading.assemble import assemble, read_chunks
 from shardstore.loading.context import LoadContext, context_of, read_documents
 from shardstore.loading.plan import ReadPlan, held_regions, plan_reads, whole_tensor
 from shardstore.mapping import ShardedStateDict, ShardedTensor, StateDict, is_main_replica
-from shardstore.saving.execute import _carry_out, stage
-from shardstore.saving.plan import array_meta, plan_writes
-from shardstore.saving.session import SaveSession, session_of
+from shardstore.saving.execute import stage_chunks, write_chunks
+from shardstore.saving.plan import array_meta, needs_layouts, plan_writes, sharded_tensors_of
+from shardstore.saving.session import Part, SaveSession, session_of
 from shardstore.saving.sources import WritePlan
-from shardstore.sharded.layouts import Layouts, is_alone, is_first, local_layouts, merge_layouts
+from shardstore.sharded.layouts import is_first
 from shardstore.storage import arrays
 from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.commit.publish import note_arrays
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import DEFAULT_TARGET_CHUNK_BYTES
@@ -98,26 +98,6 @@ def register_default_zarr_strategies() -> None:
         register_default_strategy(StrategyAction.LOAD_SHARDED, BACKEND, version, load)
 
 
-def sharded_tensors_of(state_dict: ShardedStateDict) -> list[ShardedTensor]:
-    """All sharded tensors of a nested state dict."""
-    return [value for value in nested_values(state_dict) if isinstance(value, ShardedTensor)]
-
-
-def needs_layouts(state_dict: ShardedStateDict) -> bool:
-    """Whether a rank holds tensors that others must hear of: irregular cuts, flattened ranges."""
-    return any(
-        is_main_replica(tensor.replica_id) and not is_alone(tensor)
-        for tensor in sharded_tensors_of(state_dict)
-    )
-
-
-def plans_together(strategy: object) -> bool:
-    """Whether a strategy, or the one that it wraps, has ranks meet where :func:`needs_layouts`."""
-    while (base := getattr(strategy, "base_strategy", None)) is not None:
-        strategy = base
-    return isinstance(strategy, ZarrSaveShardedStrategy)
-
-
 class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
     """Save strategy for the Zarr backend, at once or in the background.
 
@@ -126,7 +106,6 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
         version: 2 for Zarr v3, 1 for the Zarr v2 layout of Megatron-Core.
         target_chunk_bytes: large shards are cut into chunks of about this many bytes (version 2).
         threads: threads that write, on each rank.
-        mover: see :attr:`SaveOptions.mover`.
         budget_bytes: see :attr:`SaveOptions.budget_bytes`.
         array_documents: see :attr:`SaveOptions.array_documents`; what :func:`shardstore.save` is
             given counts too, and ``False`` of either is enough (version 2).
@@ -136,6 +115,8 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
             documents.
     """
 
+    meets_to_plan: ClassVar[bool] = True
+
     def __init__(
         self,
         backend: str,
@@ -143,7 +124,6 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
         *,
         target_chunk_bytes: int = DEFAULT_TARGET_CHUNK_BYTES,
         threads: int | None = None,
-        mover: str = "auto",
         budget_bytes: int = DEFAULT_BUDGET_BYTES,
         array_documents: bool = True,
     ) -> None:
@@ -157,7 +137,6 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
         self.options = SaveOptions(
             target_chunk_bytes=target_chunk_bytes,
             threads=threads,
-            mover=mover,
             budget_bytes=budget_bytes,
             array_documents=array_documents,
         )
@@ -179,19 +158,17 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
             AccessPatternError, DTypeMismatchError, KeyNameError, StorageError: as the package's
                 errors say.
         """
+        tensors = sharded_tensors_of(sharded_state_dict)
         session = session_of(checkpoint_dir)
         if session is not None:
-            self._write(session, sharded_state_dict)
+            self._write(session, tensors)
             return
-        ranks = Ranks.current()
-        wanted = needs_layouts(sharded_state_dict)
-        session = SaveSession.begin(ranks, checkpoint_dir, self.options, exchange_layouts=wanted)
+        session = self._begun(tensors, checkpoint_dir)
         error: BaseException | None = None
-        with session.active():
-            try:
-                self._write(session, sharded_state_dict)
-            except Exception as problem:
-                error = problem
+        try:
+            self._write(session, tensors)
+        except Exception as problem:
+            error = problem
         session.finish(error)
 
     def async_save(
@@ -211,95 +188,77 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
         Returns:
             The writing, for a thread, and the commit, for every rank together.
         """
+        tensors = sharded_tensors_of(sharded_state_dict)
         session = session_of(checkpoint_dir)
         if session is not None:
-            return self._staged(session, sharded_state_dict)
-        wanted = needs_layouts(sharded_state_dict)
-        session = SaveSession.begin(
-            Ranks.current(), checkpoint_dir, self.options, exchange_layouts=wanted
-        )
+            return self._staged(session, tensors)
+        session = self._begun(tensors, checkpoint_dir)
         try:
-            request = session.guarded(self._staged(session, sharded_state_dict))
+            request = session.guarded(self._staged(session, tensors))
         except Exception as problem:
             # Raised here it would be this rank's alone; it is met by all at the finalisation.
             session.fail_planning(problem)
             request = AsyncRequest(None, (), [])
-        opened = session
-        request.add_finalize_fn(lambda: opened.finish(None))
+        request.add_finalize_fn(partial(session.finish, None))
         return request
 
-    def _staged(self, session: SaveSession, state_dict: ShardedStateDict) -> AsyncRequest:
-        plan, created = self._plan(session, state_dict)
-        return stage(session, self.options, plan, created)
+    def _begun(self, tensors: Sequence[ShardedTensor], place: str | Path) -> SaveSession:
+        """A session of its own, where no save calls the strategy."""
+        part = Part(exchange_layouts=needs_layouts(tensors))
+        session = SaveSession.begin(Ranks.current(), place, self.options, part)
+        session.plans = session.agreed.exchange_layouts
+        return session
 
-    def _write(self, session: SaveSession, state_dict: ShardedStateDict) -> None:
-        _carry_out(session, self.options, *self._plan(session, state_dict))
+    def _staged(self, session: SaveSession, tensors: Sequence[ShardedTensor]) -> AsyncRequest:
+        options = session.options.of_strategy(self.options)
+        return stage_chunks(session, options, *self._plan(session, options, tensors))
+
+    def _write(self, session: SaveSession, tensors: Sequence[ShardedTensor]) -> None:
+        options = session.options.of_strategy(self.options)
+        write_chunks(session, options, *self._plan(session, options, tensors))
 
     def _plan(
-        self, session: SaveSession, state_dict: ShardedStateDict
+        self, session: SaveSession, options: SaveOptions, tensors: Sequence[ShardedTensor]
     ) -> tuple[WritePlan, list[tuple[ArrayMeta, str]]]:
-        tensors = sharded_tensors_of(state_dict)
         ranks = session.ranks
         session.zarr_format = 2 if self.version == V2_LAYOUT else 3
-        layouts = Layouts()
-        what = session.planning
-        if session.exchange_layouts:
-            report = local_layouts(tensors, ranks.rank)
-            with session.timed("exchange"):
-                answer = session.meet(
-                    report,
-                    what=what,
-                    error=session.failure,
-                    decide=lambda reports: pickle.dumps(merge_layouts(reports)),
-                )
-            layouts = pickle.loads(answer)
-        elif session.failure is not None:
-            raise session.failure
+        layouts = session.exchanged_layouts(tensors)
         error: Exception | None = None
-        plan = WritePlan()
+        plan, created = WritePlan(), []
         try:
-            if session.zarr_format == 2 and session.options.compression is not None:
+            if session.zarr_format == 2 and options.compression is not None:
                 raise FormatVersionError(
                     "the Zarr v2 layout of Megatron-Core is never compressed: leave compression "
                     "out, or save with backend ('zarr', 2)"
                 )
             if session.zarr_format == 2:
-                _require_documents(session.options)
-            session.manifest.array_documents = (
-                session.options.array_documents and self.options.array_documents
-            )
-            with session.timed("plan"), collector_paused():
+                _require_documents(options)
+            session.manifest.array_documents = options.array_documents
+            with session.timed("plan"):
                 check_collisions(tensor.key for tensor in tensors)
                 plan = plan_writes(
                     tensors,
                     ranks.rank,
+                    options,
                     zarr_format=session.zarr_format,
-                    target_chunk_bytes=self.options.target_chunk_bytes,
                     layouts=layouts,
-                    compression=session.options.compression,
                     shared=session.shared,
                 )
                 if session.zarr_format == 2:
                     nodes = {write.array.node for write in plan.writes}
                     nodes |= {cut.array.node for cut in plan.cut if cut.owner == ranks.rank}
                     session.attempt.announce(nodes, ranks.rank)
-                created = [
-                    (meta, text)
-                    for meta, first in plan.arrays
-                    for text in [session.manifest.add_array(meta, created=first)]
-                    if first
-                ]
+                created = note_arrays(session.manifest, plan.arrays)
         except Exception as problem:
-            error, created = problem, []
-        if session.exchange_layouts:
+            error = problem
+        if session.agreed.exchange_layouts:
             # Before pieces travel, so that nobody waits for a rank that could not plan.
-            session.meet(what=what, error=error)
+            session.meet(what=session.planning, error=error)
             session.plans = False
         if error is not None:
             raise error
-        if session.meter is not None:
-            session.expect(write.array for write in plan.writes)
-            session.expect(cut.array for cut in plan.cut if cut.owner == ranks.rank)
+        session.expect(write.array for write in plan.writes)
+        session.expect(cut.array for cut in plan.cut if cut.owner == ranks.rank)
         return plan, created
 
 
@@ -409,7 +368,7 @@ def _create_zarr_array(sharded_tensor: ShardedTensor, checkpoint_dir: str | Path
     Raises:
         CheckpointExistsError: it exists.
     """
-    meta = array_meta(sharded_tensor, zarr_format=3, target_chunk_bytes=DEFAULT_TARGET_CHUNK_BYTES)
+    meta = array_meta(sharded_tensor, SaveOptions())
     return arrays.open_zarr_array(Location.of(checkpoint_dir), meta, create=True)
 
 

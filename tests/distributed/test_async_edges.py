@@ -122,18 +122,15 @@ def test_ranks(held: list[list[str]], scenario: str) -> None:
     assert all(scenario in names for names in held)
 
 
-@pytest.mark.parametrize("mover", ["auto", "tensorstore"])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_budget_smaller_than_a_chunk_on_s3(
-    s3_server: S3Server, mover: str, overlap: bool
-) -> None:
+def test_a_budget_smaller_than_a_chunk_on_s3(s3_server: S3Server, overlap: bool) -> None:
     url, options = f"s3://{s3_server.new_bucket()}/c", s3_server.storage_options
     whole = torch.arange(300_000.0)
     state = {f"w{n}": ShardedTensor.from_rank_offsets(f"w{n}", whole + n) for n in range(4)}
     handle = shardstore.async_save(
         state,
         url,
-        ZarrSaveShardedStrategy("zarr", 2, mover=mover, budget_bytes=1),
+        ZarrSaveShardedStrategy("zarr", 2, budget_bytes=1),
         staging_budget_bytes=1000,
         overlap_staging=overlap,
         storage_options=options,

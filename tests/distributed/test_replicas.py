@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 import shardstore
 from shardstore.errors import AccessPatternError, ArgumentError, CheckpointingException
+from shardstore.exchange_utils import distribute_shards_to_ranks
 from shardstore.loading.replicas import sharing_group
 from shardstore.mapping import ShardedTensor
-from shardstore.saving.replicas import share_out
 from shardstore.storage.movers.counters import counters
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
@@ -415,10 +415,12 @@ def test_sharing_out_is_even_and_the_same_everywhere(ranks: int) -> None:
     rng = random.Random(ranks)
     for _ in range(50):
         sizes = [rng.randint(1, 1000) for _ in range(rng.randrange(60))]
-        owners = share_out(sizes, ranks)
-        assert owners == share_out(sizes, ranks)
+        by_number = dict(enumerate(sizes))
+        everyone = {number: list(range(ranks)) for number in by_number}
+        owners = distribute_shards_to_ranks(everyone, by_number, ranks, set())
+        assert owners == distribute_shards_to_ranks(everyone, by_number, ranks, set())
         loads = [0] * ranks
-        for size, owner in zip(sizes, owners, strict=True):
-            loads[owner] += size
+        for number, owner in owners.items():
+            loads[owner] += sizes[number]
         least = max(max(sizes, default=0), sum(sizes) / ranks)
         assert max(loads) <= 4 / 3 * least + max(sizes, default=0) / 3

@@ -17,9 +17,8 @@ from scripts.bench.memory import peak_rss_bytes, reset_peak
 from shardstore import ShardedTensor
 from shardstore.distributed.coordinator import DEADLINE_VARIABLE
 from shardstore.errors import RanksError, SaveInProgressError
-from shardstore.saving.background import abort
 from shardstore.saving.session import SaveSession
-from shardstore.saving.staging import default_pool
+from shardstore.saving.staging import POOL
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from tests.helpers.ranks_helper import run_ranks
@@ -56,7 +55,7 @@ def peak(rank: int, world: int, root: str) -> int:
     options: dict[str, Any] = {"staging_budget_bytes": BUDGET, "durable": False}
     # Once before, so that what is imported and started with the first save does not count.
     shardstore.async_save(halves(rank, 1, *SHAPE), f"{root}/a", strategy, **options).result(60)
-    default_pool().clear()
+    POOL.clear()
     state = halves(rank, TENSORS, *SHAPE)
     before = reset_peak().rss_bytes
     shardstore.async_save(state, f"{root}/b", strategy, **options).result(60)
@@ -69,23 +68,22 @@ def test_shared_chunks_keep_to_the_staging_budget(tmp_path: Path) -> None:
 
 
 SMALL = ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=4096)
-OTHER = ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=4096, mover="tensorstore")
 SMALL_SHAPE = (64, 64)
 
 
 def any_budget(rank: int, world: int, root: str) -> None:
     whole = torch.arange(64.0 * 64).reshape(SMALL_SHAPE)
-    for number, (budget, overlap, strategy) in enumerate(
-        (budget, overlap, strategy)
+    for number, (budget, overlap) in enumerate(
+        (budget, overlap)
         # The ranks need not have the same memory.
         for budget in (1, 4096, 9000 + 10_000 * rank, 50_000, 400_000)
-        for overlap, strategy in ((False, SMALL), (True, SMALL), (False, OTHER))
+        for overlap in (False, True)
     ):
         state = halves(rank, 20, *SMALL_SHAPE)
         handle = shardstore.async_save(
             state,
             f"{root}/{number}",
-            strategy,
+            SMALL,
             staging_budget_bytes=budget,
             overlap_staging=overlap,
         )
@@ -128,7 +126,7 @@ def _no_mover(session: SaveSession) -> None:
 
 def stopped(rank: int, world: int, root: str) -> list[str]:
     os.environ[DEADLINE_VARIABLE] = str(DEADLINE_S)
-    right = SaveSession.mover
+    right, abort = SaveSession.mover, SaveSession.abort
     wrong = []
     cases: tuple[tuple[str, Any, type[Exception], str], ...] = (
         ("writer", lambda session, _: WritesOne(session, _disk_full), Fails, "disk full"),

@@ -6,7 +6,6 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import fsspec
@@ -27,8 +26,8 @@ from shardstore.errors import (
 from shardstore.inspection.difference import compare
 from shardstore.inspection.verify import Finding, verify
 from shardstore.mapping import ShardedObject, ShardedTensor
-from shardstore.saving import uploads as files_beside
 from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.commit import publish
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES
 from shardstore.storage.stores.location import Location
 from shardstore.strategies import common
@@ -82,7 +81,7 @@ def state(value: int, nbytes: int = 10) -> dict[str, Any]:
 
 
 def senders() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name == "shardstore-files"}
+    return {thread for thread in threading.enumerate() if thread.name == "shardstore-io"}
 
 
 def is_object(path: str) -> bool:
@@ -257,30 +256,19 @@ def test_an_interrupt_ends_the_sending(place: str) -> None:
     assert shardstore.load(state(0), place)["step"] == 2
 
 
-def test_what_waits_is_bounded(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of files of 1,000 bytes and more, with room for 2,500, two are held at a time."""
-    monkeypatch.setattr(files_beside, "BUDGET_PART", DEFAULT_BUDGET_BYTES // 2_500)
-    lock, held, most = threading.Lock(), [0], [0]
-    taken = files_beside.ByteLimit.taken
+def test_files_that_are_kept_are_bounded(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of files of 1,000 bytes and more, with room for 2,500, two are kept at a time."""
+    monkeypatch.setattr(publish, "BUDGET_PART", DEFAULT_BUDGET_BYTES // 2_500)
+    sizes: list[int] = []
+    flush = publish.Files.flush
 
-    def counted(self: Any, size: int) -> Any:
-        @contextmanager
-        def both() -> Iterator[None]:
-            with taken(self, size):
-                with lock:
-                    held[0] += size
-                    most[0] = max(most[0], held[0])
-                try:
-                    yield
-                finally:
-                    with lock:
-                        held[0] -= size
+    def counted(self: publish.Files) -> None:
+        sizes.append(sum(len(data) for _, data in self._kept))
+        flush(self)
 
-        return both()
-
-    monkeypatch.setattr(files_beside.ByteLimit, "taken", counted)
+    monkeypatch.setattr(publish.Files, "flush", counted)
     shardstore.save(state(7, nbytes=600), place)
-    assert 0 < most[0] <= 2_500
+    assert 0 < max(sizes) <= 2_500
     shardstore.save(state(8, nbytes=5_000), place, overwrite=True)  # each alone is more
     assert shardstore.load(state(0), place)["step"] == 8
 
@@ -351,15 +339,15 @@ def test_a_comparison_lists_and_reads_objects_beside_each_other(place: str) -> N
 def test_where_no_thread_is_to_be_had_they_are_written_all_the_same(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More than may wait, and nobody but the caller to write it."""
+    """More than is kept, and no thread but the caller's to write it."""
     start = threading.Thread.start
 
     def refused(thread: threading.Thread) -> None:
-        if thread.name == "shardstore-files":
+        if thread.name == "shardstore-io":
             raise RuntimeError("can't start new thread")
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", refused)
-    monkeypatch.setattr(files_beside, "BUDGET_PART", DEFAULT_BUDGET_BYTES // 2_500)
+    monkeypatch.setattr(publish, "BUDGET_PART", DEFAULT_BUDGET_BYTES // 2_500)
     shardstore.save(state(6, nbytes=600), place)
     assert shardstore.load(state(0), place)["step"] == 6

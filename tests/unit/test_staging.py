@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardstore.saving.plan import DevicePart
+from shardstore.saving.sources import DevicePart
 from shardstore.saving.staging import HostPool, StagedChunk, Staging
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Grid

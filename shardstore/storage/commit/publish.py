@@ -1,8 +1,7 @@
-"""Chunks, documents and commit of a checkpoint whose writers are coordinated by somebody else.
+"""The end of every save: chunks noted, reports merged and checked, documents written, commit.
 
-For programs that bring their own ranks (PyTorch DCP) or none at all (converters): whoever calls
-:func:`publish` has the manifests of all that was written. It knows no process groups and no state
-dicts.
+Saves of this package call the parts; programs that bring their own ranks (PyTorch DCP) or none
+(converters) call :func:`publish` with the reports of all writers.
 """
 
 from __future__ import annotations
@@ -36,15 +35,20 @@ __all__ = [
     "CONFIG",
     "CONFIG_NAME",
     "About",
-    "commit_record",
-    "last_documents",
+    "Files",
+    "commit",
+    "merge_reports",
+    "note_arrays",
     "publish",
     "write_chunks",
 ]
 
 CONFIG = "config"
-"""In ``attributes.shardstore`` of the root: the content of ``metadata.json``, so that who has the
-root document needs no other."""
+"""In ``attributes.shardstore`` of the root: the content of ``metadata.json``. A reader of the root
+document needs no other."""
+
+
+BUDGET_PART = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,18 +56,86 @@ class About:
     """What the root document says beside the arrays.
 
     Attributes:
-        common_backend: name and version of the backend of what is no array.
+        common_backend: name and version of the backend of what is no array; ``None``: the
+            checkpoint gets no ``metadata.json``.
+        sharded_backend: name and version of the backend of the arrays.
         attributes: attributes of the root group.
         record: further members of ``attributes.shardstore``.
         world_size: number of writers.
         seconds: how long the writing took.
+        has_root: whether there is a root document; else ``metadata.json`` is the commit.
     """
 
-    common_backend: tuple[str, int]
+    common_backend: tuple[str, int] | None
+    sharded_backend: tuple[str, int] = ("zarr", 2)
     attributes: Mapping[str, Any] = field(default_factory=dict)
     record: Mapping[str, Any] = field(default_factory=dict)
     world_size: int = 1
     seconds: float = 0.0
+    has_root: bool = True
+
+    @property
+    def config(self) -> dict[str, Any] | None:
+        """The content of ``metadata.json``."""
+        if self.common_backend is None:
+            return None
+        return {
+            "sharded_backend": self.sharded_backend[0],
+            "sharded_backend_version": self.sharded_backend[1],
+            "common_backend": self.common_backend[0],
+            "common_backend_version": self.common_backend[1],
+        }
+
+
+class Files:
+    """Files of an attempt other than chunks.
+
+    In an object store each is a request that somebody waits for: they are kept until there are
+    many, and sent side by side.
+
+    Args:
+        attempt: the attempt that they are a part of.
+        manifest: gets their checksums.
+        budget_bytes: memory for chunks under way; a sixteenth of it on top is for kept files.
+    """
+
+    def __init__(self, attempt: Attempt, manifest: RankManifest, budget_bytes: int) -> None:
+        self._attempt, self._manifest = attempt, manifest
+        self._room = budget_bytes // BUDGET_PART
+        self._kept: list[tuple[str, bytes]] = []
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a file, or keep it for :meth:`flush`.
+
+        Raises:
+            StorageError: the store refused this file or an earlier one.
+        """
+        self._manifest.add_file(name, data)
+        if not self._attempt.defers_documents:
+            self._attempt.put(name, data)
+            return
+        if sum(len(kept) for _, kept in self._kept) + len(data) > self._room:
+            self.flush()
+        self._kept.append((name, data))
+
+    def flush(self) -> None:
+        """Write the files that are kept. Raises as :meth:`put`."""
+        kept, self._kept = self._kept, []
+        if kept:
+            self._attempt.put_all(kept)
+
+
+def note_arrays(
+    manifest: RankManifest, metas: Iterable[tuple[ArrayMeta, bool]]
+) -> list[tuple[ArrayMeta, str]]:
+    """Note arrays in a manifest. Returns those that this writer creates, with their documents.
+
+    Args:
+        manifest: of the writer.
+        metas: arrays, and whether this writer creates them.
+    """
+    noted = [(meta, manifest.add_array(meta, created=first), first) for meta, first in metas]
+    return [(meta, text) for meta, text, first in noted if first]
 
 
 def write_chunks(
@@ -86,19 +158,13 @@ def write_chunks(
         StorageError: the store refused.
     """
     manifest.array_documents = options.array_documents
-    created = []
-    for meta, first in metas:
-        text = manifest.add_array(meta, created=first)
-        if first:
-            created.append((meta, text))
+    created = note_arrays(manifest, metas)
 
     def done(item: ChunkWrite, record: ChunkRecord) -> None:
         manifest.add_chunk(item.array, item.index, record)
 
-    if not options.array_documents:
-        arrays.create_folders(attempt.location, [meta for meta, _ in created])
-    elif not attempt.defers_documents:
-        arrays.create_arrays(attempt.location, created, threads=options.threads)
+    if not attempt.defers_documents:
+        arrays.write_documents(attempt, options, created)
     arrays.mover_for(attempt.location, options, attempt).write(writes, done)
 
 
@@ -120,23 +186,40 @@ def publish(
         AccessPatternError: chunks are missing or were written twice; nothing is committed.
         StorageError: as :meth:`Attempt.commit`.
     """
+    merged = merge_reports(reports, options)
+    if merged.array_documents and attempt.defers_documents:
+        texts = (text for _, text in merged.documents)
+        arrays.write_documents(attempt, options, list(zip(merged.arrays, texts, strict=True)))
+    commit(attempt, options, merged, about)
+
+
+def merge_reports(reports: Sequence[bytes | RankReport], options: SaveOptions) -> Merged:
+    """Put the writers' reports together and check them. Raises as :func:`publish`."""
     with collector_paused():
         merged = merge(reports, check=options.validate)
     names.check_collisions(meta.key for meta in merged.arrays)
-    backend, backend_version = about.common_backend
-    config = {
-        "sharded_backend": "zarr",
-        "sharded_backend_version": 2,
-        "common_backend": backend,
-        "common_backend_version": backend_version,
-    }
-    with collector_paused():
-        record = commit_record(attempt, merged, about.world_size, about.seconds)
+    return merged
+
+
+def commit(attempt: Attempt, options: SaveOptions, merged: Merged, about: About) -> dict[str, Any]:
+    """Write the last documents: ``metadata.json``, the manifest, and the root, which is the commit.
+
+    Returns:
+        The commit record; empty where there is no root document.
+
+    Raises:
+        StorageError: as :meth:`Attempt.commit`.
+    """
+    config, record, last = about.config, {}, []
+    if config is not None:
         last = [(CONFIG_NAME, json.dumps(config).encode())]
-        last += last_documents(merged, record, about.attributes, {**about.record, CONFIG: config})
-    if merged.array_documents and attempt.defers_documents:
-        attempt.put_all([(f"{node}/zarr.json", t.encode()) for node, t in merged.documents])
+    if about.has_root:
+        with collector_paused():
+            record = commit_record(attempt, merged, about.world_size, about.seconds)
+            further = about.record if config is None else {**about.record, CONFIG: config}
+            last += last_documents(merged, record, about.attributes, further)
     attempt.commit(last, durable=options.durable)
+    return record
 
 
 def commit_record(
@@ -163,7 +246,7 @@ def last_documents(
     merged: Merged,
     record: Mapping[str, Any],
     attributes: Mapping[str, Any],
-    further: Mapping[str, Any] | None = None,
+    further: Mapping[str, Any],
 ) -> list[tuple[str, bytes]]:
     """Names and contents of the manifest and the root document, which is the commit.
 
@@ -174,7 +257,7 @@ def last_documents(
         further: members of ``attributes.shardstore`` beside ours.
     """
     about = {
-        **(further or {}),
+        **further,
         "format_version": documents.FORMAT_VERSION,
         "commit": record,
         documents.CHUNK_SUMS: merged.manifest.chunk_sums(),
