@@ -5,15 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import zarr
-
-from shardstore import zarr_dtypes
 from shardstore.errors import CheckpointExistsError, MissingKeyError
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.format import documents
-from shardstore.storage.format import documents as array_parsing
 from shardstore.storage.format.documents import ArrayMeta, parse_root
 from shardstore.storage.format.names import node_name
 from shardstore.storage.movers.chunks import Mover
@@ -23,6 +19,9 @@ from shardstore.storage.movers.parallel import default_threads, run_batched
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location, store_errors
 
+if TYPE_CHECKING:
+    import zarr
+
 __all__ = [
     "create_array",
     "mover_for",
@@ -31,8 +30,6 @@ __all__ = [
     "root_arrays",
     "write_documents",
 ]
-
-assert zarr_dtypes is not None  # its import teaches zarr bfloat16 and float8
 
 
 def create_array(location: Location, meta: ArrayMeta, text: str | None) -> None:
@@ -95,14 +92,14 @@ def read_array_meta(location: Location, key: str) -> ArrayMeta:
     for node in dict.fromkeys((node_name(key), key)):
         url = f"{location.url}/{node}"
         try:
-            return array_parsing.parse_v2_array(node, location.read(f"{node}/.zarray"), url)
+            return documents.parse_v2_array(node, location.read(f"{node}/.zarray"), url)
         except FileNotFoundError:
             pass
         try:
             text = location.read(f"{node}/zarr.json")
         except FileNotFoundError:
             continue
-        if (found := array_parsing.parse_array(node, text, url)) is not None:
+        if (found := documents.parse_array(node, text, url)) is not None:
             return found
     if (meta := root_arrays(location).get(key)) is not None:
         return meta
@@ -129,6 +126,10 @@ def open_zarr_array(
     Raises:
         CheckpointExistsError: it is to be created but exists.
     """
+    import zarr  # takes a quarter of a second, which saves and loads do without
+
+    from shardstore import zarr_dtypes  # noqa: F401 (teaches zarr bfloat16 and float8)
+
     if create:
         described = meta.key in root_arrays(location)
         if described or location.exists(f"{meta.node}/{meta.document_name}"):
