@@ -7,6 +7,7 @@ order, whatever fails on one of them.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -283,14 +284,10 @@ def _put_together(
     """
     failed: Exception | None = None
 
-    def own(chunk: CutChunk) -> NDArray[np.uint8]:
+    def own(chunk: CutChunk, start: int, size: int) -> NDArray[np.uint8]:
         nonlocal failed
-        assert chunk.local is not None
-        pieces = ((stop - start, rank, start) for rank, start, stop in chunk.pieces)
-        count = next(n for n, *mine in pieces if mine == [ranks.rank, chunk.start])
-        size = count * dtypes.itemsize(chunk.array.dtype)
         try:
-            data = as_bytes(np.ascontiguousarray(fetched(chunk.local)))
+            data = as_bytes(np.ascontiguousarray(fetched(chunk.local[start])))
             if data.size == size:
                 return data
             raise ValueError(
@@ -305,21 +302,22 @@ def _put_together(
     receives: list[tuple[int, NDArray[np.uint8]]] = []
     writes: list[ChunkWrite] = []
     for chunk in chunks:
-        itemsize = dtypes.itemsize(chunk.array.dtype)
-        if chunk.owner != ranks.rank:
-            if chunk.local is not None:
-                sends.append((chunk.owner, own(chunk)))
-            continue
-        size = int(np.prod(chunk.shape, dtype=np.int64)) * itemsize
-        buffer = np.empty(size, np.uint8) if memory is None else memory[len(writes)]
+        dtype = dtypes.numpy_dtype(chunk.array.dtype)
+        buffer: NDArray[np.uint8] | None = None
+        if chunk.owner == ranks.rank:
+            size = math.prod(chunk.shape) * dtype.itemsize
+            buffer = np.empty(size, np.uint8) if memory is None else memory[len(writes)]
+            data = buffer.view(dtype).reshape(chunk.shape)
+            writes.append(ChunkWrite(chunk.array, chunk.index, data))
         for rank, start, stop in chunk.pieces:
-            part = buffer[start * itemsize : stop * itemsize]
-            if rank != ranks.rank:
-                receives.append((rank, part))
-            elif chunk.local is not None:
-                part[:] = own(chunk)
-        data = buffer.view(dtypes.numpy_dtype(chunk.array.dtype)).reshape(chunk.shape)
-        writes.append(ChunkWrite(chunk.array, chunk.index, data))
+            first, size = start * dtype.itemsize, (stop - start) * dtype.itemsize
+            if buffer is None:
+                if rank == ranks.rank:
+                    sends.append((chunk.owner, own(chunk, start, size)))
+            elif rank == ranks.rank:
+                buffer[first : first + size] = own(chunk, start, size)
+            else:
+                receives.append((rank, buffer[first : first + size]))
     if sends or receives:
         ranks.exchange(sends, receives)
     if failed is not None:

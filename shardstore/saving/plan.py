@@ -9,9 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -144,6 +142,7 @@ def plan_writes(
         if whole is not None or box.size:
             found.append((tensor, meta, box, whole))
     mine = set() if shared is None else shared.own_chunks(in_group)
+    cut: dict[tuple[str, tuple[int, ...]], CutChunk] = {}
     for tensor, meta, box, whole in found:
         if tensor.data is None:
             raise CheckpointingException(
@@ -153,7 +152,7 @@ def plan_writes(
                 rank=rank,
             )
         if tensor.flattened_range is not None:
-            _plan_flat(plan, tensor, meta, box, layouts.ranges[tensor.key][box])
+            _plan_flat(plan.writes, cut, tensor, meta, box, layouts.ranges[tensor.key][box])
             continue
         source = TensorSource(tensor.data, tensor.key, tensor.prepend_axis_num)
         for index in meta.grid.overlapping(box) if whole is None else (whole,):
@@ -163,34 +162,8 @@ def plan_writes(
                 () if whole is not None else meta.grid.box(index).relative_to(box.offset).slices
             )
             plan.writes.append(ChunkWrite(meta, index, source.part(slices)))
-    plan.cut.sort(key=lambda chunk: (chunk.array.key, chunk.index, chunk.start))
-    plan.cut = _one_a_chunk(plan.cut, rank)
+    plan.cut = [cut[chunk] for chunk in sorted(cut)]
     return plan
-
-
-def _one_a_chunk(cut: Sequence[CutChunk], rank: int) -> list[CutChunk]:
-    """A chunk that this rank owns appears once, also where it gives several pieces of it."""
-    chunks: list[CutChunk] = []
-    for _, group in groupby(cut, key=lambda chunk: (chunk.array.key, chunk.index)):
-        same = list(group)
-        if same[0].owner != rank or len(same) == 1:
-            chunks += same
-            continue
-        # One piece as long as the chunk, and before the others', which then fill its gaps.
-        others = tuple(piece for piece in same[0].pieces if piece[0] != rank)
-        pieces = ((rank, 0, math.prod(same[0].shape)), *others)
-        chunks.append(replace(same[0], pieces=pieces, start=0, local=partial(_joined, same)))
-    return chunks
-
-
-def _joined(pieces: Sequence[CutChunk]) -> NDArray[Any]:
-    first = pieces[0]
-    out = np.zeros(math.prod(first.shape), dtypes.numpy_dtype(first.array.dtype))
-    for piece in pieces:
-        assert piece.local is not None
-        data = fetched(piece.local)
-        out[piece.start : piece.start + data.size] = data
-    return out
 
 
 def _check_place(tensor: ShardedTensor, meta: ArrayMeta, box: Box) -> None:
@@ -217,16 +190,21 @@ def _check_place(tensor: ShardedTensor, meta: ArrayMeta, box: Box) -> None:
 
 
 def _plan_flat(
-    plan: WritePlan,
+    writes: list[ChunkWrite],
+    cut: dict[tuple[str, tuple[int, ...]], CutChunk],
     tensor: ShardedTensor,
     meta: ArrayMeta,
     box: Box,
     ranges: Sequence[FlatRange],
 ) -> None:
-    """Add the chunks that a flattened range touches to a plan.
+    """Plan the chunks that a flattened range touches.
+
+    A chunk that lies wholly in the range is this rank's own. A chunk that a boundary cuts has one
+    owner, which all ranks work out alike.
 
     Args:
-        plan: gets whole chunks, and chunks that several ranks hold.
+        writes: gets the whole chunks.
+        cut: gets the chunks that are cut, by key and index.
         tensor: the range.
         meta: its array.
         box: the shard that the range is a part of.
@@ -250,7 +228,7 @@ def _plan_flat(
         else:
             data = partial(_gathered, source, part, box.shape, start, first, last, shape)
         if is_whole:
-            plan.writes.append(ChunkWrite(meta, index, data))
+            writes.append(ChunkWrite(meta, index, data))
             continue
         bounds = (
             (
@@ -262,7 +240,8 @@ def _plan_flat(
         )
         pieces = tuple(piece for piece in bounds if piece[1] < piece[2])
         owner = max(pieces, key=lambda piece: (piece[2] - piece[1], -piece[0]))[0]
-        plan.cut.append(CutChunk(meta, index, part.shape, owner, pieces, first, data))
+        shared = CutChunk(meta, index, part.shape, owner, pieces)
+        cut.setdefault((meta.key, index), shared).local[first] = data
 
 
 def _parts_in_range(

@@ -27,8 +27,7 @@ class CutChunk:
         shape: shape of the part within the array.
         owner: rank that writes it.
         pieces: ``(rank, start, stop)`` in elements of the chunk's part: what each rank gives.
-        start: where this rank's own elements begin.
-        local: source of this rank's own elements, if it has any.
+        local: start of each piece of this rank -> source of its elements.
     """
 
     array: ArrayMeta
@@ -36,8 +35,7 @@ class CutChunk:
     shape: tuple[int, ...]
     owner: int
     pieces: tuple[tuple[int, int, int], ...]
-    start: int
-    local: Source | None
+    local: dict[int, Source] = field(default_factory=dict)
 
 
 @dataclass

@@ -229,14 +229,16 @@ def _exchange(ranks: Ranks, rank: int, *, in_rounds: bool) -> None:
     carry_out.ROUND_BYTES = 1
     meta = ArrayMeta("a", "a", Grid((40,), (10,)), "uint8")
     of_rank = [
-        CutChunk(meta, (n,), (10,), n, ((n, 0, 1), ((n + 1) % WORLD, 1, 10)), 0, None)
-        for n in range(WORLD)
+        CutChunk(meta, (n,), (10,), n, ((n, 0, 1), ((n + 1) % WORLD, 1, 10))) for n in range(WORLD)
     ]
     cut = [
         replace(
             chunk,
-            start=int(chunk.owner != rank),
-            local=lambda n=chunk.owner: np.full(1 if n == rank else 9, n, np.uint8),
+            local={
+                int(chunk.owner != rank): np.full(
+                    1 if chunk.owner == rank else 9, chunk.owner, np.uint8
+                )
+            },
         )
         for chunk in (of_rank[n] for n in (1, 0, 3))
         if rank in (chunk.owner, (chunk.owner + 1) % WORLD)
