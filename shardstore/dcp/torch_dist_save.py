@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -61,9 +61,7 @@ class FilesSave:
         self._planner: SavePlanner | _Staged = DefaultSavePlanner()
         self._metadata: Metadata | None = None
         self._results: list[WriteResult] = []
-        self._writer = FileSystemWriter(
-            folder, thread_count=threads, sync_files=False, overwrite=True
-        )
+        self._writer = _Writer(folder, thread_count=threads, sync_files=False, overwrite=True)
         self._writer.fs = self._files
         self.staging: Staging | None = None
 
@@ -239,6 +237,13 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+class _Writer(FileSystemWriter):
+    """DCP's writer, whose metadata does not name the folder: the commit renames that."""
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(save_id=self.save_id)
 
 
 class _Files(FileSystem):

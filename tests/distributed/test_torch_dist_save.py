@@ -353,6 +353,19 @@ def test_types_that_no_array_has_are_copied_too(tmp_path: Path) -> None:
     assert found["other"].tolist() == [1] * 4
 
 
+def test_the_metadata_names_no_folder(tmp_path: Path) -> None:
+    """The attempt's folder is renamed by the commit, and a checkpoint may be copied."""
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(4.0))}
+    shardstore.save(state, tmp_path / "here", FORMAT)
+    from torch.distributed.checkpoint import FileSystemReader
+
+    content = (tmp_path / "here" / ".metadata").read_bytes()
+    assert tmp_path.name.encode() not in content
+    about = FileSystemReader(tmp_path / "here").read_metadata().storage_meta
+    assert about is not None
+    assert about.checkpoint_id is None
+
+
 def test_what_is_kept_apart_lies_in_files_of_its_own(tmp_path: Path) -> None:
     """Named as Megatron-Core 0.15.3 names them."""
     state: dict[str, Any] = {
