@@ -1,12 +1,13 @@
-"""What the storage layer of this process has moved so far: plain counters, for benchmarks and
-tests."""
+"""Counts of what this process has moved from and to stores, for benchmarks and tests."""
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 
 __all__ = ["Counters", "counters"]
+
+_lock = threading.Lock()  # as the counters, one for the process
 
 
 @dataclass
@@ -28,45 +29,22 @@ class Counters:
     chunks_written: int = 0
     documents_read: int = 0
     bytes_reused: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
-    def add(
-        self,
-        *,
-        bytes_read: int = 0,
-        bytes_written: int = 0,
-        chunks_read: int = 0,
-        chunks_written: int = 0,
-        documents_read: int = 0,
-        bytes_reused: int = 0,
-    ) -> None:
-        """Add to the totals; safe from any thread."""
-        with self._lock:
-            self.bytes_read += bytes_read
-            self.bytes_written += bytes_written
-            self.chunks_read += chunks_read
-            self.chunks_written += chunks_written
-            self.documents_read += documents_read
-            self.bytes_reused += bytes_reused
+    def add(self, **amounts: int) -> None:
+        """Add to the totals, by their names; safe from any thread."""
+        with _lock:
+            for name, amount in amounts.items():
+                setattr(self, name, getattr(self, name) + amount)
 
     def snapshot(self) -> dict[str, int]:
         """The totals as a dictionary."""
-        with self._lock:
-            return {
-                "bytes_read": self.bytes_read,
-                "bytes_written": self.bytes_written,
-                "chunks_read": self.chunks_read,
-                "chunks_written": self.chunks_written,
-                "documents_read": self.documents_read,
-                "bytes_reused": self.bytes_reused,
-            }
+        with _lock:
+            return asdict(self)
 
     def reset(self) -> None:
         """Set every total to 0."""
-        with self._lock:
-            self.bytes_read = self.bytes_written = 0
-            self.chunks_read = self.chunks_written = self.documents_read = 0
-            self.bytes_reused = 0
+        with _lock:
+            vars(self).update(asdict(Counters()))
 
 
 counters = Counters()

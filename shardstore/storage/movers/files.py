@@ -36,7 +36,6 @@ from shardstore.storage.movers.chunks import (
     told,
 )
 from shardstore.storage.movers.codecs import CRC_BYTES, EncodedChunk
-from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.parallel import default_threads, run_batched
 from shardstore.storage.movers.verify import (
@@ -113,8 +112,7 @@ class FileMover:
         done: ReadDone | None = None,
     ) -> None:
         """See :meth:`Mover.read`."""
-        with collector_paused():
-            parts = [part for read in reads for part in chunk_parts(read)]
+        parts = [part for read in reads for part in chunk_parts(read)]
         root = self.location.url
 
         def work(batch: Sequence[ChunkPart]) -> None:

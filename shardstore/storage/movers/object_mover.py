@@ -28,7 +28,6 @@ from shardstore.storage.movers.chunks import (
     chunk_parts,
     told,
 )
-from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.object_chunks import (
     SMALL_BYTES,
@@ -170,8 +169,7 @@ class ObjectMover:
     ) -> None:
         """See :meth:`Mover.read`. Whole chunks are also held against the commit, so that what a
         late writer of another save left is found."""
-        with collector_paused():
-            parts = [part for read in reads for part in chunk_parts(read)]
+        parts = [part for read in reads for part in chunk_parts(read)]
         uncounted = self._uncounted_bytes
 
         def one(io: ObjectIO, budget: _Budget, part: ChunkPart) -> int:

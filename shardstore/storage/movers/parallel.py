@@ -1,5 +1,8 @@
-"""A few threads over many small jobs: the caller's thread works too, the first error stops the
-rest."""
+"""Threads for many small jobs: the caller's thread works too, the first error stops the rest.
+
+Plain threads: a pool of :mod:`concurrent.futures` takes no jobs once the interpreter is
+about to end, when a save in the background may still have some.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +33,8 @@ NICENESS = 5
 def default_threads() -> int:
     """Threads of one mover: this rank's share of the processors, at least 1, at most 8.
 
-    The ranks of a machine share the processors that they may use, as many as the launcher tells
-    (``LOCAL_WORLD_SIZE``, which torchrun sets), unless it has bound each to processors of its own.
+    The ranks of a machine share the processors that they may use, as many ranks as the launcher
+    says (``LOCAL_WORLD_SIZE``, which torchrun sets), unless each is bound to its own processors.
     """
     processors = len(os.sched_getaffinity(0))
     if not _is_bound(processors):
@@ -40,7 +43,7 @@ def default_threads() -> int:
 
 
 def local_ranks() -> int:
-    """Ranks on this machine as the launcher tells (``LOCAL_WORLD_SIZE``), at least 1."""
+    """Ranks on this machine as the launcher says (``LOCAL_WORLD_SIZE``), at least 1."""
     try:
         return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     except ValueError:
@@ -51,15 +54,15 @@ def _is_bound(processors: int) -> bool:
     """Whether this process may use fewer processors than the one that started it."""
     try:
         return processors < len(os.sched_getaffinity(os.getppid()))
-    except OSError:  # it has ended, or is none of ours
+    except OSError:  # the parent has ended, or is another user's
         return False
 
 
 def yield_to_others() -> None:
-    """Let this thread, and those that it starts, give way to the process's others (Linux).
+    """Lower the priority of this thread, and of those that it starts, below the process's others.
 
-    There the priority is a thread's own (man-pages setpriority(2)); elsewhere nothing happens. It
-    can not be taken back: for threads of our own that end.
+    On Linux the priority is a thread's own (man-pages setpriority(2)); elsewhere nothing happens.
+    It cannot be raised again: for threads of this package that end.
     """
     with suppress(AttributeError, OSError):
         of_process = os.getpriority(os.PRIO_PROCESS, os.getpid())
@@ -69,10 +72,10 @@ def yield_to_others() -> None:
 
 
 class ByteLimit:
-    """Lets threads hold no more than so many bytes together; one that wants more holds them alone.
+    """Limits the bytes that threads hold together; one that wants more than all holds them alone.
 
     Args:
-        limit_bytes: how many.
+        limit_bytes: the limit.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -95,81 +98,52 @@ class ByteLimit:
 
 
 class Jobs:
-    """Jobs that wait more than they work, in plain threads: a pool of :mod:`concurrent.futures`
-    takes none any more once the interpreter is about to end.
+    """Jobs of a background queue, in threads that end when nothing waits.
 
     Args:
-        threads: the most at a time; as many are started as there are jobs for.
+        threads: the most at a time.
         name: of the threads.
     """
 
     def __init__(self, threads: int, name: str) -> None:
         self._most = threads
         self._name = name
-        self._threads: list[threading.Thread] = []
         self._waiting: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
-        self._idle = 0
-        self._closed = False
+        self._running = 0
         self._error: BaseException | None = None
 
     def add(self, job: Callable[[], None]) -> None:
-        """Have a job done; after the first that failed none is begun. Does it at once where no
-        thread is to be had for any."""
+        """Queue a job; after the first that failed none is begun. The job runs in this thread if no
+        other can be started."""
         with self._changed:
             self._waiting.append(job)
-            if self._idle >= len(self._waiting) or len(self._threads) >= self._most:
-                self._changed.notify()
+            if self._running >= self._most:
                 return
-            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._threads.append(thread)
+            self._running += 1
         try:
-            thread.start()
-        except RuntimeError:  # none is to be had, as at the end of the interpreter
-            with self._changed:
-                self._threads.remove(thread)
-                alone = not self._threads
-            if alone:
-                self._do_all()
-
-    def end(self) -> None:
-        """Have the threads end once nothing waits any more; waits for none of them."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+            threading.Thread(target=self._run, name=self._name, daemon=True).start()
+        except RuntimeError:  # as at the end of the interpreter
+            self._run()
 
     def finish(self) -> None:
-        """Wait for all, and end the threads; does itself what no thread was to be had for. Called
-        once.
+        """Wait for all jobs.
 
         Raises:
-            BaseException: what the first job that failed raised.
+            BaseException: the error of the first job that failed.
         """
-        self.end()
-        for thread in self._threads:
-            thread.join()
-        self._run()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._running)
         if self._error is not None:
             raise self._error
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._idle += 1
-                self._changed.wait_for(lambda: self._waiting or self._closed)
-                self._idle -= 1
-                closed = self._closed
-            self._do_all()
-            if closed:
-                return
-
-    def _do_all(self) -> None:
-        """Do what is waiting."""
-        while True:
-            with self._changed:
-                if self._error is not None:
+                if not self._waiting or self._error is not None:
+                    self._running -= 1
                     self._waiting.clear()
-                if not self._waiting:
+                    self._changed.notify_all()
                     return
                 job = self._waiting.popleft()
             try:
@@ -184,15 +158,15 @@ def run_batched(
     work: Callable[[Sequence[T]], None],
     *,
     threads: int,
-    weight: Callable[[T], int],
-    batch_weight: int,
+    weight: Callable[[T], int] = lambda _: 1,
+    batch_weight: int = 1,
     batch_items: int = 256,
 ) -> None:
     """Call ``work`` on consecutive batches of ``items``, from up to ``threads`` threads.
 
     Args:
         items: the jobs.
-        work: called with a batch; must be safe to run beside itself.
+        work: called with a batch, by several threads at a time.
         threads: the caller's thread included.
         weight: of a job (bytes).
         batch_weight: a batch is closed once it weighs this much.
@@ -202,32 +176,23 @@ def run_batched(
         BaseException: the first that ``work`` raised; no batch is started after it, and all threads
             have ended.
     """
-    batches = _batches(items, weight, batch_weight, batch_items)
-    threads = min(threads, len(batches))
-    if threads <= 1:
-        for batch in batches:
-            work(batch)
-        return
-    remaining = iter(batches)
-    lock = threading.Lock()
+    batches = deque(_batches(items, weight, batch_weight, batch_items))
     failures: list[BaseException] = []
-    others: list[threading.Thread] = []
 
     def worker() -> None:
-        while True:
-            with lock:
-                batch = None if failures else next(remaining, None)
-            if batch is None:
+        while not failures:
+            try:
+                batch = batches.popleft()
+            except IndexError:
                 return
             try:
                 work(batch)
             except BaseException as error:
-                with lock:
-                    failures.append(error)
-                return
+                failures.append(error)
 
-    with suppress(RuntimeError):  # no more threads are to be had: those that run do the work
-        for _ in range(threads - 1):
+    others: list[threading.Thread] = []
+    with suppress(RuntimeError):  # no more threads can be started: those that run do the work
+        for _ in range(min(threads, len(batches)) - 1):
             thread = threading.Thread(target=worker, name="shardstore-io")
             thread.start()
             others.append(thread)
@@ -237,47 +202,33 @@ def run_batched(
             for thread in others:
                 thread.join()
         except BaseException as error:  # an interrupt: stop the others, but do wait for them
-            with lock:
-                failures.append(error)
+            failures.append(error)
     if failures:
         raise failures[0]
 
 
 def run_together(*jobs: Callable[[], Any]) -> tuple[Any, ...]:
-    """Call each job at once, in threads; for waiting, not for computing.
+    """Call all jobs at once, in threads; for waiting, not for computing.
 
     Raises:
         BaseException: the first that a job raised; all have ended.
     """
     found: list[Any] = [None] * len(jobs)
 
-    def work(batch: Sequence[tuple[int, Callable[[], Any]]]) -> None:
-        for number, job in batch:
-            found[number] = job()
+    def work(numbers: Sequence[int]) -> None:
+        for number in numbers:
+            found[number] = jobs[number]()
 
-    run_batched(
-        list(enumerate(jobs)),
-        work,
-        threads=len(jobs),
-        weight=lambda _: 1,
-        batch_weight=1,
-    )
+    run_batched(range(len(jobs)), work, threads=len(jobs))
     return tuple(found)
 
 
 def _batches(
-    items: Sequence[T],
-    weight: Callable[[T], int],
-    batch_weight: int,
-    batch_items: int,
-) -> list[Sequence[T]]:
-    out: list[Sequence[T]] = []
+    items: Sequence[T], weight: Callable[[T], int], batch_weight: int, batch_items: int
+) -> Iterator[Sequence[T]]:
     start = total = 0
-    for i, item in enumerate(items):
+    for stop, item in enumerate(items, 1):
         total += weight(item)
-        if total >= batch_weight or i + 1 - start >= batch_items:
-            out.append(items[start : i + 1])
-            start, total = i + 1, 0
-    if start < len(items):
-        out.append(items[start:])
-    return out
+        if total >= batch_weight or stop - start >= batch_items or stop == len(items):
+            yield items[start:stop]
+            start, total = stop, 0

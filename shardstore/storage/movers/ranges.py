@@ -1,7 +1,6 @@
-"""Files of other formats, read in parts: mapped on a disk, by ranged GETs from an object store.
+"""Parts of files of other formats: mapped on a disk, read by ranged GETs from an object store.
 
-Answers for bytes at a place in a file, and for boxes of an array that lies in one; memory stays
-within a few MiB a thread, whatever the size of the file. Knows no formats.
+Memory stays within a few MiB a thread, whatever the size of the file.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from shardstore.storage.stores.location import Location, store_errors
 __all__ = ["FileRanges", "RangeFile", "bytes_stamp"]
 
 BLOCK_BYTES = 64 * 1024
-"""What is read at a time of the small structures in a file."""
+"""Bytes that are read at a time of the small structures in a file."""
 
 
 class FileRanges:
@@ -50,7 +49,7 @@ class FileRanges:
         return self._sizes[name]
 
     def stamp(self, name: str) -> list[Any]:
-        """Name, size and time: what tells a file from another one of its name.
+        """Name, size and time, which together identify a version of the file.
 
         Raises:
             FileNotFoundError: there is none of that name.
@@ -97,8 +96,8 @@ class FileRanges:
             name: of the file.
             start: byte of the file that the array begins at, in C order.
             shape: of the array.
-            box: what is wanted of it.
-            out: where it goes, of the box's shape and the array's data type.
+            box: the part to read.
+            out: its destination, of the box's shape and the array's data type.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -131,7 +130,7 @@ class FileRanges:
 
 @contextmanager
 def _reading(path: str) -> Iterator[None]:
-    """Errors of the disk in our words; a file that is not there stays that."""
+    """Raise errors of the disk as :class:`StorageError`, a missing file as it is."""
     try:
         with store_errors("reading", path):
             yield
@@ -142,7 +141,7 @@ def _reading(path: str) -> Iterator[None]:
 
 
 def bytes_stamp(data: bytes) -> str:
-    """What tells a small document from another one."""
+    """The hash that identifies a small document."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
@@ -165,11 +164,11 @@ class RangeFile(io.RawIOBase):
         self._blocks: dict[int, bytes] = {}
 
     def readable(self) -> bool:
-        """It is."""
+        """Return true."""
         return True
 
     def seekable(self) -> bool:
-        """It is."""
+        """Return true."""
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
@@ -178,29 +177,20 @@ class RangeFile(io.RawIOBase):
         self._position = max(0, base + offset)
         return self._position
 
-    def tell(self) -> int:
-        """The position within the range."""
-        return self._position
-
-    def read(self, size: int | None = -1) -> bytes:
-        """The next bytes; fewer at the end of the range or of the file."""
-        left = max(0, self._length - self._position)
-        count = left if size is None or size < 0 else min(size, left)
-        if count > 4 * BLOCK_BYTES:
-            data = self._fetch(self._position, self._position + count)
+    def readinto(self, buffer: Any) -> int:
+        """Read into a buffer; the number of bytes, fewer at the end of the range or of the file."""
+        view = memoryview(buffer).cast("B")
+        size = min(len(view), max(0, self._length - self._position))
+        if size > 4 * BLOCK_BYTES:
+            data = self._fetch(self._position, self._position + size)
         else:
             first = self._position // BLOCK_BYTES
-            last = -(-(self._position + count) // BLOCK_BYTES)
+            last = -(-(self._position + size) // BLOCK_BYTES)
             joined = b"".join(self._block(i) for i in range(first, last))
             begin = self._position - first * BLOCK_BYTES
-            data = joined[begin : begin + count]
+            data = joined[begin : begin + size]
+        view[: len(data)] = data
         self._position += len(data)
-        return data
-
-    def readinto(self, buffer: Any) -> int:
-        """Read into a buffer; how many bytes."""
-        data = self.read(len(buffer))
-        buffer[: len(data)] = data
         return len(data)
 
     def _block(self, i: int) -> bytes:
