@@ -1,4 +1,1 @@
-"""The command line.
-
-:mod:`shardstore.cli.app` has the commands, the rooms beside it do their work.
-"""
+"""The command line: :mod:`.app` starts it, and the other modules have the commands."""

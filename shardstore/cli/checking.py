@@ -1,124 +1,158 @@
-"""``verify`` and ``diff``: what is wrong with a checkpoint, and how two of them differ."""
+"""Commands ``verify`` and ``diff``."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated
 
-from shardstore.cli.printing import cells, clean, columns, emit, fold, say
-from shardstore.cli.shared import (
+import typer
+
+from shardstore.cli.options import (
     DAMAGE,
+    Checkpoint,
+    Json,
+    Memory,
+    Options,
+    Patterns,
     UsageProblem,
-    counted,
-    human_bytes,
+    Wide,
+    bar,
+    locate,
     matcher,
-    progress_bar,
+    open_stored,
+    parse_options,
+    parse_size,
+    require_no_array,
+    warn_of_idle_options,
 )
-from shardstore.inspection.difference import ArrayDifference, Difference, compare
-from shardstore.inspection.layout import array_bytes
-from shardstore.inspection.verify import Finding, verify
+from shardstore.cli.printing import cells, clean, columns, counted, emit, fold, human_bytes, say
 from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.stores.location import Location
 
-__all__ = ["run_diff", "run_verify"]
+if TYPE_CHECKING:
+    from shardstore.inspection.difference import ArrayDifference, Difference
+    from shardstore.inspection.verify import Finding, Verified
+
+__all__ = ["diff", "verdict", "verify"]
 
 MARGIN = 11
-"""Of what goes on in a further line."""
+"""Indentation of a folded line."""
 
 
-def run_verify(
-    stored: StoredCheckpoint,
-    patterns: Sequence[str],
-    *,
-    hashes: bool,
-    strict: bool,
-    threads: int | None,
-    as_json: bool,
-    limit: int,
-) -> int:
-    """Verify and print; returns the exit code."""
+def verify(
+    checkpoint: Checkpoint,
+    keys: Patterns = None,
+    hashes: Annotated[
+        bool, typer.Option("--hashes", help="Compare the 128-bit hashes too, not only crc32c.")
+    ] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit with 1 for notes (foreign files) too.")
+    ] = False,
+    threads: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Threads that read.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, metavar="N", help="Findings to print.")] = 100,
+    as_json: Json = False,
+    storage_option: Options = None,
+) -> None:
+    """Verify every checksum, document and file. Exits with 1 where there is damage."""
+    from shardstore.inspection import verify as verification
+
+    location = locate(checkpoint, storage_option)
+    if not location.exists("zarr.json"):
+        open_stored(location)
+    elif not location.exists("metadata.json"):
+        require_no_array(location)
     findings: list[Finding] = []
-    shown = 0
 
     def found(finding: Finding) -> None:
-        nonlocal shown
         findings.append(finding)
-        if not as_json and shown < limit:
-            shown += 1
+        if not as_json and len(findings) <= limit:
             say(f"{finding.severity.upper():<7}{finding.kind:<18}{finding.message}")
             sys.stdout.flush()
 
-    bar: Literal["bar"] | None = None if as_json or not sys.stderr.isatty() else "bar"
-    result = verify(stored, found, keys=patterns, hashes=hashes, threads=threads, progress=bar)
-    if patterns and not result.arrays and not result.objects:
-        raise UsageProblem(f"no key matches {', '.join(patterns)}; `shardstore ls` lists all keys")
+    result = verification.verify(
+        StoredCheckpoint(location),
+        found,
+        keys=keys or (),
+        hashes=hashes,
+        threads=threads,
+        progress=bar(as_json),
+    )
+    if keys and not result.arrays and not result.objects:
+        raise UsageProblem(f"no key matches {', '.join(keys)}; `shardstore ls` lists all keys")
     if as_json:
-        emit(
-            {
-                "url": stored.location.url,
-                **result.as_dict(),
-                "findings": [asdict(f) for f in findings],
-            }
-        )
+        emit({"url": location.url, **result.as_dict(), "findings": list(map(asdict, findings))})
     else:
-        if len(findings) > shown:
-            say(f"... and {len(findings) - shown} more (--limit shows them)")
-        rate = result.bytes / max(result.seconds, 1e-9)
-        state = "OK" if result.ok else f"DAMAGED: {result.damage} finding(s)"
-        unchecked = f", {result.unchecked} without checksums" if result.unchecked else ""
-        notes = f", {result.notes} note(s)" if result.notes else ""
-        say(
-            f"{state}: {result.arrays} arrays, {result.chunks} chunks{unchecked}, {result.objects} "
-            f"objects{notes}; {human_bytes(result.bytes)} in {result.seconds:.2f} s "
-            f"({human_bytes(rate)}/s)"
-        )
-    return 0 if result.ok and not (strict and findings) else DAMAGE
+        if len(findings) > limit:
+            say(f"... and {len(findings) - limit} more (--limit shows them)")
+        say(verdict(result))
+    raise typer.Exit(0 if result.ok and not (strict and findings) else DAMAGE)
 
 
-def run_diff(
-    a: StoredCheckpoint,
-    b: StoredCheckpoint,
-    patterns: Sequence[str],
-    *,
-    files: bool,
-    budget_bytes: int,
-    as_json: bool,
-    wide: bool = False,
-) -> int:
-    """Compare and print; returns the exit code."""
-    wants = matcher(patterns)
-    if patterns and not any(wants(key) for key in {**a.arrays, **b.arrays}):
-        raise UsageProblem(f"neither side has a key that matches {', '.join(patterns)}")
-    total = sum(array_bytes(meta) for key, meta in a.arrays.items() if wants(key))
-    with progress_bar("comparing", total, quiet=as_json) as advance:
-        found = compare(a, b, wants, files=files, budget_bytes=budget_bytes, progress=advance)
+def verdict(result: Verified) -> str:
+    """What a verification covered and found, in one line."""
+    rate = result.bytes / max(result.seconds, 1e-9)
+    state = "OK" if result.ok else f"DAMAGED: {result.damage} finding(s)"
+    unchecked = f", {result.unchecked} without checksums" if result.unchecked else ""
+    notes = f", {result.notes} note(s)" if result.notes else ""
+    return (
+        f"{state}: {result.arrays} arrays, {result.chunks} chunks{unchecked}, {result.objects} "
+        f"objects{notes}; {human_bytes(result.bytes)} in {result.seconds:.2f} s "
+        f"({human_bytes(rate)}/s)"
+    )
+
+
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="Path or URL of a checkpoint.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Path or URL of another one.")],
+    keys: Patterns = None,
+    files: Annotated[bool, typer.Option(help="Compare common.pt and sharded objects too.")] = True,
+    memory: Memory = "256MiB",
+    wide: Wide = False,
+    as_json: Json = False,
+    storage_option: Options = None,
+) -> None:
+    """Compare two checkpoints, by hashes first. Exits with 1 where they differ."""
+    from shardstore.inspection.difference import compare
+
+    places = [Location.of(place, **parse_options(storage_option)) for place in (a, b)]
+    warn_of_idle_options(storage_option, *places)
+    left, right = map(open_stored, places)
+    budget = parse_size(memory)
+    wants = matcher(keys)
+    if keys and not any(map(wants, {**left.arrays, **right.arrays})):
+        raise UsageProblem(f"neither side has a key that matches {', '.join(keys)}")
+    found = compare(
+        left,
+        right,
+        wants,
+        files=files and not keys,
+        budget_bytes=budget,
+        progress=bar(as_json),
+    )
     if as_json:
-        emit({"a": a.location.url, "b": b.location.url, **found.as_dict()})
+        emit({"a": left.location.url, "b": right.location.url, **found.as_dict()})
     else:
         _print(found, columns(wide))
-    return 0 if found.same else DAMAGE
+    raise typer.Exit(0 if found.same else DAMAGE)
 
 
 def _print(found: Difference, width: int | None) -> None:
-    def tell(line: str) -> None:
-        say(*fold(clean(line), width, MARGIN))
-
-    for side, keys in (("A", found.only_a), ("B", found.only_b)):
-        for key in keys:
-            tell(f"only in {side}  {key}")
+    lines = [f"only in A  {key}" for key in found.only_a]
+    lines += [f"only in B  {key}" for key in found.only_b]
     for key, parts in found.described.items():
         text = ", ".join(f"{name} {a} -> {b}" for name, (a, b) in parts.items())
-        tell(f"described  {key}  {text}")
+        lines.append(f"described  {key}  {text}")
     widest = max((cells(clean(key)) for key in found.values), default=0)
     for key, difference in found.values.items():
         room = " " * (0 if width is not None else widest - cells(clean(key)))
-        tell(f"differs    {key}{room}  {_values(difference)}")
-        for damage in difference.damage:
-            tell(f"damaged    {key}  {damage}")
-    for name, how in found.files.items():
-        tell(f"file       {name}  {how}")
-    tell(_summary(found))
+        lines.append(f"differs    {key}{room}  {_values(difference)}")
+        lines += [f"damaged    {key}  {damage}" for damage in difference.damage]
+    lines += [f"file       {name}  {how}" for name, how in found.files.items()]
+    for line in [*lines, _summary(found)]:
+        say(*fold(clean(line), width, MARGIN))
 
 
 def _summary(found: Difference) -> str:

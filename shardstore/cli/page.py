@@ -1,28 +1,33 @@
-"""The report as HTML: values in, text out. No scripts, no fonts, no requests; every text that comes
-from a checkpoint is escaped."""
+"""The report as HTML: no scripts, fonts or requests, and texts from checkpoints escaped."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardstore.cli.shared import counted, human_bytes
-from shardstore.inspection.layout import Cell, Module, array_bytes, shard_counts
-from shardstore.inspection.rank_table import RankTable, rank_table
+from shardstore.cli.checking import verdict
+from shardstore.cli.listing import describe, summary
+from shardstore.cli.printing import counted, human_bytes
+from shardstore.inspection.layout import Cell, Module
 from shardstore.inspection.statistics import Statistics
 from shardstore.inspection.verify import Finding, Verified
 from shardstore.storage.format.documents import ArrayMeta
 
-__all__ = ["ArrayFacts", "page"]
+__all__ = ["ArrayFacts", "RankTable", "page", "rank_table"]
 
 WIDE, HIGH = 360, 150
 MAX_FINDINGS = 500
+MAX_RANKS = 256
+IN_SUMMARY = {"created", "world_size", "seconds", "shardstore", "arrays", "chunks", "stored_bytes"}
+"""Fields of the commit record that the summary shows, or other words for the same."""
 
 STYLE = """
 :root { color-scheme: light dark; --line: #8884; --dim: #8a8a8a; --bar: #4c78a8; }
@@ -62,6 +67,53 @@ class ArrayFacts:
     damage: Sequence[str] = field(default_factory=list)
 
 
+class RankTable(NamedTuple):
+    """What each rank did in a save, as texts.
+
+    Attributes:
+        head: names of the columns: rank, bytes, chunks, seconds of each stage and in all, rate.
+        rows: one a rank; or, of many ranks, the least, the median and the largest of each column.
+        slowest: the rank that took longest, if known.
+    """
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    slowest: int | None
+
+
+def rank_table(record: object) -> RankTable | None:
+    """The table of ``commit.ranks``; ``None`` unless it is as saves write it."""
+    if not isinstance(record, Mapping):
+        return None
+    stages = [name for name in record if isinstance(name, str) and name.endswith("_s")]
+    columns: list[Any] = [record.get(name) for name in ("bytes", "chunks", *stages)]
+    is_summary = all(isinstance(column, Mapping) for column in columns)
+    labels: list[str] = ["min", "median", "max"]
+    if is_summary:
+        columns = [[column.get(label) for label in labels] for column in columns]
+    elif all(isinstance(column, list) for column in columns):
+        labels = [str(rank) for rank in range(len(columns[0]))]
+    else:
+        return None
+    numbers = [value for column in columns for value in column]
+    is_sound = all(isinstance(value, int | float) and value >= 0 for value in numbers)
+    if not numbers or not is_sound or any(len(column) != len(labels) for column in columns):
+        return None
+    rows = []
+    for label, size, chunks, *seconds in islice(zip(labels, *columns, strict=True), MAX_RANKS):
+        took = sum(seconds)
+        rate = f"{human_bytes(size / took)}/s" if took and not is_summary else ""
+        texts = [f"{value:.3f}" for value in seconds] + ["" if is_summary else f"{took:.3f}"]
+        rows.append((label, human_bytes(size), f"{chunks:g}", *texts, rate))
+    named = [f"{name.removesuffix('_s')} s" for name in stages]
+    slowest = record.get("slowest")
+    return RankTable(
+        ("ranks" if is_summary else "rank", "bytes", "chunks", *named, "seconds", "rate"),
+        rows,
+        slowest if isinstance(slowest, int) else None,
+    )
+
+
 def page(
     about: Mapping[str, Any],
     tree: Module,
@@ -70,11 +122,22 @@ def page(
     findings: Sequence[Finding],
 ) -> str:
     """The whole page."""
-    title = str(about["url"]).rsplit("/", 1)[-1]
+    url, commit = str(about["url"]), about["commit"] or {}
+    ranks = rank_table(commit.get("ranks"))
+    hidden = IN_SUMMARY | ({"ranks"} if ranks else set())
+    record = summary(about)
+    for name, value in commit.items():
+        if name not in hidden:
+            record[f"commit.{name}"] = json.dumps(value)
+    rows = [
+        f"<tr><th>{escape(name)}</th><td>{escape(str(value))}</td></tr>"
+        for name, value in record.items()
+        if value
+    ]
     body = [
-        f"<h1>{escape(str(about['url']))}</h1>",
-        _record(about),
-        _ranks(rank_table((about["commit"] or {}).get("ranks"))),
+        f"<h1>{escape(url)}</h1>",
+        f'<table id="record">{"".join(rows)}</table>',
+        _ranks(ranks),
         "<h2>Verification</h2>",
         _verification(verified, findings),
         "<h2>Arrays</h2>",
@@ -83,36 +146,9 @@ def page(
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)} - shardstore</title><style>{STYLE}</style></head>\n"
-        f"<body>{chr(10).join(body)}\n</body></html>\n"
+        f"<title>{escape(url.rsplit('/', 1)[-1])} - shardstore</title><style>{STYLE}</style>"
+        f"</head>\n<body>{chr(10).join(body)}\n</body></html>\n"
     )
-
-
-def _record(about: Mapping[str, Any]) -> str:
-    commit = about["commit"] or {}
-    rows = {
-        "Arrays": f"{about['arrays']} in {about['chunks']} chunks, {about['elements']:,} elements",
-        "Size": ", ".join(
-            [human_bytes(about["bytes"])]
-            + [f"{name} {human_bytes(size)}" for name, size in about["bytes_by_dtype"].items()]
-        ),
-        "Layout": f"Zarr v{about['zarr_format']}",
-        "Saved": commit.get("created"),
-        "Ranks": commit.get("world_size"),
-        "Took": f"{commit['seconds']} s" if "seconds" in commit else None,
-        "Written by": f"shardstore {commit['shardstore']}" if "shardstore" in commit else None,
-        "Content": json.dumps(about["content_metadata"]) if about["content_metadata"] else None,
-    }
-    known = {"created", "world_size", "seconds", "shardstore", "arrays", "chunks", "stored_bytes"}
-    if rank_table(commit.get("ranks")) is not None:
-        known.add("ranks")
-    rows |= {name: json.dumps(value) for name, value in commit.items() if name not in known}
-    cells = (
-        f"<tr><th>{escape(name)}</th><td>{escape(str(value))}</td></tr>"
-        for name, value in rows.items()
-        if value is not None
-    )
-    return f'<table id="record">{"".join(cells)}</table>'
 
 
 def _ranks(table: RankTable | None) -> str:
@@ -133,14 +169,6 @@ def _ranks(table: RankTable | None) -> str:
 def _verification(verified: Verified | None, findings: Sequence[Finding]) -> str:
     if verified is None:
         return '<p id="verification" class="dim">Not verified.</p>'
-    looked = (
-        f"{verified.arrays} arrays, {verified.chunks} chunks, {verified.objects} objects, "
-        f"{human_bytes(verified.bytes)} in {verified.seconds:.2f} s"
-    )
-    if verified.unchecked:
-        looked += f"; {verified.unchecked} chunks have no checksum"
-    state = "bad" if verified.damage else "ok"
-    word = f"Damaged: {verified.damage} finding(s)" if verified.damage else "No damage found"
     items = (
         f'<li class="{finding.severity}"><b>{escape(finding.kind)}</b> '
         f"{escape(finding.message)}</li>"
@@ -149,49 +177,37 @@ def _verification(verified: Verified | None, findings: Sequence[Finding]) -> str
     more = len(findings) - MAX_FINDINGS
     rest = f"<p>... and {more} more.</p>" if more > 0 else ""
     return (
-        f'<p id="verification"><span class="{state}">{word}</span> <span class="dim">({looked})'
-        f'</span></p><ul id="findings">{"".join(items)}</ul>{rest}'
+        f'<p id="verification" class="{"ok" if verified.ok else "bad"}">{verdict(verified)}</p>'
+        f'<ul id="findings">{"".join(items)}</ul>{rest}'
     )
 
 
 def _node(module: Module, facts: Mapping[str, ArrayFacts]) -> str:
-    if module.array is not None and not module.below:
-        return _array(module.name, facts[module.array.key])
     own = "" if module.array is None else _array(module.name, facts[module.array.key])
+    if not module.below:
+        return own
     below = "".join(_node(child, facts) for child in module.below.values())
-    about = counted(module.arrays, "array")
     return (
-        f'<details class="module"><summary><b>{escape(module.name)}</b> <span class="dim">{about}'
-        f'</span><span class="size">{human_bytes(module.bytes)}</span></summary>{own}{below}'
-        "</details>"
+        f'<details class="module"><summary><b>{escape(module.name)}</b> '
+        f'<span class="dim">{counted(module.arrays, "array")}</span>'
+        f'<span class="size">{human_bytes(module.bytes)}</span></summary>{own}{below}</details>'
     )
 
 
 def _array(name: str, facts: ArrayFacts) -> str:
-    meta = facts.meta
-    bad = ' <span class="bad">damaged</span>' if facts.damage else ""
-    head = (
-        f"<summary>{escape(name)} <span class='dim'>{escape(meta.dtype)} {list(meta.shape)}</span>"
-        f'{bad}<span class="size">{human_bytes(array_bytes(meta))}</span></summary>'
-    )
-    shards = shard_counts(meta)
-    lines = [f"{counted(meta.grid.size, 'chunk')} of {list(meta.grid.chunk_shape)}"]
-    if shards is not None:
-        whole = all(count == 1 for count in shards)
-        cut = "1 shard" if whole else f"{' x '.join(map(str, shards))} shards"
-        lines.append(f"saved from {cut}")
-    if facts.statistics is not None:
-        lines.append(_numbers(facts.statistics))
-    text = f"<div class='dim'>{escape(meta.key)}</div><div>{escape('; '.join(lines))}</div>"
+    dtype, shape, chunks, shards, size = map(escape, describe(facts.meta))
+    bad = '<span class="bad">damaged</span>' if facts.damage else ""
+    lines = [f"chunks: {chunks}", f"saved from: {shards}" if shards else ""]
+    lines.append(_numbers(facts.statistics) if facts.statistics is not None else "")
     damage = "".join(f'<div class="bad">{escape(line)}</div>' for line in facts.damage)
-    pictures = ""
-    if facts.cells:
-        pictures += _layout(facts.cells)
+    pictures = _layout(facts.cells) if facts.cells else ""
     if facts.bars is not None and facts.bars[0].any():
         pictures += _histogram(*facts.bars)
-    key = escape(meta.key, quote=True)
+    key = escape(facts.meta.key, quote=True)
     return (
-        f'<details class="array" data-key="{key}">{head}{text}{damage}'
+        f'<details class="array" data-key="{key}"><summary>{escape(name)} '
+        f'<span class="dim">{dtype} {shape}</span> {bad}<span class="size">{size}</span></summary>'
+        f'<div class="dim">{key}</div><div>{"; ".join(filter(None, lines))}</div>{damage}'
         f'<div class="pictures">{pictures}</div></details>'
     )
 
@@ -226,8 +242,8 @@ def _layout(cells: Sequence[Cell]) -> str:
 
 def _histogram(counts: NDArray[np.int64], edges: NDArray[np.float64]) -> str:
     # Square roots keep the tails in sight beside the bulk.
-    heights = np.sqrt(counts / counts.max()) * HIGH
-    step = WIDE / len(counts)
+    step, most = WIDE / len(counts), counts.max()
+    heights = [math.sqrt(count / most) * HIGH for count in counts]
     bars = (
         f'<rect x="{i * step:.2f}" y="{HIGH - h:.2f}" width="{step:.2f}" height="{h:.2f}" '
         f'fill="var(--bar)"><title>{edges[i]:.4g} to {edges[i + 1]:.4g}: {counts[i]}</title></rect>'

@@ -1,32 +1,31 @@
-"""``stats`` and ``show``: values of arrays."""
+"""Commands ``stats`` and ``show``: values of arrays."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Annotated
 
-import numpy as np
-from numpy.typing import NDArray
+import typer
 
-from shardstore.cli.printing import Table, clean, columns, emit, fold, say
-from shardstore.cli.shared import (
+from shardstore.cli.options import (
     DAMAGE,
+    Checkpoint,
+    Json,
+    Memory,
+    Options,
+    Patterns,
     UsageProblem,
+    Wide,
+    bar,
     choose,
-    complain,
     get_array,
-    progress_bar,
+    open_stored,
+    parse_size,
 )
-from shardstore.inspection.layout import array_bytes
-from shardstore.inspection.statistics import Statistics, measure
-from shardstore.inspection.streaming import read_box
-from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.format import dtypes
-from shardstore.storage.format.documents import ArrayMeta
-from shardstore.storage.format.grid import Box
+from shardstore.cli.printing import clean, columns, complain, emit, fold, row_printer, say
 
-__all__ = ["parse_selection", "run_show", "run_stats", "split_key"]
+__all__ = ["parse_selection", "show", "split_key", "stats"]
 
 PRINTED = 1000
 """Elements that are printed whole; of more, NumPy shows the ends of each axis."""
@@ -36,58 +35,108 @@ LINE_WIDTH = 100
 Selection = tuple[int | slice, ...]
 
 
-def run_stats(
-    stored: StoredCheckpoint,
-    patterns: Sequence[str],
-    *,
-    budget_bytes: int,
-    as_json: bool,
-    wide: bool = False,
-) -> int:
-    """Print statistics; returns the exit code."""
-    arrays = choose(stored.arrays, patterns)
-    total = sum(map(array_bytes, arrays.values()))
-    with progress_bar("reading", total, quiet=as_json) as advance:
-        found, damage = measure(
-            stored, list(arrays.values()), budget_bytes=budget_bytes, progress=advance
-        )
+def stats(
+    checkpoint: Checkpoint,
+    keys: Patterns = None,
+    memory: Memory = "256MiB",
+    wide: Wide = False,
+    as_json: Json = False,
+    storage_option: Options = None,
+) -> None:
+    """Norm, mean, range, zeros, NaNs and infinities of arrays, by streaming."""
+    from shardstore.inspection.statistics import measure
+
+    stored = open_stored(checkpoint, storage_option)
+    budget = parse_size(memory)
+    arrays = [meta for _, meta in sorted(choose(stored.arrays, keys).items())]
+    found, damage = measure(stored, arrays, budget_bytes=budget, progress=bar(as_json))
     if as_json:
         entries = [
             {
-                "key": key,
-                "dtype": arrays[key].dtype,
-                "shape": list(arrays[key].shape),
-                **found[key].as_dict(),
-                "damage": damage.get(key, []),
+                "key": meta.key,
+                "dtype": meta.dtype,
+                "shape": list(meta.shape),
+                **found[meta.key].as_dict(),
+                "damage": damage.get(meta.key, []),
             }
-            for key in sorted(arrays)
+            for meta in arrays
         ]
         emit({"url": stored.location.url, "arrays": entries})
     else:
-        _print_stats(arrays, found, columns(wide))
+        head = ("key", "dtype", "count", "norm", "mean", "min", "max", "zeros", "NaN", "Inf")
+        rows = [head]
+        for meta in arrays:
+            s = found[meta.key]
+            norm, mean, low, high = (
+                "-" if x is None else f"{x:.6g}" for x in (s.norm, s.mean, s.min, s.max)
+            )
+            count, zeros, nan, inf = map(str, (s.count, s.zeros, s.nan, s.inf))
+            row = (clean(meta.key), meta.dtype, count, norm, mean, low, high, zeros, nan, inf)
+            rows.append(row)
+        is_stacked, lines_of = row_printer(rows, "<<" + ">" * 8, columns(wide), names=head)
+        for row in rows[is_stacked:]:
+            say(*lines_of(row))
     for key in sorted(damage):
         for text in damage[key]:
             complain(text)
-    return DAMAGE if damage else 0
+    raise typer.Exit(DAMAGE if damage else 0)
 
 
-def _print_stats(
-    arrays: dict[str, ArrayMeta], found: dict[str, Statistics], width: int | None
+def show(
+    checkpoint: Checkpoint,
+    key: Annotated[str, typer.Argument(metavar="KEY[SLICE]", help="Such as 'w[0, :5]'.")],
+    limit: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Most values that --json prints.")
+    ] = 100_000,
+    wide: Wide = False,
+    as_json: Json = False,
+    storage_option: Options = None,
 ) -> None:
-    head = ("key", "dtype", "count", "norm", "mean", "min", "max", "zeros", "NaN", "Inf")
-    rows: list[tuple[str, ...]] = []
-    for key in sorted(arrays):
-        s = found[key]
-        numbers = (s.norm, s.mean, s.min, s.max)
-        texts = ["-" if x is None else f"{x:.6g}" for x in numbers]
-        counts = [str(n) for n in (s.zeros, s.nan, s.inf)]
-        rows.append((clean(key), arrays[key].dtype, str(s.count), *texts, *counts))
-    table = Table([head, *rows], "<<" + ">" * 8, width, names=head)
-    for row in rows if table.is_stacked else [head, *rows]:
-        say(*table.lines(row))
+    """Print values of an array, all or a slice of them."""
+    import numpy as np
+
+    from shardstore.inspection.streaming import read_positions
+
+    stored = open_stored(checkpoint, storage_option)
+    name, inside = split_key(key, stored.arrays)
+    array = get_array(stored, name)
+    selection = parse_selection(inside, array.shape, name)
+    positions: list[Sequence[int]] = [
+        range(part, part + 1) if isinstance(part, int) else range(length)[part]
+        for part, length in zip(selection, array.shape, strict=True)
+    ]
+    size = math.prod(map(len, positions))
+    single = tuple(axis for axis, part in enumerate(selection) if isinstance(part, int))
+    shape = [len(p) for axis, p in enumerate(positions) if axis not in single]
+    if as_json and size > limit:
+        raise UsageProblem(
+            f"{size} values are more than --limit {limit}; choose a slice, such as '{name}[0, :10]'"
+        )
+    is_cut = not as_json and size > PRINTED
+    if is_cut:  # only the ends of each axis are printed, so only they are read
+        ends = 2 * EDGE + 1
+        positions = [[*p[: EDGE + 1], *p[-EDGE:]] if len(p) > ends else p for p in positions]
+    values = read_positions(stored, array, positions).squeeze(single)
+    if values.dtype.isbuiltin != 1:  # NumPy cannot print it; float32 holds the values exactly
+        values = values.astype(np.float32)
+    if as_json:
+        if values.dtype.kind == "c":
+            values = np.stack([values.real, values.imag], axis=-1)
+        emit({"key": name, "dtype": array.dtype, "shape": shape, "values": values.tolist()})
+        return
+    width = columns(wide)
+    where = f"[{inside}]" if inside else ""
+    say(*fold(clean(f"{name}{where}  {array.dtype} {shape}"), width))
+    text = np.array2string(
+        values,
+        threshold=0 if is_cut else size,
+        edgeitems=EDGE,
+        max_line_width=width or LINE_WIDTH,
+    )
+    say(*text.split("\n"))
 
 
-def split_key(text: str, known: Sequence[str] | dict[str, Any]) -> tuple[str, str]:
+def split_key(text: str, known: Collection[str]) -> tuple[str, str]:
     """``KEY[0, :5]`` -> ``KEY`` and ``0, :5``; a key that has brackets itself is left whole."""
     if text in known or not text.endswith("]") or "[" not in text:
         return text, ""
@@ -133,101 +182,6 @@ def _parse_axis(part: str, length: int, axis: int, key: str) -> int | slice:
         raise
     except ValueError:
         raise UsageProblem(
-            f"{part!r} is no index: give integers and slices as NumPy has them, such as "
+            f"{part!r} is no index: give integers and slices as in NumPy, such as "
             f"'{key}[0, 2:10, ::2]'"
         ) from None
-
-
-def run_show(
-    stored: StoredCheckpoint, what: str, *, limit: int, as_json: bool, wide: bool = False
-) -> None:
-    """Print values of an array, all or a slice of them."""
-    key, inside = split_key(what, dict(stored.arrays))
-    array = get_array(stored, key)
-    selection = parse_selection(inside, array.shape, key)
-    picks = [_positions(part, n) for part, n in zip(selection, array.shape, strict=True)]
-    shape = tuple(len(p) for p, s in zip(picks, selection, strict=True) if isinstance(s, slice))
-    size = math.prod(shape)
-    if as_json:
-        if size > limit:
-            raise UsageProblem(
-                f"{size} values are more than --limit {limit}; choose a slice, such as "
-                f"'{key}[0, :10]'"
-            )
-        values = _gather(stored, array, picks).reshape(shape)
-        emit({"key": key, "dtype": array.dtype, "shape": list(shape), "values": _listed(values)})
-        return
-    width = columns(wide)
-    title = f"{key}{f'[{inside}]' if inside else ''}  {array.dtype} {list(shape)}"
-    say(*fold(clean(title), width))
-    threshold = size
-    if size > PRINTED:
-        # Only the ends of each axis are printed, so only they are read.
-        ends = 2 * EDGE + 1
-        picks = [range(0) if not p else _ends(p) if len(p) > ends else p for p in picks]
-        shape = tuple(len(p) for p, s in zip(picks, selection, strict=True) if isinstance(s, slice))
-        threshold = 0
-    values = _printable(_gather(stored, array, picks).reshape(shape))
-    most = LINE_WIDTH if width is None else width
-    text = np.array2string(values, threshold=max(threshold, 0), edgeitems=EDGE, max_line_width=most)
-    say(*text.split("\n"))
-
-
-def _positions(part: int | slice, length: int) -> Sequence[int]:
-    return range(part, part + 1) if isinstance(part, int) else range(length)[part]
-
-
-def _ends(positions: Sequence[int]) -> list[int]:
-    """The first and the last few, and one between them for the dots."""
-    return [*positions[: EDGE + 1], *positions[-EDGE:]]
-
-
-def _gather(
-    stored: StoredCheckpoint, array: ArrayMeta, picks: Sequence[Sequence[int]]
-) -> NDArray[Any]:
-    """The values at the outer product of positions, whole runs of neighbours read at once."""
-    out = np.empty([len(p) for p in picks], dtypes.numpy_dtype(array.dtype))
-    if out.size == 0:
-        return out
-    axes = [list(_spans(p)) for p in picks]
-
-    def fill(axis: int, offset: list[int], shape: list[int], where: list[Any]) -> None:
-        if axis == len(axes):
-            box = Box(tuple(offset), tuple(shape))
-            steps: list[Any] = [..., *(slice(None, None, step) for *_, step in where)]
-            target: list[Any] = [..., *(slice(start, stop) for start, stop, _ in where)]
-            out[tuple(target)] = read_box(stored, array, box)[tuple(steps)]
-            return
-        for low, high, step, start, stop in axes[axis]:
-            fill(axis + 1, [*offset, low], [*shape, high - low], [*where, (start, stop, step)])
-
-    fill(0, [], [], [])
-    return out
-
-
-def _spans(positions: Sequence[int]) -> list[tuple[int, int, int, int, int]]:
-    """Runs of evenly spaced positions: lowest, one past the highest, step, and where they go."""
-    spans = []
-    start = 0
-    while start < len(positions):
-        step = positions[start + 1] - positions[start] if start + 1 < len(positions) else 1
-        stop = start + 1
-        while stop < len(positions) and positions[stop] - positions[stop - 1] == step:
-            stop += 1
-        low, high = sorted((positions[start], positions[stop - 1]))
-        spans.append((low, high + 1, step, start, stop))
-        start = stop
-    return spans
-
-
-def _printable(values: NDArray[Any]) -> NDArray[Any]:
-    """Values of types that NumPy can not print itself, as float32, which holds them exactly."""
-    return values if values.dtype.isbuiltin == 1 else values.astype(np.float32)
-
-
-def _listed(values: NDArray[Any]) -> Any:
-    values = _printable(values)
-    if values.dtype.kind == "c":
-        pairs = np.stack([values.real, values.imag], axis=-1)
-        return pairs.tolist()
-    return values.tolist()

@@ -1,8 +1,7 @@
-"""What differs between two checkpoints.
+"""Comparison of two checkpoints.
 
-Chunks whose hashes in the two manifests agree are taken for equal and not read; all others are read
-and compared bit by bit, so that 0.0 and -0.0 differ, and a NaN equals itself. Knows arrays and
-files; not what a difference means.
+Chunks whose hashes in the two manifests agree are equal and are not read. All others are read and
+compared bit by bit, so that 0.0 and -0.0 differ, and a NaN equals itself.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from io import BytesIO
 from typing import Any
@@ -20,16 +19,17 @@ from numpy.typing import NDArray
 
 from shardstore.errors import DamagedCheckpointError
 from shardstore.inspection.statistics import BLOCK, as_float64, sum_of_squares
-from shardstore.inspection.streaming import DEFAULT_BUDGET_BYTES, read_box, stream
+from shardstore.inspection.streaming import DEFAULT_BUDGET_BYTES, Progress, read_box, stream
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.object_files import beside_arrays
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box
+from shardstore.storage.movers.parallel import run_batched
 
 __all__ = ["ArrayDifference", "Difference", "compare"]
 
 READ_TOGETHER = 8
-"""Sharded objects of an object store that are read at a time; each is whole in memory."""
+"""Sharded objects that are read from an object store at a time, each whole in memory."""
 
 
 @dataclass
@@ -56,6 +56,14 @@ class ArrayDifference:
     norm_a: float = 0.0
     nonfinite: int = 0
     damage: list[str] = field(default_factory=list)
+
+    def add(self, other: ArrayDifference) -> None:
+        """Add the difference of further elements."""
+        self.elements += other.elements
+        self.nonfinite += other.nonfinite
+        self.max_abs = max(self.max_abs, other.max_abs)
+        self.norm = math.hypot(self.norm, other.norm)
+        self.norm_a = math.hypot(self.norm_a, other.norm_a)
 
 
 @dataclass
@@ -99,7 +107,7 @@ def compare(
     *,
     files: bool = True,
     budget_bytes: int = DEFAULT_BUDGET_BYTES,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress = None,
 ) -> Difference:
     """Compare two checkpoints. One process calls it; it changes nothing.
 
@@ -108,112 +116,92 @@ def compare(
         wants: whether a key is to be compared.
         files: compare ``common.pt`` and the sharded objects too.
         budget_bytes: memory for values at a time.
-        progress: called with bytes of A compared since the last call; values alone.
+        progress: a callback, or ``"bar"``, for the bytes of A's values that are compared.
     """
     out = Difference()
     left = {key: meta for key, meta in a.arrays.items() if wants(key)}
     right = {key: meta for key, meta in b.arrays.items() if wants(key)}
     out.only_a = sorted(set(left) - set(right))
     out.only_b = sorted(set(right) - set(left))
-    suspects: dict[str, set[int] | None] = {}
+    suspects: dict[str, Collection[int]] = {}
     for key in sorted(set(left) & set(right)):
         mine, other = left[key], right[key]
-        if differs := _described(mine, other):
+        pairs = {
+            "shape": (list(mine.shape), list(other.shape)),
+            "dtype": (mine.dtype, other.dtype),
+        }
+        differs = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+        if differs:
             out.described[key] = differs
-            continue
-        suspects[key] = _suspects(a, b, mine, other)
-        if suspects[key] == set():
+        elif chunks := _suspects(a, b, mine, other):
+            suspects[key] = chunks
+        else:
             out.equal += 1
             out.hashed += 1
-    todo = [left[key] for key, chunks in suspects.items() if chunks != set()]
-    _Values(a, b, right, suspects, out).run(todo, budget_bytes, progress)
+    found = {
+        key: ArrayDifference(of=math.prod(left[key].shape), chunks_of=left[key].grid.size)
+        for key in suspects
+    }
+    touched: dict[str, set[int]] = {key: set() for key in suspects}
+    lock = threading.Lock()
+
+    def work(array: ArrayMeta, box: Box) -> None:
+        corner = zip(box.offset, array.grid.chunk_shape, strict=True)
+        chunk = array.grid.linear([start // edge for start, edge in corner])
+        if chunk not in suspects[array.key]:
+            return
+        mine, other = read_box(a, array, box), read_box(b, right[array.key], box)
+        part = _difference(mine, other)
+        with lock:
+            out.bytes_read += mine.nbytes + other.nbytes
+            found[array.key].add(part)
+            if part.elements:
+                touched[array.key].add(chunk)
+
+    def failed(array: ArrayMeta, error: DamagedCheckpointError) -> None:
+        found[array.key].damage.append(str(error))
+
+    stream(
+        [left[key] for key in suspects],
+        work,
+        failed,
+        operation="compare",
+        url=a.location.url,
+        budget_bytes=budget_bytes,
+        copies=2,
+        progress=progress,
+    )
+    for key, difference in found.items():
+        difference.chunks = len(touched[key])
+        if difference.elements or difference.damage:
+            out.values[key] = difference
+        else:
+            out.equal += 1
     if files:
         out.files = _files(a, b, wants)
     return out
 
 
-def _described(a: ArrayMeta, b: ArrayMeta) -> dict[str, tuple[Any, Any]]:
-    pairs = {"shape": (list(a.shape), list(b.shape)), "dtype": (a.dtype, b.dtype)}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-
-
 def _suspects(
     a: StoredCheckpoint, b: StoredCheckpoint, mine: ArrayMeta, other: ArrayMeta
-) -> set[int] | None:
-    """Chunks that may differ; ``None``: any, for want of hashes of equally cut chunks."""
-    rows = []
-    for stored, meta in ((a, mine), (b, other)):
-        try:
-            manifest = stored.manifest
-        except DamagedCheckpointError:
-            return None
-        row = None if manifest is None else manifest.first_row(meta)
-        if manifest is None or row is None:
-            return None
-        rows.append(manifest.digest[row : row + meta.grid.size])
-    if mine.grid != other.grid:
+) -> Collection[int]:
+    """Numbers of the chunks that may differ: all, unless both manifests have hashes of the same
+    chunks."""
+    one, two = _digests(a, mine), _digests(b, other)
+    if one is None or two is None or mine.grid != other.grid:
+        return range(mine.grid.size)
+    return {int(i) for i in np.flatnonzero((one != two).any(axis=1))}
+
+
+def _digests(stored: StoredCheckpoint, array: ArrayMeta) -> NDArray[Any] | None:
+    try:
+        manifest = stored.manifest
+    except DamagedCheckpointError:
         return None
-    return {int(i) for i in np.flatnonzero((rows[0] != rows[1]).any(axis=1))}
-
-
-class _Values:
-    """Compares values, piece by piece."""
-
-    def __init__(
-        self,
-        a: StoredCheckpoint,
-        b: StoredCheckpoint,
-        right: dict[str, ArrayMeta],
-        suspects: dict[str, set[int] | None],
-        out: Difference,
-    ) -> None:
-        self.a, self.b, self.right, self.suspects, self.out = a, b, right, suspects, out
-        self.lock = threading.Lock()
-        self.found: dict[str, ArrayDifference] = {}
-        self.touched: dict[str, set[int]] = {}
-
-    def run(
-        self,
-        arrays: Sequence[ArrayMeta],
-        budget_bytes: int,
-        progress: Callable[[int], None] | None,
-    ) -> None:
-        for array in arrays:
-            size = math.prod(array.shape)
-            self.found[array.key] = ArrayDifference(of=size, chunks_of=array.grid.size)
-            self.touched[array.key] = set()
-        stream(
-            arrays, self.work, self.failed, budget_bytes=budget_bytes, copies=2, progress=progress
-        )
-        for key, found in self.found.items():
-            found.chunks = len(self.touched[key])
-            if found.elements or found.damage:
-                self.out.values[key] = found
-            else:
-                self.out.equal += 1
-
-    def failed(self, array: ArrayMeta, error: DamagedCheckpointError) -> None:
-        self.found[array.key].damage.append(str(error))
-
-    def work(self, array: ArrayMeta, box: Box) -> None:
-        corner = zip(box.offset, array.grid.chunk_shape, strict=True)
-        chunk = array.grid.linear([start // edge for start, edge in corner])
-        suspects = self.suspects[array.key]
-        if suspects is not None and chunk not in suspects:
-            return
-        mine = read_box(self.a, array, box)
-        other = read_box(self.b, self.right[array.key], box)
-        part = _difference(mine, other)
-        with self.lock:
-            self.out.bytes_read += mine.nbytes + other.nbytes
-            found = self.found[array.key]
-            found.elements += part.elements
-            found.nonfinite += part.nonfinite
-            found.max_abs = max(found.max_abs, part.max_abs)
-            found.norm = math.hypot(found.norm, part.norm)
-            found.norm_a = math.hypot(found.norm_a, part.norm_a)
-            if part.elements:
-                self.touched[array.key].add(chunk)
+    row = None if manifest is None else manifest.first_row(array)
+    if manifest is None or row is None:
+        return None
+    return manifest.digest[row : row + array.grid.size]
 
 
 def _difference(a: NDArray[Any], b: NDArray[Any]) -> ArrayDifference:
@@ -221,9 +209,7 @@ def _difference(a: NDArray[Any], b: NDArray[Any]) -> ArrayDifference:
     flat_a, flat_b = a.reshape(-1), b.reshape(-1)
     for start in range(0, flat_a.size, BLOCK):
         x, y = flat_a[start : start + BLOCK], flat_b[start : start + BLOCK]
-        width = x.dtype.itemsize
-        bits = (part.view(np.uint8).reshape(-1, width) for part in (x, y))
-        left, right = bits
+        left, right = (part.view(np.uint8).reshape(-1, x.dtype.itemsize) for part in (x, y))
         differ = (left != right).any(axis=1)
         mine = as_float64(x)
         finite = mine[np.isfinite(mine)]
@@ -247,7 +233,7 @@ def _delta(x: NDArray[Any], y: NDArray[Any]) -> NDArray[np.float64]:
     out: NDArray[np.float64]
     if x.dtype.kind == "c":
         out = np.abs(x.astype(np.complex128) - y.astype(np.complex128))
-    elif x.dtype.kind in "iu":  # wraps around to what is right, also where float64 would not be
+    elif x.dtype.kind in "iu":  # exact, also where float64 is not
         wrapped = np.maximum(x, y) - np.minimum(x, y)
         out = wrapped.view(f"u{x.dtype.itemsize}").astype(np.float64)
     else:
@@ -266,39 +252,30 @@ def _files(
 
 
 def _contents(stored: StoredCheckpoint, wants: Callable[[str], bool]) -> dict[str, object]:
-    """What stands for the content of each file of torch: its records' names and checksums."""
-    out: dict[str, object] = {}
+    """Path -> content of ``common.pt`` and each sharded object, in a form that can be compared."""
     nodes = {array.node for array in stored.arrays.values()}
     top = stored.location.listing()
-    if "common.pt" in top:
-        out["common.pt"] = _records(stored.location.read("common.pt"))
-    paths = [
-        f"{found.name}/{entry}"
-        for found in beside_arrays(stored.location, top, nodes, wants)
-        for entry in found.objects
-    ]
-    if stored.location.is_local:
-        return out | {path: _records(stored.location.read(path)) for path in paths}
-    from shardstore.storage.stores.object_io import (
-        read_objects,  # with all that talks to object stores
-    )
+    paths = ["common.pt"] if "common.pt" in top else []
+    for found in beside_arrays(stored.location, top, nodes, wants):
+        paths += [f"{found.name}/{entry}" for entry in found.objects]
+    out: dict[str, object] = {}
 
-    for at in range(0, len(paths), READ_TOGETHER):
-        several = paths[at : at + READ_TOGETHER]
-        for path, data in zip(several, read_objects(stored.location, several), strict=True):
-            if data is None:
-                raise FileNotFoundError(f"{stored.location.url}/{path}")
-            out[path] = _records(data)
+    def read(batch: Sequence[str]) -> None:
+        for path in batch:
+            out[path] = _records(stored.location.read(path))
+
+    threads = 1 if stored.location.is_local else READ_TOGETHER
+    run_batched(paths, read, threads=threads, weight=lambda _: 1, batch_weight=1)
     return out
 
 
 def _records(data: bytes) -> object:
+    """Names, sizes and checksums of an archive's records; all bytes of other files."""
     try:
         with zipfile.ZipFile(BytesIO(data)) as file:
             return sorted(
                 (record.filename.partition("/")[2], record.file_size, record.CRC)
                 for record in file.infolist()
             )
-    except (zipfile.BadZipFile, NotImplementedError):
-        # No archive, or one of a later version of ZIP: all of its bytes stand for its content.
+    except (zipfile.BadZipFile, NotImplementedError):  # no archive, or of a later version of ZIP
         return data

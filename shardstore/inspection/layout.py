@@ -1,10 +1,11 @@
-"""Pure: how an array is cut over chunks and ranks, as rectangles to draw; sizes by module."""
+"""How an array is cut over chunks and ranks, as rectangles to draw; sizes by module."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import product
 from typing import TYPE_CHECKING
 
 from shardstore.storage.format import dtypes
@@ -23,9 +24,9 @@ class Cell:
     """A chunk as a rectangle, in elements of the two axes that are drawn.
 
     Attributes:
-        index: of the chunk.
+        index: index of the chunk.
         top, left, height, width: its place; a row of height 1 for arrays of one axis or none.
-        rank: that wrote it, if known.
+        rank: the rank that wrote it, if known.
     """
 
     index: tuple[int, ...]
@@ -57,43 +58,39 @@ def drawn_axes(array: ArrayMeta) -> tuple[int | None, int | None]:
         return None, 0 if axes else None
     counts = array.grid.counts
     best = sorted(range(axes), key=lambda axis: (-counts[axis], -axis))[:2]
-    rows, columns = sorted(best)
-    return rows, columns
+    return min(best), max(best)
 
 
 def cells(array: ArrayMeta, manifest: Manifest | None) -> list[Cell]:
     """The chunks of an array as rectangles, those at index 0 of the axes that are not drawn.
 
-    At most :data:`MAX_CELLS`; a picture of more would show nothing.
+    At most :data:`MAX_CELLS`: a picture of more would show nothing.
     """
-    rows, columns = drawn_axes(array)
-    counts, out = array.grid.counts, []
     if array.grid.size == 0:
         return []
-    high = 1 if rows is None else counts[rows]
-    wide = 1 if columns is None else counts[columns]
-    for i in range(min(high, MAX_CELLS)):
-        for j in range(min(wide, MAX_CELLS // min(high, MAX_CELLS))):
-            index = [0] * len(counts)
-            if rows is not None:
-                index[rows] = i
-            if columns is not None:
-                index[columns] = j
-            box = array.grid.box(index)
-            top, height = (0, 1) if rows is None else (box.offset[rows], box.shape[rows])
-            left, width = (0, 1) if columns is None else (box.offset[columns], box.shape[columns])
-            rank = None if manifest is None else manifest.writer(array, index)
-            out.append(Cell(tuple(index), top, left, height, width, rank))
+    axes = drawn_axes(array)
+    high, wide = (1 if axis is None else array.grid.counts[axis] for axis in axes)
+    high = min(high, MAX_CELLS)
+    out = []
+    for place in product(range(high), range(min(wide, MAX_CELLS // high))):
+        where = dict(zip(axes, place, strict=True))
+        index = tuple(where.get(axis, 0) for axis in range(len(array.shape)))
+        box = array.grid.box(index)
+        (top, height), (left, width) = (
+            (0, 1) if axis is None else (box.offset[axis], box.shape[axis]) for axis in axes
+        )
+        rank = None if manifest is None else manifest.writer(array, index)
+        out.append(Cell(index, top, left, height, width, rank))
     return out
 
 
 @dataclass
 class Module:
-    """A node of the tree that the dots (and slashes) in keys make.
+    """A node of the tree that the dots and slashes in keys make.
 
     Attributes:
-        name: last part of its path; may hold dots where there is nothing to tell apart.
-        bytes, arrays: of everything below.
+        name: last part of its path; several parts, if each of them has one child alone.
+        bytes, arrays: size and number of all arrays at or below it.
         array: the array of exactly this path, if there is one.
         below: its children by name.
     """
@@ -132,8 +129,7 @@ def modules(arrays: Iterable[ArrayMeta]) -> Module:
 def _join_chains(module: Module) -> None:
     while len(module.below) == 1 and module.array is None:
         (child,) = module.below.values()
-        separator = "" if module.name.endswith("/") else "."
-        module.name += separator + child.name
+        module.name += ("" if module.name.endswith("/") else ".") + child.name
         module.array, module.below = child.array, child.below
     for child in module.below.values():
         _join_chains(child)

@@ -1,15 +1,15 @@
 """Norm, range, mean and histogram of stored arrays, in float64, by streaming.
 
-Every value goes into the sums as the float64 that it is exactly (bfloat16 and the 8-bit floats
-included; 64-bit integers above 2**53 are rounded), and sums of pieces are added without rounding,
-so that results do not depend on which thread was first.
+Every value is converted to float64 exactly (bfloat16 and the 8-bit floats included; 64-bit integers
+above 2**53 are rounded). The sums of pieces are added without rounding, so that results do not
+depend on the order of the threads.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardstore.inspection.streaming import DEFAULT_BUDGET_BYTES, read_box, stream
+from shardstore.inspection.streaming import DEFAULT_BUDGET_BYTES, Progress, read_box, stream
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box
@@ -65,7 +65,7 @@ def blocks(values: NDArray[Any]) -> Iterator[NDArray[np.float64]]:
 
 @dataclass
 class Statistics:
-    """Of some values. Sums, range and norm are over the finite ones.
+    """Statistics of some values. Sums, range and norm are over the finite ones.
 
     Attributes:
         count: number of values; ``nan`` and ``inf`` of them are not finite, ``zeros`` are 0.
@@ -84,7 +84,7 @@ class Statistics:
 
     @classmethod
     def of(cls, values: NDArray[Any]) -> Statistics:
-        """Of an array in memory."""
+        """Statistics of an array in memory."""
         out = cls()
         for block in blocks(values):
             out.add(block)
@@ -96,18 +96,16 @@ class Statistics:
         self.count += block.size
         with np.errstate(over="ignore", invalid="ignore"):
             squares = sum_of_squares(block)
+        scale = 1.0
         if not math.isfinite(squares):
             nan = int(np.isnan(block).sum())
             finite = block[np.isfinite(block)]
             self.nan += nan
             self.inf += block.size - nan - finite.size
             block = finite
-            scale = float(np.abs(block).max()) if block.size else 0.0
-            scaled = block / scale if scale > SAFE else block
-            squares = sum_of_squares(scaled)
-            norm = math.sqrt(squares) * (scale if scale > SAFE else 1.0)
-        else:
-            norm = math.sqrt(squares)
+            largest = float(np.abs(block).max(initial=0.0))
+            scale = largest if largest > SAFE else 1.0
+            squares = sum_of_squares(block / scale)
         if not block.size:
             return
         low, high = float(block.min()), float(block.max())
@@ -119,16 +117,13 @@ class Statistics:
             self._large.append(float((block * TINY).sum()))
         else:
             self._sums.append(float(block.sum()))
-        self._norms.append(norm)
+        self._norms.append(math.sqrt(squares) * scale)
 
     def merge(self, other: Statistics) -> None:
         """Take the values of another one in."""
-        self.count += other.count
-        self.nan += other.nan
-        self.inf += other.inf
-        self.zeros += other.zeros
-        ends = [x for x in (self.min, other.min) if x is not None]
-        self.min = min(ends, default=None)
+        for name in ("count", "nan", "inf", "zeros"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.min = min((x for x in (self.min, other.min) if x is not None), default=None)
         self.max = max((x for x in (self.max, other.max) if x is not None), default=None)
         self._sums += other._sums
         self._large += other._large
@@ -152,16 +147,8 @@ class Statistics:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {
-            "count": self.count,
-            "norm": self.norm,
-            "mean": self.mean,
-            "min": self.min,
-            "max": self.max,
-            "zeros": self.zeros,
-            "nan": self.nan,
-            "inf": self.inf,
-        }
+        names = ("count", "norm", "mean", "min", "max", "zeros", "nan", "inf")
+        return {name: getattr(self, name) for name in names}
 
 
 def measure(
@@ -169,15 +156,15 @@ def measure(
     arrays: Sequence[ArrayMeta],
     *,
     budget_bytes: int = DEFAULT_BUDGET_BYTES,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress = None,
 ) -> tuple[dict[str, Statistics], dict[str, list[str]]]:
     """Statistics of stored arrays.
 
     Args:
         stored: the checkpoint.
-        arrays: of it.
+        arrays: the arrays.
         budget_bytes: memory for values at a time.
-        progress: called with bytes done since the last call.
+        progress: a callback, or ``"bar"``.
 
     Returns:
         Key -> statistics, over what could be read; and key -> damage, where some could not.
@@ -194,7 +181,8 @@ def measure(
     def failed(array: ArrayMeta, error: Exception) -> None:
         damage.setdefault(array.key, []).append(str(error))
 
-    stream(arrays, work, failed, budget_bytes=budget_bytes, progress=progress)
+    url = stored.location.url
+    stream(arrays, work, failed, url=url, budget_bytes=budget_bytes, progress=progress)
     return found, damage
 
 
@@ -218,7 +206,7 @@ def histogram(
         return np.zeros(bins, np.int64), np.linspace(0.0, 1.0, bins + 1)
     if high == low:
         low, high = low - 0.5, high + 0.5
-    # Of a range that is wider than numbers are, half of everything.
+    # The width of the range may overflow float64; then all values are halved.
     scale = 1.0 if math.isfinite(high - low) else 0.5
     counts = np.zeros(bins, np.int64)
     lock = threading.Lock()

@@ -1,19 +1,16 @@
-"""Values of stored arrays, a bounded piece at a time, from a few threads.
-
-Answers for memory and parallelism: which pieces, how many at once, and that a damaged chunk stops
-its own piece and nothing else. Does not know what is computed from the values.
-"""
+"""Values of stored arrays, read and verified a bounded piece at a time."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardstore.errors import DamagedCheckpointError
+from shardstore.progress import Operation, ProgressCallback, metered
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
@@ -21,28 +18,19 @@ from shardstore.storage.format.grid import Box
 from shardstore.storage.movers.chunks import RegionRead
 from shardstore.storage.movers.parallel import default_threads, run_batched
 
-__all__ = ["DEFAULT_BUDGET_BYTES", "Piece", "pieces_of", "read_box", "stream"]
+__all__ = ["DEFAULT_BUDGET_BYTES", "Progress", "read_box", "read_positions", "stream"]
 
 DEFAULT_BUDGET_BYTES = 256 * 1024 * 1024
 
 BATCH_PIECES = 8
-"""Whoever interrupts waits for as many at most, each of which may be a request."""
+"""An interrupt waits for as many pieces at most, each of which may be a request."""
 
-Piece = tuple[ArrayMeta, Box]
-
-
-def pieces_of(array: ArrayMeta, limit_bytes: int) -> Iterator[Piece]:
-    """Boxes that make up an array: its chunks, those above ``limit_bytes`` cut into slabs."""
-    whole = Box((0,) * len(array.shape), array.shape)
-    itemsize = dtypes.itemsize(array.dtype)
-    for index in array.grid.overlapping(whole):
-        for box in _cut(array.grid.box(index), max(1, limit_bytes // itemsize)):
-            yield array, box
+Progress = ProgressCallback | Literal["bar"] | None
 
 
 def _cut(box: Box, limit: int) -> Iterator[Box]:
-    """Cut a box along its outermost axis that is longer than 1 until no part has more elements than
-    ``limit``."""
+    """Cut a box along its outermost axis that is longer than 1 until no part has more than
+    ``limit`` elements."""
     axis = next((i for i, n in enumerate(box.shape) if n > 1), None)
     if box.size <= limit or axis is None:
         yield box
@@ -68,49 +56,106 @@ def read_box(stored: StoredCheckpoint, array: ArrayMeta, box: Box) -> NDArray[An
     return out
 
 
+def read_positions(
+    stored: StoredCheckpoint, array: ArrayMeta, positions: Sequence[Sequence[int]]
+) -> NDArray[Any]:
+    """The values at the outer product of positions on each axis. Evenly spaced neighbours are read
+    as one box.
+
+    Raises:
+        ChunkMissingError, ChunkCorruptError: name key, chunk and writer.
+    """
+    out = np.empty([len(axis) for axis in positions], dtypes.numpy_dtype(array.dtype))
+    if out.size:
+        _fill(stored, array, [_spans(axis) for axis in positions], out)
+    return out
+
+
+def _fill(
+    stored: StoredCheckpoint,
+    array: ArrayMeta,
+    axes: Sequence[Sequence[range]],
+    out: NDArray[Any],
+    chosen: tuple[range, ...] = (),
+) -> None:
+    if len(chosen) < len(axes):
+        axis, start = len(chosen), 0
+        for span in axes[axis]:
+            part = out[(slice(None),) * axis + (slice(start, start + len(span)),)]
+            _fill(stored, array, axes, part, (*chosen, span))
+            start += len(span)
+        return
+    low = tuple(min(span) for span in chosen)
+    shape = tuple(max(span) + 1 - first for span, first in zip(chosen, low, strict=True))
+    steps = tuple(slice(None, None, span.step) for span in chosen)
+    out[...] = read_box(stored, array, Box(low, shape))[steps]
+
+
+def _spans(positions: Sequence[int]) -> list[range]:
+    """Positions as runs of evenly spaced ones."""
+    spans = []
+    start = 0
+    while start < len(positions):
+        step = positions[start + 1] - positions[start] if start + 1 < len(positions) else 1
+        stop = start + 1
+        while stop < len(positions) and positions[stop] - positions[stop - 1] == step:
+            stop += 1
+        spans.append(range(positions[start], positions[stop - 1] + (1 if step > 0 else -1), step))
+        start = stop
+    return spans
+
+
 def stream(
     arrays: Iterable[ArrayMeta],
     work: Callable[[ArrayMeta, Box], None],
     failed: Callable[[ArrayMeta, DamagedCheckpointError], None],
     *,
+    operation: Operation = "read",
+    url: str = "",
     budget_bytes: int = DEFAULT_BUDGET_BYTES,
     copies: int = 1,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress = None,
 ) -> None:
-    """Call ``work`` for every piece of some arrays, from several threads.
+    """Call ``work`` for every piece of some arrays, from several threads. A piece is a chunk or,
+    where the budget is smaller, a part of one.
 
     Args:
         arrays: the arrays, in any order.
-        work: reads a piece and does something with it; safe to run beside itself.
-        failed: told of a piece that is damaged, one call at a time; the others go on.
+        work: reads a piece and uses its values; called from several threads at a time.
+        failed: called for each piece that is damaged, one call at a time; the others go on.
+        operation, url: for progress.
         budget_bytes: memory for all pieces that are being worked on.
         copies: pieces' worth of memory that ``work`` takes at a time.
-        progress: called with the bytes of each piece that is done, one call at a time.
+        progress: a callback, or ``"bar"``.
     """
     threads = default_threads()
     limit = max(4096, budget_bytes // (threads * copies))
-    pieces = [piece for array in arrays for piece in pieces_of(array, limit)]
+    pieces = [
+        (array, part, part.size * itemsize)
+        for array in arrays
+        for itemsize in [dtypes.itemsize(array.dtype)]
+        for index in map(array.grid.index, range(array.grid.size))
+        for part in _cut(array.grid.box(index), max(1, limit // itemsize))
+    ]
     lock = threading.Lock()
 
-    def weight(piece: Piece) -> int:
-        return piece[1].size * dtypes.itemsize(piece[0].dtype)
-
-    def run(batch: Sequence[Piece]) -> None:
-        for array, box in batch:
+    def run(batch: Sequence[tuple[ArrayMeta, Box, int]]) -> None:
+        for array, part, size in batch:
             try:
-                work(array, box)
+                work(array, part)
             except DamagedCheckpointError as error:
                 with lock:
                     failed(array, error)
-            if progress is not None:
-                with lock:
-                    progress(weight((array, box)))
+            if meter.add is not None:
+                meter.add(size, 0)
 
-    run_batched(
-        pieces,
-        run,
-        threads=threads,
-        weight=weight,
-        batch_weight=32 * 1024 * 1024,
-        batch_items=BATCH_PIECES,
-    )
+    with metered(operation, url, progress) as meter:
+        meter.expect(sum(size for _, _, size in pieces))
+        run_batched(
+            pieces,
+            run,
+            threads=threads,
+            weight=lambda piece: piece[2],
+            batch_weight=32 * 1024 * 1024,
+            batch_items=BATCH_PIECES,
+        )

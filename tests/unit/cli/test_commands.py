@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardstore
-from shardstore.cli.shared import parse_options, parse_size
+from shardstore.cli.options import parse_options, parse_size
 from shardstore.cli.values import parse_selection, split_key
 from shardstore.errors import CheckpointingException
 from shardstore.mapping import ShardedTensor
@@ -265,7 +265,7 @@ WRONG = [
     (["ls", "PLACE", "--dept", "2"], "--dept"),
     (["ls", "PLACE", "--depth", "many"], "--depth"),
     (["ls", "/no/such/place"], "does not exist"),
-    (["ls", "PLACE/common.pt"], "is a file"),
+    (["ls", "PLACE/common.pt"], "a file of torch.save"),
     (["ls", "PLACE/.."], "give "),
     (["ls", "PLACE/counts/.."], "PLACE"),
     (["ls", "PLACE", "layer.0"], "did you mean layers."),

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import shardstore
-from shardstore.cli.shared import parse_options
+from shardstore.cli.options import parse_options
 from shardstore.errors import StorageError
 from shardstore.mapping import ShardedTensor
 from shardstore.storage.stores.errors import remedy

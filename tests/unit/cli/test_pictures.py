@@ -96,7 +96,7 @@ def test_report_is_one_file_that_asks_for_nothing(pristine: Path, tmp_path: Path
     text = target.read_text()
     page = Page(text)
     check_page(page)
-    assert "No damage found" in page.text
+    assert "OK: 7 arrays" in page.text
     tags = {tag for tag, _ in page.found}
     assert not tags & {"script", "link", "img", "iframe", "object", "embed"}
     assert not re.search(r"(src|href|url\(|@import)", text)
@@ -170,7 +170,7 @@ def test_report_of_damage(place: Path, tmp_path: Path, cli: Cli) -> None:
     assert (outcome.code, outcome.json["ok"]) == (1, False)
     page = Page(target.read_text())
     check_page(page)
-    assert "Damaged: 1 finding" in page.text
+    assert "DAMAGED: 1 finding" in page.text
     assert page.text.count("chunk (1, 0) of key 'layers.0.weight'") == 2  # found, and not read
     outcome = cli("report", place, "-o", target, "--no-verify", "--no-values")
     assert outcome.code == 0

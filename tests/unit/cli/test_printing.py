@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardstore
-from shardstore.cli.printing import Table, cells, clean, fold, pack
+from shardstore.cli.printing import cells, clean, fold, pack, row_printer
 from shardstore.mapping import ShardedTensor
 from tests.helpers.cli_checkpoints import Cli
 from tests.helpers.terminal import plain, written_to_terminal
@@ -189,14 +189,14 @@ def test_folding_keeps_all_letters(text: str, width: int, indent: int) -> None:
 
 @given(st.lists(st.tuples(TEXTS, TEXTS, TEXTS), min_size=1, max_size=5), st.integers(10, 120))
 def test_tables_keep_all_cells(rows: list[tuple[str, str, str]], width: int) -> None:
-    table = Table(rows, "<><", width)
+    _, lines_of = row_printer(rows, "<><", width)
     widest = max(cells(cell) for row in rows for cell in row[1:])
     for row in rows:
-        lines = list(table.lines(row))
+        lines = lines_of(row)
         assert max(map(cells, lines)) <= max(width, widest + width // 2)
         found = sorted("".join("".join(lines).split()))
         assert found == sorted("".join("".join(row).split()))
 
 
 def test_parts_are_packed() -> None:
-    assert pack(["aa", "", "bb", "cccccc"], 8, 2) == ["  aa  bb", "  cccccc"]
+    assert list(pack(["aa", "", "bb", "cccccc"], 8, 2)) == ["  aa  bb", "  cccccc"]

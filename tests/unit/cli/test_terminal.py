@@ -37,8 +37,8 @@ def in_a_terminal(*arguments: object) -> tuple[int, str, str]:
     ("command", "word"),
     [
         ("verify", "verify step-7 done"),
-        ("stats", "reading"),
-        ("diff", "comparing"),
+        ("stats", "read step-7 done"),
+        ("diff", "compare step-7 done"),
         ("convert", "verify"),
     ],
 )

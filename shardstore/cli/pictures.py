@@ -1,42 +1,75 @@
-"""``plot``: pictures of one array, or of all sizes, as PNG. The only room that needs matplotlib."""
+"""Commands ``plot`` (the only one that needs matplotlib) and ``report``."""
 
 from __future__ import annotations
 
-from typing import Any
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
 
-from shardstore.cli.printing import clean, emit, say
-from shardstore.cli.shared import (
+import typer
+
+from shardstore.cli.options import (
+    DAMAGE,
+    Checkpoint,
+    Json,
+    Memory,
+    Options,
+    Output,
     UsageProblem,
+    bar,
     choose,
-    complain,
-    counted,
     get_array,
-    human_bytes,
+    open_stored,
+    parse_size,
     require_output,
 )
-from shardstore.inspection.layout import Module, cells, drawn_axes, modules
-from shardstore.inspection.statistics import histogram, measure
+from shardstore.cli.printing import clean, complain, counted, emit, human_bytes, say
+from shardstore.errors import DamagedCheckpointError
+from shardstore.inspection.layout import Module, array_bytes, cells, drawn_axes, modules
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.stores.location import store_errors
 
-__all__ = ["run_plot"]
+if TYPE_CHECKING:
+    from shardstore.inspection.statistics import Statistics
+    from shardstore.inspection.verify import Finding
+
+__all__ = ["plot", "report"]
 
 BARS = 40
 NAMED_CELLS = 64
 """Chunks up to which each is labelled with its rank."""
+MAX_PICTURED = 400
+"""Arrays that get a picture and a histogram, the largest ones; a page of more opens slowly."""
+BINS = 48
 
 
-def run_plot(
-    stored: StoredCheckpoint, kind: str, key: str | None, output: str, *, as_json: bool
+class Plot(StrEnum):
+    """Kinds of plots."""
+
+    layout = "layout"
+    histogram = "histogram"
+    sizes = "sizes"
+
+
+def plot(
+    kind: Annotated[Plot, typer.Argument(metavar="KIND", help="layout, histogram or sizes.")],
+    checkpoint: Checkpoint,
+    key: Annotated[
+        str | None, typer.Argument(metavar="KEY", help="The array, for layout and histogram.")
+    ] = None,
+    output: Output = "",
+    as_json: Json = False,
+    storage_option: Options = None,
 ) -> None:
-    """Draw a picture and say where it is."""
+    """Draw a PNG: how an array is cut over ranks and chunks, its values, or sizes by module."""
+    stored = open_stored(checkpoint, storage_option)
+    output = output or f"{kind.value}.png"
     require_output(output)
     if not output.endswith(".png"):
         raise UsageProblem(f"pictures are PNG: give a name such as {output}.png, not {output}")
-    if kind != "sizes" and key is None:
-        raise UsageProblem(f"plot {kind} needs a key; `shardstore ls` lists all keys")
-    array = None if key is None or kind == "sizes" else get_array(stored, key)
+    if kind is not Plot.sizes and key is None:
+        raise UsageProblem(f"plot {kind.value} needs a key; `shardstore ls` lists all keys")
+    array = None if key is None or kind is Plot.sizes else get_array(stored, key)
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -47,14 +80,14 @@ def run_plot(
     axes = figure.add_subplot()
     if array is None:
         _sizes(axes, modules(choose(stored.arrays, [key] if key else []).values()), key)
-    elif kind == "layout":
+    elif kind is Plot.layout:
         _layout(figure, axes, stored, array)
     else:
         _histogram(axes, stored, array)
     with store_errors("writing", output):
         figure.savefig(output, format="png", dpi=120)
     if as_json:
-        emit({"kind": kind, "key": key, "output": output})
+        emit({"kind": kind.value, "key": key, "output": output})
     else:
         say(output)
 
@@ -97,6 +130,8 @@ def _colors(count: int) -> list[Any]:
 
 
 def _histogram(axes: Any, stored: StoredCheckpoint, array: ArrayMeta) -> None:
+    from shardstore.inspection.statistics import histogram, measure
+
     found, damage = measure(stored, [array])
     for text in damage.get(array.key, []):
         complain(text)
@@ -130,3 +165,53 @@ def _sizes(axes: Any, tree: Module, path: str | None) -> None:
     axes.set_title(
         f"{clean(path or 'all arrays')}: {human_bytes(node.bytes)} in {node.arrays} arrays"
     )
+
+
+def report(
+    checkpoint: Checkpoint,
+    output: Output = "report.html",
+    values: Annotated[bool, typer.Option(help="Read all values, for norms and histograms.")] = True,
+    check: Annotated[bool, typer.Option("--verify/--no-verify", help="Verify first.")] = True,
+    memory: Memory = "256MiB",
+    as_json: Json = False,
+    storage_option: Options = None,
+) -> None:
+    """Write one self-contained HTML page about a checkpoint."""
+    from shardstore.cli.listing import about
+    from shardstore.cli.page import ArrayFacts, page
+    from shardstore.inspection.statistics import histogram, measure
+    from shardstore.inspection.verify import verify
+
+    stored = open_stored(checkpoint, storage_option)
+    budget = parse_size(memory)
+    target = require_output(output)
+    arrays = list(stored.arrays.values())
+    findings: list[Finding] = []
+    progress = bar(as_json)
+    verified = verify(stored, findings.append, progress=progress) if check else None
+    try:
+        manifest = stored.manifest
+    except DamagedCheckpointError:
+        manifest = None
+    statistics: dict[str, Statistics] = {}
+    damage: dict[str, list[str]] = {}
+    if values:
+        statistics, damage = measure(stored, arrays, budget_bytes=budget, progress=progress)
+    facts = {}
+    largest = sorted(arrays, key=lambda meta: (-array_bytes(meta), meta.key))
+    for number, meta in enumerate(largest):
+        is_drawn, found = number < MAX_PICTURED, statistics.get(meta.key)
+        bars = None
+        if is_drawn and found is not None:
+            bars = histogram(stored, meta, found, BINS, budget_bytes=budget)
+        picture = cells(meta, manifest) if is_drawn else None
+        facts[meta.key] = ArrayFacts(meta, picture, found, bars, damage.get(meta.key, []))
+    text = page(about(stored), modules(arrays), facts, verified, findings)
+    with store_errors("writing", output):
+        target.write_text(text, encoding="utf-8")
+    is_damaged = bool(damage) or (verified is not None and not verified.ok)
+    if as_json:
+        emit({"output": output, "bytes": len(text.encode()), "ok": not is_damaged})
+    else:
+        say(f"{output}{'  (the checkpoint is DAMAGED)' if is_damaged else ''}")
+    raise typer.Exit(DAMAGE if is_damaged else 0)

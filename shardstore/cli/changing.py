@@ -1,0 +1,190 @@
+"""Commands ``convert``, ``gc`` and ``rm``. Nothing is removed that was not listed or confirmed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Annotated
+
+import typer
+
+from shardstore.cli.options import (
+    Checkpoint,
+    Json,
+    Memory,
+    Options,
+    UsageProblem,
+    bar,
+    locate,
+    parse_options,
+    parse_size,
+    warn_of_idle_options,
+)
+from shardstore.cli.printing import clean, counted, emit, human_bytes, say
+from shardstore.errors import CheckpointingException, NotACheckpointError
+from shardstore.inspection.layout import array_bytes
+from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.stores.location import Location
+
+__all__ = ["convert", "gc", "rm"]
+
+
+def convert(
+    source: Annotated[
+        str,
+        typer.Argument(metavar="SOURCE", help="Folder, safetensors file or its index; or URL."),
+    ],
+    target: Annotated[
+        str, typer.Argument(metavar="TARGET", help="Folder, or NAME.safetensors; or URL.")
+    ],
+    source_format: Annotated[
+        str | None, typer.Option("--from", metavar="FORMAT", help="Default: what it looks like.")
+    ] = None,
+    target_format: Annotated[
+        str | None,
+        typer.Option("--to", metavar="FORMAT", help="shardstore, safetensors or dcp."),
+    ] = None,
+    memory_budget: Memory = "512MiB",
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a shardstore checkpoint at TARGET.")
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume/--no-resume", help="Go on with a conversion that died.")
+    ] = True,
+    check: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="Compare with the source at the end.")
+    ] = True,
+    file_bytes: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Of each of several safetensors files. Default: 5 GB."),
+    ] = None,
+    as_json: Json = False,
+    storage_option: Options = None,
+    target_storage_option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="Of TARGET, where its store is another one."),
+    ] = None,
+) -> None:
+    """Convert a checkpoint, verified at the end. One that died goes on when run again."""
+    from shardstore import convert as conversion
+
+    if target_storage_option is None:
+        warn_of_idle_options(storage_option, Location.of(source), Location.of(target))
+    else:
+        warn_of_idle_options(storage_option, Location.of(source))
+        warn_of_idle_options(target_storage_option, Location.of(target))
+    done = conversion.convert(
+        source,
+        target,
+        source_format=source_format,
+        target_format=target_format,
+        memory_budget=parse_size(memory_budget),
+        overwrite=overwrite,
+        resume=resume,
+        verify=check,
+        file_bytes=parse_size(file_bytes) if file_bytes else conversion.DEFAULT_FILE_BYTES,
+        progress=bar(as_json),
+        source_options=parse_options(storage_option),
+        target_options=parse_options(target_storage_option or storage_option),
+    )
+    if as_json:
+        emit({"source": source, "target": target, **asdict(done)})
+        return
+    resumed = f", {human_bytes(done.resumed_bytes)} of it before" if done.resumed_bytes else ""
+    outcome = "verified" if done.verified else "not verified"
+    say(
+        f"{done.source_format} -> {done.target_format}: {counted(done.tensors, 'tensor')}, "
+        f"{human_bytes(done.total_bytes)}{resumed}; {outcome}"
+    )
+
+
+def gc(
+    root: Annotated[
+        str,
+        typer.Argument(metavar="ROOT", help="Folder or URL below which checkpoints are saved."),
+    ],
+    delete: Annotated[bool, typer.Option("--delete", help="Remove them; default: list.")] = False,
+    older_than: Annotated[
+        float,
+        typer.Option(min=0, metavar="HOURS", help="In object stores: not written to for so long."),
+    ] = 24.0,
+    as_json: Json = False,
+    storage_option: Options = None,
+) -> None:
+    """List, and with --delete remove, what saves that died left behind."""
+    from shardstore.storage.commit.sweep import sweep
+
+    location = locate(root, storage_option)
+    if location.is_local and not location.is_dir():
+        raise NotACheckpointError(
+            f"{location.url} is no folder; give the one that checkpoints are saved in",
+            url=location.url,
+        )
+    found = sweep(location, dry_run=not delete, older_than=timedelta(hours=older_than))
+    size = sum(leftover.stored_bytes for leftover in found)
+    if as_json:
+        leftovers = [asdict(leftover) for leftover in found]
+        emit({"url": location.url, "deleted": delete, "bytes": size, "leftovers": leftovers})
+        return
+    for leftover in found:
+        about = f"{human_bytes(leftover.stored_bytes):>10}  {leftover.objects:>8} files"
+        say(f"{leftover.kind:<8}{about}  {leftover.url}")
+    if not found:
+        say(f"nothing left behind by dead saves below {location.url}")
+    elif delete:
+        say(f"removed {human_bytes(size)} in {len(found)} attempt(s)")
+    else:
+        say(
+            f"{human_bytes(size)} in {len(found)} attempt(s); run again with --delete to remove "
+            "them"
+        )
+
+
+def rm(
+    checkpoint: Checkpoint,
+    yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
+    as_json: Json = False,
+    storage_option: Options = None,
+) -> None:
+    """Remove a checkpoint, its commit first; files of others in its folder stay. A symbolic link is
+    refused: name the folder that it leads to."""
+    from shardstore.storage.commit.folder import is_checkpoint
+    from shardstore.storage.commit.identity import what_else
+    from shardstore.storage.commit.sweep import delete_checkpoint
+
+    location = locate(checkpoint, storage_option)
+    if location.is_local and location.path.is_symlink():
+        target = os.path.realpath(location.url)
+        raise UsageProblem(
+            f"{location.url} is a symbolic link to {target}; nothing was removed: give {target} to "
+            "remove the checkpoint, or unlink the link if only that is to go"
+        )
+    if not is_checkpoint(location):
+        instead = what_else(location)
+        found = f"is {instead}, not a checkpoint" if instead else "is not a checkpoint"
+        raise NotACheckpointError(f"{location.url} {found}; nothing was removed", url=location.url)
+    what = f"{location.url}{_size(location)}"
+    if not yes:
+        if as_json or not sys.stdin.isatty():
+            raise UsageProblem(f"nobody can be asked whether to remove {what}: give --yes")
+        if not typer.confirm(clean(f"Remove {what}?")):
+            raise UsageProblem("nothing was removed")
+    delete_checkpoint(location)
+    left = location.listing()
+    if as_json:
+        emit({"url": location.url, "removed": True, "left": left})
+        return
+    say(f"removed {what}")
+    if left:
+        say(f"left what is not the checkpoint's: {', '.join(left[:8])}")
+
+
+def _size(location: Location) -> str:
+    """What would be lost, for the question; a damaged checkpoint can be removed all the same."""
+    try:
+        arrays = StoredCheckpoint(location).arrays.values()
+    except CheckpointingException:
+        return " (damaged)"
+    return f" ({len(arrays)} arrays, {human_bytes(sum(map(array_bytes, arrays)))})"

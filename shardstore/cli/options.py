@@ -1,0 +1,258 @@
+"""Arguments and options that commands share, and opening what they name.
+
+Exit codes: 0 all is well, 1 a difference or damage was found, 2 the command was used wrongly or
+could not be carried out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from shardstore.cli.printing import clean, complain
+from shardstore.errors import CheckpointingException, MissingKeyError, NotACheckpointError
+from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.commit.identity import node_type
+from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.names import CONFIG_NAME, key_of
+from shardstore.storage.stores.errors import CLIENT_OPTIONS, OPTIONS
+from shardstore.storage.stores.location import Location
+
+__all__ = [
+    "DAMAGE",
+    "WRONG_USE",
+    "Checkpoint",
+    "Json",
+    "Memory",
+    "Options",
+    "Output",
+    "Patterns",
+    "UsageProblem",
+    "Wide",
+    "bar",
+    "choose",
+    "get_array",
+    "locate",
+    "matcher",
+    "open_stored",
+    "parse_options",
+    "parse_size",
+    "require_no_array",
+    "require_output",
+    "warn_of_idle_options",
+]
+
+DAMAGE = 1
+WRONG_USE = 2
+
+TEXTS = (*OPTIONS, *CLIENT_OPTIONS, "account_name", "profile", "region_name")
+"""Storage options that stay texts, even if they look like numbers."""
+
+Checkpoint = Annotated[str, typer.Argument(help="Path or URL of a checkpoint.", metavar="CKPT")]
+Patterns = Annotated[
+    list[str] | None,
+    typer.Argument(help="Keys: whole, up to a dot, or with * and ?. Default: all.", metavar="KEY"),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Options = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--storage-option",
+        metavar="NAME=VALUE",
+        help="For an object store, such as endpoint_url=...; may be repeated.",
+    ),
+]
+Wide = Annotated[bool, typer.Option("--wide", help="Whole lines, however narrow the terminal is.")]
+Memory = Annotated[str, typer.Option(metavar="SIZE", help="Memory for values, such as 512MiB.")]
+Output = Annotated[str, typer.Option("-o", "--output", metavar="FILE", help="File to write.")]
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([kmgt]?)(?:i?b)?", re.IGNORECASE)
+
+
+class UsageProblem(CheckpointingException, ValueError):  # noqa: N818 (it is the user's)
+    """The command was used wrongly; the text says how to use it."""
+
+
+def bar(as_json: bool) -> Literal["bar"] | None:
+    """A progress bar, where standard error is a terminal."""
+    return None if as_json or not sys.stderr.isatty() else "bar"
+
+
+def parse_options(given: Sequence[str] | None) -> dict[str, Any]:
+    """Storage options from ``name=value``; dots nest, and JSON values are parsed.
+
+    Raises:
+        UsageProblem: not of that form.
+    """
+    out: dict[str, Any] = {}
+    for text in given or ():
+        name, found, value = text.partition("=")
+        if not found or not name:
+            # What follows the name may be a secret.
+            names = ("key", "secret", "token", "endpoint_url", "region_name", "client_kwargs")
+            shown = next((name for name in (*names, "profile") if text.startswith(name)), "")
+            raise UsageProblem(
+                f"--storage-option '{shown}...': give NAME=VALUE, such as "
+                "endpoint_url=http://host:9000"
+            )
+        try:
+            parsed = json.loads(value)
+        except ValueError:
+            parsed = value
+        place = out
+        *path, last = name.split(".")
+        if last in TEXTS and isinstance(parsed, int | float) and not isinstance(parsed, bool):
+            parsed = value
+        for part in path:
+            place = place.setdefault(part, {})
+            if not isinstance(place, dict):
+                raise UsageProblem(f"--storage-option {name!r}: {part!r} has a value already")
+        place[last] = parsed
+    return out
+
+
+def warn_of_idle_options(options: Sequence[str] | None, *locations: Location) -> None:
+    """Say that storage options have no effect if all places are local."""
+    if options and all(location.is_local for location in locations):
+        urls = " and ".join(location.url for location in locations)
+        what = "is a local path" if len(locations) == 1 else "are local paths"
+        complain(f"--storage-option has no effect: {urls} {what}, and it is for object stores")
+
+
+def locate(place: str, options: Sequence[str] | None = None) -> Location:
+    """The location of a path or URL.
+
+    Raises:
+        UsageProblem: a URL that names no bucket, or options of another form.
+    """
+    if re.fullmatch(r"\w+:/+", place):
+        raise UsageProblem(f"{place} names no bucket; give a URL such as s3://bucket/run/step-100")
+    location = Location.of(place, **parse_options(options))
+    warn_of_idle_options(options, location)
+    return location
+
+
+def open_stored(place: str | Location, options: Sequence[str] | None = None) -> StoredCheckpoint:
+    """A checkpoint from a path or URL, its root document read.
+
+    Raises:
+        NotACheckpointError: no checkpoint of Zarr arrays is there; says what is.
+    """
+    location = place if isinstance(place, Location) else locate(place, options)
+    stored = StoredCheckpoint(location)
+    try:
+        root = stored.root
+    except NotACheckpointError:
+        require_no_array(location)
+        raise
+    if root is None:
+        stored.require()
+        try:
+            backend = json.loads(location.read(CONFIG_NAME))["sharded_backend"]
+        except (ValueError, KeyError, TypeError):
+            raise NotACheckpointError(f"{location.url}/{CONFIG_NAME} is damaged") from None
+        if backend != "zarr":
+            raise NotACheckpointError(
+                f"{location.url} was written by the backend {backend!r}, not as Zarr arrays; "
+                "convert it first"
+            )
+    return stored
+
+
+def require_no_array(location: Location) -> None:
+    """Raise :class:`NotACheckpointError` for the folder of a single array, and say what to do."""
+    if node_type(location) != "array":
+        return
+    parent, _, node = location.url.rpartition("/")
+    hint = "open it with zarr"
+    if node_type(Location(parent, location.options)) == "group":
+        hint = f"give the checkpoint, {parent}, and its key, {key_of(node) or node}"
+    raise NotACheckpointError(
+        f"{location.url} is a single array, not a checkpoint: {hint}", url=location.url
+    )
+
+
+def matcher(patterns: Sequence[str] | None) -> Callable[[str], bool]:
+    """Whether a key is chosen: by name, by prefix up to a dot, or by shell pattern; all if none."""
+
+    def wanted(key: str) -> bool:
+        return not patterns or any(
+            key == pattern
+            or key.startswith((f"{pattern}.", f"{pattern}/"))
+            or fnmatchcase(key, pattern)
+            for pattern in patterns
+        )
+
+    return wanted
+
+
+def choose(arrays: Mapping[str, ArrayMeta], patterns: Sequence[str] | None) -> dict[str, ArrayMeta]:
+    """The arrays that patterns choose.
+
+    Raises:
+        MissingKeyError: a pattern chooses nothing.
+    """
+    for pattern in patterns or ():
+        if not any(map(matcher([pattern]), arrays)):
+            raise _missing(arrays, pattern)
+    wanted = matcher(patterns)
+    return {key: meta for key, meta in arrays.items() if wanted(key)}
+
+
+def get_array(stored: StoredCheckpoint, key: str) -> ArrayMeta:
+    """The array of a key.
+
+    Raises:
+        MissingKeyError: names similar keys.
+    """
+    if key not in stored.arrays:
+        raise _missing(stored.arrays, key)
+    return stored.arrays[key]
+
+
+def _missing(arrays: Mapping[str, ArrayMeta], key: str) -> MissingKeyError:
+    near = get_close_matches(key, arrays, n=3, cutoff=0.5)
+    near = near or [known for known in arrays if key.lower() in known.lower()][:3]
+    hint = f"did you mean {', '.join(map(clean, near))}?" if near else "`shardstore ls` lists all"
+    return MissingKeyError(f"no key {key!r} among {len(arrays)}; {hint}", key=key)
+
+
+def require_output(output: str) -> Path:
+    """The file to write, checked before anything is read for it.
+
+    Raises:
+        UsageProblem: it is a URL or a folder, or its folder does not exist.
+    """
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", output):
+        raise UsageProblem(
+            f"--output {output!r} is a URL: give the path of a file on this machine, and copy it "
+            "from there"
+        )
+    target = Path(output)
+    if not output or target.is_dir():
+        raise UsageProblem(f"--output {output!r} is a folder; give the name of a file")
+    if not target.parent.is_dir():
+        raise UsageProblem(f"{target.parent} is no folder; give another --output")
+    return target
+
+
+def parse_size(text: str) -> int:
+    """Bytes from ``512MiB``, ``2G``, ``1000``.
+
+    Raises:
+        UsageProblem: no size.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    power = " kmgt".index(found[2].lower() or " ") if found else 0
+    size = int(float(found[1]) * 1024**power) if found else 0
+    if size < 1:
+        raise UsageProblem(f"{text!r} is no size; give one such as 512MiB or 2GiB")
+    return size
