@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     _add(commands, "s3", server, S3)
     _add(commands, "async", "saves in the background, upon a base; shared loads", ASYNC, repeats=3)
     _add(commands, "scale", "planning and committing in large worlds", SCALE, RANKS, repeats=1)
-    gpu = _add(commands, "gpu", "saves off a CUDA device, and loads to it", GPU, repeats=2, scale=4)
+    gpu = _add(commands, "gpu", "saves off a CUDA device, and loads to it", GPU, repeats=1, scale=4)
     gpu.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal without one"
     )

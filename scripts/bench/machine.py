@@ -118,9 +118,9 @@ def claim_memory(root: Path, size: int, *, rest: bool = False) -> None:
         size: bytes; a little more is claimed.
         rest: wait first until what was freed before has been given back, which goes on in steps of
             two seconds: what is freed here then stays for the next two. For samples that are
-            shorter, and wait for no disk.
+            shorter, and wait for no disk. Not for sizes that the spare bytes cover.
     """
-    if rest:
+    if rest and size > SPARE_BYTES:
         time.sleep(REST_S)
     place = root / CLAIM
     handle = os.open(place, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
