@@ -30,7 +30,6 @@ from shardstore.storage.format.names import check_collisions, node_name
 from shardstore.storage.movers.chunk_bytes import as_bytes
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.device import on_host, stream_here
-from shardstore.storage.movers.parallel import run_together
 from shardstore.storage.options import SaveOptions
 from shardstore.strategies.common import json_object_file, object_file
 from shardstore.values.plain import NotPlainError
@@ -254,7 +253,7 @@ def write_items(
     # The largest first, of each array in order: at the end none is left to be sent alone.
     writes.sort(key=lambda write: -write.array.chunk_bytes)
     created = [(meta, key in task.creates) for key, meta in metas.items()]
-    run_together(files.flush, lambda: write_chunks(attempt, options, manifest, created, writes))
+    files.flush_beside(lambda: write_chunks(attempt, options, manifest, created, writes))
     manifest.seconds = {"plan": plan_seconds, "write": perf_counter() - start}
     report.manifest = manifest.to_bytes()
     return report

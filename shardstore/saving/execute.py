@@ -28,7 +28,7 @@ from shardstore.storage.format.manifest import ChunkRecord
 from shardstore.storage.movers.chunk_bytes import as_bytes
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.files import WRITEBACK_FROM
-from shardstore.storage.movers.parallel import run_together, yield_to_others
+from shardstore.storage.movers.parallel import yield_to_others
 from shardstore.storage.options import SaveOptions
 from shardstore.strategies.async_utils import AsyncRequest
 
@@ -68,7 +68,7 @@ def write_chunks(
         if session.attempt.defers_documents:
             session.deferred = write_documents
             # Small requests go beside the last large ones.
-            run_together(session.files.flush, lambda: write(large + small))
+            session.files.flush_beside(lambda: write(large + small))
         elif options.durable:
             # The disk has something to do before the many small files are made.
             write(large)

@@ -7,7 +7,7 @@ Saves of this package call the parts; programs that bring their own ranks (PyTor
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache
@@ -29,6 +29,7 @@ from shardstore.storage.format.merge import Merged, merge, rank_record
 from shardstore.storage.format.names import CONFIG_NAME
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.collector import collector_paused
+from shardstore.storage.movers.parallel import run_together
 from shardstore.storage.options import SaveOptions
 
 __all__ = [
@@ -117,6 +118,13 @@ class Files:
         if sum(len(kept) for _, kept in self._kept) + len(data) > self._room:
             self.flush()
         self._kept.append((name, data))
+
+    def flush_beside(self, work: Callable[[], None]) -> None:
+        """Write the files that are kept while ``work`` goes on. Raises as :meth:`put`."""
+        if self._kept:
+            run_together(self.flush, work)
+        else:
+            work()
 
     def flush(self) -> None:
         """Write the files that are kept. Raises as :meth:`put`."""
