@@ -21,6 +21,8 @@ import shardstore
 from shardstore import ShardedObject, ShardedTensor
 from shardstore.distributed.coordinator import DEADLINE_VARIABLE
 from shardstore.errors import CheckpointingException, MissingKeyError, RanksError
+from shardstore.saving.sources import fetched
+from shardstore.storage.movers.chunks import Source
 from shardstore.strategies.common import TorchCommonSaveStrategy
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from tests.helpers.ranks_helper import run_ranks
@@ -58,7 +60,7 @@ class SourceFails(ZarrSaveShardedStrategy):
             raise Fails("source")
 
         plan, created = super()._plan(*args)
-        plan.cut = [replace(chunk, local=unreadable) for chunk in plan.cut]
+        plan.cut = [replace(cut, local=dict.fromkeys(cut.local, unreadable)) for cut in plan.cut]
         if not plan.cut:
             plan.writes = [replace(write, source=unreadable) for write in plan.writes]
         return plan, created
@@ -69,12 +71,12 @@ class SourceFallsShort(ZarrSaveShardedStrategy):
 
     def _plan(self, *args: Any) -> Any:
         plan, created = super()._plan(*args)
-        plan.cut = [replace(chunk, local=_without_last(chunk.local)) for chunk in plan.cut]
+        plan.cut = [replace(cut, local=_without_last(cut.local)) for cut in plan.cut]
         return plan, created
 
 
-def _without_last(local: Callable[[], Any] | None) -> Callable[[], Any] | None:
-    return None if local is None else lambda: local().reshape(-1)[:-1]
+def _without_last(local: dict[int, Source]) -> dict[int, Source]:
+    return {start: fetched(source).reshape(-1)[:-1] for start, source in local.items()}
 
 
 class WritesFailFirst(SourceFails):
