@@ -15,7 +15,7 @@ import os
 import pickle
 import secrets
 import weakref
-from collections.abc import Container, Iterable, Iterator, Mapping, MutableSequence, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, MutableSequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -41,11 +41,11 @@ from shardstore.errors import (
     KeyNameError,
     MissingKeyError,
 )
-from shardstore.loading.plan import require_writable
+from shardstore.loading.host import HostRead, read_through_host
+from shardstore.loading.plan import goes_through_host, require_writable
 from shardstore.mapping import ShardedObject
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.format import dtypes
-from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box
 from shardstore.storage.movers.chunks import RegionRead
 from shardstore.storage.options import require_number
@@ -434,9 +434,9 @@ class StorageReader(Placed, DcpStorageReader):
         """
         assert self._stored is not None
         assert self._values is not None
-        direct: list[RegionRead] = []
+        regions: list[RegionRead] = []
         targets: list[tuple[ReadItem, torch.Tensor]] = []
-        staged: list[_Staged] = []
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, self._values.pickled(item.storage_index.fqn))
@@ -452,17 +452,22 @@ class StorageReader(Placed, DcpStorageReader):
                     target.copy_(common[where])
                 continue
             meta = self._stored.arrays[item.storage_index.fqn]
-            same = target.dtype == (stored := dtypes.torch_dtype(meta.dtype))
-            if not same:
-                self._check_dtype(item, target.dtype, stored)
+            stored = dtypes.torch_dtype(meta.dtype)
+            self._check_dtype(item, target.dtype, stored)
             box = _box(item, len(meta.shape))
-            if same and _is_direct(target):
-                direct.append(RegionRead(meta, box, dtypes.as_numpy(target)))
+            if type(target) is not torch.Tensor:  # which may refuse to be written in parts
+                whole = torch.empty(box.shape, dtype=stored)
+                copies.append((target, whole))
+                target = whole
+            if target.dtype == stored and not goes_through_host(target):
+                regions.append(RegionRead(meta, box, dtypes.as_numpy(target)))
             else:
-                staged.append(_Staged(meta, box, target))
-        if direct:
-            self._stored.read(direct)
-        _read_staged(self._stored, staged)
+                regions.append(HostRead(meta, box, target))
+        if regions:
+            read_through_host(self._stored.read, regions, STAGING_BYTES)
+        with torch.no_grad():
+            for target, whole in copies:
+                target.copy_(whole)
         for item, target in targets:
             planner.commit_tensor(item, target)
         self._sent = None
@@ -487,43 +492,3 @@ def _box(item: ReadItem, ndim: int) -> Box:
     start = item.storage_index.offset or (0,) * ndim
     offset = tuple(a + b for a, b in zip(start, item.storage_offsets, strict=True))
     return Box(offset, tuple(item.lengths))
-
-
-def _is_direct(target: torch.Tensor) -> bool:
-    """Whether it has plain memory of this process."""
-    return (
-        target.is_cpu
-        and type(target) is torch.Tensor
-        and not target.is_conj()
-        and not target.is_neg()
-    )
-
-
-class _Staged:
-    """A region that goes through a buffer: onto a device, or into another data type."""
-
-    def __init__(self, meta: ArrayMeta, box: Box, target: torch.Tensor) -> None:
-        self.meta, self.box, self.target = meta, box, target
-        self.nbytes = box.size * dtypes.itemsize(meta.dtype)
-
-    def buffer(self) -> torch.Tensor:
-        """Host memory for the region."""
-        pinned = self.target.device.type == "cuda"
-        dtype = dtypes.torch_dtype(self.meta.dtype)
-        return torch.empty(self.box.shape, dtype=dtype, pin_memory=pinned)
-
-
-def _read_staged(stored: StoredCheckpoint, staged: Sequence[_Staged]) -> None:
-    """Read through buffers, a bounded amount at a time."""
-    start = 0
-    while start < len(staged):
-        stop, size = start, 0
-        while stop < len(staged) and (stop == start or size + staged[stop].nbytes <= STAGING_BYTES):
-            size += staged[stop].nbytes
-            stop += 1
-        batch = [(item, item.buffer()) for item in staged[start:stop]]
-        stored.read([RegionRead(i.meta, i.box, dtypes.as_numpy(b)) for i, b in batch])
-        with torch.no_grad():
-            for item, buffer in batch:
-                item.target.copy_(buffer)
-        start = stop
