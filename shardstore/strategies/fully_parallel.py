@@ -359,12 +359,10 @@ def _found(wanted: ShardedBase, shard_id: _ShardId, loaded: Mapping[_ShardId, An
 def _in_place(wanted: ShardedTensor, loaded: torch.Tensor) -> torch.Tensor:
     """Copy a loaded tensor into the tensor that was given, if it fits, and return that."""
     given = wanted.data
-    if (
-        isinstance(given, torch.Tensor)
-        and given.device.type != "meta"
-        and given is not loaded
-        and (given.dtype, given.shape) == (loaded.dtype, loaded.shape)
-    ):
+    if given is None or given.is_meta:
+        return loaded
+    if (given.dtype, given.shape) != (loaded.dtype, loaded.shape):
+        return loaded
+    if (given.device, given.data_ptr()) != (loaded.device, loaded.data_ptr()):
         given.detach().copy_(loaded)
-        return given
-    return loaded
+    return given
