@@ -136,7 +136,7 @@ class _Request:
         return report_shards(nested_values(self.wanted) if validates or self.compares_all else ())
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class _Matched:
     """What is read, compared with what is stored."""
 
@@ -204,20 +204,7 @@ def run_load(
     meetings = _Meetings(ranks, f"loading {location.url}")
     meter = Meter("load", location.url, callback)
     with _told_the_end(meter):
-        request, answer = meetings.step(
-            lambda: _prepare(call, location, error),
-            lambda request: _said(call, request),
-            lambda said: _agree(call, location, said),
-        )
-        (url, documents), reports, apart = pickle.loads(answer)
-        is_apart = request.offer is not None and request.offer[0] in apart
-        context = LoadContext(
-            stored=StoredCheckpoint(location, documents=documents if url == location.url else {}),
-            cast=call.cast,
-            budget_bytes=call.exchange_budget_bytes,
-            group=None if is_apart else request.group,
-            meter=meter,
-        )
+        request, context, reports = _open_checkpoint(call, location, error, meter, meetings)
         with using(context):
             if reports is None:
                 request, reports = _adopt(call, context, request, meetings)
@@ -250,6 +237,46 @@ def _told_the_end(meter: Meter) -> Iterator[None]:
         meter.enter("failed")
         raise
     meter.enter("done")
+
+
+def _open_checkpoint(
+    call: LoadCall,
+    location: Location,
+    error: BaseException | None,
+    meter: Meter,
+    meetings: _Meetings,
+) -> tuple[_Request, LoadContext, Sequence[bytes] | None]:
+    """Prepare what this rank asks for, and open the checkpoint with the documents that the
+    coordinator read.
+
+    Args:
+        call: what this rank gives.
+        location: the checkpoint.
+        error: what is wrong with the arguments that were looked at.
+        meter: counts what is read.
+        meetings: all ranks call this and meet once.
+
+    Returns:
+        The request, the context of all that follows, and what :func:`_checked` returned; ``None``
+        if a rank has to know the stored keys first.
+    """
+    request, answer = meetings.step(
+        lambda: _prepare(call, location, error),
+        lambda request: _said(call, request),
+        lambda said: _agree(call, location, said),
+    )
+    (url, documents), reports, apart = pickle.loads(answer)
+    is_apart = request.offer is not None and request.offer[0] in apart
+    # A rank that gave another place than the coordinator reads its documents itself.
+    stored = StoredCheckpoint(location, documents=documents if url == location.url else {})
+    context = LoadContext(
+        stored=stored,
+        cast=call.cast,
+        budget_bytes=call.exchange_budget_bytes,
+        group=None if is_apart else request.group,
+        meter=meter,
+    )
+    return request, context, reports
 
 
 # -- what is asked for -----------------------------------------------------------------------------
@@ -389,14 +416,7 @@ def _match(
     )
     if request.device is not None:
         wanted = with_destinations(wanted, request.device)
-    return _Matched(
-        for_tensors=for_tensors,
-        for_common=for_common,
-        common_state=common_state,
-        wanted=wanted,
-        missing=missing,
-        unexpected=unexpected,
-    )
+    return _Matched(for_tensors, for_common, common_state, wanted, missing, unexpected)
 
 
 # -- bytes -----------------------------------------------------------------------------------------
