@@ -287,7 +287,7 @@ def whole_tensor(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Sharde
 
 
 def with_destinations(wanted: ShardedStateDict, device: torch.device) -> ShardedStateDict:
-    """The same state dict, with tensors on a device where sharded tensors have no data."""
+    """Return the state dict with new tensors on a device where sharded tensors have no data."""
 
     def given(value: Any) -> Any:
         if not isinstance(value, ShardedTensor) or value.data is not None:
@@ -303,7 +303,7 @@ def part_of(
     region: Sequence[slice] | Mapping[str, Sequence[slice]] | None,
     url: str,
 ) -> ShardedTensor:
-    """A stored tensor, or a region of it, as a sharded tensor without data.
+    """Return a stored tensor, or a region of it, as a sharded tensor without data.
 
     Args:
         tensors: key -> whole tensor without data.

@@ -289,9 +289,11 @@ def sharing_group(group: Group, share: str, place: Location) -> Group:
     return group
 
 
-def _is_on_several_hosts(group: Any) -> bool:
-    """Whether a group's ranks are of more than one host, as far as the launcher tells how many
-    ranks a host has (``LOCAL_WORLD_SIZE``). Ranks are numbered host by host, as torchrun does."""
+def _is_on_several_hosts(group: Group) -> bool:
+    """Whether a group spans hosts; unknown counts as no.
+
+    Launchers tell the ranks of a host (``LOCAL_WORLD_SIZE``) and number ranks host by host.
+    """
     if not os.environ.get("LOCAL_WORLD_SIZE"):
         return False
     on_each = local_ranks()
@@ -299,17 +301,17 @@ def _is_on_several_hosts(group: Any) -> bool:
 
 
 Members: TypeAlias = range | tuple[int, ...]
-"""Global numbers of a group's ranks: of most groups few bytes, however many ranks there are."""
+"""Global numbers of a group's ranks; evenly spaced ones take few bytes."""
 
 Offer: TypeAlias = tuple[Members, str, bool] | None
-"""A rank's group, its ``share_replicas``, and whether it would share; ``None``: it gave no group,
-or one that it is no member of."""
+"""A rank's group, its ``share_replicas``, and whether it would share. ``None``: it gave no group,
+or is not a member of it."""
 
 _NAMED = 8
 
 
-def offer(group: Any, share: str, shares: bool) -> Offer:
-    """What this rank tells.
+def offer(group: Group, share: str, shares: bool) -> Offer:
+    """Return what the coordinator is told of this rank's group.
 
     Args:
         group: a process group, ``None`` for none.
@@ -321,7 +323,7 @@ def offer(group: Any, share: str, shares: bool) -> Offer:
 
 
 def members_of(ranks: tuple[int, ...]) -> Members:
-    """The shortest form of a group's ranks, the same for the same ranks."""
+    """Return the shortest form of a group's ranks, the same for the same ranks."""
     if len(ranks) > 1 and ranks[0] < ranks[1]:
         regular = range(ranks[0], ranks[-1] + 1, ranks[1] - ranks[0])
         if tuple(regular) == ranks:
@@ -330,16 +332,17 @@ def members_of(ranks: tuple[int, ...]) -> Members:
 
 
 def agree(offers: Sequence[Offer], url: str) -> frozenset[Members]:
-    """The groups that share nothing although some of their ranks would: by ``"auto"``, of which the
-    others see no need. Called by the coordinator.
+    """Return the groups that do not share: with ``"auto"``, if some of their ranks would not.
+
+    Called by the coordinator.
 
     Args:
         offers: by rank.
         url: of the checkpoint, for the error text.
 
     Raises:
-        ArgumentError: a rank would share with others that did not give the same group, or that
-            asked for something else.
+        ArgumentError: a rank would share, and another one of its group gave another group or
+            another ``share_replicas``.
     """
     apart: set[Members] = set()
     for members in dict.fromkeys(told[0] for told in offers if told is not None and told[2]):
@@ -358,7 +361,7 @@ def agree(offers: Sequence[Offer], url: str) -> frozenset[Members]:
 
 
 def _listed(members: Members, theirs: Sequence[Offer]) -> Iterator[str]:
-    """What the ranks of a group told, those that told the same together."""
+    """Yield what the ranks of a group gave; ranks that gave the same are named together."""
     ranks: dict[Offer, list[int]] = {}
     for rank, told in zip(members, theirs, strict=True):
         ranks.setdefault(told, []).append(rank)

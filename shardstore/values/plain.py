@@ -1,11 +1,10 @@
-"""Pure: values that are no tensors, as JSON and back, exactly.
+"""Values that are not tensors, as JSON and back, exactly.
 
-Numbers, text, bytes, dates, paths, ``None``, the containers of Python's own library with any such
-keys, NumPy's arrays and numbers, and what is torch's: data types, sizes, devices, and tensors that
-lie inside of other values. JSON has fewer types than Python, so what it lacks goes as
-``{"$type": NAME, "value": ...}``; FORMAT.md lists the names. A value of any other kind is not
-encoded at all: nothing here can run code, in either direction. Torch is imported with the first
-value that is torch's.
+Numbers, text, bytes, dates, paths, ``None``, the containers of the standard library with any such
+keys, NumPy's arrays and numbers, and torch's data types, sizes, devices, and tensors inside of
+other values. A type that JSON lacks becomes ``{"$type": NAME, "value": ...}``; FORMAT.md lists the
+names. Values of other types have no JSON form, so decoding runs no code that a file chooses. Torch
+is imported with the first value that needs it.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class NotPlainError(TypeError):
 
 
 def encode(value: object) -> Any:
-    """The JSON form of a value: what ``json.dumps`` takes as it is.
+    """Return the JSON form of a value, which ``json.dumps`` takes as it is.
 
     Raises:
         NotPlainError: names the type that has no JSON form.
@@ -202,10 +201,10 @@ _ENCODERS: dict[type, tuple[str, Callable[[Any, int], Any]]] = {
 
 
 def decode(document: Any) -> Any:
-    """The value behind a JSON form.
+    """Return the value behind a JSON form.
 
     Raises:
-        ValueError: not one that :func:`encode` makes.
+        ValueError: it is not one that :func:`encode` makes.
     """
     if isinstance(document, list):
         return [decode(item) for item in document]

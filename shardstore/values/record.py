@@ -1,7 +1,7 @@
-"""What a state dict holds beside its tensors, as JSON: values under flat keys, each with its path.
+"""The values of a state dict that are not tensors, as JSON: flat keys, each with its nested path.
 
-It lies in the root document, and conversions carry it from one format to another. No pickle: see
-:mod:`shardstore.values.plain`. Knows neither files nor strategies, and imports no torch.
+They are part of the root document, and conversions carry them from one format to another. Nothing
+is pickled, see :mod:`shardstore.values.plain`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ StatePath = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class StateRecord:
-    """What a state dict holds beside its tensors, and how it is nested.
+    """The values of a state dict that are not tensors, and how it is nested.
 
     Attributes:
         paths: flat key -> path in the nested state dict; a key without one stands for itself.
@@ -53,13 +53,13 @@ class StateRecord:
     files: Sequence[str] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """As a member of the root document."""
+        """Return the member of the root document."""
         paths = {key: list(path) for key, path in self.paths.items() if path != (key,)}
         return {"paths": paths, "values": dict(self.values), "files": list(self.files)}
 
     @classmethod
     def from_root(cls, attributes: Mapping[str, Any], url: str) -> StateRecord | None:
-        """The record of a root group; ``None`` where there is none.
+        """Return the record of a root group; ``None`` where there is none.
 
         Raises:
             DamagedCheckpointError: it is malformed.
@@ -79,7 +79,7 @@ class StateRecord:
             ) from error
 
     def value(self, key: str, url: str) -> Any:
-        """A value by its flat key.
+        """Return a value by its flat key.
 
         Raises:
             DamagedCheckpointError: what is stored is not what was written.
@@ -95,7 +95,7 @@ class StateRecord:
             ) from error
 
     def nested(self, url: str, objects: Mapping[str, Any]) -> StateDict:
-        """All values in the nested state dict that they came from.
+        """Return all values in the nested state dict that they came from.
 
         A list that holds tensors too, which are not here, is a dict from position to value.
 
@@ -140,7 +140,7 @@ def _lists_restored(state: Any, path: StatePath, mixed: Container[StatePath]) ->
 
 
 def as_json(value: object) -> Any:
-    """The JSON form of a value.
+    """Return the JSON form of a value.
 
     Raises:
         NotPlainError: it has none.
@@ -149,7 +149,7 @@ def as_json(value: object) -> Any:
 
 
 def as_text(value: object) -> tuple[Any, str]:
-    """The JSON form of a value, and its text; errors as :func:`as_json`."""
+    """Return the JSON form of a value, and its text; errors as :func:`as_json`."""
     try:
         document = plain_values.encode(value)
         return document, json.dumps(document, allow_nan=False)
