@@ -181,7 +181,7 @@ class StoredCheckpoint:
 
             ObjectMover(self.location).read(own, self._manifest, done)
         if other:
-            from shardstore.storage.movers.tensorstore_mover import TensorStoreReader
+            from shardstore.storage.movers.tensorstore_reader import TensorStoreReader
 
             TensorStoreReader(self.location).read(other, self._manifest, done)
 

@@ -229,7 +229,7 @@ def test_tensorstore_without_limits_is_refused(s3_server: S3Server) -> None:
         shardstore.save(state, sys.argv[1], overwrite=True)
         location = shardstore.storage.stores.location.Location.of(sys.argv[1])
         stored = shardstore.storage.checkpoint.StoredCheckpoint(location)
-        from shardstore.storage.movers.tensorstore_mover import TensorStoreReader
+        from shardstore.storage.movers.tensorstore_reader import TensorStoreReader
         from shardstore.storage.movers.chunks import RegionRead
         from shardstore.storage.format.grid import Box
         out = torch.zeros(3).numpy()

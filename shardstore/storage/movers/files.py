@@ -1,8 +1,7 @@
-"""The mover for local file systems: plain preallocated writes, and reads that verify.
+"""The mover for local file systems: plain writes, and reads that verify.
 
 Uncompressed chunks move from and to the tensors' own memory, and are checksummed while they are in
-the processor's cache. A whole chunk that is in the page cache is read by the compiled part, which
-reads, copies and checksums in one pass.
+the processor's cache. The compiled part reads, copies and checksums a whole chunk in one pass.
 """
 
 from __future__ import annotations
@@ -54,12 +53,10 @@ __all__ = ["WRITEBACK_FROM", "FileMover", "sync_file_system"]
 IO_BYTES = 2 * 1024 * 1024
 """A single read or write: large enough that system calls do not count, small enough that most of it
 is in the processor's cache while it is checksummed and moved."""
-SKIP_BYTES = 1024 * 1024
-"""A single read of bytes that are only verified."""
 WRITEBACK_FROM = 1024 * 1024
 """Smaller files are left to the one sync at the end, which writes neighbours together."""
 WRITE_BATCH_BYTES, READ_BATCH_BYTES = 4 * 1024 * 1024, 16 * 1024 * 1024
-"""That a thread takes on at a time. Reads of a batch are one call, of some milliseconds."""
+"""Bytes of the chunks that a thread takes on at a time."""
 _SYNC_FILE_RANGE_WRITE = 2
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -147,10 +144,12 @@ def _write_chunk(path: str, item: ChunkWrite, *, durable: bool) -> ChunkRecord:
     chunk = EncodedChunk(item.array, item.data(), IO_BYTES)
     fd = _create(path)
     try:
-        position = 0
         for parts in chunk:
-            position += _write_all(fd, parts, position)
-        if durable and position >= WRITEBACK_FROM:
+            for part in parts:
+                view = memoryview(part)
+                while view:
+                    view = view[os.write(fd, view) :]
+        if durable and chunk.record.stored_bytes >= WRITEBACK_FROM:
             start_writeback(fd)
     finally:
         os.close(fd)  # some file systems report here that they could not take the file
@@ -196,15 +195,6 @@ def _create(path: str) -> int:
         with contextlib.suppress(FileExistsError):
             os.mkdir(os.path.dirname(path))
         return os.open(path, flags, 0o666)
-
-
-def _write_all(fd: int, parts: Sequence[memoryview | bytes], offset: int) -> int:
-    size = sum(len(part) for part in parts)
-    written = os.pwritev(fd, parts, offset)
-    while written < size:
-        rest = memoryview(b"".join(parts))[written:]
-        written += os.pwrite(fd, rest, offset + written)
-    return size
 
 
 def _read_at_once(path: str, part: ChunkPart) -> int:
@@ -289,7 +279,7 @@ def _cut(view: memoryview) -> Iterator[memoryview]:
 def _skipped(count: int) -> Iterator[memoryview]:
     """Scratch memory for bytes that are read only to be verified."""
     while count > 0:
-        view = scratch(min(count, SKIP_BYTES)).data
+        view = scratch(min(count, IO_BYTES)).data
         yield view
         count -= len(view)
 

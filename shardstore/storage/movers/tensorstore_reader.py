@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import tensorstore as ts
@@ -27,42 +27,39 @@ from shardstore.storage.stores.tensorstore import kvstore_spec, plain_words, s3_
 __all__ = ["TensorStoreReader", "open_array", "shared_context"]
 
 IN_FLIGHT_BYTES = 256 * 1024 * 1024
+"""Bytes of the reads that run at a time."""
 
 _DAMAGE = ("DATA_LOSS", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "OUT_OF_RANGE")
-"""How errors about a chunk's content begin; all others are about the store."""
-
-_context: ts.Context | None = None
+"""Beginnings of errors about a chunk's content; all others are about the store."""
 
 
+@cache
 def shared_context() -> ts.Context:
-    """No chunk cache (chunks are moved once, whole) and one pool of threads for the process."""
-    global _context
-    if _context is None:
-        _context = ts.Context(
-            {"cache_pool": {"total_bytes_limit": 0}, "file_io_sync": False, **s3_context()}
-        )
-    return _context
+    """No chunk cache (chunks are read once, whole) and one pool of threads for the process."""
+    return ts.Context({"cache_pool": {"total_bytes_limit": 0}, **s3_context()})
 
 
-def open_array(location: Location, array: ArrayMeta, *, strict: bool = True) -> Any:
+def open_array(location: Location, array: ArrayMeta) -> Any:
     """A TensorStore handle on an array, opened without reading anything.
 
     Args:
         location: root of the checkpoint.
         array: its metadata.
-        strict: missing chunks are errors on reading.
+
+    Raises:
+        FormatVersionError: TensorStore does not understand the metadata.
     """
     dtypes.numpy_dtype(array.dtype)  # TensorStore aborts the process on some unknown names
-    document = json.loads(array.document or documents.array_document(array))
-    metadata = {name: value for name, value in document.items() if name != "attributes"}
+    metadata = json.loads(array.document or documents.array_document(array))
+    metadata.pop("attributes", None)
     if array.zarr_format == 2:
-        metadata = {name: value for name, value in metadata.items() if name != "zarr_format"}
+        metadata.pop("zarr_format", None)
     spec = {
         "driver": "zarr" if array.zarr_format == 2 else "zarr3",
         "kvstore": kvstore_spec(location.child(array.node)),
         "metadata": metadata,
         "store_data_equal_to_fill_value": True,
-        "fill_missing_data_reads": not strict,
+        "fill_missing_data_reads": False,
         "recheck_cached_data": False,
         "recheck_cached_metadata": False,
     }
@@ -71,7 +68,7 @@ def open_array(location: Location, array: ArrayMeta, *, strict: bool = True) -> 
     except ValueError as error:
         url = f"{location.url}/{array.node}"
         raise FormatVersionError(
-            f"key {array.key!r} ({url}) is described in a way that TensorStore can not open "
+            f"key {array.key!r} ({url}) is described in a way that TensorStore cannot open "
             f"({str(error).splitlines()[0]}): the document is damaged, or was written by a newer "
             "program; upgrade, or load an earlier checkpoint",
             key=array.key,
@@ -80,16 +77,14 @@ def open_array(location: Location, array: ArrayMeta, *, strict: bool = True) -> 
 
 
 class TensorStoreReader:
-    """Reads regions of arrays at any location.
+    """Reads regions of arrays.
 
     Args:
         location: root of the checkpoint.
-        in_flight_bytes: bytes that may be under way at a time.
     """
 
-    def __init__(self, location: Location, *, in_flight_bytes: int = IN_FLIGHT_BYTES) -> None:
+    def __init__(self, location: Location) -> None:
         self.location = location
-        self.in_flight_bytes = in_flight_bytes
 
     def read(
         self,
@@ -98,50 +93,50 @@ class TensorStoreReader:
         done: ReadDone | None = None,
     ) -> None:
         """See :meth:`Mover.read`."""
-        stores = _Stores(self.location)
+        stores: dict[ArrayMeta, Any] = {}
         pending: deque[tuple[RegionRead, Any]] = deque()
         flying = 0
         try:
             for read in reads:
                 if not read.box.size:
                     continue
-                source = stores[read.array][read.box.slices]
+                if read.array not in stores:
+                    stores[read.array] = open_array(self.location, read.array)
                 target = ts.array(read.out, copy=False, write=True)
-                pending.append((read, target.write(source)))
+                pending.append((read, target.write(stores[read.array][read.box.slices])))
                 flying += read.out.nbytes
-                while pending and flying >= self.in_flight_bytes:
-                    flying -= self._finish_read(pending.popleft(), manifest, done)
+                while pending and flying >= IN_FLIGHT_BYTES:
+                    flying -= pending[0][0].out.nbytes
+                    self._finish(*pending.popleft(), manifest, done)
             while pending:
-                self._finish_read(pending.popleft(), manifest, done)
-        finally:
-            _wait(future for _, future in pending)
+                self._finish(*pending.popleft(), manifest, done)
+        finally:  # after an error, what runs still uses the caller's memory
+            for _, future in pending:
+                future.exception()
 
-    def _finish_read(
+    def _finish(
         self,
-        entry: tuple[RegionRead, Any],
+        read: RegionRead,
+        future: Any,
         manifest: Callable[[], Manifest | None],
         done: ReadDone | None,
-    ) -> int:
-        read, future = entry
+    ) -> None:
         array = read.array
-        error = _failure_of(future)
+        error = future.exception()
         if error is not None:
-            text = plain_words(str(error)) if not self.location.is_local else str(error)
-            raise self._explained(read, text, manifest) from self._cause(error)
+            # A store's own answer may have the access key, so it is not shown as the cause.
+            local = self.location.is_local
+            text = str(error) if local else plain_words(str(error))
+            raise self._explained(read, text, manifest) from (error if local else None)
         touched = sum(1 for _ in array.grid.overlapping(read.box))
         counters.add(bytes_read=touched * array.chunk_bytes, chunks_read=touched)
         if done is not None:
             done(read.out.nbytes, touched)
-        return read.out.nbytes
-
-    def _cause(self, error: Exception) -> Exception | None:
-        """What is shown as the cause: a store's own answer in it may have the access key."""
-        return error if self.location.is_local else None
 
     def _explained(
         self, read: RegionRead, text: str, manifest: Callable[[], Manifest | None]
     ) -> Exception:
-        """TensorStore says what and which file in its text alone: find the chunk and its writer."""
+        """The error for a failed read. Only TensorStore's text says which file failed, and why."""
         array = read.array
         missing, damaged = text.startswith("NOT_FOUND"), text.startswith(_DAMAGE)
         if missing or damaged:
@@ -156,31 +151,3 @@ class TensorStoreReader:
             key=array.key,
             url=f"{self.location.url}/{array.node}",
         )
-
-
-class _Stores(dict[ArrayMeta, Any]):
-    """Handles on arrays, opened when they are first asked for."""
-
-    def __init__(self, location: Location) -> None:
-        super().__init__()
-        self._location = location
-
-    def __missing__(self, array: ArrayMeta) -> Any:
-        store = self[array] = open_array(self._location, array)
-        return store
-
-
-def _failure_of(future: Any) -> Exception | None:
-    """Why it failed, not being handled any more: it is not to be the context of what is raised."""
-    try:
-        future.result()
-    except Exception as error:
-        return error
-    return None
-
-
-def _wait(futures: Iterable[Any]) -> None:
-    """After an error: what is under way still uses the caller's memory, so wait until it ends."""
-    for future in futures:
-        with suppress(Exception):
-            future.result()
