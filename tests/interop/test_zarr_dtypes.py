@@ -364,7 +364,7 @@ def run_alone(which: str, script: str, *args: Path) -> str:
         "\nassert 'torch' not in sys.modules, 'torch was imported'"
         # The package itself and the limits that it sets for TensorStore, one small module.
         "\nplugin = {'shardstore', 'shardstore.zarr_dtypes', 'shardstore.storage',"
-        " 'shardstore.storage.stores.tensorstore_environment'}"
+        " 'shardstore.storage.stores', 'shardstore.storage.stores.tensorstore_environment'}"
         "\nmore = {m for m in sys.modules if m.startswith('shardstore')} - plugin"
         "\nassert not more, more"
         "\nprint('finished')\n"
