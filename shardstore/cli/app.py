@@ -20,8 +20,6 @@ from shardstore.cli.options import WRONG_USE
 from shardstore.cli.printing import Warnings, complain, open_streams
 from shardstore.errors import CheckpointingException, DamagedCheckpointError
 
-__all__ = ["app", "main", "run"]
-
 INTERRUPTED = 130
 """Exit code that shells give to what SIGINT ended."""
 

@@ -10,25 +10,12 @@ from typing import Annotated
 
 import typer
 
-from shardstore.cli.options import (
-    Checkpoint,
-    Json,
-    Memory,
-    Options,
-    UsageProblem,
-    bar,
-    locate,
-    parse_options,
-    parse_size,
-    warn_of_idle_options,
-)
+from shardstore.cli import options as opt
 from shardstore.cli.printing import clean, counted, emit, human_bytes, say
 from shardstore.errors import CheckpointingException, NotACheckpointError
 from shardstore.inspection.layout import array_bytes
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
-
-__all__ = ["convert", "gc", "rm"]
 
 
 def convert(
@@ -46,7 +33,7 @@ def convert(
         str | None,
         typer.Option("--to", metavar="FORMAT", help="shardstore, safetensors or dcp."),
     ] = None,
-    memory_budget: Memory = "512MiB",
+    memory_budget: opt.Memory = "512MiB",
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a shardstore checkpoint at TARGET.")
     ] = False,
@@ -60,8 +47,8 @@ def convert(
         str | None,
         typer.Option(metavar="SIZE", help="Of each of several safetensors files. Default: 5 GB."),
     ] = None,
-    as_json: Json = False,
-    storage_option: Options = None,
+    as_json: opt.Json = False,
+    storage_option: opt.Options = None,
     target_storage_option: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="Of TARGET, where its store is another one."),
@@ -71,23 +58,23 @@ def convert(
     from shardstore import convert as conversion
 
     if target_storage_option is None:
-        warn_of_idle_options(storage_option, Location.of(source), Location.of(target))
+        opt.warn_of_idle_options(storage_option, Location.of(source), Location.of(target))
     else:
-        warn_of_idle_options(storage_option, Location.of(source))
-        warn_of_idle_options(target_storage_option, Location.of(target))
+        opt.warn_of_idle_options(storage_option, Location.of(source))
+        opt.warn_of_idle_options(target_storage_option, Location.of(target))
     done = conversion.convert(
         source,
         target,
         source_format=source_format,
         target_format=target_format,
-        memory_budget=parse_size(memory_budget),
+        memory_budget=opt.parse_size(memory_budget),
         overwrite=overwrite,
         resume=resume,
         verify=check,
-        file_bytes=parse_size(file_bytes) if file_bytes else conversion.DEFAULT_FILE_BYTES,
-        progress=bar(as_json),
-        source_options=parse_options(storage_option),
-        target_options=parse_options(target_storage_option or storage_option),
+        file_bytes=opt.parse_size(file_bytes) if file_bytes else conversion.DEFAULT_FILE_BYTES,
+        progress=opt.bar(as_json),
+        source_options=opt.parse_options(storage_option),
+        target_options=opt.parse_options(target_storage_option or storage_option),
     )
     if as_json:
         emit({"source": source, "target": target, **asdict(done)})
@@ -110,13 +97,13 @@ def gc(
         float,
         typer.Option(min=0, metavar="HOURS", help="In object stores: not written to for so long."),
     ] = 24.0,
-    as_json: Json = False,
-    storage_option: Options = None,
+    as_json: opt.Json = False,
+    storage_option: opt.Options = None,
 ) -> None:
     """List, and with --delete remove, what saves that died left behind."""
     from shardstore.storage.commit.sweep import sweep
 
-    location = locate(root, storage_option)
+    location = opt.locate(root, storage_option)
     if location.is_local and not location.is_dir():
         raise NotACheckpointError(
             f"{location.url} is no folder; give the one that checkpoints are saved in",
@@ -143,10 +130,10 @@ def gc(
 
 
 def rm(
-    checkpoint: Checkpoint,
+    checkpoint: opt.Checkpoint,
     yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
-    as_json: Json = False,
-    storage_option: Options = None,
+    as_json: opt.Json = False,
+    storage_option: opt.Options = None,
 ) -> None:
     """Remove a checkpoint, its commit first; files of others in its folder stay. A symbolic link is
     refused: name the folder that it leads to."""
@@ -154,10 +141,10 @@ def rm(
     from shardstore.storage.commit.identity import what_else
     from shardstore.storage.commit.sweep import delete_checkpoint
 
-    location = locate(checkpoint, storage_option)
+    location = opt.locate(checkpoint, storage_option)
     if location.is_local and location.path.is_symlink():
         target = os.path.realpath(location.url)
-        raise UsageProblem(
+        raise opt.UsageProblem(
             f"{location.url} is a symbolic link to {target}; nothing was removed: give {target} to "
             "remove the checkpoint, or unlink the link if only that is to go"
         )
@@ -168,9 +155,9 @@ def rm(
     what = f"{location.url}{_size(location)}"
     if not yes:
         if as_json or not sys.stdin.isatty():
-            raise UsageProblem(f"nobody can be asked whether to remove {what}: give --yes")
+            raise opt.UsageProblem(f"nobody can be asked whether to remove {what}: give --yes")
         if not typer.confirm(clean(f"Remove {what}?")):
-            raise UsageProblem("nothing was removed")
+            raise opt.UsageProblem("nothing was removed")
     delete_checkpoint(location)
     left = location.listing()
     if as_json:

@@ -8,24 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardstore.cli.options import (
-    DAMAGE,
-    Checkpoint,
-    Json,
-    Memory,
-    Options,
-    Patterns,
-    UsageProblem,
-    Wide,
-    bar,
-    locate,
-    matcher,
-    open_stored,
-    parse_options,
-    parse_size,
-    require_no_array,
-    warn_of_idle_options,
-)
+from shardstore.cli import options as opt
 from shardstore.cli.printing import cells, clean, columns, counted, emit, fold, human_bytes, say
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
@@ -34,15 +17,13 @@ if TYPE_CHECKING:
     from shardstore.inspection.difference import ArrayDifference, Difference
     from shardstore.inspection.verify import Finding, Verified
 
-__all__ = ["diff", "verdict", "verify"]
-
 MARGIN = 11
 """Indentation of a folded line."""
 
 
 def verify(
-    checkpoint: Checkpoint,
-    keys: Patterns = None,
+    checkpoint: opt.Checkpoint,
+    keys: opt.Patterns = None,
     hashes: Annotated[
         bool, typer.Option("--hashes", help="Compare the 128-bit hashes too, not only crc32c.")
     ] = False,
@@ -53,17 +34,17 @@ def verify(
         int | None, typer.Option(min=1, metavar="N", help="Threads that read.")
     ] = None,
     limit: Annotated[int, typer.Option(min=1, metavar="N", help="Findings to print.")] = 100,
-    as_json: Json = False,
-    storage_option: Options = None,
+    as_json: opt.Json = False,
+    storage_option: opt.Options = None,
 ) -> None:
     """Verify every checksum, document and file. Exits with 1 where there is damage."""
     from shardstore.inspection import verify as verification
 
-    location = locate(checkpoint, storage_option)
+    location = opt.locate(checkpoint, storage_option)
     if not location.exists("zarr.json"):
-        open_stored(location)
+        opt.open_stored(location)
     elif not location.exists("metadata.json"):
-        require_no_array(location)
+        opt.require_no_array(location)
     findings: list[Finding] = []
 
     def found(finding: Finding) -> None:
@@ -78,17 +59,17 @@ def verify(
         keys=keys or (),
         hashes=hashes,
         threads=threads,
-        progress=bar(as_json),
+        progress=opt.bar(as_json),
     )
     if keys and not result.arrays and not result.objects:
-        raise UsageProblem(f"no key matches {', '.join(keys)}; `shardstore ls` lists all keys")
+        raise opt.UsageProblem(f"no key matches {', '.join(keys)}; `shardstore ls` lists all keys")
     if as_json:
         emit({"url": location.url, **result.as_dict(), "findings": list(map(asdict, findings))})
     else:
         if len(findings) > limit:
             say(f"... and {len(findings) - limit} more (--limit shows them)")
         say(verdict(result))
-    raise typer.Exit(0 if result.ok and not (strict and findings) else DAMAGE)
+    raise typer.Exit(0 if result.ok and not (strict and findings) else opt.DAMAGE)
 
 
 def verdict(result: Verified) -> str:
@@ -107,36 +88,36 @@ def verdict(result: Verified) -> str:
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="Path or URL of a checkpoint.")],
     b: Annotated[str, typer.Argument(metavar="B", help="Path or URL of another one.")],
-    keys: Patterns = None,
+    keys: opt.Patterns = None,
     files: Annotated[bool, typer.Option(help="Compare common.pt and sharded objects too.")] = True,
-    memory: Memory = "256MiB",
-    wide: Wide = False,
-    as_json: Json = False,
-    storage_option: Options = None,
+    memory: opt.Memory = "256MiB",
+    wide: opt.Wide = False,
+    as_json: opt.Json = False,
+    storage_option: opt.Options = None,
 ) -> None:
     """Compare two checkpoints, by hashes first. Exits with 1 where they differ."""
     from shardstore.inspection.difference import compare
 
-    places = [Location.of(place, **parse_options(storage_option)) for place in (a, b)]
-    warn_of_idle_options(storage_option, *places)
-    left, right = map(open_stored, places)
-    budget = parse_size(memory)
-    wants = matcher(keys)
+    places = [Location.of(place, **opt.parse_options(storage_option)) for place in (a, b)]
+    opt.warn_of_idle_options(storage_option, *places)
+    left, right = map(opt.open_stored, places)
+    budget = opt.parse_size(memory)
+    wants = opt.matcher(keys)
     if keys and not any(map(wants, {**left.arrays, **right.arrays})):
-        raise UsageProblem(f"neither side has a key that matches {', '.join(keys)}")
+        raise opt.UsageProblem(f"neither side has a key that matches {', '.join(keys)}")
     found = compare(
         left,
         right,
         wants,
         files=files and not keys,
         budget_bytes=budget,
-        progress=bar(as_json),
+        progress=opt.bar(as_json),
     )
     if as_json:
         emit({"a": left.location.url, "b": right.location.url, **found.as_dict()})
     else:
         _print(found, columns(wide))
-    raise typer.Exit(0 if found.same else DAMAGE)
+    raise typer.Exit(0 if found.same else opt.DAMAGE)
 
 
 def _print(found: Difference, width: int | None) -> None:

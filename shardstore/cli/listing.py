@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shardstore.cli.options import Checkpoint, Json, Options, Patterns, Wide, choose, open_stored
+from shardstore.cli import options as opt
 from shardstore.cli.printing import (
     GAP,
     cells,
@@ -32,26 +32,24 @@ from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Grid
 
-__all__ = ["about", "describe", "info", "ls", "summary"]
-
 MOST_LABEL = 60
 BOLD, DIM, END = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 
 
 def ls(
-    checkpoint: Checkpoint,
-    keys: Patterns = None,
+    checkpoint: opt.Checkpoint,
+    keys: opt.Patterns = None,
     flat: Annotated[bool, typer.Option("--flat", help="Whole keys instead of a tree.")] = False,
     depth: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Levels of the tree to show.")
     ] = None,
-    wide: Wide = False,
-    as_json: Json = False,
-    storage_option: Options = None,
+    wide: opt.Wide = False,
+    as_json: opt.Json = False,
+    storage_option: opt.Options = None,
 ) -> None:
     """List the arrays: data type, shape, chunks, shards, size."""
-    stored = open_stored(checkpoint, storage_option)
-    arrays = choose(stored.arrays, keys)
+    stored = opt.open_stored(checkpoint, storage_option)
+    arrays = opt.choose(stored.arrays, keys)
     size = sum(map(array_bytes, arrays.values()))
     if as_json:
         listed = [_entry(arrays[key]) for key in sorted(arrays)]
@@ -182,9 +180,11 @@ def summary(found: Mapping[str, Any]) -> dict[str, object]:
     }
 
 
-def info(checkpoint: Checkpoint, as_json: Json = False, storage_option: Options = None) -> None:
+def info(
+    checkpoint: opt.Checkpoint, as_json: opt.Json = False, storage_option: opt.Options = None
+) -> None:
     """Print what is known of a checkpoint as a whole."""
-    found = about(open_stored(checkpoint, storage_option))
+    found = about(opt.open_stored(checkpoint, storage_option))
     if as_json:
         emit(found)
         return

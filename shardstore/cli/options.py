@@ -26,30 +26,6 @@ from shardstore.storage.format.names import CONFIG_NAME, key_of
 from shardstore.storage.stores.errors import CLIENT_OPTIONS, OPTIONS
 from shardstore.storage.stores.location import Location
 
-__all__ = [
-    "DAMAGE",
-    "WRONG_USE",
-    "Checkpoint",
-    "Json",
-    "Memory",
-    "Options",
-    "Output",
-    "Patterns",
-    "UsageProblem",
-    "Wide",
-    "bar",
-    "choose",
-    "get_array",
-    "locate",
-    "matcher",
-    "open_stored",
-    "parse_options",
-    "parse_size",
-    "require_no_array",
-    "require_output",
-    "warn_of_idle_options",
-]
-
 DAMAGE = 1
 WRONG_USE = 2
 

@@ -21,8 +21,6 @@ from shardstore.inspection.statistics import Statistics
 from shardstore.inspection.verify import Finding, Verified
 from shardstore.storage.format.documents import ArrayMeta
 
-__all__ = ["ArrayFacts", "RankTable", "page", "rank_table"]
-
 WIDE, HIGH = 360, 150
 MAX_FINDINGS = 500
 MAX_RANKS = 256

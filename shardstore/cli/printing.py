@@ -15,22 +15,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
-__all__ = [
-    "Warnings",
-    "cells",
-    "clean",
-    "columns",
-    "complain",
-    "counted",
-    "emit",
-    "fold",
-    "human_bytes",
-    "open_streams",
-    "pack",
-    "row_printer",
-    "say",
-]
-
 GAP = "  "
 LEAST_KEY = 20
 """Columns of a folded key; where a table leaves it less, the other cells go below the key."""

@@ -8,48 +8,31 @@ from typing import Annotated
 
 import typer
 
-from shardstore.cli.options import (
-    DAMAGE,
-    Checkpoint,
-    Json,
-    Memory,
-    Options,
-    Patterns,
-    UsageProblem,
-    Wide,
-    bar,
-    choose,
-    get_array,
-    open_stored,
-    parse_size,
-)
+from shardstore.cli import options as opt
 from shardstore.cli.printing import clean, columns, complain, emit, fold, row_printer, say
-
-__all__ = ["parse_selection", "show", "split_key", "stats"]
 
 PRINTED = 1000
 """Elements that are printed whole; of more, NumPy shows the ends of each axis."""
 EDGE = 3
 LINE_WIDTH = 100
 """Where standard output is no terminal."""
-Selection = tuple[int | slice, ...]
 
 
 def stats(
-    checkpoint: Checkpoint,
-    keys: Patterns = None,
-    memory: Memory = "256MiB",
-    wide: Wide = False,
-    as_json: Json = False,
-    storage_option: Options = None,
+    checkpoint: opt.Checkpoint,
+    keys: opt.Patterns = None,
+    memory: opt.Memory = "256MiB",
+    wide: opt.Wide = False,
+    as_json: opt.Json = False,
+    storage_option: opt.Options = None,
 ) -> None:
     """Norm, mean, range, zeros, NaNs and infinities of arrays, by streaming."""
     from shardstore.inspection.statistics import measure
 
-    stored = open_stored(checkpoint, storage_option)
-    budget = parse_size(memory)
-    arrays = [meta for _, meta in sorted(choose(stored.arrays, keys).items())]
-    found, damage = measure(stored, arrays, budget_bytes=budget, progress=bar(as_json))
+    stored = opt.open_stored(checkpoint, storage_option)
+    budget = opt.parse_size(memory)
+    arrays = [meta for _, meta in sorted(opt.choose(stored.arrays, keys).items())]
+    found, damage = measure(stored, arrays, budget_bytes=budget, progress=opt.bar(as_json))
     if as_json:
         entries = [
             {
@@ -79,37 +62,37 @@ def stats(
     for key in sorted(damage):
         for text in damage[key]:
             complain(text)
-    raise typer.Exit(DAMAGE if damage else 0)
+    raise typer.Exit(opt.DAMAGE if damage else 0)
 
 
 def show(
-    checkpoint: Checkpoint,
+    checkpoint: opt.Checkpoint,
     key: Annotated[str, typer.Argument(metavar="KEY[SLICE]", help="Such as 'w[0, :5]'.")],
     limit: Annotated[
         int, typer.Option(min=1, metavar="N", help="Most values that --json prints.")
     ] = 100_000,
-    wide: Wide = False,
-    as_json: Json = False,
-    storage_option: Options = None,
+    wide: opt.Wide = False,
+    as_json: opt.Json = False,
+    storage_option: opt.Options = None,
 ) -> None:
     """Print values of an array, all or a slice of them."""
     import numpy as np
 
     from shardstore.inspection.streaming import read_positions
 
-    stored = open_stored(checkpoint, storage_option)
+    stored = opt.open_stored(checkpoint, storage_option)
     name, inside = split_key(key, stored.arrays)
-    array = get_array(stored, name)
+    array = opt.get_array(stored, name)
     selection = parse_selection(inside, array.shape, name)
     positions: list[Sequence[int]] = [
-        range(part, part + 1) if isinstance(part, int) else range(length)[part]
+        [range(length)[part]] if isinstance(part, int) else range(length)[part]
         for part, length in zip(selection, array.shape, strict=True)
     ]
     size = math.prod(map(len, positions))
     single = tuple(axis for axis, part in enumerate(selection) if isinstance(part, int))
     shape = [len(p) for axis, p in enumerate(positions) if axis not in single]
     if as_json and size > limit:
-        raise UsageProblem(
+        raise opt.UsageProblem(
             f"{size} values are more than --limit {limit}; choose a slice, such as '{name}[0, :10]'"
         )
     is_cut = not as_json and size > PRINTED
@@ -144,44 +127,33 @@ def split_key(text: str, known: Collection[str]) -> tuple[str, str]:
     return key, inside
 
 
-def parse_selection(text: str, shape: Sequence[int], key: str) -> Selection:
+def parse_selection(text: str, shape: Sequence[int], key: str) -> tuple[int | slice, ...]:
     """Basic NumPy indexing: integers, slices and one ellipsis.
 
     Raises:
         UsageProblem: of another form, too many axes, or out of range.
     """
-    parts = [part.strip() for part in text.split(",")] if text.strip() else []
-    if parts and not parts[-1]:
-        parts.pop()
-    if parts.count("...") > 1:
-        raise UsageProblem(f"[{text}] has more than one ellipsis")
-    if len(parts) - parts.count("...") > len(shape):
-        raise UsageProblem(f"[{text}] has more axes than {key!r} of shape {list(shape)}")
+    parts = [part.strip() for part in text.rstrip(" ,").split(",")] if text.strip() else []
     if "..." not in parts:
         parts.append("...")
+    missing = len(shape) - len(parts) + 1
+    if missing < 0:
+        raise opt.UsageProblem(f"[{text}] has more axes than {key!r} of shape {list(shape)}")
     at = parts.index("...")
-    parts[at : at + 1] = [":"] * (len(shape) - len(parts) + 1)
-    pairs = zip(parts, shape, strict=True)
-    return tuple(_parse_axis(part, n, axis, key) for axis, (part, n) in enumerate(pairs))
-
-
-def _parse_axis(part: str, length: int, axis: int, key: str) -> int | slice:
-    try:
-        if ":" not in part:
-            index = int(part)
-            if not -length <= index < length:
-                raise UsageProblem(
-                    f"index {index} is out of range for axis {axis} of {key!r}, length {length}"
-                )
-            return index % length
-        ends = [int(end) if end.strip() else None for end in part.split(":")]
-        if len(ends) > 3 or (len(ends) == 3 and ends[2] == 0):
-            raise ValueError
-        return slice(*ends)
-    except UsageProblem:
-        raise
-    except ValueError:
-        raise UsageProblem(
-            f"{part!r} is no index: give integers and slices as in NumPy, such as "
-            f"'{key}[0, 2:10, ::2]'"
-        ) from None
+    parts[at : at + 1] = [":"] * missing
+    out: list[int | slice] = []
+    for axis, (part, length) in enumerate(zip(parts, shape, strict=True)):
+        try:
+            ends = [int(end) if end.strip() else None for end in part.split(":")]
+            out.append(slice(*ends) if ":" in part else int(part))
+            range(length)[out[-1]]
+        except IndexError:
+            raise opt.UsageProblem(
+                f"index {part} is out of range for axis {axis} of {key!r}, length {length}"
+            ) from None
+        except (ValueError, TypeError):
+            raise opt.UsageProblem(
+                f"{part!r} is no index: give integers and slices as in NumPy, such as "
+                f"'{key}[0, 2:10, ::2]'"
+            ) from None
+    return tuple(out)

@@ -11,7 +11,6 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -31,24 +30,12 @@ SAFE = 1e150
 TINY = 2.0**-64
 
 
-@lru_cache(maxsize=32)
-def _table(dtype: np.dtype[Any]) -> NDArray[np.float64]:
-    """float64 of every bit pattern of a type of one or two bytes."""
-    patterns = np.arange(1 << (8 * dtype.itemsize)).astype(f"u{dtype.itemsize}")
-    with np.errstate(invalid="ignore"):
-        return patterns.view(dtype).astype(np.float64)
-
-
 def as_float64(values: NDArray[Any]) -> NDArray[np.float64]:
     """Values as float64; magnitudes of complex ones."""
-    out: NDArray[np.float64]
     if values.dtype.kind == "c":
-        out = np.abs(values.astype(np.complex128))
-        return out
-    if values.dtype.itemsize <= 2 and values.dtype.kind != "b":
-        out = _table(values.dtype)[values.view(f"u{values.dtype.itemsize}")]
-        return out
-    return values.astype(np.float64)
+        return np.abs(values.astype(np.complex128))
+    with np.errstate(invalid="ignore"):
+        return values.astype(np.float64)
 
 
 def sum_of_squares(block: NDArray[np.float64]) -> float:

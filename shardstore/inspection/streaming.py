@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import product
 from typing import Any, Literal
 
 import numpy as np
@@ -66,43 +67,25 @@ def read_positions(
         ChunkMissingError, ChunkCorruptError: name key, chunk and writer.
     """
     out = np.empty([len(axis) for axis in positions], dtypes.numpy_dtype(array.dtype))
-    if out.size:
-        _fill(stored, array, [_spans(axis) for axis in positions], out)
+    for spans in product(*map(_spans, positions)):
+        low = tuple(min(axis) for axis, _ in spans)
+        shape = tuple(max(axis) + 1 - first for (axis, _), first in zip(spans, low, strict=True))
+        steps = tuple(slice(None, None, axis.step) for axis, _ in spans)
+        out[tuple(where for _, where in spans)] = read_box(stored, array, Box(low, shape))[steps]
     return out
 
 
-def _fill(
-    stored: StoredCheckpoint,
-    array: ArrayMeta,
-    axes: Sequence[Sequence[range]],
-    out: NDArray[Any],
-    chosen: tuple[range, ...] = (),
-) -> None:
-    if len(chosen) < len(axes):
-        axis, start = len(chosen), 0
-        for span in axes[axis]:
-            part = out[(slice(None),) * axis + (slice(start, start + len(span)),)]
-            _fill(stored, array, axes, part, (*chosen, span))
-            start += len(span)
-        return
-    low = tuple(min(span) for span in chosen)
-    shape = tuple(max(span) + 1 - first for span, first in zip(chosen, low, strict=True))
-    steps = tuple(slice(None, None, span.step) for span in chosen)
-    out[...] = read_box(stored, array, Box(low, shape))[steps]
-
-
-def _spans(positions: Sequence[int]) -> list[range]:
-    """Positions as runs of evenly spaced ones."""
-    spans = []
+def _spans(positions: Sequence[int]) -> Iterator[tuple[range, slice]]:
+    """Runs of evenly spaced positions, and where they are among all."""
     start = 0
     while start < len(positions):
         step = positions[start + 1] - positions[start] if start + 1 < len(positions) else 1
         stop = start + 1
         while stop < len(positions) and positions[stop] - positions[stop - 1] == step:
             stop += 1
-        spans.append(range(positions[start], positions[stop - 1] + (1 if step > 0 else -1), step))
+        end = positions[stop - 1] + (1 if step > 0 else -1)
+        yield range(positions[start], end, step), slice(start, stop)
         start = stop
-    return spans
 
 
 def stream(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardstore.cli import app, changing
+from shardstore.cli import app, options
 from shardstore.inspection import streaming
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box, Grid
@@ -20,7 +20,7 @@ def test_it_is_told(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(changing, "locate", interrupted)
+    monkeypatch.setattr(options, "locate", interrupted)
     assert app.run(["rm", "-y", str(tmp_path)]) == 130
     assert "interrupted" in capsys.readouterr().err
 
