@@ -20,9 +20,9 @@ import typer
 from shardstore.cli.printing import clean, complain
 from shardstore.errors import CheckpointingException, MissingKeyError, NotACheckpointError
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.commit.identity import node_type
+from shardstore.storage.commit.identity import instead, node_type
 from shardstore.storage.format.documents import ArrayMeta
-from shardstore.storage.format.names import CONFIG_NAME, key_of
+from shardstore.storage.format.names import CONFIG_NAME
 from shardstore.storage.stores.errors import CLIENT_OPTIONS, OPTIONS
 from shardstore.storage.stores.location import Location
 
@@ -145,15 +145,9 @@ def open_stored(place: str | Location, options: Sequence[str] | None = None) -> 
 
 def require_no_array(location: Location) -> None:
     """Raise :class:`NotACheckpointError` for the folder of a single array, and say what to do."""
-    if node_type(location) != "array":
-        return
-    parent, _, node = location.url.rpartition("/")
-    hint = "open it with zarr"
-    if node_type(Location(parent, location.options)) == "group":
-        hint = f"give the checkpoint, {parent}, and its key, {key_of(node) or node}"
-    raise NotACheckpointError(
-        f"{location.url} is a single array, not a checkpoint: {hint}", url=location.url
-    )
+    if node_type(location) == "array":
+        url = location.url
+        raise NotACheckpointError(f"{url} is not a checkpoint: {instead(location)}", url=url)
 
 
 def matcher(patterns: Sequence[str] | None) -> Callable[[str], bool]:

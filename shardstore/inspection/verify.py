@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import islice
@@ -30,7 +31,6 @@ from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.movers.parallel import default_threads, run_batched
 from shardstore.storage.movers.verify import ChunkChecker
 from shardstore.storage.options import require_number
-from shardstore.storage.stores.location import Location
 from shardstore.values.torch_archive import verify_archive
 
 __all__ = ["Finding", "Severity", "Verified", "verify"]
@@ -151,64 +151,63 @@ class _Job(NamedTuple):
     work: Callable[[], None]
 
 
+@dataclass
 class _Verification:
-    def __init__(
-        self,
-        stored: StoredCheckpoint,
-        found: Callable[[Finding], None],
-        keys: Sequence[str],
-        hashes: bool,
-        threads: int | None,
-        meter: Meter,
-    ) -> None:
-        self._stored, self._location = stored, stored.location
-        self._found, self._keys, self._hashes, self._meter = found, keys, hashes, meter
-        self._threads = threads or (
-            default_threads() if self._location.is_local else REMOTE_THREADS
-        )
-        self._lock = threading.Lock()
-        self._result = Verified()
-        self._root: RootDocument | None = None
-        self._root_is_damaged = False
-        self._manifest: Manifest | None = None
-        # All names in an object store, sorted: one listing, not one an array.
-        self._listed: list[str] | None = None
-        # Names of the objects' files that were verified or reported.
-        self._seen: set[str] = set()
+    """One run of :func:`verify`, whose arguments the first fields are."""
+
+    stored: StoredCheckpoint
+    found: Callable[[Finding], None]
+    keys: Sequence[str]
+    hashes: bool
+    threads: int | None
+    meter: Meter
+    root: RootDocument | None = None
+    root_is_damaged: bool = False
+    manifest: Manifest | None = None
+    listed: list[str] | None = None
+    """All names in an object store, sorted: one listing, not one an array."""
+    seen: set[str] = field(default_factory=set)
+    """Names of the objects' files that were verified or reported."""
+    result: Verified = field(default_factory=Verified)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.location = self.stored.location
+        self.url = self.location.url
 
     def run(self) -> Verified:
         start = perf_counter()
         with collector_paused():
             jobs = self._plan()
-        is_local = self._location.is_local
+        is_local = self.location.is_local
         run_batched(
             jobs,
             _do_all,
-            threads=self._threads,
+            threads=self.threads or (default_threads() if is_local else REMOTE_THREADS),
             weight=lambda job: job.weight,
             batch_weight=BATCH_BYTES if is_local else 1,
             batch_items=len(jobs) + 1 if is_local else 1,
         )
-        self._result.seconds = perf_counter() - start
-        return self._result
+        self.result.seconds = perf_counter() - start
+        return self.result
 
     def _plan(self) -> list[_Job]:
         """Verify the documents of the whole checkpoint, and list what else is to be verified."""
-        top = self._location.listing()
+        top = self.location.listing()
         if not {"zarr.json", CONFIG_NAME} & set(top):
-            self._stored.require()
+            self.stored.require()
         arrays = self._read_arrays(top)
         common_backend = self._check_config(top)
         self._read_manifest(arrays)
-        self._checker = ChunkChecker(self._stored, self._manifest, hashes=self._hashes)
-        if not self._location.is_local:
-            self._listed = self._location.remote.walk()
+        self._checker = ChunkChecker(self.stored, self.manifest, hashes=self.hashes)
+        if not self.location.is_local:
+            self.listed = self.location.remote.walk()
         nodes = {meta.node for meta in arrays}
-        if self._root_is_damaged:
+        if self.root_is_damaged:
             nodes |= self._undescribed(nodes)
         jobs = list(self._file_jobs(top, nodes, common_backend))
         wanted = [meta for meta in arrays if self._wants(meta.key)]
-        self._result.arrays = len(wanted)
+        self.result.arrays = len(wanted)
         for array in wanted:
             size, count = array.chunk_bytes, array.grid.size
             step = max(1, min(RUN_CHUNKS, RUN_BYTES // size))
@@ -216,44 +215,37 @@ class _Verification:
                 last = min(first + step, count)
                 run = partial(self._check_run, array, first, last)
                 jobs.append(_Job((last - first) * size, run))
-        self._meter.expect(sum(job.weight for job in jobs), sum(meta.grid.size for meta in wanted))
+        self.meter.expect(sum(job.weight for job in jobs), sum(meta.grid.size for meta in wanted))
         return jobs
 
     def _report(
-        self,
-        kind: str,
-        message: str,
-        name: str,
-        severity: Severity = "damage",
-        *,
-        key: str | None = None,
-        chunk: tuple[int, ...] | None = None,
-        rank: int | None = None,
+        self, kind: str, message: str, name: str, severity: Severity = "damage", **about: Any
     ) -> None:
-        """Report a :class:`Finding`; ``name`` is the file's name below the checkpoint."""
-        path = f"{self._location.url}/{name}"
-        finding = Finding(kind, severity, message.replace("\n", " "), path, key, chunk, rank)
-        with self._lock:
+        """Report a :class:`Finding` with the fields ``about``, on the file of a name below the
+        checkpoint."""
+        text = message.replace("\n", " ")
+        finding = Finding(kind, severity, text, f"{self.url}/{name}", **about)
+        with self.lock:
             if severity == "damage":
-                self._result.damage += 1
+                self.result.damage += 1
             else:
-                self._result.notes += 1
-            self._found(finding)
+                self.result.notes += 1
+            self.found(finding)
 
     def _wants(self, key: str) -> bool:
-        return not self._keys or any(fnmatchcase(key, pattern) for pattern in self._keys)
+        return not self.keys or any(fnmatchcase(key, pattern) for pattern in self.keys)
 
     # -- documents of the whole checkpoint ------------------------------------------------------
 
     def _read_arrays(self, top: Sequence[str]) -> list[ArrayMeta]:
         """All arrays, from their own documents where the root document is unusable."""
-        path = f"{self._location.url}/zarr.json"
+        path = f"{self.url}/zarr.json"
         if "zarr.json" not in top and MANIFEST_NAME in top:
             text = f"{path} is missing: without it the checkpoint does not open"
             self._report("root-missing", text, "zarr.json")
             return self._arrays_alone(top)
         try:
-            self._root = root = self._stored.root
+            self.root = root = self.stored.root
             if root is not None:
                 lost = sorted(set(root.chunk_sums) - set(root.texts))
                 if lost and root.consolidated:
@@ -263,20 +255,20 @@ class _Verification:
                         "metadata anew. Load an earlier checkpoint, or put back the saved zarr.json"
                     )
                     self._report("arrays-undescribed", text, "zarr.json")
-                return list(self._stored.arrays.values())
+                return list(self.stored.arrays.values())
         except CheckpointingException as error:
             self._report("root-damaged", str(error), "zarr.json")
             return self._arrays_alone(top)
-        return list(self._stored.arrays.values())
+        return list(self.stored.arrays.values())
 
     def _arrays_alone(self, top: Sequence[str]) -> list[ArrayMeta]:
-        self._root_is_damaged = True
+        self.root_is_damaged = True
         found = []
         for node in top:
             name = f"{node}/zarr.json"
             try:
-                text = self._location.read(name)
-                meta = parse_array(node, text, f"{self._location.url}/{name}")
+                text = self.location.read(name)
+                meta = parse_array(node, text, f"{self.url}/{name}")
                 if meta is not None:
                     found.append(meta)
             except FileNotFoundError:
@@ -288,18 +280,18 @@ class _Verification:
     @property
     def _is_ours(self) -> bool:
         """Whether shardstore wrote the root; a damaged one counts as ours."""
-        return self._root_is_damaged or self._root is None or self._root.format_version is not None
+        return self.root_is_damaged or self.root is None or self.root.format_version is not None
 
     def _check_config(self, top: Sequence[str]) -> object:
         """Verify ``metadata.json``; returns the name of the backend of the common state."""
-        path = f"{self._location.url}/{CONFIG_NAME}"
+        path = f"{self.url}/{CONFIG_NAME}"
         if CONFIG_NAME not in top:
             if self._is_ours:
                 text = f"{path} is missing: load() does not take the folder for a checkpoint"
                 self._report("config-missing", text, CONFIG_NAME)
             return "torch"
         try:
-            document = json.loads(self._location.read(CONFIG_NAME))
+            document = json.loads(self.location.read(CONFIG_NAME))
             if not isinstance(document, dict) or "sharded_backend" not in document:
                 raise ValueError("it names no sharded_backend")
         except (OSError, ValueError) as error:
@@ -308,14 +300,14 @@ class _Verification:
         return document.get("common_backend", "torch")
 
     def _read_manifest(self, arrays: Sequence[ArrayMeta]) -> None:
-        path = f"{self._location.url}/{MANIFEST_NAME}"
+        path = f"{self.url}/{MANIFEST_NAME}"
         try:
-            self._manifest = manifest = self._stored.manifest
+            self.manifest = manifest = self.stored.manifest
         except DamagedCheckpointError as error:
             self._report("manifest-damaged", str(error), MANIFEST_NAME)
             return
         if manifest is None:
-            if self._root is not None and self._root.texts and self._is_ours:
+            if self.root is not None and self.root.texts and self._is_ours:
                 text = f"{path} is missing: chunks are compared with their own checksums alone"
                 self._report("manifest-missing", text, MANIFEST_NAME, "note")
             return
@@ -329,11 +321,11 @@ class _Verification:
 
     def _undescribed(self, nodes: set[str]) -> set[str]:
         """Nodes in the manifest that have no document of their own."""
-        arrays = () if self._manifest is None else self._manifest.arrays
+        arrays = () if self.manifest is None else self.manifest.arrays
         lost = [node for node, _, _ in arrays if node not in nodes]
-        if lost and not self._keys:
+        if lost and not self.keys:
             text = (
-                f"{len(lost)} array(s) of {self._location.url}/{MANIFEST_NAME} have no document "
+                f"{len(lost)} array(s) of {self.url}/{MANIFEST_NAME} have no document "
                 "but the root's, and their chunks were not verified: "
                 f"{', '.join(lost[:SHOWN_ARRAYS])}"
             )
@@ -346,22 +338,22 @@ class _Verification:
         self, top: Sequence[str], nodes: set[str], common_backend: object
     ) -> Iterator[_Job]:
         """Verification of the common state and of sharded objects; reports foreign files."""
-        if not self._keys:
+        if not self.keys:
             if "common.pt" in top:
                 yield _Job(0, partial(self._check_archive, "common.pt", "common-damaged"))
             elif self._is_ours and common_backend == "torch":
-                path = f"{self._location.url}/common.pt"
+                path = f"{self.url}/common.pt"
                 text = f"{path} is missing: the non-sharded part of the state is gone"
                 self._report("common-missing", text, "common.pt")
         entries = None
-        if self._listed is not None:
+        if self.listed is not None:
             entries = {
                 name: sorted({below.partition("/")[0] for below in self._names_below(name)})
                 for name in top
             }
-        is_old_layout = self._root is None and not self._root_is_damaged
+        is_old_layout = self.root is None and not self.root_is_damaged
         folders = {node.partition("/")[0] for node in nodes}
-        for beside in beside_arrays(self._location, top, folders, self._wants, entries):
+        for beside in beside_arrays(self.location, top, folders, self._wants, entries):
             yield from self._object_jobs(beside.name, beside.key, beside.objects)
             if beside.name.endswith(".sync") and is_old_layout:
                 continue  # a lock that Megatron-Core left behind
@@ -371,25 +363,25 @@ class _Verification:
             if not beside.entries:
                 self._foreign(beside.name)
         # Where no object of a key is left, only the commit tells that there were any.
-        for name in () if self._root is None else self._root.file_sums:
+        for name in () if self.root is None else self.root.file_sums:
             node, _, file = name.rpartition("/")
             key = key_of(node) or node
             place = object_place(file)
-            if place is None or name in self._seen or not self._wants(key):
+            if place is None or name in self.seen or not self._wants(key):
                 continue
-            if not self._location.exists(name):
+            if not self.location.exists(name):
                 self._object_missing(name, place[0], key)
 
     def _foreign(self, name: str) -> None:
-        text = f"{self._location.url}/{name} is no part of the checkpoint"
+        text = f"{self.url}/{name} is no part of the checkpoint"
         self._report("foreign", text, name, "note")
 
     def _object_jobs(self, node: str, key: str, files: Sequence[str]) -> list[_Job]:
         """Verification of a key's objects, and reports of those that their file names miss."""
         paths = [f"{node}/{file}" for file in files]
-        with self._lock:
-            self._result.objects += len(paths)
-            self._seen.update(paths)
+        with self.lock:
+            self.result.objects += len(paths)
+            self.seen.update(paths)
         places = {place for file in files if (place := object_place(file)) is not None}
         for shape in {shape for _, shape in places}:
             grid = Grid(shape, (1,) * len(shape))
@@ -402,16 +394,16 @@ class _Verification:
         return [_Job(0, partial(check, path)) for path in paths]
 
     def _object_missing(self, name: str, index: tuple[int, ...], key: str) -> None:
-        with self._lock:
-            if name in self._seen:
+        with self.lock:
+            if name in self.seen:
                 return
-            self._seen.add(name)
-        text = f"object {index} of key {key!r} is missing: {self._location.url}/{name}"
+            self.seen.add(name)
+        text = f"object {index} of key {key!r} is missing: {self.url}/{name}"
         self._report("object-missing", text, name, key=key)
 
     def _check_archive(self, name: str, kind: str, key: str | None = None) -> None:
         try:
-            data = self._location.read(name)
+            data = self.location.read(name)
             if not data:
                 raise ValueError("it is empty")
             if name.endswith(".json"):
@@ -422,12 +414,12 @@ class _Verification:
                 verify_archive(data)
         except (OSError, ValueError) as error:
             about = "" if key is None else f" (object of key {key!r})"
-            text = f"{self._location.url}/{name}{about} is damaged: {error}"
+            text = f"{self.url}/{name}{about} is damaged: {error}"
             self._report(kind, text, name, key=key)
             return
         try:
-            if not self._root_is_damaged:
-                self._stored.check_file(name, data)
+            if not self.root_is_damaged:
+                self.stored.check_file(name, data)
         except DamagedCheckpointError as error:
             self._report(kind, str(error), name, key=key)
 
@@ -445,32 +437,32 @@ class _Verification:
             size += read
             if problem is not None:
                 self._report_chunk(array, index, problem.kind, problem.text)
-        manifest = self._manifest
+        manifest = self.manifest
         checked = array.has_crc or (manifest is not None and manifest.first_row(array) is not None)
-        with self._lock:
-            self._result.chunks += last - first
-            self._result.bytes += size
-            self._result.unchecked += 0 if checked else last - first
-        if self._meter.add is not None:
-            self._meter.add((last - first) * array.chunk_bytes, last - first)
+        with self.lock:
+            self.result.chunks += last - first
+            self.result.bytes += size
+            self.result.unchecked += 0 if checked else last - first
+        if self.meter.add is not None:
+            self.meter.add((last - first) * array.chunk_bytes, last - first)
 
     def _report_chunk(self, array: ArrayMeta, index: tuple[int, ...], kind: str, text: str) -> None:
         name = f"{array.node}/{array.chunk_key(index)}"
-        rank = None if self._manifest is None else self._manifest.writer(array, index)
+        rank = None if self.manifest is None else self.manifest.writer(array, index)
         by = "" if rank is None else f", written by rank {rank}"
-        message = f"chunk {index} of key {array.key!r} {text}: {self._location.url}/{name}{by}"
+        message = f"chunk {index} of key {array.key!r} {text}: {self.url}/{name}{by}"
         self._report(f"chunk-{kind}", message, name, key=array.key, chunk=index, rank=rank)
 
     def _check_document(self, array: ArrayMeta, names: set[str]) -> None:
         """Compare an array's own document with the root's copy."""
-        root, name = self._root, f"{array.node}/{array.document_name}"
+        root, name = self.root, f"{array.node}/{array.document_name}"
         if root is None or (saved := root.texts.get(array.node)) is None:
             return
         if array.document_name not in names and not root.array_documents:
             return
-        about = f"{self._location.url}/{name} (key {array.key!r})"
+        about = f"{self.url}/{name} (key {array.key!r})"
         try:
-            data = self._location.read(name)
+            data = self.location.read(name)
             if data == saved and root.array_documents:
                 return
             own, copy = json.loads(data), json.loads(saved)
@@ -504,16 +496,21 @@ class _Verification:
         objects = sorted(name for name in others if object_place(name))
         _do_all(self._object_jobs(array.node, array.key, objects))
         for name in sorted(others.difference(objects, (".zattrs", ".zarray"))):
-            text = f"{self._location.url}/{array.node}/{name} is no chunk of key {array.key!r}"
+            text = f"{self.url}/{array.node}/{name} is no chunk of key {array.key!r}"
             self._report("foreign", text, f"{array.node}/{name}", "note", key=array.key)
 
     def _names_below(self, node: str) -> Iterable[str]:
         """Names of all files below a node, relative to it."""
-        if self._listed is None:
-            return _walk(self._location, node)
-        first = bisect_left(self._listed, f"{node}/")
-        last = bisect_left(self._listed, f"{node}0")  # "0" is the character after "/"
-        return (name[len(node) + 1 :] for name in self._listed[first:last])
+        if self.listed is not None:
+            first = bisect_left(self.listed, f"{node}/")
+            last = bisect_left(self.listed, f"{node}0")  # "0" is the character after "/"
+            return (name[len(node) + 1 :] for name in self.listed[first:last])
+        top = f"{self.url}/{node}"
+        return (
+            f"{folder}/{name}"[len(top) + 1 :]
+            for folder, _, names in os.walk(top)
+            for name in names
+        )
 
 
 def _do_all(jobs: Sequence[_Job]) -> None:
@@ -522,12 +519,3 @@ def _do_all(jobs: Sequence[_Job]) -> None:
             job.work()
     finally:
         free_scratch()
-
-
-def _walk(location: Location, node: str, prefix: str = "") -> Iterator[str]:
-    for name in location.listing(f"{node}/{prefix}".rstrip("/")):
-        is_chunk = "." in name or name.isdigit() or name == "c"
-        if (prefix or name == "c" or not is_chunk) and location.is_dir(f"{node}/{prefix}{name}"):
-            yield from _walk(location, node, f"{prefix}{name}/")
-        else:
-            yield f"{prefix}{name}"

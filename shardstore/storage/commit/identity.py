@@ -12,6 +12,7 @@ import json
 from typing import Any
 
 from shardstore.errors import CheckpointingException
+from shardstore.storage.format.names import key_of
 from shardstore.storage.stores.location import Location, store_errors
 
 __all__ = ["instead", "is_foreign_node", "node_type", "what_else"]
@@ -106,8 +107,11 @@ def _folder(location: Location) -> str | None:
     if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
         return f"it holds safetensors: {_convert(location)}"
     if node_type(location) == "array":
-        above = location.url.rpartition("/")[0]
-        return f"it is a single array: give the checkpoint, which may be {above}"
+        parent, _, node = location.url.rpartition("/")
+        key = key_of(node) or node
+        return (
+            f"it is a single array: give the checkpoint, which may be {parent}, and its key, {key}"
+        )
     if "zarr.json" in names and (other := what_else(location)):
         return f"it is {other}: open it with zarr"
     below = [name for name in names[:_MOST] if _is_checkpoint(location, name)]
