@@ -22,7 +22,12 @@ def main() -> None:
         sys.exit(f"{TARGET} exists: golden checkpoints are never written again")
     for layout in states.GOLDEN:
         subprocess.run(
-            [sys.executable, HERE / "megatron_ranks.py", "save", str(layout), TARGET / str(layout)],
+            [
+                sys.executable,
+                HERE / "megatron_ranks.py",
+                str(layout),
+                f"zarr={TARGET / str(layout)}",
+            ],
             check=True,
         )
         for empty_folder in [p for p in TARGET.rglob("*") if p.is_dir() and not any(p.iterdir())]:

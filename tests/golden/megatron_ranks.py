@@ -5,11 +5,11 @@ does not survive a fork.
 
 Runs inside the environment that scripts/megatron_env makes; knows nothing of this package::
 
-    python tests/golden/megatron_ranks.py save tp2dp2 DIRECTORY
-    python tests/golden/megatron_ranks.py load tp1dp4 DIRECTORY
-    python tests/golden/megatron_ranks.py save tp2dp1 DIRECTORY torch_dist
+    python tests/golden/megatron_ranks.py tp2dp2 zarr=DIRECTORY torch_dist=DIRECTORY
+    python tests/golden/megatron_ranks.py tp1dp4 load=DIRECTORY load=DIRECTORY
 
-``load`` compares every value, to the bit, and fails with the list of the differences.
+The name of a backend saves with it. ``load`` compares every value, to the bit, and fails with the
+list of the differences.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import states
 
 
-def one_rank(
-    rank: int, action: str, layout: states.Layout, checkpoint: str, meet: str, backend: str
-) -> None:
+def one_rank(rank: int, layout: states.Layout, actions: list[tuple[str, str]], meet: str) -> None:
     """What each rank does; ``meet`` is a file that the ranks find each other by."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -45,41 +43,53 @@ def one_rank(
     dist.init_process_group(
         "gloo", init_method=f"file://{meet}", rank=rank, world_size=layout.world_size
     )
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing import mapping
-
-    if action == "save":
-        dist_checkpointing.save(
-            states.build(mapping, layout, rank),
-            checkpoint,
-            sharded_strategy=(backend, 1),
-            content_metadata=states.CONTENT_METADATA,
-        )
-    else:
-        loaded = dist_checkpointing.load(
-            states.build(mapping, layout, rank, empty=True), checkpoint
-        )
-        found = dist_checkpointing.load_content_metadata(preloaded_state_dict=loaded)
-        loaded.pop("content_metadata", None)
-        lines = states.differences(loaded, states.expected(mapping, layout, rank))
-        lines += states.differences(found, states.CONTENT_METADATA, "content metadata")
-        if lines:
-            raise AssertionError(f"rank {rank} of {layout} read:\n" + "\n".join(lines))
-    dist.barrier()
+    for action, checkpoint in actions:
+        if action == "load":
+            load(rank, layout, checkpoint)
+        else:
+            save(rank, layout, checkpoint, action)
+        dist.barrier()
     dist.destroy_process_group()
 
 
+def save(rank: int, layout: states.Layout, checkpoint: str, backend: str) -> None:
+    """One rank's part of a save."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import mapping
+
+    dist_checkpointing.save(
+        states.build(mapping, layout, rank),
+        checkpoint,
+        sharded_strategy=(backend, 1),
+        content_metadata=states.CONTENT_METADATA,
+    )
+
+
+def load(rank: int, layout: states.Layout, checkpoint: str) -> None:
+    """One rank's part of a load, and its comparison."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import mapping
+
+    loaded = dist_checkpointing.load(states.build(mapping, layout, rank, empty=True), checkpoint)
+    found = dist_checkpointing.load_content_metadata(preloaded_state_dict=loaded)
+    loaded.pop("content_metadata", None)
+    lines = states.differences(loaded, states.expected(mapping, layout, rank))
+    lines += states.differences(found, states.CONTENT_METADATA, "content metadata")
+    if lines:
+        raise AssertionError(f"rank {rank} of {layout} read {checkpoint}:\n" + "\n".join(lines))
+
+
 def main() -> None:
-    """Command line: an action, a layout, a directory, and the backend to save with (zarr)."""
-    action, layout_text, checkpoint, *named = sys.argv[1:]
-    backend = named[0] if named else "zarr"
-    layout = states.Layout.parse(layout_text)
-    Path(checkpoint).mkdir(parents=True, exist_ok=True)
+    """Command line: a layout, and actions with the directory of each."""
+    layout = states.Layout.parse(sys.argv[1])
+    actions = [tuple(argument.split("=", 1)) for argument in sys.argv[2:]]
+    for _, checkpoint in actions:
+        Path(checkpoint).mkdir(parents=True, exist_ok=True)
     assert not {"megatron", "tensorstore"} & set(sys.modules)
     with tempfile.TemporaryDirectory() as scratch:
         mp.start_processes(
             one_rank,
-            (action, layout, checkpoint, f"{scratch}/meet", backend),
+            (layout, actions, f"{scratch}/meet"),
             nprocs=layout.world_size,
             start_method="fork",
         )

@@ -1,8 +1,4 @@
-"""Zarr v2 checkpoints of Megatron-Core, against the real thing: both read what the other wrote.
-
-The golden checkpoints need nothing but this package. The tests marked ``megatron`` start
-megatron-core 0.15.3 in its own environment, in processes of its own.
-"""
+"""Zarr v2 checkpoints of Megatron-Core: the golden ones are read, and ours are like them."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import hashlib
 import io
 import json
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -227,61 +222,12 @@ def test_a_tensor_without_axes_in_that_format(tmp_path: Path) -> None:
     assert states.differences(loaded["step"], torch.tensor(41)) == []
 
 
-# The real Megatron-Core
-
-
-@pytest.fixture(scope="module")
-def megatron() -> Path:
-    env_dir = ROOT / ".envs" / "megatron"
-    if not (env_dir / ".complete").exists():
-        pytest.skip("no environment with megatron-core 0.15.3: scripts/megatron_env makes it")
-    return env_dir / "bin" / "python"
-
-
-def run_megatron(python: Path, action: str, layout: str, checkpoint: Path) -> None:
-    script = ROOT / "tests" / "golden" / "megatron_ranks.py"
-    done = subprocess.run(
-        [python, "-W", "ignore", script, action, layout, checkpoint],
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-
-
-@pytest.mark.megatron
-@pytest.mark.parametrize(
-    ("written", "read"),
-    [
-        ("tp1dp1", "tp1dp1"),
-        ("tp2dp1", "tp1dp2"),
-        ("tp2dp2", "tp1dp1"),
-        ("tp1dp4", "tp2dp1"),
-        ("tp1dp1", "tp2dp2"),
-    ],
-)
-def test_megatron_reads_what_we_wrote(
-    tmp_path: Path, megatron: Path, written: str, read: str
-) -> None:
-    save_on(states.Layout.parse(written), tmp_path / "ours")
-    run_megatron(megatron, "load", read, tmp_path / "ours")
-
-
-@pytest.mark.megatron
-@pytest.mark.parametrize("written", ["tp1dp1", "tp1dp2"])
-def test_we_read_what_megatron_writes(tmp_path: Path, megatron: Path, written: str) -> None:
-    run_megatron(megatron, "save", written, tmp_path / "theirs")
-    for layout in (WHOLE, states.Layout(2, 1)):
-        assert load_on(layout, tmp_path / "theirs") == right_on(layout)
-
-
-@pytest.mark.megatron
-def test_megatron_fails_on_other_values(tmp_path: Path, megatron: Path) -> None:
-    """The comparison on that side does compare: one changed byte, and it says so."""
+def test_the_comparison_sees_one_changed_byte(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / "tp1dp1", tmp_path / "changed")
     chunk = tmp_path / "changed" / "final_norm.weight" / "0"
     content = bytearray(chunk.read_bytes())
     content[3] ^= 1
     chunk.write_bytes(content)
-    with pytest.raises(AssertionError, match=r"final_norm\.weight"):
-        run_megatron(megatron, "load", "tp1dp1", tmp_path / "changed")
+    (found,) = load_on(WHOLE, tmp_path / "changed")
+    assert len(found) == 1
+    assert "final_norm.weight" in found[0]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import pickle
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -91,64 +89,6 @@ def test_metadata_lists_tensors_in_their_own_shape_and_objects(ours: Path) -> No
         found = load_sharded_metadata(place)
         assert found["optimizer.exp_avg.embedding.weight"].global_shape == (12, 6)
         assert "objects.rng/shard_1_2" in found
-
-
-@pytest.fixture(scope="session")
-def megatron() -> Path:
-    python = ROOT / ".envs" / "megatron" / "bin" / "python"
-    ready = (
-        python.is_file()
-        and not subprocess.run(
-            [python, "-c", "import psutil"], capture_output=True, check=False
-        ).returncode
-    )
-    if not ready:
-        pytest.skip("no environment with megatron-core and psutil: scripts/megatron_env makes it")
-    return python
-
-
-def run_megatron(python: Path, *arguments: str, newest: bool = False) -> None:
-    script = ROOT / "tests" / "golden" / "megatron_ranks.py"
-    command = [str(python), str(script), *arguments]
-    environment = dict(os.environ)
-    if newest:
-        where = python.parents[1] / "newest"
-        assert any(where.glob("megatron_core-*.dist-info")), "scripts/megatron_env installs it"
-        environment["PYTHONPATH"] = str(where)
-    run = subprocess.run(
-        command, capture_output=True, text=True, timeout=240, check=False, env=environment
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-
-
-@pytest.mark.megatron
-@pytest.mark.parametrize("read", ["tp1dp2", "tp2dp1"])
-def test_megatron_reads_what_we_wrote(ours: Path, megatron: Path, read: str) -> None:
-    run_megatron(megatron, "load", read, str(ours))
-
-
-@pytest.mark.megatron
-def test_we_read_what_megatron_writes(tmp_path: Path, megatron: Path) -> None:
-    run_megatron(megatron, "save", "tp2dp2", str(tmp_path / "theirs"), "torch_dist")
-    assert load_rank(0, 1, WHOLE, tmp_path / "theirs") == []
-
-
-@pytest.mark.megatron
-def test_the_present_megatron_reads_what_we_wrote(tmp_path: Path, megatron: Path) -> None:
-    """The present one has no flattened ranges any more."""
-    path = tmp_path / "ours"
-    run_ranks(save_rank, 4, states.Layout(2, 2, flat=False), path)
-    for read in ("tp1dp2-whole", "tp2dp1-whole"):
-        run_megatron(megatron, "load", read, str(path), newest=True)
-
-
-@pytest.mark.megatron
-def test_we_read_what_the_present_megatron_writes(tmp_path: Path, megatron: Path) -> None:
-    path = tmp_path / "theirs"
-    run_megatron(megatron, "save", "tp2dp2-whole", str(path), "torch_dist", newest=True)
-    for layout in (states.Layout(1, 1, flat=False), states.Layout(2, 1, flat=False)):
-        found = run_ranks(load_everything, layout.world_size, [(str(layout), path)])
-        assert not any(found)
 
 
 # -- what must not happen --------------------------------------------------------------------------

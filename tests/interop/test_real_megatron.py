@@ -1,0 +1,110 @@
+"""Checkpoints exchanged with the real Megatron-Core in both of its formats, to the bit.
+
+megatron-core 0.15.3 and the present one run in an environment of their own. Each start of theirs
+loads everything that was written here for it, and saves.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardstore
+from shardstore import mapping
+from tests.golden import states
+from tests.helpers.ranks_helper import run_ranks
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore")]
+Cases = list[tuple[states.Layout, str, Path]]
+"""A layout, a backend (for a save) and a place."""
+
+
+def save_rank(rank: int, world_size: int, cases: Cases) -> None:
+    for layout, backend, place in cases:
+        shardstore.save(
+            states.build(mapping, layout, rank),
+            place,
+            sharded_strategy=(backend, 1),
+            content_metadata=states.CONTENT_METADATA,
+        )
+
+
+def load_rank(rank: int, world_size: int, cases: Cases) -> list[str]:
+    """What this rank read wrongly."""
+    wrong = []
+    for layout, _, place in cases:
+        with torch.serialization.safe_globals([io.BytesIO]):
+            loaded = shardstore.load(states.build(mapping, layout, rank, empty=True), place)
+        assert loaded.pop("content_metadata") == states.CONTENT_METADATA
+        wrong += states.differences(loaded, states.expected(mapping, layout, rank))
+    return wrong
+
+
+@pytest.fixture(scope="module")
+def python() -> Path:
+    found = ROOT / ".envs" / "megatron" / "bin" / "python"
+    probe = [found, "-c", "import psutil"]
+    if not found.is_file() or subprocess.run(probe, capture_output=True, check=False).returncode:
+        pytest.skip("no environment with megatron-core and psutil: scripts/megatron_env makes it")
+    return found
+
+
+def run_megatron(python: Path, layout: str, *actions: str, newest: bool = False) -> None:
+    environment = dict(os.environ)
+    if newest:
+        where = python.parents[1] / "newest"
+        assert any(where.glob("megatron_core-*.dist-info")), "scripts/megatron_env installs it"
+        environment["PYTHONPATH"] = str(where)
+    done = subprocess.run(
+        [python, "-W", "ignore", ROOT / "tests/golden/megatron_ranks.py", layout, *actions],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of checkpoints, written by 1, 2 and 4 ranks."""
+    folder = tmp_path_factory.mktemp("ours")
+    for world, layouts in ((1, ["tp1dp1"]), (2, ["tp2dp1"]), (4, ["tp2dp2", "tp1dp4"])):
+        cases = [(states.Layout.parse(name), "zarr", folder / name) for name in layouts]
+        if world == 4:
+            cases.append((states.Layout(2, 2), "torch_dist", folder / "torch_dist"))
+            cases.append((states.Layout(2, 2, flat=False), "torch_dist", folder / "whole"))
+        run_ranks(save_rank, world, cases)
+    return folder
+
+
+@pytest.mark.parametrize("layout", ["tp1dp2", "tp2dp1"])
+def test_both_read_what_the_other_wrote(
+    tmp_path: Path, ours: Path, python: Path, layout: str
+) -> None:
+    read = [f"load={place}" for place in ours.iterdir() if place.name != "whole"]
+    backends = ("zarr", "torch_dist")
+    theirs = [tmp_path / backend for backend in backends]
+    written = [f"{place.name}={place}" for place in theirs]
+    run_megatron(python, layout, *read, *written)
+    for wanted in (states.Layout(1, 1), states.Layout(2, 1)):
+        cases = [(wanted, "", place) for place in theirs]
+        assert not any(run_ranks(load_rank, wanted.world_size, cases))
+
+
+def test_the_present_one_and_we_read_what_the_other_wrote(
+    tmp_path: Path, ours: Path, python: Path
+) -> None:
+    """The present one has no flattened ranges and no zarr any more."""
+    theirs = tmp_path / "theirs"
+    actions = [f"load={ours / 'whole'}", f"torch_dist={theirs}"]
+    run_megatron(python, "tp2dp1-whole", *actions, newest=True)
+    for layout in (states.Layout(1, 1, flat=False), states.Layout(1, 2, flat=False)):
+        assert not any(run_ranks(load_rank, layout.world_size, [(layout, "", theirs)]))
