@@ -8,8 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import os
-import subprocess
-import sys
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,6 +49,7 @@ from shardstore.errors import (
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
 from tests.helpers import dtensor_states
+from tests.helpers.programs import run_forked
 from tests.helpers.ranks_helper import run_ranks
 from tests.helpers.scenarios import raised, remains, run_scenarios
 
@@ -508,17 +508,9 @@ def test_dcp_reads_what_our_own_save_wrote(saved: Path) -> None:
 
 
 def test_dcp_saves_in_a_process_of_its_own(tmp_path: Path) -> None:
-    program = Path(__file__).parents[1] / "helpers" / "dcp_in_a_process.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-    ended = subprocess.run(
-        [*command, str(program), str(tmp_path)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    program = tmp_path / "program.py"
+    shutil.copy(Path(__file__).parents[1] / "helpers" / "dcp_in_a_process.py", program)
+    ended = run_forked(program, 2, {}, str(tmp_path))
     assert ended.returncode == 0, ended.stderr[-3000:]
     for step in range(2):
         group = zarr.open_group(str(tmp_path / f"{step}"), mode="r")

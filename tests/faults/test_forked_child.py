@@ -7,14 +7,14 @@ All forks are in programs of their own: TensorStore does not survive one.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
 import shardstore
+from tests.helpers.programs import run_forked
 
 SAVES = """
 import multiprocessing, os, signal, sys, threading
@@ -213,25 +213,19 @@ def test_its_memory_is_collected(tmp_path: Path, collector: str, found: str) -> 
     assert run(COLLECTS, tmp_path, collector) == found
 
 
+# Python 3.12 and later warn of any fork beside a thread.
+QUIET = """
+import warnings
+warnings.simplefilter("ignore", DeprecationWarning)
+"""
+
+
 def run(program: str, folder: Path, *arguments: str) -> str:
     """What a program printed that is given a folder, and nothing else."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    ended = subprocess.run(
-        # Python 3.12 and later warn of any fork beside a thread.
-        [
-            sys.executable,
-            "-W",
-            "ignore::DeprecationWarning",
-            "-c",
-            program,
-            str(folder),
-            *arguments,
-        ],
-        env=environment,
-        timeout=120,
-        capture_output=True,
-        text=True,
-    )
+    with tempfile.TemporaryDirectory() as beside:
+        file = Path(beside, "program.py")
+        file.write_text(QUIET + program)
+        ended = run_forked(file, 1, {}, str(folder), *arguments)
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr == ""
     return ended.stdout

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import shardstore
+from shardstore.convert import Progress, convert
+from tests.helpers.rank_server import start
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -40,15 +43,27 @@ def some_tensors() -> dict[str, torch.Tensor]:
     }
 
 
-KILLED = """
-import os, sys
-from shardstore.convert import convert
-seen = []
-def stop(progress):
-    seen.append(progress)
-    if len(seen) == 4:
-        os._exit(9)
-convert(sys.argv[1], sys.argv[2], target_format=sys.argv[3], memory_budget=200_000,
-        file_bytes=int(sys.argv[4]), progress=stop)
-"""
-"""Takes source, target, its format and the size of files; dies after its fourth batch."""
+def killed_conversion(source: str, target: str, target_format: str, file_bytes: int) -> int:
+    """The exit code of a process that converts and dies after its fourth batch."""
+    (process,) = start([(_convert_and_die, (source, target, target_format, file_bytes))])
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+def _convert_and_die(source: str, target: str, target_format: str, file_bytes: int) -> None:
+    seen = []
+
+    def stop(progress: Progress) -> None:
+        seen.append(progress)
+        if len(seen) == 4:
+            os._exit(9)
+
+    convert(
+        source,
+        target,
+        target_format=target_format,
+        memory_budget=200_000,
+        file_bytes=file_bytes,
+        progress=stop,
+    )

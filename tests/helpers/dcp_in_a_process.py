@@ -1,5 +1,5 @@
-"""A trainer of two ranks that saves through DCP's background process: run by torchrun, see
-test_torch_state.py. DCP's process is spawned, so this has to be a program of its own."""
+"""A trainer of two ranks that saves through DCP's background process, see test_torch_state.py.
+DCP's process is spawned, so this has to be a program of its own."""
 
 from __future__ import annotations
 

@@ -185,17 +185,16 @@ class StoreTests:
         with pytest.raises(ChunkCorruptError, match="not the chunk that was committed"):
             shardstore.load({"w": tensor("w", out)}, url, storage_options=options)
 
-    @pytest.mark.parametrize("seed", range(3))
-    def test_any_layout_saved_and_any_other_loaded(self, place: Place, seed: int) -> None:
+    def test_any_layout_saved_and_any_other_loaded(self, place: Place) -> None:
         @settings(
-            max_examples=settings.default.max_examples // 5,
+            max_examples=settings.default.max_examples // 3,
             derandomize=True,
             database=None,
             suppress_health_check=list(HealthCheck),
         )
         @given(st.randoms(use_true_random=False), st.integers(0, 10**9))
         def check(rng: random.Random, number: int) -> None:
-            url, options = place(f"any-{seed}-{number}")
+            url, options = place(f"any-{number}")
             whole = layouts.random_tensor(
                 layouts.random_shape(rng), rng.choice(layouts.DTYPES), rng
             )

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
-import sys
 import tempfile
 import tracemalloc
 from pathlib import Path
@@ -36,7 +34,7 @@ from shardstore.errors import (
 )
 from shardstore.serialization import load_sharded_metadata
 from tests.golden import states
-from tests.helpers.conversions import KILLED, same, some_tensors, tensors_of
+from tests.helpers.conversions import killed_conversion, same, some_tensors, tensors_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -47,7 +45,6 @@ GOLDENS = [
     "megatron-core-0.15.3-torch_dist/tp2dp1",
     "megatron-core-0.15.3-torch_dist/tp1dp2",
 ]
-FILE_BYTES = str(DEFAULT_FILE_BYTES)
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.uint8]
 
 
@@ -184,8 +181,7 @@ def test_a_killed_conversion_goes_on(tmp_path: Path, target_format: str) -> None
     tensors = {f"t{i}": torch.rand(200, 200, generator=generator) for i in range(8)}
     save_file(tensors, tmp_path / "m.safetensors")
     arguments = [str(tmp_path / "m.safetensors"), str(tmp_path / "c"), target_format]
-    run = subprocess.run([sys.executable, "-c", KILLED, *arguments, FILE_BYTES], check=False)
-    assert run.returncode == 9
+    assert killed_conversion(*arguments, DEFAULT_FILE_BYTES) == 9
     assert not (tmp_path / "c").exists()
     # The last line of the journal was cut short, and something was half written.
     journal = tmp_path / ".c.convert.journal"

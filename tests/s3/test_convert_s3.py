@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ from shardstore.errors import (
 )
 from shardstore.storage.stores.location import Location
 from tests.helpers.cli_checkpoints import Cli
-from tests.helpers.conversions import KILLED, same, some_tensors, tensors_of
+from tests.helpers.conversions import killed_conversion, same, some_tensors, tensors_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -163,9 +161,7 @@ def test_a_killed_conversion_goes_on(bucket: str, tmp_path: Path, target_format:
     tensors = {f"t{i}": torch.rand(200, 200, generator=generator) for i in range(8)}
     save_file(tensors, tmp_path / "m.safetensors")
     source, target = str(tmp_path / "m.safetensors"), f"{bucket}/c"
-    arguments = [source, target, target_format, "250000"]
-    run = subprocess.run([sys.executable, "-c", KILLED, *arguments], check=False)
-    assert run.returncode == 9
+    assert killed_conversion(source, target, target_format, 250_000) == 9
     with pytest.raises((NotACheckpointError, CheckpointingException)):
         convert(target, tmp_path / "early")
     options: dict[str, Any] = {"target_format": target_format, "file_bytes": 250_000}
@@ -180,10 +176,7 @@ def test_a_save_that_came_between_is_not_mixed_with(bucket: str, tmp_path: Path)
     tensors = {f"t{i}": torch.rand(200, 200) for i in range(8)}
     save_file(tensors, tmp_path / "m.safetensors")
     source, target = str(tmp_path / "m.safetensors"), f"{bucket}/c"
-    run = subprocess.run(
-        [sys.executable, "-c", KILLED, source, target, "shardstore", "250000"], check=False
-    )
-    assert run.returncode == 9
+    assert killed_conversion(source, target, "shardstore", 250_000) == 9
     shardstore.save(shardstore.shard({"t0": torch.zeros(200, 200)}), target)
     with pytest.raises(CheckpointExistsError):
         convert(source, target, memory_budget=200_000, file_bytes=250_000)

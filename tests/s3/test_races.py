@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import shardstore
-from scripts.s3_servers import EmbeddedServer, S3Server, radosgw
+from scripts.s3_servers import S3Server, embedded_server, radosgw
 from shardstore.errors import CheckpointingException, ChunkCorruptError, StorageError
 from shardstore.storage.commit import objects as object_commit
 from shardstore.storage.stores.location import Location
@@ -23,7 +23,7 @@ from tests.helpers.ranks_helper import run_ranks
 from tests.helpers.s3_checkpoints import Run
 from tests.helpers.s3_proxy import Fault, FaultProxy
 
-COMMITTERS = 32
+COMMITTERS = 16
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
@@ -194,12 +194,14 @@ def test_a_store_that_ignores_conditions_is_refused_or_taken_as_it_is(s3_server:
         assert run.version(1) == 1
 
 
-@pytest.fixture(params=["embedded", "radosgw"])
-def mortal(request: pytest.FixtureRequest) -> Iterator[tuple[S3Server, Any, Any]]:
+@pytest.fixture(scope="module", params=["embedded", "radosgw"])
+def mortal(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[S3Server, Any, Any]]:
     """A server that no other test uses, how to kill it, how to start it again."""
     if request.param == "embedded":
-        own: EmbeddedServer = request.getfixturevalue("own_s3_server")
-        yield own.server, own.kill, own.start
+        with embedded_server(tmp_path_factory.mktemp("mortal")) as own:
+            yield own.server, own.kill, own.start
         return
     request.getfixturevalue("radosgw_server")
     if os.getuid() != 0:

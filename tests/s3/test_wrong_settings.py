@@ -164,11 +164,14 @@ print("arguments:", open("/proc/self/cmdline").read())
 """
 
 
-@pytest.mark.parametrize("how", ["options", "environment"])
+@pytest.mark.parametrize(
+    ("fixture", "how"), [("s3_server", "options"), ("radosgw_server", "environment")]
+)
 def test_credentials_are_in_nothing_written_printed_or_logged(
-    any_s3_server: S3Server, tmp_path: Path, how: str
+    request: pytest.FixtureRequest, tmp_path: Path, fixture: str, how: str
 ) -> None:
-    server, bucket = any_s3_server, any_s3_server.new_bucket()
+    server: S3Server = request.getfixturevalue(fixture)
+    bucket = server.new_bucket()
     about = {"bucket": bucket, "options": server.storage_options if how == "options" else {}}
     environment = {k: v for k, v in os.environ.items() if not k.startswith("AWS_")}
     environment |= {"TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}

@@ -6,11 +6,8 @@ import importlib
 import inspect
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-import shardstore
 
 # module -> name -> parameters ("name" or "name=default"), None for data and classes without their
 # own.
@@ -213,29 +210,3 @@ def test_pickles_name_the_public_module(module: str, name: str) -> None:
     """Pickles and allow-lists of classes go by the name of the module, wherever the code lies."""
     found = getattr(importlib.import_module(f"shardstore.{module}"), name)
     assert (found.__module__, found.__qualname__) == (f"shardstore.{module}", name)
-
-
-def test_each_module_can_be_imported_first() -> None:
-    """No module leans on another one having been imported before it."""
-    folder = Path(shardstore.__file__).parent
-    names = [
-        ".".join(path.relative_to(folder.parent).with_suffix("").parts)
-        for path in sorted(folder.glob("*.py")) + sorted(folder.glob("strategies/*.py"))
-        if path.stem not in ("__init__", "__main__")
-    ]
-    assert "shardstore.mapping" in names
-    program = (
-        "import importlib, sys\n"
-        "import torch, numpy, zarr, tensorstore, fsspec, ml_dtypes\n"
-        "failed = []\n"
-        "for name in sys.argv[1:]:\n"
-        "    for known in [m for m in sys.modules if m.startswith('shardstore')]:\n"
-        "        del sys.modules[known]\n"
-        "    try:\n"
-        "        importlib.import_module(name)\n"
-        "    except Exception as error:\n"
-        "        failed.append(f'{name}: {error!r}')\n"
-        "assert not failed, failed\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program, *names], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

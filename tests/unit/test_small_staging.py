@@ -44,8 +44,9 @@ def test_a_ring_of_few_chunks(
     assert all(torch.equal(loaded[key], value) for key, value in tensors.items())
 
 
-@pytest.mark.parametrize("largest", [1, 40])
-@pytest.mark.parametrize("how", ["blosc", "base", "plain"])
+@pytest.mark.parametrize(
+    ("how", "largest"), [("plain", 1), ("plain", 40), ("blosc", 40), ("base", 40)]
+)
 def test_many_chunks_of_odd_sizes(how: str, largest: int, tmp_path: Path) -> None:
     """An optimizer's step counters: in the ring each takes more than it has."""
     tensors = {f"v{i}": torch.full((1 + i % largest,), float(i)) for i in range(3000)}
