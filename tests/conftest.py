@@ -27,7 +27,19 @@ settings.register_profile("long", deadline=None, max_examples=300)
 settings.load_profile("long" if ALL else "short")
 
 # Begun first where files run side by side, or all others would be done long before them.
-LONG = ("interop/test_readme.py", "distributed/test_quickstart.py", "s3/test_races.py")
+LONG = (
+    "distributed/test_quickstart.py",
+    "interop/test_readme.py",
+    "interop/test_trainers.py",
+    "s3/test_races.py",
+    "s3/test_save_faults.py",
+    "s3/test_stores.py",
+    "s3/test_object_planes.py",
+    "s3/test_wrong_settings.py",
+    "interop/test_real_megatron.py",
+    "distributed/test_async_save.py",
+    "s3/test_convert_s3.py",
+)
 
 NO_RADOSGW = "no Ceph gateway runs here: scripts/s3_server start brings one up (Debian, as root)"
 

@@ -23,6 +23,9 @@ from botocore.exceptions import (
 from scripts.s3_servers import S3Server
 from tests.helpers.s3_proxy import Fault, FaultProxy
 
+# What other tests rest on; a release asks it too.
+pytestmark = pytest.mark.long
+
 BODY = bytes(range(256)) * 4096  # 1 MiB
 
 

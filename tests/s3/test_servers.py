@@ -12,6 +12,9 @@ from scripts.s3_servers import EmbeddedServer, S3Server, answers
 
 WRITERS = 32
 
+# What other tests rest on; a release asks it too.
+pytestmark = pytest.mark.long
+
 
 def test_one_of_racing_creators_wins(any_s3_server: S3Server) -> None:
     client = any_s3_server.client()
