@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zarr
@@ -46,32 +47,24 @@ def run(python: Path, program: str, *arguments: object, **environment: str) -> N
     assert ended.returncode == 0, ended.stderr[-20000:]
 
 
-def whole(place: Path) -> bool:
-    return verify(StoredCheckpoint(Location.of(place)), lambda finding: None).ok
+def whole(place: str | Path, **options: Any) -> bool:
+    return verify(StoredCheckpoint(Location.of(place, **options)), lambda finding: None).ok
 
 
-def test_torchtitan(python: Path, tmp_path: Path) -> None:
-    run(python, "titan.py", tmp_path, "async")
-    folder = tmp_path / "checkpoint"
-    steps = {path.name for path in folder.iterdir()}
-    assert "step-2" not in steps  # its own retention removed it
-    assert {"step-6", "step-8"} <= steps
-    for step in steps:
-        assert whole(folder / step)
-        group = zarr.open_group(folder / step, mode="r")
-        assert group["0.weight"].shape == (10, 6)
-
-
-def test_torchtitan_on_s3(python: Path, s3_server: S3Server) -> None:
-    folder = f"s3://{s3_server.new_bucket()}/run"
-    run(python, "titan.py", folder, "disabled", **s3_server.environment)
-    options = s3_server.storage_options
-    assert shardstore.latest(f"{folder}/checkpoint", storage_options=options) == (
-        f"{folder}/checkpoint/step-8"
-    )
-    assert "step-2" not in Location.of(f"{folder}/checkpoint", **options).listing()
-    place = Location.of(f"{folder}/checkpoint/step-8", **options)
-    assert verify(StoredCheckpoint(place), lambda finding: None).ok
+def test_torchtitan(python: Path, tmp_path: Path, s3_server: S3Server) -> None:
+    """On disk in the background, in a store in the foreground."""
+    url = f"s3://{s3_server.new_bucket()}/run"
+    run(python, "titan.py", tmp_path, "async", url, "disabled", **s3_server.environment)
+    for root, options in ((str(tmp_path), {}), (url, s3_server.storage_options)):
+        folder = Location.of(f"{root}/checkpoint", **options)
+        assert shardstore.latest(folder.url, storage_options=options) == f"{folder.url}/step-8"
+        steps = set(folder.listing())
+        assert "step-2" not in steps  # its own retention removed it
+        assert {"step-6", "step-8"} <= steps
+        for step in steps:
+            assert whole(f"{folder.url}/{step}", **options)
+    group = zarr.open_group(tmp_path / "checkpoint" / "step-8", mode="r")
+    assert group["0.weight"].shape == (10, 6)
 
 
 def test_lightning_fabric(python: Path, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """torchtitan's checkpoint manager: trains, saves, purges; a second run finds the latest step.
 
-torchrun --nproc-per-node=2 titan.py FOLDER MODE
+torchrun --nproc-per-node=2 titan.py FOLDER MODE [FOLDER MODE ...]
 """
 
 from __future__ import annotations
@@ -84,11 +84,8 @@ class Run:
         return [*found, torch.tensor(rates), torch.tensor(self.progress.step), self.progress.tokens]
 
 
-def main() -> None:
+def train_and_resume(folder: str, mode: str) -> None:
     """Train, and resume as torchtitan does after a failure: by its folder alone."""
-    folder, mode = sys.argv[1:]
-    shardstore.dcp.install()
-    dist.init_process_group("gloo")
     first = Run(folder, mode, seed=0)
     first.train(STEPS)
     first.manager.maybe_wait_for_saving()
@@ -105,6 +102,14 @@ def main() -> None:
     second.manager.close()
     assert second.progress.step == STEPS + 1
     dist.barrier()
+
+
+def main() -> None:
+    """One run after the other."""
+    shardstore.dcp.install()
+    dist.init_process_group("gloo")
+    for folder, mode in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+        train_and_resume(folder, mode)
     dist.destroy_process_group()
 
 
