@@ -20,7 +20,7 @@ from shardstore.storage.movers.checksums import crc32c, read_chunk
 from shardstore.storage.movers.counters import counters
 
 compiled = pytest.mark.skipif(
-    not checksums.COMPILED, reason="no compiler at the installation, or not Linux on x86-64"
+    not checksums.COMPILED, reason="no compiler at the installation, or no AVX-512"
 )
 
 
@@ -29,14 +29,8 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "plain":
         monkeypatch.setattr(files, "read_chunk", lambda *_: None)
     elif not checksums.COMPILED:
-        pytest.skip("no compiler at the installation, or not Linux on x86-64")
+        pytest.skip("no compiler at the installation, or no AVX-512")
     return str(request.param)
-
-
-def kernels() -> list[str]:
-    from shardstore.storage.movers import _copy_crc
-
-    return _copy_crc.KERNELS
 
 
 def aligned(shape: tuple[int, ...], dtype: str, at: int = 0) -> NDArray[Any]:
@@ -59,22 +53,20 @@ def write_chunk(path: Path, values: NDArray[Any]) -> int:
 @given(
     st.one_of(st.integers(0, 3000), st.integers(0, 600_000)),  # less and more than one read
     st.integers(0, 70),
-    st.data(),
 )
-def test_kernels_copy_and_compute_the_checksum(
-    tmp_path_factory: pytest.TempPathFactory, size: int, target_at: int, data: st.DataObject
+def test_bytes_are_copied_and_checksummed(
+    tmp_path_factory: pytest.TempPathFactory, size: int, target_at: int
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "chunk"
     values = np.random.default_rng(size).integers(0, 256, size, np.uint8)
     crc = write_chunk(path, values)
-    kernel = data.draw(st.sampled_from(kernels()))
     memory = np.zeros(target_at + size + 64, np.uint8)
     target = memory[target_at : target_at + size]
-    assert read_chunk(str(path), size, target, kernel) == (crc, crc)
+    assert read_chunk(str(path), size, target) == (crc, crc)
     assert (target == values).all()
     target[...] = 0
     assert not memory.any()  # nothing was written beside it
-    assert read_chunk(str(path), size, None, kernel) == (crc, crc)
+    assert read_chunk(str(path), size) == (crc, crc)
 
 
 @compiled
@@ -84,24 +76,21 @@ def test_kernels_copy_and_compute_the_checksum(
     st.sampled_from([1, 16, 63, 64, 128, 320, 20_000]),
     st.sampled_from([0, 16, 64, 192]),
     st.sampled_from([0, 16]),
-    st.data(),
 )
-def test_kernels_spread_over_rows(
+def test_bytes_are_spread_over_rows(
     tmp_path_factory: pytest.TempPathFactory,
     planes: int,
     rows: int,
     run: int,
     gap: int,
     at: int,
-    data: st.DataObject,
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "chunk"
-    kernel = data.draw(st.sampled_from(kernels()))
     values = np.random.default_rng(run).integers(1, 256, (planes, rows, run), np.uint8)
     crc = write_chunk(path, values)
     memory = aligned((planes, rows, run + gap), "u1", at)
     target = memory[:, :, :run]
-    assert read_chunk(str(path), values.nbytes, target, kernel) == (crc, crc)
+    assert read_chunk(str(path), values.nbytes, target) == (crc, crc)
     assert (target == values).all()
     target[...] = 0
     assert not memory.any()  # nothing was written beside it
@@ -113,8 +102,6 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     write_chunk(path, np.zeros(3, np.uint8))
     with pytest.raises(ValueError, match="3 bytes do not go into 2"):
         read_chunk(str(path), 3, bytearray(2))
-    with pytest.raises(ValueError, match="no kernel sse17"):
-        read_chunk(str(path), 3, bytearray(3), "sse17")
     with pytest.raises(BufferError):
         read_chunk(str(path), 3, b"abc")
     with pytest.raises(ValueError, match="null"):

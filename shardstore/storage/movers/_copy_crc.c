@@ -18,6 +18,7 @@
 #error "only for Linux on x86-64; the package works without this module"
 #endif
 
+#include <errno.h>
 #include <fcntl.h>
 #include <immintrin.h>
 #include <stdint.h>
@@ -26,24 +27,20 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-#define WITH_CRC __attribute__((target("sse4.2,pclmul")))
+#define WITH_CRC __attribute__((target("sse4.2")))
 #define WITH_WIDE __attribute__((target("avx512f,avx512vl,avx512bw,vpclmulqdq,pclmul,sse4.2")))
 #define INLINE static inline __attribute__((always_inline))
 
 enum { CRC_BYTES = 4, LINE = 64, AHEAD = 2048 /* distance of prefetches */ };
-enum { WIDE_BLOCK = 4 * 64, NARROW_BLOCK = 8 * 16 }; /* bytes that a kernel folds at a time */
+enum { BLOCK = 4 * LINE }; /* bytes that are folded at a time */
 enum {
     PIECE_BYTES = 256 * 1024, /* read at a time: a part of the second-level cache */
+    PROBED_FROM = 128 * 1024, /* smaller files are read wherever they are */
     STEP_BYTES = 16 * 1024,   /* checksummed, then copied to rows: a part of the first-level cache */
 };
 
 /* Factors of the lower and the upper half of 128 bits that move on by one block. */
-struct factors {
-    uint64_t low, high;
-};
-
-/* Folds whole blocks, at least one, and copies them to `to`, a multiple of LINE, unless it is NULL. */
-typedef uint32_t kernel_fn(struct factors by, uint32_t crc, uint8_t *to, const uint8_t *from, size_t bytes);
+static uint64_t by_low, by_high;
 
 /* x to the power n modulo the Castagnoli polynomial, bits reflected. */
 static uint64_t power_of_x(unsigned n)
@@ -69,13 +66,13 @@ WITH_CRC static uint32_t carry(uint32_t crc, const uint8_t *from, size_t bytes)
     return crc;
 }
 
-WITH_WIDE INLINE uint32_t fold_wide(struct factors by, uint32_t crc, uint8_t *to, const uint8_t *from,
-                                    size_t bytes)
+/* Folds whole blocks, at least one, and copies them to `to`, a multiple of LINE, unless it is NULL. */
+WITH_WIDE INLINE uint32_t fold_blocks(uint32_t crc, uint8_t *to, const uint8_t *from, size_t bytes)
 {
-    enum { LANES = WIDE_BLOCK / 64 };
-    const __m512i factor = _mm512_broadcast_i32x4(_mm_set_epi64x((long long)by.high, (long long)by.low));
+    enum { LANES = BLOCK / LINE };
+    const __m512i factor = _mm512_broadcast_i32x4(_mm_set_epi64x((long long)by_high, (long long)by_low));
     __m512i state[LANES];
-    uint8_t rest[WIDE_BLOCK];
+    uint8_t rest[BLOCK];
 
 #pragma GCC unroll 4
     for (int i = 0; i < LANES; i++) {
@@ -84,7 +81,7 @@ WITH_WIDE INLINE uint32_t fold_wide(struct factors by, uint32_t crc, uint8_t *to
             _mm512_stream_si512((__m512i *)(to + 64 * i), state[i]);
     }
     state[0] = _mm512_xor_si512(state[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128((int)crc)));
-    for (size_t at = WIDE_BLOCK; at < bytes; at += WIDE_BLOCK) {
+    for (size_t at = BLOCK; at < bytes; at += BLOCK) {
 #pragma GCC unroll 4
         for (int i = 0; i < LANES; i++) {
             const uint8_t *source = from + at + 64 * i;
@@ -100,80 +97,17 @@ WITH_WIDE INLINE uint32_t fold_wide(struct factors by, uint32_t crc, uint8_t *to
 #pragma GCC unroll 4
     for (int i = 0; i < LANES; i++)
         _mm512_storeu_si512(rest + 64 * i, state[i]);
-    return carry(0, rest, WIDE_BLOCK);
+    return carry(0, rest, BLOCK);
 }
 
-WITH_CRC INLINE uint32_t fold_narrow(struct factors by, uint32_t crc, uint8_t *to, const uint8_t *from,
-                                     size_t bytes)
+/* Twice: with the copy, and without it. */
+WITH_WIDE static uint32_t fold(uint32_t crc, uint8_t *to, const uint8_t *from, size_t bytes)
 {
-    enum { LANES = NARROW_BLOCK / 16 };
-    const __m128i factor = _mm_set_epi64x((long long)by.high, (long long)by.low);
-    __m128i state[LANES];
-    uint8_t rest[NARROW_BLOCK];
-
-#pragma GCC unroll 8
-    for (int i = 0; i < LANES; i++) {
-        state[i] = _mm_loadu_si128((const __m128i *)(from + 16 * i));
-        if (to)
-            _mm_stream_si128((__m128i *)(to + 16 * i), state[i]);
-    }
-    state[0] = _mm_xor_si128(state[0], _mm_cvtsi32_si128((int)crc));
-    for (size_t at = NARROW_BLOCK; at < bytes; at += NARROW_BLOCK) {
-        _mm_prefetch((const char *)from + at + AHEAD, _MM_HINT_T0);
-        _mm_prefetch((const char *)from + at + AHEAD + LINE, _MM_HINT_T0);
-#pragma GCC unroll 8
-        for (int i = 0; i < LANES; i++) {
-            __m128i next = _mm_loadu_si128((const __m128i *)(from + at + 16 * i));
-            if (to)
-                _mm_stream_si128((__m128i *)(to + at + 16 * i), next);
-            state[i] = _mm_xor_si128(_mm_xor_si128(_mm_clmulepi64_si128(state[i], factor, 0x00),
-                                                   _mm_clmulepi64_si128(state[i], factor, 0x11)),
-                                     next);
-        }
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < LANES; i++)
-        _mm_storeu_si128((__m128i *)(rest + 16 * i), state[i]);
-    return carry(0, rest, NARROW_BLOCK);
-}
-
-/* Each kernel twice: with the copy, and without it. */
-WITH_WIDE static uint32_t run_wide(struct factors by, uint32_t crc, uint8_t *to, const uint8_t *from,
-                                   size_t bytes)
-{
-    return to ? fold_wide(by, crc, to, from, bytes) : fold_wide(by, crc, NULL, from, bytes);
-}
-
-WITH_CRC static uint32_t run_narrow(struct factors by, uint32_t crc, uint8_t *to, const uint8_t *from,
-                                    size_t bytes)
-{
-    return to ? fold_narrow(by, crc, to, from, bytes) : fold_narrow(by, crc, NULL, from, bytes);
-}
-
-/* The best one first. */
-static struct kernel {
-    const char *name;
-    size_t block;
-    kernel_fn *run;
-    struct factors by;
-} kernels[] = {
-    {"avx512", WIDE_BLOCK, run_wide, {0, 0}},
-    {"pclmul", NARROW_BLOCK, run_narrow, {0, 0}},
-};
-enum { KERNELS = sizeof kernels / sizeof *kernels };
-
-static int supported(const struct kernel *kernel)
-{
-    if (!__builtin_cpu_supports("sse4.2") || !__builtin_cpu_supports("pclmul"))
-        return 0;
-    return kernel->run != run_wide ||
-           (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
-            __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("vpclmulqdq"));
+    return to ? fold_blocks(crc, to, from, bytes) : fold_blocks(crc, NULL, from, bytes);
 }
 
 /* Copies to any address, unless `to` is NULL, and carries the checksum on. */
-static uint32_t copy_crc(const struct kernel *kernel, uint32_t crc, uint8_t *to, const uint8_t *from,
-                         size_t bytes)
+static uint32_t copy_crc(uint32_t crc, uint8_t *to, const uint8_t *from, size_t bytes)
 {
     size_t head = (size_t)(-(uintptr_t)to) % LINE;
 
@@ -185,9 +119,9 @@ static uint32_t copy_crc(const struct kernel *kernel, uint32_t crc, uint8_t *to,
         crc = carry(crc, from, head);
         to += head, from += head, bytes -= head;
     }
-    const size_t whole = bytes - bytes % kernel->block;
+    const size_t whole = bytes - bytes % BLOCK;
     if (whole)
-        crc = kernel->run(kernel->by, crc, to, from, whole);
+        crc = fold(crc, to, from, whole);
     if (to)
         memcpy(to + whole, from + whole, bytes - whole);
     return ~carry(crc, from + whole, bytes - whole);
@@ -237,17 +171,16 @@ static void copy_run(uint8_t *to, const uint8_t *from, size_t bytes)
 }
 
 /* Takes the next bytes to their destination and carries the checksum over them. */
-static uint32_t take(const struct kernel *kernel, uint32_t crc, struct target *to, const uint8_t *from,
-                     size_t bytes)
+static uint32_t take(uint32_t crc, struct target *to, const uint8_t *from, size_t bytes)
 {
     if (!to->run) {
-        crc = copy_crc(kernel, crc, to->at, from, bytes);
+        crc = copy_crc(crc, to->at, from, bytes);
         to->at += to->at ? bytes : 0;
         return crc;
     }
     while (bytes) {
         size_t step = bytes < STEP_BYTES ? bytes : STEP_BYTES;
-        crc = copy_crc(kernel, crc, NULL, from, step);
+        crc = copy_crc(crc, NULL, from, step);
         for (bytes -= step; step;) {
             const size_t size = to->left < step ? to->left : step;
             copy_run(to->at, from, size);
@@ -259,57 +192,54 @@ static uint32_t take(const struct kernel *kernel, uint32_t crc, struct target *t
     return crc;
 }
 
-/* Reads a file of `bytes` and a checksum; 0 if there is none of just that size. */
-static int read_file(const char *name, const struct kernel *kernel, struct target *to, size_t bytes,
-                     uint32_t *crc, uint32_t *stored)
+/* Reads a file of `bytes` and a checksum; 0 if there is none of just that size, or if it is large and its
+ * start is not in memory: then plain reads straight into the destination are faster. */
+static int read_file(const char *name, struct target *to, size_t bytes, uint32_t *crc, uint32_t *stored)
 {
     _Alignas(LINE) uint8_t piece[PIECE_BYTES];
     struct stat about;
-    size_t at = 0, size = 0, tail = 0;
-    int fd = open(name, O_RDONLY | O_CLOEXEC);
+    int done = 0, fd = open(name, O_RDONLY | O_CLOEXEC);
 
     if (fd < 0)
         return 0;
     if (!fstat(fd, &about) && (size_t)about.st_size == bytes + CRC_BYTES)
-        for (; !tail; at += size) {
-            size = bytes - at < PIECE_BYTES ? bytes - at : PIECE_BYTES;
-            tail = at + size == bytes ? CRC_BYTES : 0;
+        for (size_t at = 0; !done;) {
+            const size_t size = bytes - at < PIECE_BYTES ? bytes - at : PIECE_BYTES;
+            const size_t tail = at + size == bytes ? CRC_BYTES : 0;
             const struct iovec parts[] = {{piece, size}, {stored, tail}};
-            if (preadv(fd, parts, 2, (off_t)at) != (ssize_t)(size + tail)) {
-                tail = 0;
+            int flags = at || bytes < PROBED_FROM ? 0 : RWF_NOWAIT;
+            ssize_t got = preadv2(fd, parts, 2, (off_t)at, flags);
+            if (got < 0 && errno == EOPNOTSUPP) /* the file system cannot say what is in memory */
+                got = preadv2(fd, parts, 2, (off_t)at, 0);
+            if (got != (ssize_t)(size + tail))
                 break;
-            }
-            *crc = take(kernel, *crc, to, piece, size);
+            *crc = take(*crc, to, piece, size);
+            at += size;
+            done = tail != 0;
         }
     _mm_sfence(); /* after the stores that bypass the cache */
     close(fd);
-    return tail != 0;
+    return done;
 }
 
 static PyObject *read_chunk(PyObject *self, PyObject *args)
 {
     PyObject *path, *target = Py_None;
-    const struct kernel *kernel = kernels;
-    const char *name = NULL;
     struct target to = {0};
     uint32_t crc = 0, stored = 0;
     Py_buffer view;
     Py_ssize_t bytes;
     int done = 0;
 
-    if (!PyArg_ParseTuple(args, "O&n|Oz", PyUnicode_FSConverter, &path, &bytes, &target, &name))
+    if (!PyArg_ParseTuple(args, "O&n|O", PyUnicode_FSConverter, &path, &bytes, &target))
         return NULL;
-    while (kernel < kernels + KERNELS && !(supported(kernel) && (!name || !strcmp(name, kernel->name))))
-        kernel++;
-    const char *file = PyBytes_AsString(path);
-    if (kernel == kernels + KERNELS)
-        PyErr_Format(PyExc_ValueError, "no kernel %s on this processor", name);
-    else if (target == Py_None || !PyObject_GetBuffer(target, &view, PyBUF_STRIDED | PyBUF_WRITABLE)) {
+    const char *name = PyBytes_AsString(path);
+    if (target == Py_None || !PyObject_GetBuffer(target, &view, PyBUF_STRIDED | PyBUF_WRITABLE)) {
         if (target != Py_None && view.len != bytes)
             PyErr_Format(PyExc_ValueError, "%zd bytes do not go into %zd", bytes, view.len);
         else if (target == Py_None || describe(&view, &to)) {
             Py_BEGIN_ALLOW_THREADS
-            done = read_file(file, kernel, &to, (size_t)bytes, &crc, &stored);
+            done = read_file(name, &to, (size_t)bytes, &crc, &stored);
             Py_END_ALLOW_THREADS
         }
         if (target != Py_None)
@@ -322,7 +252,7 @@ static PyObject *read_chunk(PyObject *self, PyObject *args)
 }
 
 static PyMethodDef methods[] = {
-    {"read_chunk", read_chunk, METH_VARARGS, "read_chunk(path, size, target=None, kernel=None): see the stub."},
+    {"read_chunk", read_chunk, METH_VARARGS, "read_chunk(path, size, target=None): see the stub."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -330,20 +260,13 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_copy_crc", NULL, -1
 
 PyMODINIT_FUNC PyInit__copy_crc(void)
 {
-    PyObject *self = NULL, *names = PyList_New(0);
-
-    for (struct kernel *kernel = kernels; names && kernel < kernels + KERNELS; kernel++) {
-        const unsigned bits = (unsigned)kernel->block * 8;
-        PyObject *name = PyUnicode_FromString(kernel->name);
-        kernel->by = (struct factors){power_of_x(bits + 31), power_of_x(bits - 33)};
-        if (!name || (supported(kernel) && PyList_Append(names, name)))
-            Py_CLEAR(names);
-        Py_XDECREF(name);
+    if (!__builtin_cpu_supports("pclmul") || !__builtin_cpu_supports("avx512f") ||
+        !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512bw") ||
+        !__builtin_cpu_supports("vpclmulqdq")) {
+        PyErr_SetString(PyExc_ImportError, "this processor lacks AVX-512: plain reads are as fast");
+        return NULL;
     }
-    if (names && !PyList_Size(names))
-        PyErr_SetString(PyExc_ImportError, "this processor has no carry-less multiplication");
-    else if (names && (self = PyModule_Create(&module)) && PyModule_AddObjectRef(self, "KERNELS", names))
-        Py_CLEAR(self);
-    Py_XDECREF(names);
-    return self;
+    by_low = power_of_x(BLOCK * 8 + 31);
+    by_high = power_of_x(BLOCK * 8 - 33);
+    return PyModule_Create(&module);
 }

@@ -14,12 +14,10 @@ except ImportError:  # no build of awscrt for this platform
 
 try:
     from shardstore.storage.movers._copy_crc import read_chunk
-except ImportError:  # no compiler at the installation, or another processor
+except ImportError:  # no compiler at the installation, or no AVX-512
     COMPILED = False
 
-    def read_chunk(
-        path: str, size: int, target: Any = None, kernel: str | None = None, /
-    ) -> tuple[int, int] | None:
+    def read_chunk(path: str, size: int, target: Any = None, /) -> tuple[int, int] | None:
         """Without the compiled part: nothing is read."""
         return None
 else:
