@@ -190,7 +190,7 @@ class AsyncSave:
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
         # A daemon: exit functions run while it does, and decide whether to wait for it.
         self._thread = threading.Thread(target=self._run, name="shardstore-save", daemon=True)
-        self._at_exit = self._wait_at_exit if at_exit == "wait" else self._abort_at_exit
+        self._aborts = at_exit == "abort"
         register(self._at_exit)
         self._thread.start()
 
@@ -296,12 +296,10 @@ class AsyncSave:
         self._finished = threading.Event()  # a thread may have held the old one's lock
         self._finished.set()
 
-    def _wait_at_exit(self) -> None:
-        self._finished.wait()
-
-    def _abort_at_exit(self) -> None:
-        self.abort()
-        self._finished.wait(ABORT_WAIT_S)
+    def _at_exit(self) -> None:
+        if self._aborts:
+            self.abort()
+        self._finished.wait(ABORT_WAIT_S if self._aborts else None)
 
 
 def _leave_latest() -> None:

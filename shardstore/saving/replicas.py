@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 import xxhash
 
@@ -91,12 +90,12 @@ class Offer:
     Attributes:
         members: global ranks of the group.
         digest: of the shards that the rank holds.
-        main: for each, whether the rank is its main replica, as bits.
+        main: for each a bit, whether the rank is its main replica.
     """
 
     members: tuple[int, ...]
     digest: bytes
-    main: bytes
+    main: int
 
 
 def _shareable(tensors: Iterable[ShardedTensor]) -> list[ShardedTensor]:
@@ -132,12 +131,12 @@ def offer(tensors: Iterable[ShardedTensor], group: Any) -> Offer | None:
         for t in shared
     ]
     digest = xxhash.xxh3_128(repr(told).encode()).digest()
-    main = np.packbits(np.array([is_main_replica(t.replica_id) for t in shared], bool)).tobytes()
+    main = sum(1 << number for number, t in enumerate(shared) if is_main_replica(t.replica_id))
     return Offer(members, digest, main)
 
 
-def agree(offers: Iterable[Offer | None]) -> dict[tuple[int, ...], bytes]:
-    """The groups whose ranks hold the same shards -> which of them the group writes, as bits.
+def agree(offers: Iterable[Offer | None]) -> dict[tuple[int, ...], int]:
+    """The groups whose ranks hold the same shards -> for each a bit, whether the group writes it.
 
     Called by the coordinator, with the offers of all ranks.
     """
@@ -149,17 +148,19 @@ def agree(offers: Iterable[Offer | None]) -> dict[tuple[int, ...], bytes]:
     for members, of_group in groups.items():
         if len(of_group) != len(members) or len({one.digest for one in of_group}) != 1:
             continue
-        bits = np.array([np.frombuffer(one.main, np.uint8) for one in of_group], np.uint8)
-        mains = np.unpackbits(bits, axis=1).sum(axis=0)
-        if bits.size and mains.max(initial=0) <= 1:  # two main replicas are an error to be found
-            found[members] = np.packbits(mains.astype(np.uint8)).tobytes()
+        written = twice = 0
+        for one in of_group:
+            twice |= written & one.main
+            written |= one.main
+        if not twice:  # two main replicas are an error to be found
+            found[members] = written
     return found
 
 
 def accepted(
     tensors: Iterable[ShardedTensor],
     mine: Offer | None,
-    agreed: Mapping[tuple[int, ...], bytes],
+    agreed: Mapping[tuple[int, ...], int],
     rank: int,
 ) -> SharedWrites | None:
     """The shards that this rank's group shares out; ``None`` if there are none.
@@ -172,11 +173,9 @@ def accepted(
     """
     if mine is None or mine.members not in agreed:
         return None
-    written = np.unpackbits(np.frombuffer(agreed[mine.members], np.uint8))
-    shared = [t for t, bit in zip(_shareable(tensors), written, strict=False) if bit]
-    return SharedWrites(
-        mine.members.index(rank), len(mine.members), frozenset(map(identity, shared))
-    )
+    written = agreed[mine.members]
+    shared = (identity(t) for n, t in enumerate(_shareable(tensors)) if written >> n & 1)
+    return SharedWrites(mine.members.index(rank), len(mine.members), frozenset(shared))
 
 
 Copies = dict[str, list[str]]

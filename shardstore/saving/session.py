@@ -114,7 +114,7 @@ class Agreement:
     exchange_layouts: bool
     common: bytes
     base_documents: dict[str, bytes] | None
-    shares: Mapping[tuple[int, ...], bytes]
+    shares: Mapping[tuple[int, ...], int]
     tellers: list[int]
     new_group: bool
     rank_with_dtensors: int | None

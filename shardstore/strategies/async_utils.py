@@ -269,22 +269,28 @@ def _agree(
     One reduction of four integers; only after a failure are the texts gathered.
     """
     rank = group_rank(None)
-    if no_dist or not has_ranks():
-        if error is not None:
-            raise _failure({rank: _describe(error)}, call_idx, doing) from error
-        return done
-    state = torch.tensor(
-        [int(not done), int(error is not None), call_idx, -call_idx],
-        dtype=torch.int64,
-        device=exchange_device(None),
-    )
-    dist.all_reduce(state, op=dist.ReduceOp.MAX)
-    in_flight, failed, newest, minus_oldest = state.tolist()
-    if failed:
-        texts: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(texts, None if error is None else _describe(error))
-        failures = {r: text for r, text in enumerate(texts) if text is not None}
-        raise _failure(failures, call_idx, doing) from error
+    in_flight, newest, minus_oldest = int(not done), call_idx, -call_idx
+    text = None if error is None else f"{type(error).__name__}: {error}"
+    failures = {} if text is None else {rank: text}
+    if not no_dist and has_ranks():
+        state = torch.tensor(
+            [in_flight, len(failures), call_idx, -call_idx],
+            dtype=torch.int64,
+            device=exchange_device(None),
+        )
+        dist.all_reduce(state, op=dist.ReduceOp.MAX)
+        in_flight, failed, newest, minus_oldest = state.tolist()
+        if failed:
+            texts: list[str | None] = [None] * dist.get_world_size()
+            dist.all_gather_object(texts, text)
+            failures = {r: text for r, text in enumerate(texts) if text is not None}
+    if failures:
+        listed = "; ".join(f"rank {r}: {text}" for r, text in sorted(failures.items()))
+        raise RanksError(
+            f"Asynchronous save, {doing} call {call_idx}, failed on {listed}. "
+            f"Nothing of this save will become visible; the checkpoint before it stands.",
+            failures=failures,
+        ) from error
     if newest != -minus_oldest:
         raise RanksError(
             f"The ranks look at different asynchronous calls: rank {rank} at call {call_idx}, "
@@ -292,16 +298,3 @@ def _agree(
             f"on every rank."
         )
     return not in_flight
-
-
-def _failure(failures: dict[int, str], call_idx: int, doing: str) -> RanksError:
-    listed = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
-    return RanksError(
-        f"Asynchronous save, {doing} call {call_idx}, failed on {listed}. "
-        f"Nothing of this save will become visible; the checkpoint before it stands.",
-        failures=failures,
-    )
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
