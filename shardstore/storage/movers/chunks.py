@@ -1,7 +1,6 @@
-"""What a mover moves: whole chunks out of arrays in memory, regions into arrays in memory.
+"""The jobs of a mover: whole chunks to write from memory, regions to read into memory.
 
-A mover takes lists of these and carries them out with its own parallelism. It knows chunks, bytes
-and one location; not who else writes, and not what a checkpoint is.
+A mover takes lists of them and carries them out with its own parallelism.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Source = NDArray[Any] | Callable[[], NDArray[Any]]
 FEW_CUTS = 16
 
 ReadDone = Callable[[int, int], None]
-"""Told the bytes that have reached their destination, and of how many chunks."""
+"""Called with the bytes that have reached their destination, and their number of chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +35,10 @@ class ChunkWrite:
     Attributes:
         array: the array it belongs to.
         index: its index in the chunk grid.
-        source: the part of it that lies within the array, any strides, true data type; or a
-            function that brings it to the host when its turn comes.
+        source: the part of the chunk within the array, any strides, true data type; or a function
+            that returns it, called when the chunk is written. A function may have two methods:
+            ``wait``, which returns once the data is there, and ``fail``, which takes the error of a
+            chunk that could not be written.
     """
 
     array: ArrayMeta
@@ -45,7 +46,7 @@ class ChunkWrite:
     source: Source
 
     def data(self) -> NDArray[Any]:
-        """The source array, fetched if need be.
+        """The source array, or what the source function returns.
 
         Raises:
             ValueError: it has another shape or data type than the chunk.
@@ -62,31 +63,27 @@ class ChunkWrite:
 
 @contextmanager
 def told(item: ChunkWrite) -> Iterator[None]:
-    """Begin once a chunk's source is ready, and tell it of an error within, if it wants to know.
+    """Wait for a chunk's source to be ready, and hand it an error that is raised within.
 
-    For movers of several threads. A source may wait for others to be written: so nothing that
-    those need (a share of a budget) may be held by who waits, and who waits must hear of an error.
+    A source may wait for other chunks to be written. So a thread takes nothing that those need (a
+    share of a budget) before this, and an error has to reach the threads that wait.
     """
-    ready = getattr(item.source, "wait", None)
-    if ready is not None:
-        ready()
+    getattr(item.source, "wait", lambda: None)()
     try:
         yield
     except BaseException as error:
-        fail = getattr(item.source, "fail", None)
-        if fail is not None:
-            fail(error)
+        getattr(item.source, "fail", lambda _: None)(error)
         raise
 
 
 @dataclass(slots=True)
 class RegionRead:
-    """A region to be read. Nobody changes it; to freeze it would take longer than to make it.
+    """A region to be read. Not frozen: that takes longer than to make it.
 
     Attributes:
         array: the array to read from.
         box: the region, in elements of the array.
-        out: where it goes, of the region's shape, any strides, the array's data type.
+        out: its destination, of the region's shape, any strides, the array's data type.
     """
 
     array: ArrayMeta
@@ -109,11 +106,11 @@ class ChunkPart:
     Attributes:
         array: the array to read from.
         index: index of the chunk.
-        within: the part, counted from the chunk's own corner.
-        out: where it goes.
-        key: of the chunk, below the array.
+        within: the part, relative to the chunk's corner.
+        out: its destination.
+        key: key of the chunk below the array.
         number: position of the chunk in C order over the grid.
-        is_whole: whether it is all of the chunk.
+        is_whole: whether the part is the whole chunk.
     """
 
     array: ArrayMeta
@@ -136,13 +133,14 @@ def chunk_parts(read: RegionRead) -> Iterator[ChunkPart]:
 
 
 _Cut = tuple[tuple[int, ...], Box, tuple[Any, ...] | None, str, int, bool]
-"""Of a chunk that a region touches: its index, which part of it, where in the region that lies
-(``None`` where it is all of the region), its key, its number, and whether the part is all of it."""
+"""A chunk that a region touches: its index, the part that is touched, the place of that part in the
+region (``None``: it is the whole region), the chunk's key, its number, and whether the part is the
+whole chunk."""
 
 
 @lru_cache(maxsize=512)  # a model has many tensors of few shapes, each with its moments
 def _few_cuts(grid: Grid, zarr_format: int, separator: str, region: Box) -> Sequence[_Cut] | None:
-    """:func:`_cuts`, where they are few; to keep more would take memory."""
+    """:func:`_cuts` if they are few; more would take much memory."""
     found = tuple(islice(_cuts(grid, zarr_format, separator, region), FEW_CUTS + 1))
     return found if len(found) <= FEW_CUTS else None
 

@@ -1,8 +1,7 @@
-"""Copies from CUDA devices to the host, each behind the work that its tensor is the result of.
+"""Copies from CUDA devices to the host, ordered behind the work that produces their tensors.
 
-A thread begins with a device's default stream as its current one, which waits for no other stream;
-so whoever plans remembers the streams of the thread that called, and threads that copy go by them.
-It knows tensors and streams; not chunks or saves.
+A new thread's current stream is the device's default stream, which waits for no other. So the
+caller's streams are remembered when a save is planned, and threads that copy use those.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ __all__ = [
 ]
 
 PORTABLE = 1
-"""cudaHostRegisterPortable: page-locked to all devices, not to the one alone (CUDA runtime API)."""
+"""cudaHostRegisterPortable: page-locked for all devices, not for one alone (CUDA runtime API)."""
 
 
 def stream_of(device: torch.device) -> torch.cuda.Stream | None:
@@ -40,7 +39,7 @@ def stream_of(device: torch.device) -> torch.cuda.Stream | None:
 
 
 def stream_here() -> torch.cuda.Stream | None:
-    """The same for this thread's current device; ``None`` in a process that does not use CUDA."""
+    """The stream of this thread's current device; ``None`` in a process that does not use CUDA."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     return torch.cuda.current_stream()
@@ -48,10 +47,10 @@ def stream_here() -> torch.cuda.Stream | None:
 
 @contextmanager
 def behind(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Queue work within on a stream, from any thread; ``None``: as ever.
+    """Queue work within on a stream, from any thread; ``None`` changes nothing.
 
-    Its device comes first: a thread that left a stream for one of another device would begin to use
-    that device, which takes some hundred megabytes of it.
+    The stream's device is entered first: leaving a stream of another device would make the thread
+    initialise that device, which takes some hundred megabytes of its memory.
     """
     if stream is None:
         yield
@@ -79,13 +78,13 @@ class DeviceEvent:
     device: torch.device
 
     def wait(self) -> None:
-        """Return once it has come, without taking a processor meanwhile."""
+        """Wait for the event, without occupying a processor."""
         with torch.cuda.device(self.device):
             self.event.synchronize()
 
 
 class DeviceCopies:
-    """Copies from one device: queued on a stream of its own, behind the caller's current one."""
+    """Copies from one device, queued on a stream of their own behind the caller's current one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -97,7 +96,7 @@ class DeviceCopies:
         self._last: DeviceEvent | None = None
 
     def copy(self, source: torch.Tensor, target: NDArray[Any]) -> DeviceEvent:
-        """Queue a copy; the event tells when it is done."""
+        """Queue a copy; the event is its end."""
         with self._lock, behind(self._stream):
             dtypes.require_memory(source)
             dtypes.as_tensor(target).copy_(source.detach(), non_blocking=True)
@@ -108,7 +107,7 @@ class DeviceCopies:
             return self._last
 
     def wait(self, *, host: bool) -> None:
-        """Let the caller wait for all copies that were queued, or the caller's stream alone."""
+        """Make the caller, or only the caller's stream, wait for all copies that were queued."""
         with self._lock:
             last = self._last
         if last is None:
@@ -120,20 +119,20 @@ class DeviceCopies:
 
 
 def page_lock(memory: NDArray[np.uint8], device: torch.device) -> int:
-    """Page-lock host memory, so that devices copy to it by themselves.
+    """Page-lock host memory, so that devices copy to it directly.
 
     Returns:
-        0, or the CUDA error. It is forgotten then, and not found by whoever uses the device next.
+        0, or the CUDA error, which is cleared: the next user of the device does not meet it.
     """
     code = _cudart(device, "cudaHostRegister", memory.ctypes.data, len(memory), PORTABLE)
     if code:
         with torch.cuda.device(device), suppress(RuntimeError):
-            torch.zeros(1, device=device)  # a kernel's launch raises what is left of before it
+            torch.zeros(1, device=device)  # a kernel launch raises the pending error
     return code
 
 
 def page_unlock(memory: NDArray[np.uint8], device: torch.device) -> int:
-    """Undo :func:`page_lock`; 0, or the CUDA error."""
+    """Undo :func:`page_lock`. Returns 0, or the CUDA error."""
     return _cudart(device, "cudaHostUnregister", memory.ctypes.data)
 
 
