@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardstore.errors import DamagedCheckpointError
-from shardstore.inspection.statistics import BLOCK, as_float64, sum_of_squares
+from shardstore.inspection.statistics import BLOCK, Statistics, as_float64
 from shardstore.inspection.streaming import DEFAULT_BUDGET_BYTES, Progress, read_box, stream
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.object_files import beside_arrays
@@ -32,7 +32,7 @@ READ_TOGETHER = 8
 """Sharded objects that are read from an object store at a time, each whole in memory."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class ArrayDifference:
     """How the values of one key differ.
 
@@ -47,23 +47,15 @@ class ArrayDifference:
         damage: what could not be read.
     """
 
-    elements: int = 0
-    of: int = 0
-    chunks: int = 0
-    chunks_of: int = 0
-    max_abs: float = 0.0
-    norm: float = 0.0
-    norm_a: float = 0.0
-    nonfinite: int = 0
-    damage: list[str] = field(default_factory=list)
-
-    def add(self, other: ArrayDifference) -> None:
-        """Add the difference of further elements."""
-        self.elements += other.elements
-        self.nonfinite += other.nonfinite
-        self.max_abs = max(self.max_abs, other.max_abs)
-        self.norm = math.hypot(self.norm, other.norm)
-        self.norm_a = math.hypot(self.norm_a, other.norm_a)
+    elements: int
+    of: int
+    chunks: int
+    chunks_of: int
+    max_abs: float
+    norm: float
+    norm_a: float
+    nonfinite: int
+    damage: list[str]
 
 
 @dataclass
@@ -126,23 +118,19 @@ def compare(
     suspects: dict[str, Collection[int]] = {}
     for key in sorted(set(left) & set(right)):
         mine, other = left[key], right[key]
-        pairs = {
-            "shape": (list(mine.shape), list(other.shape)),
-            "dtype": (mine.dtype, other.dtype),
-        }
-        differs = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-        if differs:
+        shapes, dtypes = (list(mine.shape), list(other.shape)), (mine.dtype, other.dtype)
+        pairs = {"shape": shapes, "dtype": dtypes}
+        if differs := {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}:
             out.described[key] = differs
         elif chunks := _suspects(a, b, mine, other):
             suspects[key] = chunks
         else:
             out.equal += 1
             out.hashed += 1
-    found = {
-        key: ArrayDifference(of=math.prod(left[key].shape), chunks_of=left[key].grid.size)
-        for key in suspects
-    }
+    values = {key: Statistics() for key in suspects}
+    deltas = {key: Statistics() for key in suspects}
     touched: dict[str, set[int]] = {key: set() for key in suspects}
+    damage: dict[str, list[str]] = {key: [] for key in suspects}
     lock = threading.Lock()
 
     def work(array: ArrayMeta, box: Box) -> None:
@@ -151,15 +139,16 @@ def compare(
         if chunk not in suspects[array.key]:
             return
         mine, other = read_box(a, array, box), read_box(b, right[array.key], box)
-        part = _difference(mine, other)
+        part, delta = _difference(mine, other)
         with lock:
             out.bytes_read += mine.nbytes + other.nbytes
-            found[array.key].add(part)
-            if part.elements:
+            values[array.key].merge(part)
+            deltas[array.key].merge(delta)
+            if delta.count:
                 touched[array.key].add(chunk)
 
     def failed(array: ArrayMeta, error: DamagedCheckpointError) -> None:
-        found[array.key].damage.append(str(error))
+        damage[array.key].append(str(error))
 
     stream(
         [left[key] for key in suspects],
@@ -171,12 +160,21 @@ def compare(
         copies=2,
         progress=progress,
     )
-    for key, difference in found.items():
-        difference.chunks = len(touched[key])
-        if difference.elements or difference.damage:
-            out.values[key] = difference
-        else:
+    for key, delta in deltas.items():
+        if not delta.count and not damage[key]:
             out.equal += 1
+            continue
+        out.values[key] = ArrayDifference(
+            elements=delta.count,
+            of=math.prod(left[key].shape),
+            chunks=len(touched[key]),
+            chunks_of=left[key].grid.size,
+            max_abs=delta.max or 0.0,
+            norm=delta.norm,
+            norm_a=values[key].norm,
+            nonfinite=delta.nan + delta.inf,
+            damage=damage[key],
+        )
     if files:
         out.files = _files(a, b, wants)
     return out
@@ -204,28 +202,18 @@ def _digests(stored: StoredCheckpoint, array: ArrayMeta) -> NDArray[Any] | None:
     return manifest.digest[row : row + array.grid.size]
 
 
-def _difference(a: NDArray[Any], b: NDArray[Any]) -> ArrayDifference:
-    out = ArrayDifference()
-    flat_a, flat_b = a.reshape(-1), b.reshape(-1)
-    for start in range(0, flat_a.size, BLOCK):
-        x, y = flat_a[start : start + BLOCK], flat_b[start : start + BLOCK]
+def _difference(a: NDArray[Any], b: NDArray[Any]) -> tuple[Statistics, Statistics]:
+    """Statistics of ``a``, and of the absolute differences of all elements whose bits differ."""
+    values, deltas = Statistics(), Statistics()
+    for start in range(0, a.size, BLOCK):
+        x, y = (part.reshape(-1)[start : start + BLOCK] for part in (a, b))
         left, right = (part.view(np.uint8).reshape(-1, x.dtype.itemsize) for part in (x, y))
         differ = (left != right).any(axis=1)
-        mine = as_float64(x)
-        finite = mine[np.isfinite(mine)]
-        out.norm_a = math.hypot(out.norm_a, math.sqrt(sum_of_squares(finite)))
-        count = int(np.count_nonzero(differ))
-        if not count:
-            continue
-        out.elements += count
-        with np.errstate(over="ignore", invalid="ignore"):
-            delta = _delta(x[differ], y[differ])
-        good = delta[np.isfinite(delta)]
-        out.nonfinite += count - good.size
-        if good.size:
-            out.max_abs = max(out.max_abs, float(good.max()))
-            out.norm = math.hypot(out.norm, math.sqrt(sum_of_squares(good)))
-    return out
+        values.add(as_float64(x))
+        if differ.any():
+            with np.errstate(over="ignore", invalid="ignore"):
+                deltas.add(_delta(x[differ], y[differ]))
+    return values, deltas
 
 
 def _delta(x: NDArray[Any], y: NDArray[Any]) -> NDArray[np.float64]:

@@ -21,7 +21,7 @@ from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box
 
-__all__ = ["Statistics", "as_float64", "blocks", "histogram", "measure", "sum_of_squares"]
+__all__ = ["Statistics", "as_float64", "histogram", "measure"]
 
 BLOCK = 128 * 1024
 """Elements at a time: as float64 they stay in the processor's cache."""
@@ -38,12 +38,12 @@ def as_float64(values: NDArray[Any]) -> NDArray[np.float64]:
         return values.astype(np.float64)
 
 
-def sum_of_squares(block: NDArray[np.float64]) -> float:
-    """By einsum, not by BLAS, whose own threads get in the way of those that read."""
+def _sum_of_squares(block: NDArray[np.float64]) -> float:
+    # Not by BLAS, whose threads get in the way of those that read.
     return float(np.einsum("i,i->", block, block))
 
 
-def blocks(values: NDArray[Any]) -> Iterator[NDArray[np.float64]]:
+def _blocks(values: NDArray[Any]) -> Iterator[NDArray[np.float64]]:
     """An array as consecutive one-dimensional float64 blocks."""
     flat = values.reshape(-1)
     for start in range(0, flat.size, BLOCK):
@@ -73,7 +73,7 @@ class Statistics:
     def of(cls, values: NDArray[Any]) -> Statistics:
         """Statistics of an array in memory."""
         out = cls()
-        for block in blocks(values):
+        for block in _blocks(values):
             out.add(block)
         out._sums = [math.fsum(out._sums)]
         return out
@@ -82,7 +82,7 @@ class Statistics:
         """Take a block of values in."""
         self.count += block.size
         with np.errstate(over="ignore", invalid="ignore"):
-            squares = sum_of_squares(block)
+            squares = _sum_of_squares(block)
         scale = 1.0
         if not math.isfinite(squares):
             nan = int(np.isnan(block).sum())
@@ -92,7 +92,7 @@ class Statistics:
             block = finite
             largest = float(np.abs(block).max(initial=0.0))
             scale = largest if largest > SAFE else 1.0
-            squares = sum_of_squares(block / scale)
+            squares = _sum_of_squares(block / scale)
         if not block.size:
             return
         low, high = float(block.min()), float(block.max())
@@ -108,8 +108,10 @@ class Statistics:
 
     def merge(self, other: Statistics) -> None:
         """Take the values of another one in."""
-        for name in ("count", "nan", "inf", "zeros"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.count += other.count
+        self.nan += other.nan
+        self.inf += other.inf
+        self.zeros += other.zeros
         self.min = min((x for x in (self.min, other.min) if x is not None), default=None)
         self.max = max((x for x in (self.max, other.max) if x is not None), default=None)
         self._sums += other._sums
@@ -201,7 +203,7 @@ def histogram(
 
     def work(array: ArrayMeta, box: Box) -> None:
         mine = np.zeros(bins, np.int64)
-        for block in blocks(read_box(stored, array, box)):
+        for block in _blocks(read_box(stored, array, box)):
             mine += np.histogram(block[np.isfinite(block)] * scale, bins, ends)[0]
         with lock:
             counts[:] += mine
