@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,8 +32,8 @@ STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 74rem;
   padding: 0 1rem; }
 h1 { font-size: 1.4rem; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin-top: 2rem; }
-table { border-collapse: collapse; } td, th { padding: .15rem .8rem .15rem 0; text-align: left;
-  vertical-align: top; overflow-wrap: anywhere; } th { font-weight: 600; white-space: nowrap; }
+table { border-collapse: collapse; }
+td { padding: .15rem .8rem .15rem 0; vertical-align: top; overflow-wrap: anywhere; }
 details { border-left: 1px solid var(--line); margin-left: .3rem; padding-left: .8rem; }
 details.array { padding-bottom: .2rem; } summary { cursor: pointer; padding: .1rem 0; }
 .dim { color: var(--dim); } .size { float: right; font-variant-numeric: tabular-nums; }
@@ -41,7 +41,8 @@ details.array { padding-bottom: .2rem; } summary { cursor: pointer; padding: .1r
 .pictures { display: flex; flex-wrap: wrap; gap: 1.5rem; margin: .4rem 0; }
 figure { margin: 0; } figcaption { color: var(--dim); font-size: .85em; max-width: 360px; }
 #tree { overflow-wrap: anywhere; }
-#ranks td, #ranks th { text-align: right; padding-left: .8rem; } .slowest { font-weight: 600; }
+#record td:first-child, #ranks tr:first-child { font-weight: 600; white-space: nowrap; }
+#ranks td { text-align: right; padding-left: .8rem; }
 svg { display: block; background: #8881; } li { overflow-wrap: anywhere; }
 """
 
@@ -65,22 +66,12 @@ class ArrayFacts:
     damage: Sequence[str] = field(default_factory=list)
 
 
-class RankTable(NamedTuple):
-    """What each rank did in a save, as texts.
+def rank_table(record: object) -> list[list[str]] | None:
+    """What each rank did in a save, as rows of texts; ``None`` for what no save writes.
 
-    Attributes:
-        head: names of the columns: rank, bytes, chunks, seconds of each stage and in all, rate.
-        rows: one a rank; or, of many ranks, the least, the median and the largest of each column.
-        slowest: the rank that took longest, if known.
+    The first row has the columns' names: rank, bytes, chunks, seconds of each stage and in all,
+    rate. A record of many ranks has the least, the median and the largest of each column alone.
     """
-
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    slowest: int | None
-
-
-def rank_table(record: object) -> RankTable | None:
-    """The table of ``commit.ranks``; ``None`` unless it is as saves write it."""
     if not isinstance(record, Mapping):
         return None
     stages = [name for name in record if isinstance(name, str) and name.endswith("_s")]
@@ -97,19 +88,14 @@ def rank_table(record: object) -> RankTable | None:
     is_sound = all(isinstance(value, int | float) and value >= 0 for value in numbers)
     if not numbers or not is_sound or any(len(column) != len(labels) for column in columns):
         return None
-    rows = []
+    named = [f"{name.removesuffix('_s')} s" for name in stages]
+    rows = [["ranks" if is_summary else "rank", "bytes", "chunks", *named, "seconds", "rate"]]
     for label, size, chunks, *seconds in islice(zip(labels, *columns, strict=True), MAX_RANKS):
         took = sum(seconds)
         rate = f"{human_bytes(size / took)}/s" if took and not is_summary else ""
         texts = [f"{value:.3f}" for value in seconds] + ["" if is_summary else f"{took:.3f}"]
-        rows.append((label, human_bytes(size), f"{chunks:g}", *texts, rate))
-    named = [f"{name.removesuffix('_s')} s" for name in stages]
-    slowest = record.get("slowest")
-    return RankTable(
-        ("ranks" if is_summary else "rank", "bytes", "chunks", *named, "seconds", "rate"),
-        rows,
-        slowest if isinstance(slowest, int) else None,
-    )
+        rows.append([label, human_bytes(size), f"{chunks:g}", *texts, rate])
+    return rows
 
 
 def page(
@@ -123,19 +109,17 @@ def page(
     url, commit = str(about["url"]), about["commit"] or {}
     ranks = rank_table(commit.get("ranks"))
     hidden = IN_SUMMARY | ({"ranks"} if ranks else set())
+    slowest = ""
+    if ranks and "slowest" in commit["ranks"]:
+        slowest = escape(f"rank {commit['ranks']['slowest']} took longest")
     record = summary(about)
     for name, value in commit.items():
         if name not in hidden:
             record[f"commit.{name}"] = json.dumps(value)
-    rows = [
-        f"<tr><th>{escape(name)}</th><td>{escape(str(value))}</td></tr>"
-        for name, value in record.items()
-        if value
-    ]
     body = [
         f"<h1>{escape(url)}</h1>",
-        f'<table id="record">{"".join(rows)}</table>',
-        _ranks(ranks),
+        _table("record", [[name, str(value)] for name, value in record.items() if value]),
+        *([] if ranks is None else ["<h2>Ranks</h2>", _table("ranks", ranks), slowest]),
         "<h2>Verification</h2>",
         _verification(verified, findings),
         "<h2>Arrays</h2>",
@@ -149,19 +133,9 @@ def page(
     )
 
 
-def _ranks(table: RankTable | None) -> str:
-    if table is None:
-        return ""
-    head = "".join(f"<th>{escape(name)}</th>" for name in table.head)
-    rows = []
-    for row in table.rows:
-        mark = ' class="slowest"' if row[0] == str(table.slowest) else ""
-        rows.append(f"<tr{mark}>{''.join(f'<td>{escape(text)}</td>' for text in row)}</tr>")
-    slowest = "" if table.slowest is None else f"rank {table.slowest} took longest"
-    return (
-        f'<h2>Ranks</h2><table id="ranks"><thead><tr>{head}</tr></thead>'
-        f'<tbody>{"".join(rows)}</tbody></table><p class="dim">{slowest}</p>'
-    )
+def _table(name: str, rows: Sequence[Sequence[str]]) -> str:
+    cells = ("".join(f"<td>{escape(text)}</td>" for text in row) for row in rows)
+    return f'<table id="{name}">{"".join(f"<tr>{row}</tr>" for row in cells)}</table>'
 
 
 def _verification(verified: Verified | None, findings: Sequence[Finding]) -> str:

@@ -1,2 +1,2 @@
-"""Looking into stored checkpoints without ranks and without torch: statistics, differences, layout,
-sizes. Nothing here prints, and nothing changes a checkpoint."""
+"""Inspection of stored checkpoints without ranks and without torch: verification, differences,
+statistics, layout. Nothing here prints or changes a checkpoint."""
