@@ -269,7 +269,7 @@ def _meta(key: str, entry: Entry) -> ArrayMeta:
 
 
 def common_values(common: bytes, url: str) -> dict[tuple[str | int, ...], Any]:
-    """The leaves of a ``common.pt`` by their paths, loaded with ``weights_only``."""
+    """The leaves of a ``common.pt`` by their paths."""
     found: dict[tuple[str | int, ...], Any] = {}
 
     def walk(value: Any, path: tuple[str | int, ...]) -> None:

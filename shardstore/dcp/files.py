@@ -2,8 +2,8 @@
 
 ``.metadata`` is a pickle. It is read by an unpickler that knows no classes: whatever the file names
 becomes an inert record of its arguments, so that nothing in it can run. Tensors are mapped from
-where ``torch.save`` put their bytes, and objects are loaded with ``weights_only``. What
-Megatron-Core's ``torch_dist`` backend writes is the same format with more in the metadata.
+where ``torch.save`` put their bytes, and objects are loaded by :func:`.load_bytes`. Megatron-Core's
+``torch_dist`` backend writes the same format with more in the metadata.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ class DcpFiles:
             ) from error
 
     def read_object(self, key: str) -> Any:
-        """Load an object with ``weights_only``.
+        """Load an object by :func:`.load_bytes`.
 
         Raises:
             MissingKeyError: there is none of that key.

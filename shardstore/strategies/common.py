@@ -1,8 +1,8 @@
 """Strategies for the common (non-sharded) part and for sharded objects.
 
 Backend ``("torch", 1)``: ``common.pt`` is rank 0's; a sharded object is one file,
-``<key>/shard_<offset>_<shape>.pt``, of the rank that holds it as main replica. They are written by
-torch and loaded with ``weights_only``, see :mod:`shardstore.values.torch_values`. Backend
+``<key>/shard_<offset>_<shape>.pt``, of the rank that holds it as main replica. They are files of
+``torch.save``, see :mod:`shardstore.values.torch_values`. Backend
 ``("json", 1)``, which PyTorch DCP's writer and the converters write: the common part is JSON in the
 root document, see :mod:`shardstore.values.record`.
 """
