@@ -1,8 +1,4 @@
-"""The small document that says which backend wrote a checkpoint.
-
-Answers for `metadata.json`: writing it, reading it, and telling from it whether a directory is a
-checkpoint at all. Knows nothing of tensors; importing it does not import torch.
-"""
+"""``metadata.json``, the document that names the backends of a checkpoint: written and read."""
 
 from __future__ import annotations
 
@@ -12,7 +8,14 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from shardstore.errors import CheckpointingException, DamagedCheckpointError, NotACheckpointError
+import msgspec
+
+from shardstore.errors import (
+    CheckpointingException,
+    DamagedCheckpointError,
+    FormatVersionError,
+    NotACheckpointError,
+)
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
 
@@ -96,15 +99,10 @@ def stored_config(stored: StoredCheckpoint) -> CheckpointingConfig | None:
             return config
     url = f"{location.url.rstrip('/')}/{CONFIG_FNAME}"
     try:
-        document = json.loads(stored.document(CONFIG_FNAME).decode("utf-8"))
+        document = json.loads(stored.document(CONFIG_FNAME))
     except FileNotFoundError:
         return None
-    except UnicodeDecodeError as error:
-        raise DamagedCheckpointError(
-            f"{url} is not text ({error}); restore it from a copy, or use another checkpoint",
-            url=url,
-        ) from error
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise DamagedCheckpointError(
             f"{url} is not valid JSON ({error}); restore it from a copy, or use another checkpoint",
             url=url,
@@ -119,11 +117,11 @@ def stored_config(stored: StoredCheckpoint) -> CheckpointingConfig | None:
 def _config_of_root(stored: StoredCheckpoint) -> CheckpointingConfig | None:
     """Return the backends that the root document names, if there is one and it names them."""
     try:
-        document = json.loads(stored.document("zarr.json"))
-        found = document["attributes"]["shardstore"]["config"]
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        root = stored.root
+    except (NotACheckpointError, FormatVersionError):
         return None
-    return _parse_config(found, f"{stored.location.url}/zarr.json")
+    found = None if root is None else root.about.get("config")
+    return None if found is None else _parse_config(found, f"{stored.location.url}/zarr.json")
 
 
 def _parse_config(document: object, url: str) -> CheckpointingConfig:
@@ -140,15 +138,14 @@ def _parse_config(document: object, url: str) -> CheckpointingConfig:
             f"version that needs a newer reader; known are {sorted(known)}",
             url=url,
         )
-    for name, value in document.items():
-        expected = str if name in ("sharded_backend", "common_backend") else int
-        if not isinstance(value, expected) or isinstance(value, bool):
-            raise NotACheckpointError(
-                f"{url} has {name}={value!r} where a value of type {expected.__name__} belongs; "
-                "restore the document from a copy, or use another checkpoint",
-                url=url,
-            )
-    return CheckpointingConfig(**document)
+    try:
+        return msgspec.convert(document, CheckpointingConfig)
+    except msgspec.ValidationError as error:
+        raise NotACheckpointError(
+            f"{url}, {document!r:.200}, has a wrong value ({error}); restore it from a copy, or "
+            "use another checkpoint",
+            url=url,
+        ) from error
 
 
 def commit_document(config: CheckpointingConfig) -> str:
