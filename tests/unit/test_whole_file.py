@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,32 @@ def test_another_size_content_or_no_file(tmp_path: Path) -> None:
     data[50] ^= 1
     flipped.write_bytes(data)
     assert read_chunk(str(flipped), 100, out) == (crc32c(data[:100], 0), crc)
+
+
+@compiled
+@pytest.mark.parametrize("gap", [0, 64])
+@pytest.mark.parametrize("missing", [None, 0, 17, "all"])
+@pytest.mark.parametrize("size", [1 << 20, (5 << 20) + 12])
+def test_large_files_in_memory_or_not(
+    tmp_path: Path, size: int, missing: int | str | None, gap: int
+) -> None:
+    """Mapped, read in pieces, or left to plain reads."""
+    path = tmp_path / "chunk"
+    values = np.frombuffer(os.urandom(size), np.uint8).reshape(4, -1)
+    crc = write_chunk(path, values)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        if missing == "all":
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        elif missing is not None:
+            os.posix_fadvise(file.fileno(), int(missing) * 4096, 4096, os.POSIX_FADV_DONTNEED)
+    memory = np.zeros((4, size // 4 + gap), np.uint8)
+    out = memory[:, : size // 4]
+    found = read_chunk(str(path), size, out)
+    assert found in ((crc, crc), None if missing in (0, "all") else (crc, crc))
+    assert found is None or (out == values).all()
+    out[...] = 0
+    assert not memory.any()
 
 
 def _state(values: torch.Tensor) -> dict[str, ShardedTensor]:
