@@ -130,12 +130,8 @@ class Exchange:
             reading_alone = reader.submit(self._read_alone, alone)
             coming = reader.submit(self._read_round, rounds, 0)
             for number, by_rank in enumerate(rounds):
-                error, mine = None, np.empty(0, np.uint8)
-                try:
-                    mine = coming.result()
-                except Exception as problem:
-                    error = problem
-                raise_together(error, self._group, what)
+                raise_together(coming.exception(), self._group, what)
+                mine = coming.result()
                 coming = reader.submit(self._read_round, rounds, number + 1)
                 for rank, chunks in enumerate(by_rank):
                     if chunks:
@@ -143,12 +139,8 @@ class Exchange:
                         buffer = mine if rank == self._rank else received[:size]
                         self._broadcast(buffer, rank)
                         self._scatter(buffer, chunks)
-            error = None
-            try:
-                reading_alone.result()
-            except Exception as problem:
-                error = problem
-        raise_together(error, self._group, what)
+            failed = reading_alone.exception()
+        raise_together(failed, self._group, what)
 
     # -- who reads what ------------------------------------------------------------------------
 
