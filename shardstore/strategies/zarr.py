@@ -442,7 +442,9 @@ def _open_zarr_array_verbose(path: str | Path, mode: str, **open_kwargs: Any) ->
     Raises:
         NotACheckpointError: there is no array, or nothing at all.
     """
-    import zarr  # takes a quarter of a second, and saves and loads need none of it
+    import zarr  # takes a quarter of a second, which saves and loads do without
+
+    from shardstore import zarr_dtypes  # noqa: F401 (teaches zarr bfloat16 and float8)
 
     location = Location.of(path)
     if location.options:

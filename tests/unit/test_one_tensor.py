@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +116,15 @@ def test_an_array_in_memory_is_padded_and_flattened() -> None:
         "w", torch.zeros(5), (3, 4), flattened_range=slice(6, 11)
     )
     assert torch.equal(flatten_range(flat, padded), padded.reshape(-1)[6:11])
+
+
+def test_a_process_that_opens_alone_knows_bfloat16(tmp_path: Path) -> None:
+    _create_or_open_zarr_arrays(parts("whole", torch.bfloat16), tmp_path)
+    script = (
+        "import sys; from shardstore.strategies.zarr import _open_zarr_array_verbose as opened; "
+        "print(opened(sys.argv[1], 'r+').dtype)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "w")], capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "bfloat16", done.stderr
