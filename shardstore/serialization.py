@@ -1,9 +1,9 @@
 """Saving and loading: the entry points of trainers.
 
-Answers for what can be called and what the arguments mean, and for the defaults. Every function is
-called by every rank of the default process group with its own part of the state (no process group:
-a world of one), unless its docstring says otherwise. The steps of a save are in
-:mod:`shardstore.saving.run`, those of a load in :mod:`shardstore.loading.run`.
+The functions here define the arguments and their defaults. Every function is called by every rank
+of the default process group with its own part of the state (no process group: a world of one),
+unless its docstring says otherwise. The steps of a save are in :mod:`shardstore.saving.run`, those
+of a load in :mod:`shardstore.loading.run`.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def load(
         ChunkMissingError, ChunkCorruptError, DamagedCheckpointError: what is stored is not what
             was written.
         UnsafeObjectError: a class is needed that was not allowed.
-        ArgumentError: a tensor that is given can not be filled in place: it is sparse, or expanded.
+        ArgumentError: a tensor that is given cannot be filled in place: it is sparse, or expanded.
             Or a part of a group's ranks would share their reading, and the others would not.
         RanksError: another rank failed, or did not answer in time.
     """

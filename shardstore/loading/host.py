@@ -84,7 +84,7 @@ def read_through_host(
     Args:
         read: reads regions into arrays of the stored data types.
         regions: what is wanted.
-        budget_bytes: for the buffers. A chunk that can not be read in parts, as it is compressed,
+        budget_bytes: for the buffers. A chunk that cannot be read in parts, as it is compressed,
             may take more.
         done: told as the regions fill, in bytes of their destinations.
 

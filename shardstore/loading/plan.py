@@ -53,7 +53,7 @@ class TensorRead:
         result: the tensor that the caller gets.
         regions: what is read.
         staged: host memory that is read into and copied to ``result`` at the end, where parts of
-            ``result`` can not be written.
+            ``result`` cannot be written.
         is_padded: some of it is not stored, and becomes zero.
     """
 
@@ -94,7 +94,7 @@ def plan_reads(
         ShapeMismatchError: it is of another global shape, without ``allow_shape_mismatch``; or the
             tensor given is not of the shape described.
         AccessPatternError: the shard lies outside the global shape.
-        ArgumentError: the tensor given can not be filled in place.
+        ArgumentError: the tensor given cannot be filled in place.
     """
     return {
         id(tensor): _plan_read(tensor, _find_array(arrays, tensor, url, cast)) for tensor in tensors
@@ -225,7 +225,7 @@ def _destination(tensor: ShardedTensor) -> TensorRead:
 
 
 def goes_through_host(tensor: torch.Tensor) -> bool:
-    """Whether stored bytes can not be read into a tensor's own memory.
+    """Whether stored bytes cannot be read into a tensor's own memory.
 
     It is on a device, or holds other values than the tensor shows.
     """

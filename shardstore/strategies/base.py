@@ -124,7 +124,7 @@ def _register_builtin_strategies(backend: str) -> None:
         getattr(importlib.import_module(module_name), function_name)()
     except ImportError as error:
         raise CheckpointingException(
-            f"the strategies of backend {backend!r} can not be imported: {error}"
+            f"the strategies of backend {backend!r} cannot be imported: {error}"
         ) from error
     for action, known in before.items():
         default_strategies[action].update(known)

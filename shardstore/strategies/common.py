@@ -90,13 +90,13 @@ def object_document(sharded: ShardedObject) -> tuple[str, bytes]:
     """Name and content of a sharded object's file.
 
     Raises:
-        CheckpointingException: it can not be pickled.
+        CheckpointingException: it cannot be pickled.
     """
     try:
         return object_file(sharded), dump_bytes(sharded.data)
     except Exception as error:
         raise CheckpointingException(
-            f"object {sharded.unique_key!r} can not be pickled: {type(error).__name__}: {error}",
+            f"object {sharded.unique_key!r} cannot be pickled: {type(error).__name__}: {error}",
             key=sharded.key,
         ) from error
 
@@ -131,7 +131,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
         for none.
 
         Raises:
-            CheckpointingException: something in it can not be pickled.
+            CheckpointingException: something in it cannot be pickled.
             StorageError: the store refused.
         """
         if not Ranks.current().is_coordinator:
@@ -140,7 +140,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
             data = dump_bytes(common_state_dict)
         except Exception as error:
             raise CheckpointingException(
-                f"the common (non-sharded) state can not be pickled: {type(error).__name__}: "
+                f"the common (non-sharded) state cannot be pickled: {type(error).__name__}: "
                 f"{error}; keep such values out with LocalNonpersistentObject",
                 url=str(checkpoint_dir),
             ) from error
@@ -152,7 +152,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
         """Write the sharded objects that this rank holds as main replica. Waits for no other rank.
 
         Raises:
-            CheckpointingException: an object can not be pickled.
+            CheckpointingException: an object cannot be pickled.
             StorageError: the store refused.
         """
         session, write = session_of(checkpoint_dir), _writer(checkpoint_dir)
@@ -327,7 +327,7 @@ def _missing(location: Location, sharded: ShardedObject) -> MissingKeyError:
     hint = f"; stored parts of this key: {beside}" if beside else "; no part of this key is stored"
     return MissingKeyError(
         f"object {sharded.unique_key!r} is not in the checkpoint {location.url}{hint}. Sharded "
-        "objects can not be loaded under another sharding",
+        "objects cannot be loaded under another sharding",
         key=sharded.key,
         url=location.url,
     )

@@ -154,7 +154,7 @@ def _items(value: Iterable[Any], depth: int) -> list[Any]:
 def _text(value: str) -> Any:
     try:
         value.encode("utf-8")
-    except UnicodeEncodeError:  # lone surrogates, which JSON files can not hold
+    except UnicodeEncodeError:  # lone surrogates, which JSON files cannot hold
         return _tagged("text", json.dumps(value))
     return value
 
