@@ -203,7 +203,7 @@ def run_load(
         error = error or problem
     meetings = _Meetings(ranks, f"loading {location.url}")
     meter = Meter("load", location.url, callback)
-    with _told_the_end(meter):
+    with _told_the_end(meter), collector_paused():
         request, context, reports = _open_checkpoint(call, location, error, meter, meetings)
         with using(context):
             if reports is None:
@@ -356,8 +356,7 @@ def _checked(call: LoadCall, reports: Sequence[bytes]) -> Sequence[bytes]:
         The reports if they are compared with what is stored, else none.
     """
     if call.validate_access_integrity:
-        with collector_paused():
-            check_reports(reports)
+        check_reports(reports)
     compared = StrictHandling.requires_global_app_metadata(parse_strict_flag(call.strict))
     return reports if compared else ()
 

@@ -45,7 +45,6 @@ from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import DEFAULT_TARGET_CHUNK_BYTES
 from shardstore.storage.format.names import check_collisions, key_of
 from shardstore.storage.movers.chunks import ChunkPart, ChunkWrite, RegionRead, chunk_parts
-from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES, SaveOptions
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.async_utils import AsyncRequest
@@ -296,9 +295,8 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):
         error: Exception | None = None
         try:
             stored.require()
-            with collector_paused():
-                tensors = sharded_tensors_of(sharded_state_dict)
-                plan = plan_reads(tensors, stored.arrays, url, cast=context.cast)
+            tensors = sharded_tensors_of(sharded_state_dict)
+            plan = plan_reads(tensors, stored.arrays, url, cast=context.cast)
         except Exception as problem:
             error = problem  # met by all ranks that read together
         read_chunks(context, plan, error)
