@@ -173,7 +173,7 @@ def _plan_read(tensor: ShardedTensor, meta: ArrayMeta) -> TensorRead:
     through_host = name != meta.dtype or goes_through_host(read.target)
     out: Any = read.target.detach() if through_host else dtypes.memory_of(read.target, name)
     kind = HostRead if through_host else RegionRead
-    for region, where in held_regions(tensor, out):
+    for region, where in held_regions(tensor, box, out):
         if not read.is_padded:
             if region.size:
                 read.regions.append(kind(meta, region, where))
@@ -183,14 +183,14 @@ def _plan_read(tensor: ShardedTensor, meta: ArrayMeta) -> TensorRead:
     return read
 
 
-def held_regions(tensor: ShardedTensor, memory: Any) -> Iterator[tuple[Box, Any]]:
+def held_regions(tensor: ShardedTensor, box: Box, memory: Any) -> Iterator[tuple[Box, Any]]:
     """Yield the boxes of the global tensor that a rank holds, each with its part of the memory.
 
     Args:
         tensor: the shard.
+        box: what :func:`local_box` returned for it.
         memory: an array or tensor of the shape of the shard's data.
     """
-    box = local_box(tensor)
     if tensor.flattened_range is None:
         prepended = (None,) * tensor.prepend_axis_num
         yield box, memory[(*prepended, ...)] if prepended else memory

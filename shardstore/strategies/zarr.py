@@ -36,7 +36,7 @@ from shardstore.saving.execute import stage_chunks, write_chunks
 from shardstore.saving.plan import array_meta, needs_layouts, plan_writes, sharded_tensors_of
 from shardstore.saving.session import Part, SaveSession, session_of
 from shardstore.saving.sources import WritePlan
-from shardstore.sharded.layouts import is_first
+from shardstore.sharded.layouts import is_first, local_box
 from shardstore.storage import arrays
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.publish import note_arrays
@@ -385,7 +385,7 @@ def _save_to_existing_array(sharded_tensor: ShardedTensor, arr: ZarrArray | None
     location, meta = _place_of(arr, sharded_tensor.key)
     data = dtypes.as_numpy(sharded_tensor.data.detach().cpu())
     parts: dict[tuple[int, ...], list[ChunkPart]] = {}
-    for box, piece in held_regions(sharded_tensor, data):
+    for box, piece in held_regions(sharded_tensor, local_box(sharded_tensor), data):
         for part in chunk_parts(RegionRead(meta, box, piece)) if box.size else ():
             parts.setdefault(part.index, []).append(part)
     writes = [ChunkWrite(meta, index, _chunk_of(location, same)) for index, same in parts.items()]
