@@ -255,6 +255,7 @@ class _Bar:
         shown, task = self._shown[about]
         phase = self._PHASES.get(event.phase, "")
         name = event.url.rpartition("/")[2]
+        name = name if name.isprintable() else ascii(name)  # nothing that a terminal obeys
         shown.update(
             task,
             description=f"{event.operation} {name} {phase}".rstrip(),

@@ -109,7 +109,7 @@ def fold(text: str, width: int | None, indent: int = INDENT) -> list[str]:
     lead = " " * min(len(text) - len(rest), width // 2)
     below = " " * min(len(lead) + indent, width // 2)
     first, *more = Text(rest).wrap(Console(), width - len(below), overflow="fold")
-    return [lead + first.plain, *(below + line.plain for line in more)]
+    return [lead + first.plain.rstrip(), *(below + line.plain.rstrip() for line in more)]
 
 
 def pack(parts: Sequence[str], width: int, indent: int) -> Iterator[str]:
