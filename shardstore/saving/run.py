@@ -34,7 +34,6 @@ from shardstore.strategies.base import (
     SaveCommonStrategy,
     SaveShardedStrategy,
 )
-from shardstore.strategies.common import TorchCommonSaveStrategy
 from shardstore.validation import (
     comparable,
     compare_common,
@@ -177,7 +176,7 @@ def _prepare(call: SaveCall, ranks: Ranks, choose: ChooseStrategies) -> _Prepare
         )
         compared: Any = None
         if options.validate:
-            noted = isinstance(common_strategy, TorchCommonSaveStrategy)
+            noted = common_strategy.notes_objects
             noted = noted and not sharded_strategy.can_handle_sharded_objects
             part = replace(part, copies=copies_of(nested_values(sharded), objects=noted))
         if options.validate and ranks.world_size > 1:

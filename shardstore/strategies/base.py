@@ -315,6 +315,9 @@ class LoadShardedStrategy(LoadStrategyBase):
 class SaveCommonStrategy(SaveStrategyBase):
     """Saves the common (non-sharded) part and, where asked, sharded objects."""
 
+    notes_objects = False
+    """Whether the session's manifest lists each sharded object that the strategy saves."""
+
     @abstractmethod
     def save_common(self, common_state_dict: StateDict, checkpoint_dir: str | Path) -> None:
         """Save the common part.

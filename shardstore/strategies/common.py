@@ -118,6 +118,8 @@ def _file_of(unique_key: str, suffix: str) -> str:
 class TorchCommonSaveStrategy(SaveCommonStrategy):
     """Save strategy for the common part and sharded objects."""
 
+    notes_objects = True
+
     def __init__(self, backend: str = BACKEND, version: int = VERSION) -> None:
         super().__init__(backend, version)
 

@@ -14,7 +14,7 @@ ROOT = Path(shardstore.__file__).parent
 FILES = 152
 TOP_MODULES = 16
 MODULES_IN_A_FOLDER = 16
-UPWARDS = 7
+UPWARDS = 1
 
 # A room imports from its own layer and from those below it. "" is the package itself.
 LAYERS = (
@@ -28,6 +28,8 @@ LAYERS = (
     "storage",
     "errors progress zarr_dtypes",
 )
+INTERFACES = {"strategies.base": 5, "strategies.async_utils": 5}
+"""Modules of a room that rooms below it implement or hand on: name -> their layer."""
 LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms.split(" ")}
 
 
@@ -55,8 +57,9 @@ def imports(node: ast.AST, inside_functions: bool) -> Iterator[str]:
         yield from imports(child, inside_functions)
 
 
-def room(module: str) -> str:
-    return f"{module}..".split(".")[1]
+def layer(module: str) -> int:
+    inner = module.partition(".")[2]
+    return INTERFACES.get(inner, LAYER[inner.partition(".")[0]])
 
 
 def test_no_circle_of_imports() -> None:
@@ -82,7 +85,7 @@ def test_rooms_import_only_downwards() -> None:
         f"{module} imports {other}"
         for module, tree in MODULES.items()
         for other in sorted(set(imports(tree, True)))
-        if LAYER[room(other)] < LAYER[room(module)]
+        if layer(other) < layer(module)
     ]
     assert len(upwards) <= UPWARDS, "\n".join(upwards)
 
