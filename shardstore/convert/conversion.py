@@ -11,28 +11,43 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardstore.convert.progress import Progress, callback_of
-from shardstore.convert.safetensors_files import INDEX_SUFFIX, is_file_name
-from shardstore.convert.safetensors_target import SafetensorsObjects, SafetensorsTarget
-from shardstore.convert.shardstore_target import ShardstoreTarget
-from shardstore.convert.sources import FORMATS, Source, detect, open_source
-from shardstore.convert.targets import Journal, Receipts, Target, Written
+from shardstore.convert.interfaces import (
+    Journal,
+    Read,
+    Receipts,
+    Source,
+    Target,
+    Written,
+    exists_error,
+)
+from shardstore.convert.safetensors import (
+    INDEX_SUFFIX,
+    SafetensorsFiles,
+    SafetensorsObjects,
+    SafetensorsSource,
+    is_file_name,
+)
 from shardstore.convert.values import compare_values
+from shardstore.convert.zarr import ShardstoreTarget, ZarrSource
+from shardstore.core import maybe_load_config
 from shardstore.errors import (
     ArgumentError,
     CheckpointExistsError,
     CheckpointingException,
     DamagedCheckpointError,
+    NotACheckpointError,
 )
-from shardstore.progress import log_event
+from shardstore.progress import Operation, callback_of, log_event, metered
 from shardstore.storage.commit.folder import is_checkpoint
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
@@ -51,53 +66,33 @@ __all__ = [
     "require_apart",
 ]
 
-
-def require_apart(source: Location, target: Location) -> None:
-    """Raise :class:`ArgumentError` if one is, or lies in, the other, through links too."""
-    if _within(target, source):
-        same = _within(source, target)
-        where = "is the source itself" if same else "lies inside the source"
-    elif _within(source, target):
-        where = "holds the source"
-    else:
-        return
-    raise ArgumentError(
-        f"the target {target.url} {where} {source.url}: nothing was converted; convert to a folder "
-        "beside it",
-        url=target.url,
-    )
-
-
-def _within(inner: Location, outer: Location) -> bool:
-    if inner.is_local != outer.is_local:
-        return False
-    if not inner.is_local:
-        return f"{inner.url}/".startswith(f"{outer.url}/")
-    path, folder = os.path.realpath(inner.url), os.path.realpath(outer.url)
-    while True:
-        if path == folder or _is_same(path, folder):
-            return True
-        above = os.path.dirname(path)
-        if above == path:
-            return False
-        path = above
-
-
-def _is_same(a: str, b: str) -> bool:
-    """Of folders under two names, as mounts make them."""
-    try:
-        return os.path.samefile(a, b)
-    except OSError:
-        return False  # one is not there
-
-
 logger = logging.getLogger(__name__)
 
+FORMATS = ("shardstore", "megatron-zarr", "torch_dist", "dcp", "safetensors")
 TARGET_FORMATS = ("shardstore", "safetensors", "dcp")
 DEFAULT_MEMORY_BUDGET = 512 * 1024 * 1024
 DEFAULT_FILE_BYTES = 5 * 1000**3
 SLAB_BYTES = 1024 * 1024
 _MISSING = object()
+_Chunk = tuple[ArrayMeta, int]
+"""An array of the target, and the position of a chunk of it."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a conversion is.
+
+    Attributes:
+        stage: ``"write"`` or ``"verify"``.
+        done_bytes: of the tensors, in this stage; what an earlier run did counts.
+        total_bytes: of all tensors.
+        key: tensor that was dealt with last.
+    """
+
+    stage: str
+    done_bytes: int
+    total_bytes: int
+    key: str
 
 
 @dataclass(frozen=True)
@@ -168,13 +163,15 @@ def convert(
     for name, size in (("memory_budget", memory_budget), ("file_bytes", file_bytes)):
         if not isinstance(size, int) or size < 1:
             raise ArgumentError(f"{name}={size!r} must be a number of bytes, at least 1")
+    if progress != "bar" and progress is not None and not callable(progress):
+        raise ArgumentError(f"progress={progress!r} must be a callable, 'bar' or None")
     place = Location.given(source, source_options)
     goal = Location.given(target, target_options)
     require_apart(place, goal)
     found = source_format or detect(place)
     wanted = _target_format(goal, target_format)
     beside = _beside(goal)
-    _check_free(goal, wanted, overwrite)
+    _require_free(goal, wanted, overwrite)
     about = {"source": place.url, "source_format": found, "target_format": wanted}
     log_event(logger, "convert_begin", f"{goal.url}: converting", url=goal.url, **about)
     started = perf_counter()
@@ -188,61 +185,147 @@ def convert(
         "memory_budget": memory_budget,
         "file_bytes": file_bytes,
     }
-    built: Target
     # Where a result is verified, two buffers of a batch exist at a time.
     batch_bytes = max(1, memory_budget // 2)
+    built: Target
     if wanted == "shardstore":
         built = ShardstoreTarget(
             work, goal, source=found, overwrite=overwrite, budget_bytes=batch_bytes
         )
-    elif wanted == "safetensors" and goal.is_local:
-        built = SafetensorsTarget(work, goal, file_bytes=file_bytes)
-    elif wanted == "safetensors":
-        built = SafetensorsObjects(work, goal, file_bytes=file_bytes, budget_bytes=batch_bytes)
-    else:
-        from shardstore.convert.dcp_target import DcpObjects, DcpTarget  # torch's own format
+    elif wanted == "dcp":
+        from shardstore.convert.dcp import DcpObjects, DcpTarget  # imports torch
 
         built = DcpTarget(work, goal) if goal.is_local else DcpObjects(goal)
-    with callback_of(progress, goal.url) as told:
-        run = _Run(opened, built, batch_bytes, told)
-        try:
-            if wanted != "shardstore" and not goal.is_local and not journal.exists():
-                _check_empty(goal)
-            resumed = run.write(journal, _begun(built, journal, head, resume))
-            read = built.reader()
-            if verify:
-                run.compare(read, place.url, goal.url)
-                # Opened anew: what the first one has read it may have kept.
-                again = open_source(place, found).extras()
-                between = (place.url, goal.url)
-                compare_values(again, built.written(), plain=built.plain, between=between)
-            built.publish()
-        except BaseException:
-            built.stop()
-            raise
+    elif goal.is_local:
+        built = SafetensorsFiles(work, goal, file_bytes=file_bytes)
+    else:
+        built = SafetensorsObjects(work, goal, file_bytes=file_bytes, budget_bytes=batch_bytes)
+    run = _Run(opened, built, batch_bytes, place.url, goal.url, progress)
+    try:
+        # No attempt fences these objects off: nothing at all may be there.
+        is_fenced = wanted == "shardstore" or goal.is_local or journal.exists()
+        if not is_fenced and (names := goal.listing()):
+            raise CheckpointExistsError(
+                f"{goal.url} already holds {', '.join(names[:4])}; convert to elsewhere",
+                url=goal.url,
+            )
+        resumed = run.write(journal, _begun(built, journal, head, resume))
+        read = built.reader()
+        if verify:
+            run.compare(read)
+            # Opened anew: what the first one has read it may have kept.
+            again = open_source(place, found).extras()
+            between = (place.url, goal.url)
+            compare_values(again, built.written(), plain=built.plain, between=between)
+        built.publish()
+    except BaseException:
+        built.stop()
+        raise
     journal.remove()
-    done = Conversion(found, wanted, len(run.arrays), run.total_bytes, resumed, verify)
-    _log_end(goal, about, done, perf_counter() - started)
-    return done
-
-
-def _log_end(goal: Location, about: Mapping[str, str], done: Conversion, seconds: float) -> None:
+    seconds = perf_counter() - started
     log_event(
         logger,
         "convert",
-        f"{goal.url}: converted, {done.total_bytes} bytes in {seconds:.3f} s",
+        f"{goal.url}: converted, {run.total_bytes} bytes in {seconds:.3f} s",
         url=goal.url,
         **about,
-        tensors=done.tensors,
-        bytes=done.total_bytes,
-        resumed_bytes=done.resumed_bytes,
+        tensors=len(run.arrays),
+        bytes=run.total_bytes,
+        resumed_bytes=resumed,
         seconds=seconds,
-        verified=done.verified,
+        verified=verify,
+    )
+    return Conversion(found, wanted, len(run.arrays), run.total_bytes, resumed, verify)
+
+
+def detect(place: Location) -> str:
+    """The format of what is at a place.
+
+    Raises:
+        NotACheckpointError: nothing that is known.
+        StorageError: the store refused.
+    """
+    if is_file_name(place.name) or (place.is_local and place.path.is_file()):
+        return "safetensors"
+    names = place.listing()
+    if not names and not (place.is_local and place.is_dir()):
+        raise NotACheckpointError(f"{place.url} does not exist", url=place.url)
+    config = maybe_load_config(place.place)
+    if config is not None and config.sharded_backend == "torch_dist":
+        return "torch_dist"
+    if "zarr.json" in names and not (DCP_METADATA_NAME in names and _dcp_wrote_last(place)):
+        return "shardstore"
+    if config is not None:
+        return "megatron-zarr"
+    if DCP_METADATA_NAME in names:
+        return "dcp"
+    if any(is_file_name(name) for name in names):
+        return "safetensors"
+    raise NotACheckpointError(
+        f"{place.url} is no checkpoint of a known format ({', '.join(FORMATS)}); if it is one, "
+        "name its folder or file itself",
+        url=place.url,
     )
 
 
+def _dcp_wrote_last(place: Location) -> bool:
+    """Whether DCP's own storage wrote over a checkpoint of ours: a pickle, and not our line."""
+    return place.read(DCP_METADATA_NAME).startswith(pickle.PROTO)
+
+
+def open_source(place: Location, source_format: str) -> Source:
+    """Open a checkpoint of a known format for reading.
+
+    Raises:
+        NotACheckpointError, DamagedCheckpointError: it is not of that format, or damaged.
+    """
+    if source_format in ("shardstore", "megatron-zarr"):
+        return ZarrSource(place)
+    if source_format in ("torch_dist", "dcp"):
+        from shardstore.convert.dcp import DcpSource  # imports torch
+
+        return DcpSource(place)
+    if source_format == "safetensors":
+        return SafetensorsSource.open(place)
+    raise CheckpointingException(
+        f"source_format={source_format!r} is not one of {', '.join(FORMATS)}"
+    )
+
+
+def require_apart(source: Location, target: Location) -> None:
+    """Raise :class:`ArgumentError` if one is, or lies in, the other, through links too."""
+    if _within(target, source):
+        same = _within(source, target)
+        where = "is the source itself" if same else "lies inside the source"
+    elif _within(source, target):
+        where = "holds the source"
+    else:
+        return
+    raise ArgumentError(
+        f"the target {target.url} {where} {source.url}: nothing was converted; convert to a folder "
+        "beside it",
+        url=target.url,
+    )
+
+
+def _within(inner: Location, outer: Location) -> bool:
+    if inner.is_local != outer.is_local:
+        return False
+    if not inner.is_local:
+        return f"{inner.url}/".startswith(f"{outer.url}/")
+    path, folder = os.path.realpath(inner.url), os.path.realpath(outer.url)
+    return any(_is_same(str(above), folder) for above in (path, *Path(path).parents))
+
+
+def _is_same(path: str, folder: str) -> bool:
+    try:
+        return path == folder or os.path.samefile(path, folder)  # mounts give a folder two names
+    except OSError:
+        return False  # one is not there
+
+
 def _begun(built: Target, journal: Journal, head: dict[str, Any], resume: bool) -> Receipts:
-    """What an earlier run wrote that this one goes on with; nothing where it begins anew."""
+    """Return the chunks of an earlier run that this one continues; none if it starts anew."""
     known = journal.open(head)
     if resume and known is not None and built.resume(known[1]):
         return known[0]
@@ -269,41 +352,21 @@ def _target_format(target: Location, given: str | None) -> str:
     return wanted
 
 
-def _check_free(target: Location, wanted: str, overwrite: bool) -> None:
+def _require_free(target: Location, wanted: str, overwrite: bool) -> None:
+    if wanted == "shardstore" and overwrite and is_checkpoint(target):
+        return
     if target.is_local:
         taken = target.exists() and not (target.is_dir() and not target.listing())
     elif wanted == "shardstore":
         taken = is_checkpoint(target)
     else:
-        # Files of an earlier run may be there already; what makes them a checkpoint may not.
+        # Files of an earlier run may be there already, but not those that complete a checkpoint.
         names = target.listing()
         taken = any(name == DCP_METADATA_NAME or name.endswith(INDEX_SUFFIX) for name in names)
         taken = taken or (is_file_name(target.name) and target.exists())
-    if not taken or (overwrite and wanted == "shardstore" and is_checkpoint(target)):
-        return
-    raise _exists(target, wanted)
-
-
-def _check_empty(target: Location) -> None:
-    """Nothing at all may be where objects are written side by side that no attempt fences off."""
-    names = target.listing()
-    if names:
-        raise CheckpointExistsError(
-            f"{target.url} already holds {', '.join(names[:4])}; convert to elsewhere",
-            url=target.url,
-        )
-
-
-def _exists(target: Location, wanted: str) -> CheckpointExistsError:
-    return CheckpointExistsError(
-        f"{target.url} already exists; convert to elsewhere"
-        + (
-            ", or pass overwrite=True (--overwrite) to replace a checkpoint"
-            if wanted == "shardstore"
-            else ""
-        ),
-        url=target.url,
-    )
+    if taken:
+        remedy = ", or pass overwrite=True (--overwrite) to replace a checkpoint"
+        raise exists_error(target, remedy if wanted == "shardstore" else "")
 
 
 class _Run:
@@ -314,81 +377,88 @@ class _Run:
         source: Source,
         target: Target,
         batch_bytes: int,
-        progress: Callable[[Progress], None] | None,
+        source_url: str,
+        url: str,
+        progress: Callable[[Progress], None] | Literal["bar"] | None,
     ) -> None:
         self._source, self._target = source, target
-        self._progress = progress
         self._batch_bytes = batch_bytes
+        self._source_url, self._url = source_url, url
+        self._progress = progress
         self.arrays = [
-            target.array(meta, source.boxes(key), self._batch_bytes)
+            target.array(meta, source.boxes(key), batch_bytes)
             for key, meta in sorted(source.arrays.items())
         ]
-        self.total_bytes = sum(_chunk_bytes(a, i) for a in self.arrays for i in _chunks(a))
+        self._chunks = [(array, i) for array in self.arrays for i in range(array.grid.size)]
+        self.total_bytes = sum(map(_chunk_bytes, self._chunks))
 
     def write(self, journal: Journal, receipts: Receipts) -> int:
-        """Write what is not written yet. Returns the bytes that were."""
+        """Write what is not written yet. Returns the bytes that an earlier run wrote."""
         self._target.begin(self.arrays, self._source.extras())
-        resumed = 0
-        left: list[tuple[ArrayMeta, int]] = []
-        for array in self.arrays:
-            for i in _chunks(array):
-                known = receipts.get((array.key, i), _MISSING)
-                index = array.grid.index(i)
-                if known is not _MISSING and self._target.has(array, index, known):
-                    self._target.restore(array, index, known)
-                    resumed += _chunk_bytes(array, i)
-                else:
-                    left.append((array, i))
-        done = resumed
-        for batch in self._batches(left):
-            # In a function of its own: nothing of a batch is left when the next one begins.
-            done += self._write_batch(batch, journal)
-            self._report("write", done, batch[-1][0].key)
+        left = []
+        for array, i in self._chunks:
+            known = receipts.get((array.key, i), _MISSING)
+            if known is _MISSING or not self._target.restore(array, array.grid.index(i), known):
+                left.append((array, i))
+        resumed = self.total_bytes - sum(map(_chunk_bytes, left))
+
+        def write(batch: Sequence[_Chunk]) -> None:
+            written = self._target.write(self._read(batch))
+            places = zip(batch, written, strict=True)
+            journal.add([(array.key, i, receipt) for (array, i), receipt in places])
+
+        self._run("write", left, resumed, write)
         return resumed
 
-    def _write_batch(self, batch: Sequence[tuple[ArrayMeta, int]], journal: Journal) -> int:
-        chunks = self._read(batch)
-        receipts = self._target.write(chunks)
-        places = zip(batch, receipts, strict=True)
-        journal.add([(array.key, i, receipt) for (array, i), receipt in places])
-        return sum(chunk.data.nbytes for chunk in chunks)
-
-    def compare(
-        self, read: Callable[[Sequence[RegionRead]], None], source: str, target: str
-    ) -> None:
+    def compare(self, read: Read) -> None:
         """Compare what was written with the source.
 
         Raises:
             DamagedCheckpointError: they differ.
         """
-        done = 0
-        for batch in self._batches([(a, i) for a in self.arrays for i in _chunks(a)]):
-            done += self._compare_batch(batch, read, source, target)
-            self._report("verify", done, batch[-1][0].key)
 
-    def _compare_batch(
+        def compare(batch: Sequence[_Chunk]) -> None:
+            chunks = self._read(batch)
+            copies = [np.empty_like(chunk.data) for chunk in chunks]
+            places = zip(chunks, copies, strict=True)
+            read([RegionRead(c.array, c.array.grid.box(c.index), copy) for c, copy in places])
+            for chunk, copy in zip(chunks, copies, strict=True):
+                if not _equal(as_bytes(chunk.data), as_bytes(copy)):
+                    raise DamagedCheckpointError(
+                        f"chunk {chunk.index} of key {chunk.array.key!r} differs between "
+                        f"{self._source_url} and what was written for {self._url}; nothing was put "
+                        "there. Convert again with resume=False (--no-resume), and check the disk",
+                        key=chunk.array.key,
+                        chunk=chunk.index,
+                        url=self._url,
+                    )
+
+        self._run("verify", self._chunks, 0, compare)
+
+    def _run(
         self,
-        batch: Sequence[tuple[ArrayMeta, int]],
-        read: Callable[[Sequence[RegionRead]], None],
-        source: str,
-        target: str,
-    ) -> int:
-        chunks = self._read(batch)
-        copies = [Written(c.array, c.index, np.empty_like(c.data)) for c in chunks]
-        read([RegionRead(c.array, c.array.grid.box(c.index), c.data) for c in copies])
-        for chunk, copy in zip(chunks, copies, strict=True):
-            if not _equal(as_bytes(chunk.data), as_bytes(copy.data)):
-                raise DamagedCheckpointError(
-                    f"chunk {chunk.index} of key {chunk.array.key!r} differs between {source} "
-                    f"and what was written for {target}; nothing was put there. Convert again "
-                    "with resume=False (--no-resume), and check the disk",
-                    key=chunk.array.key,
-                    chunk=chunk.index,
-                    url=target,
-                )
-        return sum(chunk.data.nbytes for chunk in chunks)
+        stage: str,
+        chunks: Sequence[_Chunk],
+        done: int,
+        work: Callable[[Sequence[_Chunk]], None],
+    ) -> None:
+        """Do the work of a stage batch by batch, and report progress."""
+        operation: Operation = "verify" if stage == "verify" else "convert"
+        drawn = callback_of("bar") if self._progress == "bar" else None
+        with metered(operation, self._url, drawn) as meter:
+            meter.expect(self.total_bytes, len(chunks))
+            if meter.add is not None:
+                meter.add(done, 0)
+            for batch in self._batches(chunks):
+                work(batch)
+                size = sum(map(_chunk_bytes, batch))
+                done += size
+                if meter.add is not None:
+                    meter.add(size, len(batch))
+                if callable(self._progress):
+                    self._progress(Progress(stage, done, self.total_bytes, batch[-1][0].key))
 
-    def _read(self, batch: Sequence[tuple[ArrayMeta, int]]) -> list[Written]:
+    def _read(self, batch: Sequence[_Chunk]) -> list[Written]:
         chunks = []
         reads = []
         for array, i in batch:
@@ -400,24 +470,18 @@ class _Run:
         self._source.read(reads)
         return chunks
 
-    def _batches(
-        self, chunks: Sequence[tuple[ArrayMeta, int]]
-    ) -> Iterator[list[tuple[ArrayMeta, int]]]:
-        batch: list[tuple[ArrayMeta, int]] = []
+    def _batches(self, chunks: Sequence[_Chunk]) -> Iterator[list[_Chunk]]:
+        batch: list[_Chunk] = []
         size = 0
-        for array, i in chunks:
-            nbytes = _chunk_bytes(array, i)
+        for chunk in chunks:
+            nbytes = _chunk_bytes(chunk)
             if batch and size + nbytes > self._batch_bytes:
                 yield batch
                 batch, size = [], 0
-            batch.append((array, i))
+            batch.append(chunk)
             size += nbytes
         if batch:
             yield batch
-
-    def _report(self, stage: str, done: int, key: str) -> None:
-        if self._progress is not None:
-            self._progress(Progress(stage, done, self.total_bytes, key))
 
 
 def _equal(a: NDArray[np.uint8], b: NDArray[np.uint8]) -> bool:
@@ -426,9 +490,6 @@ def _equal(a: NDArray[np.uint8], b: NDArray[np.uint8]) -> bool:
     return all(np.array_equal(a[i : i + SLAB_BYTES], b[i : i + SLAB_BYTES]) for i in slabs)
 
 
-def _chunks(array: ArrayMeta) -> range:
-    return range(array.grid.size)
-
-
-def _chunk_bytes(array: ArrayMeta, i: int) -> int:
+def _chunk_bytes(chunk: _Chunk) -> int:
+    array, i = chunk
     return array.grid.box(array.grid.index(i)).size * dtypes.itemsize(array.dtype)

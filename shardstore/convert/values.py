@@ -1,8 +1,4 @@
-"""Whether what a conversion wrote beside the arrays is what the source holds: the common values and
-the sharded objects, read back and compared one by one.
-
-Knows values by key; not how a format keeps them.
-"""
+"""Comparison of the values that a conversion wrote beside the arrays with those of the source."""
 
 from __future__ import annotations
 
@@ -15,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardstore.convert.sources import Extras
-from shardstore.convert.targets import UNREADABLE, plain_json, values_of
+from shardstore.convert.interfaces import UNREADABLE, Extras, plain_json, values_of
 from shardstore.errors import DamagedCheckpointError
 from shardstore.values.plain import NotPlainError
 

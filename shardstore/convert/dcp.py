@@ -1,8 +1,7 @@
-"""PyTorch DCP's own format as the target of a conversion: ``.distcp`` files and ``.metadata``.
+"""PyTorch DCP's own format (also Megatron-Core's torch_dist) as source and target of a conversion.
 
-On a disk all items are in one file of a work folder beside the target. In an object store a file is
-what is written at a time, at the target itself: without ``.metadata``, which is written last, it is
-no checkpoint.
+On a disk all items are in one file of a work folder. In an object store each write makes a file at
+the target itself, which is no checkpoint until ``.metadata`` is written, at the end.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import io
 import pickle
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -24,24 +23,31 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardstore.convert.sources import Extras
-from shardstore.convert.targets import (
+from shardstore.convert.interfaces import (
     UNREADABLE,
+    Extras,
     Read,
     Receipt,
+    Target,
     Written,
+    exists_error,
     put_in_place,
-    rows_of,
+    stamps,
     values_of,
 )
-from shardstore.dcp.files import METADATA_NAME, DcpFiles
-from shardstore.errors import CheckpointExistsError, UnsafeObjectError
+from shardstore.dcp.files import DcpFiles
+from shardstore.errors import UnsafeObjectError
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box
+from shardstore.storage.format.names import COMMON_STATE_NAME
+from shardstore.storage.format.names import DCP_METADATA_NAME as METADATA_NAME
+from shardstore.storage.movers.chunks import RegionRead
 from shardstore.storage.stores.location import Location, store_errors
+from shardstore.values.plain import NotPlainError
+from shardstore.values.record import StateRecord, as_text, is_long
 
-__all__ = ["DcpObjects", "DcpTarget"]
+__all__ = ["DcpObjects", "DcpSource", "DcpTarget"]
 
 OBJECT_BYTES = 32 * 1024 * 1024
 """A file in an object store is written once so much was gathered."""
@@ -55,43 +61,71 @@ def _file_name(number: int) -> str:
     return f"__0_{number}.distcp"
 
 
-class DcpTarget:
+class DcpSource:
+    """Checkpoints of PyTorch DCP, and of Megatron-Core's torch_dist backend."""
+
+    def __init__(self, place: Location) -> None:
+        self._place = place
+        self._files = DcpFiles.open(place)
+        self.arrays = self._files.arrays
+
+    def boxes(self, key: str) -> list[Box]:
+        """One box a part."""
+        return [part.box for part in self._files.parts[key]]
+
+    def read(self, reads: Sequence[RegionRead]) -> None:
+        """Read regions."""
+        self._files.read(reads)
+
+    def extras(self) -> Extras:
+        """Values as JSON where they have such a form."""
+        if self._place.exists(COMMON_STATE_NAME):
+            objects = {key: self._object(key, unwrap=True) for key in self._files.objects}
+            return Extras(self._place.read(COMMON_STATE_NAME), objects=objects)
+        values: dict[str, Any] = {}
+        found: dict[str, Callable[[], Any]] = {}
+        for key in self._files.objects:
+            value = self._files.read_object(key)
+            try:
+                document, text = as_text(value)
+            except NotPlainError:
+                text = None
+            if text is None or is_long(text):
+                found[f"{key}/shard_0_1"] = self._object(key)
+            else:
+                values[key] = document
+        return Extras(None, StateRecord(self._files.paths, values), found)
+
+    def _object(self, key: str, *, unwrap: bool = False) -> Callable[[], Any]:
+        def read() -> Any:
+            value = self._files.read_object(key)
+            # Megatron-Core keeps an object in a list of one.
+            return value[0] if unwrap and isinstance(value, list) and len(value) == 1 else value
+
+        return read
+
+    def identity(self) -> list[Any]:
+        """What its metadata is."""
+        return stamps(self._place, (METADATA_NAME,))
+
+
+class DcpTarget(Target):
     """A local checkpoint of PyTorch DCP.
 
     Args:
         work: folder beside the target.
-        target: where the checkpoint shall be.
+        goal: where the checkpoint shall be.
     """
 
-    plain: ClassVar[bool] = False
-
-    def __init__(self, work: Location, target: Location) -> None:
-        self._at, self._target = work, target
-        self._arrays: Sequence[ArrayMeta] = ()
-        self._extras = Extras()
+    def __init__(self, work: Location, goal: Location) -> None:
+        super().__init__(work, goal)
         self._stored: dict[tuple[str, tuple[int, ...]], Place] = {}
         self._metadata = b""
 
-    def array(self, meta: ArrayMeta, boxes: Sequence[Box], most_bytes: int) -> ArrayMeta:
-        """Ranges of rows: each is an item of its own."""
-        return rows_of(meta, most_bytes)
-
     def start(self) -> Any:
         """An empty work folder."""
-        self._at.delete()
-        self._at.write(_file_name(0), b"")
-
-    def resume(self, state: Any) -> bool:
-        """If the work folder is there."""
-        return self._at.is_dir()
-
-    def has(self, array: ArrayMeta, index: tuple[int, ...], receipt: Receipt) -> bool:
-        """Yes: an item is written before its receipt, and the comparison finds out if not."""
-        return True
-
-    def begin(self, arrays: Sequence[ArrayMeta], extras: Extras) -> None:
-        """Nothing is written before the chunks."""
-        self._arrays, self._extras = arrays, extras
+        self._work.delete()
+        self._work.write(_file_name(0), b"")
 
     def write(self, chunks: Sequence[Written]) -> list[Receipt]:
         """Append items; their places are the receipts."""
@@ -103,7 +137,7 @@ class DcpTarget:
     def _put(self, values: Iterable[object]) -> list[Place]:
         """Write items behind the last one; what an earlier run left there is written over."""
         end = max((start + length for _, start, length in self._stored.values()), default=0)
-        path = f"{self._at.url}/{_file_name(0)}"
+        path = f"{self._work.url}/{_file_name(0)}"
         places = []
         with store_errors("writing", path), open(path, "r+b") as file:
             file.seek(end)
@@ -114,15 +148,16 @@ class DcpTarget:
             file.truncate()
         return places
 
-    def restore(self, array: ArrayMeta, index: tuple[int, ...], receipt: Receipt) -> None:
-        """Where an item is."""
+    def restore(self, array: ArrayMeta, index: tuple[int, ...], receipt: Receipt) -> bool:
+        """Note where an item is."""
         number, start, length = receipt
         self._stored[array.key, array.grid.box(index).offset] = (number, start, length)
+        return True
 
     def reader(self) -> Read:
         """Write what is no tensor, make the metadata, and read by them."""
         self._metadata = self._described()
-        return DcpFiles.parse(self._at, self._metadata).read
+        return DcpFiles.parse(self._work, self._metadata).read
 
     def _described(self) -> bytes:
         about: dict[str, Any] = {}
@@ -149,7 +184,7 @@ class DcpTarget:
 
     def written(self) -> Extras:
         """By the metadata."""
-        files = DcpFiles.parse(self._at, self._metadata)
+        files = DcpFiles.parse(self._work, self._metadata)
 
         def value_of(key: str) -> Callable[[], Any]:
             def read() -> Any:
@@ -165,37 +200,30 @@ class DcpTarget:
 
     def publish(self) -> None:
         """Write the metadata, and rename the folder."""
-        self._at.write(METADATA_NAME, self._metadata)
-        put_in_place(self._at, self._target)
-
-    def stop(self) -> None:
-        """Nothing is held."""
+        self._work.write(METADATA_NAME, self._metadata)
+        put_in_place(self._work, self._goal)
 
 
 class DcpObjects(DcpTarget):
     """A checkpoint of PyTorch DCP in an object store.
 
     Args:
-        target: where the checkpoint shall be.
+        goal: where the checkpoint shall be.
     """
 
-    def __init__(self, target: Location) -> None:
-        super().__init__(target, target)
+    def __init__(self, goal: Location) -> None:
+        super().__init__(goal, goal)
         self._next = 0
 
     def start(self) -> Any:
         """Without the files of an earlier run."""
-        ours = [name for name in self._at.listing() if _FILE.fullmatch(name)]
-        self._at.remote.delete(ours)
+        ours = [name for name in self._work.listing() if _FILE.fullmatch(name)]
+        self._work.remote.delete(ours)
 
-    def resume(self, state: Any) -> bool:
-        """Always: what is not there is found out by the comparison."""
-        return True
-
-    def restore(self, array: ArrayMeta, index: tuple[int, ...], receipt: Receipt) -> None:
-        """Where an item is; files that come later have other names."""
-        super().restore(array, index, receipt)
+    def restore(self, array: ArrayMeta, index: tuple[int, ...], receipt: Receipt) -> bool:
+        """Note where an item is; files that come later have other names."""
         self._next = max(self._next, receipt[0] + 1)
+        return super().restore(array, index, receipt)
 
     def _put(self, values: Iterable[object]) -> list[Place]:
         places: list[Place] = []
@@ -211,7 +239,7 @@ class DcpObjects(DcpTarget):
         return places
 
     def _send(self, gathered: io.BytesIO) -> io.BytesIO:
-        self._at.write(_file_name(self._next), gathered.getvalue())
+        self._work.write(_file_name(self._next), gathered.getvalue())
         self._next += 1
         return io.BytesIO()
 
@@ -221,10 +249,8 @@ class DcpObjects(DcpTarget):
         Raises:
             CheckpointExistsError: there is one.
         """
-        if not self._at.remote.create(METADATA_NAME, self._metadata):
-            raise CheckpointExistsError(
-                f"{self._target.url} already exists; convert to elsewhere", url=self._target.url
-            )
+        if not self._work.remote.create(METADATA_NAME, self._metadata):
+            raise exists_error(self._goal)
 
 
 def _saved(value: object, into: io.BytesIO | None = None) -> io.BytesIO:

@@ -1,7 +1,7 @@
-"""A checkpoint of this package as the target of a conversion: root document, manifest and all.
+"""Zarr checkpoints as source (also Megatron-Core's zarr backend) and target of a conversion.
 
-On a disk it grows in a work folder beside the target. In an object store it is an attempt at the
-target itself, as every save is, which a later run goes on with as long as no other has claimed it.
+On a disk the target grows in a work folder. In an object store it is an attempt at the target
+itself, like every save; a later run continues it unless another writer has claimed the target.
 """
 
 from __future__ import annotations
@@ -9,85 +9,132 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
-from typing import Any, ClassVar
+from typing import Any
 
-from shardstore.convert.sources import Extras
-from shardstore.convert.targets import Read, Receipt, Written
+from shardstore.convert.interfaces import Extras, Read, Receipt, Target, Written, stamps
+from shardstore.core import CONFIG_FNAME
 from shardstore.errors import DamagedCheckpointError, StorageError
 from shardstore.storage import arrays as stored_arrays
+from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit import folder as commit
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.commit.folder import FolderAttempt
 from shardstore.storage.commit.publish import About, note_arrays, publish
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import SEPARATOR, ArrayMeta
-from shardstore.storage.format.grid import DEFAULT_TARGET_CHUNK_BYTES, Box, grid_of
+from shardstore.storage.format.grid import DEFAULT_TARGET_CHUNK_BYTES, Box, Grid, grid_of
 from shardstore.storage.format.manifest import ChunkRecord, RankManifest
 from shardstore.storage.format.names import COMMON_STATE_NAME, node_name
-from shardstore.storage.movers.chunks import ChunkWrite
+from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 from shardstore.values.record import BACKEND, MEMBER, VERSION, StateRecord
 
-__all__ = ["ShardstoreTarget"]
+__all__ = ["ShardstoreTarget", "ZarrSource"]
 
 
-class ShardstoreTarget:
+class ZarrSource:
+    """Checkpoints of this package, and of Megatron-Core's zarr backend."""
+
+    def __init__(self, place: Location) -> None:
+        self._place = place
+        self._stored = StoredCheckpoint(place)
+        self._stored.require()
+        self.arrays = self._stored.arrays
+
+    def boxes(self, key: str) -> list[Box]:
+        """One box a shard, or a chunk where shards are not known."""
+        meta = self.arrays[key]
+        grid = Grid(meta.shape, meta.shard_shape or meta.grid.chunk_shape)
+        return [grid.box(grid.index(i)) for i in range(grid.size)]
+
+    def read(self, reads: Sequence[RegionRead]) -> None:
+        """Read regions, verified as far as there are checksums."""
+        self._stored.read(reads)
+
+    def extras(self) -> Extras:
+        """The common part as it is, and sharded objects."""
+        url = self._place.url
+        attributes: dict[str, Any] = {}
+        record = None
+        if self._stored.root is not None:
+            attributes = dict(self._stored.root.attributes)
+            attributes.pop("shardstore", None)
+            record = StateRecord.from_root(self._stored.root.attributes, url)
+        objects: Mapping[str, Callable[[], Any]] = {}
+        if record is None or record.files:
+            objects = self._objects()
+        if record is not None:
+            # Their files are listed with the sharded objects.
+            record = StateRecord(record.paths, record.values)
+        common = None
+        if record is None and self._place.exists(COMMON_STATE_NAME):
+            common = self._place.read(COMMON_STATE_NAME)
+        return Extras(common, record or StateRecord(), objects, attributes)
+
+    def _objects(self) -> Mapping[str, Callable[[], Any]]:
+        from shardstore.strategies.common import TorchCommonLoadStrategy
+
+        loader = TorchCommonLoadStrategy()
+        at = self._place.place
+        sharded = loader.load_sharded_metadata(at)
+
+        def value_of(key: str) -> Callable[[], Any]:
+            return lambda: loader.load_sharded_objects({key: sharded[key]}, at)[key]
+
+        return {key: value_of(key) for key in sharded}
+
+    def identity(self) -> list[Any]:
+        """What its documents are."""
+        return stamps(self._place, ("zarr.json", CONFIG_FNAME))
+
+
+class ShardstoreTarget(Target):
     """A checkpoint of this package.
 
     Args:
         work: folder beside a local target; it is not used in an object store.
-        target: where the checkpoint shall be.
+        goal: where the checkpoint shall be.
         source: name of the source's format, for the record.
         overwrite: a checkpoint at the target may be replaced.
         budget_bytes: memory for chunks on their way to a store.
     """
 
-    plain: ClassVar[bool] = False
-
     def __init__(
         self,
         work: Location,
-        target: Location,
+        goal: Location,
         *,
         source: str,
         overwrite: bool,
         budget_bytes: int,
     ) -> None:
-        self._work, self._target = work, target
+        super().__init__(work, goal)
         self._options = SaveOptions(overwrite=overwrite, budget_bytes=budget_bytes)
         self._manifest = RankManifest(0)
-        self._attempt: Attempt = self._folder_attempt()
+        self._attempt: Attempt = FolderAttempt(goal, work, "convert", overwrite)
         self._source = source
-        self._extras = Extras()
         self._files: dict[str, str] = {}
         self._started = perf_counter()
 
-    def _folder_attempt(self) -> FolderAttempt:
-        return FolderAttempt(self._target, self._work, "convert", self._options.overwrite)
-
     def start(self) -> Any:
         """An empty work folder, or a new attempt."""
-        if self._target.is_local:
+        if self._goal.is_local:
             self._work.delete()
             self._work.write(commit.OWNER_NAME, b"{}")
             return None
-        self._attempt = commit.begin(self._target, overwrite=self._options.overwrite)
+        self._attempt = commit.begin(self._goal, overwrite=self._options.overwrite)
         return self._attempt.id
 
     def resume(self, state: Any) -> bool:
         """Go on in the folder, or with the attempt if it still owns the target."""
-        if self._target.is_local:
-            return self._work.is_dir()
-        self._attempt = commit.join(self._target, str(state), overwrite=self._options.overwrite)
+        if self._goal.is_local:
+            return super().resume(state)
+        self._attempt = commit.join(self._goal, str(state), overwrite=self._options.overwrite)
         try:
             self._attempt.check()
         except StorageError:
             return False
-        return True
-
-    def has(self, array: ArrayMeta, index: tuple[int, ...], receipt: Receipt) -> bool:
-        """Yes: a chunk is written before its receipt is, and found out by the comparison if not."""
         return True
 
     def array(self, meta: ArrayMeta, boxes: Sequence[Box], most_bytes: int) -> ArrayMeta:
@@ -106,7 +153,7 @@ class ShardstoreTarget:
 
     def begin(self, arrays: Sequence[ArrayMeta], extras: Extras) -> None:
         """Array documents, and what is no tensor."""
-        self._extras = extras
+        super().begin(arrays, extras)
         created = note_arrays(self._manifest, [(meta, True) for meta in arrays])
         if not self._attempt.defers_documents:
             stored_arrays.write_documents(self._attempt, self._options, created)
@@ -149,11 +196,12 @@ class ShardstoreTarget:
             receipts.append([record.stored_bytes, record.crc, record.digest.hex(), running])
         return receipts
 
-    def restore(self, array: ArrayMeta, index: tuple[int, ...], receipt: Receipt) -> None:
-        """A row of the manifest."""
+    def restore(self, array: ArrayMeta, index: tuple[int, ...], receipt: Receipt) -> bool:
+        """Add a row to the manifest."""
         stored, crc, digest, running = receipt
         record = ChunkRecord(stored, crc, bytes.fromhex(digest), running)
         self._manifest.add_chunk(array, index, record)
+        return True
 
     def reader(self) -> Read:
         """Chunks are read with their checksums verified."""
@@ -208,6 +256,3 @@ class ShardstoreTarget:
             common_backend=backend, attributes=extras.attributes, record=record, seconds=seconds
         )
         publish(self._attempt, self._options, [self._manifest.report()], about_root)
-
-    def stop(self) -> None:
-        """Nothing is held; a later run goes on with the attempt."""
