@@ -322,7 +322,6 @@ class _SafetensorsTarget(Target):
         self._single = goal.name if goal.name.endswith(".safetensors") else None
         self._files: dict[str, _File] = {}
         self._entries: dict[str, Entry] = {}
-        self._found: SafetensorsSource | None = None
 
     def begin(self, arrays: Sequence[ArrayMeta], extras: Extras) -> None:
         """Lay the tensors out over the files, in the order given.
@@ -355,15 +354,16 @@ class _SafetensorsTarget(Target):
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         return json.dumps(index, indent=2).encode()
 
+    def _opened_anew(self) -> SafetensorsSource:
+        return SafetensorsSource(FileRanges(self._at), list(self._files))
+
     def reader(self) -> Read:
-        """Read the headers of the files anew."""
-        self._found = SafetensorsSource(FileRanges(self._at), list(self._files))
-        return self._found.read
+        """Read by the headers of the files."""
+        return self._opened_anew().read
 
     def written(self) -> Extras:
-        """Return the values in the header of the first file."""
-        assert self._found is not None
-        return self._found.extras()
+        """Return the values in the header of the first file, which is read again."""
+        return self._opened_anew().extras()
 
 
 class SafetensorsFiles(_SafetensorsTarget):
