@@ -30,7 +30,8 @@ from shardstore.errors import (
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box, Grid, flat_range_boxes
-from shardstore.storage.format.names import DCP_METADATA_NAME, require_inside
+from shardstore.storage.format.names import DCP_METADATA_NAME as METADATA_NAME
+from shardstore.storage.format.names import require_inside
 from shardstore.storage.movers.chunks import RegionRead
 from shardstore.storage.movers.parallel import default_threads, run_batched
 from shardstore.storage.movers.ranges import FileRanges, RangeFile
@@ -38,9 +39,8 @@ from shardstore.storage.stores.location import Location
 from shardstore.values.torch_archive import Records
 from shardstore.values.torch_values import BoundedUnpickler, load_bytes
 
-__all__ = ["METADATA_NAME", "ORIGINAL_SHAPE", "DcpFiles", "StoredPart"]
+__all__ = ["ORIGINAL_SHAPE", "DcpFiles", "StoredPart"]
 
-METADATA_NAME = DCP_METADATA_NAME
 ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"
 """Megatron-Core's name for the shape of a tensor that is stored as flattened ranges."""
 _BATCH_BYTES = 4 * 1024 * 1024
@@ -70,9 +70,6 @@ class StoredPart:
     extent: Extent
     stored_shape: tuple[int, ...]
     first: int = 0
-
-
-# -- the metadata, without its classes -------------------------------------------------------------
 
 
 class _Inert:
@@ -254,12 +251,7 @@ class DcpFiles:
             first = extent.offset + start + part.first * out.dtype.itemsize
             self._ranges.read_box(extent.file, first, part.box.shape, within, out)
         except FileNotFoundError:
-            raise ChunkMissingError(
-                f"key {key!r} at offset {part.box.offset}: {path} is missing; the checkpoint is "
-                "damaged, load an earlier one",
-                key=key,
-                url=path,
-            ) from None
+            raise _missing(f"key {key!r} at offset {part.box.offset}", path, key) from None
         except StorageError as error:
             error.key = error.key or key
             raise
@@ -291,13 +283,16 @@ class DcpFiles:
         try:
             data = self._ranges.read(extent.file, extent.offset, extent.offset + extent.length)
         except FileNotFoundError:
-            raise ChunkMissingError(
-                f"object {key!r}: {path} is missing; the checkpoint is damaged, load an earlier "
-                "one",
-                key=key,
-                url=path,
-            ) from None
+            raise _missing(f"object {key!r}", path, key) from None
         return load_bytes(data, path, key)
+
+
+def _missing(what: str, path: str, key: str) -> ChunkMissingError:
+    return ChunkMissingError(
+        f"{what}: {path} is missing; the checkpoint is damaged, load an earlier one",
+        key=key,
+        url=path,
+    )
 
 
 def _parsed(location: Location, metadata: _Inert) -> DcpFiles:
@@ -371,15 +366,12 @@ def _unfolded(
     return out
 
 
-# -- one item of a file ----------------------------------------------------------------------------
-
-
 def _plain_start(
     view: RangeFile, shape: tuple[int, ...], dtype: torch.dtype, path: str
 ) -> int | None:
-    """Where a saved tensor's elements begin, if they lie there one after the other."""
-    found = load_bytes(view, path, meta=True)
-    if not isinstance(found, torch.Tensor) or tuple(found.shape) != shape or found.dtype != dtype:
+    """Return where a saved tensor's elements begin, if they lie there one after the other."""
+    found = _loaded(view, shape, path, meta=True)
+    if found.dtype != dtype:
         raise ValueError("another tensor")
     if not found.is_contiguous() or found.storage_offset():
         return None
@@ -389,8 +381,10 @@ def _plain_start(
     return records.start("data/0")
 
 
-def _loaded(view: RangeFile, shape: tuple[int, ...], path: str) -> torch.Tensor:
-    found = load_bytes(view, path)
+def _loaded(
+    view: RangeFile, shape: tuple[int, ...], path: str, *, meta: bool = False
+) -> torch.Tensor:
+    found = load_bytes(view, path, meta=meta)
     if not isinstance(found, torch.Tensor) or tuple(found.shape) != shape:
         raise ValueError("another tensor")
     return found

@@ -21,10 +21,10 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
-from shardstore.dcp.files import METADATA_NAME
 from shardstore.dcp.reader import StorageReader
 from shardstore.dcp.writer import StorageWriter
 from shardstore.errors import CheckpointingException
+from shardstore.storage.format.names import DCP_METADATA_NAME as METADATA_NAME
 from shardstore.storage.options import WriterKeywords
 from shardstore.storage.stores.location import Location
 

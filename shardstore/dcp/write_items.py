@@ -1,7 +1,6 @@
 """One rank's part of a save through DCP: its items become chunks, values and files of an attempt.
 
-What other ranks hold of the same chunk goes to the coordinator as pieces (:mod:`gathered`). Knows
-the planner, which is asked for the data, and the attempt; no other rank.
+Parts of chunks that other ranks hold too go to the coordinator as pieces.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from shardstore.errors import AccessPatternError, CheckpointingException, DTypeMismatchError
 from shardstore.mapping import ShardedObject
+from shardstore.saving.sources import TensorSource, fetched
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.commit.publish import Files, write_chunks
 from shardstore.storage.format import dtypes
@@ -29,7 +29,7 @@ from shardstore.storage.format.manifest import RankManifest
 from shardstore.storage.format.names import check_collisions, node_name
 from shardstore.storage.movers.chunk_bytes import as_bytes
 from shardstore.storage.movers.chunks import ChunkWrite
-from shardstore.storage.movers.device import on_host, stream_here
+from shardstore.storage.movers.device import behind, stream_here
 from shardstore.storage.options import SaveOptions
 from shardstore.strategies.common import json_object_file, object_file
 from shardstore.values.plain import NotPlainError
@@ -285,40 +285,31 @@ def _plan_item(
 class _Source:
     """The tensor of an item, asked of the planner when its first chunk is written.
 
-    It is held until the last chunk is: planners may make tensors only when they are asked.
+    It is held until the last chunk is written: planners may make tensors when they are asked.
     """
 
     def __init__(self, item: WriteItem, planner: SavePlanner) -> None:
-        self._item = item
-        self._planner = planner
+        self._item, self._planner = item, planner
         self._lock = threading.Lock()
-        self._tensor: torch.Tensor | None = None
+        self._tensor: TensorSource | None = None
         self._left = 0
         self._stream = stream_here()
 
-    def part(self, box: Box) -> Any:
-        """A function that gives a part of the tensor, on the host."""
+    def part(self, box: Box) -> Callable[[], NDArray[Any]]:
+        """Return a function that gives a part of the tensor, on the host."""
         self._left += 1
 
         def fetch() -> NDArray[Any]:
             with self._lock:
-                if self._tensor is None:
-                    self._tensor = self._resolved()
-                tensor = self._tensor
+                tensor = self._tensor = self._tensor or self._resolved()
                 self._left -= 1
                 if self._left == 0:
                     self._tensor = None
-            if box.shape != tuple(tensor.shape):
-                where: tuple[Any, ...] = (..., *box.slices)
-                tensor = tensor[where]
-            if tensor.device.type == "cpu":
-                return dtypes.as_numpy(tensor)
-            own = self._stream is not None and self._stream.device == tensor.device
-            return on_host(tensor, self._stream if own else None)
+            return fetched(tensor.part(box.slices))
 
         return fetch
 
-    def _resolved(self) -> torch.Tensor:
+    def _resolved(self) -> TensorSource:
         found = self._planner.resolve_data(self._item)
         key = self._item.index.fqn
         if not isinstance(found, torch.Tensor):
@@ -326,14 +317,9 @@ class _Source:
                 f"the planner resolved key {key!r} to a {type(found).__name__}, not to a tensor",
                 key=key,
             )
-        found = found.detach()
-        if found.layout is not torch.strided or found.device.type == "meta":
-            raise DTypeMismatchError(
-                f"key {key!r} is a tensor of layout {found.layout} on {found.device}, which has "
-                "no plain memory to write; make it a dense tensor with data",
-                key=key,
-            )
-        return found
+        # The stream of the thread that saves: this one's own waits for no other.
+        with behind(self._stream):
+            return TensorSource(found, key)
 
 
 def _write_value(

@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.storage import StorageWriter as DcpStorageWrit
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from shardstore.dcp.files import METADATA_NAME
 from shardstore.dcp.reader import Placed, forget_listings
 from shardstore.dcp.write_items import Grids, Piece, Report, Task, with_items, write_items
 from shardstore.distributed.groups import group_size
@@ -39,6 +38,7 @@ from shardstore.storage.commit.publish import About, publish, write_chunks
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.manifest import RankManifest
+from shardstore.storage.format.names import DCP_METADATA_NAME as METADATA_NAME
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.options import SaveOptions, WriterKeywords, options_of
 from shardstore.values.record import BACKEND, MEMBER, VERSION, StateRecord
