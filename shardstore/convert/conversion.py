@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +48,7 @@ from shardstore.errors import (
 )
 from shardstore.progress import Operation, callback_of, log_event, metered
 from shardstore.storage.commit.folder import is_checkpoint
+from shardstore.storage.commit.identity import is_ours
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.names import DCP_METADATA_NAME
@@ -253,7 +253,7 @@ def detect(place: Location) -> str:
     config = maybe_load_config(place.place)
     if config is not None and config.sharded_backend == "torch_dist":
         return "torch_dist"
-    if "zarr.json" in names and not (DCP_METADATA_NAME in names and _dcp_wrote_last(place)):
+    if "zarr.json" in names and is_ours(place):
         return "shardstore"
     if config is not None:
         return "megatron-zarr"
@@ -266,11 +266,6 @@ def detect(place: Location) -> str:
         "name its folder or file itself",
         url=place.url,
     )
-
-
-def _dcp_wrote_last(place: Location) -> bool:
-    """Whether DCP's own storage wrote over a checkpoint of ours: a pickle, and not our line."""
-    return place.read(DCP_METADATA_NAME).startswith(pickle.PROTO)
 
 
 def open_source(place: Location, source_format: str) -> Source:

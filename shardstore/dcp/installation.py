@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import os
-import pickle
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Unpack
@@ -24,11 +23,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 from shardstore.dcp.reader import StorageReader
 from shardstore.dcp.writer import StorageWriter
 from shardstore.errors import CheckpointingException
+from shardstore.storage.commit.identity import is_ours
 from shardstore.storage.format.names import DCP_METADATA_NAME as METADATA_NAME
 from shardstore.storage.options import WriterKeywords
 from shardstore.storage.stores.location import Location
 
-__all__ = ["Installation", "handing_on", "install", "is_of_dcp", "is_ours"]
+__all__ = ["Installation", "handing_on", "install", "is_of_dcp"]
 
 _METADATA = "read_metadata"
 _OTHERS = (
@@ -38,18 +38,6 @@ _OTHERS = (
     "read_data",
 )
 _KEPT = "_reader_of_shardstore"
-
-
-def is_ours(location: Location) -> bool:
-    """Whether a checkpoint of ours is at a place, and none that DCP has written over it since."""
-    if not location.exists("zarr.json"):
-        return False
-    try:
-        # A save of ours takes away what DCP has left there; the line of text that it may put in
-        # its stead does not begin as a pickle does.
-        return not location.read(METADATA_NAME).startswith(pickle.PROTO)
-    except FileNotFoundError:
-        return True
 
 
 def is_of_dcp(location: Location) -> bool:

@@ -9,13 +9,14 @@ commits.
 from __future__ import annotations
 
 import json
+import pickle
 from typing import Any
 
 from shardstore.errors import CheckpointingException
-from shardstore.storage.format.names import key_of
+from shardstore.storage.format.names import DCP_METADATA_NAME, key_of
 from shardstore.storage.stores.location import Location, store_errors
 
-__all__ = ["instead", "is_foreign_node", "node_type", "what_else"]
+__all__ = ["instead", "is_foreign_node", "is_ours", "node_type", "what_else"]
 
 
 def _document(location: Location) -> dict[str, Any]:
@@ -131,3 +132,14 @@ def _is_checkpoint(location: Location, name: str) -> bool:
 
 def _convert(location: Location) -> str:
     return f"convert it first, `shardstore convert {location.url} TARGET`"
+
+
+def is_ours(location: Location) -> bool:
+    """Return whether a checkpoint of ours is at a place, and DCP has not written over it since."""
+    if not location.exists("zarr.json"):
+        return False
+    try:
+        # A save of ours removes DCP's metadata; the line of text that it may leave is no pickle.
+        return not location.read(DCP_METADATA_NAME).startswith(pickle.PROTO)
+    except FileNotFoundError:
+        return True
