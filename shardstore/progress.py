@@ -1,8 +1,14 @@
 """How far a save, a load or a verification is, as events; and a bar that shows them.
 
-Answers for the events, for who is called with them (one call at a time, and a callback that fails
-spoils nothing but itself) and for the bar. It does not know what is saved or loaded, imports
-neither torch nor, before a bar is asked for, rich.
+Progress goes to a callback or a bar: one call at a time, and a callback that fails does not end the
+operation. rich is imported when a bar is asked for.
+
+Log records go to :mod:`logging` below ``shardstore``. A record about an operation has the attribute
+``event``, one of :data:`EVENTS`, and the fields of the event as further attributes, so that a
+handler can count and chart without parsing texts. Their level is INFO; it is WARNING for
+``damaged``, ``later_steps``, ``same_content``, and for a ``delete`` by ``restore(discard_later=)``.
+Of several ranks that save or load together the coordinator alone logs them. An operation that
+fails raises, and has no event of its end.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 torchtitan and Lightning's FSDP2 call ``dcp.save(state, checkpoint_id=path)`` somewhere inside, with
 no way to hand in a storage writer. :func:`install` changes what DCP chooses in that case; a call
 that names its storage keeps it. It touches three private names of ``torch.distributed.checkpoint``,
-and says so where a PyTorch does not have them; and the methods of DCP's own reader
-(:mod:`named_reader`).
+and says so where a PyTorch does not have them; and the methods of DCP's own reader.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ The rule, for :func:`shardstore.save` and :func:`shardstore.load` alike:
   trained under FSDP2 loads into a model that is not sharded.
 - Everything else is common state.
 
-:func:`shard` applies the same by hand, to every tensor. DTensors are loaded in place. How one lies
-on its mesh is :mod:`dtensor_layout`'s, and which of several ranks that hold a shard writes it
-:mod:`claims`'s.
+:func:`shard` applies the same by hand, to every tensor. DTensors are loaded in place.
+:mod:`~shardstore.dtensor.layout` cuts a DTensor into shards; :mod:`~shardstore.dtensor.claims`
+decides which of the ranks that hold a shard writes it.
 """
 
 from __future__ import annotations

@@ -47,7 +47,8 @@ def choose(
     Args:
         steps: where to look.
         claims: what is on its way out is passed over.
-        wanted: this one and no other; ``None``: the newest, see :mod:`branches`.
+        wanted: this one and no other; ``None``: the newest, see
+            :func:`~shardstore.manager.steps.branches`.
         passed: steps that are known to be damaged.
         check: what is damaged in a step, if it shall be looked at before it is loaded.
 
@@ -78,8 +79,8 @@ def choose(
     if damaged:
         texts = "; ".join(f"step {step}: {text}" for step, text in damaged[:SHOWN])
         raise DamagedCheckpointError(
-            f"no step below {steps.root.url} that could be restored is whole ({texts}); verify "
-            "older copies, or begin anew below another root",
+            f"no restorable checkpoint below {steps.root.url}: every step is damaged ({texts}). "
+            "Verify older copies, or pass a different root to start over",
             url=steps.root.url,
         )
     if wanted is not None:

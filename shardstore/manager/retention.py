@@ -21,8 +21,8 @@ __all__ = ["Retention", "RetentionWorker"]
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """What is kept is what any of the rules keeps, and the newest step in any case. Steps that a
-    run left when it went back are no concern of it (:mod:`branches`).
+    """Keeps the steps that any of the rules keeps, and always the newest one. It is not asked about
+    steps that a run left when it went back (:func:`~shardstore.manager.steps.branches`).
 
     Attributes:
         keep_last: the newest so many. ``None``: all, unless another rule is given.

@@ -285,5 +285,9 @@ class StoredCheckpoint:
                 raise NotACheckpointError(
                     f"{url} is not a distributed checkpoint: it does not exist", url=url
                 )
-            found = instead(self.location) or "it has neither zarr.json nor metadata.json"
+            is_file = self.location.is_local and self.location.path.is_file()
+            nothing = "it has neither zarr.json nor metadata.json"
+            found = instead(self.location) or (
+                "it is a file: give the folder that save() wrote" if is_file else nothing
+            )
             raise NotACheckpointError(f"{url} is not a distributed checkpoint: {found}", url=url)

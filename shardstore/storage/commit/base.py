@@ -74,12 +74,12 @@ def read_base(location: Location) -> dict[str, bytes]:
 
 
 class Writer(Protocol):
-    """The writing half of a :class:`Mover`."""
+    """What writes chunks: to files, or to an object store."""
 
     def write(
         self, writes: Sequence[ChunkWrite], done: Callable[[ChunkWrite, ChunkRecord], None]
     ) -> None:
-        """See :meth:`Mover.write`."""
+        """Write chunks; ``done`` is called with each chunk and its record, from any thread."""
 
 
 class BaseChunks:
@@ -164,7 +164,7 @@ class ReusingMover:
     def write(
         self, writes: Sequence[ChunkWrite], done: Callable[[ChunkWrite, ChunkRecord], None]
     ) -> None:
-        """See :meth:`Mover.write`."""
+        """See :meth:`Writer.write`."""
         known = {array: self._base.knows(array) for array in {item.array for item in writes}}
 
         def locked(item: ChunkWrite, record: ChunkRecord) -> None:

@@ -1,8 +1,8 @@
 """Claims and marks of attempts at an object store's target: documents whose names have numbers.
 
-Answers for the names below ``.attempts``, for making the next claim, and for whether the store can
-be trusted to create an object only once. What follows from claims is :mod:`object_commit`'s.
-(Create-if-absent: Amazon S3 user guide, "Conditional writes".)
+Names the documents below ``.attempts``, makes the next claim, and tests whether the store creates
+an object only once. :mod:`~shardstore.storage.commit.objects` has the commit protocol that rests on
+claims. (Create-if-absent: Amazon S3 user guide, "Conditional writes".)
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ checkpoint that is replaced (``renameat2(RENAME_EXCHANGE)``, Linux man-pages ren
 readable until then. A reader never sees a folder that is being written. Attempts whose process is
 gone are swept by the next attempt at the same target.
 
-In an object store there is no rename, and :mod:`object_commit` has another protocol.
+An object store has no rename: :mod:`~shardstore.storage.commit.objects` has its protocol.
 
 Who calls what is the business of the rooms above: one process begins and publishes, the others
 join.

@@ -2,8 +2,7 @@
 like one.
 
 An array's folder inside a checkpoint has a ``zarr.json`` too, and so has a group that another
-program wrote. Neither may be listed, replaced or deleted as a checkpoint. Knows documents; not
-commits.
+program wrote. Neither may be listed, replaced or deleted as a checkpoint.
 """
 
 from __future__ import annotations

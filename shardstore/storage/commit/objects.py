@@ -17,8 +17,8 @@ still be carried out. Then nothing is removed, and the mark ``NNNNNN.committing`
 so: the checkpoint is whole if it comes, and the next attempt waits for it before it clears
 anything.
 
-Called by one process where it is not said otherwise. How claims are made and read is
-:mod:`object_claims`'s, and which objects belong to a checkpoint :mod:`own_objects`'s.
+One process calls what is here, unless a docstring says otherwise. :mod:`.claims` makes and reads
+claims; :mod:`.inventory` lists the objects of a checkpoint.
 """
 
 from __future__ import annotations

@@ -523,8 +523,8 @@ def parse_root(text: str | bytes, url: str) -> RootDocument:
         document = _decoded(_ROOT, text, url)
     except FormatVersionError as error:
         raise NotACheckpointError(
-            f"{url} is no Zarr v3 group ({error.__cause__}); is not a distributed checkpoint of "
-            "this format",
+            f"{url} is no Zarr v3 group, and so not a distributed checkpoint of this format "
+            f"({error.__cause__}); give the folder that save() wrote",
             url=url,
         ) from error
     try:

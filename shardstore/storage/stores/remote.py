@@ -1,9 +1,9 @@
 """The control plane of stores that are no local folder: small documents, listing, deleting and
 create-if-absent, over fsspec (s3fs for S3).
 
-What goes wrong is said in our own words (:mod:`remote_errors`) and within a deadline: a store that
-does not answer never holds a rank for long. It knows names and bytes below one URL; not what a
-checkpoint is, nothing of chunks, and not how its client is made (:mod:`file_systems`).
+Errors are shardstore's own (:mod:`~shardstore.storage.stores.errors`) and come within a deadline: a
+store that does not answer never holds a rank for long.
+:mod:`~shardstore.storage.stores.file_systems` makes the client.
 """
 
 from __future__ import annotations

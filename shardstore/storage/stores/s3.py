@@ -151,7 +151,7 @@ _AGAIN = frozenset({408, 409, 429, 500, 502, 503, 504})
 
 
 class S3IO:
-    """See :class:`ObjectIO`.
+    """See :class:`~shardstore.storage.stores.object_io.ObjectIO`.
 
     Args:
         location: a prefix of a bucket.

@@ -149,3 +149,10 @@ def test_metavars_are_capitals(cli: Cli, command: str, monkeypatch: pytest.Monke
     assert usage is not None
     words = usage[0].replace(f"Usage: shardstore {command} ", "")
     assert words == words.upper()
+
+
+def test_a_file_is_not_a_checkpoint_and_the_remedy_is_named(tmp_path: Path, cli: Cli) -> None:
+    file = tmp_path / "notes.txt"
+    file.write_text("x")
+    for command in ("ls", "info", "verify", "stats", "report"):
+        assert "give the folder that save() wrote" in cli.refused(command, file)
