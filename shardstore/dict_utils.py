@@ -1,8 +1,6 @@
 """Walking, mapping, splitting, merging and comparing nested dicts and lists.
 
-Answers for the shape of state dicts: dicts and lists nested in each other are structure, everything
-else (tuples included) is a value. Knows nothing of files or ranks, and of shards only that they
-hold data.
+Dicts and lists nested in each other are structure; everything else (tuples included) is a value.
 """
 
 from __future__ import annotations

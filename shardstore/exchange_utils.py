@@ -1,8 +1,7 @@
 """Sending what one rank of a process group loaded to the others that hold the same shard.
 
-Answers for moving loaded tensors within the group, by three algorithms; who loads which shard is
-:mod:`shardstore.exchange_utils`'s to share out. Knows nothing of files or strategies. Ranks are
-numbered within the group throughout.
+Shares out which rank loads which shard, and moves loaded tensors within the group by one of three
+algorithms. Ranks are numbered within the group throughout.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """How local tensors and objects map onto global ones.
 
-Answers for the descriptions that a sharded state dict is made of: here the shard of a tensor, that
-is which box (or flattened range) of which global tensor a rank holds; its other public names come
-from :mod:`shardstore.sharded.base`, ``sharded_object`` and ``sharded_factory``. Knows nothing of
-files, formats or process groups.
+:class:`ShardedTensor` says which box (or flattened range) of which global tensor a rank holds. The
+other public names come from :mod:`shardstore.sharded.base` and :mod:`shardstore.sharded.objects`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Optimizer state cut the way the model's parameters are.
 
-Answers for turning the state dict of a PyTorch optimizer, which numbers parameters, into a sharded
-state dict whose tensors take key, shape and offset from the parameters. Knows nothing of files, and
-of no optimizer in particular.
+The state dict of a PyTorch optimizer numbers parameters. It becomes a sharded state dict whose
+tensors take key, shape and offset from the parameters. Any optimizer's state dict will do.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What happens to a sharded state dict before it is saved or loaded.
 
-Answers for the split into the sharded, the common and the non-persistent part, and for factories
-being built on the way. Knows nothing of files and formats.
+Builds factories, and splits the state into the sharded, the common and the non-persistent part.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Helpers over sharded state dicts: splitting them, renaming keys, and timing what is done to them.
 
-Answers for picking kinds of entries out of a nested state dict, for prefixes of keys, and for the
-stack of names and loggers that debug messages carry. Knows nothing of files or process groups.
+Picks kinds of entries out of a nested state dict, changes prefixes of keys, and keeps the stack of
+names and loggers that debug messages carry.
 """
 
 from __future__ import annotations

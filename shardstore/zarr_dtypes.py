@@ -1,9 +1,9 @@
 """Data types that zarr-python lacks: bfloat16 and the 8-bit floats, over ``ml_dtypes``.
 
-Answers for the zarr data types of the names below, in both Zarr formats, so that plain zarr opens
-and creates such arrays. Importing this module registers them; doing so again changes nothing.
-Does not know torch, TensorStore, or anything else of this package, and must not: zarr loads it by
-entry point, and an entry point that fails to import breaks every data type look-up of zarr.
+Defines the zarr data types of the names below, in both Zarr formats, so that plain zarr opens and
+creates such arrays. Importing this module registers them; doing so again changes nothing. It
+imports neither torch, TensorStore, nor anything else of this package: zarr loads it by entry point,
+and an entry point that fails to import breaks every data type look-up of zarr.
 
 Two entry point groups lead here. ``zarr.data_type`` is loaded by zarr from 3.4.1 on. Earlier ones
 load only foreign buffer classes, when they first need a buffer: for them ``zarr.ndbuffer`` names

@@ -1,7 +1,6 @@
 """Who holds what of one tensor or object: all ranks agree, and main replicas cover it exactly once.
 
-Answers for the checks of one key over the shards of all ranks, and for the words of their errors.
-Geometry is the business of :mod:`shardstore.coverage.tiling`.
+Checks the shards of one key over all ranks. :mod:`shardstore.coverage.tiling` has the geometry.
 """
 
 from __future__ import annotations

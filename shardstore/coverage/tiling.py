@@ -1,7 +1,7 @@
 """Whether boxes tile a region, and where they do not.
 
 Pure geometry on integers, exact for any arrangement of boxes, near linear in their number for
-arrangements that occur. Knows nothing of tensors or ranks.
+arrangements that occur.
 """
 
 from __future__ import annotations

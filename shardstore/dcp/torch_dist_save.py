@@ -1,8 +1,7 @@
 """One save in DCP's own files, as one rank takes part in it: planned, staged, written, published.
 
-Answers for where the ranks meet (twice: over their plans, and over what they wrote), for the copy
-that a save in the background writes from, and for errors of DCP's writing threads, which DCP itself
-drops. Planner and files are DCP's. It knows nothing of sharded tensors.
+Ranks meet twice: over their plans, and over what they wrote. A save in the background writes from a
+copy. Errors of DCP's writing threads, which DCP drops, are raised. Planner and files are DCP's.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Byte messages between the ranks of a gloo group.
 
-A message has a head of one size, which holds a short body too: most are one piece, and the
-receiver, who can not know how long the next one is, has asked for it before it comes. That counts:
-where ranks share processors, each further turn of the two sides' threads may wait for the time
-slice of a rank that computes. It knows nothing of what messages mean; errors are gloo's own
-(``RuntimeError``).
+A message has a head of fixed size, which holds a short body too: most messages are one piece, and
+the receiver, who cannot know how long the next one is, has asked for it before it comes. That
+counts: where ranks share processors, each further turn of the two sides' threads may wait for the
+time slice of a rank that computes. Errors are gloo's own (``RuntimeError``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""How one DTensor lies on its mesh, and the sharded tensors that stand for this rank's part of it.
-
-Answers for a single DTensor: its cuts, its replicas, boxes or flattened ranges, and where it is
-loaded. It knows nothing of state dicts, and not which other ranks hold the same.
+"""How one DTensor lies on its mesh, and the sharded tensors that stand for this rank's part of it:
+its cuts, its replicas, boxes or flattened ranges, and where it is loaded.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Pure: which parts of a tensor a coordinate of a device mesh holds, and how evenly it is cut.
+"""Which parts of a tensor a coordinate of a device mesh holds, and how evenly it is cut.
 
 Placements are applied to the mesh's dimensions from left to right, as ``torch.distributed.tensor``
 does: ``Shard`` cuts what is held by the rule of ``torch.chunk``; ``_StridedShard`` first cuts it
 into ``split_factor`` blocks and then each block, so that a coordinate may hold several runs of an
-axis.
-Everybody can compute what everybody else holds, without asking. Knows integers alone.
+axis. Pure functions of integers: every rank computes what every other holds, without asking.
 """
 
 from __future__ import annotations

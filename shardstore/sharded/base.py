@@ -1,8 +1,7 @@
 """What everything in a sharded state dict has in common, and the names of such state dicts.
 
-Answers for the base of what stands for a part of something global, for which copy of it is saved,
-and for objects that are kept out of a checkpoint. Knows nothing of tensors' shapes, files or
-process groups; public as :mod:`shardstore.mapping`.
+The base class of parts of global tensors and objects, which copy of a part is saved, and objects
+that are kept out of a checkpoint. Public as :mod:`shardstore.mapping`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Where a rank's part of a tensor lies, and what ranks tell each other of parts that depend on all.
 
-Only two kinds of tensor need to hear of other ranks before chunks can be planned: those cut
+Only two kinds of tensor need reports of other ranks before chunks can be planned: those cut
 irregularly (their grid is made of everybody's boundaries) and those held in flattened ranges (a
-chunk that a boundary cuts has several holders). Knows nothing of chunks, files or process groups.
+chunk that a boundary cuts has several holders).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Factories: tensors that are saved in another form than they live in.
+"""Sharded objects, and factories: tensors that are saved in another form than they live in.
 
-Answers for building a factory's shards before a save or load, and for turning what was loaded in
-their place into one tensor again. Knows nothing of what the shards are, of files or of process
-groups; public as :mod:`shardstore.mapping`.
+A factory's shards are built before a save or load, and what was loaded in their place is merged
+into one tensor again. Public as :mod:`shardstore.mapping`.
 """
 
 from __future__ import annotations

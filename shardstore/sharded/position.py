@@ -1,8 +1,7 @@
 """Where the box of one shard lies in its global tensor.
 
-Answers for what ranks along cut axes stand for, for whether shapes, offsets and ranges fit
-together, and for the questions that these numbers alone answer. Every length and offset is in
-elements. Knows nothing of the shard's data, nor of other shards.
+Offsets from ranks along cut axes, and checks that shapes, offsets and ranges fit together. Every
+length and offset is in elements.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ gone are swept by the next attempt at the same target.
 
 An object store has no rename: :mod:`~shardstore.storage.commit.objects` has its protocol.
 
-Who calls what is the business of the rooms above: one process begins and publishes, the others
-join.
+One process begins and publishes an attempt; the others join it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What of all objects at a target belongs to checkpoints, and whether one is committed there.
+"""Which objects at a target belong to checkpoints, and whether one is committed there.
 
-It knows names, and of documents only what makes them a commit and which arrays they describe;
-nothing of attempts but where their claims are, and what they said that they would write.
+Judged by names, by the documents that commit a checkpoint, and by what attempts said that they
+would write.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Objects of one place in a store as another's, copied by the store: their bytes do not travel.
 
-Answers for what becomes of a chunk that a base has already: it is looked at (its size, and the
-checksum at its end), and copied. A copy must not take the place of what a newer attempt wrote, just
-as a PUT must not: where the store creates on condition, copies do; where it takes no notice of the
-condition (it is tried out once a store), the claims are asked before each copy. Questions that
-several threads have at a time are asked once.
-
-It knows two locations, names and an attempt; not which chunks are equal.
+A chunk that a base has already is looked at (its size, and the checksum at its end), and copied. A
+copy must not replace what a newer attempt wrote, just as a PUT must not: where the store creates on
+condition, copies do; where it ignores the condition (tried once a store), the claims are asked
+before each copy. Questions that several threads have at the same time are asked once.
 """
 
 from __future__ import annotations

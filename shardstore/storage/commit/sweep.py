@@ -1,7 +1,7 @@
 """Cleaning up below a root: what no commit covers, the latest checkpoint, deleting a checkpoint.
 
-All of it is judged by commits alone: a checkpoint is what has its commit, whatever else is beside
-it. Works on local folders and object stores; knows nothing of what checkpoints hold.
+A checkpoint is what has its commit, whatever else is beside it. The same calls work on local
+folders and object stores.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """File systems of fsspec, made once for each set of storage options and environment.
 
-Answers for the settings that they are made with: short timeouts, bounded retries, no cache of
-listings, and what stores beside Amazon's need. It makes no request. No text that it makes has a
-storage option in it.
+They have short timeouts, bounded retries, no cache of listings, and the settings that stores other
+than Amazon's need. Nothing here makes a request, and no error text contains a storage option.
 """
 
 from __future__ import annotations
