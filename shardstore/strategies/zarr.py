@@ -8,8 +8,6 @@ functions below them do so for one tensor, with the same planner, writer and rea
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from logging import getLogger
 from pathlib import Path
@@ -23,7 +21,6 @@ from numpy.typing import NDArray
 from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import (
     CheckpointingException,
-    ChunkMissingError,
     FormatVersionError,
     NotACheckpointError,
     ShapeMismatchError,
@@ -44,7 +41,6 @@ from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import DEFAULT_TARGET_CHUNK_BYTES
 from shardstore.storage.format.names import check_collisions, key_of
-from shardstore.storage.movers.chunks import ChunkPart, ChunkWrite, RegionRead, chunk_parts
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES, SaveOptions
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.async_utils import AsyncRequest
@@ -382,45 +378,11 @@ def _save_to_existing_array(sharded_tensor: ShardedTensor, arr: ZarrArray | None
         raise CheckpointingException(
             f"key {sharded_tensor.key!r} has no data to write", key=sharded_tensor.key
         )
-    location, meta = _place_of(arr, sharded_tensor.key)
     data = dtypes.as_numpy(sharded_tensor.data.detach().cpu())
-    parts: dict[tuple[int, ...], list[ChunkPart]] = {}
+    arr = arr.with_config({"write_empty_chunks": True})  # else chunks of zeros would be missing
     for box, piece in held_regions(sharded_tensor, local_box(sharded_tensor), data):
-        for part in chunk_parts(RegionRead(meta, box, piece)) if box.size else ():
-            parts.setdefault(part.index, []).append(part)
-    writes = [ChunkWrite(meta, index, _chunk_of(location, same)) for index, same in parts.items()]
-    options = SaveOptions()
-    arrays.mover_for(location, options).write(writes, lambda *_: None)
-
-
-def _chunk_of(location: Location, parts: Sequence[ChunkPart]) -> NDArray[Any]:
-    """Return the content of a chunk: what is stored, if anything, below the parts."""
-    array, index = parts[0].array, parts[0].index
-    box = array.grid.box(index)
-    if parts[0].within.shape == box.shape:
-        return parts[0].out
-    chunk = np.zeros(box.shape, dtypes.numpy_dtype(array.dtype))
-    with suppress(ChunkMissingError):
-        StoredCheckpoint(location).read([RegionRead(array, box, chunk)])
-        if not location.is_local:  # an object is written once
-            location.delete(f"{array.node}/{parts[0].key}")
-    for part in parts:
-        chunk[part.within.slices] = part.out
-    return chunk
-
-
-def _place_of(arr: ZarrArray, key: str) -> tuple[Location, ArrayMeta]:
-    """Return the folder that an array lies in, and its description."""
-    store: Any = arr.store_path.store
-    if (file_system := getattr(store, "fs", None)) is None:
-        array = Location.of(store.root / arr.path)
-    else:
-        names = {"asynchronous", "loop"}
-        options = {k: v for k, v in file_system.storage_options.items() if k not in names}
-        url = file_system.unstrip_protocol(f"{store.path}/{arr.path}".rstrip("/"))
-        array = Location.of(url, **options)
-    above = Location(array.url.rpartition("/")[0], array.options)
-    return above, replace(arrays.read_array_meta(above, array.name), key=key)
+        if box.size:
+            arr[box.slices or ...] = piece
 
 
 def _load_from_array(sharded_tensor: ShardedTensor, checkpoint_dir: str | Path) -> torch.Tensor:

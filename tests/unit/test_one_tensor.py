@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import zarr
 
 import shardstore
 from shardstore import ShardedTensor
@@ -128,3 +129,17 @@ def test_a_process_that_opens_alone_knows_bfloat16(tmp_path: Path) -> None:
         [sys.executable, "-c", script, str(tmp_path / "w")], capture_output=True, text=True
     )
     assert done.stdout.strip() == "bfloat16", done.stderr
+
+
+@pytest.mark.parametrize("scheme", ["", "memory://one-tensor-again"])
+def test_an_array_of_zarr_is_written_more_than_once(tmp_path: Path, scheme: str) -> None:
+    """With any codecs and names of chunks, also chunks of zeros."""
+    url = f"{scheme}{tmp_path}/w"
+    wanted: dict[str, Any] = {"shape": (7, 6), "chunks": (4, 6), "dtype": "float32"}
+    array = zarr.create_array(url, compressors=zarr.codecs.GzipCodec(), **wanted)
+    for value in (WHOLE, -WHOLE, torch.zeros(7, 6)):
+        shard = ShardedTensor.from_rank_offsets("w", value)
+        _save_to_existing_array(shard, array)
+        assert np.array_equal(array[:], value.numpy())
+        if not scheme:
+            assert torch.equal(_load_from_array(shard.without_data(), tmp_path), value)
