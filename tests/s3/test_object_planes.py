@@ -39,6 +39,7 @@ from shardstore.storage.movers.files import FileMover
 from shardstore.storage.movers.object_mover import SMALL_UNCOUNTED_FROM, ObjectMover
 from shardstore.storage.stores.location import Location, StoreUrl
 from shardstore.storage.stores.object_io import ObjectIO, object_io, read_objects
+from shardstore.storage.stores.remote import RemoteStore
 from tests.helpers.ranks_helper import run_ranks
 from tests.helpers.store_suite import small_state, tensor
 
@@ -291,3 +292,15 @@ def test_many_arrays_are_one_document(s3_server: S3Server) -> None:
     where.remote.delete([f"k{i}/zarr.json" for i in range(60)])
     assert len(shardstore.load_tensors_metadata(url, storage_options=options)) == 60
     assert shardstore.load(state, url, storage_options=options)["k7"][0] == 7.0
+
+
+def test_a_store_that_ignores_the_range_of_a_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = f"memory://{uuid.uuid4().hex}/c"
+    whole = torch.arange(1 << 18, dtype=torch.float32)
+    shardstore.save({"w": tensor("w", whole)}, place)
+    stored = StoredCheckpoint(Location.of(place))
+    read = RemoteStore.read_range
+    monkeypatch.setattr(RemoteStore, "read_range", lambda self, name, *_: read(self, name, 0, None))
+    out = np.empty(16, np.float32)
+    with pytest.raises(ChunkCorruptError, match="came as 1048580 bytes where 32768"):
+        stored.read([RegionRead(stored.arrays["w"], Box((0,), (16,)), out)])

@@ -148,7 +148,8 @@ class ChunkVerifier:
         if array.has_crc and expected.sums is None:
             size += CRC_BYTES
         if self.count != size:
-            return size_problem(array, expected.first + self.count)
+            found = size_problem(array, expected.first + self.count)
+            return found or Problem("size", f"came as {self.count} bytes where {size} were read")
         if expected.sums is not None:
             return self._compare_blocks(expected.sums[self._first_block :])
         if array.has_crc and (problem := _compare_own(self._rest, self._sums.crc)) is not None:
