@@ -53,6 +53,10 @@ class BoundedUnpickler(pickle._Unpickler):
     }
 
 
+class _NotLoadedError(Exception):
+    """Names what a whole pickle may hold and no program can allow."""
+
+
 class _Unfilled:
     """Stands for a value that a pickle makes empty and fills later, until it is filled."""
 
@@ -76,6 +80,10 @@ def _require(fits: bool, what: str) -> None:
         raise pickle.UnpicklingError(f"not as a program writes it: {what}")
 
 
+def _full_name(module: str, name: str) -> str:
+    return f"{module}.{name}".replace("pathlib._local.", "pathlib.")  # Python 3.13
+
+
 def _of(kind: type, *allowed: type) -> Callable[..., Any]:
     """A function that makes a value of a type from arguments of some types."""
 
@@ -92,7 +100,7 @@ def _encode(text: str, encoding: str) -> bytes:
 
 
 def _defaultdict(kind: Any = None) -> collections.defaultdict[Any, Any]:
-    _require(kind is None or kind in _EMPTY, "what a defaultdict makes")
+    _require(kind is None or kind in _EMPTY or kind in _MAKERS, "what a defaultdict makes")
     return collections.defaultdict(kind)
 
 
@@ -106,7 +114,7 @@ def _bytes_io(content: bytes, position: int, _: object) -> io.BytesIO:
 def _numpy_dtype(code: str, align: bool, copy: bool) -> _Unfilled:
     dtype = np.dtype(code) if type(code) is str else None
     if dtype is None or dtype.char not in "?bhilqBHILQefdFD":
-        raise pickle.UnpicklingError(f"NumPy data type {code!r} is not loaded")
+        raise _NotLoadedError(f"NumPy's data type {code!r}")
     return _Unfilled(lambda state: dtype.newbyteorder(state[1]))
 
 
@@ -145,47 +153,51 @@ _REBUILD: list[Any] = [
     torch._utils._rebuild_parameter,
     torch._utils._rebuild_parameter_with_state,
     torch._utils._rebuild_wrapper_subclass,
+    torch._utils._rebuild_meta_tensor_no_storage,
 ]
+_MAKERS: dict[type, Callable[..., Any]] = {
+    torch.Size: _of(torch.Size, tuple),
+    torch.device: _of(torch.device, str, int),
+    np.dtype: _numpy_dtype,
+    bytearray: _of(bytearray, bytes),
+    complex: _of(complex, float, int),
+    range: _of(range, int),
+    set: _of(set, list),
+    slice: lambda *bounds: slice(*bounds),
+    argparse.Namespace: _of(argparse.Namespace),
+    types.SimpleNamespace: _of(types.SimpleNamespace),
+    collections.OrderedDict: _of(collections.OrderedDict, list),
+    collections.Counter: _of(collections.Counter, dict),
+    collections.deque: _of(collections.deque, tuple, list, int),
+    collections.defaultdict: _defaultdict,
+    datetime.date: _of(datetime.date, bytes, int),
+    datetime.datetime: _of(datetime.datetime, bytes, int, datetime.timezone),
+    datetime.time: _of(datetime.time, bytes, int, datetime.timezone),
+    datetime.timedelta: _of(datetime.timedelta, int),
+    datetime.timezone: _of(datetime.timezone, datetime.timedelta, str),
+    decimal.Decimal: _of(decimal.Decimal, str),
+    fractions.Fraction: _of(fractions.Fraction, int),
+    uuid.UUID: lambda: _Unfilled(lambda state: uuid.UUID(int=state["int"])),
+    pathlib.Path: _of(pathlib.Path, str),
+    pathlib.PosixPath: _of(pathlib.PosixPath, str),
+    pathlib.PurePosixPath: _of(pathlib.PurePosixPath, str),
+    io.BytesIO: lambda: _Unfilled(lambda state: _bytes_io(*state)),
+}
+"""What is called in the place of a class. The class itself may be a value."""
 _KNOWN: dict[str, Any] = {
     **{f"torch._utils.{function.__name__}": function for function in _REBUILD},
-    **{f"builtins.{kind.__name__}": kind for kind in _EMPTY},
+    **{_full_name(kind.__module__, kind.__name__): kind for kind in (*_EMPTY, *_MAKERS)},
     "torch._tensor._rebuild_from_type_v2": _subclassed,
     "torch._utils._rebuild_sparse_tensor": _sparse,
     "torch.serialization._get_layout": lambda name: _LAYOUTS[name],
     "torch.Tensor": torch.Tensor,
     "torch.nn.parameter.Parameter": torch.nn.Parameter,
-    "torch.Size": _of(torch.Size, tuple),
-    "torch.device": _of(torch.device, str, int),
     "numpy.ndarray": np.ndarray,
-    "numpy.dtype": _numpy_dtype,
     "numpy.core.multiarray._reconstruct": _numpy_empty,
     "numpy._core.multiarray._reconstruct": _numpy_empty,
     "numpy.core.multiarray.scalar": _numpy_scalar,
     "numpy._core.multiarray.scalar": _numpy_scalar,
     "_codecs.encode": _encode,
-    "builtins.bytearray": _of(bytearray, bytes),
-    "builtins.complex": _of(complex, float, int),
-    "builtins.range": _of(range, int),
-    "builtins.set": _of(set, list),
-    "builtins.slice": lambda *bounds: slice(*bounds),
-    "argparse.Namespace": _of(argparse.Namespace),
-    "types.SimpleNamespace": _of(types.SimpleNamespace),
-    "collections.OrderedDict": _of(collections.OrderedDict, list),
-    "collections.Counter": _of(collections.Counter, dict),
-    "collections.deque": _of(collections.deque, tuple, list, int),
-    "collections.defaultdict": _defaultdict,
-    "datetime.date": _of(datetime.date, bytes, int),
-    "datetime.datetime": _of(datetime.datetime, bytes, int, datetime.timezone),
-    "datetime.time": _of(datetime.time, bytes, int, datetime.timezone),
-    "datetime.timedelta": _of(datetime.timedelta, int),
-    "datetime.timezone": _of(datetime.timezone, datetime.timedelta, str),
-    "decimal.Decimal": _of(decimal.Decimal, str),
-    "fractions.Fraction": _of(fractions.Fraction, int),
-    "uuid.UUID": lambda: _Unfilled(lambda state: uuid.UUID(int=state["int"])),
-    "pathlib.Path": _of(pathlib.Path, str),
-    "pathlib.PosixPath": _of(pathlib.PosixPath, str),
-    "pathlib.PurePosixPath": _of(pathlib.PurePosixPath, str),
-    "_io.BytesIO": lambda: _Unfilled(lambda state: _bytes_io(*state)),
 }
 
 
@@ -218,7 +230,7 @@ class _Unpickler(BoundedUnpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
-        full = f"{module}.{name}".replace("pathlib._local.", "pathlib.")  # Python 3.13
+        full = _full_name(module, name)
         if full in _KNOWN:
             return _KNOWN[full]
         if full in self._allowed and module not in _BLOCKED:
@@ -250,8 +262,9 @@ class _Unpickler(BoundedUnpickler):
     def _make(self, kind: Any, args: tuple[Any, ...], *, new: bool) -> Any:
         if id(kind) in self._allowed_ids:
             return kind.__new__(kind, *args) if new else kind(*args)
-        _require(isinstance(kind, types.FunctionType) or (kind in _EMPTY and not args), "a call")
-        made = kind(*args)
+        maker = _MAKERS.get(kind, kind)
+        _require(isinstance(maker, types.FunctionType) or (kind in _EMPTY and not args), "a call")
+        made = maker(*args)
         self._unfilled += type(made) is _Unfilled
         return made
 
@@ -368,6 +381,13 @@ def load_bytes(
         return _Unpickler(io.BytesIO(records.read("data.pkl")), storage, refuse).load()
     except (CheckpointingException, FileNotFoundError):
         raise
+    except _NotLoadedError as error:
+        raise UnsafeObjectError(
+            f"{url}{about} needs {error}, which is not loaded. If you trust this checkpoint, read "
+            "the file by torch.load(..., weights_only=False)",
+            key=key,
+            url=url,
+        ) from None
     except Exception as error:  # a damaged pickle can raise anything
         raise DamagedCheckpointError(
             f"{url}{about} can not be read ({type(error).__name__}: "

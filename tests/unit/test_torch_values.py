@@ -7,6 +7,7 @@ import collections
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -77,3 +78,25 @@ def test_other_factories_are_not_allowed() -> None:
     data = dump_bytes(collections.defaultdict(made_by_the_program, a=1))
     with pytest.raises(UnsafeObjectError, match="made_by_the_program"):
         load_bytes(data, "/place/file.pt", "key")
+
+
+def test_classes_are_values_too() -> None:
+    kinds = [collections.OrderedDict, set, complex, torch.Size, torch.device, Path, np.dtype, list]
+    assert through_torch(kinds) == kinds
+    for factory in (set, collections.deque, collections.OrderedDict):
+        filled = collections.defaultdict(factory, a=factory())
+        found = through_torch(filled)
+        assert (found, found.default_factory) == (filled, factory)
+
+
+def test_a_tensor_without_memory() -> None:
+    found = through_torch({"w": torch.empty(2, 3, dtype=torch.bfloat16, device="meta")})["w"]
+    assert (found.device.type, found.dtype, found.shape) == ("meta", torch.bfloat16, (2, 3))
+
+
+@pytest.mark.parametrize(
+    "value", [np.array(["a"]), np.array([1, "a"], object), np.datetime64(1, "s")]
+)
+def test_data_types_that_are_not_loaded_are_no_damage(value: Any) -> None:
+    with pytest.raises(UnsafeObjectError, match=r"file\.pt \(object 'k'\) needs NumPy's data type"):
+        load_bytes(dump_bytes(value), "/place/file.pt", "k")
