@@ -499,7 +499,7 @@ class SaveSession:
                 "world_size": self.ranks.world_size,
             },
         )
-        if self.base is not None:
+        if self.base is not None and self.record:
             logger.info(
                 "%s: %d of %d bytes were taken over from %s",
                 self.target.url,

@@ -307,3 +307,10 @@ def test_compression_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(FormatVersionError, match="never compressed"):
         shardstore.save(state_of(tensors), tmp_path / "a", ("zarr", 1), compression="zstd")
     assert os.listdir(tmp_path) == []
+
+
+def test_a_base_is_of_no_use_to_the_layout_of_zarr_v2(tmp_path: Path) -> None:
+    tensors = {"w": torch.randn(4)}
+    save(tensors, tmp_path / "a")
+    shardstore.save(state_of(tensors), tmp_path / "b", ("zarr", 1), base=tmp_path / "a")
+    assert torch.equal(shardstore.load_plain_tensors(tmp_path / "b")["w"], tensors["w"])
