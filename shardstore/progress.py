@@ -257,7 +257,7 @@ class _Bar:
     def __call__(self, event: Progress) -> None:
         about = (event.operation, event.url)
         if about not in self._shown:
-            self._shown[about] = self._start()
+            self._shown[about] = self._made()
         shown, task = self._shown[about]
         phase = self._PHASES.get(event.phase, "")
         name = event.url.rpartition("/")[2]
@@ -268,11 +268,12 @@ class _Bar:
             completed=event.bytes_done,
             total=event.bytes_total if event.bytes_total or event.finished else None,
         )
+        shown.start()  # does nothing where it is shown already
         if event.finished:
             del self._shown[about]
             shown.stop()
 
-    def _start(self) -> tuple[Any, Any]:
+    def _made(self) -> tuple[Any, Any]:
         from rich import progress as parts
         from rich.console import Console
 
@@ -285,6 +286,4 @@ class _Bar:
             console=self._console or Console(stderr=True),
             redirect_stdout=sys.stdout is not None and sys.stdout.isatty(),
         )
-        task = shown.add_task("", total=None)
-        shown.start()
-        return shown, task
+        return shown, shown.add_task("", total=None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections import defaultdict
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,12 +85,14 @@ def get_default_strategy(
     try:
         strategy: SaveStrategyBase | LoadStrategyBase = known[backend, version]
     except KeyError:
+        for builtin in _BUILTIN_STRATEGIES:  # so that the text lists them all
+            with suppress(CheckpointingException):
+                _register_builtin_strategies(builtin)
         raise CheckpointingException(
             f"No default strategy is registered for action {action.value!r}, backend "
             f"{backend!r}, version {version!r}. Registered for {action.value!r}: "
-            f"{', '.join(map(str, sorted(known, key=str))) or 'none'}; built-in backends: "
-            f"{', '.join(_BUILTIN_STRATEGIES)}. Ask for one of these, pass a strategy object, or "
-            "register one with register_default_strategy."
+            f"{', '.join(map(str, sorted(known, key=str))) or 'none'}. Ask for one of these, pass "
+            "a strategy object, or register one with register_default_strategy."
         ) from None
     return strategy
 

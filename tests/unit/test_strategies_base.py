@@ -105,6 +105,16 @@ def test_failed_lookup_says_what_there_is() -> None:
         base.get_default_strategy(StrategyAction.LOAD_SHARDED, "nothing", 1)
 
 
+def test_failed_lookup_offers_what_can_be_asked_for() -> None:
+    with pytest.raises(CheckpointingException) as caught:
+        base.get_default_strategy(StrategyAction.SAVE_COMMON, "json", 1)
+    _, _, offered = str(caught.value).partition("Registered for 'save_common': ")
+    assert "('torch', 1)" in offered
+    assert "json" not in offered
+    with pytest.raises(CheckpointingException, match=r"\('torch_dist', 1\), \('zarr', 1\)"):
+        base.get_default_strategy(StrategyAction.LOAD_SHARDED, "nothing", 1)
+
+
 def test_later_registration_replaces_earlier() -> None:
     for _ in range(2):
         last = _LoadSharded()

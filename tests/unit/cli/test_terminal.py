@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,8 @@ def test_a_bar_is_drawn(pristine: Path, tmp_path: Path, command: str, word: str)
     code, _, drawn = in_a_terminal(command, pristine, *more)
     assert code == 0, drawn
     assert word in drawn
+    plain = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", drawn)
+    assert not re.search(r"(^|\r|\n) *\u2501", plain)  # the first frame has a name too
     if command != "convert":  # for which the target is taken by now
         assert in_a_terminal(command, pristine, *more, "--json")[::2] == (0, "")
 
