@@ -21,7 +21,7 @@ import torch.distributed as dist
 from shardstore.distributed import messages
 from shardstore.distributed.coordinator import DEADLINE_VARIABLE, TREE_FROM_BYTES, Ranks
 from shardstore.errors import AccessPatternError, RanksError, StorageError
-from shardstore.saving import execute as carry_out
+from shardstore.saving import execute
 from shardstore.saving.sources import CutChunk
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Grid
@@ -226,7 +226,7 @@ def _exchange(ranks: Ranks, rank: int, *, in_rounds: bool) -> None:
     if not in_rounds:
         ranks.exchange([(before, np.ones(9, np.uint8))], [(after, np.zeros(9, np.uint8))])
         return
-    carry_out.ROUND_BYTES = 1
+    execute.ROUND_BYTES = 1
     meta = ArrayMeta("a", "a", Grid((40,), (10,)), "uint8")
     of_rank = [
         CutChunk(meta, (n,), (10,), n, ((n, 0, 1), ((n + 1) % WORLD, 1, 10))) for n in range(WORLD)
@@ -245,7 +245,7 @@ def _exchange(ranks: Ranks, rank: int, *, in_rounds: bool) -> None:
     ]
     session: Any = SimpleNamespace(ranks=ranks, timed=lambda _: nullcontext())
     most: list[int] = []
-    carry_out._exchange(session, cut, lambda writes: most.append(len(writes)))
+    execute._exchange(session, cut, lambda writes: most.append(len(writes)))
     assert max(most, default=0) <= 1
 
 

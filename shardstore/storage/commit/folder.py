@@ -58,10 +58,10 @@ def is_checkpoint(location: Location) -> bool:
     An array's folder inside a checkpoint is none, nor is a Zarr group of another program.
     """
     if not location.is_local:
-        from shardstore.storage.commit import inventory as own_objects
+        from shardstore.storage.commit import inventory
 
         names = location.remote.listing()
-        if not own_objects.is_committed(location, names):
+        if not inventory.is_committed(location, names):
             return False
         return "metadata.json" in names or what_else(location) is None
     if location.exists("metadata.json"):

@@ -47,9 +47,8 @@ __all__ = [
 CONFIG = "config"
 """In ``attributes.shardstore`` of the root: the content of ``metadata.json``. A reader of the root
 document needs no other."""
-
-
 BUDGET_PART = 16
+"""Files that are kept to be sent together take one part in so many of the memory for chunks."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from fsspec.asyn import sync  # type: ignore[import-untyped]
 
 from shardstore.errors import CheckpointExistsError, NotACheckpointError
 from shardstore.storage.commit import folder as commit
-from shardstore.storage.commit import inventory as own_objects
+from shardstore.storage.commit import inventory
 from shardstore.storage.commit import objects as object_commit
 from shardstore.storage.commit import objects as object_deletion
 from shardstore.storage.commit.claims import ATTEMPTS
@@ -168,11 +168,11 @@ def _uncovered(place: Location) -> dict[str, list[tuple[int, datetime | None]]]:
             targets.add(folder)
     found = {}
     for target in sorted(targets):
-        if own_objects.is_committed(_below(place, target)):
+        if inventory.is_committed(_below(place, target)):
             continue
         prefix = f"{target}/" if target else ""
         below = [name[len(prefix) :] for name in names if name.startswith(prefix)]
-        own = own_objects.own_names(below, own_objects.known_nodes(_below(place, target), below))
+        own = inventory.own_names(below, inventory.known_nodes(_below(place, target), below))
         if own:
             found[target] = [known[prefix + name] for name in own]
     return found
