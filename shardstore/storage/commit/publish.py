@@ -103,6 +103,7 @@ class Files:
         self._attempt, self._manifest = attempt, manifest
         self._room = budget_bytes // BUDGET_PART
         self._kept: list[tuple[str, bytes]] = []
+        self._kept_bytes = 0
 
     def put(self, name: str, data: bytes) -> None:
         """Write a file, or keep it for :meth:`flush`.
@@ -114,9 +115,10 @@ class Files:
         if not self._attempt.defers_documents:
             self._attempt.put(name, data)
             return
-        if sum(len(kept) for _, kept in self._kept) + len(data) > self._room:
+        if self._kept_bytes + len(data) > self._room:
             self.flush()
         self._kept.append((name, data))
+        self._kept_bytes += len(data)
 
     def flush_beside(self, work: Callable[[], None]) -> None:
         """Write the files that are kept while ``work`` goes on. Raises as :meth:`put`."""
@@ -128,6 +130,7 @@ class Files:
     def flush(self) -> None:
         """Write the files that are kept. Raises as :meth:`put`."""
         kept, self._kept = self._kept, []
+        self._kept_bytes = 0
         if kept:
             self._attempt.put_all(kept)
 
