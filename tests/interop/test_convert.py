@@ -119,7 +119,8 @@ def test_safetensors_files_and_index(tmp_path: Path) -> None:
 
 
 @settings(
-    max_examples=settings.default.max_examples // 6, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=5 + settings.default.max_examples // 20,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 @given(
     shapes=st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=1, max_size=4),
