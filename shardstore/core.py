@@ -117,8 +117,9 @@ def stored_config(stored: StoredCheckpoint) -> CheckpointingConfig | None:
 def _config_of_root(stored: StoredCheckpoint) -> CheckpointingConfig | None:
     """Return the backends that the root document names, if there is one and it names them."""
     try:
+        stored.document("zarr.json")  # one that is not there yet is no damage here
         root = stored.root
-    except (NotACheckpointError, FormatVersionError):
+    except (FileNotFoundError, NotACheckpointError, FormatVersionError):
         return None
     found = None if root is None else root.about.get("config")
     return None if found is None else _parse_config(found, f"{stored.location.url}/zarr.json")
