@@ -7,6 +7,7 @@ import logging
 import os
 import pickle
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -107,7 +108,7 @@ class Written:
     data: NDArray[Any]
 
 
-class Target:
+class Target(ABC):
     """A checkpoint under construction, written chunk by chunk so that a later run can resume it.
 
     Args:
@@ -132,9 +133,9 @@ class Target:
         grid = plan_grid(meta.shape, meta.shape, size, most_bytes, leading_only=True)
         return ArrayMeta(meta.key, meta.node, grid, meta.dtype, codecs=())
 
+    @abstractmethod
     def start(self) -> Any:
         """Remove what an earlier run left. Returns JSON that :meth:`resume` is given."""
-        raise NotImplementedError
 
     def resume(self, state: Any) -> bool:
         """Return whether this run can continue what an earlier one began."""
@@ -151,23 +152,23 @@ class Target:
         """
         return True
 
+    @abstractmethod
     def write(self, chunks: Sequence[Written]) -> list[Receipt]:
         """Write chunks; one receipt each, in order."""
-        raise NotImplementedError
 
+    @abstractmethod
     def reader(self) -> Read:
         """Complete the files, and return a function that reads tensors back from them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def written(self) -> Extras:
         """Return the values that are no tensors, read back. Called after :meth:`reader`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def publish(self) -> None:
         """Put the finished checkpoint in its place."""
-        raise NotImplementedError
 
-    def stop(self) -> None:
+    def stop(self) -> None:  # noqa: B027 (most targets hold nothing)
         """Release resources after an error; what was written stays for the next run."""
 
 
