@@ -26,6 +26,8 @@ Data round-trips bit for bit, NaN payloads included. Limits of others show throu
 from __future__ import annotations
 
 import math
+import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeGuard, overload
@@ -58,13 +60,19 @@ _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 @dataclass(frozen=True, kw_only=True)
 class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
-    """What all these types share; a subclass gives the scalar type and the bits of ``"NaN"``."""
+    """What all these types share; a subclass gives the scalar type."""
 
     _scalar: ClassVar[type[np.generic]]
     _nan_bits: ClassVar[int]
-    _has_infinity: ClassVar[bool] = False
+    _has_infinity: ClassVar[bool]
     # Fill values are numbers where every reader takes the number for the same bits.
     _numbers_agree: ClassVar[bool] = True
+
+    def __init_subclass__(cls) -> None:
+        cls.dtype_cls = type(np.dtype(cls._scalar))
+        cls._zarr_v3_name = cls._scalar.__name__
+        nan, infinity = np.array([math.nan, math.inf]).astype(cls._scalar)
+        cls._nan_bits, cls._has_infinity = cls._bits(nan), math.isinf(float(infinity))
 
     @property
     def item_size(self) -> int:
@@ -88,30 +96,34 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
 
     @classmethod
     def _from_json_v2(cls, data: DTypeJSON) -> Self:
-        if isinstance(data, Mapping) and data.get("name") == cls._zarr_v3_name:
-            return cls()
-        raise DataTypeValidationError(f"{data!r} is not the Zarr v2 data type {cls._zarr_v3_name}")
+        return cls._named(data, isinstance(data, Mapping) and data.get("name"), 2)
 
     @classmethod
     def _from_json_v3(cls, data: DTypeJSON) -> Self:
         # Specification, "Extension points": a name alone stands for an object with just that name.
         if isinstance(data, Mapping):
-            named = data.get("name") == cls._zarr_v3_name and not data.get("configuration")
-        else:
-            named = data == cls._zarr_v3_name
-        if named:
+            return cls._named(data, not data.get("configuration") and data.get("name"), 3)
+        return cls._named(data, data, 3)
+
+    @classmethod
+    def _named(cls, data: object, name: object, zarr_format: int) -> Self:
+        if name == cls._zarr_v3_name:
             return cls()
-        raise DataTypeValidationError(f"{data!r} is not the Zarr v3 data type {cls._zarr_v3_name}")
+        kind = f"the Zarr v{zarr_format} data type {cls._zarr_v3_name}"
+        raise DataTypeValidationError(f"{data!r} is not {kind}")
 
     @overload
     def to_json(self, zarr_format: Literal[2]) -> DTypeConfig_V2[str, None]: ...
     @overload
     def to_json(self, zarr_format: Literal[3]) -> str: ...
     def to_json(self, zarr_format: ZarrFormat) -> DTypeConfig_V2[str, None] | str:
-        """The registered name; Zarr v2 uses the same, as TensorStore and Megatron-Core write it."""
-        if zarr_format == 2:
-            return {"name": self._zarr_v3_name, "object_codec_id": None}
-        return self._zarr_v3_name
+        """The registered name; Zarr v2 uses the same, as TensorStore and Megatron-Core write it,
+        and means little endian by it, so that big is refused."""
+        if zarr_format == 3:
+            return self._zarr_v3_name
+        if getattr(self, "endianness", "little") == "big":
+            raise ValueError("Zarr v2 has no name for big-endian bfloat16: use little endian")
+        return {"name": self._zarr_v3_name, "object_codec_id": None}
 
     def _check_scalar(self, data: object) -> TypeGuard[str | float | np.generic]:
         if isinstance(data, np.generic):  # one that is a real number: no complex, date, bytes
@@ -151,20 +163,18 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
             TypeError: not a number or string.
             ValueError: a string that is none of those, or an infinity where the type has none.
         """
-        if isinstance(data, str):
-            if zarr_format == 2 and data not in _SPECIAL:
-                # TensorStore would take "0x7f" for the number 127 here: refuse, not differ.
-                raise ValueError(
-                    f"fill value {data!r} of a Zarr v2 array of {self._zarr_v3_name}: "
-                    'expected a number, "NaN", "Infinity" or "-Infinity"'
-                )
-            return self._from_text(data)
-        if isinstance(data, bool) or not isinstance(data, int | float):
+        if isinstance(data, bool) or not isinstance(data, str | int | float):
             raise TypeError(
                 f"fill value {data!r} of an array of {self._zarr_v3_name}: "
                 "expected a number or a string"
             )
-        return self._from_number(float(data))
+        if zarr_format == 2 and isinstance(data, str) and data not in _SPECIAL:
+            # TensorStore would take "0x7f" for the number 127 here: refuse, not differ.
+            raise ValueError(
+                f"fill value {data!r} of a Zarr v2 array of {self._zarr_v3_name}: "
+                'expected a number, "NaN", "Infinity" or "-Infinity"'
+            )
+        return self.cast_scalar(data)
 
     def to_json_scalar(self, data: object, *, zarr_format: ZarrFormat) -> float | str:
         """The fill value as array metadata gives it, exact to the bit.
@@ -205,22 +215,17 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
 
     @classmethod
     def _from_text(cls, text: str) -> np.generic:
-        if text == "NaN":
-            return cls._from_bits(cls._nan_bits)
-        if text in _SPECIAL and cls._has_infinity:
+        digits = 2 * np.dtype(cls._scalar).itemsize
+        if text == "NaN" or (text in _SPECIAL and cls._has_infinity):
             return cls._from_number(_SPECIAL[text])
-        digits = text[2:]
-        if text.startswith("0x") and digits.isalnum():
-            try:
-                bits = int(digits, 16)
-            except ValueError:
-                bits = -1
-            if 0 <= bits < 1 << (8 * np.dtype(cls._scalar).itemsize):
-                return cls._from_bits(bits)
+        if re.fullmatch(f"0x0*[0-9a-fA-F]{{1,{digits}}}", text):
+            return cls._from_bits(int(text, 16))
+        infinities = (
+            '"NaN", "Infinity", "-Infinity"' if cls._has_infinity else '"NaN" (no infinities)'
+        )
         raise ValueError(
-            f"{text!r} is no value of {cls._zarr_v3_name}: expected a number, "
-            + ('"NaN", "Infinity", "-Infinity"' if cls._has_infinity else '"NaN" (no infinities)')
-            + f', or {2 * np.dtype(cls._scalar).itemsize} hexadecimal digits after "0x"'
+            f"{text!r} is no value of {cls._zarr_v3_name}: expected a number, {infinities}, or "
+            f'{digits} hexadecimal digits after "0x"'
         )
 
     @classmethod
@@ -237,11 +242,7 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
 class BFloat16(_MLFloat, HasEndianness):
     """``bfloat16``: 1 sign, 8 exponent, 7 mantissa bits; the only one here with a byte order."""
 
-    dtype_cls = type(np.dtype(ml_dtypes.bfloat16))
-    _zarr_v3_name = "bfloat16"
     _scalar = ml_dtypes.bfloat16
-    _nan_bits = 0x7FC0
-    _has_infinity = True
 
     @classmethod
     def _from_byte_order(cls, order: str) -> Self:
@@ -251,84 +252,45 @@ class BFloat16(_MLFloat, HasEndianness):
     def to_native_dtype(self) -> np.dtype[Any]:
         """The numpy data type, in this byte order."""
         native: np.dtype[Any] = np.dtype(self._scalar)
-        order: Literal["<", ">"] = ">" if self.endianness == "big" else "<"
         # Only the machine's own order gives the dtype object that ml_dtypes itself hands out.
-        return native if np.dtype(f"{order}u2").isnative else native.newbyteorder(order)
-
-    @overload
-    def to_json(self, zarr_format: Literal[2]) -> DTypeConfig_V2[str, None]: ...
-    @overload
-    def to_json(self, zarr_format: Literal[3]) -> str: ...
-    def to_json(self, zarr_format: ZarrFormat) -> DTypeConfig_V2[str, None] | str:
-        """The registered name; in Zarr v2 it means little endian, so that big is refused."""
-        if zarr_format == 2 and self.endianness == "big":
-            raise ValueError("Zarr v2 has no name for big-endian bfloat16: use little endian")
-        return super().to_json(zarr_format)
+        return native if self.endianness == sys.byteorder else native.newbyteorder()
 
 
-@dataclass(frozen=True, kw_only=True)
 class Float8E4M3FN(_MLFloat):
     """``float8_e4m3fn``: 1 sign, 4 exponent, 3 mantissa bits; no infinities."""
 
-    dtype_cls = type(np.dtype(ml_dtypes.float8_e4m3fn))
-    _zarr_v3_name = "float8_e4m3fn"
     _scalar = ml_dtypes.float8_e4m3fn
-    _nan_bits = 0x7F
 
 
-@dataclass(frozen=True, kw_only=True)
 class Float8E5M2(_MLFloat):
     """``float8_e5m2``: 1 sign, 5 exponent, 2 mantissa bits."""
 
-    dtype_cls = type(np.dtype(ml_dtypes.float8_e5m2))
-    _zarr_v3_name = "float8_e5m2"
     _scalar = ml_dtypes.float8_e5m2
-    _nan_bits = 0x7E
-    _has_infinity = True
 
 
-@dataclass(frozen=True, kw_only=True)
 class Float8E4M3FNUZ(_MLFloat):
     """``float8_e4m3fnuz``: as e4m3 with no infinities, no -0 and one NaN."""
 
-    dtype_cls = type(np.dtype(ml_dtypes.float8_e4m3fnuz))
-    _zarr_v3_name = "float8_e4m3fnuz"
     _scalar = ml_dtypes.float8_e4m3fnuz
-    _nan_bits = 0x80
 
 
-@dataclass(frozen=True, kw_only=True)
 class Float8E5M2FNUZ(_MLFloat):
     """``float8_e5m2fnuz``: as e5m2 with no infinities, no -0 and one NaN."""
 
-    dtype_cls = type(np.dtype(ml_dtypes.float8_e5m2fnuz))
-    _zarr_v3_name = "float8_e5m2fnuz"
     _scalar = ml_dtypes.float8_e5m2fnuz
-    _nan_bits = 0x80
 
 
-@dataclass(frozen=True, kw_only=True)
 class Float8E8M0FNU(_MLFloat):
     """``float8_e8m0fnu``: powers of two from 2**-127 to 2**127 and NaN; no sign, no zero.
 
     The fill value 0, TensorStore's default, stands for the bits 0x00, as it does there.
     """
 
-    dtype_cls = type(np.dtype(ml_dtypes.float8_e8m0fnu))
-    _zarr_v3_name = "float8_e8m0fnu"
     _scalar = ml_dtypes.float8_e8m0fnu
-    _nan_bits = 0xFF
     _numbers_agree = False
 
 
-DATA_TYPES: tuple[type[_MLFloat], ...] = (
-    BFloat16,
-    Float8E4M3FN,
-    Float8E5M2,
-    Float8E4M3FNUZ,
-    Float8E5M2FNUZ,
-    Float8E8M0FNU,
-)
+DATA_TYPES: tuple[type[_MLFloat], ...] = tuple(_MLFloat.__subclasses__())
 
 
 def register() -> None:
