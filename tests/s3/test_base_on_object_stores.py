@@ -16,9 +16,12 @@ import shardstore
 from scripts.s3_servers import EmbeddedServer, S3Server
 from shardstore.errors import StorageError
 from shardstore.mapping import ShardedTensor
+from shardstore.storage.commit import base
 from shardstore.storage.commit import objects as object_commit
-from shardstore.storage.commit.server_copy import ServerCopies
+from shardstore.storage.commit.server_copy import COPY_THREADS, ServerCopies
 from shardstore.storage.commit.sweep import delete_checkpoint
+from shardstore.storage.format.manifest import ChunkRecord
+from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.counters import counters
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
@@ -231,3 +234,25 @@ def test_leftovers_of_a_dead_save_are_replaced(place: Place) -> None:
         target.write(f"w0/c.{number}.0", b"left over" * 100)
     save(tensors, place("b"), base=place("a")[0])
     check(tensors, place("b"))
+
+
+def test_nothing_is_hashed_after_a_failed_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = uuid.uuid4().hex
+    first, second = (f"memory://{bucket}-a/step", {}), (f"memory://{bucket}-b/step", {})
+    tensors = {"w": torch.randn(400, CHUNK // 4)}
+    save(tensors, first)
+    hashed = []
+    same = base.ReusingMover._same
+
+    def counted(mover: base.ReusingMover, item: ChunkWrite) -> ChunkRecord | None:
+        hashed.append(item.index)
+        return same(mover, item)
+
+    def refuse(*_: object) -> bool:
+        raise StorageError("the store is gone")
+
+    monkeypatch.setattr(base.ReusingMover, "_same", counted)
+    monkeypatch.setattr(ServerCopies, "__call__", refuse)
+    with pytest.raises(StorageError, match="the store is gone"):
+        save(tensors, second, base=first[0])
+    assert len(hashed) <= 2 * COPY_THREADS

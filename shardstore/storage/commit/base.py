@@ -14,8 +14,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import xxhash
@@ -35,7 +34,7 @@ from shardstore.storage.movers.chunk_bytes import free_scratch, pieces
 from shardstore.storage.movers.chunks import ChunkWrite, told
 from shardstore.storage.movers.codecs import CRC, CRC_BYTES
 from shardstore.storage.movers.counters import counters
-from shardstore.storage.movers.parallel import ByteLimit, Jobs, default_threads, run_batched
+from shardstore.storage.movers.parallel import ByteLimit, default_threads, run_batched
 from shardstore.storage.movers.verify import ChunkChecker
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES
 from shardstore.storage.stores.location import Location
@@ -171,54 +170,29 @@ class ReusingMover:
             with self._lock:
                 done(item, record)
 
-        def hashed(place: Callable[[ChunkWrite, ChunkRecord | None], None]) -> None:
-            def work(batch: Sequence[ChunkWrite]) -> None:
-                try:
-                    for item in batch:
-                        with told(item):
-                            place(item, self._same(item) if known[item.array] else None)
-                finally:
-                    free_scratch()
+        def work(batch: Sequence[ChunkWrite]) -> None:
+            for item in batch:
+                with told(item):
+                    record = self._same(item) if known[item.array] else None
+                    if self._taken_over(item, record, locked):
+                        continue
+                    # Ours, and the copy of who sends it. One at a time: what a staged source waits
+                    # for may be what others hold.
+                    with self._held(2 * item.array.chunk_bytes):
+                        self._mover.write([item], locked)
 
-            run_batched(
-                writes,
-                work,
-                threads=self._threads,
-                weight=lambda item: item.array.chunk_bytes,
-                batch_weight=1 << 20,
-            )
+        run_batched(
+            writes,
+            work,
+            threads=COPY_THREADS if self._is_far else self._threads,
+            weight=lambda item: item.array.chunk_bytes,
+            batch_weight=1 if self._is_far else 1 << 20,
+        )
 
-        def place(item: ChunkWrite, record: ChunkRecord | None) -> None:
-            if not self._taken_over(item, record, locked):
-                # One at a time: what a staged source waits for may be what others hold.
-                self._mover.write([item], locked)
-
-        if self._is_far:
-            self._over_requests(hashed, locked)
-        else:
-            hashed(place)
-
-    def _over_requests(
-        self,
-        hashed: Callable[[Callable[[ChunkWrite, ChunkRecord | None], None]], None],
-        done: Callable[[ChunkWrite, ChunkRecord], None],
-    ) -> None:
-        """Who hashes does not wait for requests; many of them are under way."""
-        jobs = Jobs(COPY_THREADS, "shardstore-copy")
-
-        def finish(item: ChunkWrite, record: ChunkRecord | None) -> None:
-            with told(item):
-                if self._taken_over(item, record, done):
-                    return
-                # Twice: ours, and the copy of who sends them.
-                with self._limit.taken(2 * item.array.chunk_bytes):
-                    self._mover.write([item], done)
-
-        try:
-            hashed(lambda item, record: jobs.add(partial(finish, item, record)))
-        finally:
-            # Why a request failed says more than who could not wait for it.
-            jobs.finish()
+    def _held(self, size: int) -> AbstractContextManager[None]:
+        """Wait for room for the bytes of a chunk. Many requests to a store are under way at a
+        time."""
+        return self._limit.taken(size) if self._is_far else nullcontext()
 
     def _taken_over(
         self,
@@ -232,8 +206,7 @@ class ReusingMover:
         array, stored = item.array, record.stored_bytes
         if self._verify:
             # A store's object is in memory as a whole while it is looked at.
-            held = self._limit.taken(array.chunk_bytes) if self._is_far else nullcontext()
-            with held:
+            with self._held(array.chunk_bytes):
                 if not self._base.is_whole(array, item.index):
                     return False
         tail = CRC.pack(record.crc) if array.has_crc and array.is_plain else None
@@ -248,8 +221,10 @@ class ReusingMover:
     def _same(self, item: ChunkWrite) -> ChunkRecord | None:
         """The base's record of a chunk, if it has the same."""
         hasher = xxhash.xxh3_128()
-        for piece in pieces(item.data(), item.array.grid.chunk_shape):
-            hasher.update(piece)
+        with self._held(item.array.chunk_bytes):
+            for piece in pieces(item.data(), item.array.grid.chunk_shape):
+                hasher.update(piece)
+            free_scratch()
         return self._base.record(item.array, item.index, hasher.digest())
 
 

@@ -8,42 +8,36 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 __all__ = ["collector_paused"]
 
-_lock = threading.Lock()  # the collector is one for the process, so the pauses are counted for it
-_pauses = 0
-_was_enabled = False
+_pauses: list[object] = []
+"""Those that switched the collector off; where several began at the same time, all of them did."""
 
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Within, no automatic collection runs, in any thread. Pauses may nest and overlap."""
-    global _pauses, _was_enabled
-    with _lock:
-        if _pauses == 0:
-            _was_enabled = gc.isenabled()
-            gc.disable()
-        _pauses += 1
+    """Within, no automatic collection runs, in any thread. Pauses may nest; of those of several
+    threads that overlap, the first to end may end all."""
+    if not gc.isenabled():
+        yield
+        return
+    pause = object()
+    _pauses.append(pause)
+    gc.disable()
     try:
         yield
     finally:
-        with _lock:
-            _pauses -= 1
-            if _pauses == 0 and _was_enabled:
-                gc.enable()
+        gc.enable()
+        _pauses.remove(pause)
 
 
 def _end_all() -> None:
     """End the pauses in a forked child, where the threads that made them do not exist."""
-    global _lock, _pauses
-    _lock = threading.Lock()
-    if _pauses and _was_enabled:
+    if _pauses:
         gc.enable()
-    _pauses = 0
 
 
 os.register_at_fork(after_in_child=_end_all)

@@ -1,7 +1,7 @@
 """Threads for many small jobs: the caller's thread works too, the first error stops the rest.
 
-Plain threads: a pool of :mod:`concurrent.futures` takes no jobs once the interpreter is
-about to end, when a save in the background may still have some.
+Plain threads: a pool of :mod:`concurrent.futures` takes no jobs once the interpreter is about to
+end, when a save in the background may still have some.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 __all__ = [
     "ByteLimit",
-    "Jobs",
     "default_threads",
     "local_ranks",
     "run_batched",
@@ -97,62 +96,6 @@ class ByteLimit:
                 self._changed.notify_all()
 
 
-class Jobs:
-    """Jobs of a background queue, in threads that end when nothing waits.
-
-    Args:
-        threads: the most at a time.
-        name: of the threads.
-    """
-
-    def __init__(self, threads: int, name: str) -> None:
-        self._most = threads
-        self._name = name
-        self._waiting: deque[Callable[[], None]] = deque()
-        self._changed = threading.Condition()
-        self._running = 0
-        self._error: BaseException | None = None
-
-    def add(self, job: Callable[[], None]) -> None:
-        """Queue a job; after the first that failed none is begun. The job runs in this thread if no
-        other can be started."""
-        with self._changed:
-            self._waiting.append(job)
-            if self._running >= self._most:
-                return
-            self._running += 1
-        try:
-            threading.Thread(target=self._run, name=self._name, daemon=True).start()
-        except RuntimeError:  # as at the end of the interpreter
-            self._run()
-
-    def finish(self) -> None:
-        """Wait for all jobs.
-
-        Raises:
-            BaseException: the error of the first job that failed.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: not self._running)
-        if self._error is not None:
-            raise self._error
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                if not self._waiting or self._error is not None:
-                    self._running -= 1
-                    self._waiting.clear()
-                    self._changed.notify_all()
-                    return
-                job = self._waiting.popleft()
-            try:
-                job()
-            except BaseException as error:
-                with self._changed:
-                    self._error = self._error or error
-
-
 def run_batched(
     items: Sequence[T],
     work: Callable[[Sequence[T]], None],
@@ -197,12 +140,12 @@ def run_batched(
             thread.start()
             others.append(thread)
     worker()
-    while any(thread.is_alive() for thread in others):
-        try:
-            for thread in others:
+    for thread in others:
+        while thread.is_alive():
+            try:
                 thread.join()
-        except BaseException as error:  # an interrupt: stop the others, but do wait for them
-            failures.append(error)
+            except BaseException as error:  # an interrupt: stop the others, but do wait for them
+                failures.append(error)
     if failures:
         raise failures[0]
 
