@@ -255,4 +255,4 @@ class ShardstoreTarget(Target):
         about_root = About(
             common_backend=backend, attributes=extras.attributes, record=record, seconds=seconds
         )
-        publish(self._attempt, self._options, [self._manifest.report()], about_root)
+        publish(self._attempt, self._options, [self._manifest], about_root)

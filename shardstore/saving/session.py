@@ -471,7 +471,7 @@ class SaveSession:
 
     def _merged(self, reports: list[bytes]) -> Merged:
         """All ranks' manifests as one, checked. Called by the coordinator."""
-        merged = merge_reports([self.manifest.report(), *reports[1:]], self.options)
+        merged = merge_reports([self.manifest, *reports[1:]], self.options)
         if self.options.validate:
             _check_objects(merged.objects)
             _check_kinds(merged)

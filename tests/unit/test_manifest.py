@@ -139,7 +139,7 @@ def test_ranks_that_mean_different_arrays() -> None:
     assert "rank 1 and rank 0" in str(caught.value)
     assert "rank 1 has global shape (6,), data type float32, chunks of (3,)" in str(caught.value)
     assert "rank 0 has global shape (6,), data type float32, chunks of (2,)" in str(caught.value)
-    with pytest.raises(AccessPatternError, match="chunk_grid"):
+    with pytest.raises(AccessPatternError, match="differently"):
         merge(reports_of([(A, [(0,), (1,)], True)], [(other, [(1,)], True)]))
 
 
@@ -148,7 +148,8 @@ def test_one_rank_with_one_key_for_two_tensors() -> None:
     report.add_array(A, created=True)
     with pytest.raises(AccessPatternError, match="two different tensors on rank 3") as caught:
         report.add_array(meta_of("a", (8,), (2,)), created=False)
-    assert "shape [6] against [8]" in str(caught.value)
+    assert "one has global shape (6,)" in str(caught.value)
+    assert "the other has global shape (8,)" in str(caught.value)
 
 
 def test_nothing_at_all_and_objects() -> None:

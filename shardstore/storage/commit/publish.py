@@ -22,7 +22,6 @@ from shardstore.storage.format.manifest import (
     MANIFEST_NAME,
     ChunkRecord,
     RankManifest,
-    RankReport,
     content_digest,
 )
 from shardstore.storage.format.merge import Merged, merge, rank_record
@@ -181,7 +180,7 @@ def write_chunks(
 def publish(
     attempt: Attempt,
     options: SaveOptions,
-    reports: Sequence[bytes | RankReport],
+    reports: Sequence[bytes | RankManifest],
     about: About,
 ) -> None:
     """Check that everything was written exactly once, and commit. Called by one process.
@@ -203,7 +202,7 @@ def publish(
     commit(attempt, options, merged, about)
 
 
-def merge_reports(reports: Sequence[bytes | RankReport], options: SaveOptions) -> Merged:
+def merge_reports(reports: Sequence[bytes | RankManifest], options: SaveOptions) -> Merged:
     """Put the writers' reports together and check them. Raises as :func:`publish`."""
     with collector_paused():
         merged = merge(reports, check=options.validate)

@@ -7,24 +7,17 @@ once. The work is linear in ranks, in arrays a rank and in chunks, over whole Nu
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from shardstore.errors import AccessPatternError
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import inner_blocks
-from shardstore.storage.format.manifest import (
-    Manifest,
-    RankReport,
-    differences,
-    digest_of,
-    summary_of,
-)
+from shardstore.storage.format.manifest import ROW, Manifest, RankManifest
 
 __all__ = ["MAX_COLUMNS_RANKS", "Merged", "RankRow", "merge", "rank_record"]
 
@@ -72,21 +65,21 @@ class Merged:
     documents: list[tuple[str, str]]
     arrays: list[ArrayMeta]
     objects: dict[str, list[int]]
-    files: dict[str, int] = field(default_factory=dict)
-    copies: dict[int, dict[str, list[str]]] = field(default_factory=dict)
-    reused_bytes: int = 0
-    array_documents: bool = True
-    ranks: Sequence[RankRow] = ()
+    files: dict[str, int]
+    copies: dict[int, dict[str, list[str]]]
+    reused_bytes: int
+    array_documents: bool
+    ranks: list[RankRow]
 
 
-def merge(reports: Sequence[bytes | RankReport], *, check: bool = True) -> Merged:
+def merge(reports: Sequence[bytes | RankManifest], *, check: bool = True) -> Merged:
     """Merge the manifests of all ranks and check that every chunk was written exactly once.
 
     Memory beyond the reports: about twice that of the result.
 
     Args:
         reports: of each rank, as it was sent (:meth:`RankManifest.to_bytes`) or, of this process,
-            as it is (:meth:`RankManifest.report`).
+            as it is.
         check: raise if chunks are missing or were written twice. Without it a chunk that several
             ranks wrote counts for the last of them, and missing ones are left to readers to find.
 
@@ -95,58 +88,51 @@ def merge(reports: Sequence[bytes | RankReport], *, check: bool = True) -> Merge
             not agree whether arrays get documents of their own.
     """
     parts = [
-        RankReport.from_bytes(report, number) if isinstance(report, bytes) else report
+        RankManifest.from_bytes(report, number) if isinstance(report, bytes) else report
         for number, report in enumerate(reports)
     ]
-    array_documents = _array_documents(parts)
-    created = dict(sorted(_created(parts).items()))
-    order = {key: i for i, key in enumerate(created)}
-    metas = [found.meta for found in created.values()]
-    wanted = np.array([digest_of(found.text) for found in created.values()], dtype=np.uint64)
-    lookups = [_lookup(part, order, wanted, created) for part in parts]
+    created = _created(parts)
+    numbers = {key: number for number, key in enumerate(created)}
+    given = [_rows_of(part, created, numbers) for part in parts]
+    rows = np.concatenate([np.zeros(0, ROW), *given])
+    metas = [first.meta for first in created.values()]
+    entries = [(meta.node, meta.grid.size, meta.chunk_bytes) for meta in metas]
+    starts = np.cumsum([0, *(chunks for _, chunks, _ in entries)], dtype=np.int64)
+    position = starts[rows["array"]] + rows["chunk"]
+    if check:
+        _check_coverage(position, rows["rank"], starts, metas)
+    ordered = np.zeros(int(starts[-1]), ROW)
+    ordered[position] = rows
     objects: dict[str, list[int]] = {}
     for part in parts:
         for unique_key in part.objects:
             objects.setdefault(unique_key, []).append(part.rank)
-
-    array = _joined([one[p.array] for one, p in zip(lookups, parts, strict=True)])
-    entries = [(meta.node, meta.grid.size, meta.chunk_bytes) for meta in metas]
-    starts = np.concatenate([[0], np.cumsum([size for _, size, _ in entries], dtype=np.int64)])
-    chunk = _column(parts, "chunk")
-    rows = starts[array] + chunk
-    del chunk
-    counts = [len(part.chunk) for part in parts]
-    rank = np.repeat(np.array([part.rank for part in parts], np.uint32), counts)
-    total = int(starts[-1])
-    if check:
-        _check_coverage(rows, total, starts, metas, rank)
-    lengths = np.array([inner_blocks(size) for _, _, size in entries], dtype=np.int64)
     return Merged(
         Manifest(
             entries,
-            _ordered(_column(parts, "stored"), rows, total),
-            _ordered(_column(parts, "crc"), rows, total),
-            _ordered(_column(parts, "digest"), rows, total),
-            _ordered(rank, rows, total),
-            _order_running(_column(parts, "running"), array, rows, starts, lengths),
+            ordered["stored"].copy(),
+            ordered["crc"].copy(),
+            ordered["digest"].copy(),
+            ordered["rank"].copy(),
+            _running(parts, rows, starts, [size for _, _, size in entries]),
         ),
-        [(found.meta.node, found.text) for found in created.values()],
+        [(first.meta.node, first.text) for first in created.values()],
         metas,
         objects,
         {name: crc for part in parts for name, crc in part.files.items()},
         {part.rank: part.copies for part in parts if part.copies},
         sum(part.reused_bytes for part in parts),
-        array_documents,
+        _array_documents(parts),
         [
-            RankRow(p.rank, int(p.stored.sum()), n, p.seconds)
-            for p, n in zip(parts, counts, strict=True)
+            RankRow(part.rank, int(some["stored"].sum()), len(some), part.seconds)
+            for part, some in zip(parts, given, strict=True)
         ],
     )
 
 
-def _array_documents(parts: Sequence[RankReport]) -> bool:
+def _array_documents(parts: Iterable[RankManifest]) -> bool:
     """Whether the arrays of a save get documents of their own; the ranks have to agree."""
-    ranks = {bool(part.array_documents): part.rank for part in reversed(parts)}
+    ranks = {bool(part.array_documents): part.rank for part in parts}
     if len(ranks) > 1:
         raise AccessPatternError(
             f"rank {ranks[True]} saves with array_documents=True but rank {ranks[False]} with "
@@ -156,189 +142,142 @@ def _array_documents(parts: Sequence[RankReport]) -> bool:
     return next(iter(ranks), True)
 
 
-def _joined(columns: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    return np.concatenate(columns) if columns else np.zeros(0, np.int64)
-
-
-def _column(parts: Sequence[RankReport], name: str) -> NDArray[Any]:
-    return _joined([getattr(part, name) for part in parts])
-
-
-def _ordered(values: NDArray[Any], rows: NDArray[np.int64], total: int) -> NDArray[Any]:
-    """The values of the ranks, one after the other, in the order of the rows."""
-    out = np.zeros((total, *values.shape[1:]), values.dtype)
-    out[rows] = values
-    return out
-
-
-def _order_running(
-    given: NDArray[np.uint32],
-    array: NDArray[np.int64],
-    rows: NDArray[np.int64],
+def _running(
+    parts: Iterable[RankManifest],
+    rows: NDArray[Any],
     starts: NDArray[np.int64],
-    lengths: NDArray[np.int64],
+    chunk_bytes: Iterable[int],
 ) -> NDArray[np.uint32]:
-    """The ranks' running checksums in the order of the rows.
+    """The ranks' running checksums in the order of the manifest's rows.
 
-    A chunk has as many as its array says (31 at the most): chunks with equally many are moved
-    together, as rows of that length.
+    Each chunk has as many as its array says: those of one chunk stay together, and move from where
+    they are in the ranks' order to where they belong.
     """
-    bases = np.concatenate([[0], np.cumsum(np.diff(starts) * lengths)])
+    lengths = np.array([inner_blocks(size) for size in chunk_bytes], np.int64)
+    bases = np.cumsum([0, *(np.diff(starts) * lengths)], dtype=np.int64)
+    count = lengths[rows["array"]]
+    moved = bases[rows["array"]] + rows["chunk"] * count - (np.cumsum(count) - count)
+    given = np.concatenate([np.zeros(0, np.uint32), *(part.running for part in parts)])
     out = np.zeros(int(bases[-1]), np.uint32)
-    if not len(given):
-        return out
-    count = lengths[array]
-    found = np.unique(count).tolist()
-    if len(found) == 1 and len(out) == found[0] * int(starts[-1]):
-        out.reshape(-1, found[0])[rows] = given.reshape(-1, found[0])
-        return out
-    source = np.cumsum(count) - count
-    for length in found:
-        if not length:
-            continue
-        here = np.flatnonzero(count == length)
-        which = array[here]
-        target = bases[which] + (rows[here] - starts[which]) * length
-        values = sliding_window_view(given, length)[source[here]]
-        sliding_window_view(out, length, writeable=True)[target] = values
+    out[np.repeat(moved, count) + np.arange(len(given))] = given
     return out
 
 
 class _Created(NamedTuple):
+    """An array, as the rank that creates it describes it."""
+
     rank: int
-    text: str
     meta: ArrayMeta
+    text: str
+    summary: str
 
 
-def _created(parts: Sequence[RankReport]) -> dict[str, _Created]:
-    """Key -> document, array and creating rank, from the ranks that created."""
-    created: dict[str, _Created] = {}
+def _created(parts: Iterable[RankManifest]) -> dict[str, _Created]:
+    """Key -> array, in the order of the keys."""
+    found: dict[str, _Created] = {}
     for part in parts:
-        for key, (text, meta) in part.created.items():
-            first = created.setdefault(key, _Created(part.rank, text, meta))
+        for key, (meta, text) in part.created.items():
+            summary = part.summaries[part.keys[key]]
+            first = found.setdefault(key, _Created(part.rank, meta, text, summary))
             if first.text != text:
-                raise AccessPatternError(
-                    f"Invalid access pattern: rank {first.rank} and rank {part.rank} both hold "
-                    f"the first shard of key {key!r} but describe the tensor differently: "
-                    f"{differences(first.text, text)}",
-                    key=key,
-                )
-    return created
+                raise _disagreement(key, part.rank, summary, first)
+    return dict(sorted(found.items()))
 
 
-def _lookup(
-    part: RankReport,
-    order: Mapping[str, int],
-    wanted: NDArray[np.uint64],
-    created: Mapping[str, _Created],
-) -> NDArray[np.int64]:
-    """Places of a rank's arrays in the order of the keys.
+def _disagreement(key: str, rank: int, summary: str, first: _Created) -> AccessPatternError:
+    return AccessPatternError(
+        f"Invalid access pattern: rank {rank} and rank {first.rank} describe key {key!r} "
+        f"differently: rank {rank} has {summary}; rank {first.rank} has {first.summary}; "
+        "give both the same",
+        key=key,
+        rank=rank,
+    )
+
+
+def _rows_of(
+    part: RankManifest, created: Mapping[str, _Created], numbers: Mapping[str, int]
+) -> NDArray[Any]:
+    """A rank's rows, with the arrays' numbers in the order of the keys.
 
     Raises:
         AccessPatternError: it wrote to an array that nobody created, or means another one than who
             created it.
     """
-    keys: list[str] = part.keys
-    found = np.fromiter((order.get(key, -1) for key in keys), np.int64, len(keys))
-    unknown = np.flatnonzero(found < 0)
-    rank = part.rank
-    if len(unknown):
-        key = keys[int(unknown[0])]
-        raise AccessPatternError(
-            f"Invalid access pattern: rank {rank} wrote a part of key {key!r}, but no rank holds "
-            "its first shard (offset 0 along every axis) as main replica; check offsets and "
-            "replica ids",
-            key=key,
-            rank=rank,
-        )
-    other = np.flatnonzero(wanted[found] != part.documents)
-    if len(other):
-        number = int(other[0])
-        key = keys[number]
-        mine, first = part.summaries[number], created[key]
-        raise AccessPatternError(
-            f"Invalid access pattern: rank {rank} and rank {first.rank} describe key {key!r} "
-            f"differently: rank {rank} has {mine}; rank {first.rank} has "
-            f"{summary_of(first.meta)}; give both the same",
-            key=key,
-            rank=rank,
-        )
-    return found
+    for key, summary in zip(part.keys, part.summaries, strict=True):
+        first = created.get(key)
+        if first is None:
+            raise AccessPatternError(
+                f"Invalid access pattern: rank {part.rank} wrote a part of key {key!r}, but no "
+                "rank holds its first shard (offset 0 along every axis) as main replica; check "
+                "offsets and replica ids",
+                key=key,
+                rank=part.rank,
+            )
+        if summary != first.summary:
+            raise _disagreement(key, part.rank, summary, first)
+    rows = np.frombuffer(part.rows, ROW).copy()
+    rows["array"] = np.array([numbers[key] for key in part.keys], np.int64)[rows["array"]]
+    return rows
 
 
 def _check_coverage(
-    rows: NDArray[np.int64],
-    total: int,
+    position: NDArray[np.int64],
+    rank: NDArray[np.uint32],
     starts: NDArray[np.int64],
     metas: Sequence[ArrayMeta],
-    rank: NDArray[np.uint32],
 ) -> None:
-    times = np.bincount(rows, minlength=total)
+    times = np.bincount(position, minlength=int(starts[-1]))
     wrong = np.flatnonzero(times != 1)
     if not len(wrong):
         return
     shown = []
-    for row in wrong[:SHOWN]:
-        number = int(np.searchsorted(starts, row, side="right")) - 1
+    numbers = np.searchsorted(starts, wrong[:SHOWN], side="right") - 1
+    for row, number in zip(wrong[:SHOWN], numbers, strict=True):
         meta = metas[number]
         box = meta.grid.box(meta.grid.index(int(row - starts[number])))
         region = f"key {meta.key!r} offset {box.offset} shape {box.shape}"
         if times[row] == 0:
             shown.append(f"{region} was written by no rank (no main replica holds it)")
         else:
-            ranks = sorted({int(r) for r in rank[rows == row]})
             shown.append(
-                f"{region} was written {int(times[row])} times, by rank(s) {ranks} "
-                "(they overlap as main replicas)"
+                f"{region} was written {times[row]} times, by rank(s) "
+                f"{np.unique(rank[position == row]).tolist()} (they overlap as main replicas)"
             )
     more = f"; and {len(wrong) - SHOWN} more regions" if len(wrong) > SHOWN else ""
-    first = metas[int(np.searchsorted(starts, wrong[0], side="right")) - 1]
     raise AccessPatternError(
         f"Invalid access pattern: {'; '.join(shown)}{more}. Nothing was committed; "
         "check global_offset and replica_id of these shards",
-        key=first.key,
+        key=metas[numbers[0]].key,
     )
 
 
-def rank_record(rows: Sequence[RankRow]) -> dict[str, Any]:
+def rank_record(rows: Iterable[RankRow]) -> dict[str, Any]:
     """The columns ``bytes``, ``chunks`` and ``NAME_s`` in the order of the ranks; of more than 256
     ranks the least, median and largest value of each, and which rank took longest.
 
     Args:
         rows: of each rank, in any order; several of one rank add up.
     """
-    rows = _added_up(rows)
+    rows = sorted(rows, key=lambda row: row.rank)
     if not rows:
         return {}
+    ranks = list(dict.fromkeys(row.rank for row in rows))
     names = sorted({name for row in rows for name in row.seconds})
-    columns: dict[str, list[float]] = {
-        "bytes": [row.stored_bytes for row in rows],
-        "chunks": [row.chunks for row in rows],
+    columns: dict[str, dict[int, float]] = {
+        name: dict.fromkeys(ranks, 0) for name in ("bytes", "chunks", *(f"{n}_s" for n in names))
     }
-    for name in names:
-        columns[f"{name}_s"] = [round(row.seconds.get(name, 0.0), 4) for row in rows]
-    took = [sum(row.seconds.values()) for row in rows]
-    record: dict[str, Any] = {"slowest": rows[took.index(max(took))].rank}
-    for name, values in columns.items():
-        record[name] = values if len(rows) <= MAX_COLUMNS_RANKS else _summary(values)
-    return record
-
-
-def _added_up(rows: Sequence[RankRow]) -> list[RankRow]:
-    """One row a rank, in the order of the ranks."""
-    found: dict[int, RankRow] = {}
+    took = dict.fromkeys(ranks, 0.0)
     for row in rows:
-        before = found.get(row.rank, RankRow(row.rank, 0, 0))
-        found[row.rank] = RankRow(
-            row.rank,
-            before.stored_bytes + row.stored_bytes,
-            before.chunks + row.chunks,
-            {
-                name: before.seconds.get(name, 0.0) + row.seconds.get(name, 0.0)
-                for name in {**before.seconds, **row.seconds}
-            },
-        )
-    return [found[rank] for rank in sorted(found)]
+        columns["bytes"][row.rank] += row.stored_bytes
+        columns["chunks"][row.rank] += row.chunks
+        for name, seconds in row.seconds.items():
+            columns[f"{name}_s"][row.rank] += seconds
+            took[row.rank] += seconds
+    record: dict[str, Any] = {"slowest": max(took, key=took.__getitem__)}
+    for name, column in columns.items():
+        values = [round(value, 4) for value in column.values()]
+        record[name] = values if len(ranks) <= MAX_COLUMNS_RANKS else _summary(values)
+    return record
 
 
 def _summary(values: Sequence[float]) -> dict[str, float]:
