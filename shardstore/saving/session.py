@@ -33,7 +33,7 @@ from shardstore.sharded.layouts import Layouts, local_layouts, merge_layouts
 from shardstore.storage import arrays
 from shardstore.storage.commit import folder
 from shardstore.storage.commit.attempt import Attempt
-from shardstore.storage.commit.base import BaseChunks, ReusingMover, Writer, adopter, read_base
+from shardstore.storage.commit.base import BaseChunks, Writer, read_base, reusing
 from shardstore.storage.commit.publish import About, Files, commit, merge_reports
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.manifest import ChunkRecord, RankManifest
@@ -312,26 +312,10 @@ class SaveSession:
 
     def mover(self, options: SaveOptions) -> Writer:
         """A writer of chunks for a strategy with these options."""
-        location = self.attempt.location
-        mover = arrays.mover_for(location, options, self.attempt)
+        mover = arrays.mover_for(self.attempt.location, options, self.attempt)
         if self.base is None:
             return mover
-
-        def reused(size: int) -> None:
-            self.manifest.reused_bytes += size
-
-        adopt = adopter(self.base.location, location, self.attempt)
-        if adopt is None:
-            return mover
-        return ReusingMover(
-            mover,
-            self.base,
-            adopt,
-            reused,
-            threads=options.threads,
-            budget_bytes=options.budget_bytes,
-            verify=options.verify_base,
-        )
+        return reusing(mover, self.base, self.attempt, self.manifest, options)
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

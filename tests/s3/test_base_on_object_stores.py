@@ -18,7 +18,7 @@ from shardstore.errors import StorageError
 from shardstore.mapping import ShardedTensor
 from shardstore.storage.commit import base
 from shardstore.storage.commit import objects as object_commit
-from shardstore.storage.commit.server_copy import COPY_THREADS, ServerCopies
+from shardstore.storage.commit.base import COPY_THREADS, Copies
 from shardstore.storage.commit.sweep import delete_checkpoint
 from shardstore.storage.format.manifest import ChunkRecord
 from shardstore.storage.movers.chunks import ChunkWrite
@@ -203,7 +203,7 @@ def test_a_store_that_refuses_copies(s3_server: S3Server, caplog: pytest.LogCapt
         counted = save(tensors, (f"s3://{bucket}/b", options), base=f"s3://{bucket}/a")
     assert rule.hits
     assert counted["chunks_written"] == 60
-    assert caplog.text.count("can not be copied") == 1
+    assert caplog.text.count("cannot be copied") == 1
     check(tensors, (f"s3://{bucket}/b", s3_server.storage_options))
 
 
@@ -215,12 +215,12 @@ def test_a_late_attempt_copies_nothing(place: Place) -> None:
     target = Location.of(place("b")[0], **place("b")[1])
     late = object_commit.begin(target)
     chunk = base.read("w0/c.0.0")
-    copies = ServerCopies(base, target, late)
-    assert copies("w0/c.1.0", len(chunk), None)
+    copies = Copies(base, target, late)
+    assert copies.take("w0/c.1.0", len(chunk), None)
     newer = object_commit.begin(target)
     newer.put("w0/c.0.0", b"what the newer one wrote")
     with pytest.raises(StorageError, match="newer attempt"):
-        copies("w0/c.0.0", len(chunk), None)
+        copies.take("w0/c.0.0", len(chunk), None)
     assert target.read("w0/c.0.0") == b"what the newer one wrote"
     newer.abandon()
 
@@ -252,7 +252,7 @@ def test_nothing_is_hashed_after_a_failed_request(monkeypatch: pytest.MonkeyPatc
         raise StorageError("the store is gone")
 
     monkeypatch.setattr(base.ReusingMover, "_same", counted)
-    monkeypatch.setattr(ServerCopies, "__call__", refuse)
+    monkeypatch.setattr(Copies, "take", refuse)
     with pytest.raises(StorageError, match="the store is gone"):
         save(tensors, second, base=first[0])
     assert len(hashed) <= 2 * COPY_THREADS

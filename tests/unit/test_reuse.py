@@ -268,7 +268,7 @@ def test_a_base_on_another_file_system_is_sent(
     finally:
         shutil.rmtree(place, ignore_errors=True)
     assert counted["bytes_reused"] == 0
-    assert "can not be linked" in caplog.text
+    assert "cannot be linked" in caplog.text
     check(tensors, tmp_path / "b")
 
 

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from shardstore.errors import StorageError
 from shardstore.storage.stores.location import Location
 
-__all__ = ["Attempt"]
+__all__ = ["Attempt", "SupersededError"]
+
+
+class SupersededError(StorageError):
+    """A newer attempt owns the target."""
 
 
 class Attempt(Protocol):

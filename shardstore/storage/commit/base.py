@@ -1,11 +1,13 @@
-"""Chunks that an earlier checkpoint has already: linked, not sent again.
+"""Chunks that an earlier checkpoint has already: linked or copied by the store, not sent again.
 
 A chunk is the earlier one where both lie at the same place of the same grid, are encoded alike, and
 have the same 128-bit hash (xxh3, kept in the manifest; a 32-bit checksum would be no proof). On one
 file system it becomes a hard link, in one object store a copy that the store makes: each checkpoint
 is whole by itself, and any may be deleted. What the base says it has need not be there any more:
-size and stored checksum are looked at always, the bytes where that is asked for. It knows two
-locations and a mover; not who saves.
+size and stored checksum are looked at always, the bytes where that is asked for.
+
+A copy must not replace what a newer attempt wrote, just as a PUT must not. Few stores copy on
+condition, so the claims are looked at before each copy.
 """
 
 from __future__ import annotations
@@ -13,42 +15,39 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Protocol
 
 import xxhash
 
-from shardstore.errors import NotACheckpointError
+from shardstore.errors import NotACheckpointError, StorageError
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.commit.attempt import Attempt
-from shardstore.storage.commit.server_copy import (
-    COPY_THREADS,
-    ServerCopies,
-    same_store,
-    warn_of_damage,
-)
+from shardstore.storage.commit.attempt import Attempt, SupersededError
 from shardstore.storage.format.documents import ArrayMeta
-from shardstore.storage.format.manifest import MANIFEST_NAME, ChunkRecord
+from shardstore.storage.format.manifest import MANIFEST_NAME, ChunkRecord, RankManifest
 from shardstore.storage.movers.chunk_bytes import free_scratch, pieces
 from shardstore.storage.movers.chunks import ChunkWrite, told
 from shardstore.storage.movers.codecs import CRC, CRC_BYTES
 from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.parallel import ByteLimit, default_threads, run_batched
 from shardstore.storage.movers.verify import ChunkChecker
-from shardstore.storage.options import DEFAULT_BUDGET_BYTES
+from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 
-__all__ = ["BASE_DOCUMENTS", "BaseChunks", "ReusingMover", "Writer", "adopter", "read_base"]
+__all__ = ["COPY_THREADS", "BaseChunks", "ReusingMover", "Writer", "read_base", "reusing"]
 
 logger = logging.getLogger(__name__)
 
-BASE_DOCUMENTS = ("zarr.json", MANIFEST_NAME)
-"""What must be known of a base."""
+COPY_THREADS = 32
+"""Requests for copies under way: each waits for the store, and holds no data."""
+MIN_COPIED_BYTES = 4096
+"""Smaller chunks are sent: two requests for a copy are larger than they are."""
 
-Adopt = Callable[[str, int, bytes | None], bool]
-"""``(name below the checkpoint, bytes, the last four bytes if known)`` -> whether the base's object
-is at the new place now."""
+_ENDS_BEFORE = "InvalidRange"
+"""What S3 says where an object ends before the range begins (Amazon S3 API, "Error responses")."""
 
 
 def read_base(location: Location) -> dict[str, bytes]:
@@ -56,10 +55,10 @@ def read_base(location: Location) -> dict[str, bytes]:
 
     Raises:
         NotACheckpointError, DamagedCheckpointError: there is no checkpoint with a manifest, or it
-            can not be read.
+            cannot be read.
     """
     found = {}
-    for name in BASE_DOCUMENTS:
+    for name in ("zarr.json", MANIFEST_NAME):
         try:
             found[name] = location.read(name)
         except FileNotFoundError:
@@ -91,10 +90,9 @@ class BaseChunks:
 
     def __init__(self, location: Location, texts: Mapping[str, bytes]) -> None:
         self.location = location
-        self._stored = StoredCheckpoint(location, documents=texts)
-        self._manifest = self._stored.manifest
-        self._arrays = self._stored.arrays
-        self._checker = ChunkChecker(self._stored, self._manifest)
+        stored = StoredCheckpoint(location, documents=texts)
+        self._arrays, self._manifest = stored.arrays, stored.manifest
+        self._checker = ChunkChecker(stored, self._manifest)
 
     def knows(self, array: ArrayMeta) -> bool:
         """Whether the base has the same array: grid, data type and codecs."""
@@ -103,22 +101,20 @@ class BaseChunks:
 
     def record(self, array: ArrayMeta, index: Sequence[int], digest: bytes) -> ChunkRecord | None:
         """The base's record of a chunk, if it is the same by its hash."""
-        assert self._manifest is not None
-        row = self._manifest.row(array, index)
-        if row is None or self._manifest.digest[row].tobytes() != digest:
+        manifest = self._manifest
+        assert manifest is not None
+        row, running = manifest.row(array, index), manifest.running_of(array, index)
+        if row is None or running is None or manifest.digest[row].tobytes() != digest:
             return None
-        running = self._manifest.running_of(array, index)
-        inner = [] if running is None else [int(n) for n in running[:-1]]
-        stored, crc = int(self._manifest.stored[row]), int(self._manifest.crc[row])
-        return ChunkRecord(stored, crc, digest, inner)
+        stored, crc = int(manifest.stored[row]), int(manifest.crc[row])
+        return ChunkRecord(stored, crc, digest, running[:-1].tolist())
 
     def is_whole(self, array: ArrayMeta, index: tuple[int, ...]) -> bool:
         """Read a chunk: whether it is what was written. Warns of one that is not."""
         size, problem = self._checker.check(self._arrays[array.key], index)
         counters.add(bytes_read=size)
         if problem is not None:
-            name = f"{array.node}/{array.chunk_key(index)}"
-            warn_of_damage(f"{self.location.url}/{name}", problem.text)
+            _warn_of_damage(f"{self.location.url}/{_name(array, index)}", problem.text)
         return problem is None
 
 
@@ -126,38 +122,65 @@ def _place(array: ArrayMeta) -> tuple[object, ...]:
     return (array.node, array.grid, array.dtype, array.codecs, array.separator, array.zarr_format)
 
 
-class ReusingMover:
-    """A mover that writes only what a base has not.
+def _name(array: ArrayMeta, index: tuple[int, ...]) -> str:
+    return f"{array.node}/{array.chunk_key(index)}"
+
+
+def _warn_of_damage(url: str, what: str) -> None:
+    logger.warning(
+        "%s, which is to be taken over, %s: it is written anew here, and the checkpoint that it is "
+        "part of is damaged",
+        url,
+        what,
+    )
+
+
+def reusing(
+    mover: Writer,
+    base: BaseChunks,
+    attempt: Attempt,
+    manifest: RankManifest,
+    options: SaveOptions,
+) -> Writer:
+    """A mover that writes only what a base has not; ``mover`` itself where nothing can be reused.
 
     Args:
         mover: writes the rest.
         base: what is there already.
-        adopt: brings an object of the base to its new place, see :func:`adopter`.
-        reused: called with the bytes of each chunk that was not sent, one call at a time.
-        threads: threads that hash, and write files.
-        budget_bytes: memory for chunks that are on their way to an object store, or from it.
-        verify: read what is going to be taken over.
+        attempt: what is written.
+        manifest: gets the bytes that were not sent.
+        options: of the save.
     """
+    one, other = base.location, attempt.location
+    if one.is_local and other.is_local:
+        return ReusingMover(mover, base, Links(one, other), manifest, options)
+    if not one.is_local and not other.is_local:
+        # Not their own "==", which is about the thread that made them too.
+        first, second = one.remote.fs, other.remote.fs
+        if type(first) is type(second) and first.storage_options == second.storage_options:
+            return ReusingMover(mover, base, Copies(one, other, attempt), manifest, options)
+    logger.warning(
+        "chunks of %s cannot be reused at %s, which is another store: everything is sent",
+        one.url,
+        other.url,
+    )
+    return mover
+
+
+class ReusingMover:
+    """See :func:`reusing`; ``adopter`` brings an object of the base to its new place."""
 
     def __init__(
         self,
         mover: Writer,
         base: BaseChunks,
-        adopt: Adopt,
-        reused: Callable[[int], None],
-        *,
-        threads: int | None = None,
-        budget_bytes: int = DEFAULT_BUDGET_BYTES,
-        verify: bool = False,
+        adopter: Adopter,
+        manifest: RankManifest,
+        options: SaveOptions,
     ) -> None:
-        self._verify = verify
-        self._mover = mover
-        self._base = base
-        self._adopt = adopt
-        self._reused = reused
-        self._threads = threads or default_threads()
-        self._limit = ByteLimit(budget_bytes)
-        self._is_far = isinstance(adopt, ServerCopies)
+        self._mover, self._base, self._adopter = mover, base, adopter
+        self._manifest, self._options = manifest, options
+        self._limit = ByteLimit(options.budget_bytes)
         self._lock = threading.Lock()
 
     def write(
@@ -171,136 +194,200 @@ class ReusingMover:
                 done(item, record)
 
         def work(batch: Sequence[ChunkWrite]) -> None:
-            for item in batch:
-                with told(item):
-                    record = self._same(item) if known[item.array] else None
-                    if self._taken_over(item, record, locked):
-                        continue
-                    # Ours, and the copy of who sends it. One at a time: what a staged source waits
-                    # for may be what others hold.
-                    with self._held(2 * item.array.chunk_bytes):
-                        self._mover.write([item], locked)
+            try:
+                for item in batch:
+                    with told(item):
+                        if not (known[item.array] and self._taken_over(item, locked)):
+                            # Twice: ours, and the copy of who sends it.
+                            with self._held(2 * item.array.chunk_bytes):
+                                # One at a time: what a staged source waits for may be what others
+                                # hold.
+                                self._mover.write([item], locked)
+            finally:
+                free_scratch()
 
+        far = self._adopter.is_far
         run_batched(
             writes,
             work,
-            threads=COPY_THREADS if self._is_far else self._threads,
+            threads=COPY_THREADS if far else self._options.threads or default_threads(),
             weight=lambda item: item.array.chunk_bytes,
-            batch_weight=1 if self._is_far else 1 << 20,
+            batch_weight=1 if far else 1 << 20,
         )
 
     def _held(self, size: int) -> AbstractContextManager[None]:
-        """Wait for room for the bytes of a chunk. Many requests to a store are under way at a
-        time."""
-        return self._limit.taken(size) if self._is_far else nullcontext()
+        """A share of the memory for chunks under way: many are, where each waits for a store."""
+        return self._limit.taken(size) if self._adopter.is_far else nullcontext()
 
     def _taken_over(
-        self,
-        item: ChunkWrite,
-        record: ChunkRecord | None,
-        done: Callable[[ChunkWrite, ChunkRecord], None],
+        self, item: ChunkWrite, done: Callable[[ChunkWrite, ChunkRecord], None]
     ) -> bool:
         """Take a chunk over from the base, if it has the same and gives it."""
-        if record is None:
-            return False
-        array, stored = item.array, record.stored_bytes
-        if self._verify:
-            # A store's object is in memory as a whole while it is looked at.
-            with self._held(array.chunk_bytes):
-                if not self._base.is_whole(array, item.index):
-                    return False
+        array = item.array
+        with self._held(array.chunk_bytes):
+            record = self._same(item)
+            if record is None:
+                return False
+            if self._options.verify_base and not self._base.is_whole(array, item.index):
+                return False
         tail = CRC.pack(record.crc) if array.has_crc and array.is_plain else None
-        if not self._adopt(f"{array.node}/{array.chunk_key(item.index)}", stored, tail):
+        if not self._adopter.take(_name(array, item.index), record.stored_bytes, tail):
             return False
-        counters.add(bytes_reused=stored)
+        counters.add(bytes_reused=record.stored_bytes)
         with self._lock:
-            self._reused(stored)
+            self._manifest.reused_bytes += record.stored_bytes
         done(item, record)
         return True
 
     def _same(self, item: ChunkWrite) -> ChunkRecord | None:
         """The base's record of a chunk, if it has the same."""
         hasher = xxhash.xxh3_128()
-        with self._held(item.array.chunk_bytes):
-            for piece in pieces(item.data(), item.array.grid.chunk_shape):
-                hasher.update(piece)
-            free_scratch()
+        for piece in pieces(item.data(), item.array.grid.chunk_shape):
+            hasher.update(piece)
         return self._base.record(item.array, item.index, hasher.digest())
 
 
-def adopter(base: Location, location: Location, attempt: Attempt | None = None) -> Adopt | None:
-    """How objects of one place become another's without being sent; ``None``: they can not.
-
-    A hard link between local folders, a copy within an object store.
+class Adopter(ABC):
+    """Makes objects of a base those of another place, without sending them. Safe from any thread.
 
     Args:
         base: where they are.
         location: where they shall be.
-        attempt: what is written at ``location``.
     """
-    if same_store(base, location):
-        return ServerCopies(base, location, attempt)
-    if not (base.is_local and location.is_local):
-        logger.warning(
-            "chunks of %s can not be reused at %s, which is another store: everything is sent",
-            base.url,
-            location.url,
-        )
-        return None
-    refused = threading.Event()
 
-    def link(name: str, stored_bytes: int, tail: bytes | None) -> bool:
-        if refused.is_set():
+    verb: str
+    is_far = False
+
+    def __init__(self, base: Location, location: Location) -> None:
+        self._base, self._location = base, location
+        self._refused = threading.Event()
+
+    def take(self, name: str, stored_bytes: int, tail: bytes | None) -> bool:
+        """Take an object over.
+
+        Args:
+            name: its name below both places.
+            stored_bytes: its size.
+            tail: its last four bytes; ``None``: not known.
+
+        Returns:
+            Whether it is at its new place. ``False``: it has to be sent.
+
+        Raises:
+            SupersededError: a newer attempt took the target over.
+        """
+        if self._refused.is_set() or stored_bytes < CRC_BYTES:
             return False
-        source, target = f"{base.url}/{name}", f"{location.url}/{name}"
         try:
-            damage = _seen_at_once(source, stored_bytes, tail)
-            if damage is not None:
-                warn_of_damage(source, damage)
-                return False
+            found = self._end(name, stored_bytes - CRC_BYTES)
+            damage = _damage(found, stored_bytes, tail)
+            if damage is None:
+                return self._adopt(name)
+            _warn_of_damage(f"{self._base.url}/{name}", damage)
+        except SupersededError:
+            raise
+        except OSError as error:
+            if not self._refused.is_set():
+                self._refused.set()
+                logger.warning(
+                    "chunks of %s cannot be %s to %s (%s): they are sent",
+                    self._base.url,
+                    self.verb,
+                    self._location.url,
+                    error.strerror or error,
+                )
+        return False
+
+    @abstractmethod
+    def _end(self, name: str, start: int) -> bytes | None:
+        """A few bytes of the base's object, from ``start`` on; ``None``: there is none."""
+
+    @abstractmethod
+    def _adopt(self, name: str) -> bool:
+        """Make it the other place's, unless there is one of its name."""
+
+
+def _damage(found: bytes | None, stored_bytes: int, tail: bytes | None) -> str | None:
+    """What is wrong with an object, by what is there of its last bytes and after them."""
+    if found is None:
+        return "is missing"
+    if len(found) != CRC_BYTES:
+        more = "more" if len(found) > CRC_BYTES else "fewer"
+        return f"has {more} than its {stored_bytes} bytes"
+    return (
+        "ends in another checksum than when it was written" if tail not in (None, found) else None
+    )
+
+
+class Links(Adopter):
+    """Hard links from one local folder to another."""
+
+    verb = "linked"
+
+    def _end(self, name: str, start: int) -> bytes | None:
+        try:
+            with open(f"{self._base.url}/{name}", "rb", buffering=0) as file:
+                return os.pread(file.fileno(), CRC_BYTES + 1, start)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def _adopt(self, name: str) -> bool:
+        source, target = f"{self._base.url}/{name}", f"{self._location.url}/{name}"
+        try:
             try:
                 os.link(source, target)
             except FileNotFoundError:
-                os.mkdir(os.path.dirname(target))
+                with suppress(FileExistsError):  # somebody else made it first
+                    os.mkdir(os.path.dirname(target))
                 os.link(source, target)
         except FileExistsError:
-            return _retry(source, target)
-        except OSError as error:
-            if not refused.is_set():
-                refused.set()
-                logger.warning(
-                    "chunks of %s can not be linked to %s (%s): they are sent",
-                    base.url,
-                    location.url,
-                    error.strerror,
-                )
             return False
         return True
 
-    return link
 
+class Copies(Adopter):
+    """Copies that an object store makes of its own objects.
 
-def _seen_at_once(path: str, size: int, tail: bytes | None) -> str | None:
-    """What is wrong with a file as far as its size and its last bytes tell."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except (FileNotFoundError, NotADirectoryError):
-        return "is missing"
-    try:
-        found = os.fstat(fd).st_size
-        if found != size:
-            return f"has {found} bytes instead of {size}"
-        if tail is not None and os.pread(fd, CRC_BYTES, size - CRC_BYTES) != tail:
-            return "ends in another checksum than when it was written"
-        return None
-    finally:
-        os.close(fd)
+    Args:
+        base: where they are.
+        location: where they shall be, in the same store.
+        attempt: says whether it still owns ``location``.
+    """
 
+    verb = "copied"
+    is_far = True
 
-def _retry(source: str, target: str) -> bool:
-    """After somebody else made the folder first."""
-    try:
-        os.link(source, target)
-    except OSError:
-        return False
-    return True
+    def __init__(self, base: Location, location: Location, attempt: Attempt) -> None:
+        super().__init__(base, location)
+        self._attempt = attempt
+        self._turn = threading.Lock()
+        self._checked = -1.0
+
+    def take(self, name: str, stored_bytes: int, tail: bytes | None) -> bool:
+        """See :meth:`Adopter.take`."""
+        return stored_bytes >= MIN_COPIED_BYTES and super().take(name, stored_bytes, tail)
+
+    def _end(self, name: str, start: int) -> bytes | None:
+        try:
+            return self._base.remote.read_range(name, start, None)
+        except StorageError as error:
+            if _ENDS_BEFORE in str(error):
+                return b""
+            raise
+
+    def _adopt(self, name: str) -> bool:
+        self._check()
+        try:
+            return self._location.remote.copy_from(self._base.remote, name, name, create=True)
+        except FileNotFoundError:
+            return False
+
+    def _check(self) -> None:
+        """Ask for the claims. What threads ask at the same time is asked once: a question that was
+        put after a thread came here counts for it."""
+        asked = time.monotonic()
+        with self._turn:
+            if self._checked < asked:
+                begun = time.monotonic()
+                self._attempt.check()
+                self._checked = begun

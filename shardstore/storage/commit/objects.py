@@ -31,6 +31,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shardstore.errors import CheckpointExistsError, CheckpointingException, StorageError
+from shardstore.storage.commit.attempt import SupersededError
 from shardstore.storage.commit.claims import (
     ATTEMPTS,
     CLAIM,
@@ -360,8 +361,8 @@ class ObjectAttempt:
         if read_claim(self.target, self.number).get("id") == self.id:
             self.target.remote.delete([self._committing, claim])
 
-    def _superseded(self, by: str) -> StorageError:
-        return StorageError(
+    def _superseded(self, by: str) -> SupersededError:
+        return SupersededError(
             f"the save to {self.target.url} (attempt {self.id}) was given up: the target belongs "
             f"to {by}. Of several saves to one place the newest goes on; save elsewhere, or one "
             "after the other",
