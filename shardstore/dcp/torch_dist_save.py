@@ -10,7 +10,6 @@ import io
 import math
 import os
 import pickle
-import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -134,11 +133,7 @@ class FilesSave:
         assert isinstance(self._planner, SavePlanner)
         self._planner = _Staged(self._plan.items, self._planner, budget_bytes, self._threads)
         self.staging = self._planner.staging
-        if overlap:
-            threading.Thread(target=self.staging.run, name="shardstore-stage", daemon=True).start()
-            return
-        self.staging.run()
-        self.staging.wait(host=True)
+        self.staging.start(overlap=overlap)
         if self.staging.error is not None:
             raise self.staging.error
 
@@ -150,9 +145,7 @@ class FilesSave:
         """
         try:
             if self.staging is not None:
-                self.staging.wait_queued()  # copying comes first: somebody may be waiting for it
-                if self.staging.error is not None:
-                    raise self.staging.error
+                self.staging.copies()  # copying comes first: somebody may be waiting for it
             for part in self._parts():
                 with _quiet(), self._files.errors_kept():
                     written = self._writer.write_data(part, self._planner)  # type: ignore[arg-type]
@@ -350,7 +343,7 @@ class _Staged:
             return self._bytes[key]
         if key in self._tensors:
             return self._tensors[key]
-        return dtypes.as_tensor(self.staging.writes[self._numbers[key]].data())
+        return dtypes.as_tensor(self.staging.copies()[self._numbers[key]].data())
 
 
 def _copied_by_staging(key: str, tensor: torch.Tensor) -> ChunkWrite | None:

@@ -3,8 +3,7 @@
 The ranks meet three times at the most: they agree to begin, which also tells every rank of wrong
 input on any of them before a byte is written; they exchange the layouts of flattened and irregular
 tensors, where there are any; and they hand in their manifests, whereupon the coordinator commits.
-In an object store they meet once more between manifests and commit, while the documents that a
-reader could open are written. A strategy finds the session of the folder that it is told to write
+A strategy finds the session of the folder that it is told to write
 to by :func:`session_of`; called by itself it opens one of its own.
 """
 
@@ -17,15 +16,16 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeAlias
 
 from shardstore.distributed.coordinator import Ranks
 from shardstore.dtensor.claims import decide_claims
 from shardstore.errors import AccessPatternError, SaveInProgressError, StorageError
 from shardstore.mapping import ShardedTensor
-from shardstore.progress import Meter
+from shardstore.progress import Meter, log_event
 from shardstore.saving import replicas
 from shardstore.saving.replicas import Copies, Offer, SharedWrites
 from shardstore.saving.staging import Staging
@@ -43,12 +43,14 @@ from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.async_utils import AsyncRequest
 
-__all__ = ["Agreement", "Part", "SaveSession", "session_of"]
+__all__ = ["Agreement", "Created", "Part", "SaveSession", "session_of"]
 
 logger = logging.getLogger(__name__)
 
 _open: dict[str, SaveSession] = {}
 """By the place that is written to: a strategy's signature has a place and no session."""
+Created: TypeAlias = Sequence[tuple[ArrayMeta, str]]
+"""Arrays that a rank creates, with their documents."""
 NO_CONFIG = About(common_backend=None)
 
 
@@ -135,8 +137,6 @@ class SaveSession:
         manifest: what this rank wrote.
         zarr_format: format of the arrays written, 3 or 2; ``None`` until a strategy of ours wrote
             some.
-        deferred: writes this rank's array documents once all manifests are checked, where the
-            attempt is written at its target.
         started: :func:`time.perf_counter` at the beginning.
         failure: an error of this rank at the beginning or in the background; then nothing is
             committed.
@@ -160,7 +160,6 @@ class SaveSession:
     agreed: Agreement
     manifest: RankManifest
     zarr_format: int | None = None
-    deferred: Callable[[], None] | None = None
     started: float = field(default_factory=perf_counter)
     failure: BaseException | None = None
     over: BaseException | None = None
@@ -310,12 +309,27 @@ class SaveSession:
         layouts: Layouts = pickle.loads(answer)
         return layouts
 
-    def mover(self, options: SaveOptions) -> Writer:
-        """A writer of chunks for a strategy with these options."""
-        mover = arrays.mover_for(self.attempt.location, options, self.attempt)
+    @cached_property
+    def mover(self) -> Writer:
+        """Writes chunks, but for those that a base has already."""
+        mover = arrays.mover_for(self.attempt.location, self.options, self.attempt)
         if self.base is None:
             return mover
-        return reusing(mover, self.base, self.attempt, self.manifest, options)
+        return reusing(mover, self.base, self.attempt, self.manifest, self.options)
+
+    def write(self, chunks: Sequence[ChunkWrite]) -> None:
+        """Write chunks, beside the other files that are kept, and note them.
+
+        Raises:
+            StorageError: the store refused.
+        """
+        with self.timed("write"):
+            self.files.flush_beside(lambda: self.mover.write(chunks, self._written))
+
+    def write_documents(self, created: Created) -> None:
+        """Write the documents of arrays that this rank creates. Errors as :meth:`write`."""
+        with self.timed("write"):
+            arrays.write_documents(self.attempt, self.options, created)
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -334,11 +348,12 @@ class SaveSession:
             sizes = [array.chunk_bytes for array in metas]
             self.meter.expect(sum(sizes), len(sizes))
 
-    def written(self, item: ChunkWrite, record: ChunkRecord) -> None:
-        """Note a chunk that is written. One call at a time."""
+    def _written(self, item: ChunkWrite, record: ChunkRecord) -> None:
         self.manifest.add_chunk(item.array, item.index, record)
         if self.meter is not None and self.meter.add is not None:
             self.meter.add(item.array.chunk_bytes, 1)
+        if self.failure is not None:
+            raise self.failure
 
     @contextmanager
     def active(self) -> Iterator[Location]:
@@ -391,40 +406,22 @@ class SaveSession:
             StorageError: the commit failed; what was at the target is as it was.
         """
         report, error = self._report(error)
-        merged: list[Merged] = []
 
-        def check(reports: list[bytes]) -> bytes:
-            merged.append(self._merged(reports))
-            return b""
-
-        def publish(_: list[bytes]) -> bytes:
+        def decide(reports: list[bytes]) -> bytes:
             whole = replace(
                 about,
                 world_size=self.ranks.world_size,
                 seconds=perf_counter() - self.started,
                 has_root=self.zarr_format == 3,
             )
-            return json.dumps(commit(self.attempt, self.options, merged[0], whole)).encode()
-
-        def decide(reports: list[bytes]) -> bytes:
-            check(reports)
-            return publish(reports)
+            merged = self._merged(reports)
+            return json.dumps(commit(self.attempt, self.options, merged, whole)).encode()
 
         try:
             if self.over is not None:
                 raise error or self.over
             what = f"committing {self.target.url}"
-            if self.attempt.defers_documents:
-                self.meet(report, what=what, error=error, decide=check)
-                try:
-                    if self.deferred is not None:
-                        self.deferred()
-                except Exception as problem:
-                    error = problem
-                answer = self.meet(what=what, error=error, decide=publish)
-            else:
-                answer = self.meet(report, what=what, error=error, decide=decide)
-            self.record = json.loads(answer)
+            self.record = json.loads(self.meet(report, what=what, error=error, decide=decide))
         except BaseException:
             if self.meter is not None:
                 self.meter.enter("failed")
@@ -466,31 +463,21 @@ class SaveSession:
         return merged
 
     def _log_commit(self) -> None:
-        seconds = perf_counter() - self.started
-        size = self.record.get("stored_bytes", 0)
-        logger.info(
-            "%s: committed, %d bytes in %.3f s",
-            self.target.url,
-            size,
-            seconds,
-            extra={
-                "event": "commit",
-                "url": self.target.url,
-                "bytes": size,
-                "chunks": self.record.get("chunks", 0),
-                "seconds": round(seconds, 3),
-                "bytes_per_second": round(size / max(seconds, 1e-9)),
-                "world_size": self.ranks.world_size,
-            },
+        seconds, url = perf_counter() - self.started, self.target.url
+        size, chunks = (self.record.get(name, 0) for name in ("stored_bytes", "chunks"))
+        log_event(
+            logger,
+            "commit",
+            f"{url}: committed, {size} bytes in {seconds:.3f} s",
+            url=url,
+            bytes=size,
+            chunks=chunks,
+            seconds=seconds,
+            world_size=self.ranks.world_size,
         )
         if self.base is not None and self.record:
-            logger.info(
-                "%s: %d of %d bytes were taken over from %s",
-                self.target.url,
-                self.record["reused_bytes"],
-                self.record["stored_bytes"],
-                self.base.location.url,
-            )
+            reused, before = self.record["reused_bytes"], self.base.location.url
+            logger.info("%s: %d of %d bytes were taken over from %s", url, reused, size, before)
 
 
 def _agreed(

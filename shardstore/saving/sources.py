@@ -65,6 +65,11 @@ class DevicePart:
     tensor: torch.Tensor
     stream: torch.cuda.Stream | None = None
 
+    @property
+    def is_cuda(self) -> bool:
+        """Whether the device is a CUDA device."""
+        return self.tensor.device.type == "cuda"
+
     def __call__(self) -> NDArray[Any]:
         return on_host(self.tensor, self.stream)
 

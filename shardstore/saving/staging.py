@@ -1,10 +1,9 @@
 """A copy of the chunks to be written, in host memory that is kept from save to save.
 
-Once every chunk has been copied the state may be changed. The copy lies in one arena: as large as
-the state where the budget allows (then everything is copied first, at full speed, and written
-afterwards), else a ring that chunks pass through in the order of their writing, so that copying and
-writing overlap. Device chunks are copied by a stream of their own, which waits for what the
-caller's stream had queued. No stream waits for it unless asked to.
+Once every chunk has been copied the state may be changed. Where the budget has room for all chunks
+they are copied first, at full speed, and written afterwards. Otherwise the memory is filled and
+written again and again, and what fills it last is written afterwards. CUDA chunks are copied by a
+stream of their own, which waits for what the caller's stream had queued.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ import math
 import mmap
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from logging import getLogger
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,17 +25,14 @@ from shardstore.errors import StorageError
 from shardstore.saving.sources import DevicePart
 from shardstore.storage.format import dtypes
 from shardstore.storage.movers.chunks import ChunkWrite
-from shardstore.storage.movers.device import (
-    DeviceCopies,
-    DeviceEvent,
-    page_lock,
-    page_unlock,
-)
+from shardstore.storage.movers.device import DeviceCopies, page_lock, page_unlock
 from shardstore.storage.movers.parallel import default_threads, run_batched
 
-__all__ = ["POOL", "HostPool", "StagedChunk", "Staging", "copy_bits"]
+__all__ = ["POOL", "HostPool", "Staging", "in_rounds"]
 
 logger = getLogger(__name__)
+
+T = TypeVar("T")
 
 ALIGNMENT = 64
 COPY_BATCH_BYTES = 4 * 1024 * 1024
@@ -53,9 +49,8 @@ class _Arena:
     def __init__(self, size: int, device: torch.device | None) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         mapped = mmap.mmap(-1, max(size, mmap.PAGESIZE), flags=flags)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # a kernel without them
-                mapped.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(AttributeError, OSError):  # a kernel without them
+            mapped.madvise(mmap.MADV_HUGEPAGE)
         self.memory: NDArray[np.uint8] = np.frombuffer(mapped, np.uint8)
         self.device = device
         code = 0 if device is None else page_lock(self.memory, device)
@@ -73,8 +68,7 @@ class _Arena:
         """Undo the page-locking, before the memory goes."""
         if self._pinned and self.device is not None:
             self._pinned = False
-            code = page_unlock(self.memory, self.device)
-            if code:
+            if code := page_unlock(self.memory, self.device):
                 raise StorageError(
                     f"giving back page-locked memory failed with CUDA error {code}: the device is "
                     "in no state to be used"
@@ -108,8 +102,7 @@ class HostPool:
 
     def give_back(self, arena: _Arena | None) -> None:
         """Keep an arena for the next save."""
-        old = self._swap(arena)
-        if old is not None:
+        if old := self._swap(arena):
             old.unlock()
 
     def clear(self) -> None:
@@ -124,85 +117,26 @@ class HostPool:
     @property
     def kept_bytes(self) -> int:
         """Memory kept for the next save."""
-        with self._lock:
-            return 0 if self._free is None else len(self._free.memory)
+        arena = self._free
+        return 0 if arena is None else len(arena.memory)
 
 
 POOL = HostPool()
 """The pool of this process: its memory is kept from save to save."""
 
 
-class StagedChunk:
-    """A chunk in the copy: a source of its data that waits until it has been copied."""
-
-    __slots__ = (
-        "_staging",
-        "data",
-        "data_bytes",
-        "dtype",
-        "event",
-        "item",
-        "released",
-        "shape",
-        "size",
-        "start",
-    )
-
-    def __init__(self, staging: Staging, item: ChunkWrite) -> None:
-        self._staging = staging
-        self.item: ChunkWrite | None = item  # until it is copied
-        self.dtype = dtypes.numpy_dtype(item.array.dtype)
-        self.shape = item.array.grid.box(item.index).shape
-        self.data_bytes = math.prod(self.shape) * self.dtype.itemsize
-        self.size = -(-self.data_bytes // ALIGNMENT) * ALIGNMENT
-        self.start = 0
-        self.data: NDArray[Any] | None = None
-        self.event: DeviceEvent | None = None
-        self.released = False
-
-    def __call__(self) -> NDArray[Any]:
-        """The copy; waits for it.
-
-        Raises:
-            BaseException: copying failed, or was stopped.
-        """
-        return self._staging.copied(self)
-
-    def wait(self) -> None:
-        """Return once the chunk has been copied; errors as those of a call."""
-        self._staging.copied(self)
-
-    def release(self) -> None:
-        """The chunk is written: its memory may be used again."""
-        self._staging.release(self)
-
-    def fail(self, error: BaseException) -> None:
-        """The chunk cannot be written: nobody shall wait for its memory for ever."""
-        self._staging.fail(error)
-
-
 class Staging:
-    """The copy of one save's chunks.
-
-    Created and, unless copying shall overlap with what comes next, run by the caller's thread;
-    another thread writes :attr:`writes`. Whatever happens, :meth:`close` gives the memory back.
-
-    Chunks take their memory in order, release it in any order, and it is used again in order.
+    """The copy of one save's chunks. Whatever happens, :meth:`close` gives its memory back.
 
     Args:
         writes: what is to be written, out of the state's own memory.
-        pool: where memory comes from.
         budget_bytes: most host memory to use; ``None``: as much as the chunks need. A chunk larger
             than that raises it to its own size.
         threads: threads that copy.
-        brought: number of chunks, the first ones, that are not copied here: the caller brings them,
-            before :meth:`run`, to the memory that :meth:`room` gives.
+        pool: where memory comes from.
 
     Attributes:
-        writes: the same chunks, to be written from the copy, in this order.
         arena_bytes: host memory used.
-        largest_bytes: memory of the largest chunk.
-        all_at_once: whether everything has room, so that nobody need write before all is copied.
         error: why the copy failed, if it did.
     """
 
@@ -210,163 +144,105 @@ class Staging:
         self,
         writes: Sequence[ChunkWrite],
         *,
-        pool: HostPool | None = None,
         budget_bytes: int | None = None,
         threads: int | None = None,
-        brought: int = 0,
+        pool: HostPool | None = None,
     ) -> None:
         self._pool = pool or POOL
         self._threads = threads or default_threads()
-        chunks = [StagedChunk(self, item) for item in writes]
-        self._brought, self._rest = deque(chunks[:brought]), chunks[brought:]
-        sizes = [chunk.size for chunk in chunks]
-        self.arena_bytes, self.largest_bytes = sum(sizes), max(sizes, default=0)
-        self.all_at_once = budget_bytes is None or self.arena_bytes <= budget_bytes
-        if budget_bytes is not None and not self.all_at_once:
-            self.arena_bytes = max(budget_bytes, self.largest_bytes)
-            if self.arena_bytes > budget_bytes:
+        sizes = [_size(item) for item in writes]
+        self.arena_bytes, largest = sum(sizes), max(sizes, default=0)
+        if budget_bytes is not None and self.arena_bytes > budget_bytes:
+            self.arena_bytes = max(budget_bytes, largest)
+            if largest > budget_bytes:
                 logger.warning(
                     "a chunk of %d bytes does not fit the staging budget of %d bytes, which is "
                     "raised for it; save with a smaller target_chunk_bytes",
-                    self.largest_bytes,
+                    largest,
                     budget_bytes,
                 )
-        self._head = 0
-        self._taken: deque[StagedChunk] = deque()
-        self._changed = threading.Condition()
-        self._complete = False
-        self.error: BaseException | None = None
-        devices = {d for item in writes if (d := _device(item)) is not None}
+        self._rounds = deque(in_rounds(writes, _size, self.arena_bytes))
+        sources = [item.source for item in writes if isinstance(item.source, DevicePart)]
+        devices = {source.tensor.device for source in sources if source.is_cuda}
         self._devices = {device: DeviceCopies(device) for device in devices}
-        first = next(iter(devices), None)
-        self._arena: _Arena | None = self._pool.take(self.arena_bytes, device=first)
-        self.writes = [
-            ChunkWrite(item.array, item.index, chunk)
-            for item, chunk in zip(writes, chunks, strict=True)
-        ]
+        self._arena: _Arena | None = self._pool.take(
+            self.arena_bytes, device=next(iter(devices), None)
+        )
+        self._last: list[ChunkWrite] = []
+        self._complete = threading.Event()
+        self.error: BaseException | None = None
 
-    # -- the side that copies ------------------------------------------------------------------
+    def start(
+        self, write: Callable[[Sequence[ChunkWrite]], None] | None = None, *, overlap: bool = False
+    ) -> None:
+        """Copy everything, once. An error is kept for :meth:`copies`, and not raised.
 
-    def room(self, count: int) -> list[NDArray[np.uint8]]:
-        """Memory for the next ``count`` chunks that are brought; waits until there is room for all
-        of them, which together must fit :attr:`arena_bytes`.
-
-        Raises:
-            BaseException: what :meth:`fail` was given.
+        Args:
+            write: writes copies that have to make room for others; needed with a budget.
+            overlap: copy in a thread, and return at once.
         """
-        chunks = [self._brought[number] for number in range(count)]
-        self._take(chunks)
-        return [self._memory(chunk) for chunk in chunks]
+        if overlap:
+            name = "shardstore-stage"
+            threading.Thread(target=self._run, args=(write,), name=name, daemon=True).start()
+        else:
+            self._run(write)
+            self.wait(host=True)
 
-    def filled(self, writes: Sequence[object]) -> None:
-        """The memory that :meth:`room` gave holds these chunks now."""
-        with self._changed:
-            for _ in writes:
-                chunk = self._brought.popleft()
-                chunk.data, chunk.item = self._array(chunk), None
-            self._changed.notify_all()
-
-    def run(self) -> None:
-        """Copy everything, or as much at a time as there is room for. Called once.
-
-        An error is kept for the other side and for :meth:`wait`, and not raised.
-        """
-        chunks, self._rest = self._rest, []
+    def _run(self, write: Callable[[Sequence[ChunkWrite]], None] | None) -> None:
         try:
-            if self.all_at_once:
-                self._take(chunks)
-                run_batched(
-                    chunks,
-                    self._copy,
-                    threads=self._threads,
-                    weight=lambda chunk: chunk.size,
-                    batch_weight=COPY_BATCH_BYTES,
-                )
-            else:
-                for chunk in chunks:
-                    self._take((chunk,))
-                    self._copy((chunk,))
+            while self._rounds:
+                if self._last and write is not None:
+                    self._wait_for_devices()
+                    write(self._last)
+                self._last = self._copied(self._rounds.popleft())
         except BaseException as error:
             self.fail(error)
-        with self._changed:
-            self._complete = True
-            self._changed.notify_all()
+            self._rounds.clear()  # the state's memory is the caller's again
+        finally:
+            self._complete.set()
 
-    def _copy(self, chunks: Sequence[StagedChunk]) -> None:
-        for chunk in chunks:
-            if self.error is not None:
-                raise self.error
-            item, data, event = chunk.item, self._array(chunk), None
-            assert item is not None
-            if isinstance(item.source, DevicePart) and item.source.tensor.device in self._devices:
-                event = self._devices[item.source.tensor.device].copy(item.source.tensor, data)
-            else:
-                copy_bits(data, item.data())
-            chunk.item = None  # the state's memory is the caller's again
-            with self._changed:
-                chunk.data, chunk.event = data, event
-                if not self.all_at_once:
-                    self._changed.notify_all()
-
-    def _take(self, chunks: Sequence[StagedChunk]) -> None:
-        """Give chunks their places, all at once: with some of them a rank could wait for itself."""
-        total = sum(chunk.size for chunk in chunks)
-        with self._changed:
-            while (start := self._fit(total)) is None and self.error is None:
-                self._changed.wait()
-            if self.error is not None:
-                raise self.error
-            assert start is not None
-            for chunk in chunks:
-                chunk.start = start
-                start += chunk.size
-            self._head = start
-            self._taken.extend(chunks)
-
-    def _fit(self, size: int) -> int | None:
-        if not self._taken:
-            return 0
-        tail = self._taken[0].start
-        if self._head > tail:
-            if self._head + size <= self.arena_bytes:
-                return self._head
-            return 0 if size <= tail else None
-        return self._head if self._head + size <= tail else None
-
-    def _memory(self, chunk: StagedChunk) -> NDArray[np.uint8]:
+    def _copied(self, items: Sequence[ChunkWrite]) -> list[ChunkWrite]:
+        """Copy chunks to the arena."""
         assert self._arena is not None
-        return self._arena.memory[chunk.start : chunk.start + chunk.data_bytes]
+        jobs, start = [], 0
+        for item in items:
+            shape = item.array.grid.box(item.index).shape
+            size = math.prod(shape) * dtypes.itemsize(item.array.dtype)
+            place = self._arena.memory[start : start + size]
+            data = place.view(dtypes.numpy_dtype(item.array.dtype)).reshape(shape)
+            jobs.append((item, data))
+            start += _size(item)
 
-    def _array(self, chunk: StagedChunk) -> NDArray[Any]:
-        return self._memory(chunk).view(chunk.dtype).reshape(chunk.shape)
+        def work(batch: Sequence[tuple[ChunkWrite, NDArray[Any]]]) -> None:
+            for item, data in batch:
+                if self.error is not None:
+                    raise self.error
+                source = item.source
+                if isinstance(source, DevicePart) and source.is_cuda:
+                    self._devices[source.tensor.device].copy(source.tensor, data)
+                else:
+                    _copy_bits(data, item.data())
 
-    # -- the side that writes ------------------------------------------------------------------
+        run_batched(
+            jobs,
+            work,
+            threads=self._threads,
+            weight=lambda job: job[1].nbytes,
+            batch_weight=COPY_BATCH_BYTES,
+        )
+        return [ChunkWrite(item.array, item.index, data) for item, data in jobs]
 
-    def copied(self, chunk: StagedChunk) -> NDArray[Any]:
-        """See :class:`StagedChunk`."""
-        with self._changed:
-            while chunk.data is None and self.error is None:
-                self._changed.wait()
-            if self.error is not None:
-                raise self.error
-            data, event = chunk.data, chunk.event
-        assert data is not None
-        if event is not None:
-            event.wait()
-        return data
+    def copies(self) -> list[ChunkWrite]:
+        """The chunks that are to be written still, from the copy; waits for it.
 
-    def release(self, chunk: StagedChunk) -> None:
-        """A chunk's memory may be used again."""
-        if self.all_at_once:
-            return
-        with self._changed:
-            chunk.data = chunk.event = None
-            chunk.released = True
-            while self._taken and self._taken[0].released:
-                self._taken.popleft()
-            self._changed.notify_all()
-
-    # -- both ----------------------------------------------------------------------------------
+        Raises:
+            BaseException: copying failed, or was stopped.
+        """
+        self._complete.wait()
+        if self.error is not None:
+            raise self.error
+        self._wait_for_devices()
+        return self._last
 
     def wait(self, timeout: float | None = None, *, host: bool = False) -> bool:
         """Wait until the state may be changed.
@@ -380,22 +256,18 @@ class Staging:
             Whether the copy is complete. After an error it is as good as complete: nothing reads
             the state any more.
         """
-        if not self.wait_queued(timeout):
+        if not self._complete.wait(timeout):
             return False
-        for device in self._devices.values():
-            device.wait(host=host)
+        self._wait_for_devices(host=host)
         return True
 
-    def wait_queued(self, timeout: float | None = None) -> bool:
-        """Wait until host chunks are copied and device copies queued; no stream waits for any."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._complete, timeout)
+    def _wait_for_devices(self, *, host: bool = True) -> None:
+        for device in self._devices.values():
+            device.wait(host=host)
 
     def fail(self, error: BaseException) -> None:
-        """Stop: the copier, and every thread that waits for the copy or for room, raises this."""
-        with self._changed:
-            self.error = self.error or error
-            self._changed.notify_all()
+        """Stop copying; :meth:`copies` raises this."""
+        self.error = self.error or error
 
     def close(self) -> None:
         """Give the memory back. Called once nothing reads the copy; waits for the copier."""
@@ -405,14 +277,28 @@ class Staging:
             self._pool.give_back(arena)
 
 
-def _device(item: ChunkWrite) -> torch.device | None:
-    source = item.source
-    if isinstance(source, DevicePart) and source.tensor.device.type == "cuda":
-        return source.tensor.device
-    return None
+def in_rounds(items: Iterable[T], size: Callable[[T], int], most_bytes: int) -> Iterator[list[T]]:
+    """Yield items in rounds of at most so many bytes; a larger one goes alone."""
+    batch: list[T] = []
+    total = 0
+    for item in items:
+        total += size(item)
+        if batch and total > most_bytes:
+            yield batch
+            batch, total = [], size(item)
+        batch.append(item)
+    if batch:
+        yield batch
 
 
-def copy_bits(target: NDArray[Any], source: NDArray[Any]) -> None:
+def _size(item: ChunkWrite) -> int:
+    """Bytes of the arena that a chunk takes."""
+    shape = item.array.grid.box(item.index).shape
+    data_bytes = math.prod(shape) * dtypes.itemsize(item.array.dtype)
+    return -(-data_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _copy_bits(target: NDArray[Any], source: NDArray[Any]) -> None:
     """Copy bits: foreign data types would be copied element by element, under the GIL."""
     word = _WORDS.get(target.dtype.itemsize)
     if word is not None:

@@ -205,17 +205,16 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
         return session
 
     def _staged(self, session: SaveSession, tensors: Sequence[ShardedTensor]) -> AsyncRequest:
-        options = session.options.of_strategy(self.options)
-        return stage_chunks(session, options, *self._plan(session, options, tensors))
+        return stage_chunks(session, *self._plan(session, tensors))
 
     def _write(self, session: SaveSession, tensors: Sequence[ShardedTensor]) -> None:
-        options = session.options.of_strategy(self.options)
-        write_chunks(session, options, *self._plan(session, options, tensors))
+        write_chunks(session, *self._plan(session, tensors))
 
     def _plan(
-        self, session: SaveSession, options: SaveOptions, tensors: Sequence[ShardedTensor]
+        self, session: SaveSession, tensors: Sequence[ShardedTensor]
     ) -> tuple[WritePlan, list[tuple[ArrayMeta, str]]]:
         ranks = session.ranks
+        session.options = options = session.options.of_strategy(self.options)
         session.zarr_format = 2 if self.version == V2_LAYOUT else 3
         layouts = session.exchanged_layouts(tensors)
         error: Exception | None = None

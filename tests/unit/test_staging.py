@@ -1,10 +1,10 @@
 """Staging: the copy is the state's bits whatever its layout, memory stays within the budget and is
-reused, copying and writing overlap in any order of completion, and errors end both sides."""
+reused, what has no room is written meanwhile, and errors reach who waits for the copy."""
 
 from __future__ import annotations
 
-import random
 import threading
+from collections.abc import Sequence
 
 import ml_dtypes
 import numpy as np
@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardstore.saving.sources import DevicePart
-from shardstore.saving.staging import HostPool, StagedChunk, Staging
+from shardstore.saving.staging import HostPool, Staging
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Grid
 from shardstore.storage.movers.chunks import ChunkWrite
@@ -29,19 +29,13 @@ def writes_of(count: int, size: int, pool: list[np.ndarray] | None = None) -> li
     return made
 
 
-def source_of(item: ChunkWrite) -> StagedChunk:
-    assert isinstance(item.source, StagedChunk)
-    return item.source
-
-
 def test_the_copy_does_not_follow_the_state() -> None:
     state: list[np.ndarray] = []
     staging = Staging(writes_of(5, 1000, state), pool=HostPool())
-    staging.run()
-    assert staging.wait()
+    staging.start()
     for array in state:
         array[:] = 99
-    assert [int(item.data()[0]) for item in staging.writes] == [0, 1, 2, 3, 4]
+    assert [int(item.data()[0]) for item in staging.copies()] == [0, 1, 2, 3, 4]
     staging.close()
 
 
@@ -53,8 +47,8 @@ def test_strides_and_data_types_keep_their_bits(dtype: type) -> None:
     view = whole[::2, ::-3]
     array = ArrayMeta("w", "w", Grid(view.shape, view.shape), name)
     staging = Staging([ChunkWrite(array, (0, 0, 0), view)], pool=HostPool())
-    staging.run()
-    assert staging.writes[0].data().tobytes() == view.tobytes()
+    staging.start()
+    assert staging.copies()[0].data().tobytes() == view.tobytes()
     staging.close()
 
 
@@ -63,8 +57,8 @@ def test_memory_is_reused_and_given_back() -> None:
     places = set()
     for _ in range(3):
         staging = Staging(writes_of(4, 4096), pool=pool)
-        staging.run()
-        places.add(staging.writes[0].data().ctypes.data)
+        staging.start()
+        places.add(staging.copies()[0].data().ctypes.data)
         staging.close()
     assert len(places) == 1
     assert pool.kept_bytes == 4 * 4096
@@ -75,120 +69,71 @@ def test_memory_is_reused_and_given_back() -> None:
 @given(
     sizes=st.lists(st.integers(1, 3000), min_size=1, max_size=40),
     budget=st.integers(64, 8000),
-    writers=st.integers(1, 3),
-    seed=st.integers(0, 99),
+    overlap=st.booleans(),
 )
-def test_any_budget_any_order_of_completion(
-    sizes: list[int], budget: int, writers: int, seed: int
-) -> None:
-    """Each chunk arrives whole, though its memory is used again as soon as it is released."""
+def test_any_budget(sizes: list[int], budget: int, overlap: bool) -> None:
+    """Each chunk arrives whole, though its memory is used again as soon as it is written."""
     state = [np.random.default_rng(i).integers(0, 256, n, np.uint8) for i, n in enumerate(sizes)]
     metas = [ArrayMeta(f"w{i}", f"w{i}", Grid((n,), (n,)), "uint8") for i, n in enumerate(sizes)]
-    staging = Staging(
-        [ChunkWrite(m, (0,), a) for m, a in zip(metas, state, strict=True)],
-        pool=HostPool(),
-        budget_bytes=budget,
-    )
+    writes = [ChunkWrite(m, (0,), a) for m, a in zip(metas, state, strict=True)]
+    staging = Staging(writes, pool=HostPool(), budget_bytes=budget)
     assert staging.arena_bytes <= max(budget, 64 * -(-max(sizes) // 64))
-    copier = threading.Thread(target=staging.run)
-    copier.start()
-    found: dict[int, bytes] = {}
-    numbers = iter(range(len(sizes)))
-    lock = threading.Lock()
-    rng = random.Random(seed)
-
-    def write() -> None:
-        while True:
-            with lock:
-                number = next(numbers, None)
-            if number is None:
-                return
-            item = staging.writes[number]
-            data = item.data()
-            if rng.random() < 0.3:
-                threading.Event().wait(0.0005)
-            found[number] = data.tobytes()
-            source_of(item).release()
-
-    threads = [threading.Thread(target=write) for _ in range(writers)]
-    for thread in threads:
-        thread.start()
-    for thread in [*threads, copier]:
-        thread.join(30)
-        assert not thread.is_alive()
-    staging.close()
-    assert found == {i: a.tobytes() for i, a in enumerate(state)}
-
-
-@pytest.mark.parametrize("round_", [1, 2, 3])
-def test_chunks_that_are_brought_go_through_the_same_memory(round_: int) -> None:
-    """Sizes that leave no room at the ring's end, where a round taken piece by piece would stay."""
-    items, brought = writes_of(16, 192), 12
-    staging = Staging(items, pool=HostPool(), budget_bytes=5 * 128, brought=brought)
-    assert staging.arena_bytes == 5 * 128
     found: list[bytes] = []
 
-    def write() -> None:
-        for item in staging.writes:
-            found.append(item.data().tobytes())
-            source_of(item).release()
+    def write(copies: Sequence[ChunkWrite]) -> None:
+        found.extend(item.data().tobytes() for item in copies)
 
-    writer = threading.Thread(target=write)
-    writer.start()
-    for start in range(0, brought, round_):
-        memory = staging.room(round_)
-        assert [len(part) for part in memory] == [192] * round_
-        for number, part in enumerate(memory, start):
-            part[:] = number
-        staging.filled(memory)
-    staging.run()
-    writer.join(30)
-    assert not writer.is_alive()
-    expected = [bytes([number]) * 192 for number in range(brought)]
-    assert found == expected + [item.data().tobytes() for item in items[brought:]]
+    staging.start(write, overlap=overlap)
+    write(staging.copies())
     staging.close()
+    assert found == [a.tobytes() for a in state]
 
 
-def test_an_error_of_the_writer_ends_the_waiting_for_room() -> None:
-    staging = Staging(writes_of(4, 1024), pool=HostPool(), budget_bytes=2048, brought=4)
-    staging.filled(staging.room(2))
-    staging.fail(OSError("disk full"))
-    with pytest.raises(OSError, match="disk full"):
-        staging.room(2)
-    staging.run()
-    staging.close()
+def test_an_error_of_the_writer_ends_the_copying() -> None:
+    def refuse(_: object) -> None:
+        raise OSError("disk full")
 
-
-def test_an_error_of_the_writer_ends_the_copier() -> None:
     staging = Staging(writes_of(10, 1024), pool=HostPool(), budget_bytes=2048)
-    copier = threading.Thread(target=staging.run)
-    copier.start()
-    staging.writes[0].data()
-    staging.fail(OSError("disk full"))
-    copier.join(30)
-    assert not copier.is_alive()
+    staging.start(refuse)
     assert staging.wait(0)  # the state may be changed
     with pytest.raises(OSError, match="disk full"):
-        staging.writes[5].data()
+        staging.copies()
     staging.close()
 
 
-def test_an_error_of_the_copier_reaches_the_writer() -> None:
+def test_an_error_of_the_copier_reaches_who_waits_for_the_copy() -> None:
     items = writes_of(3, 1024)
 
     def broken() -> np.ndarray:
         raise ValueError("device lost")
 
     items[1] = ChunkWrite(items[1].array, (1,), broken)
-    staging = Staging(items, pool=HostPool(), budget_bytes=1024)
-    copier = threading.Thread(target=staging.run)
-    copier.start()
-    source_of(staging.writes[0])()
-    source_of(staging.writes[0]).release()
+    staging = Staging(items, pool=HostPool())
+    staging.start(overlap=True)
     with pytest.raises(ValueError, match="device lost"):
-        staging.writes[1].data()
-    copier.join(30)
+        staging.copies()
     assert isinstance(staging.error, ValueError)
+    staging.close()
+
+
+def test_a_copy_that_is_stopped_while_it_is_made() -> None:
+    begun, stopped = threading.Event(), threading.Event()
+
+    def slow() -> np.ndarray:
+        begun.set()
+        assert stopped.wait(30)
+        return np.zeros(1024, np.uint8)
+
+    items = writes_of(3, 1024)
+    items[0] = ChunkWrite(items[0].array, (0,), slow)
+    staging = Staging(items, pool=HostPool(), threads=1)
+    staging.start(overlap=True)
+    assert begun.wait(30)
+    assert not staging.wait(0)
+    staging.fail(RuntimeError("aborted"))
+    stopped.set()
+    with pytest.raises(RuntimeError, match="aborted"):
+        staging.copies()
     staging.close()
 
 
@@ -196,16 +141,14 @@ def test_a_chunk_larger_than_the_budget_raises_it(caplog: pytest.LogCaptureFixtu
     staging = Staging(writes_of(2, 4096), pool=HostPool(), budget_bytes=100)
     assert staging.arena_bytes == 4096
     assert "4096 bytes does not fit the staging budget of 100 bytes" in caplog.text
-    staging.fail(RuntimeError("not needed"))
-    staging.run()
+    staging.start(lambda _: None)
     staging.close()
 
 
 def test_nothing_to_copy() -> None:
     staging = Staging([], pool=HostPool(), budget_bytes=10)
-    staging.run()
-    assert staging.wait(0)
-    assert staging.writes == []
+    staging.start()
+    assert staging.copies() == []
     staging.close()
 
 
@@ -214,8 +157,8 @@ def test_parts_of_host_tensors_as_device_parts_are_fetched() -> None:
     array = ArrayMeta("w", "w", Grid((4,), (4,)), "float32")
     item = ChunkWrite(array, (0,), DevicePart(torch.arange(8.0)[::2]))
     staging = Staging([item], pool=HostPool())
-    staging.run()
-    assert staging.writes[0].data().tolist() == [0, 2, 4, 6]
+    staging.start()
+    assert staging.copies()[0].data().tolist() == [0, 2, 4, 6]
     staging.close()
 
 
@@ -238,16 +181,12 @@ def test_device_chunks_are_copied_behind_the_callers_stream(budget: int | None) 
     staging = Staging(items, pool=HostPool(), budget_bytes=budget)
     seen: list[bool] = []
 
-    def write() -> None:
-        for item in staging.writes:
-            seen.append(bool((item.data() == 7).all()))
-            source_of(item).release()
+    def write(copies: Sequence[ChunkWrite]) -> None:
+        seen.extend(bool((item.data() == 7).all()) for item in copies)
 
-    writer = threading.Thread(target=write)
-    writer.start()
-    staging.run()
-    assert staging.wait(host=False)
+    staging.start(write, overlap=True)
+    staging.wait(host=False)
     tensor.fill_(9)
-    writer.join(60)
+    write(staging.copies())
     assert seen == [True] * count
     staging.close()
