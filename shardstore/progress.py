@@ -57,20 +57,23 @@ EVENTS = {
 """Name -> when it is logged, and its fields: sizes in bytes, times in seconds."""
 
 
-def log_event(logger: logging.Logger, event: str, text: str, **fields: Any) -> None:
+def log_event(
+    logger: logging.Logger, event: str, text: str, level: int = logging.INFO, /, **fields: Any
+) -> None:
     """Log an event; one with ``bytes`` and ``seconds`` has their rate too.
 
     Args:
         logger: of the module that tells it.
         event: one of :data:`EVENTS`.
         text: for people.
+        level: of the record.
         fields: of the event.
     """
     if "bytes" in fields and "seconds" in fields:
         seconds = fields["seconds"]
         rate = round(fields["bytes"] / max(seconds, 1e-9))
         fields = {**fields, "seconds": round(seconds, 3), "bytes_per_second": rate}
-    logger.info("%s", text, extra={"event": event, **fields})
+    logger.log(level, "%s", text, extra={"event": event, **fields})
 
 
 logger = logging.getLogger(__name__)

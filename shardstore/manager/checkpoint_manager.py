@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal, Unpack
@@ -17,14 +21,14 @@ import torch.distributed as dist
 
 from shardstore.async_handle import AsyncSave, async_save
 from shardstore.errors import ArgumentError
-from shardstore.manager.background_queue import BackgroundQueue, Claims
 from shardstore.manager.restore import Restored, restore
-from shardstore.manager.retention import Retention, RetentionWorker
+from shardstore.manager.retention import Retention, note_save
 from shardstore.manager.steps import MARK, StepInfo, Steps, branches, mark_of, number_of
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
 from shardstore.progress import ProgressCallback
 from shardstore.saving.run import SaveCall
 from shardstore.serialization import begin_save
+from shardstore.storage.movers.parallel import yield_to_others
 from shardstore.storage.options import StepKeywords, options_of
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.base import SaveCommonStrategy, SaveShardedStrategy
@@ -34,8 +38,6 @@ __all__ = [
     "CheckpointManager",
     "Restored",
     "SaveArguments",
-    "metrics_of",
-    "without_mark",
 ]
 
 
@@ -58,7 +60,7 @@ class AsyncSaveArguments(SaveArguments, total=False):
     at_exit: Literal["wait", "abort"]
 
 
-def metrics_of(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+def _metrics_of(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     if not isinstance(metrics, Mapping | None):
         raise ArgumentError(f"metrics={metrics!r:.100} must be a dict of numbers by name")
     found = {}
@@ -70,7 +72,7 @@ def metrics_of(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     return found
 
 
-def without_mark(
+def _without_mark(
     preprocess: Callable[[CommonStateDict], StateDict] | None,
 ) -> Callable[[CommonStateDict], StateDict]:
     """Metrics may differ between ranks; rank 0's count, and nobody is told of the others'."""
@@ -136,16 +138,18 @@ class CheckpointManager:
         self.policy = Retention(
             keep_last=keep_last, keep_every=keep_every, best=best, metric=metric, mode=mode
         )
-        self._steps = Steps(self.root, prefix)
+        self._prefix = prefix
         self._sweep_after = sweep_after
-        self._queue = BackgroundQueue(self.root.url)
         self._swept = False
-        self._damaged: set[int] = set()
-        self._infos: dict[int, StepInfo] = {}  # the background's alone
-        self._using = Claims()
-        self._worker = RetentionWorker(
-            self._steps, self.policy, self._using, self._damaged, self._infos
-        )
+        self._begin()
+        _managers.add(self)
+
+    def _begin(self) -> None:
+        """Begin with nothing in the background; again in a forked child, whose parent does it."""
+        self._steps = Steps(self.root, self._prefix)
+        # Exit functions of saves in the background run before the interpreter waits for its job.
+        self._background = ThreadPoolExecutor(1, "shardstore-manager", yield_to_others)
+        self._last: Future[None] | None = None
 
     # -- what is there -------------------------------------------------------------------------
 
@@ -165,7 +169,7 @@ class CheckpointManager:
         Raises:
             StorageError: the store refused.
         """
-        return branches(self._steps.times(self.steps())).latest
+        return branches(self._steps.infos()).latest
 
     def url(self, step: int) -> str:
         """Where a step is, or would be.
@@ -173,7 +177,7 @@ class CheckpointManager:
         Raises:
             ArgumentError: no whole number, or a negative one.
         """
-        return self._steps.place(number_of(step)).url
+        return self._steps.url(number_of(step))
 
     # -- saving --------------------------------------------------------------------------------
 
@@ -209,7 +213,7 @@ class CheckpointManager:
         settings = {name: given.pop(name) for name in StepKeywords.__annotations__ if name in given}
         validate = given.pop("validate_access_integrity", True)
         chosen, error = options_of("save", settings, error=error, validate=validate)
-        with self._using.of(used):
+        with self._steps.using(used):
             call = SaveCall(
                 sharded_state_dict=state,
                 checkpoint_dir=place.place,
@@ -218,7 +222,9 @@ class CheckpointManager:
                 **given,
             )
             session, _ = begin_save(call)
-        self._after(about, lambda: session.record)
+        self._steps.damaged.discard(about.step)
+        if self._is_first:
+            self._later(lambda: note_save(self._steps, self.policy, about, session.record))
         return dict(session.record)
 
     def async_save(
@@ -240,21 +246,22 @@ class CheckpointManager:
                 background is the handle's.
         """
         place, about, given, error = self._prepare(step, metrics, options, AsyncSaveArguments)
-        used = self._using.of(self._used_by(place, given))
-        used.__enter__()
-        try:
+        with ExitStack() as stack:
+            stack.enter_context(self._steps.using(self._used_by(place, given)))
             handle = async_save(state, place.place, **given, _error=error)
-        except BaseException:
-            used.__exit__(None, None, None)
-            raise
+            used = stack.pop_all()
+        first = self._is_first  # now: by the time of the job the process group may be gone
 
-        def record() -> Mapping[str, Any] | None:
-            try:
-                return None if handle.exception() is not None else handle.result()
-            finally:
-                used.__exit__(None, None, None)
+        def job() -> None:
+            with used:
+                failed = handle.exception() is not None
+            if failed:
+                return
+            self._steps.damaged.discard(about.step)
+            if first:
+                note_save(self._steps, self.policy, about, handle.result())
 
-        self._after(about, record, everywhere=True)
+        self._later(job)
         return handle
 
     def _prepare(
@@ -280,16 +287,17 @@ class CheckpointManager:
             place = self._steps.place(number)
             about = StepInfo(number, True)
             if self._is_first:
-                saved = self._steps.time_of_save()
-                about = StepInfo(number, True, metrics_of(metrics), saved=saved)
-            if number in self._damaged:
+                about = replace(
+                    about, metrics=_metrics_of(metrics), saved=self._steps.time_of_save()
+                )
+            if number in self._steps.damaged:
                 given["overwrite"] = True
             mark = {MARK: mark_of(number, about.metrics, about.saved)}
             content = given.get("content_metadata")
             if not isinstance(content, dict | None):
                 raise ArgumentError(f"content_metadata={content!r:.100} must be a dict")
             given["content_metadata"] = {**(content or {}), **mark}
-            given["preprocess_common_before_consistancy_check"] = without_mark(
+            given["preprocess_common_before_consistancy_check"] = _without_mark(
                 given.get("preprocess_common_before_consistancy_check")
             )
         except (TypeError, ValueError) as problem:
@@ -305,32 +313,6 @@ class CheckpointManager:
             if base == self.root.child(base.name):
                 steps.add(self._steps.step_of(base.name))
         return {step for step in steps if step is not None}
-
-    def _after(
-        self,
-        about: StepInfo,
-        committed: Callable[[], Mapping[str, Any] | None],
-        *,
-        everywhere: bool = False,
-    ) -> None:
-        """Once a save has ended: note it, compare it, delete old steps. Rank 0's background."""
-        step = about.step
-        # Now: by the time of the job the process group may be gone.
-        first = self._is_first
-
-        def job() -> None:
-            record = committed()
-            if record is None:
-                return
-            self._damaged.discard(step)
-            if not first:
-                return
-            self._worker.saved(about, record)
-
-        if not everywhere:
-            self._damaged.discard(step)
-        if everywhere or first:
-            self._queue.put(job)
 
     # -- restoring -----------------------------------------------------------------------------
 
@@ -377,8 +359,6 @@ class CheckpointManager:
         return restore(
             state,
             self._steps,
-            self._using,
-            self._damaged,
             step=step,
             verify_first=verify_first,
             discard_later=discard_later,
@@ -398,7 +378,7 @@ class CheckpointManager:
         Returns:
             Whether nothing is left to do.
         """
-        return self._queue.wait(timeout)
+        return self._last is None or not wait([self._last], timeout).not_done
 
     def close(self) -> None:
         """The same as :meth:`wait` with no limit; the manager can still be used afterwards."""
@@ -427,9 +407,34 @@ class CheckpointManager:
         self._swept = True
 
         def job() -> None:
-            for url in self._steps.sweep(
-                self._using.doom, self._using.gone, older_than=self._sweep_after
-            ):
+            for url in self._steps.sweep(self._sweep_after):
                 logger.info("removed what a save that did not finish left: %s", url)
 
-        self._queue.put(job)
+        self._later(job)
+
+    def _later(self, job: Callable[[], None]) -> None:
+        """Run a job in the background, after those before it. If it fails, that is logged."""
+
+        def run() -> None:
+            try:
+                job()
+            except Exception as error:
+                logger.warning(
+                    "background work on %s failed and is tried again after the next save: %s: %s",
+                    self.root.url,
+                    type(error).__name__,
+                    error,
+                )
+
+        self._last = self._background.submit(run)
+
+
+_managers: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()
+
+
+def _begin_all() -> None:
+    for manager in list(_managers):
+        manager._begin()
+
+
+os.register_at_fork(after_in_child=_begin_all)

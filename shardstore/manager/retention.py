@@ -1,22 +1,22 @@
 """Which steps of a run are kept, and what rank 0 does in the background after each save.
 
-:class:`Retention` is the policy, a pure function of numbers and metrics. :class:`RetentionWorker`
-logs a new step, compares it with earlier ones, and deletes what the policy does not keep.
+:class:`Retention` is the policy, a pure function of numbers and metrics. :func:`note_save` logs a
+new step, compares it with earlier ones, and deletes what the policy does not keep.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from shardstore.errors import ArgumentError
-from shardstore.manager.background_queue import Claims
 from shardstore.manager.steps import StepInfo, Steps, branches, what_is_missing
+from shardstore.progress import log_event
 
-__all__ = ["Retention", "RetentionWorker"]
+__all__ = ["Retention", "note_save"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,144 +86,79 @@ class Retention:
 logger = logging.getLogger("shardstore.manager")
 
 
-class RetentionWorker:
-    """Logs, compares and deletes the steps below one root. One thread at a time calls it.
+def note_save(steps: Steps, policy: Retention, about: StepInfo, record: Mapping[str, Any]) -> None:
+    """Log a step that was committed, compare it with earlier ones, and delete what the policy does
+    not keep. Called in the background of rank 0.
 
     Args:
-        steps: where they are.
+        steps: of the run.
         policy: which of them to keep.
-        using: steps that are being written, restored or based upon.
-        damaged: steps that are known to be damaged, kept up to date by their owner.
-        infos: what is known of steps, kept here.
+        about: what the save knew of the new step.
+        record: of its commit.
     """
-
-    def __init__(
-        self,
-        steps: Steps,
-        policy: Retention,
-        using: Claims,
-        damaged: Collection[int],
-        infos: dict[int, StepInfo],
-    ) -> None:
-        self._steps = steps
-        self._policy = policy
-        self._using = using
-        self._damaged = damaged
-        self._infos = infos
-        self._told: set[int] = set()
-
-    def saved(self, about: StepInfo, record: Mapping[str, Any]) -> None:
-        """A step was committed: log it, compare it with earlier ones, delete what goes.
-
-        Args:
-            about: what the save knew of it.
-            record: of its commit.
-        """
-        step = about.step
-        self._infos[step] = replace(about, content=record.get("content"))
-        _log_step(step, self._url(step), record, about.metrics)
-        try:
-            self._compare(step)
-            self._tell_of_abandoned(step)
-        finally:
-            self._retain()
-
-    def _url(self, step: int) -> str:
-        return self._steps.place(step).url
-
-    def _info(self, step: int) -> StepInfo:
-        if step not in self._infos:
-            self._infos[step] = self._steps.info(step)
-        return self._infos[step]
-
-    def _compare(self, step: int) -> None:
-        """Warn if an earlier step has the same arrays."""
-        content = self._infos[step].content
-        if content is None:
-            return
-        for earlier in reversed(self._steps.committed()):
-            if earlier < step and self._info(earlier).content == content:
-                logger.warning(
-                    "every tensor of step %d is the same as in step %d (%s): was the model trained "
-                    "in between, and is it the live state that is saved?",
-                    step,
-                    earlier,
-                    self._url(earlier),
-                    extra={"event": "same_content", "step": step, "earlier": earlier},
-                )
-                return
-
-    def _tell_of_abandoned(self, step: int) -> None:
-        """Warn, once of each, of steps of higher numbers that were saved before this one."""
-        there = {number: self._info(number).saved for number in self._steps.committed()}
-        left = [n for n in branches(there).abandoned if n > step and n not in self._told]
-        if not left:
-            return
-        self._told.update(left)
-        logger.warning(
-            "step %d is saved below %s, where there are higher ones that were saved before it: %s. "
-            "Did the run go back, or is it another run? They are not restored from any more, "
-            "and stay until the run has come past them; saving one of their numbers needs "
-            "overwrite=True",
-            step,
-            self._steps.root.url,
-            ", ".join(map(str, left)),
-            extra={"event": "later_steps", "step": step, "later": left},
-        )
-
-    def _retain(self) -> None:
-        """Delete what the policy does not keep, and only steps before the newest whole one.
-
-        Those that the run left when it went back stay: they are no part of what it is on, and who
-        went back may want them.
-        """
-        if not self._policy.deletes:
-            return
-        there = [step for step in self._steps.committed() if step not in self._damaged]
-        current = branches({step: self._info(step).saved for step in there}).current
-        managed = [step for step in current if self._info(step).managed]
-        newest = self._newest_whole(managed)
-        if newest is None:
-            return
-        metrics = {step: self._info(step).metrics for step in managed if step <= newest}
-        keep = self._policy.kept(metrics)
-        for step in sorted(set(metrics) - keep - {newest}):
-            if not self._using.doom(step):
-                continue
-            try:
-                self._steps.remove(step)
-                logger.info(
-                    "step %d is deleted: %s",
-                    step,
-                    self._url(step),
-                    extra={"event": "delete", "step": step, "url": self._url(step)},
-                )
-            finally:
-                self._infos.pop(step, None)
-                self._using.gone(step)
-
-    def _newest_whole(self, steps: Sequence[int]) -> int | None:
-        for step in sorted(steps, reverse=True):
-            missing = what_is_missing(self._steps.place(step))
-            if missing is None:
-                return step
-            logger.warning("step %d is not whole, and does not count as kept: %s", step, missing)
-        return None
-
-
-def _log_step(step: int, url: str, record: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-    size, seconds = record.get("stored_bytes", 0), record.get("seconds", 0.0)
-    logger.info(
-        "step %d is saved: %s",
-        step,
-        url,
-        extra={
-            "event": "step",
-            "step": step,
-            "url": url,
-            "bytes": size,
-            "seconds": seconds,
-            "bytes_per_second": round(size / max(seconds, 1e-9)),
-            "metrics": dict(metrics),
-        },
+    step, size = about.step, record.get("stored_bytes", 0)
+    log_event(
+        logger,
+        "step",
+        f"step {step} is saved: {steps.url(step)}",
+        step=step,
+        url=steps.url(step),
+        bytes=size,
+        seconds=record.get("seconds", 0.0),
+        metrics=dict(about.metrics),
     )
+    content = record.get("content")
+    steps.note(replace(about, content=content))
+    infos = steps.infos()
+    for earlier in sorted((n for n in infos if n < step), reverse=True):
+        if content is not None and infos[earlier].content == content:
+            log_event(
+                logger,
+                "same_content",
+                f"every tensor of step {step} is the same as in step {earlier} "
+                f"({steps.url(earlier)}): was the model trained in between, and is it the live "
+                "state that is saved?",
+                logging.WARNING,
+                step=step,
+                earlier=earlier,
+            )
+            break
+    left = [n for n in branches(infos).abandoned if n > step and n not in steps.told]
+    if left:
+        steps.told.update(left)
+        log_event(
+            logger,
+            "later_steps",
+            f"step {step} is saved below {steps.root.url}, where there are higher ones that were "
+            f"saved before it: {', '.join(map(str, left))}. Did the run go back, or is it another "
+            "run? They are not restored from any more, and stay until the run has come past them; "
+            "saving one of their numbers needs overwrite=True",
+            logging.WARNING,
+            step=step,
+            later=left,
+        )
+    if policy.deletes:
+        _retain(steps, policy, infos)
+
+
+def _retain(steps: Steps, policy: Retention, infos: Mapping[int, StepInfo]) -> None:
+    """Delete what the policy does not keep, and only steps before the newest whole one.
+
+    Those that the run left when it went back stay: they are no part of what it is on, and who went
+    back may want them.
+    """
+    whole = {step: info for step, info in infos.items() if step not in steps.damaged}
+    managed = [step for step in branches(whole).current if infos[step].managed]
+    while managed and (missing := what_is_missing(steps.place(managed[-1]))) is not None:
+        step = managed.pop()
+        logger.warning("step %d is not whole, and does not count as kept: %s", step, missing)
+    keep = policy.kept({step: infos[step].metrics for step in managed})
+    for step in managed:
+        if step not in keep and steps.delete(step):
+            log_event(
+                logger,
+                "delete",
+                f"step {step} is deleted: {steps.url(step)}",
+                step=step,
+                url=steps.url(step),
+            )

@@ -5,12 +5,14 @@ A name that is not exactly the one this run would give belongs to somebody else 
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import os
 import re
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -19,6 +21,7 @@ from shardstore.errors import (
     ArgumentError,
     CheckpointingException,
     FormatVersionError,
+    NotACheckpointError,
     StorageError,
 )
 from shardstore.storage.checkpoint import StoredCheckpoint
@@ -64,25 +67,6 @@ class Branches:
         return (*reversed(self.current), *reversed(self.abandoned))
 
 
-def branches(saved: Mapping[int, int | None]) -> Branches:
-    """Tell the steps that a run is on from those that it left.
-
-    Args:
-        saved: step -> when it was saved, in any unit; ``None``: nobody knows, and it counts as
-            saved right after the step before it.
-    """
-    current, abandoned = [], []
-    newest: int | None = None
-    for step in sorted(saved):
-        when = saved[step]
-        if when is not None and newest is not None and when < newest:
-            abandoned.append(step)
-            continue
-        current.append(step)
-        newest = newest if when is None else when
-    return Branches(tuple(current), tuple(abandoned))
-
-
 MARK = "checkpoint_manager"
 """In the content metadata of a checkpoint: its step and metrics, when its save began, and that a
 manager may delete it."""
@@ -113,6 +97,25 @@ class StepInfo:
     saved: int | None = None
 
 
+def branches(infos: Mapping[int, StepInfo]) -> Branches:
+    """Tell the steps that a run is on from those that it left. One of which nobody knows when it
+    was saved counts as saved right after the step before it.
+
+    Args:
+        infos: what is known of each step.
+    """
+    current, abandoned = [], []
+    newest: int | None = None
+    for step in sorted(infos):
+        when = infos[step].saved
+        if when is not None and newest is not None and when < newest:
+            abandoned.append(step)
+            continue
+        current.append(step)
+        newest = newest if when is None else when
+    return Branches(tuple(current), tuple(abandoned))
+
+
 def mark_of(step: int, metrics: Mapping[str, float], saved: int | None = None) -> dict[str, Any]:
     """What is kept in the content metadata. JSON has neither NaN nor infinities: they are text."""
     kept = {
@@ -141,6 +144,10 @@ class Steps:
         root: folder or URL.
         prefix: of the names; step 100 is ``PREFIX100``.
 
+    Attributes:
+        damaged: steps that were found damaged.
+        told: steps that a run left, and that a warning named.
+
     Raises:
         ArgumentError: a prefix that could not be told from other names, or leads elsewhere.
     """
@@ -153,12 +160,21 @@ class Steps:
             )
         self.root = root
         self.prefix = prefix
-        self._known: dict[int, tuple[object, int | None]] = {}  # stamp, time
+        self.damaged: set[int] = set()
+        self.told: set[int] = set()
+        self._known: dict[int, tuple[object, StepInfo]] = {}  # by the stamp of its commit
         self._last: int | None = None
+        self._changed = threading.Condition()
+        self._used: Counter[int] = Counter()
+        self._going: set[int] = set()
 
     def place(self, step: int) -> Location:
         """Where a step is, or would be."""
         return self.root.child(f"{self.prefix}{step}")
+
+    def url(self, step: int) -> str:
+        """The same as a URL."""
+        return self.place(step).url
 
     def step_of(self, name: str) -> int | None:
         """The step of a name; ``None`` unless it is exactly the name of one."""
@@ -177,9 +193,9 @@ class Steps:
         steps = [step for step in map(self.step_of, self.root.listing()) if step is not None]
         return sorted(step for step in steps if commit.is_checkpoint(self.place(step)))
 
-    def times(self, steps: Sequence[int]) -> dict[int, int | None]:
-        """When committed steps were saved, see :attr:`StepInfo.saved`. A commit is read again only
-        if it is another than before.
+    def infos(self) -> dict[int, StepInfo]:
+        """What is known of each committed step, ascending. A commit is read again only if it is
+        another than before.
 
         Raises:
             StorageError: the store refused.
@@ -189,25 +205,29 @@ class Steps:
             for step in batch:
                 stamp = self.place(step).stamp("zarr.json")
                 if step not in self._known or self._known[step][0] != stamp:
-                    self._known[step] = (stamp, self.info(step).saved)
+                    self._known[step] = (stamp, self.info(step))
 
-        threads = 1 if self.root.is_local else READS
-        run_batched(list(steps), work, threads=threads, weight=lambda _: 1, batch_weight=1)
+        steps = self.committed()
+        run_batched(steps, work, threads=1 if self.root.is_local else READS)
         found = {step: self._known[step][1] for step in steps}
-        self._last = max([self._last or 0, *(when for when in found.values() if when is not None)])
+        self._last = max([self._last or 0, *(info.saved or 0 for info in found.values())])
         return found
+
+    def note(self, info: StepInfo) -> None:
+        """Take what the save of a step knew of it: its commit need not be read."""
+        self._known[info.step] = (self.place(info.step).stamp("zarr.json"), info)
 
     def time_of_save(self) -> int:
         """The time of a save that begins now: after all steps that are there, even if their hosts'
         clocks were ahead. Called by the one process that saves."""
         if self._last is None:
-            with contextlib.suppress(StorageError):  # what refuses will refuse the save too
-                self.times(self.committed())
+            with suppress(StorageError):  # what refuses will refuse the save too
+                self.infos()
         self._last = max(time.time_ns(), (self._last or 0) + 1)
         return self._last
 
     def info(self, step: int) -> StepInfo:
-        """What is known of a step; of one that can not be read, or is of another layout, nothing.
+        """What is known of a step; of one that cannot be read, or is of another layout, nothing.
 
         Raises:
             StorageError: the store refused.
@@ -226,37 +246,61 @@ class Steps:
             raise
         except CheckpointingException:
             return StepInfo(step)
-        metrics = dict(_numbers(_mapping(mark.get("metrics"))))
+        metrics = {}
+        for name, value in _mapping(mark.get("metrics")).items():
+            with suppress(TypeError, ValueError):
+                metrics[name] = float(value)
         saved = mark.get("saved_ns")
         saved = saved if isinstance(saved, int) else None
         return StepInfo(step, mark.get("step") == step, metrics, content, saved)
 
-    def remove(self, step: int) -> None:
-        """Delete a committed step: its commit first, then its data. Foreign files in it stay.
-        Called by one process.
+    @contextmanager
+    def using(self, steps: Collection[int]) -> Iterator[None]:
+        """Keep steps from being deleted by this process; waits while one of them is."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._going.isdisjoint(steps))
+            self._used.update(steps)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._used.subtract(steps)
+
+    @contextmanager
+    def _unused(self, step: int) -> Iterator[bool]:
+        """Keep a step from being used, unless it is: yields whether it is not."""
+        with self._changed:
+            free = self._used[step] == 0
+            if free:
+                self._going.add(step)
+        try:
+            yield free
+        finally:
+            with self._changed:
+                self._going.discard(step)
+                self._changed.notify_all()
+
+    def delete(self, step: int) -> bool:
+        """Delete a committed step, unless it is in use: its commit first, then its data. Foreign
+        files in it stay. Called by one process.
+
+        Returns:
+            Whether it is gone.
 
         Raises:
-            NotACheckpointError: it is not there.
             StorageError: the store refused.
         """
-        sweep.delete_checkpoint(self.place(step))
+        with self._unused(step) as free:
+            if free:
+                with suppress(NotACheckpointError):  # another thread was faster
+                    sweep.delete_checkpoint(self.place(step))
+            return free
 
-    def sweep(
-        self,
-        take: Callable[[int], bool],
-        give_back: Callable[[int], None],
-        *,
-        older_than: timedelta,
-    ) -> list[str]:
+    def sweep(self, older_than: timedelta) -> list[str]:
         """Remove what saves of steps that did not finish left. Called by one process.
 
         On local disks: attempts whose process ran on this host and is gone. In an object store:
-        steps without a commit to which nothing was written for a time.
-
-        Args:
-            take: called before anything of a step is removed; ``False``: it is left alone.
-            give_back: called afterwards.
-            older_than: the time, by the store's clock.
+        steps without a commit to which nothing was written for a time, by the store's clock.
 
         Returns:
             What was removed.
@@ -264,34 +308,25 @@ class Steps:
         Raises:
             StorageError: the store refused.
         """
-        swept = []
-        for name in self.root.listing():
-            found = _ATTEMPT.fullmatch(name) if self.root.is_local else None
-            step = self.step_of(found.group(1) if found else name)
-            if step is None or bool(found) != self.root.is_local:
+        swept: list[str] = []
+        is_local = self.root.is_local
+        names = self.root.listing()
+        if is_local:
+            names = [found[1] for found in map(_ATTEMPT.fullmatch, names) if found]
+        for step in {step for step in map(self.step_of, names) if step is not None}:
+            place = self.place(step)
+            # Asked before it is kept from others, too: somebody may be about to read it.
+            if not is_local and commit.is_checkpoint(place):
                 continue
-            # Before it is taken: somebody may be about to read it.
-            if not found and commit.is_checkpoint(self.place(step)):
-                continue
-            if not take(step):
-                continue
-            try:
-                if found:
-                    swept += _sweep_folder(self.root.child(name))
-                elif not commit.is_checkpoint(self.place(step)):
-                    left = sweep.sweep(self.place(step), dry_run=False, older_than=older_than)
-                    swept += [leftover.url for leftover in left]
-            finally:
-                give_back(step)
+            with self._unused(step) as free:
+                if free and is_local:
+                    swept += commit.sweep(place)
+                elif free and not commit.is_checkpoint(place):
+                    swept += [
+                        left.url
+                        for left in sweep.sweep(place, dry_run=False, older_than=older_than)
+                    ]
         return swept
-
-
-def _sweep_folder(attempt: Location) -> list[str]:
-    if not commit.is_dead(attempt):
-        return []
-    with contextlib.suppress(FileNotFoundError):
-        commit.remove_attempt(attempt)
-    return [attempt.url]
 
 
 def what_is_missing(place: Location) -> str | None:
@@ -332,7 +367,7 @@ def what_is_missing(place: Location) -> str | None:
     return None
 
 
-def _sizes(place: Location) -> Any:
+def _sizes(place: Location) -> Callable[[str], int | None]:
     """A function from names below a place to sizes; ``None`` for what is not there."""
     if not place.is_local:
         return {name: size for name, size, _ in place.remote.details()}.get
@@ -348,9 +383,3 @@ def _sizes(place: Location) -> Any:
 
 def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
-
-
-def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    for name, value in values.items():
-        with contextlib.suppress(TypeError, ValueError):
-            yield name, float(value)

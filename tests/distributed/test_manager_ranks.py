@@ -291,13 +291,13 @@ def group_ends_first(rank: int, world_size: int, folder: str) -> None:
     handle = manager.async_save(2, state_of(rank, world_size, 2))
     handle.result(60)
     gate = threading.Event()
-    manager._queue.put(lambda: _held(gate))  # what is to be done has to wait
+    manager._later(lambda: _held(gate))  # what is to be done has to wait
     manager.async_save(3, state_of(rank, world_size, 3)).result(60)
     dist.barrier()
     dist.destroy_process_group()
     gate.set()
     assert manager.wait(60)
-    Path(folder, f"ranks-{rank}").write_text(str(sorted(manager._infos)))
+    Path(folder, f"ranks-{rank}").write_text(str(sorted(manager._steps._known)))
 
 
 def _held(gate: threading.Event) -> None:

@@ -20,10 +20,9 @@ SAVES = """
 import multiprocessing, os, signal, sys, threading
 import torch, shardstore
 from shardstore import ShardedTensor, async_handle
-from shardstore.manager import background_queue
 
 # Who waits for the save at its exit never ends.
-async_handle.ABORT_WAIT_S = background_queue.EXIT_WAIT_S = threading.TIMEOUT_MAX
+async_handle.ABORT_WAIT_S = threading.TIMEOUT_MAX
 folder, at_exit, held, go_on = sys.argv[1], sys.argv[2], threading.Event(), threading.Event()
 
 def hold(event):

@@ -186,7 +186,7 @@ def test_the_newest_whole_step_is_never_deleted(
     manager.save(1, state_of(1))
     manager.close()
     gate = threading.Event()
-    manager._queue.put(lambda: assert_set(gate))
+    manager._later(lambda: assert_set(gate))
     manager.save(2, state_of(2))
     (tmp_path / "step-2/w/c.0.0").write_bytes(b"short")
     gate.set()
@@ -233,7 +233,7 @@ def test_deletion_goes_on_in_the_background(tmp_path: Path) -> None:
     """A save does not wait until old steps are gone."""
     manager = managed((str(tmp_path), {}), keep_last=1)
     go_on = threading.Event()
-    manager._queue.put(lambda: go_on.wait(60) and None)  # the background is busy with something
+    manager._later(lambda: go_on.wait(60) and None)  # the background is busy with something
     try:
         for step in (1, 2, 3):
             manager.save(step, state_of(step))
