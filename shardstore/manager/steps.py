@@ -294,6 +294,7 @@ class Steps:
             if free:
                 with suppress(NotACheckpointError):  # another thread was faster
                     sweep.delete_checkpoint(self.place(step))
+                self._known.pop(step, None)
             return free
 
     def sweep(self, older_than: timedelta) -> list[str]:
