@@ -1,14 +1,12 @@
-"""Sending what one rank of a process group loaded to the others that hold the same shard.
+"""Sharing out the shards of a process group, and sending what one rank loaded to the others.
 
-Shares out which rank loads which shard, and moves loaded tensors within the group by one of three
-algorithms. Ranks are numbered within the group throughout.
+Ranks are numbered within the group throughout.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -16,15 +14,15 @@ import torch
 from shardstore.dict_utils import nested_values
 from shardstore.distributed.groups import (
     Group,
-    exchange_device,
-    global_rank,
+    broadcast_bytes,
+    gathered,
     group_rank,
     group_size,
     raise_together,
 )
 from shardstore.errors import CheckpointingException
 from shardstore.mapping import ShardedStateDict, ShardedTensor, is_main_replica
-from shardstore.utils import _sharded_tensor_shard_id, _ShardId, debug_time
+from shardstore.utils import _sharded_tensor_shard_id, _ShardId
 
 __all__ = [
     "ShardDistribution",
@@ -33,10 +31,6 @@ __all__ = [
     "distribute_shards_to_ranks",
     "exchange_by_distribution",
     "exchange_loaded_objects_gather_object",
-    "exchange_loaded_tensors_broadcast",
-    "exchange_loaded_tensors_gather_object",
-    "exchange_loaded_tensors_gather_rounds",
-    "is_float8tensor",
 ]
 
 T = TypeVar("T", bound=Hashable)
@@ -112,11 +106,6 @@ def _orderable(shard_id: Any) -> Any:
     return shard_id
 
 
-def _shard_size(sh_ten: ShardedTensor) -> int:
-    """Bytes of a shard's data."""
-    return math.prod(data_shape(sh_ten)) * sh_ten.dtype.itemsize
-
-
 def data_shape(sh_ten: ShardedTensor) -> tuple[int, ...]:
     """Shape of a shard's local data: flat for a flattened range."""
     if sh_ten.flattened_range is not None:
@@ -150,8 +139,7 @@ def determine_main_replica_uniform_distribution(
         for value in nested_values(sharded_state_dict)
         if isinstance(value, ShardedTensor)
     ]
-    by_rank: list[list[ShardedTensor]] = [[] for _ in range(group_size(parallelization_group))]
-    torch.distributed.all_gather_object(by_rank, local, group=parallelization_group)
+    by_rank = gathered(local, parallelization_group)
 
     ranks: dict[_ShardId, list[int]] = {}
     metadata: dict[_ShardId, ShardedTensor] = {}
@@ -171,176 +159,83 @@ def determine_main_replica_uniform_distribution(
     ranks = {shard_id: holders for shard_id, holders in ranks.items() if shard_id in in_group}
     main_ranks = distribute_shards_to_ranks(
         ranks,
-        {shard_id: _shard_size(metadata[shard_id]) for shard_id in ranks},
+        {
+            shard_id: math.prod(data_shape(metadata[shard_id])) * metadata[shard_id].dtype.itemsize
+            for shard_id in ranks
+        },
         len(by_rank),
         elsewhere if ignore_groups else set(),
     )
     return ShardDistribution(main_ranks, in_group, metadata, ranks)
 
 
-logger = logging.getLogger(__name__)
-
-
-def is_float8tensor(tensor: object) -> bool:
-    """Whether this is a float8 tensor of TransformerEngine (a class that wraps scaled bytes)."""
-    return type(tensor).__name__ == "Float8Tensor"
-
-
 def exchange_by_distribution(
-    loaded_tensors: dict[_ShardId, torch.Tensor],
-    unloaded_shards: dict[_ShardId, ShardedTensor],
+    loaded_tensors: Mapping[_ShardId, torch.Tensor],
+    unloaded_shards: Mapping[_ShardId, ShardedTensor],
     shard_distribution: ShardDistribution,
     parallelization_group: Group = None,
-    exchange_algo: str = "broadcast",
 ) -> dict[_ShardId, torch.Tensor]:
     """Send the tensors that each rank loaded to the ranks that hold the same shard.
 
-    Every rank of the group calls it with the same distribution and algorithm, and waits for all.
+    Every rank of the group calls it with the same distribution and waits for all: one broadcast for
+    each shard that more than one rank holds. Memory above the results: the largest shard that this
+    rank does not hold itself.
 
     Args:
         loaded_tensors: what this rank loaded.
-        unloaded_shards: what this rank wants from others. Where a shard has ``data``, what is
-            received is written into it.
+        unloaded_shards: what this rank wants from others. What is received is written into the
+            ``data`` of a shard where that is contiguous.
         shard_distribution: who loaded what.
         parallelization_group: ranks among which to exchange; None for all.
-        exchange_algo: ``"broadcast"`` (one broadcast a shard; least memory), ``"gather_rounds"``
-            (one shard of every rank at a time; ranks work side by side) or ``"gather_object"``
-            (all at once, pickled; for comparison and tiny state dicts).
 
     Returns:
         What this rank loaded or wanted, by shard id.
 
     Raises:
-        NotImplementedError: no such algorithm.
         RanksError: on some rank, what was loaded does not fit the shard's description, or is
             missing; raised on every rank of the group.
     """
-    algorithms = {
-        "broadcast": exchange_loaded_tensors_broadcast,
-        "gather_object": exchange_loaded_tensors_gather_object,
-        "gather_rounds": exchange_loaded_tensors_gather_rounds,
-    }
-    if exchange_algo not in algorithms:
-        raise NotImplementedError(
-            f"Unknown exchange algorithm {exchange_algo!r}; there are {', '.join(algorithms)}"
-        )
-    with debug_time(f"exchange_{exchange_algo}", logger):
-        return algorithms[exchange_algo](
-            loaded_tensors, unloaded_shards, shard_distribution, parallelization_group
-        )
-
-
-def exchange_loaded_tensors_broadcast(
-    loaded_tensors: dict[_ShardId, torch.Tensor],
-    unloaded_shards: dict[_ShardId, ShardedTensor],
-    shard_distribution: ShardDistribution,
-    parallelization_group: Group = None,
-) -> dict[_ShardId, torch.Tensor]:
-    """Exchange with one broadcast for each shard that more than one rank holds.
-
-    See :func:`exchange_by_distribution`. Memory above the results: the largest shard that this rank
-    does not hold itself.
-    """
-    _check_loaded(loaded_tensors, unloaded_shards, shard_distribution, parallelization_group)
-    device = exchange_device(parallelization_group)
+    described = shard_distribution.shard_to_metadata
+    main_ranks = shard_distribution.main_rank_for_shard
+    shared = [key for key in main_ranks if len(shard_distribution.all_ranks_for_shard[key]) > 1]
+    with raise_together(parallelization_group, "Exchange of loaded tensors"):
+        problems = [
+            f"{shard_id} is wanted, but no rank was given it to load"
+            for shard_id in unloaded_shards.keys() - main_ranks.keys()
+        ]
+        for shard_id in shared:
+            expected = described[shard_id]
+            form = expected.dtype, data_shape(expected)
+            if main_ranks[shard_id] == group_rank(parallelization_group):
+                loaded = loaded_tensors.get(shard_id)
+                found = None if loaded is None else (loaded.dtype, tuple(loaded.shape))
+                if found != form:
+                    problems.append(f"{shard_id} was loaded as {found}, but described as {form}")
+            if (wanted := unloaded_shards.get(shard_id)) is not None:
+                found = wanted.dtype, data_shape(wanted)
+                if found != form:
+                    problems.append(f"{shard_id} is wanted as {found}, elsewhere as {form}")
+        if problems:
+            raise CheckpointingException("; ".join(problems))
     results = dict(loaded_tensors)
-    for shard_id, main_rank in _shared_shards(shard_distribution):
-        tensor, final_device = _get_empty_tensor_for_exchange(
-            shard_id, unloaded_shards, shard_distribution.shard_to_metadata, loaded_tensors
-        )
-        wire = _bytes_on(tensor, device)
-        torch.distributed.broadcast(
-            wire,
-            src=global_rank(parallelization_group, main_rank),
-            group=parallelization_group,
-        )
+    for shard_id in shared:
+        tensor = loaded_tensors.get(shard_id)
+        if tensor is None:
+            tensor = _receiving(unloaded_shards.get(shard_id, described[shard_id]))
+        # Not reshape: a single element may keep a stride, and then has no view of its bytes.
+        flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
+        broadcast_bytes(flat.view(torch.uint8), main_ranks[shard_id], parallelization_group)
         if shard_id in unloaded_shards:
-            results[shard_id] = _settle(
-                _from_bytes(wire, tensor), unloaded_shards[shard_id], final_device
-            )
+            results[shard_id] = tensor
     return results
 
 
-def exchange_loaded_tensors_gather_rounds(
-    loaded_tensors: dict[_ShardId, torch.Tensor],
-    unloaded_shards: dict[_ShardId, ShardedTensor],
-    shard_distribution: ShardDistribution | None = None,
-    parallelization_group: Group = None,
-) -> dict[_ShardId, torch.Tensor]:
-    """Exchange in rounds: in each, every rank offers one shard of its own to all.
-
-    See :func:`exchange_by_distribution`. Ranks offer their largest shards first, so that the shards
-    of a round, padded to the largest, are of similar size. Memory above the results: one round.
-    """
-    if shard_distribution is None:
-        raise CheckpointingException(
-            "Exchange in rounds needs the shard distribution that the loading was based on"
-        )
-    _check_loaded(loaded_tensors, unloaded_shards, shard_distribution, parallelization_group)
-    device = exchange_device(parallelization_group)
-    metadata = shard_distribution.shard_to_metadata
-    rank = group_rank(parallelization_group)
-    offers: list[list[_ShardId]] = [[] for _ in range(group_size(parallelization_group))]
-    for shard_id, main_rank in _shared_shards(shard_distribution):
-        offers[main_rank].append(shard_id)
-    for offered in offers:
-        offered.sort(key=lambda shard_id: -_shard_size(metadata[shard_id]))
-
-    results = dict(loaded_tensors)
-    for number in range(max(map(len, offers))):
-        in_round = [offered[number] if number < len(offered) else None for offered in offers]
-        size = max(0 if one is None else _shard_size(metadata[one]) for one in in_round)
-        buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in in_round]
-        mine = in_round[rank]
-        if mine is not None:
-            wire = _bytes_on(loaded_tensors[mine], device)
-            buffers[rank][: wire.numel()].copy_(wire)
-        torch.distributed.all_gather(buffers, buffers[rank].clone(), group=parallelization_group)
-        for one, buffer in zip(in_round, buffers, strict=True):
-            if one is None or one not in unloaded_shards:
-                continue
-            tensor, final_device = _get_empty_tensor_for_exchange(
-                one, unloaded_shards, metadata, loaded_tensors
-            )
-            wire = buffer[: _shard_size(metadata[one])]
-            results[one] = _settle(_from_bytes(wire, tensor), unloaded_shards[one], final_device)
-    return results
-
-
-def exchange_loaded_tensors_gather_object(
-    loaded_tensors: dict[_ShardId, torch.Tensor],
-    unloaded_shards: dict[_ShardId, ShardedTensor],
-    shard_distribution: ShardDistribution,
-    parallelization_group: Group = None,
-) -> dict[_ShardId, torch.Tensor]:
-    """Exchange by one gather of pickled tensors.
-
-    See :func:`exchange_by_distribution`. Memory above the results: all shared shards, twice.
-    """
-    _check_loaded(loaded_tensors, unloaded_shards, shard_distribution, parallelization_group)
-    shared = {shard_id for shard_id, _ in _shared_shards(shard_distribution)}
-    # As bytes: torch cannot unpickle float8 tensors outside of its own archives.
-    offered = {
-        shard_id: _bytes_on(tensor.detach(), torch.device("cpu"))
-        for shard_id, tensor in loaded_tensors.items()
-        if shard_id in shared
-    }
-    by_rank: list[dict[_ShardId, torch.Tensor]]
-    by_rank = [{} for _ in range(group_size(parallelization_group))]
-    if len(by_rank) > 1:
-        torch.distributed.all_gather_object(by_rank, offered, group=parallelization_group)
-    results = dict(loaded_tensors)
-    for received in by_rank:
-        for shard_id, wire in received.items():
-            if shard_id not in unloaded_shards:
-                continue
-            tensor, final_device = _get_empty_tensor_for_exchange(
-                shard_id, unloaded_shards, shard_distribution.shard_to_metadata, loaded_tensors
-            )
-            results[shard_id] = _settle(
-                _from_bytes(wire, tensor), unloaded_shards[shard_id], final_device
-            )
-    return results
+def _receiving(wanted: ShardedTensor) -> torch.Tensor:
+    """Return the data of a shard if bytes can be received into it, else a new tensor."""
+    data = wanted.data
+    if data is None or data.is_meta or not data.is_contiguous():
+        return torch.empty(data_shape(wanted), dtype=wanted.dtype)
+    return data
 
 
 def exchange_loaded_objects_gather_object(
@@ -359,115 +254,15 @@ def exchange_loaded_objects_gather_object(
     Raises:
         CheckpointingException: two ranks loaded the same object; raised on every rank.
     """
-    size = group_size(None)
-    by_rank: list[dict[_ShardId, Any]] = [loaded_objects] * size
-    if size > 1:
-        torch.distributed.all_gather_object(by_rank, loaded_objects)
+    by_rank = gathered(loaded_objects)
     results: dict[_ShardId, Any] = {}
-    loaded_by: dict[_ShardId, int] = {}
     for rank, received in enumerate(by_rank):
-        for shard_id, value in received.items():
-            if shard_id in results:
-                raise CheckpointingException(
-                    f"Ranks {loaded_by[shard_id]} and {rank} both loaded {shard_id}: one object "
-                    f"has one main replica; give the copies different replica ids",
-                    key=str(shard_id[0]),
-                )
-            results[shard_id] = value
-            loaded_by[shard_id] = rank
-    return results
-
-
-def _shared_shards(distribution: ShardDistribution) -> Iterator[tuple[_ShardId, int]]:
-    """Shards that more than one rank holds, with their main ranks, in one order for all ranks."""
-    for shard_id, main_rank in distribution.main_rank_for_shard.items():
-        if len(distribution.all_ranks_for_shard[shard_id]) > 1:
-            yield shard_id, main_rank
-
-
-def _get_empty_tensor_for_exchange(
-    shard_id: _ShardId,
-    needed_shards: Mapping[_ShardId, ShardedTensor],
-    unneeded_shards: Mapping[_ShardId, ShardedTensor],
-    loaded_tensors: Mapping[_ShardId, torch.Tensor],
-) -> tuple[torch.Tensor, torch.device | None]:
-    """A tensor to send from or to receive into, and the device where the result belongs.
-
-    It is the loaded tensor, or the wanted shard's own data where that can be received into
-    directly, or a new one. The device is None where nothing has to be moved.
-    """
-    if shard_id in loaded_tensors:
-        return loaded_tensors[shard_id].detach(), None
-    wanted = needed_shards.get(shard_id)
-    if wanted is None:
-        unneeded = unneeded_shards[shard_id]
-        return torch.empty(data_shape(unneeded), dtype=unneeded.dtype), None
-    data = wanted.data
-    if data is None:
-        return torch.empty(data_shape(wanted), dtype=wanted.dtype), None
-    if data.is_contiguous() and data.dtype == wanted.dtype and data.device.type != "meta":
-        return data.detach(), data.device
-    return torch.empty(data_shape(wanted), dtype=wanted.dtype), data.device
-
-
-def _settle(
-    received: torch.Tensor, wanted: ShardedTensor, device: torch.device | None
-) -> torch.Tensor:
-    """Put a received tensor where it was asked for."""
-    data = wanted.data
-    if data is None or data.device.type == "meta":
-        return received if device is None or device.type == "meta" else received.to(device)
-    if data.dtype != received.dtype:
-        return received.to(data.device)  # never a silent cast
-    if data.data_ptr() != received.data_ptr() or data.device != received.device:
-        data.detach().copy_(received)
-    return data
-
-
-def _bytes_on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor's bytes, without a copy where possible: not every backend knows every data type."""
-    whole = tensor.to(device).contiguous()
-    # Not reshape: a single element may keep a stride, and then has no view of its bytes.
-    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
-
-
-def _from_bytes(wire: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return wire.view(like.dtype).reshape(like.shape)
-
-
-def _check_loaded(
-    loaded_tensors: Mapping[_ShardId, torch.Tensor],
-    unloaded_shards: Mapping[_ShardId, ShardedTensor],
-    distribution: ShardDistribution,
-    group: Group,
-) -> None:
-    """Raise on every rank if any rank has not what it should, before bytes of it are on the way."""
-    rank = group_rank(group)
-    problems: list[str] = []
-    for shard_id, main_rank in _shared_shards(distribution):
-        expected = distribution.shard_to_metadata[shard_id]
-        if main_rank == rank:
-            tensor = loaded_tensors.get(shard_id)
-            if tensor is None:
-                problems.append(f"{shard_id} was not loaded")
-            elif tensor.dtype != expected.dtype or tuple(tensor.shape) != data_shape(expected):
-                problems.append(
-                    f"{shard_id} was loaded as {tensor.dtype} {tuple(tensor.shape)}, but described "
-                    f"as {expected.dtype} {data_shape(expected)}"
-                )
-        wanted = unloaded_shards.get(shard_id)
-        if wanted is not None and (
-            wanted.dtype != expected.dtype or data_shape(wanted) != data_shape(expected)
-        ):
-            problems.append(
-                f"{shard_id} is wanted as {wanted.dtype} {data_shape(wanted)}, but another rank "
-                f"describes it as {expected.dtype} {data_shape(expected)}"
+        for shard_id in received.keys() & results.keys():
+            first = next(r for r, loaded in enumerate(by_rank) if shard_id in loaded)
+            raise CheckpointingException(
+                f"Ranks {first} and {rank} both loaded {shard_id}: one object has one main "
+                "replica; give the copies different replica ids",
+                key=str(shard_id[0]),
             )
-    for shard_id in unloaded_shards:
-        if shard_id not in distribution.main_rank_for_shard:
-            problems.append(f"{shard_id} is wanted, but no rank was given it to load")
-    raise_together(
-        CheckpointingException("; ".join(problems)) if problems else None,
-        group,
-        "Exchange of loaded tensors",
-    )
+        results.update(received)
+    return results

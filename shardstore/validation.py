@@ -461,16 +461,12 @@ def _validate_common_state_dict(common_state_dict: CommonStateDict) -> None:
         return
     rank = torch.distributed.get_rank()
     payload: list[bytes | None] = [None]
-    error: Exception | None = None
-    if rank == 0:
-        try:
+    with raise_together(None, "Comparing the common state dict with that of rank 0"):
+        if rank == 0:
             # torch.save, because torch cannot unpickle float8 tensors outside of its archives.
             buffer = io.BytesIO()
             torch.save(common_state_dict, buffer)
             payload = [buffer.getvalue()]
-        except Exception as caught:
-            error = caught
-    raise_together(error, None, "Comparing the common state dict with that of rank 0")
     torch.distributed.broadcast_object_list(payload, src=0)
     if rank == 0 or payload[0] is None:
         return

@@ -6,7 +6,9 @@ that is given.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,7 +16,10 @@ from shardstore.errors import ArgumentError, RanksError
 
 __all__ = [
     "Group",
+    "any_rank",
+    "broadcast_bytes",
     "exchange_device",
+    "gathered",
     "global_rank",
     "global_ranks",
     "group_rank",
@@ -24,39 +29,71 @@ __all__ = [
     "require_group",
 ]
 
+T = TypeVar("T")
+
 Group = Any
 """A ``torch.distributed`` process group, or None for the default one."""
 
 
-def raise_together(error: BaseException | None, group: Group, what: str) -> None:
-    """Raise on every rank of a group if any of them has an error.
+@contextmanager
+def raise_together(group: Group, what: str) -> Iterator[None]:
+    """Raise on every rank of a group if any of them raises within.
 
-    Every rank of the group calls it and waits for the others: one reduction of a number; only after
-    a failure are the texts gathered.
+    Every rank of the group enters it, and waits for the others at its end: one reduction of a
+    number; only after a failure are the texts gathered.
 
     Args:
-        error: this rank's error, or None.
         group: ranks that take part; None for all.
-        what: what was being done, for the text.
+        what: what is being done, for the text.
 
     Raises:
         RanksError: naming each rank (globally numbered) that failed and how; on the rank itself its
             own error is raised.
     """
-    size = group_size(group)
-    if size > 1:
-        failed = torch.tensor([int(error is not None)], device=exchange_device(group))
-        torch.distributed.all_reduce(failed, op=torch.distributed.ReduceOp.MAX, group=group)
-        if failed.item():
-            texts: list[str | None] = [None] * size
-            text = None if error is None else f"{type(error).__name__}: {error}"
-            torch.distributed.all_gather_object(texts, text, group=group)
-            failures = {global_rank(group, r): t for r, t in enumerate(texts) if t is not None}
-            if error is None:
-                listed = "; ".join(f"rank {r}: {t}" for r, t in sorted(failures.items()))
-                raise RanksError(f"{what} failed on {listed}", failures=failures)
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as problem:
+        error = problem
+    if any_rank(error is not None, group):
+        texts = gathered(None if error is None else f"{type(error).__name__}: {error}", group)
+        failures = {global_rank(group, r): t for r, t in enumerate(texts) if t is not None}
+        if error is None:
+            listed = "; ".join(f"rank {r}: {t}" for r, t in sorted(failures.items()))
+            raise RanksError(f"{what} failed on {listed}", failures=failures)
     if error is not None:
         raise error
+
+
+def any_rank(flag: bool, group: Group = None) -> bool:
+    """Whether any rank of a group says so. Every rank calls it and waits for all."""
+    if group_size(group) == 1:
+        return flag
+    said = torch.tensor([int(flag)], device=exchange_device(group))
+    torch.distributed.all_reduce(said, op=torch.distributed.ReduceOp.MAX, group=group)
+    return bool(said.item())
+
+
+def gathered(value: T, group: Group = None) -> list[T]:
+    """Return what each rank of a group gives, by rank. Every rank calls it and waits for all."""
+    by_rank = [value] * group_size(group)
+    if len(by_rank) > 1:
+        torch.distributed.all_gather_object(by_rank, value, group=group)
+    return by_rank
+
+
+def broadcast_bytes(data: torch.Tensor, source: int, group: Group) -> None:
+    """Fill a tensor of bytes on every rank with that of one of them. Every rank calls it.
+
+    Args:
+        data: of type uint8, contiguous, on any device, as long as on the source.
+        source: rank in the group.
+        group: ranks that take part; None for all.
+    """
+    wire = data.to(exchange_device(group))
+    torch.distributed.broadcast(wire, src=global_rank(group, source), group=group)
+    if wire is not data and source != group_rank(group):
+        data.copy_(wire)
 
 
 def require_group(name: str, group: object) -> None:

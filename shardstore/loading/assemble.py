@@ -3,64 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 
 from shardstore.dict_utils import dict_list_map_outplace
-from shardstore.distributed.groups import raise_together
 from shardstore.errors import CheckpointingException
 from shardstore.loading.context import LoadContext
-from shardstore.loading.host import Read, budget_of, read_through_host
+from shardstore.loading.host import Read, read_through_host
 from shardstore.loading.plan import ReadPlan
 from shardstore.loading.replicas import Exchange
 from shardstore.mapping import ShardedStateDict, ShardedTensor, StateDict
 from shardstore.storage.movers.chunks import chunk_parts
+from shardstore.storage.movers.parallel import default_threads
 
 __all__ = ["assemble", "read_chunks"]
 
+BYTES_A_THREAD = 32 * 1024 * 1024
+"""Larger buffers gain nothing for files, and touching new memory takes time."""
 
-def read_chunks(
-    context: LoadContext,
-    plan: ReadPlan,
-    error: Exception | None = None,
-    *,
-    read: Read | None = None,
-) -> None:
+
+def read_chunks(context: LoadContext, plan: ReadPlan, *, read: Read | None = None) -> None:
     """Read what is planned, together with the load's group if there is one.
 
     Args:
         context: the load.
         plan: what this rank wants.
-        error: what went wrong on this rank before; it is raised on every rank of the group.
         read: reads regions, and no group shares them; default: reads chunks of the checkpoint.
 
     Raises:
         RanksError: another rank of the group failed.
         ChunkMissingError, ChunkCorruptError: as :meth:`StoredCheckpoint.read`.
     """
-    group = None if read is not None else context.group
-    what = f"loading {context.stored.location.url} together"
-    if group is not None:
-        raise_together(error, group, what)
-    elif error is not None:
-        raise error
-    regions = [region for one in plan.values() for region in one.regions]
-    done = None
-    if context.meter is not None:
-        chunks = 0
-        if context.meter.is_watched:
-            chunks = sum(1 for region in regions for _ in chunk_parts(region))
-        context.meter.expect(sum(region.out.nbytes for region in regions), chunks)
-        done = context.meter.add
-    with torch.no_grad():
+    if read is not None:
+        context = replace(context, group=None)
+    stored, meter = context.stored, context.meter
+    done = None if meter is None else meter.add
+    exchange: Exchange | None = None
+    with context.together(), torch.no_grad():
+        regions = [region for one in plan.values() for region in one.regions]
+        if meter is not None:
+            watched = regions if meter.is_watched else ()
+            chunks = sum(1 for region in watched for _ in chunk_parts(region))
+            meter.expect(sum(region.out.nbytes for region in regions), chunks)
         for one in plan.values():
             if one.is_padded:
                 one.target.zero_()
-    if group is None:
-        read_through_host(read or context.stored.read, regions, budget_of(context), done)
-    else:
-        Exchange(context.stored, regions, group, context.budget_bytes, done).run(what)
+        if context.group is not None:
+            exchange = Exchange(context, regions, done)
+    if exchange is not None:
+        exchange.run()
+        return
+    budget_bytes = context.budget_bytes
+    if stored.location.is_local:
+        budget_bytes = min(budget_bytes, BYTES_A_THREAD * default_threads())
+    read_through_host(read or stored.read, regions, budget_bytes, done)
 
 
 def assemble(

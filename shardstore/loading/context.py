@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardstore.distributed.groups import Group
+from shardstore.distributed.groups import Group, raise_together
 from shardstore.progress import Meter
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
@@ -37,6 +37,12 @@ class LoadContext:
     budget_bytes: int = DEFAULT_BUDGET_BYTES
     group: Group = None
     meter: Meter | None = None
+
+    def together(self) -> AbstractContextManager[None]:
+        """Raise what is raised within on every rank that shares the reading."""
+        if self.group is None:
+            return nullcontext()
+        return raise_together(self.group, f"loading {self.stored.location.url} together")
 
 
 # Strategies have the original's signature, load(sharded_state_dict, checkpoint_dir).

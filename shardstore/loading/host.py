@@ -1,7 +1,8 @@
-"""Reads that go through host memory: into tensors on a device, or of another data type.
+"""Reads that go through host memory: into tensors on a device, of another data type, or of other
+ranks.
 
-The stored bytes go, verified, through two buffers: one is read while the other is converted or
-copied. The buffers together take no more memory than the budget.
+The stored bytes go, verified, through two buffers: one is read while the other is converted, copied
+or sent. The buffers together take no more memory than the budget.
 """
 
 from __future__ import annotations
@@ -10,33 +11,29 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shardstore.loading.context import LoadContext
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box
 from shardstore.storage.movers.chunks import ChunkPart, ReadDone, RegionRead, chunk_parts
-from shardstore.storage.movers.parallel import default_threads
 
 __all__ = [
     "HostRead",
+    "Piece",
     "box_of",
-    "budget_of",
-    "carved",
-    "carved_bytes",
-    "fill",
+    "deliver",
+    "in_batches",
+    "read_ahead",
     "read_through_host",
 ]
 
 BUFFERS = 2
 ALIGNMENT = 64
-BYTES_A_THREAD = 32 * 1024 * 1024
-"""Larger buffers gain nothing for files, and touching new memory takes time."""
 
 Read = Callable[[Sequence[RegionRead], ReadDone | None], None]
 
@@ -59,18 +56,25 @@ class HostRead(RegionRead):
             )
 
 
-def budget_of(context: LoadContext) -> int:
-    """Return how much of a load's budget is used: all of it where requests take long."""
-    if context.stored.location.is_local:
-        return min(context.budget_bytes, BYTES_A_THREAD * default_threads())
-    return context.budget_bytes
+class Piece(NamedTuple):
+    """A box of an array that is read into a buffer at once.
 
+    Attributes:
+        array: the array to read from.
+        box: the part of it.
+        targets: the part of the box that goes to each destination, and that array or tensor.
+        chunks: how many chunks are complete with each target.
+    """
 
-def fill(out: Any, stored: NDArray[Any]) -> None:
-    """Copy stored values to the destination of a read, an array or a tensor."""
-    target = out if isinstance(out, torch.Tensor) else dtypes.as_tensor(out)
-    with torch.no_grad():
-        target.copy_(dtypes.as_tensor(stored))
+    array: ArrayMeta
+    box: Box
+    targets: Sequence[tuple[Any, Any]]
+    chunks: int = 1
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that it takes in a buffer of several."""
+        return -(-self.box.size * dtypes.itemsize(self.array.dtype) // ALIGNMENT) * ALIGNMENT
 
 
 def read_through_host(
@@ -97,71 +101,79 @@ def read_through_host(
         read(direct, done)
     if not through:
         return
-    batches = list(_batches(through, max(1, budget_bytes // BUFFERS)))
-    size = max(sum(carved_bytes(part.array, part.box) for part, _ in batch) for batch in batches)
+    limit_bytes = max(1, budget_bytes // BUFFERS)
+    batches = in_batches((p for one in through for p in _pieces(one, limit_bytes)), limit_bytes)
     pinned = any(region.out.is_cuda for region in through)
+    buffers = read_ahead(read, batches, pinned=pinned)
+    for batch, buffer in zip(batches, buffers, strict=True):
+        deliver(buffer, batch, done)
+
+
+def read_ahead(
+    read: Read, batches: Sequence[Sequence[Piece]], *, pinned: bool = False
+) -> Iterator[NDArray[np.uint8]]:
+    """Yield a buffer with what is stored of each batch; the next batch is read meanwhile.
+
+    A buffer is used again for the batch after the next.
+    """
+    sizes = [sum(piece.size_bytes for piece in batch) for batch in batches]
     buffers = [
-        torch.empty(size, dtype=torch.uint8, pin_memory=pinned).numpy() for _ in batches[:BUFFERS]
+        torch.empty(max(sizes), dtype=torch.uint8, pin_memory=pinned).numpy()
+        for _ in batches[:BUFFERS]
     ]
 
-    def fetch(number: int) -> list[NDArray[Any]]:
-        if number >= len(batches):
-            return []
-        parts = [part for part, _ in batches[number]]
-        views = carved(buffers[number % BUFFERS], [(part.array, part.box) for part in parts])
-        pairs = zip(parts, views, strict=True)
-        read([RegionRead(part.array, part.box, view) for part, view in pairs], None)
-        return views
+    def fetch(number: int) -> NDArray[np.uint8]:
+        if number >= len(batches) or not batches[number]:
+            return np.empty(0, np.uint8)
+        buffer = buffers[number % BUFFERS][: sizes[number]]
+        views = zip(batches[number], _views(buffer, batches[number]), strict=True)
+        read([RegionRead(piece.array, piece.box, view) for piece, view in views], None)
+        return buffer
 
     with ThreadPoolExecutor(1, thread_name_prefix="shardstore-host") as reader:
         coming = reader.submit(fetch, 0)
-        for number, batch in enumerate(batches):
-            views = coming.result()
+        for number in range(len(batches)):
+            buffer = coming.result()
             coming = reader.submit(fetch, number + 1)
-            for (part, chunks), view in zip(batch, views, strict=True):
-                fill(part.out, view)
-                if done is not None:
-                    done(part.out.nbytes, chunks)
+            yield buffer
 
 
-def carved_bytes(array: ArrayMeta, box: Box) -> int:
-    """Bytes that a region takes in a buffer of several."""
-    return -(-box.size * dtypes.itemsize(array.dtype) // ALIGNMENT) * ALIGNMENT
+def deliver(buffer: NDArray[np.uint8], batch: Sequence[Piece], done: ReadDone | None) -> None:
+    """Copy what was read of a batch to its destinations."""
+    for piece, view in zip(batch, _views(buffer, batch), strict=True):
+        for where, out in piece.targets:
+            target = out if isinstance(out, torch.Tensor) else dtypes.as_tensor(out)
+            with torch.no_grad():
+                target.copy_(dtypes.as_tensor(view[where]))
+            if done is not None:
+                done(out.nbytes, piece.chunks)
 
 
-def carved(
-    buffer: NDArray[np.uint8], regions: Sequence[tuple[ArrayMeta, Box]]
-) -> list[NDArray[Any]]:
-    """Cut a buffer into arrays of the regions' shapes and stored data types."""
-    ends = accumulate((carved_bytes(*region) for region in regions), initial=0)
+def _views(buffer: NDArray[np.uint8], batch: Sequence[Piece]) -> list[NDArray[Any]]:
+    """Cut a buffer into arrays of the pieces' shapes and stored data types."""
+    starts = accumulate((piece.size_bytes for piece in batch), initial=0)
     views = []
-    for (array, box), start in zip(regions, ends, strict=False):
-        dtype = dtypes.numpy_dtype(array.dtype)
-        raw = buffer[start : start + box.size * dtype.itemsize]
-        views.append(raw.view(dtype).reshape(box.shape))
+    for piece, start in zip(batch, starts, strict=False):
+        dtype = dtypes.numpy_dtype(piece.array.dtype)
+        raw = buffer[start : start + piece.box.size * dtype.itemsize]
+        views.append(raw.view(dtype).reshape(piece.box.shape))
     return views
 
 
-_Batch = list[tuple[HostRead, int]]
-"""Parts of regions, and how many chunks are complete with each."""
+def in_batches(pieces: Iterable[Piece], limit_bytes: int) -> list[list[Piece]]:
+    """Cut pieces into batches that fit into a buffer, or are a single piece."""
+    batches: list[list[Piece]] = []
+    room = -1
+    for piece in pieces:
+        if piece.size_bytes > room:
+            batches.append([])
+            room = limit_bytes
+        batches[-1].append(piece)
+        room -= piece.size_bytes
+    return batches
 
 
-def _batches(regions: Iterable[HostRead], limit_bytes: int) -> Iterator[_Batch]:
-    batch: _Batch = []
-    size = 0
-    for region in regions:
-        for part, chunks in _parts(region, limit_bytes):
-            more = carved_bytes(part.array, part.box)
-            if batch and size + more > limit_bytes:
-                yield batch
-                batch, size = [], 0
-            batch.append((part, chunks))
-            size += more
-    if batch:
-        yield batch
-
-
-def _parts(region: HostRead, limit_bytes: int) -> Iterator[tuple[HostRead, int]]:
+def _pieces(region: HostRead, limit_bytes: int) -> Iterator[Piece]:
     """Cut a region along the chunk grid, and where that is not enough along its axes."""
     array = region.array
     most = max(1, limit_bytes // dtypes.itemsize(array.dtype))
@@ -171,7 +183,7 @@ def _parts(region: HostRead, limit_bytes: int) -> Iterator[tuple[HostRead, int]]
         for small in _split(box, most) if array.is_plain else [box]:
             rest -= small.size
             where: tuple[Any, ...] = (..., *small.relative_to(box.offset).slices)
-            yield HostRead(array, small, part.out[where]), int(rest == 0)
+            yield Piece(array, small, [(..., part.out[where])], int(rest == 0))
 
 
 def box_of(part: ChunkPart) -> Box:

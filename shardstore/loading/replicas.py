@@ -1,47 +1,44 @@
 """Replicas share the reading: each chunk is read once in a group of ranks, and sent on.
 
-Every rank of the group says which chunks it wants (numbers; a digest, where all want the same), and
-computes by itself which rank reads which. A chunk that one rank alone wants is read by it, straight
-to its place. All others are read whole, verified, by one of those that want them, and broadcast in
-rounds within a memory budget; while one round travels the next is read.
+Every rank of the group says which chunks it wants (a digest, where all want the same), and computes
+by itself which rank reads which. A chunk that one rank alone wants is read by it, straight to its
+place. All others are read whole, verified, by one of those that want them, and broadcast in rounds
+within a memory budget; while one round travels the next is read.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from itertools import zip_longest
+from typing import TypeAlias
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import xxhash
-from numpy.typing import NDArray
 
 from shardstore.distributed.groups import (
     Group,
-    exchange_device,
-    global_rank,
+    broadcast_bytes,
+    gathered,
     global_ranks,
     group_rank,
     group_size,
-    raise_together,
 )
 from shardstore.errors import ArgumentError
 from shardstore.exchange_utils import distribute_shards_to_ranks
+from shardstore.loading.context import LoadContext
 from shardstore.loading.host import (
     HostRead,
+    Piece,
     box_of,
-    carved,
-    carved_bytes,
-    fill,
+    deliver,
+    in_batches,
+    read_ahead,
     read_through_host,
 )
-from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.format.documents import ArrayMeta
-from shardstore.storage.format.grid import Box
 from shardstore.storage.movers.chunks import ChunkPart, ReadDone, RegionRead, chunk_parts
 from shardstore.storage.movers.device import behind, stream_here
 from shardstore.storage.movers.parallel import local_ranks
@@ -55,26 +52,9 @@ BUFFERS = 4
 """A rank holds at a time: what it sends, what it receives, what it reads for the next round, and
 what it reads alone to convert."""
 
-
-@dataclass(frozen=True)
-class _Chunk:
-    """A chunk of the checkpoint, numbered across all arrays in the order of their keys."""
-
-    number: int
-    array: ArrayMeta
-    index: tuple[int, ...]
-
-    @property
-    def box(self) -> Box:
-        return self.array.grid.box(self.index)
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes in a round's buffer."""
-        return carved_bytes(self.array, self.box)
-
-
-_Round = list[list[_Chunk]]
+_ChunkId: TypeAlias = tuple[str, int]
+"""Key of the array, and the chunk's position in the grid."""
+_Round: TypeAlias = list[list[Piece]]
 """The chunks that each rank of the group reads and sends."""
 
 
@@ -82,176 +62,124 @@ class Exchange:
     """One load of one rank of a group.
 
     Args:
-        stored: the checkpoint.
+        context: the load, with the group whose ranks share the reading; each of them makes an
+            exchange and runs it. The smallest budget of the group counts.
         regions: what this rank wants.
-        group: the ranks that share the reading; each of them makes an exchange and runs it.
-        budget_bytes: host memory for chunks under way, on each rank; the smallest of the group
-            counts.
         done: told as the regions fill.
     """
 
     def __init__(
-        self,
-        stored: StoredCheckpoint,
-        regions: Sequence[RegionRead],
-        group: Group,
-        budget_bytes: int,
-        done: ReadDone | None,
+        self, context: LoadContext, regions: Sequence[RegionRead], done: ReadDone | None
     ) -> None:
-        self._stored = stored
+        self._context = context
+        self._stored, self._group = context.stored, context.group
         self._done = done
         self._stream = stream_here()
-        self._group = group
-        self._rank, self._size = group_rank(group), group_size(group)
-        self._limit_bytes = max(1, min(ROUND_BYTES, budget_bytes // BUFFERS))
-        self._metas = [stored.arrays[key] for key in sorted(stored.arrays)]
-        sizes = [meta.grid.size for meta in self._metas]
-        self._starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-        start = {m.key: int(s) for m, s in zip(self._metas, self._starts[:-1], strict=True)}
-        self._parts: dict[int, list[ChunkPart]] = {}
+        self._limit_bytes = max(1, min(ROUND_BYTES, context.budget_bytes // BUFFERS))
+        self._parts: dict[_ChunkId, list[ChunkPart]] = {}
         for region in regions:
             for part in chunk_parts(region):
-                number = start[part.array.key] + part.number
-                self._parts.setdefault(number, []).append(part)
+                self._parts.setdefault((part.array.key, part.number), []).append(part)
 
-    def run(self, what: str) -> None:
+    def run(self) -> None:
         """Read and exchange. Called by every rank of the group.
-
-        Args:
-            what: what the ranks are doing, for error texts.
 
         Raises:
             RanksError: another rank of the group failed.
         """
-        alone, rounds = self._plan(self._wanted_by_rank())
-        most = max((sum(c.size_bytes for c in r) for one in rounds for r in one), default=0)
+        rank = group_rank(self._group)
+        alone, rounds = self._plan(self._wanted_by_rank(), rank)
+        most = max(
+            (sum(p.size_bytes for p in one) for by_rank in rounds for one in by_rank), default=0
+        )
         received = np.empty(most, np.uint8)
+        reads = read_ahead(self._stored.read, [by_rank[rank] for by_rank in rounds])
+        failed: Exception | None = None
         with ThreadPoolExecutor(1, thread_name_prefix="shardstore-read") as reader:
             reading_alone = reader.submit(self._read_alone, alone)
-            coming = reader.submit(self._read_round, rounds, 0)
-            for number, by_rank in enumerate(rounds):
-                raise_together(coming.exception(), self._group, what)
-                mine = coming.result()
-                coming = reader.submit(self._read_round, rounds, number + 1)
-                for rank, chunks in enumerate(by_rank):
-                    if chunks:
-                        size = sum(chunk.size_bytes for chunk in chunks)
-                        buffer = mine if rank == self._rank else received[:size]
-                        self._broadcast(buffer, rank)
-                        self._scatter(buffer, chunks)
-            failed = reading_alone.exception()
-        raise_together(failed, self._group, what)
+            for by_rank in rounds:
+                with self._context.together():
+                    if failed is not None:
+                        raise failed
+                    mine = next(reads)
+                for source, batch in enumerate(by_rank):
+                    if not batch:
+                        continue
+                    size = sum(piece.size_bytes for piece in batch)
+                    buffer = mine if source == rank else received[:size]
+                    broadcast_bytes(torch.from_numpy(buffer), source, self._group)
+                    try:
+                        deliver(buffer, batch, self._done)
+                    except Exception as problem:  # the others wait for the next broadcast
+                        failed = failed or problem
+        with self._context.together():
+            if failed is not None:
+                raise failed
+            reading_alone.result()
 
-    # -- who reads what ------------------------------------------------------------------------
-
-    def _wanted_by_rank(self) -> list[NDArray[np.int64]]:
+    def _wanted_by_rank(self) -> list[list[_ChunkId]]:
         """Gather the chunks that each rank wants, and the smallest of all limits: ranks cut the
         same rounds. Where all want the same, every entry is the same object."""
-        wanted = np.array(sorted(self._parts), np.int64)
-        url = self._stored.location.url
-        digest = xxhash.xxh3_64_intdigest(wanted.tobytes() + url.encode())
-        told = self._gathered((digest, self._limit_bytes))
+        wanted = sorted(self._parts)
+        about = pickle.dumps((self._stored.location.url, wanted))
+        told = gathered((xxhash.xxh3_64_intdigest(about), self._limit_bytes), self._group)
         self._limit_bytes = min(limit for _, limit in told)
         if len({digest for digest, _ in told}) == 1:
-            return [wanted] * self._size
-        return self._gathered(wanted)
+            return [wanted] * len(told)
+        return gathered(wanted, self._group)
 
-    def _gathered(self, mine: Any) -> list[Any]:
-        found = [None] * self._size
-        dist.all_gather_object(found, mine, group=self._group)
-        return found
-
-    def _plan(self, wanted: Sequence[NDArray[np.int64]]) -> tuple[list[int], list[_Round]]:
+    def _plan(
+        self, wanted: Sequence[Sequence[_ChunkId]], mine: int
+    ) -> tuple[list[_ChunkId], list[_Round]]:
         """Return the chunks that this rank reads for itself, and the rounds, which are the same on
         every rank."""
-        holders: dict[int, list[int]] = {}
+        ranks = list(range(len(wanted)))
+        holders: dict[_ChunkId, list[int]] = {}
         if all(other is wanted[0] for other in wanted):
-            everyone = list(range(self._size))
-            holders = dict.fromkeys(wanted[0].tolist(), everyone)
+            holders = dict.fromkeys(wanted[0], ranks)
         else:
-            for rank, numbers in enumerate(wanted):
-                for number in numbers.tolist():
-                    holders.setdefault(number, []).append(rank)
-        chunks = {number: self._chunk(number) for number in holders}
-        sizes = {number: chunk.size_bytes for number, chunk in chunks.items()}
-        by_rank: list[list[_Chunk]] = [[] for _ in range(self._size)]
-        for number, rank in distribute_shards_to_ranks(holders, sizes, self._size, set()).items():
-            if len(holders[number]) > 1:
-                by_rank[rank].append(chunks[number])
-        cut = [self._batches(sorted(mine, key=lambda chunk: chunk.number)) for mine in by_rank]
-        rounds = [
-            [batches[i] if i < len(batches) else [] for batches in cut]
-            for i in range(max(map(len, cut)))
+            for rank, chunks in enumerate(wanted):
+                for chunk in chunks:
+                    holders.setdefault(chunk, []).append(rank)
+        pieces = {chunk: self._piece(chunk) for chunk in holders}
+        sizes = {chunk: piece.size_bytes for chunk, piece in pieces.items()}
+        by_rank: list[list[_ChunkId]] = [[] for _ in ranks]
+        for chunk, rank in distribute_shards_to_ranks(holders, sizes, len(ranks), set()).items():
+            if len(holders[chunk]) > 1:
+                by_rank[rank].append(chunk)
+        cut = [
+            in_batches((pieces[chunk] for chunk in sorted(chunks)), self._limit_bytes)
+            for chunks in by_rank
         ]
-        return [n for n, ranks in holders.items() if ranks == [self._rank]], rounds
+        rounds = [list(one) for one in zip_longest(*cut, fillvalue=[])]
+        return [chunk for chunk, holding in holders.items() if holding == [mine]], rounds
 
-    def _batches(self, chunks: Sequence[_Chunk]) -> list[list[_Chunk]]:
-        """Cut into batches that fit into one of the buffers, or are a single chunk."""
-        batches: list[list[_Chunk]] = []
-        size = self._limit_bytes + 1
-        for chunk in chunks:
-            if size + chunk.size_bytes > self._limit_bytes:
-                batches.append([])
-                size = 0
-            batches[-1].append(chunk)
-            size += chunk.size_bytes
-        return batches
+    def _piece(self, chunk: _ChunkId) -> Piece:
+        """Return a whole chunk with what this rank wants of it."""
+        key, number = chunk
+        array = self._stored.arrays[key]
+        parts = self._parts.get(chunk, ())
+        targets = [((..., *part.within.slices), part.out) for part in parts]
+        return Piece(array, array.grid.box(array.grid.index(number)), targets)
 
-    def _chunk(self, number: int) -> _Chunk:
-        place = int(np.searchsorted(self._starts, number, side="right")) - 1
-        meta = self._metas[place]
-        return _Chunk(number, meta, meta.grid.index(number - int(self._starts[place])))
-
-    # -- bytes ---------------------------------------------------------------------------------
-
-    def _read_alone(self, numbers: Sequence[int]) -> None:
+    def _read_alone(self, chunks: Sequence[_ChunkId]) -> None:
         """Read what no other rank wants. In another thread than the caller's: onto a device behind
         what the caller has queued there."""
-        reads, several = [], []
-        for number in numbers:
-            parts = self._parts[number]
-            if len(parts) > 1:
-                several.append(self._chunk(number))
+        reads: list[RegionRead] = []
+        several: list[Piece] = []
+        for chunk in chunks:
+            part, *others = self._parts[chunk]
+            if others:  # boxes of a flat range may meet in a chunk: it is read once all the same
+                several.append(self._piece(chunk))
                 continue
-            (part,) = parts
             kind = HostRead if isinstance(part.out, torch.Tensor) else RegionRead
             reads.append(kind(part.array, box_of(part), part.out))
         with behind(self._stream):
             read_through_host(self._stored.read, reads, self._limit_bytes, self._done)
-            # Boxes of a flat range may meet in a chunk: it is read once all the same.
-            for chunks in self._batches(several):
-                self._scatter(self._read_whole(chunks), chunks)
-
-    def _read_round(self, rounds: Sequence[_Round], number: int) -> NDArray[np.uint8]:
-        """Read this rank's chunks of a round into one buffer."""
-        return self._read_whole(rounds[number][self._rank] if number < len(rounds) else [])
-
-    def _read_whole(self, chunks: Sequence[_Chunk]) -> NDArray[np.uint8]:
-        buffer = np.empty(sum(chunk.size_bytes for chunk in chunks), np.uint8)
-        pairs = zip(chunks, _views(buffer, chunks), strict=True)
-        self._stored.read([RegionRead(chunk.array, chunk.box, view) for chunk, view in pairs])
-        return buffer
-
-    def _broadcast(self, buffer: NDArray[np.uint8], rank: int) -> None:
-        device = exchange_device(self._group)
-        host = torch.from_numpy(buffer)
-        wire = host.to(device)
-        dist.broadcast(wire, src=global_rank(self._group, rank), group=self._group)
-        if wire is not host and rank != self._rank:
-            host.copy_(wire)
-
-    def _scatter(self, buffer: NDArray[np.uint8], chunks: Sequence[_Chunk]) -> None:
-        for chunk, view in zip(chunks, _views(buffer, chunks), strict=True):
-            for part in self._parts.get(chunk.number, ()):
-                where: tuple[Any, ...] = (..., *part.within.slices)
-                fill(part.out, view[where])
-                if self._done is not None:
-                    self._done(part.out.nbytes, 1)
-
-
-def _views(buffer: NDArray[np.uint8], chunks: Sequence[_Chunk]) -> list[NDArray[Any]]:
-    """Where in a round's buffer each chunk is."""
-    return carved(buffer, [(chunk.array, chunk.box) for chunk in chunks])
+            batches = in_batches(several, self._limit_bytes)
+            buffers = read_ahead(self._stored.read, batches)
+            for batch, buffer in zip(batches, buffers, strict=True):
+                deliver(buffer, batch, self._done)
 
 
 # -- which groups share ----------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from shardstore.core import CONFIG_FNAME
 from shardstore.coverage.reports import check_reports, report_shards, shards_of_report
 from shardstore.dict_utils import extract_matching_values, merge, nested_values
 from shardstore.distributed.coordinator import Ranks
-from shardstore.distributed.groups import Group, raise_together, require_group
+from shardstore.distributed.groups import Group, require_group
 from shardstore.dtensor.adoption import Adopted, adopt_for_load, needs_adoption
 from shardstore.dtensor.claims import apply_claims, claims, decide_claims
 from shardstore.errors import ArgumentError
@@ -423,24 +423,17 @@ def _match(
 
 def _read(context: LoadContext, matched: _Matched) -> StateDict:
     """Read sharded objects, then tensors, which the ranks of a sharing group read together."""
-    place, group = context.stored.location.place, context.group
+    place = context.stored.location.place
     loaded: StateDict = {}
     tensors: Any = matched.wanted
-    failed: Exception | None = None
-    if not matched.for_tensors.can_handle_sharded_objects:
-        validate_sharded_objects_handling(matched.for_tensors, matched.for_common)
-        objects, tensors = extract_matching_values(
-            matched.wanted, lambda value: isinstance(value, ShardedObject)
-        )
-        try:
+    # Before tensors travel, so that nobody waits for a rank that could not load its objects.
+    with context.together():
+        if not matched.for_tensors.can_handle_sharded_objects:
+            validate_sharded_objects_handling(matched.for_tensors, matched.for_common)
+            objects, tensors = extract_matching_values(
+                matched.wanted, lambda value: isinstance(value, ShardedObject)
+            )
             loaded = matched.for_common.load_sharded_objects(cast(StateDict, objects), place)
-        except Exception as problem:
-            failed = problem
-    if group is not None:
-        # Before tensors travel, so that nobody waits for a rank that could not load its objects.
-        raise_together(failed, group, f"loading objects of {place}")
-    if failed is not None:
-        raise failed
     merge(loaded, matched.for_tensors.load(tensors, place))
     return loaded
 

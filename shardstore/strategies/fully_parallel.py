@@ -5,8 +5,7 @@ Each shard is saved, or read from storage, by one rank, which hands what it read
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -14,13 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from shardstore.dict_utils import dict_list_map_outplace, nested_values
-from shardstore.distributed.groups import (
-    Group,
-    exchange_device,
-    group_rank,
-    group_size,
-    raise_together,
-)
+from shardstore.distributed.groups import Group, any_rank, group_rank, group_size, raise_together
 from shardstore.errors import CheckpointingException
 from shardstore.exchange_utils import (
     ShardDistribution,
@@ -43,12 +36,7 @@ from shardstore.strategies.base import (
     LoadShardedStrategy,
     SaveShardedStrategy,
 )
-from shardstore.utils import (
-    _sharded_object_id,
-    _sharded_tensor_shard_id,
-    _ShardId,
-    debug_time,
-)
+from shardstore.utils import _sharded_object_id, _sharded_tensor_shard_id, _ShardId
 
 __all__ = [
     "FullyParallelLoadStrategyWrapper",
@@ -56,7 +44,7 @@ __all__ = [
     "distribute_main_replicas_with_precomputed_distribution",
 ]
 
-logger = logging.getLogger(__name__)
+EXCHANGES = ("broadcast", "gather_rounds", "gather_object", "chunks")
 
 T = TypeVar("T", bound=ShardedBase)
 
@@ -115,7 +103,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
             sharded_state_dict: state dict whose ShardedTensors get a ``replica_id`` of 0 (this rank
                 saves it) or 1, in place.
         """
-        _share_out(self, sharded_state_dict, "saving", ignore_groups=False)
+        _share_out(self, sharded_state_dict, ignore_groups=False)
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -132,10 +120,14 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
             all ranks.
         do_cache_distribution: keep the distribution and use it again, see
             :class:`FullyParallelSaveStrategyWrapper`.
-        exchange_algo: see :func:`shardstore.exchange_utils.exchange_by_distribution`; or
-            ``"chunks"``: chunks are shared out, not shards, and travel in rounds within a memory
-            budget while others are read (strategies of this package's Zarr backends). Replica ids
-            stay as they are then.
+        exchange_algo: ``"broadcast"``: each shard is read whole and broadcast
+            (:func:`shardstore.exchange_utils.exchange_by_distribution`). ``"gather_rounds"`` and
+            ``"gather_object"``, as other programs spell it, do the same. ``"chunks"``: chunks are
+            shared out, not shards, and travel in rounds within a memory budget while others are
+            read (strategies of this package's Zarr backends). Replica ids stay as they are then.
+
+    Raises:
+        NotImplementedError: no such algorithm.
     """
 
     def __init__(
@@ -145,7 +137,10 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         do_cache_distribution: bool = False,
         exchange_algo: str = "broadcast",
     ) -> None:
-        super().__init__()
+        if exchange_algo not in EXCHANGES:
+            raise NotImplementedError(
+                f"Unknown exchange algorithm {exchange_algo!r}; there are {', '.join(EXCHANGES)}"
+            )
         self.base_strategy = strategy
         self.parallelization_group = parallelization_group
         self.do_cache_distribution = do_cache_distribution
@@ -183,36 +178,37 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         objects: dict[_ShardId, ShardedObject] = {}
         if self.can_handle_sharded_objects:
             objects, _ = _by_reader(values, ShardedObject, _sharded_object_id)
-        loaded: StateDict = {}
-        error: Exception | None = None
-        try:
-            # An empty request goes through too: a strategy may wait for all ranks.
-            wanted = enumerate([*tensors.values(), *objects.values()])
-            loaded = self.base_strategy.load({str(n): item for n, item in wanted}, checkpoint_dir)
-        except Exception as caught:
-            error = caught
+        # An empty request goes through too: a strategy may wait for all ranks.
+        wanted = {str(n): item for n, item in enumerate([*tensors.values(), *objects.values()])}
         group = None if self.can_handle_sharded_objects else self.parallelization_group
-        raise_together(error, group, f"Loading from {checkpoint_dir}")
-        with debug_time("exchange_loaded_tensors", logger):
-            all_tensors = exchange_by_distribution(
-                {shard_id: loaded[str(n)] for n, shard_id in enumerate(tensors)},
-                others,
-                distribution,
-                self.parallelization_group,
-                self.exchange_algo,
-            )
-        all_objects: dict[_ShardId, Any] = {}
+        with raise_together(group, f"Loading from {checkpoint_dir}"):
+            loaded = self.base_strategy.load(wanted, checkpoint_dir)
+            mine = {shard_id: loaded[str(n)] for n, shard_id in enumerate([*tensors, *objects])}
+        found: dict[_ShardId, Any] = exchange_by_distribution(
+            {shard_id: mine[shard_id] for shard_id in tensors},
+            others,
+            distribution,
+            self.parallelization_group,
+        )
         if self.can_handle_sharded_objects:
-            all_objects = exchange_loaded_objects_gather_object(
-                {key: loaded[str(n)] for n, key in enumerate(objects, len(tensors))}
-            )
+            own = {shard_id: mine[shard_id] for shard_id in objects}
+            found |= exchange_loaded_objects_gather_object(own)
 
         def placed(value: Any) -> Any:
             if isinstance(value, ShardedTensor):
-                return _in_place(value, _found(value, _sharded_tensor_shard_id(value), all_tensors))
-            if isinstance(value, ShardedObject) and self.can_handle_sharded_objects:
-                return _found(value, _sharded_object_id(value), all_objects)
-            return value
+                shard_id = _sharded_tensor_shard_id(value)
+            elif isinstance(value, ShardedObject) and self.can_handle_sharded_objects:
+                shard_id = _sharded_object_id(value)
+            else:
+                return value
+            if shard_id not in found:
+                raise CheckpointingException(
+                    f"{type(value).__name__} {shard_id} was loaded by no rank: no rank has its "
+                    f"main replica. Wanted as {value.without_data()}",
+                    key=value.key,
+                )
+            loaded = found[shard_id]
+            return _in_place(value.data, loaded) if isinstance(value, ShardedTensor) else loaded
 
         return cast(StateDict, dict_list_map_outplace(placed, sharded_state_dict))
 
@@ -230,7 +226,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         Returns:
             The distribution, or None for a group of one rank, which changes nothing.
         """
-        return _share_out(self, sharded_state_dict, "loading", ignore_groups=True)
+        return _share_out(self, sharded_state_dict, ignore_groups=True)
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -292,18 +288,16 @@ def distribute_main_replicas_with_precomputed_distribution(
 def _share_out(
     wrapper: FullyParallelSaveStrategyWrapper | FullyParallelLoadStrategyWrapper,
     sharded_state_dict: ShardedStateDict,
-    doing: str,
     *,
     ignore_groups: bool,
 ) -> ShardDistribution | None:
     """Set the replica ids by the distribution that the wrapper keeps, or by a new one."""
     group = wrapper.parallelization_group
-    with debug_time(f"determine_{doing}_distribution", logger):
-        distribution = wrapper.cached_distribution
-        if distribution is None or not _fits(distribution, sharded_state_dict, group):
-            distribution = determine_main_replica_uniform_distribution(
-                sharded_state_dict, group, ignore_groups
-            )
+    distribution = wrapper.cached_distribution
+    if distribution is None or not _fits(distribution, sharded_state_dict, group):
+        distribution = determine_main_replica_uniform_distribution(
+            sharded_state_dict, group, ignore_groups
+        )
     distribute_main_replicas_with_precomputed_distribution(sharded_state_dict, group, distribution)
     if wrapper.do_cache_distribution:
         wrapper.cached_distribution = distribution
@@ -326,10 +320,8 @@ def _fits(distribution: ShardDistribution, state_dict: ShardedStateDict, group: 
         for shard_id, tensor in local.items()
     )
     expected = {key for key, ranks in distribution.all_ranks_for_shard.items() if rank in ranks}
-    is_stale = not same or local.keys() & distribution.shards_in_this_group != expected
-    stale = torch.tensor([int(is_stale)], device=exchange_device(group))
-    torch.distributed.all_reduce(stale, op=torch.distributed.ReduceOp.MAX, group=group)
-    return not stale.item()
+    own = local.keys() & distribution.shards_in_this_group
+    return not any_rank(not same or own != expected, group)
 
 
 def _by_reader(
@@ -345,23 +337,9 @@ def _by_reader(
     return mine, {shard_id: item for shard_id, item in others.items() if shard_id not in mine}
 
 
-def _found(wanted: ShardedBase, shard_id: _ShardId, loaded: Mapping[_ShardId, Any]) -> Any:
-    """Return what was loaded for an item."""
-    if shard_id not in loaded:
-        raise CheckpointingException(
-            f"{type(wanted).__name__} {shard_id} was loaded by no rank: no rank has its main "
-            f"replica. Wanted as {wanted.without_data()}",
-            key=wanted.key,
-        )
-    return loaded[shard_id]
-
-
-def _in_place(wanted: ShardedTensor, loaded: torch.Tensor) -> torch.Tensor:
+def _in_place(given: torch.Tensor | None, loaded: torch.Tensor) -> torch.Tensor:
     """Copy a loaded tensor into the tensor that was given, if it fits, and return that."""
-    given = wanted.data
-    if given is None or given.is_meta:
-        return loaded
-    if (given.dtype, given.shape) != (loaded.dtype, loaded.shape):
+    if given is None or given.is_meta or (given.dtype, given.shape) != (loaded.dtype, loaded.shape):
         return loaded
     if (given.device, given.data_ptr()) != (loaded.device, loaded.data_ptr()):
         given.detach().copy_(loaded)

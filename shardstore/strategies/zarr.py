@@ -27,7 +27,7 @@ from shardstore.errors import (
 )
 from shardstore.loading.assemble import assemble, read_chunks
 from shardstore.loading.context import LoadContext, context_of, read_documents
-from shardstore.loading.plan import ReadPlan, held_regions, plan_reads, whole_tensor
+from shardstore.loading.plan import held_regions, plan_reads, whole_tensor
 from shardstore.mapping import ShardedStateDict, ShardedTensor, StateDict, is_main_replica
 from shardstore.saving.execute import stage_chunks, write_chunks
 from shardstore.saving.plan import array_meta, needs_layouts, plan_writes, sharded_tensors_of
@@ -286,15 +286,11 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):
         """
         context = context_of(checkpoint_dir)
         stored, url = context.stored, context.stored.location.url
-        plan: ReadPlan = {}
-        error: Exception | None = None
-        try:
+        with context.together():
             stored.require()
             tensors = sharded_tensors_of(sharded_state_dict)
             plan = plan_reads(tensors, stored.arrays, url, cast=context.cast)
-        except Exception as problem:
-            error = problem  # met by all ranks that read together
-        read_chunks(context, plan, error)
+        read_chunks(context, plan)
         return assemble(plan, sharded_state_dict, url)
 
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:

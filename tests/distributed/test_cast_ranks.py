@@ -96,7 +96,7 @@ def each_byte_is_read_once_by_replicas(rank: int, world_size: int, folder: Path)
 
 def the_wrapper_casts_what_it_sends(rank: int, world_size: int, folder: Path) -> None:
     place = saved(folder / "c", rank)
-    for algorithm in ("broadcast", "gather_rounds", "gather_object", "chunks"):
+    for algorithm in ("broadcast", "chunks"):
         strategy = FullyParallelLoadStrategyWrapper(
             ZarrLoadShardedStrategy(), exchange_algo=algorithm
         )

@@ -88,7 +88,6 @@ def _tensor(key: str, size: int, replica: int, fill: bool, **kwargs: Any) -> Sha
     return ShardedTensor.from_rank_offsets(key, data, replica_id=replica, **kwargs)
 
 
-ALGORITHMS = ("broadcast", "gather_rounds", "gather_object")
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64]
 
 
@@ -134,16 +133,12 @@ def test_each_shard_is_saved_by_one_rank(tmp_path: Path, how: str) -> None:
 
 
 def _load_all_ways(rank: int, world_size: int, folder: str) -> list[dict[str, Any]]:
-    return [
-        _load(rank, world_size, folder, algorithm, given)
-        for algorithm in ALGORITHMS
-        for given in (True, False)
-    ]
+    return [_load(rank, world_size, folder, given) for given in (True, False)]
 
 
-def _load(rank: int, world_size: int, folder: str, algorithm: str, given: bool) -> dict[str, Any]:
+def _load(rank: int, world_size: int, folder: str, given: bool) -> dict[str, Any]:
     base = _Load()
-    wrapper = FullyParallelLoadStrategyWrapper(base, None, True, algorithm)
+    wrapper = FullyParallelLoadStrategyWrapper(base, None, True)
     moved: list[int] = []
     original = torch.distributed.broadcast
 
@@ -160,7 +155,7 @@ def _load(rank: int, world_size: int, folder: str, algorithm: str, given: bool) 
                 shard.data = None
         got = wrapper.load(wanted, folder)
         if round_number == 0:
-            result = {"algorithm": algorithm, "keys": sorted(base.keys), "sent": list(moved)}
+            result = {"keys": sorted(base.keys), "sent": list(moved)}
         assert got.pop("plain") == ["left", "alone"]
         expected = _state(rank, world_size, True)
         assert list(got) == list(expected)
@@ -190,7 +185,7 @@ def test_each_shard_is_read_once_and_reaches_all(tmp_path: Path) -> None:
         assert keys == sorted(set(keys)), "nothing is read twice"
         for result in results:
             # "one" is held by a single rank: there is nobody to send it to.
-            assert len(result["sent"]) == (9 if result["algorithm"] == "broadcast" else 0)
+            assert len(result["sent"]) == 9
 
 
 def _groups(rank: int, world_size: int, folder: str) -> tuple[list[str], list[str]]:
@@ -325,6 +320,13 @@ def test_world_of_one(tmp_path: Path) -> None:
     state["two"][0].replica_id = (3, 4)
     distribute_main_replicas_with_precomputed_distribution(state, None, None)
     assert state["two"][0].replica_id == (3, 4)
+
+
+def test_exchange_algorithms_have_known_names() -> None:
+    for name in ("broadcast", "gather_rounds", "gather_object", "chunks"):
+        assert FullyParallelLoadStrategyWrapper(_Load(), exchange_algo=name).exchange_algo == name
+    with pytest.raises(NotImplementedError, match="gather_rounds"):
+        FullyParallelLoadStrategyWrapper(_Load(), exchange_algo="telepathy")
 
 
 def test_async_needs_an_async_strategy(tmp_path: Path) -> None:

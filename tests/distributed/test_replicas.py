@@ -16,6 +16,7 @@ import torch.distributed as dist
 import shardstore
 from shardstore.errors import AccessPatternError, ArgumentError, CheckpointingException
 from shardstore.exchange_utils import distribute_shards_to_ranks
+from shardstore.loading import assemble, replicas
 from shardstore.loading.replicas import sharing_group
 from shardstore.mapping import ShardedTensor
 from shardstore.storage.movers.counters import counters
@@ -387,6 +388,29 @@ def what_goes_wrong_on_one_rank_is_raised_on_all(rank: int, world_size: int, fol
     assert "chunk (9, 0) of key 'w'" in str(error)
 
 
+def refuse(*args: object) -> None:
+    raise MemoryError("no memory left")
+
+
+def a_rank_that_cannot_take_its_chunks_fails_on_all(
+    rank: int, world_size: int, folder: Path
+) -> None:
+    """At once, whether it fails before chunks travel or while they do; the next load works."""
+    shardstore.save(replicated(rank), folder / "c", SMALL)
+    options: dict[str, Any] = {"replica_group": everything(), "share_replicas": "always"}
+    for module, name in ((assemble, "Exchange"), (replicas, "deliver")):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 2:
+                patch.setattr(module, name, refuse)
+            begin = time.monotonic()
+            error = raised(partial(shardstore.load, replicated(rank), folder / "c", **options))
+        assert "no memory left" in str(error)
+        assert time.monotonic() - begin < 30
+        loaded = shardstore.load(replicated(rank), folder / "c", **options)
+        assert isinstance(loaded, dict)
+        assert torch.equal(loaded["w"], WHOLE)
+
+
 SCENARIOS: tuple[Scenario, ...] = (
     chunks_are_shared_out_by_bytes,
     groups_share_their_own_shards,
@@ -403,6 +427,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     ranks_may_ask_for_different_parts,
     the_wrapper_can_share_chunks,
     what_goes_wrong_on_one_rank_is_raised_on_all,
+    a_rank_that_cannot_take_its_chunks_fails_on_all,
 )
 
 

@@ -10,12 +10,10 @@ from hypothesis import strategies as st
 from shardstore.errors import CheckpointingException
 from shardstore.exchange_utils import (
     ShardDistribution,
-    _shard_size,
     determine_main_replica_uniform_distribution,
     distribute_shards_to_ranks,
     exchange_by_distribution,
     exchange_loaded_objects_gather_object,
-    is_float8tensor,
 )
 from shardstore.mapping import ShardedTensor
 
@@ -75,29 +73,12 @@ def test_independent_of_the_order_in_which_shards_are_listed(
     assert all(rank in shards[name][0] for name, rank in first.items())
 
 
-def test_sizes_are_bytes_of_the_local_data() -> None:
-    whole = ShardedTensor.from_rank_offsets("k", torch.zeros(3, 4, dtype=torch.bfloat16))
-    flat = ShardedTensor.from_rank_offsets_flat(
-        "k", torch.zeros(5), (3, 4), flattened_range=slice(2, 7)
-    )
-    assert (_shard_size(whole), _shard_size(flat)) == (24, 20)
-
-
 def test_world_of_one() -> None:
     shard = ShardedTensor.from_rank_offsets("k", torch.zeros(2))
     assert determine_main_replica_uniform_distribution({"k": shard}, None) is None
     shard_id = ("k", (0,), None)
     alone = ShardDistribution({shard_id: 0}, {shard_id}, {shard_id: shard}, {shard_id: [0]})
     tensor = torch.ones(2)
-    for algorithm in ("broadcast", "gather_rounds", "gather_object"):
-        assert exchange_by_distribution({shard_id: tensor}, {}, alone, None, algorithm) == {
-            shard_id: tensor
-        }
-    with pytest.raises(NotImplementedError, match="gather_rounds"):
-        exchange_by_distribution({}, {}, alone, None, "telepathy")
+    assert exchange_by_distribution({shard_id: tensor}, {}, alone) == {shard_id: tensor}
     objects = {("o", (0,), (1,)): "x"}
     assert exchange_loaded_objects_gather_object(objects) == objects
-
-
-def test_plain_tensors_are_no_float8_wrappers() -> None:
-    assert not is_float8tensor(torch.zeros(1).to(torch.float8_e4m3fn))
