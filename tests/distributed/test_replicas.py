@@ -14,7 +14,12 @@ import torch
 import torch.distributed as dist
 
 import shardstore
-from shardstore.errors import AccessPatternError, ArgumentError, CheckpointingException
+from shardstore.errors import (
+    AccessPatternError,
+    ArgumentError,
+    CheckpointingException,
+    StorageError,
+)
 from shardstore.exchange_utils import distribute_shards_to_ranks
 from shardstore.loading import assemble, replicas
 from shardstore.loading.replicas import sharing_group
@@ -389,7 +394,7 @@ def what_goes_wrong_on_one_rank_is_raised_on_all(rank: int, world_size: int, fol
 
 
 def refuse(*args: object) -> None:
-    raise MemoryError("no memory left")
+    raise StorageError("no memory left")
 
 
 def a_rank_that_cannot_take_its_chunks_fails_on_all(
