@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shardstore.core import CheckpointingException as CheckpointingException
     from shardstore.core import check_is_distributed_checkpoint as check_is_distributed_checkpoint
     from shardstore.dtensor import shard as shard
+    from shardstore.inspection.opened import open as open
     from shardstore.manager import CheckpointManager as CheckpointManager
     from shardstore.mapping import LocalNonpersistentObject as LocalNonpersistentObject
     from shardstore.mapping import ShardedObject as ShardedObject
@@ -54,6 +55,7 @@ _WHERE = {
     "load_plain_tensors": "serialization",
     "load_sharded_metadata": "serialization",
     "load_tensors_metadata": "serialization",
+    "open": "inspection.opened",
     "remove_sharded_tensors": "serialization",
     "save": "serialization",
     "shard": "dtensor",

@@ -7,6 +7,7 @@ where it has no meaning), and its text names them together with the remedy::
 
     CheckpointingException
     ├── ArgumentError              (ValueError, TypeError)  an argument that makes no sense
+    │   └── IndexRangeError        (IndexError)         an index beyond the shape of an array
     ├── NotACheckpointError        (FileNotFoundError)  nothing there, or not whole, or not ours
     ├── FormatVersionError         (ValueError)         written by a format this version cannot read
     ├── CheckpointExistsError      (FileExistsError)    saving over something without being asked to
@@ -46,6 +47,7 @@ __all__ = [
     "DTypeMismatchError",
     "DamagedCheckpointError",
     "FormatVersionError",
+    "IndexRangeError",
     "KeyNameError",
     "MissingKeyError",
     "NotACheckpointError",
@@ -105,6 +107,10 @@ def _rebuild(
 
 class ArgumentError(CheckpointingException, ValueError, TypeError):
     """An argument is of a wrong type, or has a value that it can not have."""
+
+
+class IndexRangeError(ArgumentError, IndexError):
+    """An index is out of the range of an axis, or there are more of them than axes."""
 
 
 class NotACheckpointError(CheckpointingException, FileNotFoundError):

@@ -11,9 +11,9 @@ from typing import Annotated
 import typer
 
 from shardstore.cli import options as opt
-from shardstore.cli.printing import clean, counted, emit, human_bytes, say
+from shardstore.cli.printing import emit, say
 from shardstore.errors import CheckpointingException, NotACheckpointError
-from shardstore.inspection.layout import array_bytes
+from shardstore.inspection.opened import array_bytes, clean, counted, human_bytes
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
 

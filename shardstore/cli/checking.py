@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardstore.cli import options as opt
-from shardstore.cli.printing import cells, clean, columns, counted, emit, fold, human_bytes, say
+from shardstore.cli.printing import cells, columns, emit, fold, say
+from shardstore.inspection import opened
+from shardstore.inspection.opened import clean, counted, human_bytes
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
 
@@ -42,7 +44,7 @@ def verify(
 
     location = opt.locate(checkpoint, storage_option)
     if not location.exists("zarr.json"):
-        opt.open_stored(location)
+        opened.open(location)
     elif not location.exists("metadata.json"):
         opt.require_no_array(location)
     findings: list[Finding] = []
@@ -100,10 +102,10 @@ def diff(
 
     places = [Location.of(place, **opt.parse_options(storage_option)) for place in (a, b)]
     opt.warn_of_idle_options(storage_option, *places)
-    left, right = map(opt.open_stored, places)
+    left, right = map(opened.open, places)
     budget = opt.parse_size(memory)
     wants = opt.matcher(keys)
-    if keys and not any(map(wants, {**left.arrays, **right.arrays})):
+    if keys and not any(map(wants, [*left, *right])):
         raise opt.UsageProblem(f"neither side has a key that matches {', '.join(keys)}")
     found = compare(
         left,
@@ -114,7 +116,7 @@ def diff(
         progress=opt.bar(as_json),
     )
     if as_json:
-        emit({"a": left.location.url, "b": right.location.url, **found.as_dict()})
+        emit({"a": left.url, "b": right.url, **found.as_dict()})
     else:
         _print(found, columns(wide))
     raise typer.Exit(0 if found.same else opt.DAMAGE)

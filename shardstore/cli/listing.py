@@ -4,9 +4,7 @@ ten thousand lines are printed at once."""
 from __future__ import annotations
 
 import json
-import math
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Annotated, Any
@@ -17,18 +15,14 @@ from shardstore.cli import options as opt
 from shardstore.cli.printing import (
     GAP,
     cells,
-    clean,
     columns,
-    counted,
     emit,
     fold,
-    human_bytes,
     row_printer,
     say,
 )
-from shardstore.errors import DamagedCheckpointError
-from shardstore.inspection.layout import Module, array_bytes, modules, shard_counts
-from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.inspection.layout import Module, modules, shard_counts
+from shardstore.inspection.opened import array_bytes, clean, counted, human_bytes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Grid
 
@@ -48,12 +42,12 @@ def ls(
     storage_option: opt.Options = None,
 ) -> None:
     """List the arrays: data type, shape, chunks, shards, size."""
-    stored = opt.open_stored(checkpoint, storage_option)
-    arrays = opt.choose(stored.arrays, keys)
+    ckpt = opt.open_checkpoint(checkpoint, storage_option)
+    arrays = {key: array.meta for key, array in opt.choose(ckpt, keys).items()}
     size = sum(map(array_bytes, arrays.values()))
     if as_json:
         listed = [_entry(arrays[key]) for key in sorted(arrays)]
-        emit({"url": stored.location.url, "arrays": listed, "bytes": size})
+        emit({"url": ckpt.url, "arrays": listed, "bytes": size})
         return
     rows: list[tuple[str, ArrayMeta | None, Module]] = []
     for level, node in modules(arrays.values()).walk():
@@ -120,44 +114,8 @@ def _entry(meta: ArrayMeta) -> dict[str, Any]:
     }
 
 
-def about(stored: StoredCheckpoint) -> dict[str, Any]:
-    """What is known of a whole checkpoint, for JSON."""
-    root = stored.root
-    arrays = stored.arrays
-    try:
-        config = json.loads(stored.location.read("metadata.json"))
-    except (OSError, ValueError):
-        config = None
-    try:
-        manifest = stored.manifest
-        damaged = None
-    except DamagedCheckpointError as error:
-        manifest, damaged = None, str(error)
-    ranks = {} if manifest is None else Counter(int(rank) for rank in manifest.rank)
-    dtypes = Counter({meta.dtype: 0 for meta in arrays.values()})
-    for meta in arrays.values():
-        dtypes[meta.dtype] += array_bytes(meta)
-    return {
-        "url": stored.location.url,
-        "zarr_format": 2 if root is None else 3,
-        "backend": config,
-        "format_version": None if root is None else root.format_version,
-        "commit": None if root is None else root.about.get("commit"),
-        "content_metadata": None if root is None else root.attributes.get("content_metadata"),
-        "arrays": len(arrays),
-        "elements": sum(math.prod(meta.shape) for meta in arrays.values()),
-        "bytes": sum(map(array_bytes, arrays.values())),
-        "bytes_by_dtype": dict(dtypes.most_common()),
-        "chunks": sum(meta.grid.size for meta in arrays.values()),
-        "array_documents": root is None or root.array_documents,
-        "stored_bytes": None if manifest is None else int(manifest.stored.sum()),
-        "writers": len(ranks) or None,
-        "manifest_damage": damaged,
-    }
-
-
 def summary(found: Mapping[str, Any]) -> dict[str, object]:
-    """What :func:`about` found, as texts; empty values are to be left out."""
+    """What :attr:`OpenCheckpoint.info` has, as texts; empty values are to be left out."""
     commit, config = found["commit"] or {}, found["backend"] or {}
     by_dtype = ", ".join(
         f"{name} {human_bytes(size)}" for name, size in found["bytes_by_dtype"].items()
@@ -184,7 +142,7 @@ def info(
     checkpoint: opt.Checkpoint, as_json: opt.Json = False, storage_option: opt.Options = None
 ) -> None:
     """Print what is known of a checkpoint as a whole."""
-    found = about(opt.open_stored(checkpoint, storage_option))
+    found = opt.open_checkpoint(checkpoint, storage_option).info
     if as_json:
         emit(found)
         return

@@ -9,20 +9,18 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from shardstore.cli.printing import clean, complain
-from shardstore.errors import CheckpointingException, MissingKeyError, NotACheckpointError
-from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.cli.printing import complain
+from shardstore.errors import CheckpointingException, NotACheckpointError
+from shardstore.inspection import opened
+from shardstore.inspection.opened import OpenCheckpoint, StoredArray
 from shardstore.storage.commit.identity import instead, node_type
-from shardstore.storage.format.documents import ArrayMeta
-from shardstore.storage.format.names import CONFIG_NAME
 from shardstore.storage.stores.errors import CLIENT_OPTIONS, OPTIONS
 from shardstore.storage.stores.location import Location
 
@@ -116,31 +114,9 @@ def locate(place: str, options: Sequence[str] | None = None) -> Location:
     return location
 
 
-def open_stored(place: str | Location, options: Sequence[str] | None = None) -> StoredCheckpoint:
-    """A checkpoint from a path or URL, its root document read.
-
-    Raises:
-        NotACheckpointError: no checkpoint of Zarr arrays is there; says what is.
-    """
-    location = place if isinstance(place, Location) else locate(place, options)
-    stored = StoredCheckpoint(location)
-    try:
-        root = stored.root
-    except NotACheckpointError:
-        require_no_array(location)
-        raise
-    if root is None:
-        stored.require()
-        try:
-            backend = json.loads(location.read(CONFIG_NAME))["sharded_backend"]
-        except (ValueError, KeyError, TypeError):
-            raise NotACheckpointError(f"{location.url}/{CONFIG_NAME} is damaged") from None
-        if backend != "zarr":
-            raise NotACheckpointError(
-                f"{location.url} was written by the backend {backend!r}, not as Zarr arrays; "
-                "convert it first"
-            )
-    return stored
+def open_checkpoint(place: str, options: Sequence[str] | None = None) -> OpenCheckpoint:
+    """The checkpoint at a path or URL; errors as :func:`shardstore.open`."""
+    return opened.open(locate(place, options))
 
 
 def require_no_array(location: Location) -> None:
@@ -164,35 +140,16 @@ def matcher(patterns: Sequence[str] | None) -> Callable[[str], bool]:
     return wanted
 
 
-def choose(arrays: Mapping[str, ArrayMeta], patterns: Sequence[str] | None) -> dict[str, ArrayMeta]:
+def choose(ckpt: OpenCheckpoint, patterns: Sequence[str] | None) -> dict[str, StoredArray]:
     """The arrays that patterns choose.
 
     Raises:
         MissingKeyError: a pattern chooses nothing.
     """
     for pattern in patterns or ():
-        if not any(map(matcher([pattern]), arrays)):
-            raise _missing(arrays, pattern)
-    wanted = matcher(patterns)
-    return {key: meta for key, meta in arrays.items() if wanted(key)}
-
-
-def get_array(stored: StoredCheckpoint, key: str) -> ArrayMeta:
-    """The array of a key.
-
-    Raises:
-        MissingKeyError: names similar keys.
-    """
-    if key not in stored.arrays:
-        raise _missing(stored.arrays, key)
-    return stored.arrays[key]
-
-
-def _missing(arrays: Mapping[str, ArrayMeta], key: str) -> MissingKeyError:
-    near = get_close_matches(key, arrays, n=3, cutoff=0.5)
-    near = near or [known for known in arrays if key.lower() in known.lower()][:3]
-    hint = f"did you mean {', '.join(map(clean, near))}?" if near else "`shardstore ls` lists all"
-    return MissingKeyError(f"no key {key!r} among {len(arrays)}; {hint}", key=key)
+        if not any(map(matcher([pattern]), ckpt)):
+            raise opened.missing(pattern, ckpt, f"key of the {len(ckpt)} in {ckpt.url}")
+    return {key: ckpt[key] for key in filter(matcher(patterns), ckpt)}
 
 
 def require_output(output: str) -> Path:

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from shardstore.cli.checking import verdict
 from shardstore.cli.listing import describe, summary
-from shardstore.cli.printing import counted, human_bytes
 from shardstore.inspection.layout import Cell, Module
+from shardstore.inspection.opened import counted, human_bytes
 from shardstore.inspection.statistics import Statistics
 from shardstore.inspection.verify import Finding, Verified
 from shardstore.storage.format.documents import ArrayMeta

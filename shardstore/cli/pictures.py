@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardstore.cli import options as opt
-from shardstore.cli.listing import about, describe
-from shardstore.cli.printing import clean, complain, emit, human_bytes, say
-from shardstore.errors import DamagedCheckpointError
-from shardstore.inspection.layout import Module, array_bytes, cells, drawn_axes, modules
-from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.format.documents import ArrayMeta
+from shardstore.cli.listing import describe
+from shardstore.cli.printing import complain, emit, say
+from shardstore.inspection.layout import Module, cells, drawn_axes, modules
+from shardstore.inspection.opened import StoredArray, clean, human_bytes
 from shardstore.storage.stores.location import store_errors
 
 if TYPE_CHECKING:
@@ -47,14 +45,14 @@ def plot(
     storage_option: opt.Options = None,
 ) -> None:
     """Draw a PNG: how an array is cut over ranks and chunks, its values, or sizes by module."""
-    stored = opt.open_stored(checkpoint, storage_option)
+    ckpt = opt.open_checkpoint(checkpoint, storage_option)
     output = output or f"{kind.value}.png"
     opt.require_output(output)
     if not output.endswith(".png"):
         raise opt.UsageProblem(f"pictures are PNG: give a name such as {output}.png, not {output}")
     if kind is not Plot.sizes and key is None:
         raise opt.UsageProblem(f"plot {kind.value} needs a key; `shardstore ls` lists all keys")
-    array = None if key is None or kind is Plot.sizes else opt.get_array(stored, key)
+    array = None if key is None or kind is Plot.sizes else ckpt[key]
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -64,11 +62,15 @@ def plot(
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     if array is None:
-        _sizes(axes, modules(opt.choose(stored.arrays, [key] if key else []).values()), key)
+        _sizes(
+            axes,
+            modules(array.meta for array in opt.choose(ckpt, [key] if key else []).values()),
+            key,
+        )
     elif kind is Plot.layout:
-        _layout(figure, axes, stored, array)
+        _layout(figure, axes, array)
     else:
-        _histogram(axes, stored, array)
+        _histogram(axes, array)
     with store_errors("writing", output):
         figure.savefig(output, format="png", dpi=120)
     if as_json:
@@ -77,10 +79,10 @@ def plot(
         say(output)
 
 
-def _layout(figure: Any, axes: Any, stored: StoredCheckpoint, array: ArrayMeta) -> None:
+def _layout(figure: Any, axes: Any, array: StoredArray) -> None:
     import numpy as np
 
-    found = cells(array, stored.manifest)
+    found = cells(array.meta, array.checkpoint.stored.manifest)
     if found:
         lefts = sorted({cell.left for cell in found})
         tops = sorted({cell.top for cell in found})
@@ -95,23 +97,23 @@ def _layout(figure: Any, axes: Any, stored: StoredCheckpoint, array: ArrayMeta) 
     for cell in found if len(found) <= NAMED_CELLS else ():
         center = (cell.left + cell.width / 2, cell.top + cell.height / 2)
         axes.annotate("" if cell.rank is None else str(cell.rank), center, ha="center", va="center")
-    rows, columns = drawn_axes(array)
+    rows, columns = drawn_axes(array.meta)
     axes.set_xlabel("" if columns is None else f"axis {columns}")
     axes.set_ylabel("" if rows is None else f"axis {rows}")
     if rows is None:
         axes.set_yticks([])
-    dtype, shape, chunks, shards, _ = describe(array)
+    dtype, shape, chunks, shards, _ = describe(array.meta)
     axes.set_title(f"{clean(array.key)}\n{dtype} {shape}, chunks: {chunks}, saved from: {shards}")
 
 
-def _histogram(axes: Any, stored: StoredCheckpoint, array: ArrayMeta) -> None:
+def _histogram(axes: Any, array: StoredArray) -> None:
     from shardstore.inspection.statistics import histogram, measure
 
-    found, damage = measure(stored, [array])
+    found, damage = measure([array])
     for text in damage.get(array.key, []):
         complain(text)
     statistics = found[array.key]
-    counts, edges = histogram(stored, array, statistics, bins=100)
+    counts, edges = histogram(array, statistics, bins=100)
     axes.stairs(counts, edges, fill=True)
     axes.set_yscale("symlog", linthresh=1)
     axes.set_xlabel("value")
@@ -154,31 +156,27 @@ def report(
     from shardstore.inspection.statistics import histogram, measure
     from shardstore.inspection.verify import verify
 
-    stored = opt.open_stored(checkpoint, storage_option)
+    ckpt = opt.open_checkpoint(checkpoint, storage_option)
     budget = opt.parse_size(memory)
     target = opt.require_output(output)
-    arrays = list(stored.arrays.values())
     findings: list[Finding] = []
     progress = opt.bar(as_json)
-    verified = verify(stored, findings.append, progress=progress) if check else None
-    try:
-        manifest = stored.manifest
-    except DamagedCheckpointError:
-        manifest = None
+    verified = verify(ckpt.stored, findings.append, progress=progress) if check else None
+    manifest, _ = ckpt.manifest_or_damage()
     statistics: dict[str, Statistics] = {}
     damage: dict[str, list[str]] = {}
+    arrays = sorted(ckpt.values(), key=lambda array: (-array.nbytes, array.key))
     if values:
-        statistics, damage = measure(stored, arrays, budget_bytes=budget, progress=progress)
+        statistics, damage = measure(arrays, budget_bytes=budget, progress=progress)
     facts = {}
-    largest = sorted(arrays, key=lambda meta: (-array_bytes(meta), meta.key))
-    for number, meta in enumerate(largest):
-        is_drawn, found = number < MAX_PICTURED, statistics.get(meta.key)
+    for number, array in enumerate(arrays):
+        is_drawn, found = number < MAX_PICTURED, statistics.get(array.key)
         bars = None
         if is_drawn and found is not None:
-            bars = histogram(stored, meta, found, BINS, budget_bytes=budget)
-        picture = cells(meta, manifest) if is_drawn else None
-        facts[meta.key] = ArrayFacts(meta, picture, found, bars, damage.get(meta.key, []))
-    text = page(about(stored), modules(arrays), facts, verified, findings)
+            bars = histogram(array, found, BINS, budget_bytes=budget)
+        picture = cells(array.meta, manifest) if is_drawn else None
+        facts[array.key] = ArrayFacts(array.meta, picture, found, bars, damage.get(array.key, []))
+    text = page(ckpt.info, modules(ckpt.metas.values()), facts, verified, findings)
     with store_errors("writing", output):
         target.write_text(text, encoding="utf-8")
     is_damaged = bool(damage) or (verified is not None and not verified.ok)

@@ -15,19 +15,13 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
+from shardstore.inspection.opened import clean
+
 GAP = "  "
 LEAST_KEY = 20
 """Columns of a folded key; where a table leaves it less, the other cells go below the key."""
 INDENT = 4
 _OBEYED = re.compile("[\x7f-\x9f\xad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]")
-
-
-def clean(text: str) -> str:
-    """The text with all unprintable characters escaped: ESC is ``\\x1b``, a newline ``\\n``."""
-    if text.isprintable():
-        return text
-    shown = (c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
-    return "".join(shown)
 
 
 def say(*lines: str) -> None:
@@ -69,17 +63,6 @@ def open_streams() -> None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (as long as the process)
         elif mode == "w" and hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-
-
-def counted(count: int, what: str) -> str:
-    """``1 chunk``, ``2 chunks``."""
-    return f"{count:,} {what}{'s' * (count != 1)}"
-
-
-def human_bytes(size: float) -> str:
-    """``1.5 GiB``."""
-    power = min(4, max(0, (int(size).bit_length() - 1) // 10))
-    return f"{size / 1024**power:.1f} {' KMGT'[power]}iB" if power else f"{int(size)} B"
 
 
 def columns(wide: bool = False) -> int | None:

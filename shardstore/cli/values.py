@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from typing import Annotated
+from collections.abc import Collection
+from typing import Annotated, Any
 
 import typer
 
 from shardstore.cli import options as opt
-from shardstore.cli.printing import clean, columns, complain, emit, fold, row_printer, say
+from shardstore.cli.printing import columns, complain, emit, fold, row_printer, say
+from shardstore.inspection.opened import clean
 
 PRINTED = 1000
 """Elements that are printed whole; of more, NumPy shows the ends of each axis."""
@@ -29,32 +30,43 @@ def stats(
     """Norm, mean, range, zeros, NaNs and infinities of arrays, by streaming."""
     from shardstore.inspection.statistics import measure
 
-    stored = opt.open_stored(checkpoint, storage_option)
+    ckpt = opt.open_checkpoint(checkpoint, storage_option)
     budget = opt.parse_size(memory)
-    arrays = [meta for _, meta in sorted(opt.choose(stored.arrays, keys).items())]
-    found, damage = measure(stored, arrays, budget_bytes=budget, progress=opt.bar(as_json))
+    arrays = [array for _, array in sorted(opt.choose(ckpt, keys).items())]
+    found, damage = measure(arrays, budget_bytes=budget, progress=opt.bar(as_json))
     if as_json:
         entries = [
             {
-                "key": meta.key,
-                "dtype": meta.dtype,
-                "shape": list(meta.shape),
-                **found[meta.key].as_dict(),
-                "damage": damage.get(meta.key, []),
+                "key": array.key,
+                "dtype": array.meta.dtype,
+                "shape": list(array.shape),
+                **found[array.key].as_dict(),
+                "damage": damage.get(array.key, []),
             }
-            for meta in arrays
+            for array in arrays
         ]
-        emit({"url": stored.location.url, "arrays": entries})
+        emit({"url": ckpt.url, "arrays": entries})
     else:
         head = ("key", "dtype", "count", "norm", "mean", "min", "max", "zeros", "NaN", "Inf")
         rows = [head]
-        for meta in arrays:
-            s = found[meta.key]
+        for array in arrays:
+            s = found[array.key]
             norm, mean, low, high = (
                 "-" if x is None else f"{x:.6g}" for x in (s.norm, s.mean, s.min, s.max)
             )
             count, zeros, nan, inf = map(str, (s.count, s.zeros, s.nan, s.inf))
-            row = (clean(meta.key), meta.dtype, count, norm, mean, low, high, zeros, nan, inf)
+            row = (
+                clean(array.key),
+                array.meta.dtype,
+                count,
+                norm,
+                mean,
+                low,
+                high,
+                zeros,
+                nan,
+                inf,
+            )
             rows.append(row)
         is_stacked, lines_of = row_printer(rows, "<<" + ">" * 8, columns(wide), names=head)
         for row in rows[is_stacked:]:
@@ -78,38 +90,34 @@ def show(
     """Print values of an array, all or a slice of them."""
     import numpy as np
 
-    from shardstore.inspection.streaming import read_positions
-
-    stored = opt.open_stored(checkpoint, storage_option)
-    name, inside = split_key(key, stored.arrays)
-    array = opt.get_array(stored, name)
-    selection = parse_selection(inside, array.shape, name)
-    positions: list[Sequence[int]] = [
-        [range(length)[part]] if isinstance(part, int) else range(length)[part]
-        for part, length in zip(selection, array.shape, strict=True)
-    ]
-    size = math.prod(map(len, positions))
-    single = tuple(axis for axis, part in enumerate(selection) if isinstance(part, int))
-    shape = [len(p) for axis, p in enumerate(positions) if axis not in single]
+    ckpt = opt.open_checkpoint(checkpoint, storage_option)
+    name, inside = split_key(key, ckpt)
+    array = ckpt[name]
+    chosen = array.positions(parse_selection(inside, name))
+    size = math.prod(len(found) for found, _ in chosen)
+    shape = [len(found) for found, single in chosen if not single]
     if as_json and size > limit:
         raise opt.UsageProblem(
             f"{size} values are more than --limit {limit}; choose a slice, such as '{name}[0, :10]'"
         )
     is_cut = not as_json and size > PRINTED
-    if is_cut:  # only the ends of each axis are printed, so only they are read
-        ends = 2 * EDGE + 1
-        positions = [[*p[: EDGE + 1], *p[-EDGE:]] if len(p) > ends else p for p in positions]
-    values = read_positions(stored, array, positions).squeeze(single)
+    axes = [
+        # Only the ends of each axis are printed, so only they are read.
+        [found[: EDGE + 1], found[-EDGE:]] if is_cut and len(found) > 2 * EDGE + 1 else [found]
+        for found, _ in chosen
+    ]
+    singles = tuple(axis for axis, (_, single) in enumerate(chosen) if single)
+    values = array.select(axes).squeeze(singles)
     if values.dtype.isbuiltin != 1:  # NumPy cannot print it; float32 holds the values exactly
         values = values.astype(np.float32)
     if as_json:
         if values.dtype.kind == "c":
             values = np.stack([values.real, values.imag], axis=-1)
-        emit({"key": name, "dtype": array.dtype, "shape": shape, "values": values.tolist()})
+        emit({"key": name, "dtype": array.meta.dtype, "shape": shape, "values": values.tolist()})
         return
     width = columns(wide)
     where = f"[{inside}]" if inside else ""
-    say(*fold(clean(f"{name}{where}  {array.dtype} {shape}"), width))
+    say(*fold(clean(f"{name}{where}  {array.meta.dtype} {shape}"), width))
     text = np.array2string(
         values,
         threshold=0 if is_cut else size,
@@ -127,33 +135,22 @@ def split_key(text: str, known: Collection[str]) -> tuple[str, str]:
     return key, inside
 
 
-def parse_selection(text: str, shape: Sequence[int], key: str) -> tuple[int | slice, ...]:
-    """Basic NumPy indexing: integers, slices and one ellipsis.
+def parse_selection(text: str, key: str) -> tuple[Any, ...]:
+    """Basic NumPy indexing: integers, slices and ellipses.
 
     Raises:
-        UsageProblem: of another form, too many axes, or out of range.
+        UsageProblem: something else.
     """
-    parts = [part.strip() for part in text.rstrip(" ,").split(",")] if text.strip() else []
-    if "..." not in parts:
-        parts.append("...")
-    missing = len(shape) - len(parts) + 1
-    if missing < 0:
-        raise opt.UsageProblem(f"[{text}] has more axes than {key!r} of shape {list(shape)}")
-    at = parts.index("...")
-    parts[at : at + 1] = [":"] * missing
-    out: list[int | slice] = []
-    for axis, (part, length) in enumerate(zip(parts, shape, strict=True)):
+    out: list[Any] = []
+    for part in map(str.strip, text.rstrip(" ,").split(",") if text.strip() else ()):
         try:
             ends = [int(end) if end.strip() else None for end in part.split(":")]
             out.append(slice(*ends) if ":" in part else int(part))
-            range(length)[out[-1]]
-        except IndexError:
-            raise opt.UsageProblem(
-                f"index {part} is out of range for axis {axis} of {key!r}, length {length}"
-            ) from None
         except (ValueError, TypeError):
-            raise opt.UsageProblem(
-                f"{part!r} is no index: give integers and slices as in NumPy, such as "
-                f"'{key}[0, 2:10, ::2]'"
-            ) from None
+            if part != "...":
+                raise opt.UsageProblem(
+                    f"{part!r} is no index: give integers and slices as in NumPy, such as "
+                    f"'{key}[0, 2:10, ::2]'"
+                ) from None
+            out.append(...)
     return tuple(out)

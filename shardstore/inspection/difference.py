@@ -6,10 +6,10 @@ compared bit by bit, so that 0.0 and -0.0 differ, and a NaN equals itself.
 
 from __future__ import annotations
 
-import math
 import threading
 import zipfile
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from io import BytesIO
 from typing import Any
@@ -18,18 +18,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardstore.errors import DamagedCheckpointError
-from shardstore.inspection.statistics import BLOCK, Statistics, as_float64
-from shardstore.inspection.streaming import DEFAULT_BUDGET_BYTES, Progress, read_box, stream
-from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.commit.object_files import beside_arrays
-from shardstore.storage.format.documents import ArrayMeta
+from shardstore.inspection.opened import OpenCheckpoint, StoredArray
+from shardstore.inspection.statistics import (
+    BLOCK,
+    DEFAULT_BUDGET_BYTES,
+    Progress,
+    Statistics,
+    as_float64,
+    stream,
+)
 from shardstore.storage.format.grid import Box
-from shardstore.storage.movers.parallel import run_batched
+from shardstore.storage.format.names import COMMON_STATE_NAME
 
 __all__ = ["ArrayDifference", "Difference", "compare"]
 
 READ_TOGETHER = 8
-"""Sharded objects that are read from an object store at a time, each whole in memory."""
+"""Sharded objects that are read at a time, each whole in memory."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +97,8 @@ class Difference:
 
 
 def compare(
-    a: StoredCheckpoint,
-    b: StoredCheckpoint,
+    a: OpenCheckpoint,
+    b: OpenCheckpoint,
     wants: Callable[[str], bool] = lambda key: True,
     *,
     files: bool = True,
@@ -111,18 +115,18 @@ def compare(
         progress: a callback, or ``"bar"``, for the bytes of A's values that are compared.
     """
     out = Difference()
-    left = {key: meta for key, meta in a.arrays.items() if wants(key)}
-    right = {key: meta for key, meta in b.arrays.items() if wants(key)}
+    left = {key: array for key, array in a.items() if wants(key)}
+    right = {key: array for key, array in b.items() if wants(key)}
     out.only_a = sorted(set(left) - set(right))
     out.only_b = sorted(set(right) - set(left))
     suspects: dict[str, Collection[int]] = {}
     for key in sorted(set(left) & set(right)):
         mine, other = left[key], right[key]
-        shapes, dtypes = (list(mine.shape), list(other.shape)), (mine.dtype, other.dtype)
+        shapes, dtypes = (list(mine.shape), list(other.shape)), (mine.meta.dtype, other.meta.dtype)
         pairs = {"shape": shapes, "dtype": dtypes}
         if differs := {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}:
             out.described[key] = differs
-        elif chunks := _suspects(a, b, mine, other):
+        elif chunks := _suspects(mine, other):
             suspects[key] = chunks
         else:
             out.equal += 1
@@ -133,12 +137,12 @@ def compare(
     damage: dict[str, list[str]] = {key: [] for key in suspects}
     lock = threading.Lock()
 
-    def work(array: ArrayMeta, box: Box) -> None:
-        corner = zip(box.offset, array.grid.chunk_shape, strict=True)
-        chunk = array.grid.linear([start // edge for start, edge in corner])
+    def work(array: StoredArray, box: Box) -> None:
+        corner = zip(box.offset, array.chunks, strict=True)
+        chunk = array.meta.grid.linear([start // edge for start, edge in corner])
         if chunk not in suspects[array.key]:
             return
-        mine, other = read_box(a, array, box), read_box(b, right[array.key], box)
+        mine, other = array.read_box(box), right[array.key].read_box(box)
         part, delta = _difference(mine, other)
         with lock:
             out.bytes_read += mine.nbytes + other.nbytes
@@ -147,7 +151,7 @@ def compare(
             if delta.count:
                 touched[array.key].add(chunk)
 
-    def failed(array: ArrayMeta, error: DamagedCheckpointError) -> None:
+    def failed(array: StoredArray, error: DamagedCheckpointError) -> None:
         damage[array.key].append(str(error))
 
     stream(
@@ -155,7 +159,7 @@ def compare(
         work,
         failed,
         operation="compare",
-        url=a.location.url,
+        url=a.url,
         budget_bytes=budget_bytes,
         copies=2,
         progress=progress,
@@ -166,9 +170,9 @@ def compare(
             continue
         out.values[key] = ArrayDifference(
             elements=delta.count,
-            of=math.prod(left[key].shape),
+            of=left[key].size,
             chunks=len(touched[key]),
-            chunks_of=left[key].grid.size,
+            chunks_of=left[key].meta.grid.size,
             max_abs=delta.max or 0.0,
             norm=delta.norm,
             norm_a=values[key].norm,
@@ -180,26 +184,22 @@ def compare(
     return out
 
 
-def _suspects(
-    a: StoredCheckpoint, b: StoredCheckpoint, mine: ArrayMeta, other: ArrayMeta
-) -> Collection[int]:
+def _suspects(mine: StoredArray, other: StoredArray) -> Collection[int]:
     """Numbers of the chunks that may differ: all, unless both manifests have hashes of the same
     chunks."""
-    one, two = _digests(a, mine), _digests(b, other)
-    if one is None or two is None or mine.grid != other.grid:
-        return range(mine.grid.size)
+    grid = mine.meta.grid
+    one, two = _digests(mine), _digests(other)
+    if one is None or two is None or grid != other.meta.grid:
+        return range(grid.size)
     return {int(i) for i in np.flatnonzero((one != two).any(axis=1))}
 
 
-def _digests(stored: StoredCheckpoint, array: ArrayMeta) -> NDArray[Any] | None:
-    try:
-        manifest = stored.manifest
-    except DamagedCheckpointError:
-        return None
-    row = None if manifest is None else manifest.first_row(array)
+def _digests(array: StoredArray) -> NDArray[Any] | None:
+    manifest, _ = array.checkpoint.manifest_or_damage()
+    row = None if manifest is None else manifest.first_row(array.meta)
     if manifest is None or row is None:
         return None
-    return manifest.digest[row : row + array.grid.size]
+    return manifest.digest[row : row + array.meta.grid.size]
 
 
 def _difference(a: NDArray[Any], b: NDArray[Any]) -> tuple[Statistics, Statistics]:
@@ -229,9 +229,7 @@ def _delta(x: NDArray[Any], y: NDArray[Any]) -> NDArray[np.float64]:
     return out
 
 
-def _files(
-    a: StoredCheckpoint, b: StoredCheckpoint, wants: Callable[[str], bool]
-) -> dict[str, str]:
+def _files(a: OpenCheckpoint, b: OpenCheckpoint, wants: Callable[[str], bool]) -> dict[str, str]:
     left, right = _contents(a, wants), _contents(b, wants)
     out = {name: "only in A" for name in left if name not in right}
     out |= {name: "only in B" for name in right if name not in left}
@@ -239,22 +237,15 @@ def _files(
     return out | {name: "differs" for name in both if left[name] != right[name]}
 
 
-def _contents(stored: StoredCheckpoint, wants: Callable[[str], bool]) -> dict[str, object]:
+def _contents(ckpt: OpenCheckpoint, wants: Callable[[str], bool]) -> dict[str, object]:
     """Path -> content of ``common.pt`` and each sharded object, in a form that can be compared."""
-    nodes = {array.node for array in stored.arrays.values()}
-    top = stored.location.listing()
-    paths = ["common.pt"] if "common.pt" in top else []
-    for found in beside_arrays(stored.location, top, nodes, wants):
-        paths += [f"{found.name}/{entry}" for entry in found.objects]
-    out: dict[str, object] = {}
-
-    def read(batch: Sequence[str]) -> None:
-        for path in batch:
-            out[path] = _records(stored.location.read(path))
-
-    threads = 1 if stored.location.is_local else READ_TOGETHER
-    run_batched(paths, read, threads=threads, weight=lambda _: 1, batch_weight=1)
-    return out
+    location = ckpt.stored.location
+    names = [name for key, name in ckpt.objects.names.items() if wants(key.rpartition("/")[0])]
+    if location.exists(COMMON_STATE_NAME):
+        names.append(COMMON_STATE_NAME)
+    with ThreadPoolExecutor(READ_TOGETHER) as pool:
+        found = pool.map(lambda name: _records(location.read(name)), names)
+        return dict(zip(names, found, strict=True))
 
 
 def _records(data: bytes) -> object:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import product
 from typing import TYPE_CHECKING
 
-from shardstore.storage.format import dtypes
+from shardstore.inspection.opened import array_bytes
 from shardstore.storage.format.documents import ArrayMeta
 
 if TYPE_CHECKING:
     from shardstore.storage.format.manifest import Manifest
 
-__all__ = ["Cell", "Module", "array_bytes", "cells", "drawn_axes", "modules", "shard_counts"]
+__all__ = ["Cell", "Module", "cells", "drawn_axes", "modules", "shard_counts"]
 
 MAX_CELLS = 4096
 
@@ -35,11 +34,6 @@ class Cell:
     height: int
     width: int
     rank: int | None
-
-
-def array_bytes(array: ArrayMeta) -> int:
-    """Bytes of the values of an array, without padding and checksums."""
-    return math.prod(array.shape) * dtypes.itemsize(array.dtype)
 
 
 def shard_counts(array: ArrayMeta) -> tuple[int, ...] | None:

@@ -9,19 +9,33 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardstore.inspection.streaming import DEFAULT_BUDGET_BYTES, Progress, read_box, stream
-from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.format.documents import ArrayMeta
+from shardstore.errors import DamagedCheckpointError
+from shardstore.inspection.opened import StoredArray
+from shardstore.progress import Operation, ProgressCallback, metered
 from shardstore.storage.format.grid import Box
+from shardstore.storage.movers.parallel import default_threads, run_batched
 
-__all__ = ["Statistics", "as_float64", "histogram", "measure"]
+__all__ = [
+    "DEFAULT_BUDGET_BYTES",
+    "Progress",
+    "Statistics",
+    "as_float64",
+    "histogram",
+    "measure",
+    "stream",
+]
+
+DEFAULT_BUDGET_BYTES = 256 * 1024 * 1024
+BATCH_PIECES = 8
+"""An interrupt waits for as many pieces at most, each of which may be a request."""
+Progress = ProgressCallback | Literal["bar"] | None
 
 BLOCK = 128 * 1024
 """Elements at a time: as float64 they stay in the processor's cache."""
@@ -141,8 +155,7 @@ class Statistics:
 
 
 def measure(
-    stored: StoredCheckpoint,
-    arrays: Sequence[ArrayMeta],
+    arrays: Sequence[StoredArray],
     *,
     budget_bytes: int = DEFAULT_BUDGET_BYTES,
     progress: Progress = None,
@@ -150,8 +163,7 @@ def measure(
     """Statistics of stored arrays.
 
     Args:
-        stored: the checkpoint.
-        arrays: the arrays.
+        arrays: arrays of one checkpoint.
         budget_bytes: memory for values at a time.
         progress: a callback, or ``"bar"``.
 
@@ -162,22 +174,21 @@ def measure(
     damage: dict[str, list[str]] = {}
     lock = threading.Lock()
 
-    def work(array: ArrayMeta, box: Box) -> None:
-        part = Statistics.of(read_box(stored, array, box))
+    def work(array: StoredArray, box: Box) -> None:
+        part = Statistics.of(array.read_box(box))
         with lock:
             found[array.key].merge(part)
 
-    def failed(array: ArrayMeta, error: Exception) -> None:
+    def failed(array: StoredArray, error: Exception) -> None:
         damage.setdefault(array.key, []).append(str(error))
 
-    url = stored.location.url
+    url = arrays[0].checkpoint.url if arrays else ""
     stream(arrays, work, failed, url=url, budget_bytes=budget_bytes, progress=progress)
     return found, damage
 
 
 def histogram(
-    stored: StoredCheckpoint,
-    array: ArrayMeta,
+    array: StoredArray,
     statistics: Statistics,
     bins: int = 60,
     *,
@@ -201,12 +212,84 @@ def histogram(
     lock = threading.Lock()
     ends = (low * scale, high * scale)
 
-    def work(array: ArrayMeta, box: Box) -> None:
+    def work(array: StoredArray, box: Box) -> None:
         mine = np.zeros(bins, np.int64)
-        for block in _blocks(read_box(stored, array, box)):
+        for block in _blocks(array.read_box(box)):
             mine += np.histogram(block[np.isfinite(block)] * scale, bins, ends)[0]
         with lock:
             counts[:] += mine
 
     stream([array], work, lambda array, error: None, budget_bytes=budget_bytes)
     return counts, np.linspace(*ends, bins + 1) / scale
+
+
+def _cut(box: Box, limit: int) -> Iterator[Box]:
+    """Cut a box along its outermost axis that is longer than 1 until no part has more than
+    ``limit`` elements."""
+    axis = next((i for i, n in enumerate(box.shape) if n > 1), None)
+    if box.size <= limit or axis is None:
+        yield box
+        return
+    length = box.shape[axis]
+    step = max(1, limit * length // box.size)
+    for start in range(0, length, step):
+        offset, shape = list(box.offset), list(box.shape)
+        offset[axis] += start
+        shape[axis] = min(step, length - start)
+        yield from _cut(Box(tuple(offset), tuple(shape)), limit)
+
+
+def stream(
+    arrays: Iterable[StoredArray],
+    work: Callable[[StoredArray, Box], None],
+    failed: Callable[[StoredArray, DamagedCheckpointError], None],
+    *,
+    operation: Operation = "read",
+    url: str = "",
+    budget_bytes: int = DEFAULT_BUDGET_BYTES,
+    copies: int = 1,
+    progress: Progress = None,
+) -> None:
+    """Call ``work`` for every piece of some arrays, from several threads. A piece is a chunk or,
+    where the budget is smaller, a part of one.
+
+    Args:
+        arrays: the arrays, in any order.
+        work: reads a piece and uses its values; called from several threads at a time.
+        failed: called for each piece that is damaged, one call at a time; the others go on.
+        operation, url: for progress.
+        budget_bytes: memory for all pieces that are being worked on.
+        copies: pieces' worth of memory that ``work`` takes at a time.
+        progress: a callback, or ``"bar"``.
+    """
+    threads = default_threads()
+    limit = max(4096, budget_bytes // (threads * copies))
+    pieces = [
+        (array, part, part.size * itemsize)
+        for array in arrays
+        for itemsize, grid in [(array.dtype.itemsize, array.meta.grid)]
+        for index in map(grid.index, range(grid.size))
+        for part in _cut(grid.box(index), max(1, limit // itemsize))
+    ]
+    lock = threading.Lock()
+
+    def run(batch: Sequence[tuple[StoredArray, Box, int]]) -> None:
+        for array, part, size in batch:
+            try:
+                work(array, part)
+            except DamagedCheckpointError as error:
+                with lock:
+                    failed(array, error)
+            if meter.add is not None:
+                meter.add(size, 0)
+
+    with metered(operation, url, progress) as meter:
+        meter.expect(sum(size for _, _, size in pieces))
+        run_batched(
+            pieces,
+            run,
+            threads=threads,
+            weight=lambda piece: piece[2],
+            batch_weight=32 * 1024 * 1024,
+            batch_items=BATCH_PIECES,
+        )

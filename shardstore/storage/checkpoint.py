@@ -136,11 +136,15 @@ class StoredCheckpoint:
         while nodes:
             node = nodes.pop()
             try:
-                yield node, self.location.read(f"{node}/{name}")
+                text = self.location.read(f"{node}/{name}")
+                yield node, text
+                has_more = b'"group"' in text
             except FileNotFoundError:
-                if self.root is None and self.location.is_dir(node):
-                    # The old layout took keys as paths: "a/b" is a folder in a folder.
-                    nodes += [f"{node}/{below}" for below in self.location.listing(node)]
+                has_more = self.root is None
+            # Groups of other programs are nested, and the old layout took keys as paths: "a/b" is a
+            # folder in a folder.
+            if has_more and self.location.is_dir(node):
+                nodes += [f"{node}/{below}" for below in self.location.listing(node)]
 
     def _objects(self, name: str) -> Iterator[tuple[str, bytes]]:
         """The same in an object store: one listing, then all documents at once."""

@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 
 import shardstore
 from shardstore.inspection.layout import MAX_CELLS, cells, drawn_axes
+from shardstore.inspection.opened import StoredArray
 from shardstore.inspection.statistics import histogram, measure
 from shardstore.mapping import ShardedTensor
-from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Grid
-from shardstore.storage.stores.location import Location
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 
 
@@ -89,17 +88,16 @@ def test_no_more_cells_than_can_be_seen() -> None:
     assert cells(array_of((0, 4), (1, 4)), None) == []
 
 
-def stored_of(values: torch.Tensor, place: Path) -> tuple[StoredCheckpoint, ArrayMeta]:
+def stored_of(values: torch.Tensor, place: Path) -> StoredArray:
     state: dict[str, Any] = {"w": ShardedTensor.from_rank_offsets("w", values)}
     strategy = ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=256)
     shardstore.save(state, place, strategy)
-    stored = StoredCheckpoint(Location.of(place))
-    return stored, stored.arrays["w"]
+    return shardstore.open(place)["w"]
 
 
 def binned(values: torch.Tensor, place: Path, bins: int) -> tuple[list[int], list[float]]:
-    stored, array = stored_of(values, place)
-    counts, edges = histogram(stored, array, measure(stored, [array])[0]["w"], bins)
+    array = stored_of(values, place)
+    counts, edges = histogram(array, measure([array])[0]["w"], bins)
     return counts.tolist(), edges.tolist()
 
 

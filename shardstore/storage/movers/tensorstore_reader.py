@@ -39,12 +39,16 @@ def shared_context() -> ts.Context:
     return ts.Context({"cache_pool": {"total_bytes_limit": 0}, **s3_context()})
 
 
-def open_array(location: Location, array: ArrayMeta) -> Any:
+def open_array(
+    location: Location, array: ArrayMeta, *, write: bool = True, fill_missing: bool = False
+) -> Any:
     """A TensorStore handle on an array, opened without reading anything.
 
     Args:
         location: root of the checkpoint.
         array: its metadata.
+        write: whether the handle may write.
+        fill_missing: a chunk that is not there reads as the fill value, and is no error.
 
     Raises:
         FormatVersionError: TensorStore does not understand the metadata.
@@ -59,12 +63,19 @@ def open_array(location: Location, array: ArrayMeta) -> Any:
         "kvstore": kvstore_spec(location.child(array.node)),
         "metadata": metadata,
         "store_data_equal_to_fill_value": True,
-        "fill_missing_data_reads": False,
+        "fill_missing_data_reads": fill_missing,
         "recheck_cached_data": False,
         "recheck_cached_metadata": False,
     }
     try:
-        return ts.open(spec, context=shared_context(), open=True, assume_metadata=True).result()
+        return ts.open(
+            spec,
+            context=shared_context(),
+            open=True,
+            assume_metadata=True,
+            read=True,
+            write=write,
+        ).result()
     except ValueError as error:
         url = f"{location.url}/{array.node}"
         raise FormatVersionError(
@@ -81,10 +92,12 @@ class TensorStoreReader:
 
     Args:
         location: root of the checkpoint.
+        fill_missing: see :func:`open_array`.
     """
 
-    def __init__(self, location: Location) -> None:
+    def __init__(self, location: Location, *, fill_missing: bool = False) -> None:
         self.location = location
+        self._fill_missing = fill_missing
 
     def read(
         self,
@@ -101,7 +114,9 @@ class TensorStoreReader:
                 if not read.box.size:
                     continue
                 if read.array not in stores:
-                    stores[read.array] = open_array(self.location, read.array)
+                    stores[read.array] = open_array(
+                        self.location, read.array, fill_missing=self._fill_missing
+                    )
                 target = ts.array(read.out, copy=False, write=True)
                 pending.append((read, target.write(stores[read.array][read.box.slices])))
                 flying += read.out.nbytes

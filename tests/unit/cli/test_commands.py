@@ -190,7 +190,7 @@ def test_selections_are_those_of_numpy(data: st.DataObject) -> None:
     whole = np.arange(int(np.prod(shape))).reshape(shape)
     text = ",".join(parts)
     expected = eval(f"whole[{text}]", {"whole": whole}) if parts else whole
-    assert np.array_equal(whole[parse_selection(text, shape, "k")], expected)
+    assert np.array_equal(whole[parse_selection(text, "k")], expected)
 
 
 def test_keys_with_brackets() -> None:
@@ -280,7 +280,7 @@ WRONG = [
     (["diff", "PLACE", "/no/such/place"], "does not exist"),
     (["plot", "pie", "PLACE"], "pie"),
     (["plot", "layout", "PLACE"], "needs a key"),
-    (["plot", "layout", "PLACE", "nothing"], "no key 'nothing'"),
+    (["plot", "layout", "PLACE", "nothing"], "'nothing' is no key"),
     (["report", "PLACE", "-o", "/no/such/folder/r.html"], "is no folder"),
     (["report", "PLACE", "-o", "PLACE"], "is a folder; give the name of a file"),
     (["plot", "sizes", "PLACE", "-o", "PLACE"], "is a folder; give the name of a file"),

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from shardstore.cli import app, options
-from shardstore.inspection import streaming
+from shardstore.inspection import statistics
+from shardstore.inspection.opened import OpenCheckpoint, StoredArray
+from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box, Grid
+from shardstore.storage.stores.location import Location
 
 
 def test_it_is_told(
@@ -27,11 +29,11 @@ def test_it_is_told(
 
 def test_what_is_read_in_threads_ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each piece may be a request to a slow store."""
-    monkeypatch.setattr(streaming, "default_threads", lambda: 2)
+    monkeypatch.setattr(statistics, "default_threads", lambda: 2)
     begun = threading.Event()
     pieces = 0
 
-    def work(array: ArrayMeta, box: Box) -> None:
+    def work(array: StoredArray, box: Box) -> None:
         nonlocal pieces
         pieces += 1
         if threading.current_thread() is threading.main_thread():
@@ -39,9 +41,9 @@ def test_what_is_read_in_threads_ends_soon(monkeypatch: pytest.MonkeyPatch) -> N
             raise KeyboardInterrupt
         assert begun.wait(60)
 
-    def arrays() -> Iterator[ArrayMeta]:
-        yield ArrayMeta("w", "w", Grid((4000,), (4,)), "float32")
-
+    stored = StoredCheckpoint(Location.of("/no/such/place"))
+    meta = ArrayMeta("w", "w", Grid((4000,), (4,)), "float32")
+    ckpt = OpenCheckpoint(stored, {"w": meta})
     with pytest.raises(KeyboardInterrupt):
-        streaming.stream(arrays(), work, lambda array, error: None)
-    assert pieces <= 3 * streaming.BATCH_PIECES
+        statistics.stream(ckpt.values(), work, lambda array, error: None)
+    assert pieces <= 3 * statistics.BATCH_PIECES

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardstore
-from shardstore.cli.printing import cells, clean, fold, pack, row_printer
+from shardstore.cli.printing import cells, fold, pack, row_printer
+from shardstore.inspection.opened import clean
 from shardstore.mapping import ShardedTensor
 from tests.helpers.cli_checkpoints import Cli
 from tests.helpers.terminal import plain, written_to_terminal

@@ -1,0 +1,631 @@
+"""Checkpoints, and Zarr of other programs, as read-only mappings of keys to lazy arrays.
+
+:func:`open` needs neither ranks nor torch. The commands that look into checkpoints and the
+converters read through the objects that it returns. NumPy, zarr, TensorStore and torch are imported
+by what needs them: a listing needs none.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from functools import cached_property
+from itertools import islice, product
+from operator import index as integer
+from typing import TYPE_CHECKING, Any
+
+from shardstore.errors import (
+    ArgumentError,
+    DamagedCheckpointError,
+    IndexRangeError,
+    MissingKeyError,
+    NotACheckpointError,
+)
+from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.commit.identity import instead, is_foreign_node, node_type
+from shardstore.storage.commit.object_files import object_place
+from shardstore.storage.format import dtypes
+from shardstore.storage.format.documents import ArrayMeta, parse_array, parse_v2_array
+from shardstore.storage.format.grid import Box
+from shardstore.storage.format.names import COMMON_STATE_NAME, CONFIG_NAME, MANIFEST_NAME, key_of
+from shardstore.storage.stores.location import Location
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    import zarr
+    from numpy.typing import NDArray
+
+    from shardstore.storage.format.manifest import Manifest
+    from shardstore.storage.movers.chunks import RegionRead
+
+__all__ = ["OpenCheckpoint", "StoredArray", "clean", "counted", "human_bytes", "missing", "open"]
+
+READ_TOGETHER = 8
+"""Pieces of a selection with steps that are read at a time, each at most a chunk."""
+SHOWN = 40
+"""Arrays in the table of a checkpoint; of more, the first and the last."""
+SHOWN_KEY = 60
+"""Characters of a key in the table; of a longer one, its beginning and its end."""
+
+
+def open(
+    place: str | os.PathLike[str] | Location, storage_options: Mapping[str, Any] | None = None
+) -> OpenCheckpoint:
+    """Open a checkpoint for looking into it. One process calls it; it needs no ranks and no torch.
+
+    Opens checkpoints of this package and of Megatron-Core's zarr backend, and plain Zarr (v2 and
+    v3, a group or a single array) of any program. Documents are read now; values when an array is
+    indexed::
+
+        ckpt = shardstore.open("s3://bucket/run/step-100")
+        ckpt["decoder.fc1.weight"][0:8]
+
+    Args:
+        place: a folder, or a URL such as ``s3://bucket/run/step-100``.
+        storage_options: for an object store, see :func:`shardstore.save`.
+
+    Raises:
+        NotACheckpointError: nothing there that can be opened; the text says what is there.
+        FormatVersionError, DTypeMismatchError: an array uses what this version does not read.
+        DamagedCheckpointError: the root document is missing, or not what was committed.
+        StorageError: the store refused.
+    """
+    location = Location.given(place, storage_options)
+    stored = StoredCheckpoint(location)
+    try:
+        root = stored.root
+    except NotACheckpointError:
+        if node_type(location) != "array":
+            raise
+        return _single(location, "zarr.json")
+    if root is None:
+        if location.exists(".zarray"):
+            return _single(location, ".zarray")
+        if not location.exists(".zgroup") or location.exists(CONFIG_NAME):
+            stored.require()
+            _require_zarr(location)
+    return OpenCheckpoint(stored)
+
+
+def _single(location: Location, name: str) -> OpenCheckpoint:
+    """Open one array of another program, under its own name."""
+    text = location.read(name)
+    if name == "zarr.json" and not is_foreign_node(text):
+        raise NotACheckpointError(
+            f"{location.url} is not a checkpoint: {instead(location)}", url=location.url
+        )
+    folder, _, node = location.url.rpartition("/")
+    parse = parse_array if name == "zarr.json" else parse_v2_array
+    array = parse(node, text, f"{location.url}/{name}")
+    assert array is not None
+    nothing = dict.fromkeys(("zarr.json", CONFIG_NAME, MANIFEST_NAME, COMMON_STATE_NAME))
+    stored = StoredCheckpoint(Location(folder, location.options), documents=nothing)
+    return OpenCheckpoint(stored, {array.key: array})
+
+
+def _require_zarr(location: Location) -> None:
+    try:
+        backend = json.loads(location.read(CONFIG_NAME))["sharded_backend"]
+    except (ValueError, KeyError, TypeError):
+        raise NotACheckpointError(f"{location.url}/{CONFIG_NAME} is damaged") from None
+    if backend != "zarr":
+        raise NotACheckpointError(
+            f"{location.url} was written by the backend {backend!r}, not as Zarr arrays; "
+            "convert it first"
+        )
+
+
+class OpenCheckpoint(Mapping[str, "StoredArray"]):
+    """What :func:`open` returns: key -> array, in the order in which they are stored.
+
+    Attributes:
+        url: where it is.
+        stored: its documents and chunks, for the tools of this package.
+        metas: key -> what the document of an array says.
+    """
+
+    def __init__(
+        self, stored: StoredCheckpoint, metas: Mapping[str, ArrayMeta] | None = None
+    ) -> None:
+        self.url = stored.location.url
+        self.stored = stored
+        self.metas = stored.arrays if metas is None else metas
+
+    def __getitem__(self, key: str) -> StoredArray:
+        """Return an array, of which nothing is read yet.
+
+        Raises:
+            MissingKeyError: there is none; the text names the nearest keys.
+        """
+        if key not in self.metas:
+            raise missing(key, self, f"key of the {len(self)} in {self.url}")
+        return StoredArray(self, self.metas[key])
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.metas
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.metas)
+
+    def __len__(self) -> int:
+        return len(self.metas)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all values, without padding and checksums."""
+        return sum(map(array_bytes, self.metas.values()))
+
+    @cached_property
+    def attributes(self) -> dict[str, Any]:
+        """Attributes of the root group."""
+        if self.stored.root is not None:
+            return self.stored.root.attributes
+        return _loads_if_there(self.stored, ".zattrs")
+
+    @property
+    def attrs(self) -> dict[str, Any]:
+        """Attributes of the root group."""
+        return self.attributes
+
+    @cached_property
+    def common(self) -> dict[str, Any]:
+        """The common state, rank 0's plain values; empty for Zarr of other programs.
+
+        Loading a ``common.pt`` imports torch; a common state that is JSON does without.
+
+        Raises:
+            NotACheckpointError, DamagedCheckpointError: it is gone, or not what was written.
+            UnsafeObjectError: it needs a class that was not allowed to be loaded.
+        """
+        from shardstore.values.record import StateRecord
+
+        record = StateRecord.from_root(self.attributes, self.url)
+        if record is not None:
+            objects = {key: self.objects[f"{key}/shard_0_1"] for key in record.files}
+            return record.nested(self.url, objects)
+        if self.is_foreign and not self.stored.has_document(COMMON_STATE_NAME):
+            return {}
+        from shardstore.loading.metadata import load_common_state_dict
+
+        return load_common_state_dict(self.stored.location.place)
+
+    @cached_property
+    def objects(self) -> StoredObjects:
+        """Unique key (``rng/shard_0_4``) -> sharded object, loaded when it is asked for."""
+        return StoredObjects(self.stored)
+
+    @property
+    def content_metadata(self) -> Any:
+        """What was saved as ``content_metadata``, as far as it is JSON; ``None`` if nothing."""
+        return self.attributes.get("content_metadata")
+
+    @cached_property
+    def info(self) -> dict[str, Any]:
+        """What is known of the checkpoint as a whole, as JSON: format, writer, sizes, metadata."""
+        stored, root, metas = self.stored, self.stored.root, self.metas.values()
+        manifest, damaged = self.manifest_or_damage()
+        ranks = {} if manifest is None else Counter(int(rank) for rank in manifest.rank)
+        by_dtype = Counter({meta.dtype: 0 for meta in metas})
+        for meta in metas:
+            by_dtype[meta.dtype] += array_bytes(meta)
+        commit = {} if root is None else root.about.get("commit") or {}
+        writer = "another program" if self.is_foreign else "Megatron-Core"
+        if "shardstore" in commit:
+            writer = f"shardstore {commit['shardstore']}"
+        return {
+            "url": self.url,
+            "written_by": f"shardstore {commit['shardstore']}"
+            if "shardstore" in commit
+            else writer,
+            "created": commit.get("created"),
+            "zarr_format": 2 if any(meta.zarr_format == 2 for meta in metas) else 3,
+            "backend": _loads_if_there(stored, CONFIG_NAME) or None,
+            "format_version": None if root is None else root.format_version,
+            "commit": commit or None,
+            "content_metadata": self.content_metadata,
+            "arrays": len(metas),
+            "elements": sum(math.prod(meta.shape) for meta in metas),
+            "bytes": self.nbytes,
+            "bytes_by_dtype": dict(by_dtype.most_common()),
+            "chunks": sum(meta.grid.size for meta in metas),
+            "array_documents": root is None or root.array_documents,
+            "stored_bytes": None if manifest is None else int(manifest.stored.sum()),
+            "writers": len(ranks) or None,
+            "manifest_damage": damaged,
+        }
+
+    def manifest_or_damage(self) -> tuple[Manifest | None, str | None]:
+        """Return the manifest, or what is wrong with it; neither where there is none."""
+        try:
+            return self.stored.manifest, None
+        except DamagedCheckpointError as error:
+            return None, str(error)
+
+    @cached_property
+    def is_foreign(self) -> bool:
+        """Whether another program wrote it, with chunks of nothing but fill values left out."""
+        root = self.stored.root
+        ours = root is not None and root.format_version is not None
+        return not ours and not self.stored.has_document(CONFIG_NAME)
+
+    def document(self, meta: ArrayMeta) -> bytes:
+        """Return the document of an array."""
+        root = self.stored.root
+        if root is not None and meta.node in root.texts:
+            return root.texts[meta.node]
+        return self.stored.location.read(f"{meta.node}/{meta.document_name}")
+
+    def read(self, reads: Sequence[RegionRead]) -> None:
+        """Read regions into their destinations, every byte that has a checksum verified.
+
+        Raises:
+            ChunkMissingError, ChunkCorruptError: name key, chunk and writer.
+        """
+        location = self.stored.location
+        if not self.is_foreign:
+            self.stored.read(reads)
+        elif location.is_local or location.url.startswith(("s3://", "s3a://")):
+            from shardstore.storage.movers.tensorstore_reader import TensorStoreReader
+
+            for read in reads:
+                read.array = self._as_written(read.array)
+            TensorStoreReader(location, fill_missing=True).read(reads, lambda: None)
+        else:  # a store that TensorStore has no driver for
+            for read in reads:
+                read.out[...] = StoredArray(self, read.array).zarr[read.box.slices]
+
+    def _as_written(self, meta: ArrayMeta) -> ArrayMeta:
+        """Return an array whose document says how all of it is decoded, fill value included."""
+        if meta.document is not None:
+            return meta
+        return replace(meta, codecs=None, document=self.document(meta))
+
+    def __repr__(self) -> str:
+        rows = [
+            (_shortened(clean(key)), str(meta.shape), meta.dtype, human_bytes(array_bytes(meta)))
+            for key, meta in _ends(self.metas.items())
+        ]
+        rows.insert(0, ("key", "shape", "dtype", "bytes"))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            f"{key:<{widths[0]}}  {shape:<{widths[1]}}  {dtype:<{widths[2]}}  {size:>{widths[3]}}"
+            for key, shape, dtype, size in rows
+        ]
+        if len(self) > SHOWN:
+            lines.insert(1 + SHOWN // 2, f"... {len(self) - SHOWN:,} more")
+        total = f"{counted(len(self), 'array')}, {human_bytes(self.nbytes)}"
+        return "\n".join([f"{clean(self.url)}: {total}", *lines])
+
+
+class StoredArray:
+    """An array of an open checkpoint. Indexing it reads values; nothing else does.
+
+    Attributes:
+        checkpoint: the checkpoint that it is in.
+        key: its key.
+        meta: what its document says, for the tools of this package.
+    """
+
+    def __init__(self, checkpoint: OpenCheckpoint, meta: ArrayMeta) -> None:
+        self.checkpoint = checkpoint
+        self.key = meta.key
+        self.meta = meta
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape."""
+        return self.meta.shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all values, without padding and checksums."""
+        return array_bytes(self.meta)
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Shape of a chunk: what is read at least."""
+        return self.meta.grid.chunk_shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """NumPy data type; of ``ml_dtypes`` for bfloat16 and the 8-bit floats."""
+        return dtypes.numpy_dtype(self.meta.dtype)
+
+    @cached_property
+    def attributes(self) -> dict[str, Any]:
+        """Attributes of the array."""
+        if self.meta.zarr_format == 2:
+            return _loads_if_there(self.checkpoint.stored, f"{self.meta.node}/.zattrs")
+        return dict(json.loads(self.checkpoint.document(self.meta)).get("attributes") or {})
+
+    @property
+    def attrs(self) -> dict[str, Any]:
+        """Attributes of the array."""
+        return self.attributes
+
+    @property
+    def tensorstore(self) -> Any:
+        """TensorStore's handle on the array (``tensorstore.TensorStore``), for reading.
+
+        Raises:
+            StorageError: TensorStore has no driver for the store.
+        """
+        from shardstore.storage.movers.tensorstore_reader import open_array
+
+        checkpoint = self.checkpoint
+        meta = checkpoint._as_written(self.meta) if checkpoint.is_foreign else self.meta
+        return open_array(
+            checkpoint.stored.location, meta, write=False, fill_missing=checkpoint.is_foreign
+        )
+
+    @property
+    def zarr(self) -> zarr.Array[Any]:
+        """zarr's handle on the array, for reading."""
+        import zarr
+
+        from shardstore import zarr_dtypes  # noqa: F401 (teaches zarr bfloat16 and float8)
+
+        stored = self.checkpoint.stored
+        options = dict(stored.location.options) or None
+        if stored.root is None or stored.root.array_documents:
+            url = f"{stored.location.url}/{self.meta.node}"
+            return zarr.open_array(url, mode="r", storage_options=options)
+        group = zarr.open_group(stored.location.url, mode="r", storage_options=options)
+        found = group[self.meta.node]
+        assert isinstance(found, zarr.Array)
+        return found
+
+    def torch(self) -> torch.Tensor:
+        """Read the whole array as a tensor on the CPU."""
+        return dtypes.as_tensor(self[...])
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError(f"{self.key!r} has no axes, and so no length")
+        return self.shape[0]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        if copy is False:
+            raise ValueError(f"the values of {self.key!r} are in a store: they cannot be shared")
+        values: NDArray[Any] = self[...]
+        return values if dtype is None else values.astype(dtype, copy=False)
+
+    def __getitem__(self, selection: Any) -> Any:
+        """Read a part of the array, as NumPy's basic indexing selects it.
+
+        Only chunks that hold a part of it are read, and verified by their checksums.
+
+        Args:
+            selection: integers, slices with any steps, and one ellipsis.
+
+        Returns:
+            An array; a scalar where all axes have an integer.
+
+        Raises:
+            IndexRangeError: an integer is out of range, or there are more of them than axes.
+            ArgumentError: it is of another kind, as a list of positions.
+            ChunkMissingError, ChunkCorruptError: name key, chunk and writer.
+        """
+        parts = selection if isinstance(selection, tuple) else (selection,)
+        chosen = self.positions(parts)
+        values = self.select([[found] for found, _ in chosen])
+        values = values.squeeze(tuple(axis for axis, (_, single) in enumerate(chosen) if single))
+        return values if any(part is Ellipsis for part in parts) else values[()]
+
+    def positions(self, parts: Sequence[Any]) -> list[tuple[range, bool]]:
+        """Return the positions that an index selects on each axis, and whether by an integer;
+        errors as those of indexing."""
+        shown = f"{clean(self.key)!r} of shape {self.shape}"
+        indices = [part for part in parts if part is not Ellipsis]
+        if len(indices) > self.ndim:
+            raise IndexRangeError(
+                f"{len(indices)} indices are more axes than {shown} has", key=self.key
+            )
+        if len(parts) - len(indices) > 1:
+            raise ArgumentError(f"an index of {shown} has one ellipsis at most", key=self.key)
+        at = next((i for i, part in enumerate(parts) if part is Ellipsis), len(parts))
+        full = [slice(None)] * (self.ndim - len(indices))
+        out = []
+        for axis, part in enumerate([*indices[:at], *full, *indices[at:]]):
+            length = self.shape[axis]
+            try:
+                if isinstance(part, slice):
+                    out.append((range(length)[part], False))
+                    continue
+                if isinstance(part, bool):
+                    raise TypeError
+                position = integer(part)
+            except (TypeError, ValueError):
+                raise ArgumentError(
+                    f"{part!r:.60} is no index of {shown}: give integers, slices and an ellipsis, "
+                    "and index the NumPy array that comes of it with anything else",
+                    key=self.key,
+                ) from None
+            if not -length <= position < length:
+                raise IndexRangeError(
+                    f"index {position} is out of range for axis {axis} of {shown}, "
+                    f"whose length is {length}",
+                    key=self.key,
+                )
+            position %= length
+            out.append((range(position, position + 1), True))
+        return out
+
+    def read_box(self, box: Box) -> NDArray[Any]:
+        """Return the values of a box; errors as those of indexing."""
+        values: NDArray[Any] = self[(*box.slices, ...)]
+        return values
+
+    def select(self, axes: Sequence[Sequence[range]]) -> NDArray[Any]:
+        """Return the values at the outer product of positions.
+
+        Args:
+            axes: for each axis ranges of positions, one behind the other in the result.
+        """
+        import numpy as np
+
+        from shardstore.storage.movers.chunks import RegionRead
+
+        out = np.empty([sum(map(len, ranges)) for ranges in axes], self.dtype)
+        if not out.size:
+            return out
+        pieces = product(*map(_pieces, axes, self.chunks))
+        while batch := list(islice(pieces, READ_TOGETHER)):
+            reads: list[RegionRead] = []
+            places: list[tuple[NDArray[Any], Any]] = []
+            for piece in batch:
+                low = tuple(min(found[0], found[-1]) for found, _ in piece)
+                shape = tuple(abs(found[-1] - found[0]) + 1 for found, _ in piece)
+                within: Any = (..., *(where for _, where in piece))
+                step = (..., *(slice(None, None, found.step) for found, _ in piece))
+                target = out[within]
+                by_one = all(found.step == 1 for found, _ in piece)
+                values = target if by_one else np.empty(shape, out.dtype)
+                reads.append(RegionRead(self.meta, Box(low, shape), values))
+                places.append((target, step))
+            self.checkpoint.read(reads)
+            for read, (target, step) in zip(reads, places, strict=True):
+                if read.out is not target:
+                    target[...] = read.out[step]
+        return out
+
+    def __repr__(self) -> str:
+        size = human_bytes(self.nbytes)
+        return f"<stored array {clean(self.key)!r} {self.shape} {self.meta.dtype}, {size}>"
+
+
+def _pieces(ranges: Sequence[range], edge: int) -> list[tuple[range, slice]]:
+    """Cut ranges with steps at the borders of chunks; each part with its place in the result."""
+    out = []
+    start = 0
+    for whole in ranges:
+        rest = whole
+        while rest:
+            count = len(rest)
+            if rest.step != 1:
+                low = rest[0] // edge * edge
+                border = low + edge - 1 if rest.step > 0 else low
+                count = min(count, (border - rest[0]) // rest.step + 1)
+            part, rest = rest[:count], rest[count:]
+            if len(part) == 1:
+                part = range(part[0], part[0] + 1)
+            out.append((part, slice(start, start + count)))
+            start += count
+    return out
+
+
+class StoredObjects(Mapping[str, Any]):
+    """The sharded objects of a checkpoint by unique key."""
+
+    def __init__(self, stored: StoredCheckpoint) -> None:
+        self._stored = stored
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """Unique key -> name of the file below the checkpoint."""
+        location = self._stored.location
+        if location.is_local:
+            nodes = filter(location.is_dir, location.listing())
+            names = [f"{node}/{name}" for node in nodes for name in location.listing(node)]
+        else:
+            names = location.remote.walk()
+        split = [(*name.partition("/")[::2], name) for name in names]
+        return {
+            f"{key_of(node) or node}/{file.rpartition('.')[0]}": name
+            for node, file, name in split
+            if object_place(file)
+        }
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self.names:
+            raise missing(key, self, f"object of the {len(self)} in {self._stored.location.url}")
+        from shardstore.strategies.common import load_file
+
+        name = self.names[key]
+        data = self._stored.document(name)
+        self._stored.check_file(name, data)
+        return load_file(name, data, f"{self._stored.location.url}/{name}", key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __repr__(self) -> str:
+        return f"<sharded objects: {', '.join(map(clean, islice(self, SHOWN)))}>"
+
+
+def _loads_if_there(stored: StoredCheckpoint, name: str) -> dict[str, Any]:
+    try:
+        found = json.loads(stored.document(name))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _ends(items: Collection[Any]) -> list[Any]:
+    """Return all of a few items, else the first and the last."""
+    listed = list(items)
+    half = SHOWN // 2
+    return listed if len(listed) <= SHOWN else listed[:half] + listed[-half:]
+
+
+def _shortened(text: str) -> str:
+    half = (SHOWN_KEY - 3) // 2
+    return text if len(text) <= SHOWN_KEY else f"{text[:half]}...{text[-half:]}"
+
+
+def array_bytes(meta: ArrayMeta) -> int:
+    """Bytes of the values of an array, without padding and checksums."""
+    return math.prod(meta.shape) * dtypes.itemsize(meta.dtype)
+
+
+def missing(key: str, known: Iterable[str], what: str) -> MissingKeyError:
+    """Return the error for a key that is not there, with those that are like it.
+
+    Args:
+        key: what was asked for.
+        known: all keys.
+        what: what ``key`` is not, such as ``key of the 7 in /run/step-100``.
+    """
+    names = list(known)
+    near = get_close_matches(str(key), names, n=3, cutoff=0.5)
+    near = near or [name for name in names if str(key).lower() in name.lower()][:3]
+    hint = f"did you mean {', '.join(map(clean, near))}?" if near else "`shardstore ls` lists all"
+    return MissingKeyError(f"{key!r} is no {what}; {hint}", key=key)
+
+
+def clean(text: str) -> str:
+    """The text with all unprintable characters escaped: ESC is ``\\x1b``, a newline ``\\n``."""
+    if text.isprintable():
+        return text
+    shown = (c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    return "".join(shown)
+
+
+def counted(count: int, what: str) -> str:
+    """``1 chunk``, ``2 chunks``."""
+    return f"{count:,} {what}{'s' * (count != 1)}"
+
+
+def human_bytes(size: float) -> str:
+    """``1.5 GiB``."""
+    power = min(4, max(0, (int(size).bit_length() - 1) // 10))
+    return f"{size / 1024**power:.1f} {' KMGT'[power]}iB" if power else f"{int(size)} B"
