@@ -24,7 +24,6 @@ from shardstore.sharded.layouts import (
     FlatRange,
     Layouts,
     flat_bounds,
-    is_alone,
     is_first,
     local_box,
 )
@@ -35,7 +34,7 @@ from shardstore.storage.format.names import node_name
 from shardstore.storage.movers.chunks import ChunkWrite, Source
 from shardstore.storage.options import SaveOptions
 
-__all__ = ["array_meta", "needs_layouts", "plan_writes", "sharded_tensors_of"]
+__all__ = ["array_meta", "plan_writes", "sharded_tensors_of"]
 
 CHUNKS_PER_RANGE = 4
 MIN_RANGE_CHUNK_BYTES = 256 * 1024
@@ -44,11 +43,6 @@ MIN_RANGE_CHUNK_BYTES = 256 * 1024
 def sharded_tensors_of(state_dict: ShardedStateDict) -> list[ShardedTensor]:
     """All sharded tensors of a nested state dict."""
     return [value for value in nested_values(state_dict) if isinstance(value, ShardedTensor)]
-
-
-def needs_layouts(tensors: Iterable[ShardedTensor]) -> bool:
-    """Whether a rank holds tensors that others must hear of: irregular cuts, flattened ranges."""
-    return any(is_main_replica(tensor.replica_id) and not is_alone(tensor) for tensor in tensors)
 
 
 def array_meta(

@@ -30,7 +30,6 @@ __all__ = [
     "accepted",
     "agree",
     "check_written",
-    "choose_tellers",
     "copies_of",
     "digest_of_copies",
     "identity",
@@ -158,24 +157,22 @@ def agree(offers: Iterable[Offer | None]) -> dict[tuple[int, ...], int]:
 
 
 def accepted(
-    tensors: Iterable[ShardedTensor],
-    mine: Offer | None,
-    agreed: Mapping[tuple[int, ...], int],
-    rank: int,
+    tensors: Iterable[ShardedTensor], group: Any, agreed: Mapping[tuple[int, ...], int], rank: int
 ) -> SharedWrites | None:
     """The shards that this rank's group shares out; ``None`` if there are none.
 
     Args:
         tensors: as given to :func:`offer`.
-        mine: what :func:`offer` returned.
+        group: as given to :func:`offer`.
         agreed: what :func:`agree` returned.
         rank: this rank.
     """
-    if mine is None or mine.members not in agreed:
+    members = tuple(dist.get_process_group_ranks(group)) if agreed and group is not None else ()
+    if rank not in members or members not in agreed:
         return None
-    written = agreed[mine.members]
+    written = agreed[members]
     shared = (identity(t) for n, t in enumerate(_shareable(tensors)) if written >> n & 1)
-    return SharedWrites(mine.members.index(rank), len(mine.members), frozenset(shared))
+    return SharedWrites(members.index(rank), len(members), frozenset(shared))
 
 
 Copies = dict[str, list[str]]
@@ -210,15 +207,6 @@ def digest_of_copies(copies: Copies) -> str:
     if not copies:
         return ""
     return xxhash.xxh3_128_hexdigest(json.dumps(copies, sort_keys=True).encode())
-
-
-def choose_tellers(digests: Sequence[str]) -> list[int]:
-    """The first rank with each set of copies."""
-    first: dict[str, int] = {}
-    for rank, digest in enumerate(digests):
-        if digest:
-            first.setdefault(digest, rank)
-    return list(first.values())
 
 
 def check_written(

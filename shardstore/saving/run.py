@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -21,9 +20,9 @@ from shardstore.errors import ArgumentError, CheckpointingException
 from shardstore.loading.metadata import CONTENT_METADATA_KEY
 from shardstore.mapping import CommonStateDict, ShardedObject, ShardedStateDict, StateDict
 from shardstore.progress import Meter, callback_of
-from shardstore.saving.plan import needs_layouts, sharded_tensors_of
+from shardstore.saving.plan import sharded_tensors_of
 from shardstore.saving.replicas import copies_of
-from shardstore.saving.session import NO_CONFIG, Part, SaveSession
+from shardstore.saving.session import Part, SaveSession
 from shardstore.state_dict_utils import check_lists, check_state, save_preprocess
 from shardstore.storage.commit.publish import About
 from shardstore.storage.options import SaveOptions
@@ -77,29 +76,6 @@ class SaveCall:
     later: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Prepared:
-    """A rank's state, ready to be written.
-
-    Attributes:
-        target: where the checkpoint shall be.
-        part: what the rank brings to the agreement.
-        sharded: tensors and objects, factories replaced by what they build.
-        common: the rest.
-        compared: the common values that are compared with the coordinator's.
-        strategies: write the tensors, and the rest; ``None`` after an error.
-        about: what the root document says beside the arrays.
-    """
-
-    target: Location
-    part: Part
-    sharded: ShardedStateDict = field(default_factory=dict)
-    common: StateDict = field(default_factory=dict)
-    compared: Any = None
-    strategies: tuple[SaveShardedStrategy, SaveCommonStrategy] | None = None
-    about: About = NO_CONFIG
-
-
 def run_save(call: SaveCall, choose: ChooseStrategies) -> tuple[SaveSession, AsyncRequest | None]:
     """Save, or begin an asynchronous save. Called by every rank, see :func:`shardstore.save`.
 
@@ -111,122 +87,104 @@ def run_save(call: SaveCall, choose: ChooseStrategies) -> tuple[SaveSession, Asy
         The session, and the request that writes and commits if the save is asynchronous.
     """
     ranks = Ranks.current()
-    prepared = _prepare(call, ranks, choose)
-    session = SaveSession.begin(
-        ranks, prepared.target, call.options, prepared.part, later=call.later
-    )
-    error: Exception | None = None
-    request: AsyncRequest | None = None
-    with session.active() as place:
-        try:
-            request = _write(session, prepared, place, in_background=call.async_sharded_save)
-        except Exception as problem:
-            error = problem
-    if not call.async_sharded_save:
-        session.finish(error, prepared.about)
-        return session, None
-    if request is None:
-        # The other ranks go on: they meet this rank's error at the finalisation.
-        assert error is not None
-        session.fail_planning(error)
-        request = AsyncRequest(None, (), [])
-    session.ranks = session.later
-    request = session.guarded(request)
-    request.add_finalize_fn(partial(session.finish, None, prepared.about))
-    return session, request
-
-
-def _prepare(call: SaveCall, ranks: Ranks, choose: ChooseStrategies) -> _Prepared:
-    """Check the arguments, build factories, and split the state. An error is the part's."""
-    options = call.options
-    target = Location(shown(call.checkpoint_dir))
     try:
-        target = Location.given(call.checkpoint_dir, options.storage_options)
-        if call.error is not None:
-            raise call.error
-        base: Location | None = None
-        if options.base is not None:
-            base = Location.of(options.base)
-            if not base.options:
-                base = Location.given(base, options.storage_options)
-        require_group("replica_group", options.replica_group)
-        check_state(call.sharded_state_dict)
-        if not isinstance(call.content_metadata, dict | None):
-            raise ArgumentError(f"content_metadata={call.content_metadata!r:.100} must be a dict")
-        callback = callback_of(options.progress, shows=ranks.is_coordinator)
-        sharded_strategy, common_strategy = choose(call.sharded_strategy, call.common_strategy)
-        if call.async_sharded_save and not isinstance(sharded_strategy, AsyncSaveShardedStrategy):
-            raise CheckpointingException(
-                f"Cannot apply async_save to non-async strategy {sharded_strategy}; leave "
-                "async_sharded_save out"
-            )
-        state_dict = adopt_for_save(call.sharded_state_dict)
-        check_lists(state_dict)
-        sharded, common = save_preprocess(state_dict, validate_access_integrity=False)
-        if call.content_metadata is not None:
-            common[CONTENT_METADATA_KEY] = call.content_metadata
-        tensors = sharded_tensors_of(sharded)
-        part = Part(
-            exchange_layouts=needs_layouts(tensors),
-            base=base,
-            tensors=tensors,
-            claims=claims(sharded),
-            adopts=state_dict is not call.sharded_state_dict,
-            meter=None if callback is None else Meter("save", target.url, callback),
-        )
-        compared: Any = None
-        if options.validate:
-            noted = common_strategy.notes_objects
-            noted = noted and not sharded_strategy.can_handle_sharded_objects
-            part = replace(part, copies=copies_of(nested_values(sharded), objects=noted))
-        if options.validate and ranks.world_size > 1:
-            compared = comparable(common, call.preprocess_common_before_consistancy_check)
-            part = replace(part, common=pickled(compared) if ranks.is_coordinator else b"")
-        return _Prepared(
-            target=target,
-            part=part,
-            sharded=sharded,
-            common=common,
-            compared=compared,
-            strategies=(sharded_strategy, common_strategy),
-            about=About(
-                common_backend=(common_strategy.backend, common_strategy.version),
-                sharded_backend=(sharded_strategy.backend, sharded_strategy.version),
-                attributes=_attributes(call.content_metadata),
-            ),
-        )
+        part = prepare(call, ranks, choose)
     except Exception as problem:
-        return _Prepared(target=target, part=Part(error=call.error or problem))
+        target = Location(shown(call.checkpoint_dir))
+        part = Part(target=target, options=call.options, error=call.error or problem)
+    session = SaveSession.begin(ranks, part, later=call.later)
+    in_background = call.async_sharded_save
+
+    def work(session: SaveSession) -> AsyncRequest | None:
+        return _write(session, part, in_background=in_background)
+
+    return session, session.run(work, part.about, in_background=in_background)
 
 
-def _write(
-    session: SaveSession, prepared: _Prepared, place: Location, *, in_background: bool
-) -> AsyncRequest | None:
+def prepare(call: SaveCall, ranks: Ranks, choose: ChooseStrategies) -> Part:
+    """Check the arguments, build factories, and split the state.
+
+    Raises:
+        CheckpointingException: an argument is wrong, or what is in the state.
+    """
+    options, content = call.options, call.content_metadata
+    target = Location.given(call.checkpoint_dir, options.storage_options)
+    if call.error is not None:
+        raise call.error
+    base: Location | None = None
+    if options.base is not None:
+        base = Location.of(options.base)
+        if not base.options:
+            base = Location.given(base, options.storage_options)
+    require_group("replica_group", options.replica_group)
+    check_state(call.sharded_state_dict)
+    if not isinstance(content, dict | None):
+        raise ArgumentError(f"content_metadata={content!r:.100} must be a dict")
+    callback = callback_of(options.progress, shows=ranks.is_coordinator)
+    sharded_strategy, common_strategy = choose(call.sharded_strategy, call.common_strategy)
+    if call.async_sharded_save and not isinstance(sharded_strategy, AsyncSaveShardedStrategy):
+        raise CheckpointingException(
+            f"Cannot apply async_save to non-async strategy {sharded_strategy}; leave "
+            "async_sharded_save out"
+        )
+    state_dict = adopt_for_save(call.sharded_state_dict)
+    check_lists(state_dict)
+    sharded, common = save_preprocess(state_dict, validate_access_integrity=False)
+    if content is not None:
+        common[CONTENT_METADATA_KEY] = content
+    part = Part(
+        target=target,
+        options=options,
+        sharded=sharded,
+        tensors=sharded_tensors_of(sharded),
+        common=common,
+        strategies=(sharded_strategy, common_strategy),
+        about=About(
+            common_backend=(common_strategy.backend, common_strategy.version),
+            sharded_backend=(sharded_strategy.backend, sharded_strategy.version),
+            attributes={} if content is None else {CONTENT_METADATA_KEY: _attributes(content)},
+        ),
+        base=base,
+        claims=claims(sharded),
+        adopts=state_dict is not call.sharded_state_dict,
+        meter=Meter("save", target.url, callback),
+    )
+    if options.validate:
+        noted = common_strategy.notes_objects and not sharded_strategy.can_handle_sharded_objects
+        part.copies = copies_of(nested_values(sharded), objects=noted)
+        if ranks.world_size > 1:
+            part.compared = comparable(common, call.preprocess_common_before_consistancy_check)
+            part.told = pickled(part.compared) if ranks.is_coordinator else b""
+    return part
+
+
+def _write(session: SaveSession, part: Part, *, in_background: bool) -> AsyncRequest | None:
     """Write this rank's part of everything by the strategies; the request that is left of it."""
-    assert prepared.strategies is not None  # else begin() has raised this rank's error
-    sharded_strategy, common_strategy = prepared.strategies
-    session.plans = session.agreed.exchange_layouts and _meets_to_plan(sharded_strategy)
+    assert part.strategies is not None  # else begin() has raised this rank's error
+    sharded_strategy, common_strategy = part.strategies
+    agreed, place = session.agreed, session.attempt.location.place
+    session.plans = agreed.exchange_layouts and _meets_to_plan(sharded_strategy)
     if session.ranks.is_coordinator:
-        if session.agreed.rank_with_dtensors is not None:
-            session.common_keys = keys_of_plain(prepared.common)
-    elif session.agreed.common:
-        compare_common(prepared.compared, session.agreed.common, session.ranks.rank)
-    apply_claims(prepared.sharded, session.agreed.owners)
-    tensors, objects = prepared.sharded, None
+        if agreed.rank_with_dtensors is not None:
+            session.common_keys = keys_of_plain(part.common)
+    elif agreed.common:
+        compare_common(part.compared, agreed.common, session.ranks.rank)
+    tensors, objects = part.sharded, None
+    apply_claims(tensors, agreed.owners)
     if not sharded_strategy.can_handle_sharded_objects:
         validate_sharded_objects_handling(sharded_strategy, common_strategy)
         objects, tensors = extract_matching_values(tensors, lambda v: isinstance(v, ShardedObject))
     try:
         if session.failure is None:
-            common_strategy.save_common(prepared.common, place.place)
+            common_strategy.save_common(part.common, place)
             if objects is not None:
-                common_strategy.save_sharded_objects(objects, place.place)
+                common_strategy.save_sharded_objects(objects, place)
     except Exception as problem:
         # The ranks may meet in the strategy, which tells the others of this error.
         session.failure = problem
     if in_background:
-        return cast(AsyncSaveShardedStrategy, sharded_strategy).async_save(tensors, place.place)
-    sharded_strategy.save(tensors, place.place)
+        return cast(AsyncSaveShardedStrategy, sharded_strategy).async_save(tensors, place)
+    sharded_strategy.save(tensors, place)
     if session.failure is not None:
         raise session.failure
     return None
@@ -239,14 +197,12 @@ def _meets_to_plan(strategy: object) -> bool:
     return bool(getattr(strategy, "meets_to_plan", False))
 
 
-def _attributes(content_metadata: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the JSON-serialisable part of ``content_metadata`` as root-group attributes."""
-    if content_metadata is None:
-        return {}
+def _attributes(content_metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON-serialisable part of ``content_metadata``; texts of what has no JSON form."""
     kept = {}
     for name, value in content_metadata.items():
         try:
             kept[str(name)] = json.loads(json.dumps(value, allow_nan=False))
         except (TypeError, ValueError):
             kept[str(name)] = str(value)
-    return {CONTENT_METADATA_KEY: kept}
+    return kept

@@ -3,8 +3,8 @@
 The ranks meet three times at the most: they agree to begin, which also tells every rank of wrong
 input on any of them before a byte is written; they exchange the layouts of flattened and irregular
 tensors, where there are any; and they hand in their manifests, whereupon the coordinator commits.
-A strategy finds the session of the folder that it is told to write
-to by :func:`session_of`; called by itself it opens one of its own.
+A strategy finds the session of the folder that it is told to write to by :func:`session_of`; called
+by itself it opens one of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeAlias
@@ -24,12 +24,12 @@ from typing import Any, TypeAlias
 from shardstore.distributed.coordinator import Ranks
 from shardstore.dtensor.claims import decide_claims
 from shardstore.errors import AccessPatternError, SaveInProgressError, StorageError
-from shardstore.mapping import ShardedTensor
+from shardstore.mapping import ShardedStateDict, ShardedTensor, StateDict
 from shardstore.progress import Meter, log_event
 from shardstore.saving import replicas
-from shardstore.saving.replicas import Copies, Offer, SharedWrites
+from shardstore.saving.replicas import Copies, Offer
 from shardstore.saving.staging import Staging
-from shardstore.sharded.layouts import Layouts, local_layouts, merge_layouts
+from shardstore.sharded.layouts import Layouts, local_layouts, merge_layouts, needs_layouts
 from shardstore.storage import arrays
 from shardstore.storage.commit import folder
 from shardstore.storage.commit.attempt import Attempt
@@ -42,6 +42,7 @@ from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.async_utils import AsyncRequest
+from shardstore.strategies.base import SaveCommonStrategy, SaveShardedStrategy
 
 __all__ = ["Agreement", "Created", "Part", "SaveSession", "session_of"]
 
@@ -51,30 +52,41 @@ _open: dict[str, SaveSession] = {}
 """By the place that is written to: a strategy's signature has a place and no session."""
 Created: TypeAlias = Sequence[tuple[ArrayMeta, str]]
 """Arrays that a rank creates, with their documents."""
-NO_CONFIG = About(common_backend=None)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Part:
-    """What a rank brings to the agreement that begins a save.
+    """One rank's part of a save, ready to be written.
 
     Attributes:
+        target: where the checkpoint shall be.
+        options: how it is written.
         error: an error in the rank's preparation; then every rank raises.
-        exchange_layouts: whether the rank holds tensors that others must hear of.
-        common: the coordinator's common state, pickled, for the others to compare theirs with.
+        sharded: tensors and objects, factories replaced by what they build.
+        tensors: the tensors in it.
+        common: the rest.
+        compared: the common values that are compared with the coordinator's.
+        strategies: write the tensors, and the rest.
+        about: what the root document says beside the arrays.
         base: a committed checkpoint whose chunks are not sent again.
-        tensors: the rank's sharded tensors.
+        told: on the coordinator: ``compared``, pickled for the other ranks.
         copies: shards that the rank holds as copies only; an error if nobody writes them.
         claims: shards of DTensors that other ranks may hold too, see :mod:`.dtensor.claims`.
         adopts: whether plain tensors of the rank are arrays, because it has DTensors too.
-        meter: counts for a progress callback, if there is one.
+        meter: counts for a progress callback.
     """
 
+    target: Location
+    options: SaveOptions
     error: BaseException | None = None
-    exchange_layouts: bool = False
-    common: bytes = b""
-    base: Location | None = None
+    sharded: ShardedStateDict = field(default_factory=dict)
     tensors: Sequence[ShardedTensor] = ()
+    common: StateDict = field(default_factory=dict)
+    compared: Any = None
+    strategies: tuple[SaveShardedStrategy, SaveCommonStrategy] | None = None
+    about: About = About(common_backend=None)  # noqa: RUF009 (frozen)
+    base: Location | None = None
+    told: bytes = b""
     copies: Copies = field(default_factory=dict)
     claims: bytes = b""
     adopts: bool = False
@@ -87,7 +99,7 @@ class _Opening:
 
     target: str
     base: str | None
-    exchange_layouts: bool
+    needs_layouts: bool
     adopts: bool
     lacks_group: bool
     copies: str
@@ -105,7 +117,7 @@ class Agreement:
         common: the coordinator's common state, pickled, for comparison.
         base_documents: of the checkpoint whose chunks are not sent again.
         shares: groups that share out the writing, see :func:`replicas.agree`.
-        tellers: ranks that report their copies.
+        tellers: ranks that report their copies, the first one with each set of them.
         new_group: whether a rank lacks the group for the background.
         rank_with_dtensors: if the coordinator's own state has none: the first rank whose state has
             some, and whose plain tensors are arrays then.
@@ -117,27 +129,26 @@ class Agreement:
     common: bytes
     base_documents: dict[str, bytes] | None
     shares: Mapping[tuple[int, ...], int]
-    tellers: list[int]
+    tellers: Sequence[int]
     new_group: bool
     rank_with_dtensors: int | None
     owners: bytes
 
 
-@dataclass
 class SaveSession:
-    """A save in progress.
+    """A save in progress. Made by :meth:`begin`.
 
     Attributes:
         ranks: who takes part.
         later: the same, over the group that they meet in once all is planned.
         target: where the checkpoint shall be.
-        options: how it is written.
+        options: how it is written; a strategy replaces what it decides.
         attempt: where it is written until it is committed.
         agreed: what the ranks agreed on.
         manifest: what this rank wrote.
+        files: files other than chunks.
         zarr_format: format of the arrays written, 3 or 2; ``None`` until a strategy of ours wrote
             some.
-        started: :func:`time.perf_counter` at the beginning.
         failure: an error of this rank at the beginning or in the background; then nothing is
             committed.
         over: the error of a meeting: every rank knows it, and none goes to a further meeting.
@@ -146,50 +157,43 @@ class SaveSession:
         shared: the shards whose chunks this rank's group shares out, if it does.
         staging: the copy of the state that an asynchronous save writes from, if it made one.
         record: after the commit, on every rank: what was committed (bytes, chunks, seconds).
-        meter: counts for a progress callback, if there is one.
-        files: files other than chunks.
+        meter: counts for a progress callback.
         common_keys: on the coordinator, if other ranks alone have DTensors: keys that its plain
             tensors would have as arrays.
     """
 
-    ranks: Ranks
-    later: Ranks
-    target: Location
-    options: SaveOptions
-    attempt: Attempt
-    agreed: Agreement
-    manifest: RankManifest
-    zarr_format: int | None = None
-    started: float = field(default_factory=perf_counter)
-    failure: BaseException | None = None
-    over: BaseException | None = None
-    plans: bool = False
-    base: BaseChunks | None = None
-    shared: SharedWrites | None = None
-    staging: Staging | None = None
-    record: dict[str, Any] = field(default_factory=dict)
-    meter: Meter | None = None
-    common_keys: frozenset[str] = frozenset()
-
-    def __post_init__(self) -> None:
-        self.files = Files(self.attempt, self.manifest, self.options.budget_bytes)
+    def __init__(
+        self, ranks: Ranks, later: Ranks, part: Part, agreed: Agreement, attempt: Attempt
+    ) -> None:
+        self.ranks, self.later = ranks, later
+        self.target, self.options = part.target, part.options
+        self.attempt, self.agreed = attempt, agreed
+        self.manifest = RankManifest(ranks.rank)
+        if ranks.rank in agreed.tellers:
+            self.manifest.copies = part.copies
+        self.files = Files(attempt, self.manifest, part.options.budget_bytes)
+        self.meter = part.meter or Meter("save", part.target.url)
+        self.base: BaseChunks | None = None
+        if part.base is not None and agreed.base_documents is not None:
+            self.base = BaseChunks(part.base, agreed.base_documents)
+        self.shared = replicas.accepted(
+            part.tensors, part.options.replica_group, agreed.shares, ranks.rank
+        )
+        self.zarr_format: int | None = None
+        self.failure: BaseException | None = None
+        self.over: BaseException | None = None
+        self.plans = False
+        self.staging: Staging | None = None
+        self.record: dict[str, Any] = {}
+        self.common_keys: frozenset[str] = frozenset()
+        self._started = perf_counter()
 
     @classmethod
-    def begin(
-        cls,
-        ranks: Ranks,
-        place: str | Path | Location,
-        options: SaveOptions,
-        part: Part | None = None,
-        *,
-        later: str | None = None,
-    ) -> SaveSession:
+    def begin(cls, ranks: Ranks, part: Part, *, later: str | None = None) -> SaveSession:
         """Agree with all ranks to begin. Called by every rank, which waits for all others.
 
         Args:
             ranks: who takes part.
-            place: where the checkpoint shall be.
-            options: how it is written.
             part: what this rank brings.
             later: purpose of the group that the ranks meet in once all is planned; default: they
                 stay in theirs. Where one rank lacks it, all of them make a new one.
@@ -198,65 +202,96 @@ class SaveSession:
             CheckpointExistsError, StorageError: on every rank.
             RanksError: another rank failed, or did not answer in time.
         """
-        part = part or Part()
-        target, error = Location.of(place), part.error
-        if error is None and ranks.world_size > 1 and target.url.startswith("memory://"):
-            error = StorageError(
-                f"{target.url} is the memory of one process, but {ranks.world_size} ranks save; "
-                "give a folder or an object store that all of them see",
-                url=target.url,
-            )
-        mine: Offer | None = None
+        target, error = part.target, part.error
+        offer: Offer | None = None
         try:
-            mine = replicas.offer(part.tensors, options.replica_group)
+            offer = replicas.offer(part.tensors, part.options.replica_group)
+            if ranks.world_size > 1 and target.url.startswith("memory://"):
+                raise StorageError(
+                    f"{target.url} is the memory of one process, but {ranks.world_size} ranks "
+                    "save; give a folder or an object store that all of them see",
+                    url=target.url,
+                )
         except Exception as problem:
             error = error or problem
         opening = _Opening(
             target.url,
             None if part.base is None else part.base.url,
-            part.exchange_layouts,
+            needs_layouts(part.tensors),
             part.adopts,
             later is not None and ranks.lacks(later),
             replicas.digest_of_copies(part.copies),
             part.claims,
-            mine,
+            offer,
         )
 
         def decide(reports: list[bytes]) -> bytes:
-            openings = [pickle.loads(report) for report in reports]
-            return pickle.dumps(_agreed(openings, target, options, part))
+            return pickle.dumps(_agreed([pickle.loads(report) for report in reports], part))
 
         what = f"saving to {target.url}"
         answer = ranks.together(pickle.dumps(opening), what=what, error=error, decide=decide)
         agreed: Agreement = pickle.loads(answer)
-        attempt = folder.join(target, agreed.attempt_id, overwrite=options.overwrite)
+        attempt = folder.join(target, agreed.attempt_id, overwrite=part.options.overwrite)
         try:
             then = ranks if later is None else ranks.over(later, anew=agreed.new_group)
         except BaseException:
             if ranks.is_coordinator:
                 attempt.abandon()
             raise
-        session = cls(
-            ranks,
-            then,
-            target,
-            options,
-            attempt,
-            agreed,
-            RankManifest(ranks.rank),
-            shared=replicas.accepted(part.tensors, mine, agreed.shares, ranks.rank),
-            meter=part.meter,
-        )
-        if ranks.rank in agreed.tellers:
-            session.manifest.copies = part.copies
-        if part.base is not None and agreed.base_documents is not None:
-            session.base = BaseChunks(part.base, agreed.base_documents)
+        session = cls(ranks, then, part, agreed, attempt)
         if not ranks.is_coordinator:
             try:
                 attempt.require_seen()
             except Exception as problem:  # met where the ranks meet next
                 session.failure = problem
         return session
+
+    def run(
+        self,
+        work: Callable[[SaveSession], AsyncRequest | None],
+        about: About,
+        *,
+        in_background: bool,
+    ) -> AsyncRequest | None:
+        """Write this rank's part and commit; called by every rank, which waits for all others.
+
+        Args:
+            work: writes, or returns the writing that is left.
+            about: what the root document says beside the arrays.
+            in_background: whether to return what is left to do. Errors are raised by that, as they
+                would reach this rank alone here.
+
+        Raises:
+            CheckpointingException: see :meth:`finish`.
+        """
+        request, error = None, None
+        try:
+            with self._active():
+                request = work(self)
+        except Exception as problem:
+            error = problem
+        if not in_background:
+            self.finish(error, about)
+            return None
+        request = request or AsyncRequest(None, (), [])
+        if error is not None:
+            self.failure = error
+            if self.plans and self.over is None:  # ranks wait for this one to plan
+                with suppress(Exception):
+                    self.meet(what=self.planning, error=error)
+        function = request.async_fn
+
+        def guarded(*args: Any, **kwargs: Any) -> None:
+            try:
+                if function is not None:
+                    function(*args, **kwargs)
+            except BaseException as problem:  # raised by finish(), where all ranks meet
+                self.failure = self.failure or problem
+
+        self.ranks = self.later
+        request = request._replace(async_fn=guarded)
+        request.add_finalize_fn(partial(self.finish, None, about))
+        return request
 
     def meet(
         self,
@@ -273,14 +308,6 @@ class SaveSession:
         except BaseException as problem:
             self.over = problem
             raise
-
-    def fail_planning(self, error: BaseException) -> None:
-        """Tell the ranks that wait for this one to plan of its error, which is met again at the
-        end. Called where that end is not now."""
-        self.failure = error
-        if self.plans and self.over is None:
-            with suppress(Exception):
-                self.meet(what=self.planning, error=error)
 
     @property
     def planning(self) -> str:
@@ -344,42 +371,25 @@ class SaveSession:
     def expect(self, metas: Iterable[ArrayMeta]) -> None:
         """Announce the chunks that this rank is going to write to the progress callback, by the
         array of each."""
-        if self.meter is not None:
+        if self.meter.is_watched:
             sizes = [array.chunk_bytes for array in metas]
             self.meter.expect(sum(sizes), len(sizes))
 
     def _written(self, item: ChunkWrite, record: ChunkRecord) -> None:
         self.manifest.add_chunk(item.array, item.index, record)
-        if self.meter is not None and self.meter.add is not None:
+        if self.meter.add is not None:
             self.meter.add(item.array.chunk_bytes, 1)
         if self.failure is not None:
             raise self.failure
 
     @contextmanager
-    def active(self) -> Iterator[Location]:
-        """While active, strategies that write to the attempt's folder find this session."""
+    def _active(self) -> Iterator[None]:
+        """Strategies that write to the attempt's folder find this session within."""
         _open[self.attempt.location.url] = self
         try:
-            yield self.attempt.location
+            yield
         finally:
             _open.pop(self.attempt.location.url, None)
-
-    def guarded(self, request: AsyncRequest) -> AsyncRequest:
-        """A request whose function keeps its error for :meth:`finish`, where all ranks meet.
-
-        Raised in the background it would leave the attempt behind, and reach only this rank.
-        """
-        function = request.async_fn
-        if function is None:
-            return request
-
-        def run(*args: Any, **kwargs: Any) -> None:
-            try:
-                function(*args, **kwargs)
-            except BaseException as error:
-                self.failure = self.failure or error
-
-        return request._replace(async_fn=run)
 
     def abort(self) -> None:
         """Stop a save in the background at its next chunk."""
@@ -393,12 +403,12 @@ class SaveSession:
         if self.staging is not None:
             self.staging.fail(error)
 
-    def finish(self, error: BaseException | None, about: About = NO_CONFIG) -> None:
+    def finish(self, error: BaseException | None, about: About) -> None:
         """Hand in the manifest, and commit. Called by every rank, which waits for all others.
 
         Args:
             error: an error of this rank; then nothing is committed, and every rank raises.
-            about: what the root document says beside the arrays; default: no backends.
+            about: what the root document says beside the arrays.
 
         Raises:
             AccessPatternError: the shards of all ranks do not cover each tensor exactly once.
@@ -411,7 +421,7 @@ class SaveSession:
             whole = replace(
                 about,
                 world_size=self.ranks.world_size,
-                seconds=perf_counter() - self.started,
+                seconds=perf_counter() - self._started,
                 has_root=self.zarr_format == 3,
             )
             merged = self._merged(reports)
@@ -423,13 +433,11 @@ class SaveSession:
             what = f"committing {self.target.url}"
             self.record = json.loads(self.meet(report, what=what, error=error, decide=decide))
         except BaseException:
-            if self.meter is not None:
-                self.meter.enter("failed")
+            self.meter.enter("failed")
             if self.ranks.is_coordinator:
                 self.attempt.abandon()
             raise
-        if self.meter is not None:
-            self.meter.enter("done")
+        self.meter.enter("done")
         if self.ranks.is_coordinator:
             self._log_commit()
 
@@ -440,8 +448,7 @@ class SaveSession:
             return b"", error
         try:
             self.files.flush()
-            if self.meter is not None:
-                self.meter.enter("commit")
+            self.meter.enter("commit")
             if self.ranks.is_coordinator:
                 return b"", None  # its own manifest is not sent anywhere
             if self.options.durable:
@@ -463,7 +470,7 @@ class SaveSession:
         return merged
 
     def _log_commit(self) -> None:
-        seconds, url = perf_counter() - self.started, self.target.url
+        seconds, url = perf_counter() - self._started, self.target.url
         size, chunks = (self.record.get(name, 0) for name in ("stored_bytes", "chunks"))
         log_event(
             logger,
@@ -480,23 +487,26 @@ class SaveSession:
             logger.info("%s: %d of %d bytes were taken over from %s", url, reused, size, before)
 
 
-def _agreed(
-    openings: Sequence[_Opening], target: Location, options: SaveOptions, part: Part
-) -> Agreement:
+def _agreed(openings: Sequence[_Opening], part: Part) -> Agreement:
     """Check the ranks' openings and begin an attempt. Called by the coordinator."""
     _check_same_target(openings)
+    options = part.options
     base = None if part.base is None else read_base(part.base)
     attempt = folder.begin(
-        target, overwrite=options.overwrite, allow_unconditional=options.allow_unconditional
+        part.target, overwrite=options.overwrite, allow_unconditional=options.allow_unconditional
     )
     adopting = (rank for rank, opening in enumerate(openings) if opening.adopts)
+    tellers: dict[str, int] = {}
+    for rank, opening in enumerate(openings):
+        if opening.copies:
+            tellers.setdefault(opening.copies, rank)
     return Agreement(
         attempt.id,
-        any(opening.exchange_layouts for opening in openings),
-        part.common if len(openings) > 1 else b"",
+        any(opening.needs_layouts for opening in openings),
+        part.told,
         base,
         replicas.agree(opening.offer for opening in openings),
-        replicas.choose_tellers([opening.copies for opening in openings]),
+        list(tellers.values()),
         any(opening.lacks_group for opening in openings),
         None if part.adopts else next(adopting, None),
         decide_claims([opening.claims for opening in openings]),

@@ -25,6 +25,7 @@ __all__ = [
     "local_box",
     "local_layouts",
     "merge_layouts",
+    "needs_layouts",
 ]
 
 
@@ -67,6 +68,11 @@ def is_alone(tensor: ShardedTensor) -> bool:
     if tensor.flattened_range is not None:
         return False
     return tensor.axis_fragmentations is not None or local_box(tensor).shape == tensor.global_shape
+
+
+def needs_layouts(tensors: Iterable[ShardedTensor]) -> bool:
+    """Whether a rank holds tensors that others must hear of: irregular cuts, flattened ranges."""
+    return any(is_main_replica(tensor.replica_id) and not is_alone(tensor) for tensor in tensors)
 
 
 def local_layouts(tensors: Iterable[ShardedTensor], rank: int) -> bytes:

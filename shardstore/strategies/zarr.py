@@ -8,7 +8,6 @@ functions below them do so for one tensor, with the same planner, writer and rea
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
@@ -30,15 +29,14 @@ from shardstore.loading.context import LoadContext, context_of, read_documents
 from shardstore.loading.plan import held_regions, plan_reads, whole_tensor
 from shardstore.mapping import ShardedStateDict, ShardedTensor, StateDict, is_main_replica
 from shardstore.saving.execute import stage_chunks, write_chunks
-from shardstore.saving.plan import array_meta, needs_layouts, plan_writes, sharded_tensors_of
-from shardstore.saving.session import Part, SaveSession, session_of
+from shardstore.saving.plan import array_meta, plan_writes, sharded_tensors_of
+from shardstore.saving.session import Created, Part, SaveSession, session_of
 from shardstore.saving.sources import WritePlan
 from shardstore.sharded.layouts import is_first, local_box
 from shardstore.storage import arrays
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.publish import note_arrays
 from shardstore.storage.format import dtypes
-from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import DEFAULT_TARGET_CHUNK_BYTES
 from shardstore.storage.format.names import check_collisions, key_of
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES, SaveOptions
@@ -153,18 +151,7 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
             AccessPatternError, DTypeMismatchError, KeyNameError, StorageError: as the package's
                 errors say.
         """
-        tensors = sharded_tensors_of(sharded_state_dict)
-        session = session_of(checkpoint_dir)
-        if session is not None:
-            self._write(session, tensors)
-            return
-        session = self._begun(tensors, checkpoint_dir)
-        error: BaseException | None = None
-        try:
-            self._write(session, tensors)
-        except Exception as problem:
-            error = problem
-        session.finish(error)
+        self._run(sharded_state_dict, checkpoint_dir, write_chunks)
 
     def async_save(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path
@@ -183,36 +170,31 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
         Returns:
             The writing, for a thread, and the commit, for every rank together.
         """
-        tensors = sharded_tensors_of(sharded_state_dict)
-        session = session_of(checkpoint_dir)
-        if session is not None:
-            return self._staged(session, tensors)
-        session = self._begun(tensors, checkpoint_dir)
-        try:
-            request = session.guarded(self._staged(session, tensors))
-        except Exception as problem:
-            # Raised here it would be this rank's alone; it is met by all at the finalisation.
-            session.fail_planning(problem)
-            request = AsyncRequest(None, (), [])
-        request.add_finalize_fn(partial(session.finish, None))
-        return request
+        request = self._run(sharded_state_dict, checkpoint_dir, stage_chunks)
+        return cast(AsyncRequest, request)
 
-    def _begun(self, tensors: Sequence[ShardedTensor], place: str | Path) -> SaveSession:
-        """A session of its own, where no save calls the strategy."""
-        part = Part(exchange_layouts=needs_layouts(tensors))
-        session = SaveSession.begin(Ranks.current(), place, self.options, part)
+    def _run(
+        self,
+        state_dict: ShardedStateDict,
+        place: str | Path,
+        carry_out: Callable[[SaveSession, WritePlan, Created], AsyncRequest | None],
+    ) -> AsyncRequest | None:
+        tensors = sharded_tensors_of(state_dict)
+
+        def work(session: SaveSession) -> AsyncRequest | None:
+            return carry_out(session, *self._plan(session, tensors))
+
+        if (session := session_of(place)) is not None:
+            return work(session)
+        # No save calls the strategy: it has one of its own.
+        part = Part(target=Location.of(place), options=self.options, tensors=tensors)
+        session = SaveSession.begin(Ranks.current(), part)
         session.plans = session.agreed.exchange_layouts
-        return session
-
-    def _staged(self, session: SaveSession, tensors: Sequence[ShardedTensor]) -> AsyncRequest:
-        return stage_chunks(session, *self._plan(session, tensors))
-
-    def _write(self, session: SaveSession, tensors: Sequence[ShardedTensor]) -> None:
-        write_chunks(session, *self._plan(session, tensors))
+        return session.run(work, part.about, in_background=carry_out is stage_chunks)
 
     def _plan(
         self, session: SaveSession, tensors: Sequence[ShardedTensor]
-    ) -> tuple[WritePlan, list[tuple[ArrayMeta, str]]]:
+    ) -> tuple[WritePlan, Created]:
         ranks = session.ranks
         session.options = options = session.options.of_strategy(self.options)
         session.zarr_format = 2 if self.version == V2_LAYOUT else 3

@@ -31,7 +31,7 @@ from shardstore.errors import (
     NotACheckpointError,
 )
 from shardstore.inspection.verify import Finding, verify
-from shardstore.saving.session import SaveSession
+from shardstore.saving.session import Part, SaveSession
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.folder import is_checkpoint
 from shardstore.storage.commit.sweep import delete_checkpoint, latest
@@ -86,10 +86,11 @@ def unfinished_save(
     url: str, options: dict[str, Any], value: float = 5.0, *, version: int = 2
 ) -> SaveSession:
     """A save that wrote everything but its commit, and is never heard of again."""
-    session = SaveSession.begin(Ranks(), Location.of(url, **options), SaveOptions())
-    with session.active() as place:
+    part = Part(target=Location.of(url, **options), options=SaveOptions())
+    session = SaveSession.begin(Ranks(), part)
+    with session._active():
         ZarrSaveShardedStrategy("zarr", version).save(
-            {"w": tensor("layer/0.w", torch.full((20, 30), value))}, place.place
+            {"w": tensor("layer/0.w", torch.full((20, 30), value))}, session.attempt.location.place
         )
     return session
 
