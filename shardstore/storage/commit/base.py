@@ -29,7 +29,7 @@ from shardstore.storage.commit.attempt import Attempt, SupersededError
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.manifest import MANIFEST_NAME, ChunkRecord, RankManifest
 from shardstore.storage.movers.chunk_bytes import free_scratch, pieces
-from shardstore.storage.movers.chunks import ChunkWrite, told
+from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.codecs import CRC, CRC_BYTES
 from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.parallel import ByteLimit, default_threads, run_batched
@@ -196,13 +196,10 @@ class ReusingMover:
         def work(batch: Sequence[ChunkWrite]) -> None:
             try:
                 for item in batch:
-                    with told(item):
-                        if not (known[item.array] and self._taken_over(item, locked)):
-                            # Twice: ours, and the copy of who sends it.
-                            with self._held(2 * item.array.chunk_bytes):
-                                # One at a time: what a staged source waits for may be what others
-                                # hold.
-                                self._mover.write([item], locked)
+                    if not (known[item.array] and self._taken_over(item, locked)):
+                        # Twice: ours, and the copy of who sends it.
+                        with self._held(2 * item.array.chunk_bytes):
+                            self._mover.write([item], locked)
             finally:
                 free_scratch()
 

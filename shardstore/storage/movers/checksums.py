@@ -55,3 +55,7 @@ class Sums:
             self.position += step
             if self.position % self.block == 0:
                 self.running.append(self.crc)
+
+    def ends(self) -> list[int]:
+        """Values of ``crc`` at the ends of blocks, and at the end of the last if it is shorter."""
+        return self.running if self.position % self.block == 0 else [*self.running, self.crc]

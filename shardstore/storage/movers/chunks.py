@@ -6,7 +6,6 @@ A mover takes lists of them and carries them out with its own parallelism.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -19,7 +18,7 @@ from shardstore.storage.format.documents import ArrayMeta, chunk_key
 from shardstore.storage.format.grid import Box, Grid
 from shardstore.storage.format.manifest import ChunkRecord, Manifest
 
-__all__ = ["ChunkPart", "ChunkWrite", "Mover", "ReadDone", "RegionRead", "chunk_parts", "told"]
+__all__ = ["ChunkPart", "ChunkWrite", "Mover", "ReadDone", "RegionRead", "chunk_parts"]
 
 Source = NDArray[Any] | Callable[[], NDArray[Any]]
 FEW_CUTS = 16
@@ -36,9 +35,7 @@ class ChunkWrite:
         array: the array it belongs to.
         index: its index in the chunk grid.
         source: the part of the chunk within the array, any strides, true data type; or a function
-            that returns it, called when the chunk is written. A function may have two methods:
-            ``wait``, which returns once the data is there, and ``fail``, which takes the error of a
-            chunk that could not be written.
+            that returns it, called when the chunk is written.
     """
 
     array: ArrayMeta
@@ -59,21 +56,6 @@ class ChunkWrite:
                 f"not {data.dtype} of shape {data.shape}"
             )
         return data
-
-
-@contextmanager
-def told(item: ChunkWrite) -> Iterator[None]:
-    """Wait for a chunk's source to be ready, and hand it an error that is raised within.
-
-    A source may wait for other chunks to be written. So a thread takes nothing that those need (a
-    share of a budget) before this, and an error has to reach the threads that wait.
-    """
-    getattr(item.source, "wait", lambda: None)()
-    try:
-        yield
-    except BaseException as error:
-        getattr(item.source, "fail", lambda _: None)(error)
-        raise
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,19 +33,17 @@ from shardstore.storage.movers.chunks import (
     ReadDone,
     RegionRead,
     chunk_parts,
-    told,
 )
 from shardstore.storage.movers.codecs import CRC_BYTES, EncodedChunk
 from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.parallel import default_threads, run_batched
 from shardstore.storage.movers.verify import (
     MISSING,
-    ChunkVerifier,
     Expected,
     chunk_error,
     is_intact,
+    read_file,
     receive,
-    size_problem,
 )
 from shardstore.storage.stores.location import Location, store_errors
 
@@ -92,7 +91,7 @@ class FileMover:
         def work(batch: Sequence[ChunkWrite]) -> None:
             for item in batch:
                 path = self._path(item.array, item.index)
-                with told(item), store_errors("writing", path, key=item.array.key):
+                with store_errors("writing", path, key=item.array.key):
                     record = _write_chunk(path, item, durable=self.durable)
                 counters.add(bytes_written=record.stored_bytes, chunks_written=1)
                 with self._done:
@@ -226,27 +225,15 @@ def _read_chunk(path: str, part: ChunkPart, manifest: Callable[[], Manifest | No
     Raises:
         ChunkMissingError, ChunkCorruptError: name key, chunk, path and writer.
     """
-    array = part.array
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except (FileNotFoundError, NotADirectoryError):
-        raise chunk_error(array, part.index, path, MISSING, manifest) from None
-    try:
-        size = os.fstat(fd).st_size
-        problem = size_problem(array, size)
-        if problem is None:
-            expected = Expected.of(part, manifest)
-            if array.is_packed:
-                data = memoryview(bytearray(size))
-                problem = receive(part, expected, data[: _fill(fd, data, 0)])
-            else:
-                verifier = ChunkVerifier(array, expected)
-                for view in _targets(part, expected):
-                    got = _fill(fd, view, expected.first + verifier.count)
-                    verifier.update(view[:got])
-                size, problem = verifier.count, verifier.finish()
-    finally:
-        os.close(fd)
+    array, expected = part.array, Expected.of(part, manifest)
+    if array.is_packed:
+        try:
+            data = Path(path).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            raise chunk_error(array, part.index, path, MISSING, manifest) from None
+        size, problem = len(data), receive(part, expected, data)
+    else:
+        size, problem = read_file(path, array, expected, _targets(part, expected))
     if problem is not None:
         raise chunk_error(array, part.index, path, problem, manifest)
     return size
@@ -282,11 +269,3 @@ def _skipped(count: int) -> Iterator[memoryview]:
         view = scratch(min(count, IO_BYTES)).data
         yield view
         count -= len(view)
-
-
-def _fill(fd: int, view: memoryview, offset: int) -> int:
-    """Read until ``view`` is full or the file ends; the number of bytes."""
-    done = 0
-    while done < len(view) and (got := os.preadv(fd, [view[done:]], offset + done)):
-        done += got
-    return done

@@ -26,7 +26,6 @@ from shardstore.storage.movers.chunks import (
     ReadDone,
     RegionRead,
     chunk_parts,
-    told,
 )
 from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.object_chunks import (
@@ -105,8 +104,7 @@ class ObjectMover:
                     if item.array.chunk_bytes <= uncounted and not callable(item.source):
                         record = self._write(io, item)
                     else:
-                        # What waits for its source holds nothing that others need meanwhile.
-                        with told(item), budget.take(held_bytes(item), item.array.chunk_bytes):
+                        with budget.take(held_bytes(item), item.array.chunk_bytes):
                             record = self._write(io, item)
                     size += record.stored_bytes
                     number += 1

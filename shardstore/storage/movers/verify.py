@@ -7,14 +7,14 @@ Every read of a chunk, from a file or an object, for a load or for a verificatio
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from shardstore.errors import ChunkCorruptError, ChunkMissingError, DamagedCheckpointError
 from shardstore.storage.format import dtypes
@@ -37,8 +37,8 @@ __all__ = [
     "Problem",
     "chunk_error",
     "is_intact",
+    "read_file",
     "receive",
-    "size_problem",
 ]
 
 READ_BYTES = 1024 * 1024
@@ -69,15 +69,17 @@ class Expected:
     Attributes:
         first: first byte of the uncompressed chunk that is read.
         last: one past the last byte that is read.
-        sums: the manifest's running checksums, one a block, to verify a part of the chunk; the part
-            begins and ends at block boundaries.
+        sums: the manifest's running checksums from the block on that ``first`` begins, one a block,
+            to verify a part of the chunk; the part begins and ends at block boundaries.
+        before: running checksum of what lies before that part.
         crc: the commit's crc32c of the whole chunk, if known.
         digest: the manifest's hash of the whole chunk, if it is to be compared.
     """
 
     first: int
     last: int
-    sums: NDArray[np.uint32] | None = None
+    sums: Sequence[int] | None = None
+    before: int = 0
     crc: int | None = None
     digest: bytes | None = None
 
@@ -98,10 +100,14 @@ class Expected:
         if is_whole and crc is not None:
             return cls(0, total, crc=crc)
         found = manifest()
-        sums = None if found is None else found.running_of(array, part.index)
-        if sums is None:
+        running = None if found is None else found.running_of(array, part.index)
+        if running is None:
             return cls(0, total, crc=crc)
-        return cls(0, total, crc=int(sums[-1])) if is_whole else cls(first, last, sums)
+        sums = running.tolist()
+        if is_whole:
+            return cls(0, total, crc=sums[-1])
+        begin = first // block
+        return cls(first, last, sums[begin:], sums[begin - 1] if begin else 0)
 
 
 class ChunkVerifier:
@@ -114,12 +120,8 @@ class ChunkVerifier:
 
     def __init__(self, array: ArrayMeta, expected: Expected) -> None:
         self._array, self._expected = array, expected
-        self._total = array.chunk_bytes
-        block = self._total if expected.sums is None else block_bytes(self._total)
-        self._first_block = expected.first // block
-        self._sums = Sums(block, position=expected.first)
-        if expected.sums is not None and expected.first:
-            self._sums.crc = int(expected.sums[self._first_block - 1])
+        block = array.chunk_bytes if expected.sums is None else block_bytes(array.chunk_bytes)
+        self._sums = Sums(block, expected.before, expected.first)
         self._is_summed = array.has_crc or expected.crc is not None
         self._hasher = None if expected.digest is None else xxhash.xxh3_128()
         self._rest = bytearray()
@@ -131,29 +133,38 @@ class ChunkVerifier:
 
     def update(self, data: memoryview) -> None:
         """Take the next stored bytes of the chunk."""
+        end = 0
         if not self._array.is_packed:
-            end = max(0, self._total - self._expected.first - self.count)
+            end = max(0, self._expected.last - self._expected.first - self.count)
             self._add(data[:end])
-            self._rest += data[end:]
-        else:
-            self._rest += data
+        self._rest += data[end:]
         self.count += len(data)
 
     def finish(self) -> Problem | None:
         """Compare, after the last byte; ``None`` if all checksums agree."""
         array, expected = self._array, self._expected
-        if array.is_packed:
-            return self._finish_packed()
-        size = expected.last - expected.first
-        if array.has_crc and expected.sums is None:
-            size += CRC_BYTES
-        if self.count != size:
+        has_own = array.has_crc and expected.sums is None
+        body = memoryview(self._rest)[:-CRC_BYTES]
+        size = expected.last - expected.first + (CRC_BYTES if has_own else 0)
+        if array.is_packed and not body:
+            return Problem("size", f"has {self.count} bytes, fewer than any chunk")
+        if not array.is_packed and self.count != size:
             found = size_problem(array, expected.first + self.count)
             return found or Problem("size", f"came as {self.count} bytes where {size} were read")
-        if expected.sums is not None:
-            return self._compare_blocks(expected.sums[self._first_block :])
-        if array.has_crc and (problem := _compare_own(self._rest, self._sums.crc)) is not None:
-            return problem
+        if has_own:
+            (own,) = CRC.unpack(self._rest[-CRC_BYTES:])
+            crc = crc32c(body, 0) if array.is_packed else self._sums.crc
+            if own != crc:
+                return _mismatch(own, crc)
+        if array.is_packed:
+            try:
+                self.chunk = decompress(array, body)
+            except ValueError as error:
+                return Problem("crc", str(error))
+            self._add(memoryview(self.chunk))
+        for wanted, crc in zip(expected.sums or (), self._sums.ends(), strict=False):
+            if wanted != crc:
+                return _mismatch(wanted, crc)
         return self._compare_committed()
 
     def _add(self, body: memoryview) -> None:
@@ -161,27 +172,6 @@ class ChunkVerifier:
             self._sums.add(body)
         if self._hasher is not None:
             self._hasher.update(body)
-
-    def _finish_packed(self) -> Problem | None:
-        packed, tail = memoryview(self._rest)[:-CRC_BYTES], self._rest[-CRC_BYTES:]
-        if not len(packed):
-            return Problem("size", f"has {self.count} bytes, fewer than any chunk")
-        if (problem := _compare_own(tail, crc32c(packed, 0))) is not None:
-            return problem
-        try:
-            self.chunk = decompress(self._array, packed)
-        except ValueError as error:
-            return Problem("crc", str(error))
-        self._add(memoryview(self.chunk))
-        return self._compare_committed()
-
-    def _compare_blocks(self, sums: NDArray[np.uint32]) -> Problem | None:
-        if self._sums.position % self._sums.block:  # the chunk ends within a block
-            self._sums.running.append(self._sums.crc)
-        for found, wanted in zip(self._sums.running, sums, strict=False):
-            if found != int(wanted):
-                return _mismatch(int(wanted), found)
-        return None
 
     def _compare_committed(self) -> Problem | None:
         crc, digest = self._expected.crc, self._expected.digest
@@ -196,11 +186,6 @@ class ChunkVerifier:
             f"is intact but not the chunk that was committed ({how}): it was exchanged, or "
             "overwritten by a late writer of another save",
         )
-
-
-def _compare_own(stored: bytes | bytearray, found: int) -> Problem | None:
-    (own,) = CRC.unpack(stored)
-    return None if own == found else _mismatch(own, found)
 
 
 def _mismatch(expected: int, found: int) -> Problem:
@@ -224,6 +209,47 @@ def size_problem(array: ArrayMeta, found: int) -> Problem | None:
     if stored in (None, found):
         return None
     return Problem("size", f"has {found} bytes, not {stored}")
+
+
+def read_file(
+    path: str, array: ArrayMeta, expected: Expected, targets: Iterable[memoryview]
+) -> tuple[int, Problem | None]:
+    """Read the expected bytes of a chunk's file, and verify them.
+
+    Args:
+        path: of the file.
+        array: the chunk's array.
+        expected: which bytes, and their checksums.
+        targets: memory for them in order, written before they are verified; each is filled before
+            the next is asked for. It may be for more bytes than there are.
+
+    Returns:
+        Number of bytes read, and what is wrong, ``None`` for nothing.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return 0, MISSING
+    verifier = ChunkVerifier(array, expected)
+    try:
+        if (problem := size_problem(array, os.fstat(fd).st_size)) is not None:
+            return 0, problem
+        for view in targets:
+            got = _fill(fd, view, expected.first + verifier.count)
+            verifier.update(view[:got])
+            if got < len(view):
+                break
+    finally:
+        os.close(fd)
+    return verifier.count, verifier.finish()
+
+
+def _fill(fd: int, view: memoryview, offset: int) -> int:
+    """Read until ``view`` is full or the file ends; the number of bytes."""
+    done = 0
+    while done < len(view) and (got := os.preadv(fd, [view[done:]], offset + done)):
+        done += got
+    return done
 
 
 def receive(part: ChunkPart, expected: Expected, data: bytes | memoryview) -> Problem | None:
@@ -289,20 +315,19 @@ class ChunkChecker:
         """
         expected = self._expected(array, index)
         verifier = ChunkVerifier(array, expected)
-        name = f"{array.node}/{array.chunk_key(index)}"
         location = self._stored.location
+        name = f"{array.node}/{array.chunk_key(index)}"
+        path = f"{location.url}/{name}"
         try:
             if not (array.is_plain or array.is_packed):
                 return self._check_decoded(array, index, verifier)
             if not location.is_local:
                 verifier.update(memoryview(location.read(name)))
                 return verifier.count, verifier.finish()
-            path = f"{location.url}/{name}"
             quick = array.codecs == (CRC32C,) and not self._hashes
             if quick and is_intact(read_chunk(path, array.chunk_bytes), expected.crc):
                 return array.chunk_bytes + CRC_BYTES, None
-            problem = _check_file(path, array, verifier)
-            return verifier.count, problem
+            return read_file(path, array, expected, repeat(scratch(READ_BYTES).data))
         except FileNotFoundError:
             return 0, MISSING
         except DamagedCheckpointError as error:
@@ -330,23 +355,6 @@ class ChunkChecker:
         for piece in pieces(out, array.grid.chunk_shape):
             verifier.update(piece)
         return out.nbytes, verifier.finish()
-
-
-def _check_file(path: str, array: ArrayMeta, verifier: ChunkVerifier) -> Problem | None:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except NotADirectoryError:
-        raise FileNotFoundError(path) from None
-    try:
-        problem = size_problem(array, os.fstat(fd).st_size)
-        if problem is not None:
-            return problem
-        buffer = scratch(READ_BYTES).data
-        while got := os.preadv(fd, [buffer], verifier.count):
-            verifier.update(buffer[:got])
-    finally:
-        os.close(fd)
-    return verifier.finish()
 
 
 def _first_line(error: BaseException) -> str:
