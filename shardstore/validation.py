@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -14,15 +13,14 @@ from typing import Any, TypeAlias, cast
 import torch
 
 from shardstore.core import CheckpointingConfig, maybe_load_config
-from shardstore.coverage.access_pattern import _compute_shards_access as _compute_shards_access
-from shardstore.coverage.access_pattern import check_access
+from shardstore.coverage.access_pattern import check_reports, report_shards
 from shardstore.dict_utils import (
     dict_list_map_outplace,
     diff,
     extract_matching_values,
     nested_values,
 )
-from shardstore.distributed.groups import has_ranks, raise_together
+from shardstore.distributed.groups import gathered, group_rank, group_size, raise_together
 from shardstore.errors import (
     ArgumentError,
     CheckpointingException,
@@ -56,13 +54,9 @@ __all__ = [
     "GlobalMetadata",
     "LocalMetadata",
     "StrictHandling",
-    "adjust_non_strict_load",
     "comparable",
     "compare_common",
     "determine_global_metadata",
-    "log_differences",
-    "maybe_report_missing_and_unexpected_keys",
-    "missing_and_unexpected_keys",
     "parse_strict_flag",
     "pickled",
     "validate_integrity_and_strict_load",
@@ -143,125 +137,6 @@ def parse_strict_flag(strict: str | StrictHandling) -> StrictHandling:
         raise ArgumentError(f"Invalid strict flag: {strict!r}; it is one of {modes}") from None
 
 
-def adjust_non_strict_load(
-    sharded_state_dict: ShardedStateDict, sharded_keys_to_remove: Iterable[str]
-) -> ShardedStateDict:
-    """Leave the shards of some keys out of a state dict.
-
-    Args:
-        sharded_state_dict: state dict; it is left as it is.
-        sharded_keys_to_remove: keys of ShardedTensors and ShardedObjects.
-
-    Returns:
-        A state dict without them, and without containers that held nothing else.
-    """
-    keys = set(sharded_keys_to_remove)
-    if not keys:
-        return sharded_state_dict
-    _, kept = extract_matching_values(
-        sharded_state_dict, lambda value: isinstance(value, ShardedBase) and value.key in keys
-    )
-    return dict(kept)
-
-
-def missing_and_unexpected_keys(
-    ckpt_sharded_metadata: CkptShardedMetadata,
-    local_metadata: LocalMetadata,
-    global_metadata: GlobalMetadata | None = None,
-) -> tuple[set[str], set[str]]:
-    """Keys stored that no rank asks for (if all are known), and asked for here but not stored."""
-    stored = {item.key for item in ckpt_sharded_metadata.values()}
-    wanted_here = {item.key for item in local_metadata}
-    missing: set[str] = set()
-    if global_metadata is not None:
-        missing = stored - {item.key for one_rank in global_metadata for item in one_rank}
-    return missing, wanted_here - stored
-
-
-def maybe_report_missing_and_unexpected_keys(
-    missing_keys: set[str], unexpected_keys: set[str], raise_error: bool = True
-) -> None:
-    """Raise or log if there are keys that do not match.
-
-    Args:
-        missing_keys: in the checkpoint, asked for by no rank.
-        unexpected_keys: asked for by this rank, not in the checkpoint.
-        raise_error: raise; otherwise log a warning.
-
-    Raises:
-        CheckpointingException: there are such keys; a :class:`MissingKeyError` if some are
-            unexpected.
-    """
-    if not missing_keys and not unexpected_keys:
-        return
-    sentences = []
-    if missing_keys:
-        sentences.append(
-            f"Missing keys (in the checkpoint, asked for by no rank): {sorted(missing_keys)}."
-        )
-    if unexpected_keys:
-        sentences.append(
-            f"Unexpected keys (asked for by this rank, not in the checkpoint): "
-            f"{sorted(unexpected_keys)}."
-        )
-    text = " ".join(sentences)
-    if not raise_error:
-        logger.warning("%s", text)
-        return
-    text += " Another `strict` mode logs, returns or ignores them."
-    if unexpected_keys:
-        raise MissingKeyError(text, key=min(unexpected_keys))
-    raise CheckpointingException(text)
-
-
-def comparable(
-    common: StateDict, preprocess: Callable[[CommonStateDict], StateDict] | None
-) -> StateDict:
-    """What of the common state is compared: a copy of it, processed if that was asked for."""
-    copied = cast(StateDict, dict_list_map_outplace(lambda value: value, common))
-    return preprocess(copied) if preprocess is not None else copied
-
-
-def pickled(common: StateDict) -> bytes:
-    """The common state on its way to the other ranks.
-
-    Raises:
-        CheckpointingException: a value can not be pickled.
-    """
-    try:
-        return pickle.dumps(common)
-    except Exception as error:
-        raise CheckpointingException(
-            f"the common (non-sharded) state can not be pickled: {type(error).__name__}: "
-            f"{error}; keep such values out with LocalNonpersistentObject"
-        ) from error
-
-
-def compare_common(mine: StateDict, of_coordinator: bytes, rank: int) -> None:
-    """Log where this rank's common state differs from the coordinator's, given as bytes."""
-    try:
-        log_differences(pickle.loads(of_coordinator), mine, rank)
-    except Exception as error:
-        logger.warning(
-            "Rank %d common state dict could not be compared with rank 0's: %s", rank, error
-        )
-
-
-def log_differences(of_rank_0: StateDict, mine: StateDict, rank: int) -> None:
-    """Log where this rank's common state differs from that of rank 0, if it does."""
-    only_on_0, only_here, mismatched = diff(of_rank_0, mine)
-    if only_on_0 or only_here or mismatched:
-        logger.warning(
-            "Rank %d common state dict differs from rank 0 common state dict. "
-            "Keys only on rank 0: %s, Keys only on %d: %s, Mismatched keys: %s",
-            rank,
-            only_on_0,
-            rank,
-            only_here,
-            mismatched,
-        )
-
-
 def validate_integrity_and_strict_load(
     sharded_state_dict: ShardedStateDict,
     strict: StrictHandling,
@@ -275,53 +150,123 @@ def validate_integrity_and_strict_load(
     Every rank calls it; it waits for nobody: what it needs to know of others is handed in.
 
     Args:
-        sharded_state_dict: what this rank wants to load.
+        sharded_state_dict: what this rank wants to load; it is left as it is.
         strict: how to treat keys that do not match.
         validate_access_integrity: whether to check that all ranks together ask for each tensor
             exactly once (on rank 0 alone).
-        local_metadata: this rank's shards without data.
+        local_metadata: this rank's shards.
         global_metadata: those of every rank, by rank.
         ckpt_sharded_metadata: what the checkpoint has.
 
     Returns:
-        The state dict, without unexpected keys where the mode says so; missing keys; unexpected
-        keys. The sets are empty where the mode does not look for them.
+        The state dict, without unexpected keys (and containers that held nothing else) where the
+        mode says so; missing keys; unexpected keys. The sets are empty where the mode does not look
+        for them.
 
     Raises:
         CheckpointingException: the check that was asked for fails, or cannot be made because the
-            metadata it needs was not given.
+            metadata it needs was not given; a :class:`MissingKeyError` for unexpected keys.
     """
-    missing_keys: set[str] = set()
-    unexpected_keys: set[str] = set()
-    if StrictHandling.requires_explicit_ckpt_mismatch_check(strict):
-        if ckpt_sharded_metadata is None or local_metadata is None:
+    compares = StrictHandling.requires_explicit_ckpt_mismatch_check(strict)
+    all_ranks = StrictHandling.requires_global_app_metadata(strict)
+    for name, given, is_needed in (
+        ("local_metadata", local_metadata, compares),
+        ("ckpt_sharded_metadata", ckpt_sharded_metadata, compares),
+        ("global_metadata", global_metadata, all_ranks or validate_access_integrity),
+    ):
+        if is_needed and given is None:
             raise CheckpointingException(
-                f"Strict mode {strict.value!r} compares the keys with the checkpoint's, which were "
-                f"not given: local_metadata and ckpt_sharded_metadata must not be None"
+                f"Strict mode {strict.value!r} with validate_access_integrity="
+                f"{validate_access_integrity} needs {name}, which must not be None"
             )
-        all_ranks = StrictHandling.requires_global_app_metadata(strict)
-        if all_ranks and global_metadata is None:
-            raise CheckpointingException(
-                f"Strict mode {strict.value!r} looks for keys that no rank asks for: "
-                f"global_metadata must not be None"
-            )
-        missing_keys, unexpected_keys = missing_and_unexpected_keys(
-            ckpt_sharded_metadata, local_metadata, global_metadata if all_ranks else None
-        )
-        sharded_state_dict = adjust_non_strict_load(sharded_state_dict, unexpected_keys)
-        if strict is StrictHandling.IGNORE_ALL:
-            missing_keys, unexpected_keys = set(), set()
-        elif strict in (StrictHandling.RAISE_UNEXPECTED, StrictHandling.RAISE_ALL):
-            maybe_report_missing_and_unexpected_keys(missing_keys, unexpected_keys, True)
-        elif strict in (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL):
-            maybe_report_missing_and_unexpected_keys(missing_keys, unexpected_keys, False)
     if validate_access_integrity:
-        if global_metadata is None:
-            raise CheckpointingException(
-                "The access pattern of all ranks cannot be checked without global_metadata"
-            )
-        validate_sharding_integrity(global_metadata)
-    return sharded_state_dict, missing_keys, unexpected_keys
+        validate_sharding_integrity(global_metadata or [])
+    if not compares:
+        return sharded_state_dict, set(), set()
+    stored = {item.key for item in (ckpt_sharded_metadata or {}).values()}
+    unexpected = {item.key for item in local_metadata or ()} - stored
+    missing: set[str] = set()
+    if all_ranks:
+        missing = stored - {item.key for one_rank in global_metadata or () for item in one_rank}
+    sentences = []
+    if missing:
+        sentences.append(
+            f"Missing keys (in the checkpoint, asked for by no rank): {sorted(missing)}."
+        )
+    if unexpected:
+        sentences.append(
+            "Unexpected keys (asked for by this rank, not in the checkpoint): "
+            f"{sorted(unexpected)}."
+        )
+    text = " ".join(sentences)
+    if text and strict in (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL):
+        logger.warning("%s", text)
+    elif text and strict in (StrictHandling.RAISE_UNEXPECTED, StrictHandling.RAISE_ALL):
+        text += " Another `strict` mode logs, returns or ignores them."
+        if unexpected:
+            raise MissingKeyError(text, key=min(unexpected))
+        raise CheckpointingException(text)
+    if unexpected:
+        _, sharded_state_dict = extract_matching_values(
+            sharded_state_dict, lambda v: isinstance(v, ShardedBase) and v.key in unexpected
+        )
+    if strict is StrictHandling.IGNORE_ALL:
+        return sharded_state_dict, set(), set()
+    return sharded_state_dict, missing, unexpected
+
+
+def comparable(
+    common: StateDict, preprocess: Callable[[CommonStateDict], StateDict] | None
+) -> StateDict:
+    """Return a copy of the common state to be compared, processed if that was asked for."""
+    copied = cast(StateDict, dict_list_map_outplace(lambda value: value, common))
+    if preprocess is not None:
+        copied = preprocess(copied)
+    return cast(StateDict, dict_list_map_outplace(_on_host, copied))
+
+
+def _on_host(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or value.is_meta:
+        return value
+    value = value.detach().cpu()
+    # torch cannot unpickle float8 tensors outside of its own archives.
+    return value.view(torch.uint8) if str(value.dtype).startswith("torch.float8") else value
+
+
+def pickled(common: StateDict) -> bytes:
+    """Return the common state as bytes for the other ranks.
+
+    Raises:
+        CheckpointingException: a value cannot be pickled.
+    """
+    try:
+        return pickle.dumps(common)
+    except Exception as error:
+        raise CheckpointingException(
+            f"the common (non-sharded) state cannot be pickled: {type(error).__name__}: "
+            f"{error}; keep such values out with LocalNonpersistentObject"
+        ) from error
+
+
+def compare_common(mine: StateDict, of_coordinator: bytes, rank: int) -> None:
+    """Log where this rank's common state differs from the coordinator's, given as bytes."""
+    try:
+        only_on_0, only_here, mismatched = diff(pickle.loads(of_coordinator), mine)
+    except Exception as error:
+        logger.warning(
+            "Rank %d common state dict could not be compared with rank 0's: %s", rank, error
+        )
+        return
+    if only_on_0 or only_here or mismatched:
+        logger.warning(
+            "Rank %d common state dict differs from rank 0 common state dict. "
+            "Keys only on rank 0: %s, Keys only on %d: %s, Mismatched keys: %s",
+            rank,
+            only_on_0,
+            rank,
+            only_here,
+            mismatched,
+        )
 
 
 def verify_checkpoint_and_load_strategy(
@@ -366,15 +311,15 @@ def verify_checkpoint_and_load_strategy(
             url=str(checkpoint_dir),
         )
     backend, version = config.sharded_backend, config.sharded_backend_version
-    if sharded_strategy is None:
-        sharded_strategy = (backend, version)
-    if isinstance(sharded_strategy, tuple):
-        found = _strategy_for(checkpoint_dir, StrategyAction.LOAD_SHARDED, *sharded_strategy)
+    common = config.common_backend, config.common_backend_version
+    if sharded_strategy is None or isinstance(sharded_strategy, tuple):
+        wanted = sharded_strategy or (backend, version)
+        found = _strategy_for(checkpoint_dir, StrategyAction.LOAD_SHARDED, *wanted)
         sharded_strategy = cast(LoadShardedStrategy, found)
-    if common_strategy is None:
-        common_strategy = (config.common_backend, config.common_backend_version)
-    if isinstance(common_strategy, tuple):
-        found = _strategy_for(checkpoint_dir, StrategyAction.LOAD_COMMON, *common_strategy)
+    if common_strategy is None or isinstance(common_strategy, tuple):
+        found = _strategy_for(
+            checkpoint_dir, StrategyAction.LOAD_COMMON, *(common_strategy or common)
+        )
         common_strategy = cast(LoadCommonStrategy, found)
     for name, given, kind in (
         ("sharded_strategy", sharded_strategy, LoadShardedStrategy),
@@ -387,8 +332,8 @@ def verify_checkpoint_and_load_strategy(
             )
     sharded_strategy.check_backend_compatibility(backend)
     sharded_strategy.check_version_compatibility(version)
-    common_strategy.check_backend_compatibility(config.common_backend)
-    common_strategy.check_version_compatibility(config.common_backend_version)
+    common_strategy.check_backend_compatibility(common[0])
+    common_strategy.check_version_compatibility(common[1])
     return sharded_strategy, common_strategy
 
 
@@ -445,36 +390,7 @@ def determine_global_metadata(
         for value in nested_values(sharded_state_dict)
         if isinstance(value, ShardedTensor | ShardedObject)
     ]
-    if not has_ranks():
-        return local, [local]
-    by_rank: GlobalMetadata = [[] for _ in range(torch.distributed.get_world_size())]
-    torch.distributed.all_gather_object(by_rank, local)
-    return local, by_rank
-
-
-def _validate_common_state_dict(common_state_dict: CommonStateDict) -> None:
-    """Let each rank log where its common state differs from rank 0's, which is what is saved.
-
-    Every rank calls it and waits for rank 0.
-    """
-    if not has_ranks() or torch.distributed.get_world_size() == 1:
-        return
-    rank = torch.distributed.get_rank()
-    payload: list[bytes | None] = [None]
-    with raise_together(None, "Comparing the common state dict with that of rank 0"):
-        if rank == 0:
-            # torch.save, because torch cannot unpickle float8 tensors outside of its archives.
-            buffer = io.BytesIO()
-            torch.save(common_state_dict, buffer)
-            payload = [buffer.getvalue()]
-    torch.distributed.broadcast_object_list(payload, src=0)
-    if rank == 0 or payload[0] is None:
-        return
-    of_rank_0 = torch.load(io.BytesIO(payload[0]), weights_only=False, map_location="cpu")
-    here = dict_list_map_outplace(
-        lambda value: value.cpu() if isinstance(value, torch.Tensor) else value, common_state_dict
-    )
-    log_differences(of_rank_0, here, rank)
+    return local, gathered(local)
 
 
 def validate_sharding_integrity(
@@ -495,8 +411,13 @@ def validate_sharding_integrity(
             ranks.
         ShapeMismatchError, DTypeMismatchError: ranks do not describe the same global tensor.
     """
-    if common_state_dict is not None:
-        _validate_common_state_dict(common_state_dict)
-    if has_ranks() and torch.distributed.get_rank() != 0:
-        return
-    check_access(global_metadata)
+    rank = group_rank(None)
+    if common_state_dict is not None and group_size(None) > 1:
+        with raise_together(None, "Comparing the common state dict with that of rank 0"):
+            mine = comparable(common_state_dict, None)
+            said = [pickled(mine) if rank == 0 else b""]
+        torch.distributed.broadcast_object_list(said, src=0)
+        if rank:
+            compare_common(mine, said[0], rank)
+    if rank == 0:
+        check_reports([report_shards(shards) for shards in global_metadata])

@@ -1,46 +1,118 @@
-"""Who holds what of one tensor or object: all ranks agree, and main replicas cover it exactly once.
+"""Who holds what: ranks agree about each tensor and object, and main replicas cover it once.
 
-Checks the shards of one key over all ranks. :mod:`shardstore.coverage.tiling` has the geometry.
+Ranks report the shards that they hold, and one rank checks the reports of all.
+:mod:`shardstore.coverage.tiling` has the geometry.
 """
 
 from __future__ import annotations
 
 import math
+import pickle
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
-import torch
 
 from shardstore.coverage.tiling import find_range_fault, find_tiling_fault
-from shardstore.errors import AccessPatternError, DTypeMismatchError, ShapeMismatchError
+from shardstore.errors import (
+    AccessPatternError,
+    CheckpointingException,
+    DTypeMismatchError,
+    ShapeMismatchError,
+)
 from shardstore.mapping import ShardedObject, ShardedTensor, is_main_replica
 
-__all__ = ["check_access"]
+__all__ = ["check_reports", "report_shards", "shards_of_report"]
+
+_Tensors = list[tuple[int, ShardedTensor]]
+_Objects = list[tuple[int, ShardedObject]]
+"""Shards of one key, each with the rank that holds it."""
 
 
-def check_access(global_metadata: Sequence[Sequence[ShardedTensor | ShardedObject]]) -> None:
+def report_shards(shards: Iterable[Any]) -> bytes:
+    """Describe a rank's shards; what is no shard is left out.
+
+    Many tensors are cut alike: a report has the key of each tensor, the number of its cut, and
+    what cuts there are, a fraction of the work of pickling the shards themselves.
+    """
+    keys: list[str] = []
+    numbers: list[int] = []
+    cuts: dict[tuple[Any, ...], int] = {}
+    objects: list[ShardedObject] = []
+    for item in shards:
+        if isinstance(item, ShardedTensor):
+            flat = item.flattened_range
+            cut: tuple[Any, ...] = (
+                item.dtype,
+                item.local_shape,
+                item.global_shape,
+                item.global_offset,
+                item.axis_fragmentations,
+                item.replica_id,
+                item.prepend_axis_num,
+                item.allow_shape_mismatch,
+                None if flat is None else (flat.start, flat.stop, flat.step),
+            )
+            keys.append(item.key)
+            try:
+                numbers.append(cuts.setdefault(cut, len(cuts)))
+            except TypeError:  # lists, set by hand
+                cut = tuple(tuple(v) if isinstance(v, list) else v for v in cut)
+                numbers.append(cuts.setdefault(cut, len(cuts)))
+        elif isinstance(item, ShardedObject):
+            objects.append(item.without_data())
+    return pickle.dumps((keys, numbers, list(cuts), objects))
+
+
+def shards_of_report(report: bytes) -> list[ShardedTensor | ShardedObject]:
+    """Return the shards that a report describes, without data."""
+    parsed = pickle.loads(report)
+    return [*_tensors(parsed, set(parsed[0])), *parsed[3]]
+
+
+def _tensors(parsed: Any, of: set[str]) -> Iterator[ShardedTensor]:
+    """Yield the tensors of some keys."""
+    keys, numbers, cuts, _ = parsed
+    for key, number in zip(keys, numbers, strict=True):
+        if key in of:
+            *fields, flat = cuts[number]
+            described: Any = (*fields, None if flat is None else slice(*flat))
+            yield ShardedTensor(key, None, *described)
+
+
+def check_reports(reports: Sequence[bytes]) -> None:
     """Check that the main replicas of all ranks cover every tensor and object exactly once.
 
-    Any rank may call it; it waits for nobody. Time is near linear in the number of shards.
+    Any rank may call it; it waits for nobody. Time is near linear in the number of shards; tensors
+    that ranks cut in the same way are checked once.
 
     Args:
-        global_metadata: shards without data of every rank, by rank.
+        reports: what :func:`report_shards` returned on every rank, by rank.
 
     Raises:
         AccessPatternError: a part is covered twice or not at all; the text names key, region and
             ranks.
         ShapeMismatchError, DTypeMismatchError: ranks do not describe the same global tensor.
     """
-    tensors: dict[str, list[tuple[int, ShardedTensor]]] = defaultdict(list)
-    objects: dict[str, list[tuple[int, ShardedObject]]] = defaultdict(list)
-    for rank, items in enumerate(global_metadata):
+    parsed = [pickle.loads(report) for report in reports]
+    known: dict[tuple[Any, ...], int] = {}
+    held: dict[str, list[int]] = defaultdict(list)  # the number of each holder's cut, by rank
+    objects: dict[str, _Objects] = defaultdict(list)
+    for rank, (keys, numbers, cuts, items) in enumerate(parsed):
+        renumbered = [known.setdefault(cut, len(known)) for cut in cuts]
+        for key, number in zip(keys, numbers, strict=True):
+            held[key].append(renumbered[number])
         for item in items:
-            if isinstance(item, ShardedTensor):
-                tensors[item.key].append((rank, item))
-            else:
-                objects[item.key].append((rank, item))
-    for key in sorted(tensors.keys() & objects.keys()):
+            objects[item.key].append((rank, item))
+    both = sorted(held.keys() & objects.keys())
+    samples = {tuple(cuts): key for key, cuts in sorted(held.items(), reverse=True)}
+    looked_at = {*samples.values(), *both}
+    tensors: dict[str, _Tensors] = defaultdict(list)
+    for rank, report in enumerate(parsed):
+        for tensor in _tensors(report, looked_at):
+            tensors[tensor.key].append((rank, tensor))
+    for key in both:
         raise AccessPatternError(
             f"Invalid access pattern: {key!r} is a ShardedTensor on ranks "
             f"{_ranks(tensors[key])} and a ShardedObject on ranks {_ranks(objects[key])}; "
@@ -48,87 +120,66 @@ def check_access(global_metadata: Sequence[Sequence[ShardedTensor | ShardedObjec
             key=key,
         )
     for sharding in tensors.values():
-        _validate_sharding_for_key(sharding)
+        _check_tensor(sharding)
     for sharded_objects in objects.values():
-        _validate_objects_for_key(sharded_objects)
+        _check_object(sharded_objects)
 
 
-def _validate_sharding_for_key(rank_sharding: list[tuple[int, ShardedTensor]]) -> None:
+def _check_tensor(held: _Tensors) -> None:
     """Check one tensor: ranks agree about it, and its main replicas tile it."""
-    _validate_agreement(rank_sharding)
-    mains = [(rank, ten) for rank, ten in rank_sharding if is_main_replica(ten.replica_id)]
+    _check_agreement(held)
     # Flat ranges of one box count as one tile of the global tensor and are checked within it.
-    tiles: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, ShardedTensor]]] = {}
-    boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-    owners: list[list[tuple[int, ShardedTensor]]] = []
-    for rank, ten in mains:
-        box = (ten.global_offset, (1,) * ten.prepend_axis_num + tuple(ten.local_shape))
-        if ten.flattened_range is not None and box in tiles:
-            tiles[box].append((rank, ten))
-            continue
-        members = [(rank, ten)]
-        if ten.flattened_range is not None:
-            tiles[box] = members
-        boxes.append(box)
-        owners.append(members)
-
-    sample = rank_sharding[0][1]
-    ndim = len(sample.global_shape)
+    tiles: dict[Any, _Tensors] = defaultdict(list)
+    for number, (rank, ten) in enumerate(held):
+        if is_main_replica(ten.replica_id):
+            about = None if ten.flattened_range is not None else number
+            tiles[(ten.global_offset, _box_shape(ten), about)].append((rank, ten))
+    sample = held[0][1]
+    axes = len(sample.global_shape)
     fault = find_tiling_fault(
-        np.array([offset for offset, _ in boxes], dtype=np.int64).reshape(len(boxes), ndim),
-        np.array([shape for _, shape in boxes], dtype=np.int64).reshape(len(boxes), ndim),
+        np.array([offset for offset, _, _ in tiles], np.int64).reshape(len(tiles), axes),
+        np.array([shape for _, shape, _ in tiles], np.int64).reshape(len(tiles), axes),
         sample.global_shape,
     )
     if fault is not None:
+        owners = list(tiles.values())
         concerned = [one for number in fault.shards for one in owners[number]]
-        held = (
-            f"has {len(concerned)} main replicas, on ranks {_ranks(concerned)}"
-            if concerned
-            else "has no main replica on any rank"
-        )
+        many = f"has {len(concerned)} main replicas, on ranks {_ranks(concerned)}"
         raise AccessPatternError(
             f"Invalid access pattern for {sample.key!r}, of global shape {sample.global_shape} and "
-            f"held by ranks {_ranks(rank_sharding)}: the region at offset {fault.offset} of shape "
-            f"{fault.shape} {held}. Each element must belong to exactly one shard with replica_id "
-            f"0; check offsets and replica ids. One of the shards: {sample.without_data()}",
+            f"held by ranks {_ranks(held)}: the region at offset {fault.offset} of shape "
+            f"{fault.shape} {many if concerned else 'has no main replica on any rank'}. Each "
+            f"element must belong to exactly one shard with replica_id 0; check offsets and "
+            f"replica ids. One of the shards: {sample.without_data()}",
             key=sample.key,
             rank=concerned[0][0] if concerned else None,
         )
-    for members in tiles.values():
-        _validate_sharding_for_key_flattened(members)
+    for (_, _, about), members in tiles.items():
+        if about is None:
+            _check_flat_ranges(members)
 
 
-def _validate_agreement(rank_sharding: list[tuple[int, ShardedTensor]]) -> None:
-    """All ranks, replicas included, describe one and the same global tensor."""
-    first_rank, first = rank_sharding[0]
-    regular = first.axis_fragmentations is not None
-    for rank, ten in rank_sharding[1:]:
-        sides = f"on rank {first_rank} and {{}} on rank {rank}; ranks must agree"
-        if ten.dtype != first.dtype:
-            raise DTypeMismatchError(
-                f"{ten.key!r} has dtype {first.dtype} {sides.format(ten.dtype)}",
-                key=ten.key,
-                rank=rank,
-            )
-        if tuple(ten.global_shape) != tuple(first.global_shape):
-            raise ShapeMismatchError(
-                f"{ten.key!r} has global shape {first.global_shape} "
-                f"{sides.format(ten.global_shape)}",
-                key=ten.key,
-                rank=rank,
-            )
-        if (ten.axis_fragmentations is not None) != regular:
-            raise AccessPatternError(
-                f"Invalid access pattern: {ten.key!r} has axis_fragmentations "
-                f"{first.axis_fragmentations} {sides.format(ten.axis_fragmentations)} about "
-                f"whether the grid is regular",
-                key=ten.key,
-                rank=rank,
-            )
-    for rank, ten in rank_sharding:
-        shape = (1,) * ten.prepend_axis_num + tuple(ten.local_shape)
+def _box_shape(ten: ShardedTensor) -> tuple[int, ...]:
+    return (1,) * ten.prepend_axis_num + ten.local_shape
+
+
+def _check_agreement(held: _Tensors) -> None:
+    """Check that all ranks, replicas included, describe one and the same global tensor."""
+    first_rank, first = held[0]
+    for rank, ten in held:
+        for name, kind in _AGREED.items():
+            ours, theirs = getattr(first, name), getattr(ten, name)
+            if ours != theirs and (name != "axis_fragmentations" or None in (ours, theirs)):
+                raise kind(
+                    f"Invalid access pattern: {ten.key!r} has {name} {ours} on rank {first_rank} "
+                    f"and {theirs} on rank {rank}; ranks must agree"
+                    f"{' about whether the grid is regular' if kind is AccessPatternError else ''}",
+                    key=ten.key,
+                    rank=rank,
+                )
+        shape = _box_shape(ten)
         for offset, length, limit in zip(ten.global_offset, shape, ten.global_shape, strict=True):
-            if offset < 0 or offset + length > limit:
+            if offset + length > limit:
                 raise AccessPatternError(
                     f"Invalid access pattern for {ten.key!r}: the shard of rank {rank} at offset "
                     f"{ten.global_offset} of shape {shape} reaches outside the global shape "
@@ -138,83 +189,67 @@ def _validate_agreement(rank_sharding: list[tuple[int, ShardedTensor]]) -> None:
                 )
 
 
-def _validate_sharding_for_key_flattened(
-    tensors_by_shard: Sequence[tuple[int, ShardedTensor]],
-) -> None:
+_AGREED: dict[str, type[CheckpointingException]] = {
+    "dtype": DTypeMismatchError,
+    "global_shape": ShapeMismatchError,
+    "axis_fragmentations": AccessPatternError,
+}
+"""What ranks have to agree about (only whether there are fragmentations), and the error if not."""
+
+
+def _check_flat_ranges(held: _Tensors) -> None:
     """Check that the flat ranges of one shard cover it exactly once."""
-    _, sample = tensors_by_shard[0]
+    _, sample = held[0]
     size = math.prod(sample.local_shape)
-    ranges = []
-    for _, ten in tensors_by_shard:
-        assert ten.flattened_range is not None
-        ranges.append((int(ten.flattened_range.start), int(ten.flattened_range.stop)))
+    ranges = [ten.flattened_range.indices(size)[:2] for _, ten in held if ten.flattened_range]
     fault = find_range_fault(ranges, size)
     if fault is None:
         return
-    concerned = [tensors_by_shard[number] for number in fault.shards]
-    held = (
-        f"is held {len(concerned)} times, by ranks {_ranks(concerned)}"
-        if concerned
-        else "is held by no rank"
-    )
+    concerned = [held[number] for number in fault.shards]
+    many = f"is held {len(concerned)} times, by ranks {_ranks(concerned)}"
     raise AccessPatternError(
         f"Flattened ranges dont cover the whole shard {sample.without_data()} of {size} elements "
         f"exactly once: elements {fault.offset[0]} to {fault.offset[0] + fault.shape[0]} of the "
         f"shard of {sample.key!r} at offset {sample.global_offset} "
-        f"{held} (main replicas alone count). Invalid access pattern",
+        f"{many if concerned else 'is held by no rank'} (main replicas alone count). Invalid "
+        f"access pattern",
         key=sample.key,
         rank=concerned[0][0] if concerned else None,
     )
 
 
-def _compute_shards_access(
-    rank_sharding: Iterable[tuple[int, ShardedTensor]],
-) -> torch.Tensor:
-    """How many main replicas each cell of a regular grid has, as an int32 tensor over the grid."""
-    access = torch.empty(0, dtype=torch.int32)
-    for number, (_, ten) in enumerate(rank_sharding):
-        if number == 0:
-            access = torch.zeros(ten.axis_fragmentations or (), dtype=torch.int32)
-        if is_main_replica(ten.replica_id):
-            access[ten.local_chunk_offset_in_global()] += 1
-    return access
-
-
-def _validate_objects_for_key(sharded_objects: list[tuple[int, ShardedObject]]) -> None:
+def _check_object(held: _Objects) -> None:
     """Check that each element of a global object has exactly one main replica."""
-    _, first = sharded_objects[0]
-    ranks_by_shard: Mapping[str, list[tuple[int, ShardedObject]]] = defaultdict(list)
-    for rank, item in sharded_objects:
-        if tuple(item.global_shape) != tuple(first.global_shape):
+    first_rank, first = held[0]
+    holders: dict[str, _Objects] = defaultdict(list)
+    for rank, item in held:
+        if item.global_shape != first.global_shape:
             raise ShapeMismatchError(
                 f"Ranks do not agree about the global shape of ShardedObject {item.key!r}: "
-                f"{first.global_shape} on rank {sharded_objects[0][0]}, {item.global_shape} on "
-                f"rank {rank}",
+                f"{first.global_shape} on rank {first_rank}, {item.global_shape} on rank {rank}",
                 key=item.key,
                 rank=rank,
             )
         if is_main_replica(item.replica_id):
-            ranks_by_shard[item.unique_key].append((rank, item))
-    duplicates = {k: _ranks(held) for k, held in ranks_by_shard.items() if len(held) > 1}
+            holders[item.unique_key].append((rank, item))
+    duplicates = {key: _ranks(mains) for key, mains in holders.items() if len(mains) > 1}
     if duplicates:
-        shown = "; ".join(f"{k} on ranks {ranks}" for k, ranks in duplicates.items())
+        shown = "; ".join(f"{key} on ranks {ranks}" for key, ranks in duplicates.items())
         raise AccessPatternError(
             f"Duplicate ShardedObject keys: {sorted(duplicates)}. Invalid access pattern: {shown} "
             f"all with replica_id 0; give the copies different replica ids",
             key=first.key,
             rank=next(iter(duplicates.values()))[0],
         )
-    missing = math.prod(first.global_shape) - len(ranks_by_shard)
+    missing = math.prod(first.global_shape) - len(holders)
     if missing:
         raise AccessPatternError(
             f"Invalid access pattern: {missing} ShardedObject are missing of {first.key!r}, of "
-            f"global shape {first.global_shape}. There are main replicas of: "
-            f"{sorted(ranks_by_shard)}",
+            f"global shape {first.global_shape}. There are main replicas of: {sorted(holders)}",
             key=first.key,
         )
 
 
-def _ranks(held: Iterable[tuple[int, object]]) -> list[int]:
-    """The ranks among ``(rank, shard)`` pairs, at most a handful of them."""
-    ranks = sorted({rank for rank, _ in held})
-    return ranks if len(ranks) <= 16 else ranks[:16]
+def _ranks(held: _Tensors | _Objects) -> list[int]:
+    """The ranks that hold something, at most a handful of them."""
+    return sorted({rank for rank, _ in held})[:16]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
 import torch
 
 from shardstore.core import CONFIG_FNAME
-from shardstore.coverage.reports import check_reports, report_shards, shards_of_report
+from shardstore.coverage.access_pattern import check_reports, report_shards, shards_of_report
 from shardstore.dict_utils import extract_matching_values, merge, nested_values
 from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import Group, require_group
@@ -405,14 +405,14 @@ def _match(
     assert wanted is not None
     for_tensors, for_common = find_strategies(context, call.sharded_strategy, call.common_strategy)
     common_state = for_common.load_common(place)
-    local = stored = None
+    missing: set[str] = set()
+    unexpected: set[str] = set()
     if StrictHandling.requires_explicit_ckpt_mismatch_check(request.mode):
         stored = stored_metadata(place, for_tensors, for_common)
-        local = [value.without_data() for value in nested_values(wanted)]
-    everyone = [shards_of_report(report) for report in reports] or None
-    wanted, missing, unexpected = validate_integrity_and_strict_load(
-        wanted, request.mode, False, local, everyone, stored
-    )
+        everyone = [shards_of_report(report) for report in reports] or None
+        wanted, missing, unexpected = validate_integrity_and_strict_load(
+            wanted, request.mode, False, list(nested_values(wanted)), everyone, stored
+        )
     if request.device is not None:
         wanted = with_destinations(wanted, request.device)
     return _Matched(for_tensors, for_common, common_state, wanted, missing, unexpected)

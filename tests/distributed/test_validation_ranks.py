@@ -58,6 +58,7 @@ def _common(rank: int, world_size: int, differ: bool) -> list[str]:
     handler = _Records()
     logging.getLogger().addHandler(handler)
     common: dict[str, Any] = {"step": 5, "t": torch.arange(3), "deep": {"list": [1, 2]}}
+    common["float8"] = torch.ones(2).to(torch.float8_e5m2)
     if differ and rank == 1:
         del common["step"]
         common["mine"] = 1
@@ -83,7 +84,8 @@ def test_common_state_that_agrees_is_not_mentioned() -> None:
 
 def _unpicklable(rank: int, world_size: int) -> str:
     try:
-        validation._validate_common_state_dict({"f": (lambda: 1) if rank == 0 else None})
+        common = {"f": (lambda: 1) if rank == 0 else None}
+        validation.validate_sharding_integrity([[]], common)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""

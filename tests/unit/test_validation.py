@@ -275,11 +275,6 @@ def test_ranks_must_agree() -> None:
         validate_sharding_integrity([[_cell(1, 2)], [mixed]])
 
 
-def test_access_counts_of_a_grid() -> None:
-    held = [(0, _cell(0, 3)), (1, _cell(2, 3)), (2, _cell(2, 3)), (3, _cell(1, 3, replica_id=1))]
-    assert validation._compute_shards_access(held).tolist() == [1, 0, 2]
-
-
 # -- objects -----------------------------------------------------------------------------------
 
 
@@ -316,9 +311,12 @@ def _strict(mode: StrictHandling) -> tuple[dict[str, Any], set[str], set[str]]:
     new = _box((0,), (1,), (1,), key="new")
     stored = {key: _box((0,), (1,), (1,), key=key) for key in ("grid", "elsewhere", "left")}
     state = {"a": here, "list": [new, {"deep": new}], "plain": 5}
-    return validation.validate_integrity_and_strict_load(
+    found = validation.validate_integrity_and_strict_load(
         state, mode, True, [here, new], [[here, new], [other]], stored
     )
+    assert set(state) == {"a", "list", "plain"}
+    assert len(state["list"]) == 2  # type: ignore[arg-type]
+    return found
 
 
 @pytest.mark.parametrize(
@@ -342,33 +340,34 @@ def test_modes_that_go_on(
     assert ("Missing keys" in caplog.text) == (mode == "log_all")
 
 
-def test_assume_ok_changes_nothing() -> None:
-    state, missing, unexpected = _strict(StrictHandling.ASSUME_OK_UNEXPECTED)
-    assert (missing, unexpected) == (set(), set())
-    assert set(state) == {"a", "list", "plain"}
-
-
 def test_modes_that_raise_name_what_applies() -> None:
     with pytest.raises(MissingKeyError, match=r"Unexpected keys.*new") as caught:
         _strict(StrictHandling.RAISE_UNEXPECTED)
     assert "Missing keys" not in str(caught.value)
     with pytest.raises(CheckpointingException, match=r"Missing keys.*left.*Unexpected keys.*new"):
         _strict(StrictHandling.RAISE_ALL)
+    here, other = _cell(0, 1), _box((0,), (1,), (1,), key="m")
     with pytest.raises(CheckpointingException, match="Missing keys") as only_missing:
-        validation.maybe_report_missing_and_unexpected_keys({"m"}, set())
+        validation.validate_integrity_and_strict_load(
+            {"a": here}, StrictHandling.RAISE_ALL, False, [here], [[here]], {"a": here, "m": other}
+        )
     assert "Unexpected keys" not in str(only_missing.value)
-    validation.maybe_report_missing_and_unexpected_keys(set(), set())
+
+
+def test_assume_ok_changes_nothing() -> None:
+    state, missing, unexpected = _strict(StrictHandling.ASSUME_OK_UNEXPECTED)
+    assert (missing, unexpected) == (set(), set())
+    assert set(state) == {"a", "list", "plain"}
 
 
 def test_metadata_that_is_needed_must_be_given() -> None:
-    with pytest.raises(CheckpointingException, match="ckpt_sharded_metadata"):
-        validation.validate_integrity_and_strict_load({}, StrictHandling.RAISE_ALL, False)
+    check = validation.validate_integrity_and_strict_load
+    with pytest.raises(CheckpointingException, match="local_metadata"):
+        check({}, StrictHandling.RAISE_ALL, False)
     with pytest.raises(CheckpointingException, match="global_metadata"):
-        validation.validate_integrity_and_strict_load(
-            {}, StrictHandling.RAISE_ALL, False, [], None, {}
-        )
+        check({}, StrictHandling.RAISE_ALL, False, [], None, {})
     with pytest.raises(CheckpointingException, match="global_metadata"):
-        validation.validate_integrity_and_strict_load({}, StrictHandling.ASSUME_OK_UNEXPECTED, True)
+        check({}, StrictHandling.ASSUME_OK_UNEXPECTED, True)
 
 
 def test_flags() -> None:
@@ -386,12 +385,6 @@ def test_flags() -> None:
     for wrong in ("RAISE_ALL", "all"):
         with pytest.raises(ValueError, match="Invalid strict flag"):
             validation.parse_strict_flag(wrong)
-
-
-def test_state_dict_given_is_left_alone() -> None:
-    state = {"l": [_cell(0, 1), 3]}
-    assert validation.adjust_non_strict_load(state, {"grid"}) == {"l": [3]}
-    assert len(state["l"]) == 2
 
 
 # -- strategies --------------------------------------------------------------------------------
