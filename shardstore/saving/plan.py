@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -97,6 +97,7 @@ def plan_writes(
     zarr_format: int = 3,
     layouts: Layouts | None = None,
     shared: SharedWrites | None = None,
+    known: Mapping[str, ArrayMeta] | None = None,
 ) -> WritePlan:
     """Plan what a rank does with its sharded tensors. Pure: every rank decides alike.
 
@@ -108,6 +109,7 @@ def plan_writes(
         layouts: what :func:`merge_layouts` made of all ranks' reports.
         shared: the shards whose chunks this rank's group shares out; other shards are written by
             their main replica.
+        known: arrays that exist, by key; others are as :func:`array_meta` has them.
 
     Raises:
         AccessPatternError: a shard is not made of whole chunks of the grid that its sharding
@@ -122,7 +124,8 @@ def plan_writes(
         if not is_shared and not is_main_replica(tensor.replica_id):
             continue
         tensor.validate_metadata_integrity()
-        meta = array_meta(tensor, options, zarr_format=zarr_format, layouts=layouts)
+        meta = (known or {}).get(tensor.key)
+        meta = meta or array_meta(tensor, options, zarr_format=zarr_format, layouts=layouts)
         box = local_box(tensor)
         # Most tensors are one chunk, for which nothing has to be worked out.
         whole = meta.grid.chunk_at(box) if tensor.flattened_range is None else None

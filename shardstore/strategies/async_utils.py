@@ -20,7 +20,13 @@ from shardstore.distributed.groups import exchange_device, group_rank, has_ranks
 from shardstore.errors import CheckpointingException, RanksError
 from shardstore.storage.movers.parallel import yield_to_others
 
-__all__ = ["AsyncCallsQueue", "AsyncRequest"]
+__all__ = [
+    "AsyncCaller",
+    "AsyncCallsQueue",
+    "AsyncRequest",
+    "PersistentAsyncCaller",
+    "TemporalAsyncCaller",
+]
 
 
 class AsyncRequest(NamedTuple):
@@ -166,20 +172,23 @@ class AsyncCallsQueue:
                 next poll goes on with the one after it.
         """
         finalized: list[int] = []
-        while self.async_calls:
-            request, future = self.async_calls[0]
-            done = blocking or future.done()
-            error = future.exception() if done else None
-            try:
-                if not _agree(done=done, error=error, call_idx=request.call_idx, no_dist=no_dist):
-                    break
-            except CheckpointingException:
-                self.async_calls.popleft()
-                raise
-            self.async_calls.popleft()
-            _finalize(request, no_dist)
-            finalized.append(request.call_idx)
+        while self.async_calls and self._finalize_oldest(blocking, no_dist):
+            finalized.append(self.call_idx - len(self.async_calls))
         return finalized
+
+    def _finalize_oldest(self, blocking: bool, no_dist: bool) -> bool:
+        request, future = self.async_calls[0]
+        done = blocking or future.done()
+        error = future.exception() if done else None
+        try:
+            if not _agree(done=done, error=error, call_idx=request.call_idx, no_dist=no_dist):
+                return False
+        except CheckpointingException:
+            self.async_calls.popleft()
+            raise
+        self.async_calls.popleft()
+        _finalize(request, no_dist)
+        return True
 
     def get_num_unfinalized_calls(self) -> int:
         """Number of requests scheduled and not finalised yet."""
@@ -207,6 +216,56 @@ class AsyncCallsQueue:
             self._executor = None
         if first_error is not None:
             raise first_error
+
+
+class AsyncCaller:
+    """Runs requests in the background; their finalisation is the caller's.
+
+    :class:`AsyncCallsQueue` without it. Every rank schedules the same requests.
+    """
+
+    _persistent = True
+
+    def __init__(self) -> None:
+        self._queue = AsyncCallsQueue(self._persistent)
+
+    def schedule_async_call(self, async_req: AsyncRequest) -> None:
+        """Stage a request (``preload_fn``) and start its function; does not wait for it."""
+        self._queue.schedule_async_request(async_req._replace(finalize_fns=[]))
+
+    def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
+        """Whether the oldest unfinished call is done, on every rank unless ``no_dist``.
+
+        Args:
+            blocking: wait for it.
+            no_dist: ask this rank alone; otherwise every rank calls this and waits for the others.
+
+        Raises:
+            RanksError: the call failed, on any of the ranks asked.
+        """
+        return not self._queue.async_calls or self._queue._finalize_oldest(blocking, no_dist)
+
+    def sync_all_async_calls(self, is_alive: int) -> bool:
+        """Whether no rank has a call in flight; every rank calls it and waits for the others.
+
+        Args:
+            is_alive: 1 if this rank's call is in flight, else 0.
+        """
+        return _agree(done=not is_alive, error=None, call_idx=0, no_dist=False)
+
+    def close(self, abort: bool = False) -> None:
+        """End the thread, see :meth:`AsyncCallsQueue.close`."""
+        self._queue.close(abort)
+
+
+class TemporalAsyncCaller(AsyncCaller):
+    """Runs each request in a thread of its own, which ends with it."""
+
+    _persistent = False
+
+
+class PersistentAsyncCaller(AsyncCaller):
+    """Runs requests one after the other in a single thread that stays until :meth:`close`."""
 
 
 def _staged_args(request: AsyncRequest) -> tuple[Any, ...]:

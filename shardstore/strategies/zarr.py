@@ -7,19 +7,21 @@ functions below them do so for one tensor, with the same planner, writer and rea
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 
 from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import (
     CheckpointingException,
+    ChunkMissingError,
     FormatVersionError,
     NotACheckpointError,
     ShapeMismatchError,
@@ -31,14 +33,23 @@ from shardstore.mapping import ShardedStateDict, ShardedTensor, StateDict, is_ma
 from shardstore.saving.execute import stage_chunks, write_chunks
 from shardstore.saving.plan import array_meta, plan_writes, sharded_tensors_of
 from shardstore.saving.session import Created, Part, SaveSession, session_of
-from shardstore.saving.sources import WritePlan
-from shardstore.sharded.layouts import is_first, local_box
+from shardstore.saving.sources import CutChunk, WritePlan, fetched
+from shardstore.sharded.layouts import (
+    FlatRange,
+    Layouts,
+    flat_bounds,
+    is_first,
+    local_box,
+    local_layouts,
+    merge_layouts,
+)
 from shardstore.storage import arrays
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.publish import note_arrays
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.grid import DEFAULT_TARGET_CHUNK_BYTES
 from shardstore.storage.format.names import check_collisions, key_of
+from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES, SaveOptions
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.async_utils import AsyncRequest
@@ -308,23 +319,36 @@ def _create_or_open_zarr_arrays(
     """Zarr arrays for a rank's sharded tensors: created by the main replica of the first shard,
     opened by other main replicas.
 
-    Called by every rank of the process group, if there is one: those that open wait for those that
-        create.
+    Called by every rank of the process group, if there is one. The ranks tell each other of
+    irregular and flattened shards, and those that open wait for those that create.
 
     Returns:
         One entry a tensor; ``None`` for replicas, which write nothing.
+
+    Raises:
+        CheckpointExistsError: an array exists; on every rank an error.
     """
-    found: list[ZarrArray | None] = [
-        _create_zarr_array(tensor, checkpoint_dir) if _should_create_array(tensor) else None
-        for tensor in sharded_tensors
-    ]
-    if dist.is_available() and dist.is_initialized():
-        dist.barrier()
-    for i, tensor in enumerate(sharded_tensors):
-        if found[i] is None and is_main_replica(tensor.replica_id):
-            location = Location.of(checkpoint_dir)
+    ranks, location = Ranks.current(), Location.of(checkpoint_dir)
+    what = f"creating arrays below {location.url}"
+    told = local_layouts(sharded_tensors, ranks.rank)
+    layouts: Layouts = pickle.loads(
+        ranks.together(told, what=what, decide=lambda all_: pickle.dumps(merge_layouts(all_)))
+    )
+    error: Exception | None = None
+    try:
+        for tensor in sharded_tensors:
+            if _should_create_array(tensor):
+                _create_zarr_array(tensor, checkpoint_dir, layouts)
+    except Exception as problem:
+        error = problem
+    ranks.together(what=what, error=error)
+    found: list[ZarrArray | None] = []
+    for tensor in sharded_tensors:
+        if is_main_replica(tensor.replica_id):
             node = location.child(arrays.read_array_meta(location, tensor.key).node)
-            found[i] = _open_zarr_array_verbose(node.place, "r+")
+            found.append(_open_zarr_array_verbose(node.place, "r+"))
+        else:
+            found.append(None)
     return found
 
 
@@ -333,13 +357,20 @@ def _should_create_array(ten: ShardedTensor) -> bool:
     return is_first(ten)
 
 
-def _create_zarr_array(sharded_tensor: ShardedTensor, checkpoint_dir: str | Path) -> ZarrArray:
+def _create_zarr_array(
+    sharded_tensor: ShardedTensor, checkpoint_dir: str | Path, layouts: Layouts | None = None
+) -> ZarrArray:
     """Create the array that a sharded tensor is a part of.
+
+    Args:
+        sharded_tensor: the tensor.
+        checkpoint_dir: where to.
+        layouts: what other ranks hold of irregular and flattened shards; default: nothing.
 
     Raises:
         CheckpointExistsError: it exists.
     """
-    meta = array_meta(sharded_tensor, SaveOptions())
+    meta = array_meta(sharded_tensor, SaveOptions(), layouts=layouts)
     return arrays.open_zarr_array(Location.of(checkpoint_dir), meta, create=True)
 
 
@@ -347,7 +378,8 @@ def _save_to_existing_array(sharded_tensor: ShardedTensor, arr: ZarrArray | None
     """Write a local tensor to its place in an array; replicas (and ``None``) write nothing.
 
     A chunk that the tensor fills in part is read first, and written whole. So two ranks must not
-    write to one chunk at the same time.
+    write to one chunk at the same time. Arrays that another program made, with codecs or chunks
+    that a save would not write, are written by zarr.
     """
     if arr is None or not is_main_replica(sharded_tensor.replica_id):
         return
@@ -355,11 +387,53 @@ def _save_to_existing_array(sharded_tensor: ShardedTensor, arr: ZarrArray | None
         raise CheckpointingException(
             f"key {sharded_tensor.key!r} has no data to write", key=sharded_tensor.key
         )
-    data = dtypes.as_numpy(sharded_tensor.data.detach().cpu())
-    arr = arr.with_config({"write_empty_chunks": True})  # else chunks of zeros would be missing
-    for box, piece in held_regions(sharded_tensor, local_box(sharded_tensor), data):
-        if box.size:
-            arr[box.slices or ...] = piece
+    box, key = local_box(sharded_tensor), sharded_tensor.key
+    place = _place_of(arr)
+    meta = None if place is None else arrays.read_array_meta(place[0], place[1])
+    if place is None or meta is None or meta.codecs is None or not meta.grid.is_aligned(box):
+        data = dtypes.as_numpy(sharded_tensor.data.detach().cpu())
+        arr = arr.with_config({"write_empty_chunks": True})  # else chunks of zeros would be missing
+        for region, piece in held_regions(sharded_tensor, box, data):
+            if region.size:
+                arr[region.slices or ...] = piece
+        return
+    layouts = Layouts()
+    if sharded_tensor.flattened_range is not None:
+        start, stop = flat_bounds(sharded_tensor)
+        bounds = (0, start, -1), (start, stop, 0), (stop, box.size, -1)  # -1: another rank
+        layouts.ranges[key] = {box: [FlatRange(*range_) for range_ in bounds]}
+    plan = plan_writes([sharded_tensor], 0, SaveOptions(), layouts=layouts, known={key: meta})
+    writes = [*plan.writes, *(_completed(place[0], cut) for cut in plan.cut)]
+    if not place[0].is_local:  # where a save never writes over an object
+        place[0].remote.delete([f"{meta.node}/{meta.chunk_key(item.index)}" for item in writes])
+    arrays.mover_for(place[0], SaveOptions(durable=False)).write(writes, lambda *_: None)
+
+
+def _place_of(arr: ZarrArray) -> tuple[Location, str] | None:
+    """Where an array lies, and its node there; ``None``: where saves do not write."""
+    store = cast(Any, arr.store)
+    if hasattr(store, "root"):
+        url, options = str(store.root), {}
+    elif hasattr(store, "fs"):
+        protocol = store.fs.protocol
+        protocol = protocol if isinstance(protocol, str) else protocol[0]
+        url = f"{protocol}://{store.path.lstrip('/')}"
+        options = {k: v for k, v in store.fs.storage_options.items() if k != "asynchronous"}
+    else:
+        return None
+    root, _, node = f"{url}/{arr.path}".rstrip("/").rpartition("/")
+    return Location.of(root) if not options else Location.given(root, options), node
+
+
+def _completed(location: Location, cut: CutChunk) -> ChunkWrite:
+    """A chunk that a tensor fills in part: the rest is what is stored, or zero."""
+    box = cut.array.grid.box(cut.index)
+    data = np.zeros(box.shape, dtypes.numpy_dtype(cut.array.dtype))
+    with suppress(ChunkMissingError):
+        StoredCheckpoint(location).read([RegionRead(cut.array, box, data)])
+    for _, start, stop in (piece for piece in cut.pieces if piece[0] == 0):
+        data.reshape(-1)[start:stop] = fetched(cut.local[start]).reshape(-1)
+    return ChunkWrite(cut.array, cut.index, data)
 
 
 def _load_from_array(sharded_tensor: ShardedTensor, checkpoint_dir: str | Path) -> torch.Tensor:

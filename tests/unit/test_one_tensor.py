@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import zarr
 
 import shardstore
@@ -25,13 +26,14 @@ from shardstore.strategies.zarr import (
     pad_to_expected_shape,
     postprocess_numpy_array,
 )
+from tests.helpers.ranks_helper import run_ranks
 
 WHOLE = torch.arange(7 * 6, dtype=torch.float32).reshape(7, 6)
 
 
 def parts(kind: str, dtype: torch.dtype) -> list[ShardedTensor]:
     """All shards of one tensor, as one process holds them."""
-    whole = WHOLE.to(dtype)
+    whole = WHOLE.to(dtype, copy=True)
     if kind == "whole":
         return [ShardedTensor.from_rank_offsets("w", whole)]
     if kind == "regular":
@@ -45,7 +47,7 @@ def parts(kind: str, dtype: torch.dtype) -> list[ShardedTensor]:
             ShardedTensor("w", whole[a:b].clone(), dtype, (b - a, 6), (7, 6), (a, 0), None)
             for a, b in cuts
         ]
-    bounds = [(0, 10), (10, 29), (29, 42)]
+    bounds = [(0, 10), (10, 29), (29, 42)]  # of a shard in one chunk
     return [
         ShardedTensor.from_rank_offsets_flat(
             "w", whole.reshape(-1)[a:b].clone(), (7, 6), flattened_range=slice(a, b)
@@ -54,16 +56,14 @@ def parts(kind: str, dtype: torch.dtype) -> list[ShardedTensor]:
     ]
 
 
-def chunks_of(place: str) -> dict[str, bytes]:
+def files_of(place: str) -> dict[str, bytes]:
+    """The document and the chunks of the array."""
     location = Location.of(place)
-    names = [name for name in _walk(location, "w") if not name.endswith("zarr.json")]
+    if location.is_local:
+        names = [f"w/{path.name}" for path in (location.path / "w").iterdir()]
+    else:
+        names = list(location.remote.walk("w"))
     return {name: location.read(name) for name in names}
-
-
-def _walk(location: Location, node: str) -> list[str]:
-    if not location.is_local:
-        return list(location.remote.walk(node))
-    return [str(p.relative_to(location.path)) for p in location.path.rglob("*") if p.is_file()]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -80,16 +80,50 @@ def test_one_tensor_is_written_as_by_a_save(
     arrays = _create_or_open_zarr_arrays(shards, alone)
     for shard, array in zip(shards, arrays, strict=True):
         _save_to_existing_array(shard, array)
-    loaded = [_load_from_array(shard.without_data(), alone) for shard in shards]
-    for shard, found in zip(shards, loaded, strict=True):
+    for shard in shards:
         assert shard.data is not None
-        assert torch.equal(found, shard.data)
-    if kind in ("whole", "regular"):  # a save cuts other chunks where ranks share them
-        shardstore.save({str(i): shard for i, shard in enumerate(shards)}, saved)
-        named = {name: data for name, data in chunks_of(saved).items() if name.startswith("w/")}
-        assert {n: d for n, d in chunks_of(alone).items() if n.startswith("w/")} == named
-        again = shardstore.load_plain_tensors(saved)
-        assert torch.equal(again["w"], WHOLE.to(dtype))
+        assert torch.equal(_load_from_array(shard.without_data(), alone), shard.data)
+    shardstore.save({str(i): shard for i, shard in enumerate(shards)}, saved)
+    assert files_of(alone) == files_of(saved)
+    assert torch.equal(shardstore.load_plain_tensors(saved)["w"], WHOLE.to(dtype))
+    for shard in shards:  # and once more, in the other order
+        assert shard.data is not None
+        shard.data.neg_()
+    for shard, array in reversed(list(zip(shards, arrays, strict=True))):
+        _save_to_existing_array(shard, array)
+    whole = ShardedTensor.from_rank_offsets("w", WHOLE.to(dtype)).without_data()
+    assert torch.equal(_load_from_array(whole, alone), -WHOLE.to(dtype))
+
+
+@pytest.mark.parametrize("kind", ["whole", "regular", "irregular", "flat"])
+def test_zarr_writes_nothing_of_an_array_of_ours(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planner, writer and reader are those of saves and loads."""
+    shards = parts(kind, torch.float32)
+    arrays = _create_or_open_zarr_arrays(shards, tmp_path)
+    monkeypatch.setattr(zarr.Array, "__setitem__", None)
+    for shard, array in zip(shards, arrays, strict=True):
+        _save_to_existing_array(shard, array)
+    assert arrays[0] is not None
+    assert np.array_equal(arrays[0][:], WHOLE.numpy())
+
+
+def halves(rank: int, world: int, root: str) -> None:
+    shards = parts("flat" if world == 3 else "irregular", torch.float32)
+    (array,) = _create_or_open_zarr_arrays([shards[rank]], f"{root}/alone")
+    for turn in range(world):  # they share chunks
+        if turn == rank:
+            _save_to_existing_array(shards[rank], array)
+        dist.barrier()
+    shardstore.save({"w": shards[rank]}, f"{root}/saved")
+    assert files_of(f"{root}/alone") == files_of(f"{root}/saved")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_agree_on_the_chunks_as_in_a_save(tmp_path: Path, world: int) -> None:
+    (tmp_path / "alone").mkdir()
+    run_ranks(halves, world, str(tmp_path))
 
 
 def test_replicas_write_nothing(tmp_path: Path) -> None:
