@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -43,6 +44,7 @@ from shardstore.saving.session import SaveSession, session_of
 from shardstore.saving.sources import require_plain
 from shardstore.storage.format import dtypes
 from shardstore.storage.movers.chunks import ReadDone, RegionRead, chunk_parts
+from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import (
@@ -135,12 +137,10 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
             StorageError: the place is in an object store, or the disk refused.
             CheckpointingException: DCP refused, here or on another rank.
         """
-        session = session_of(checkpoint_dir)
-        ranks = Ranks.current() if session is None else session.ranks
-        saving = self._planned(session, ranks, sharded_state_dict, checkpoint_dir)
+        _, ranks, saving = self._planned(sharded_state_dict, checkpoint_dir)
         error: Exception | None = None
         try:
-            saving.write(ranks.rank)
+            saving.write()
         except Exception as problem:
             error = problem
         saving.finish(ranks, error)
@@ -161,21 +161,47 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
         Raises: as :meth:`save`; what goes wrong on one rank after the ranks agreed is raised by all
             when the request is finalised.
         """
-        session = session_of(checkpoint_dir)
-        ranks = Ranks.current() if session is None else session.ranks
-        saving = self._planned(session, ranks, sharded_state_dict, checkpoint_dir)
-        if session is None:
-            return _staged(saving, ranks)
-        return _staged_in(session, saving)
+        session, ranks, saving = self._planned(sharded_state_dict, checkpoint_dir)
+        options = SaveOptions() if session is None else session.options
+        failed: list[Exception] = []
+        try:
+            with nullcontext() if session is None else session.timed("stage"):
+                saving.stage(
+                    budget_bytes=options.staging_budget_bytes, overlap=options.overlap_staging
+                )
+        except Exception as problem:
+            # Raised here it would be this rank's alone; it is met by all at the end.
+            saving.close()
+            failed.append(problem)
+        if session is not None:
+            session.staging = saving.staging
+            session.failure = session.failure or next(iter(failed), None)
+
+        def write() -> None:
+            if failed or (session is not None and session.failure is not None):
+                saving.close()
+                return
+            with nullcontext() if session is None else session.timed("write"):
+                saving.write()
+
+        def finish() -> None:
+            if session is None:
+                saving.finish(ranks, failed[0] if failed else None)
+                return
+            try:
+                # In the background the ranks of the session are others than those that planned.
+                saving.finish(session.ranks, session.failure)
+            except Exception as problem:
+                session.failure = session.failure or problem
+
+        return AsyncRequest(write, (), [finish])
 
     def _planned(
-        self,
-        session: SaveSession | None,
-        ranks: Ranks,
-        state_dict: ShardedStateDict,
-        place: str | Path,
-    ) -> FilesSave:
+        self, state_dict: ShardedStateDict, place: str | Path
+    ) -> tuple[SaveSession | None, Ranks, FilesSave]:
         """Agree with all ranks on who writes what."""
+        session = session_of(place)
+        ranks = Ranks.current() if session is None else session.ranks
         folder = str(place)
         error: BaseException | None = None if session is None else session.failure
         state: dict[str, Any] = {}
@@ -190,54 +216,10 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
             except Exception as problem:
                 error = problem  # met by all ranks together
         url = folder if session is None else session.target.url
-        saving = FilesSave(folder, url, self.thread_count, self.separation_hint)
-        saving.plan(state, _Planner(shapes, held), ranks, error)
-        return saving
-
-
-def _staged(saving: FilesSave, ranks: Ranks) -> AsyncRequest:
-    """A save of its own, copied."""
-    failed: list[Exception] = []
-    try:
-        saving.stage(budget_bytes=None, overlap=False)
-    except Exception as problem:
-        # Raised here it would be this rank's alone; it is met by all at the end.
-        saving.close()
-        failed.append(problem)
-
-    def write() -> None:
-        if not failed:
-            saving.write(ranks.rank)
-
-    return AsyncRequest(write, (), [lambda: saving.finish(ranks, failed[0] if failed else None)])
-
-
-def _staged_in(session: SaveSession, saving: FilesSave) -> AsyncRequest:
-    """Part of a save, copied; its errors are the save's, which lets all ranks know."""
-    options = session.options
-    try:
-        with session.timed("stage"):
-            saving.stage(budget_bytes=options.staging_budget_bytes, overlap=options.overlap_staging)
-        session.staging = saving.staging
-    except Exception as problem:
-        saving.close()
-        session.failure = problem
-
-    def write() -> None:
-        if session.failure is not None:
-            saving.close()
-            return
-        with session.timed("write"):
-            saving.write(session.ranks.rank)
-
-    def finish() -> None:
-        try:
-            # In the background the ranks of the session are others than those that planned.
-            saving.finish(session.ranks, session.failure)
-        except Exception as problem:
-            session.failure = session.failure or problem
-
-    return AsyncRequest(write, (), [finish])
+        planner = _Planner(shapes, held)
+        saving = FilesSave(folder, url, planner, ranks, self.thread_count, self.separation_hint)
+        saving.plan(state, ranks, error)
+        return session, ranks, saving
 
 
 class _Planner(DefaultSavePlanner):

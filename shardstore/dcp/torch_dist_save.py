@@ -1,27 +1,26 @@
-"""One save in DCP's own files, as one rank takes part in it: planned, staged, written, published.
+"""One rank's part of a save in DCP's own files: planned, staged, written, published.
 
 Ranks meet twice: over their plans, and over what they wrote. A save in the background writes from a
-copy. Errors of DCP's writing threads, which DCP drops, are raised. Planner and files are DCP's.
+copy. DCP's planner decides who writes what and makes the metadata; a file is what ``torch.save``
+makes of each item, one after the other.
 """
 
 from __future__ import annotations
 
 import io
-import math
+import operator
 import os
 import pickle
+import threading
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import WriteItem
 
 from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import ArgumentError, CheckpointingException, StorageError
@@ -30,8 +29,11 @@ from shardstore.saving.staging import Staging
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Grid
-from shardstore.storage.movers.chunks import ChunkWrite
+from shardstore.storage.format.names import DCP_METADATA_NAME as METADATA_NAME
+from shardstore.storage.movers.chunks import ChunkWrite, Source
 from shardstore.storage.movers.device import stream_of
+from shardstore.storage.movers.parallel import run_batched
+from shardstore.storage.stores.location import Location
 
 __all__ = ["FilesSave"]
 
@@ -42,39 +44,39 @@ class FilesSave:
     Args:
         folder: where to, a local folder.
         url: what errors call it.
+        planner: makes the plans.
+        ranks: who takes part.
         threads: files that this rank writes at a time.
         separation_hint: tensors and objects whose key begins so go into files of their own, named
             after it.
+
+    Attributes:
+        staging: the copying of the state, if it was staged.
     """
 
     def __init__(
-        self, folder: str, url: str, threads: int, separation_hint: str | None = None
+        self,
+        folder: str,
+        url: str,
+        planner: DefaultSavePlanner,
+        ranks: Ranks,
+        threads: int,
+        separation_hint: str | None = None,
     ) -> None:
-        self.folder = folder
-        self.url = url
-        self._threads = threads
-        self._hint = separation_hint
-        self._files = _Files()
-        self._plan = SavePlan([])
-        self._planner: SavePlanner | _Staged = DefaultSavePlanner()
+        self._folder, self._url, self._rank = folder, url, ranks.rank
+        self._threads, self._hint = threads, separation_hint
+        self._planner = planner
+        self._items: list[WriteItem] = []
         self._metadata: Metadata | None = None
-        self._results: list[WriteResult] = []
-        self._writer = _Writer(folder, thread_count=threads, sync_files=False, overwrite=True)
-        self._writer.fs = self._files
+        self._copies: dict[MetadataIndex, torch.Tensor | io.BytesIO | ChunkWrite] = {}
+        self._written: list[tuple[MetadataIndex, _StorageInfo]] = []
         self.staging: Staging | None = None
 
-    def plan(
-        self,
-        state: dict[str, Any],
-        planner: SavePlanner,
-        ranks: Ranks,
-        error: BaseException | None = None,
-    ) -> None:
+    def plan(self, state: dict[str, Any], ranks: Ranks, error: BaseException | None = None) -> None:
         """Agree on who writes what. Called by every rank, which waits for all others.
 
         Args:
             state: flat keys with what DCP takes.
-            planner: makes the plans.
             ranks: who takes part.
             error: what went wrong on this rank before; then nothing is planned on any.
 
@@ -82,42 +84,37 @@ class FilesSave:
             CheckpointingException: on every rank, if anything is wrong on one.
         """
         report = b""
-        plan = self._plan
         if error is None:
             try:
-                with _quiet():
-                    planner.set_up_planner(
-                        state, self._writer.storage_meta(), is_coordinator=ranks.is_coordinator
-                    )
-                    self._writer.set_up_storage_writer(ranks.is_coordinator)
-                    plan = self._writer.prepare_local_plan(planner.create_local_plan())
+                os.makedirs(self._folder, exist_ok=True)
+                with warnings.catch_warnings():  # DCP warns of what was asked for
+                    warnings.simplefilter("ignore")
+                    self._planner.set_up_planner(state, is_coordinator=ranks.is_coordinator)
+                    plan = self._planner.create_local_plan()
+                self._items = plan.items
                 report = pickle.dumps(plan)
             except Exception as problem:
-                error = self._own(problem, ranks.rank)
+                error = self._own(problem)
 
         def decide(reports: list[bytes]) -> bytes:
             local = [pickle.loads(one) for one in reports]
+            held = [{item.index for item in plan.items} for plan in local]
             try:
-                plans, self._metadata = planner.create_global_plan(local)
-                plans = self._writer.prepare_global_plan(plans)
+                plans, self._metadata = self._planner.create_global_plan(local)
             except CheckpointingException:
                 raise
             except Exception as problem:
                 raise CheckpointingException(
-                    f"PyTorch DCP refuses what the ranks together save to {self.url}: "
+                    f"PyTorch DCP refuses what the ranks together save to {self._url}: "
                     f"{type(problem).__name__}: {problem}"
                 ) from problem
-            # What a rank planned itself it has: it is told what of that others write.
-            both = zip(local, plans, strict=True)
-            return pickle.dumps([(_kept(mine, final), final.storage_data) for mine, final in both])
+            kept = ({item.index for item in plan.items} for plan in plans)
+            return pickle.dumps(list(map(operator.sub, held, kept)))
 
-        what = f"planning the save to {self.url}"
+        what = f"planning the save to {self._url}"
         answer = ranks.together(report, what=what, error=error, decide=decide)
-        kept, storage_data = pickle.loads(answer)[ranks.rank]
-        items = plan.items if kept is None else [plan.items[number] for number in kept]
-        final = replace(plan, items=items, storage_data=storage_data, planner_data=None)
-        self._plan = planner.finish_plan(final)
-        self._planner = planner
+        of_others = pickle.loads(answer)[ranks.rank]
+        self._items = [item for item in self._items if item.index not in of_others]
 
     def stage(self, *, budget_bytes: int | None, overlap: bool) -> None:
         """Copy what this rank writes, so that the state may be changed; the copy is written then.
@@ -130,14 +127,30 @@ class FilesSave:
             ArgumentError: the copy does not fit the budget.
             MemoryError: it does not fit the memory.
         """
-        assert isinstance(self._planner, SavePlanner)
-        self._planner = _Staged(self._plan.items, self._planner, budget_bytes, self._threads)
-        self.staging = self._planner.staging
-        self.staging.start(overlap=overlap)
+        found = {item.index: self._planner.resolve_data(item) for item in self._items}
+        size = sum(
+            data.getbuffer().nbytes if isinstance(data, io.BytesIO) else data.nbytes
+            for data in found.values()
+        )
+        if budget_bytes is not None and size > budget_bytes:
+            raise ArgumentError(
+                f"staging_budget_bytes={budget_bytes}: the format of DCP's files is written from a "
+                f"whole copy, which takes {size} bytes on this rank; give that much, or save with "
+                "('zarr', 2), which can copy while it writes"
+            )
+        self._copies = {index: _copied(index.fqn, data) for index, data in found.items()}
+        staged = {i: data for i, data in self._copies.items() if isinstance(data, ChunkWrite)}
+        self.staging = Staging(list(staged.values()), threads=self._threads)
+        self._copies.update(zip(staged, self.staging.writes, strict=True))
+        if overlap:
+            threading.Thread(target=self.staging.run, name="shardstore-stage", daemon=True).start()
+            return
+        self.staging.run()
+        self.staging.wait(host=True)
         if self.staging.error is not None:
             raise self.staging.error
 
-    def write(self, rank: int) -> None:
+    def write(self) -> None:
         """Write this rank's files, from the copy if there is one; it speaks to no other rank.
 
         Raises:
@@ -145,42 +158,62 @@ class FilesSave:
         """
         try:
             if self.staging is not None:
-                self.staging.copies()  # copying comes first: somebody may be waiting for it
-            for part in self._parts():
-                with _quiet(), self._files.errors_kept():
-                    written = self._writer.write_data(part, self._planner)  # type: ignore[arg-type]
-                self._results += written.wait()
-            missing = len(self._plan.items) - len(self._results)
-            if missing:
-                raise StorageError(
-                    f"rank {rank} has not written {missing} of its {len(self._plan.items)} items "
-                    f"to {self.url}: a thread of PyTorch DCP ended early, its log says why",
-                    rank=rank,
-                    url=self.url,
-                )
-        except OSError as problem:
-            raise self._own(problem, rank) from problem.__cause__
+                self.staging.wait_queued()  # copying comes first: somebody may be waiting for it
+                if self.staging.error is not None:
+                    raise self.staging.error
+            run_batched(self._files(), self._write_files, threads=self._threads)
+        except Exception as problem:
+            raise self._own(problem) from problem
         finally:
             self.close()
 
     def close(self) -> None:
         """Give the memory of the copy back. It may be called again."""
         staging, self.staging = self.staging, None
+        self._copies = {}
         if staging is not None:
             staging.close()
 
-    def _parts(self) -> Iterator[SavePlan]:
-        """The plan, or what of it goes into files of its own and what does not."""
-        plan, hint = self._plan, self._hint
-        if not hint:
-            yield plan
-            return
-        prefix = plan.storage_data.prefix
-        for own in (False, True):
-            items = [item for item in plan.items if item.index.fqn.startswith(hint) == own]
-            if items:
-                named = replace(plan.storage_data, prefix=hint + prefix if own else prefix)
-                yield replace(plan, items=items, storage_data=named)
+    def _files(self) -> list[tuple[str, list[WriteItem]]]:
+        """Names of files, and what goes into each: about as many bytes into every one."""
+        hint, files = self._hint or "", []
+        own = [item for item in self._items if hint and item.index.fqn.startswith(hint)]
+        rest = [item for item in self._items if not hint or not item.index.fqn.startswith(hint)]
+        for prefix, items in ((hint, own), ("", rest)):
+            parts: list[list[WriteItem]] = [[] for _ in range(min(self._threads, len(items)))]
+            sizes = [0] * len(parts)
+            for item in sorted(items, key=_size_of, reverse=True):
+                least = sizes.index(min(sizes))
+                parts[least].append(item)
+                sizes[least] += _size_of(item)
+            names = (f"{prefix}__{self._rank}_{n}.distcp" for n in range(len(parts)))
+            files += list(zip(names, parts, strict=True))
+        return files
+
+    def _write_files(self, files: Sequence[tuple[str, list[WriteItem]]]) -> None:
+        for name, items in files:
+            with open(os.path.join(self._folder, name), "wb") as file:
+                for item in items:
+                    start, data = file.tell(), self._data(item)
+                    if isinstance(data, io.BytesIO):
+                        file.write(data.getbuffer())
+                    else:
+                        torch.save(data, file)
+                    info = _StorageInfo(name, start, file.tell() - start)
+                    self._written.append((item.index, info))
+
+    def _data(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """An item on the host, of the copy if there is one: a tensor with memory of its own."""
+        data = self._copies.get(item.index)
+        if data is None:
+            data = self._planner.resolve_data(item)
+        if isinstance(data, ChunkWrite):
+            data = dtypes.as_tensor(data.data())
+        if isinstance(data, torch.Tensor):
+            data = data.detach().cpu()
+            if data.untyped_storage().size() != data.nbytes:
+                data = data.clone()  # torch.save would write all memory behind a view
+        return data
 
     def finish(self, ranks: Ranks, error: BaseException | None = None) -> None:
         """Hand in what this rank wrote; the coordinator writes ``.metadata``, without which nothing
@@ -196,166 +229,51 @@ class FilesSave:
 
         def decide(reports: list[bytes]) -> bytes:
             assert self._metadata is not None
+            written = [pair for report in reports for pair in pickle.loads(report)]
+            self._metadata.storage_data = dict(written)
+            self._metadata.storage_meta = StorageMeta()  # it names no folder: the commit renames it
+            self._metadata.version = CURRENT_DCP_VERSION
             try:
-                self._writer.finish(self._metadata, [pickle.loads(one) for one in reports])
-            except OSError as problem:
-                raise self._own(problem, ranks.rank) from problem.__cause__
+                Location.of(self._folder).replace(METADATA_NAME, pickle.dumps(self._metadata))
+            except Exception as problem:
+                raise self._own(problem) from problem
             return b""
 
-        report = b"" if error is not None else pickle.dumps(self._results)
-        ranks.together(report, what=f"saving to {self.url}", error=error, decide=decide)
+        report = b"" if error is not None else pickle.dumps(self._written)
+        ranks.together(report, what=f"saving to {self._url}", error=error, decide=decide)
 
-    def _own(self, error: Exception, rank: int) -> Exception:
-        """An error of the system with the place in it; others as they are."""
-        if not isinstance(error, OSError) or isinstance(error, CheckpointingException):
+    def _own(self, error: BaseException) -> BaseException:
+        """An error of the system, or one of torch over it, with rank and place in it; others as
+        they are."""
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__cause__ or cause.__context__
+        if cause is None or isinstance(error, CheckpointingException):
             return error
-        reason = str(error) if error.errno is None else os.strerror(error.errno)
-        own = StorageError(f"writing {self.url} failed on rank {rank}: {reason}")
-        own.errno, own.rank, own.url = error.errno, rank, self.url
+        reason = str(cause) if cause.errno is None else os.strerror(cause.errno)
+        own = StorageError(f"writing {self._url} failed on rank {self._rank}: {reason}")
+        own.errno, own.rank, own.url = cause.errno, self._rank, self._url
         return own
 
 
-def _kept(mine: SavePlan, final: SavePlan) -> list[int] | None:
-    """Numbers of a rank's items that it is to write; None for all."""
-    if len(mine.items) == len(final.items):
-        return None
-    kept = {item.index for item in final.items}
-    return [number for number, item in enumerate(mine.items) if item.index in kept]
+def _size_of(item: WriteItem) -> int:
+    """Bytes of a tensor's part; 0 for an object, whose bytes are not known yet."""
+    about = item.tensor_data
+    return about.chunk.sizes.numel() * about.properties.dtype.itemsize if about else 0
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """DCP warns of what was asked for."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-class _Writer(FileSystemWriter):
-    """DCP's writer, whose metadata does not name the folder: the commit renames that."""
-
-    def storage_meta(self) -> StorageMeta:
-        return StorageMeta(save_id=self.save_id)
-
-
-class _Files(FileSystem):
-    """Files whose errors can be kept for the one who waits for all threads.
-
-    DCP's further threads have nobody to raise an error to: it would be printed, and what they have
-    not written be missing from the checkpoint.
-    """
-
-    def __init__(self) -> None:
-        self._kept: list[Exception] | None = None
-
-    @contextmanager
-    def errors_kept(self) -> Iterator[None]:
-        """Streams raise nothing within; their first error is raised at the end."""
-        kept: list[Exception] = []
-        self._kept = kept
-        try:
-            yield
-        finally:
-            self._kept = None
-        if kept:
-            raise kept[0]
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """A file to be written."""
-        kept = self._kept
-        if kept is None:
-            with super().create_stream(path, mode) as stream:
-                yield stream
-            return
-        opened = False
-        try:
-            if not kept:
-                with super().create_stream(path, mode) as stream:
-                    opened = True
-                    yield stream
-        except Exception as error:
-            kept.append(_system_error(error) or error)
-        if not opened:
-            # Nothing can be raised here, and nothing more needs writing.
-            with open(os.devnull, mode) as nowhere:
-                yield nowhere
-
-
-def _system_error(error: BaseException) -> OSError | None:
-    """The error of the system behind another one: torch, closing its archive, raises over it."""
-    seen: BaseException | None = error
-    while seen is not None and not isinstance(seen, OSError):
-        seen = seen.__cause__ or seen.__context__
-    return seen
-
-
-class _Staged:
-    """Stands in for a planner: gives DCP's writer the copies.
-
-    Args:
-        items: what is to be copied.
-        planner: gives what they stand for, now.
-        budget_bytes: most memory for the copies.
-        threads: threads that copy.
-
-    Attributes:
-        staging: the copying, not begun.
-    """
-
-    def __init__(
-        self,
-        items: Sequence[WriteItem],
-        planner: SavePlanner,
-        budget_bytes: int | None,
-        threads: int,
-    ) -> None:
-        self._bytes: dict[int, io.BytesIO] = {}
-        self._tensors: dict[int, torch.Tensor] = {}
-        self._numbers: dict[int, int] = {}
-        writes: list[ChunkWrite] = []
-        size = 0
-        for item in items:
-            found: Any = planner.resolve_data(item)
-            if item.type == WriteItemType.BYTE_IO:
-                self._bytes[id(item)] = found
-                size += found.getbuffer().nbytes
-                continue
-            size += found.nbytes
-            if (write := _copied_by_staging(item.index.fqn, found)) is None:
-                self._tensors[id(item)] = found.detach().to("cpu", copy=True).contiguous()
-            else:
-                self._numbers[id(item)] = len(writes)
-                writes.append(write)
-        if budget_bytes is not None and size > budget_bytes:
-            raise ArgumentError(
-                f"staging_budget_bytes={budget_bytes}: the format of DCP's files is written from a "
-                f"whole copy, which takes {size} bytes on this rank; give that much, or save with "
-                "('zarr', 2), which can copy while it writes"
-            )
-        self._items = items  # their ids stay theirs
-        self.staging = Staging(writes, threads=threads)
-
-    def resolve_data(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The copy for an item; waits for it."""
-        key = id(item)
-        if key in self._bytes:
-            return self._bytes[key]
-        if key in self._tensors:
-            return self._tensors[key]
-        return dtypes.as_tensor(self.staging.copies()[self._numbers[key]].data())
-
-
-def _copied_by_staging(key: str, tensor: torch.Tensor) -> ChunkWrite | None:
-    """A tensor as a chunk to be copied; None for a data type that no array has."""
+def _copied(key: str, data: torch.Tensor | io.BytesIO) -> torch.Tensor | io.BytesIO | ChunkWrite:
+    """What an item is written from: a chunk that is still to be copied, or a copy where the data
+    type is one that no array has. The planner's bytes are a copy already."""
+    if isinstance(data, io.BytesIO):
+        return data
     try:
-        name = dtypes.zarr_name(tensor.dtype)
+        name = dtypes.zarr_name(data.dtype)
     except CheckpointingException:
-        return None
-    shape = tuple(tensor.shape)
+        return data.detach().to("cpu", copy=True)
+    shape = tuple(data.shape)
+    source: Source = DevicePart(data.detach(), stream_of(data.device))
+    if data.device.type == "cpu":
+        source = dtypes.as_numpy(data)
     array = ArrayMeta(key, "", Grid(shape, tuple(max(1, n) for n in shape)), name)
-    on_host = tensor.device.type == "cpu"
-    there = DevicePart(tensor.detach(), stream_of(tensor.device))
-    source = dtypes.as_numpy(tensor) if on_host else there
-    assert math.prod(shape) == tensor.numel()
     return ChunkWrite(array, (0,) * len(shape), source)
