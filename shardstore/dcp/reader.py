@@ -15,11 +15,13 @@ import os
 import pickle
 import secrets
 import weakref
-from collections.abc import Container, Iterable, Iterator, Mapping, MutableSequence
+from collections import UserList
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, TypeVar, cast, overload
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar, cast
 
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -41,242 +43,86 @@ from shardstore.errors import (
     KeyNameError,
     MissingKeyError,
 )
-from shardstore.loading.host import HostRead, read_through_host
-from shardstore.loading.plan import goes_through_host, require_writable
-from shardstore.mapping import ShardedObject
+from shardstore.loading.assemble import assemble, read_chunks
+from shardstore.loading.context import LoadContext
+from shardstore.loading.plan import plan_reads, require_writable
+from shardstore.mapping import ShardedObject, ShardedTensor
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.grid import Box
-from shardstore.storage.movers.chunks import RegionRead
 from shardstore.storage.options import require_number
 from shardstore.storage.stores.location import Location, given_options
 from shardstore.strategies.common import TorchCommonLoadStrategy
 from shardstore.validation import verify_checkpoint_and_load_strategy
 from shardstore.values.record import StatePath, StateRecord
 
-__all__ = ["Placed", "SentItems", "StorageReader", "StoredValues", "described", "forget_listings"]
-
-T = TypeVar("T")
-
-_process = secrets.token_bytes(8)
-_numbers = itertools.count()
-_at_home: weakref.WeakValueDictionary[bytes, SentItems[Any]] = weakref.WeakValueDictionary()
-
-
-class SentItems(MutableSequence[T]):
-    """A list that is not unpickled where nobody looks into it.
-
-    Whoever makes it keeps it until it is back. It may be changed, as a list may: from then on it is
-    sent as it is.
-
-    Args:
-        items: what it holds.
-    """
-
-    def __init__(self, items: Iterable[T]) -> None:
-        self._items: list[T] | None = list(items)
-        self._length = len(self._items)
-        self._packed: bytes | None = None
-        # A forked process has the same token to begin with, and is another home.
-        self._token = _process + os.getpid().to_bytes(4) + next(_numbers).to_bytes(8)
-        _at_home[self._token] = self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """As bytes that were made once."""
-        if self._packed is None:
-            self._packed = pickle.dumps(self._items, pickle.HIGHEST_PROTOCOL)
-        return _arrived, (self._token, self._length, self._packed)
-
-    @property
-    def _list(self) -> list[T]:
-        """The items, unpickled."""
-        if self._items is None:
-            assert self._packed is not None
-            # From the process group that this whole object was unpickled from a moment ago.
-            self._items = pickle.loads(self._packed)
-        return self._items
-
-    def _changed(self) -> list[T]:
-        """The items, which are no more what was kept or packed."""
-        items = self._list
-        _at_home.pop(self._token, None)
-        self._token, self._packed = b"", None
-        return items
-
-    def __len__(self) -> int:
-        return self._length if self._items is None else len(self._items)
-
-    def __iter__(self) -> Iterator[T]:
-        return iter(self._list)
-
-    @overload
-    def __getitem__(self, index: int) -> T: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[T]: ...
-    def __getitem__(self, index: int | slice) -> T | list[T]:
-        return self._list[index]
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        self._changed()[index] = value
-
-    def __delitem__(self, index: int | slice) -> None:
-        del self._changed()[index]
-
-    def insert(self, index: int, value: T) -> None:
-        """As that of a list."""
-        self._changed().insert(index, value)
-
-    def sort(self, *, key: Any = None, reverse: bool = False) -> None:
-        """As that of a list."""
-        self._changed().sort(key=key, reverse=reverse)
-
-    def copy(self) -> list[T]:
-        """The items as an ordinary list."""
-        return list(self._list)
-
-    # Not by way of a pickle, which would give this very object.
-    __copy__ = copy
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> list[T]:
-        return deepcopy(self._list, memo)
-
-    def __add__(self, other: Iterable[T]) -> list[T]:
-        return [*self._list, *other]
-
-    def __radd__(self, other: Iterable[T]) -> list[T]:
-        return [*other, *self._list]
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, list | SentItems):
-            return self._list == list(other)
-        return NotImplemented
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return repr(self._list)
-
-
-def _arrived(token: bytes, length: int, packed: bytes) -> SentItems[Any]:
-    """What has been sent: the very items where they come from, else the bytes alone."""
-    found = _at_home.get(token)
-    if found is not None:
-        return found
-    made: SentItems[Any] = SentItems.__new__(SentItems)
-    made._items, made._length, made._packed, made._token = None, length, packed, token
-    return made
-
+__all__ = ["Placed", "SentItems", "StorageReader", "forget_listings"]
 
 logger = logging.getLogger(__name__)
 
-Described = TensorStorageMetadata | BytesStorageMetadata
+_process = secrets.token_bytes(8)
+_numbers = itertools.count()
+_at_home: weakref.WeakValueDictionary[bytes, SentItems] = weakref.WeakValueDictionary()
 
 
-def described(dtype: torch.dtype, shape: tuple[int, ...]) -> TensorStorageMetadata:
+class SentItems(UserList[ReadItem]):
+    """A list that is unpickled where somebody looks into it, and nowhere else.
+
+    A rank's items go to the coordinator and come back: on the way they are bytes, and at home the
+    very list that :meth:`kept` made, unless somebody on the way has looked, and may have changed
+    it.
+    """
+
+    _items: list[ReadItem] | None = None
+    _token = _packed = b""
+
+    @classmethod
+    def kept(cls, items: Iterable[ReadItem]) -> SentItems:
+        """A list to be sent. Who makes it holds it until it is back."""
+        # A forked process has the same token to begin with, and is another home.
+        token = _process + os.getpid().to_bytes(4) + next(_numbers).to_bytes(8)
+        items = list(items)
+        made = _at_home[token] = cls._sealed(token, pickle.dumps(items), items)
+        return made
+
+    @classmethod
+    def _sealed(cls, token: bytes, packed: bytes, items: list[ReadItem] | None) -> SentItems:
+        made = cls.__new__(cls)
+        made._token, made._packed, made._items = token, packed, items
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        """Make ``data``, which every method of a list asks for."""
+        if name != "data":
+            raise AttributeError(name)
+        # The bytes are of the process group that this object was unpickled from a moment ago.
+        self.data = pickle.loads(self._packed) if self._items is None else self._items
+        _at_home.pop(self._token, None)
+        return self.data
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if "data" in vars(self):
+            return SentItems, (self.data,)
+        return _arrived, (self._token, self._packed)
+
+    def __copy__(self) -> SentItems:
+        return SentItems(self.data)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SentItems:
+        return SentItems(deepcopy(self.data, memo))
+
+
+def _arrived(token: bytes, packed: bytes) -> SentItems:
+    """What has been sent: the very items where they come from, else the bytes alone."""
+    found = _at_home.get(token)
+    return SentItems._sealed(token, packed, None) if found is None else found
+
+
+def _described(dtype: torch.dtype, shape: tuple[int, ...]) -> TensorStorageMetadata:
     """A tensor to DCP's planner: of one piece, since any region of it can be read."""
     size = torch.Size(shape)
     whole = ChunkStorageMetadata(torch.Size([0] * len(shape)), size)
     return TensorStorageMetadata(TensorProperties(dtype), size, [whole])
-
-
-@dataclass
-class StoredValues:
-    """Everything that is no array.
-
-    Attributes:
-        location: of the checkpoint.
-        record: values as JSON, names of objects in files, and paths.
-        values: flat key -> value of the common part, tensors left out.
-        tensors: flat key -> tensor of the common part.
-        objects: flat key -> sharded object, without data.
-        paths: flat key -> path in the nested state dict, as far as it is known.
-    """
-
-    location: Location
-    record: StateRecord = field(default_factory=StateRecord)
-    values: Mapping[str, Any] = field(default_factory=dict)
-    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    objects: Mapping[str, ShardedObject] = field(default_factory=dict)
-    paths: Mapping[str, StatePath] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, stored: StoredCheckpoint) -> StoredValues:
-        """What a checkpoint holds. Any rank may call it; it waits for no other.
-
-        Raises:
-            KeyNameError: values at two paths have one flat key.
-            UnsafeObjectError: the common part needs a class that was not allowed.
-        """
-        location = stored.location
-        if stored.root is not None:
-            record = StateRecord.from_root(stored.root.attributes, location.url)
-            if record is not None:
-                objects = {key: ShardedObject(key, None, (1,), (0,)) for key in record.files}
-                return cls(location, record, objects=objects, paths=record.paths)
-        return cls._of_common_part(location, stored.arrays)
-
-    @classmethod
-    def _of_common_part(cls, location: Location, arrays: Container[str]) -> StoredValues:
-        _, common = verify_checkpoint_and_load_strategy(location.place)
-        try:
-            flat, paths = flatten_state_dict(common.load_common(location.place))
-        except ValueError as error:
-            raise KeyNameError(
-                f"{location.url}: two common values have one flat key, by which PyTorch DCP knows "
-                f"them ({error}); load it with shardstore.load",
-                url=location.url,
-            ) from error
-        for key in [key for key in flat if key in arrays]:
-            logger.warning(
-                "%s: the common value at %s can not be loaded through PyTorch DCP: an array has "
-                "the same key; load it with shardstore.load_common_state_dict",
-                location.url,
-                paths[key],
-            )
-            del flat[key]
-        tensors = {key: value for key, value in flat.items() if _is_dense(value)}
-        objects: dict[str, ShardedObject] = {}
-        for unique_key, sharded in common.load_sharded_metadata(location.place).items():
-            # Of an object in one part the key says all; parts have names of their own.
-            key = sharded.key if sharded.global_shape == (1,) else unique_key
-            if key not in flat and key not in arrays:
-                objects[key] = sharded
-        values = {key: value for key, value in flat.items() if key not in tensors}
-        return cls(location, StateRecord(), values, tensors, objects, paths)
-
-    def described(self) -> Iterator[tuple[str, Described]]:
-        """Flat keys, and what the planner is told of them."""
-        for key, tensor in self.tensors.items():
-            yield key, described(tensor.dtype, tuple(tensor.shape))
-        for key in (*self.record.values, *self.values, *self.objects):
-            yield key, BytesStorageMetadata()
-
-    def pickled(self, key: str) -> io.BytesIO:
-        """A value as the planner wants it: what ``torch.load`` reads, made anew in this process.
-
-        Raises:
-            MissingKeyError: there is none of that key.
-            UnsafeObjectError: it needs a class that was not allowed.
-        """
-        url = self.location.url
-        if key in self.values:
-            value = self.values[key]
-        elif key in self.record.values:
-            value = self.record.value(key, url)
-        elif key in self.objects:
-            wanted = {key: self.objects[key]}
-            loader = TorchCommonLoadStrategy()
-            value = loader.load_sharded_objects(wanted, self.location.place)[key]
-        else:
-            raise MissingKeyError(f"value {key!r} is not in the checkpoint {url}", key=key, url=url)
-        stream = io.BytesIO()
-        torch.save(value, stream)
-        stream.seek(0)
-        return stream
-
-
-def _is_dense(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
 class Placed:
@@ -342,9 +188,6 @@ def forget_listings(place: Location) -> None:
         file_system.invalidate_cache(path)
 
 
-STAGING_BYTES = 256 * 1024 * 1024
-
-
 class StorageReader(Placed, DcpStorageReader):
     """Reads a shardstore checkpoint for ``torch.distributed.checkpoint.load``.
 
@@ -377,35 +220,89 @@ class StorageReader(Placed, DcpStorageReader):
         self._cast = cast
         self._threads = threads
         self._stored: StoredCheckpoint | None = None
-        self._values: StoredValues | None = None
-        self._sent: SentItems[ReadItem] | None = None
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._values: dict[str, Callable[[], Any]] = {}
+        self._sent: SentItems | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another load. Called by all ranks."""
         if checkpoint_id is not None:
             self._go_to(checkpoint_id)
-        self._stored = self._values = self._sent = None
+        self._stored = self._sent = None
 
     def read_metadata(self) -> Metadata:
         """What is stored: one document. Called by all ranks.
 
         Raises:
             NotACheckpointError: nothing there that can be loaded.
+            KeyNameError: values at two paths have one flat key.
+            UnsafeObjectError: the common part needs a class that was not allowed.
         """
         stored = StoredCheckpoint(self._place, threads=self._threads)
         stored.require()
-        values = StoredValues.of(stored)
+        paths = self._find_values(stored)
         found: dict[str, Any] = {
-            key: described(dtypes.torch_dtype(meta.dtype), meta.shape)
+            key: _described(dtypes.torch_dtype(meta.dtype), meta.shape)
             for key, meta in stored.arrays.items()
         }
-        found.update(values.described())
-        self._stored, self._values = stored, values
+        for key, tensor in self._tensors.items():
+            found[key] = _described(tensor.dtype, tuple(tensor.shape))
+        found.update((key, BytesStorageMetadata()) for key in self._values)
+        self._stored = stored
         return Metadata(
             state_dict_metadata=found,
-            planner_data={key: values.paths.get(key, (key,)) for key in found},
+            planner_data={key: paths.get(key, (key,)) for key in found},
             storage_meta=StorageMeta(checkpoint_id=self.checkpoint_id),
         )
+
+    def _find_values(self, stored: StoredCheckpoint) -> Mapping[str, StatePath]:
+        """Find everything that is no array, by flat keys: tensors of the common part, and functions
+        that give a value. Return the paths of the keys in the nested state dict."""
+        url, place = stored.location.url, stored.location.place
+        root, record = stored.root, None
+        if root is not None and (record := StateRecord.from_root(root.attributes, url)):
+            objects = {key: ShardedObject(key, None, (1,), (0,)) for key in record.files}
+            paths: Mapping[str, StatePath] = record.paths
+            self._tensors = {}
+            self._values = {key: partial(record.value, key, url) for key in record.values}
+        else:
+            _, common = verify_checkpoint_and_load_strategy(place)
+            try:
+                flat, paths = flatten_state_dict(common.load_common(place))
+            except ValueError as error:
+                raise KeyNameError(
+                    f"{url}: two common values have one flat key, by which PyTorch DCP knows them "
+                    f"({error}); load it with shardstore.load",
+                    url=url,
+                ) from error
+            for key in [key for key in flat if key in stored.arrays]:
+                logger.warning(
+                    "%s: the common value at %s cannot be loaded through PyTorch DCP: an array has "
+                    "the same key; load it with shardstore.load_common_state_dict",
+                    url,
+                    paths[key],
+                )
+                del flat[key]
+            self._tensors = {key: value for key, value in flat.items() if _is_dense(value)}
+            self._values = {
+                key: partial(lambda value: value, value)
+                for key, value in flat.items()
+                if key not in self._tensors
+            }
+            # Of an object in one part the key says all; parts have names of their own.
+            objects = {
+                sharded.key if sharded.global_shape == (1,) else unique_key: sharded
+                for unique_key, sharded in common.load_sharded_metadata(place).items()
+            }
+            known = {*flat, *stored.arrays}
+            objects = {key: sharded for key, sharded in objects.items() if key not in known}
+
+        def read_object(key: str) -> Any:
+            wanted = {key: objects[key]}
+            return TorchCommonLoadStrategy().load_sharded_objects(wanted, place)[key]
+
+        self._values.update((key, partial(read_object, key)) for key in objects)
+        return paths
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -415,7 +312,7 @@ class StorageReader(Placed, DcpStorageReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Nothing to add; but the items go to the coordinator as bytes, and are kept here. Called
         by all ranks."""
-        self._sent = SentItems(plan.items)
+        self._sent = SentItems.kept(plan.items)
         return replace(plan, items=cast("list[ReadItem]", self._sent))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -433,41 +330,41 @@ class StorageReader(Placed, DcpStorageReader):
             UnsafeObjectError: an object needs a class that was not allowed.
         """
         assert self._stored is not None
-        assert self._values is not None
-        regions: list[RegionRead] = []
+        arrays, url = self._stored.arrays, self.checkpoint_id
         targets: list[tuple[ReadItem, torch.Tensor]] = []
-        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        wanted: list[ShardedTensor] = []
         for item in plan.items:
+            key = item.storage_index.fqn
             if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, self._values.pickled(item.storage_index.fqn))
+                planner.load_bytes(item, self._pickled(key))
                 continue
             target = planner.resolve_tensor(item).detach()
-            require_writable(target, item.storage_index.fqn)
+            require_writable(target, key)
             targets.append((item, target))
-            common = self._values.tensors.get(item.storage_index.fqn)
-            if common is not None:
-                self._check_dtype(item, target.dtype, common.dtype)
-                where: tuple[Any, ...] = (..., *_box(item, common.ndim).slices)
-                with torch.no_grad():
-                    target.copy_(common[where])
+            common = self._tensors.get(key)
+            shape = arrays[key].shape if common is None else tuple(common.shape)
+            start = item.storage_index.offset or (0,) * len(shape)
+            offset = tuple(a + b for a, b in zip(start, item.storage_offsets, strict=True))
+            if common is None:
+                lengths = tuple(item.lengths)
+                wanted.append(
+                    ShardedTensor(key, target, target.dtype, lengths, shape, offset, None)
+                )
                 continue
-            meta = self._stored.arrays[item.storage_index.fqn]
-            stored = dtypes.torch_dtype(meta.dtype)
-            self._check_dtype(item, target.dtype, stored)
-            box = _box(item, len(meta.shape))
-            if type(target) is not torch.Tensor:  # which may refuse to be written in parts
-                whole = torch.empty(box.shape, dtype=stored)
-                copies.append((target, whole))
-                target = whole
-            if target.dtype == stored and not goes_through_host(target):
-                regions.append(RegionRead(meta, box, dtypes.as_numpy(target)))
-            else:
-                regions.append(HostRead(meta, box, target))
-        if regions:
-            read_through_host(self._stored.read, regions, STAGING_BYTES)
-        with torch.no_grad():
-            for target, whole in copies:
-                target.copy_(whole)
+            if target.dtype != common.dtype and not self._cast:
+                raise DTypeMismatchError(
+                    f"key {key!r} is stored as {common.dtype} in {url} but is to be loaded into "
+                    f"{target.dtype}; nothing is cast silently: load into {common.dtype} and "
+                    "convert, or give the StorageReader cast=True",
+                    key=key,
+                    url=url,
+                )
+            where: tuple[Any, ...] = (..., *Box(offset, tuple(item.lengths)).slices)
+            with torch.no_grad():
+                target.copy_(common[where])
+        reads = plan_reads(wanted, arrays, url, cast=self._cast)
+        read_chunks(LoadContext(stored=self._stored, cast=self._cast), reads)
+        assemble(reads, cast(Any, wanted), url)
         for item, target in targets:
             planner.commit_tensor(item, target)
         self._sent = None
@@ -475,20 +372,21 @@ class StorageReader(Placed, DcpStorageReader):
         future.set_result(None)
         return future
 
-    def _check_dtype(self, item: ReadItem, wanted: torch.dtype, stored: torch.dtype) -> None:
-        key = item.storage_index.fqn
-        if wanted != stored and not self._cast:
-            raise DTypeMismatchError(
-                f"key {key!r} is stored as {stored} in {self.checkpoint_id} but is to be loaded "
-                f"into {wanted}; nothing is cast silently: load into {stored} and convert, "
-                "or give the StorageReader cast=True",
-                key=key,
-                url=self.checkpoint_id,
-            )
+    def _pickled(self, key: str) -> io.BytesIO:
+        """A value as the planner wants it: what ``torch.load`` reads, made anew in this process.
+
+        Raises:
+            MissingKeyError: there is none of that key.
+            UnsafeObjectError: it needs a class that was not allowed.
+        """
+        url = self.checkpoint_id
+        if key not in self._values:
+            raise MissingKeyError(f"value {key!r} is not in the checkpoint {url}", key=key, url=url)
+        stream = io.BytesIO()
+        torch.save(self._values[key](), stream)
+        stream.seek(0)
+        return stream
 
 
-def _box(item: ReadItem, ndim: int) -> Box:
-    """The region of the stored tensor that an item is."""
-    start = item.storage_index.offset or (0,) * ndim
-    offset = tuple(a + b for a, b in zip(start, item.storage_offsets, strict=True))
-    return Box(offset, tuple(item.lengths))
+def _is_dense(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
