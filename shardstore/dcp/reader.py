@@ -81,8 +81,7 @@ class SentItems(UserList[ReadItem]):
         """A list to be sent. Who makes it holds it until it is back."""
         # A forked process has the same token to begin with, and is another home.
         token = _process + os.getpid().to_bytes(4) + next(_numbers).to_bytes(8)
-        items = list(items)
-        made = _at_home[token] = cls._sealed(token, pickle.dumps(items), items)
+        made = _at_home[token] = cls._sealed(token, b"", list(items))
         return made
 
     @classmethod
@@ -103,6 +102,7 @@ class SentItems(UserList[ReadItem]):
     def __reduce__(self) -> tuple[Any, ...]:
         if "data" in vars(self):
             return SentItems, (self.data,)
+        self._packed = self._packed or pickle.dumps(self._items)
         return _arrived, (self._token, self._packed)
 
     def __copy__(self) -> SentItems:
@@ -339,9 +339,10 @@ class StorageReader(Placed, DcpStorageReader):
                 planner.load_bytes(item, self._pickled(key))
                 continue
             target = planner.resolve_tensor(item).detach()
-            require_writable(target, key)
             targets.append((item, target))
             common = self._tensors.get(key)
+            if common is not None or target.is_meta:
+                require_writable(target, key)
             shape = arrays[key].shape if common is None else tuple(common.shape)
             start = item.storage_index.offset or (0,) * len(shape)
             offset = tuple(a + b for a, b in zip(start, item.storage_offsets, strict=True))
