@@ -11,10 +11,9 @@ import io
 import operator
 import os
 import pickle
-import threading
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -24,18 +23,19 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import ArgumentError, CheckpointingException, StorageError
-from shardstore.saving.sources import DevicePart
+from shardstore.saving.sources import TensorSource
 from shardstore.saving.staging import Staging
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Grid
 from shardstore.storage.format.names import DCP_METADATA_NAME as METADATA_NAME
-from shardstore.storage.movers.chunks import ChunkWrite, Source
-from shardstore.storage.movers.device import stream_of
+from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.parallel import run_batched
 from shardstore.storage.stores.location import Location
 
 __all__ = ["FilesSave"]
+
+_Copy: TypeAlias = torch.Tensor | io.BytesIO | ChunkWrite
 
 
 class FilesSave:
@@ -68,7 +68,8 @@ class FilesSave:
         self._planner = planner
         self._items: list[WriteItem] = []
         self._metadata: Metadata | None = None
-        self._copies: dict[MetadataIndex, torch.Tensor | io.BytesIO | ChunkWrite] = {}
+        self._copies: dict[MetadataIndex, _Copy] = {}
+        self._staged: list[MetadataIndex] = []
         self._written: list[tuple[MetadataIndex, _StorageInfo]] = []
         self.staging: Staging | None = None
 
@@ -139,14 +140,10 @@ class FilesSave:
                 "('zarr', 2), which can copy while it writes"
             )
         self._copies = {index: _copied(index.fqn, data) for index, data in found.items()}
-        staged = {i: data for i, data in self._copies.items() if isinstance(data, ChunkWrite)}
-        self.staging = Staging(list(staged.values()), threads=self._threads)
-        self._copies.update(zip(staged, self.staging.writes, strict=True))
-        if overlap:
-            threading.Thread(target=self.staging.run, name="shardstore-stage", daemon=True).start()
-            return
-        self.staging.run()
-        self.staging.wait(host=True)
+        chunks = {i: data for i, data in self._copies.items() if isinstance(data, ChunkWrite)}
+        self._staged = list(chunks)
+        self.staging = Staging(list(chunks.values()), threads=self._threads)
+        self.staging.start(overlap=overlap)
         if self.staging.error is not None:
             raise self.staging.error
 
@@ -158,9 +155,7 @@ class FilesSave:
         """
         try:
             if self.staging is not None:
-                self.staging.wait_queued()  # copying comes first: somebody may be waiting for it
-                if self.staging.error is not None:
-                    raise self.staging.error
+                self._copies.update(zip(self._staged, self.staging.copies(), strict=True))
             run_batched(self._files(), self._write_files, threads=self._threads)
         except Exception as problem:
             raise self._own(problem) from problem
@@ -262,7 +257,7 @@ def _size_of(item: WriteItem) -> int:
     return about.chunk.sizes.numel() * about.properties.dtype.itemsize if about else 0
 
 
-def _copied(key: str, data: torch.Tensor | io.BytesIO) -> torch.Tensor | io.BytesIO | ChunkWrite:
+def _copied(key: str, data: torch.Tensor | io.BytesIO) -> _Copy:
     """What an item is written from: a chunk that is still to be copied, or a copy where the data
     type is one that no array has. The planner's bytes are a copy already."""
     if isinstance(data, io.BytesIO):
@@ -272,8 +267,5 @@ def _copied(key: str, data: torch.Tensor | io.BytesIO) -> torch.Tensor | io.Byte
     except CheckpointingException:
         return data.detach().to("cpu", copy=True)
     shape = tuple(data.shape)
-    source: Source = DevicePart(data.detach(), stream_of(data.device))
-    if data.device.type == "cpu":
-        source = dtypes.as_numpy(data)
     array = ArrayMeta(key, "", Grid(shape, tuple(max(1, n) for n in shape)), name)
-    return ChunkWrite(array, (0,) * len(shape), source)
+    return ChunkWrite(array, (0,) * len(shape), TensorSource(data, key).part())
