@@ -21,7 +21,7 @@ from arguments import (
     writable_folder,
 )
 
-from bench import machine, page
+from bench import machine, page, pictures
 from bench.background import ASYNC, GPU
 from bench.bucket import Bucket
 from bench.cases import DISK, S3
@@ -67,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add(commands, "cli", "the command line's start, and verification", CLI)
     page.add_parser(commands)
+    pictures.add_parser(commands)
     return parser
 
 

@@ -1,7 +1,8 @@
 """`benchmark page`: the page of figures, made from what the runs wrote as JSON, with pictures.
 
-Everything on the page comes out of the files: machine, commands, versions, targets met and missed,
-where a peer is faster and where it is not, and every figure.
+Everything on the page comes from the files: machine, commands, versions, targets met and missed,
+where a peer is faster and where it is not, and every figure. Notes that people wrote into an
+earlier version of the page, between its two marks, stay.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from arguments import new_file, run_of_benchmark
 
+from bench import pictures
 from bench.clients import DCP_OURS, LIMITS, OURS
 from bench.results import Results
 
@@ -28,10 +29,8 @@ INTRODUCTION = (
     "wrote. Figures are medians; the clients of a round ran one after the other on the same "
     "machine. A ratio above 1 says that the other took longer."
 )
-NOT_OURS, MINE = "#9aa7b4", "#1f6f8b"
-BAR_INCHES, WIDTH_INCHES = 0.24, 9.0
-MAX_SHOWN = 12.0
-"""Longer bars are cut, and say how long they are."""
+NOTES = ("<!-- notes: begin -->", "<!-- notes: end -->")
+"""Marks around what people wrote."""
 
 
 def add_parser(commands: Any) -> None:
@@ -49,18 +48,18 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Write page and pictures; 0."""
     runs = [(f.stem, Results.from_dict(json.loads(f.read_text()))) for f in options.json]
-    pictures = options.markdown.with_suffix("")
-    pictures.mkdir(parents=True, exist_ok=True)
-    for name, results in runs:
-        if ratios(results):
-            draw(results, pictures / f"{name}.svg")
-    options.markdown.write_text(page(runs, pictures.name))
+    before = options.markdown.read_text("utf-8") if options.markdown.exists() else ""
+    _, begin, rest = before.partition(NOTES[0])
+    notes, end, _ = rest.partition(NOTES[1])
+    kept = notes.strip() if begin and end else ""
+    options.markdown.write_text(page(runs, options.markdown.stem, kept), encoding="utf-8")
+    pictures.draw_all(options.markdown)
     print(options.markdown)
     return 0
 
 
-def page(runs: Runs, pictures: str) -> str:
-    """The page as Markdown; `pictures` is the folder of `NAME.svg`, beside the page."""
+def page(runs: Runs, folder: str, notes: str = "") -> str:
+    """The page as Markdown; `folder` of `NAME.svg` lies beside it, `notes` are people's."""
     abouts = {name: list(_about(results.notes)) for name, results in runs}
     lines = [line for about in abouts.values() for line in about]
     # A line is said once, above all runs, unless runs differ in it.
@@ -69,8 +68,9 @@ def page(runs: Runs, pictures: str) -> str:
         subjects[line.partition(":")[0]].add(line)
     shared = [found.pop() for found in subjects.values() if len(found) == 1]
     parts = [
-        "# Measured",
+        "# Benchmarks",
         INTRODUCTION,
+        "\n\n".join((NOTES[0], notes, NOTES[1])) if notes else "",
         "## In short",
         "\n".join(_missed(name, results) for name, results in runs),
         "### Where a peer is faster",
@@ -85,7 +85,7 @@ def page(runs: Runs, pictures: str) -> str:
         own = [line for line in abouts[name] if line not in shared]
         parts += [
             f"## {name}",
-            f"![{name}]({pictures}/{name}.svg)" if ratios(results) else "",
+            f"![{name}]({folder}/{name}.svg)" if ratios(results) else "",
             f"`{notes['command']}`, {notes['date']}; {notes['repeats']} rounds, "
             f"scale {notes['scale']}.",
             "\n".join(f"- {line}" for line in own),
@@ -218,39 +218,3 @@ def _format(value: float, unit: str) -> str:
 
 def _pipes(head: Row, rows: Sequence[Row]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
-
-
-def draw(results: Results, output: Path) -> None:
-    """A bar a client: how many times as long as ours it took (the first one, where we are not)."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    # The same picture of the same figures, whenever it is drawn.
-    plt.rcParams["svg.hashsalt"] = "shardstore"
-    groups = ratios(results)
-    bars = sum(len(clients) + 2 for _, clients in groups)
-    fig, axes = plt.subplots(figsize=(WIDTH_INCHES, 1.2 + BAR_INCHES * max(bars, 4)))
-    place, ticks, names = 0.0, [], []
-    for (case, world, measure), clients in groups:
-        ranks = f", {world} ranks" if world != 1 else ""
-        axes.text(0, place, f"{case}{ranks}: {measure}", weight="bold", va="center", fontsize=8)
-        for client, ratio in clients.items():
-            place += 1
-            shown = min(ratio, MAX_SHOWN)
-            axes.barh(place, shown, color=MINE if OURS in client else NOT_OURS, height=0.8)
-            axes.text(shown, place, f" {ratio:.2f}", va="center", fontsize=7)
-            ticks.append(place)
-            names.append(client)
-        place += 2
-    axes.set_yticks(ticks, names, fontsize=7)
-    axes.invert_yaxis()
-    axes.axvline(1, color="black", linewidth=0.6)
-    axes.set_xlabel(f"time over that of {OURS}: longer is slower (cut at {MAX_SHOWN:g})")
-    about = results.notes["machine"]
-    words = (about["processor"], f"{about['cores']} cores", about["file_system"].split(" ")[0])
-    fig.suptitle(", ".join(map(str, words)), fontsize=8)
-    fig.tight_layout()
-    fig.savefig(output, metadata={"Date": None})
-    plt.close(fig)
