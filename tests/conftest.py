@@ -29,7 +29,7 @@ settings.load_profile("long" if ALL else "short")
 # Begun first where files run side by side, or all others would be done long before them.
 LONG = (
     "distributed/test_quickstart.py",
-    "interop/test_readme.py",
+    "interop/test_pages.py",
     "interop/test_trainers.py",
     "s3/test_races.py",
     "s3/test_save_faults.py",

@@ -6,8 +6,8 @@ environment what torchrun would have put there.
 A comment before a block says how: ``<!-- ranks: 4 -->`` a program on so many ranks, ``none`` for a
 reader that must not need torch, ``s3`` for one rank and a bucket; ``<!-- run -->`` shell commands,
 line by line, ``<!-- run: s3 -->`` with a bucket; ``<!-- not run: why -->``. What ``print(...)  #
-text`` claims has to be what comes out, and a command ends with 0 unless its comment says "exits
-with 1".
+text`` claims has to be what comes out, or else what the block after ``<!-- output -->`` shows,
+where the folder is called ``/run``. A command ends with 0 unless its comment says "exits with 1".
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from tests.helpers.rank_server import start
 
 LIMIT_S = 200
 _BLOCK = re.compile(
-    r"(?:<!-- (ranks|run|not run)(?:: ([^>]*?))? -->\n)?```(python|sh)\n(.*?)^```",
+    r"(?:<!-- (ranks|run|not run)(?:: ([^>]*?))? -->\n)?```(python|sh)\n(.*?)^```"
+    r"(?:\n\n<!-- output -->\n```text\n(.*?)^```)?",
     re.DOTALL | re.MULTILINE,
 )
 _CLAIM = re.compile(r"^ *print\(.*\)  # (.*)$", re.MULTILINE)
@@ -35,18 +36,20 @@ _CLAIM = re.compile(r"^ *print\(.*\)  # (.*)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Block:
-    """One block of code of a page, and what the comment before it says."""
+    """One block of code of a page, what the comment before it says, and its output."""
 
     how: str
     where: str
     language: str
     text: str
+    output: str
 
 
 def blocks(page: str) -> list[Block]:
     """All blocks of code of a page, each of which has to say how it is run."""
     found = [Block(*match) for match in _BLOCK.findall(page)]
     assert len(found) == len(re.findall(r"^```(?:python|sh)$", page, re.MULTILINE))
+    assert sum(bool(block.output) for block in found) == page.count("<!-- output -->")
     for block in found:
         assert block.how, f"nothing says how to run:\n{block.text}"
         assert (block.language == "python") == (block.how == "ranks"), block.text
@@ -81,7 +84,8 @@ def _program(block: Block, file: Path, environment: Mapping[str, str], torchrun:
         ranks = int(block.where) if block.where.isdecimal() else 1
         done = run_forked(file, ranks, environment)
     assert done.returncode == 0, f"{program}\n{done.stdout}\n{done.stderr}"
-    assert done.stdout.splitlines() == _CLAIM.findall(program), program
+    shown = block.output.splitlines() or _CLAIM.findall(program)
+    assert done.stdout.replace(str(file.parent), "/run").splitlines() == shown, program
 
 
 def run_forked(

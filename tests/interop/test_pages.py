@@ -1,22 +1,35 @@
 """The pages are true: their programs and commands run as they are printed (see
-:mod:`tests.helpers.programs`), and what README's tables name is what there is."""
+:mod:`tests.helpers.programs`), their links lead somewhere, and their tables name all there is."""
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import shardstore.errors
+import shardstore.progress
 from scripts.s3_servers import S3Server
 from tests.helpers.programs import run_page
 
 ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = ["README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))]
+DOCS = ROOT / "docs"
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    *sorted(str(page.relative_to(ROOT)) for page in DOCS.rglob("*.md")),
+]
+OTHERS = ["CHANGELOG.md", "docker/README.md", "shardstore/storage/FORMAT.md"]
+ERRORS, EVENTS, SETTINGS = (
+    (DOCS / "reference" / f"{name}.md").read_text(encoding="utf-8")
+    for name in ("errors", "events", "settings")
+)
 
 _LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 
@@ -30,19 +43,38 @@ def test_programs(page: str, tmp_path: Path, s3_server: S3Server) -> None:
 
 def test_every_error_is_listed() -> None:
     for name in shardstore.errors.__all__:
-        assert f"`{name}`" in README or f"`shardstore.{name}`" in README, name
-    for name, builtin in re.findall(r"^\| `(\w+)`.* \| `([\w.]+)` \|", README, re.MULTILINE):
+        assert f"`{name}`" in ERRORS or f"`shardstore.{name}`" in ERRORS, name
+    for name, builtin in re.findall(r"^\| `(\w+)`.* \| `([\w.]+)` \|", ERRORS, re.MULTILINE):
         base = __import__("pickle").UnpicklingError if "." in builtin else eval(builtin)
         assert issubclass(getattr(shardstore.errors, name), base), name
 
 
-@pytest.mark.parametrize("page", [*PAGES, "CHANGELOG.md", "shardstore/storage/FORMAT.md"])
+def test_every_event_is_listed() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| \w.*\|$", EVENTS, re.MULTILINE)
+    assert rows == list(shardstore.progress.EVENTS)
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 200
+
+
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS])
 def test_links_and_scripts_exist(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     for target in _LINK.findall(text):
         assert (ROOT / page).parent.joinpath(target).exists(), target
-    for script in re.findall(r"scripts/\w+", text):
+    for script in re.findall(r"scripts/\w+\b(?!\.)", text):
         assert os.access(ROOT / script, os.X_OK), script
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="no extra docs")
+def test_the_site_is_built_strictly(tmp_path: Path) -> None:
+    """Broken links and anchors, and names that the API has no docstring for, are errors."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for page in PAGES[2:]:
+        assert (tmp_path / Path(page).relative_to("docs").with_suffix(".html")).exists(), page
 
 
 def test_every_setting_is_listed() -> None:
@@ -53,8 +85,7 @@ def test_every_setting_is_listed() -> None:
     from shardstore.storage.options import SaveKeywords, WriterKeywords
     from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 
-    table = README[README.index("| setting | default |") :].split("\n\n", 1)[0]
-    told = set(re.findall(r"(\w+)=\)?`", table))
+    told = set(re.findall(r"(\w+)=\)?`", SETTINGS))
     not_settings = {"checkpoint_dir", "source_format", "target_format", "url"}
     for function in (
         save,
@@ -79,7 +110,7 @@ def test_defaults_are_as_told() -> None:
     from shardstore.storage.options import SaveOptions
 
     options = SaveOptions()
-    rows = dict(re.findall(r"^\| (`.*?`[^|]*?) \| ([^|]+) \|", README, re.MULTILINE))
+    rows = dict(re.findall(r"^\| (`.*?`[^|]*?) \| ([^|]+) \|", SETTINGS, re.MULTILINE))
     assert rows["`save(..., overwrite=)`"] == f"`{options.overwrite}`"
     assert rows["`save(..., durable=)`"] == f"`{options.durable}`"
     chunk = rows["`ZarrSaveShardedStrategy(..., target_chunk_bytes=)`"]
