@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from shardstore.serialization import load_tensors_metadata as load_tensors_metadata
     from shardstore.serialization import remove_sharded_tensors as remove_sharded_tensors
     from shardstore.serialization import save as save
-    from shardstore.storage.commit.sweep import delete_checkpoint as delete_checkpoint
-    from shardstore.storage.commit.sweep import latest as latest
-    from shardstore.storage.commit.sweep import sweep as sweep
+    from shardstore.storage.commit.checkpoints import delete_checkpoint as delete_checkpoint
+    from shardstore.storage.commit.checkpoints import latest as latest
+    from shardstore.storage.commit.checkpoints import sweep as sweep
     from shardstore.validation import StrictHandling as StrictHandling
 
 _WHERE = {
@@ -47,8 +47,8 @@ _WHERE = {
     "StrictHandling": "validation",
     "async_save": "async_handle",
     "check_is_distributed_checkpoint": "core",
-    "delete_checkpoint": "storage.commit.sweep",
-    "latest": "storage.commit.sweep",
+    "delete_checkpoint": "storage.commit.checkpoints",
+    "latest": "storage.commit.checkpoints",
     "load": "serialization",
     "load_common_state_dict": "serialization",
     "load_content_metadata": "serialization",
@@ -59,7 +59,7 @@ _WHERE = {
     "remove_sharded_tensors": "serialization",
     "save": "serialization",
     "shard": "dtensor",
-    "sweep": "storage.commit.sweep",
+    "sweep": "storage.commit.checkpoints",
 }
 _MODULES = frozenset(
     {

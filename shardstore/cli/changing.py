@@ -101,7 +101,7 @@ def gc(
     storage_option: opt.Options = None,
 ) -> None:
     """List, and with --delete remove, what saves that died left behind."""
-    from shardstore.storage.commit.sweep import sweep
+    from shardstore.storage.commit.checkpoints import sweep
 
     location = opt.locate(root, storage_option)
     if location.is_local and not location.is_dir():
@@ -137,9 +137,9 @@ def rm(
 ) -> None:
     """Remove a checkpoint, its commit first; files of others in its folder stay. A symbolic link is
     refused: name the folder that it leads to."""
-    from shardstore.storage.commit.folder import is_checkpoint
+    from shardstore.storage.commit.checkpoints import delete_checkpoint
     from shardstore.storage.commit.identity import what_else
-    from shardstore.storage.commit.sweep import delete_checkpoint
+    from shardstore.storage.commit.inventory import is_checkpoint
 
     location = opt.locate(checkpoint, storage_option)
     if location.is_local and location.path.is_symlink():

@@ -47,8 +47,8 @@ from shardstore.errors import (
     NotACheckpointError,
 )
 from shardstore.progress import Operation, callback_of, log_event, metered
-from shardstore.storage.commit.folder import is_checkpoint
 from shardstore.storage.commit.identity import is_ours
+from shardstore.storage.commit.inventory import is_checkpoint
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.names import DCP_METADATA_NAME

@@ -16,9 +16,9 @@ from shardstore.core import CONFIG_FNAME
 from shardstore.errors import DamagedCheckpointError, StorageError
 from shardstore.storage import arrays as stored_arrays
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.commit import folder as commit
+from shardstore.storage.commit import checkpoints
 from shardstore.storage.commit.attempt import Attempt
-from shardstore.storage.commit.folder import FolderAttempt
+from shardstore.storage.commit.folder import OWNER_NAME, FolderAttempt
 from shardstore.storage.commit.publish import About, note_arrays, publish
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import SEPARATOR, ArrayMeta
@@ -112,7 +112,7 @@ class ShardstoreTarget(Target):
         super().__init__(work, goal)
         self._options = SaveOptions(overwrite=overwrite, budget_bytes=budget_bytes)
         self._manifest = RankManifest(0)
-        self._attempt: Attempt = FolderAttempt(goal, work, "convert", overwrite)
+        self._attempt: Attempt = FolderAttempt(goal, "convert", overwrite, folder=work)
         self._source = source
         self._files: dict[str, str] = {}
         self._started = perf_counter()
@@ -121,16 +121,16 @@ class ShardstoreTarget(Target):
         """An empty work folder, or a new attempt."""
         if self._goal.is_local:
             self._work.delete()
-            self._work.write(commit.OWNER_NAME, b"{}")
+            self._work.write(OWNER_NAME, b"{}")
             return None
-        self._attempt = commit.begin(self._goal, overwrite=self._options.overwrite)
+        self._attempt = checkpoints.begin(self._goal, self._options)
         return self._attempt.id
 
     def resume(self, state: Any) -> bool:
         """Go on in the folder, or with the attempt if it still owns the target."""
         if self._goal.is_local:
             return super().resume(state)
-        self._attempt = commit.join(self._goal, str(state), overwrite=self._options.overwrite)
+        self._attempt = checkpoints.join(self._goal, str(state), self._options)
         try:
             self._attempt.check()
         except StorageError:

@@ -32,7 +32,7 @@ from shardstore.errors import (
     CheckpointingException,
     KeyNameError,
 )
-from shardstore.storage.commit import folder as commit
+from shardstore.storage.commit import checkpoints
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.commit.publish import About, publish, write_chunks
 from shardstore.storage.format import dtypes
@@ -228,7 +228,7 @@ class StorageWriter(Placed, DcpStorageWriter):
         plans = [with_items(rank, plan) for rank, plan in enumerate(plans)]
         grids = Grids(plans, self.options.target_chunk_bytes)
         self._give_up()
-        attempt = commit.begin(self._place, overwrite=self.options.overwrite)
+        attempt = checkpoints.begin(self._place, self.options)
         self._attempt = attempt
         self._abandon = weakref.finalize(self, _abandon, attempt, os.getpid())
         return [
@@ -250,7 +250,7 @@ class StorageWriter(Placed, DcpStorageWriter):
                 "the plan of this rank was made by another storage writer; save without a cached "
                 "plan (enable_plan_caching=False)"
             )
-        attempt = commit.join(self._place, task.attempt_id, overwrite=self.options.overwrite)
+        attempt = checkpoints.join(self._place, task.attempt_id, self.options)
         if self._attempt is None:
             attempt.require_seen()
         planned = perf_counter() - self._started

@@ -28,11 +28,16 @@ from shardstore.errors import (
 )
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.identity import instead, is_foreign_node, node_type
-from shardstore.storage.commit.object_files import object_place
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta, parse_array, parse_v2_array
 from shardstore.storage.format.grid import Box
-from shardstore.storage.format.names import COMMON_STATE_NAME, CONFIG_NAME, MANIFEST_NAME, key_of
+from shardstore.storage.format.names import (
+    COMMON_STATE_NAME,
+    CONFIG_NAME,
+    MANIFEST_NAME,
+    key_of,
+    object_place,
+)
 from shardstore.storage.stores.location import Location
 
 if TYPE_CHECKING:

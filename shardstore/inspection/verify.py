@@ -20,12 +20,11 @@ from typing import Any, Literal, NamedTuple
 
 from shardstore.errors import CheckpointingException, DamagedCheckpointError
 from shardstore.progress import Meter, ProgressCallback, log_event, metered
-from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.commit.object_files import beside_arrays, object_place
+from shardstore.storage.checkpoint import StoredCheckpoint, beside_arrays
 from shardstore.storage.format.documents import ArrayMeta, RootDocument, parse_array
 from shardstore.storage.format.grid import Grid
 from shardstore.storage.format.manifest import MANIFEST_NAME, Manifest
-from shardstore.storage.format.names import CONFIG_NAME, key_of
+from shardstore.storage.format.names import CONFIG_NAME, key_of, object_place
 from shardstore.storage.movers.chunk_bytes import free_scratch
 from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.movers.parallel import default_threads, run_batched

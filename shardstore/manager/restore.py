@@ -23,7 +23,7 @@ from shardstore.mapping import ShardedStateDict
 from shardstore.progress import ProgressCallback, callback_of, log_event
 from shardstore.serialization import load
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.commit.folder import is_checkpoint
+from shardstore.storage.commit.inventory import is_checkpoint
 from shardstore.storage.stores.location import Location
 
 __all__ = ["Restored", "restore"]

@@ -25,8 +25,8 @@ from shardstore.errors import (
     StorageError,
 )
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.commit import folder as commit
-from shardstore.storage.commit import sweep
+from shardstore.storage.commit import checkpoints, folder
+from shardstore.storage.commit.inventory import is_checkpoint
 from shardstore.storage.format.manifest import content_digest
 from shardstore.storage.movers.parallel import run_batched
 from shardstore.storage.stores.location import Location
@@ -191,7 +191,7 @@ class Steps:
         """
         self.root.require_no_file()
         steps = [step for step in map(self.step_of, self.root.listing()) if step is not None]
-        return sorted(step for step in steps if commit.is_checkpoint(self.place(step)))
+        return sorted(step for step in steps if is_checkpoint(self.place(step)))
 
     def infos(self) -> dict[int, StepInfo]:
         """What is known of each committed step, ascending. A commit is read again only if it is
@@ -293,7 +293,7 @@ class Steps:
         with self._unused(step) as free:
             if free:
                 with suppress(NotACheckpointError):  # another thread was faster
-                    sweep.delete_checkpoint(self.place(step))
+                    checkpoints.delete_checkpoint(self.place(step))
                 self._known.pop(step, None)
             return free
 
@@ -317,15 +317,15 @@ class Steps:
         for step in {step for step in map(self.step_of, names) if step is not None}:
             place = self.place(step)
             # Asked before it is kept from others, too: somebody may be about to read it.
-            if not is_local and commit.is_checkpoint(place):
+            if not is_local and is_checkpoint(place):
                 continue
             with self._unused(step) as free:
                 if free and is_local:
-                    swept += commit.sweep(place)
-                elif free and not commit.is_checkpoint(place):
+                    swept += folder.sweep(place)
+                elif free and not is_checkpoint(place):
                     swept += [
                         left.url
-                        for left in sweep.sweep(place, dry_run=False, older_than=older_than)
+                        for left in checkpoints.sweep(place, dry_run=False, older_than=older_than)
                     ]
         return swept
 

@@ -31,7 +31,7 @@ from shardstore.saving.replicas import Copies, Offer
 from shardstore.saving.staging import Staging
 from shardstore.sharded.layouts import Layouts, local_layouts, merge_layouts, needs_layouts
 from shardstore.storage import arrays
-from shardstore.storage.commit import folder
+from shardstore.storage.commit import checkpoints
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.commit.base import BaseChunks, Writer, read_base, reusing
 from shardstore.storage.commit.publish import About, Files, commit, merge_reports
@@ -231,7 +231,7 @@ class SaveSession:
         what = f"saving to {target.url}"
         answer = ranks.together(pickle.dumps(opening), what=what, error=error, decide=decide)
         agreed: Agreement = pickle.loads(answer)
-        attempt = folder.join(target, agreed.attempt_id, overwrite=part.options.overwrite)
+        attempt = checkpoints.join(target, agreed.attempt_id, part.options)
         try:
             then = ranks if later is None else ranks.over(later, anew=agreed.new_group)
         except BaseException:
@@ -490,11 +490,8 @@ class SaveSession:
 def _agreed(openings: Sequence[_Opening], part: Part) -> Agreement:
     """Check the ranks' openings and begin an attempt. Called by the coordinator."""
     _check_same_target(openings)
-    options = part.options
     base = None if part.base is None else read_base(part.base)
-    attempt = folder.begin(
-        part.target, overwrite=options.overwrite, allow_unconditional=options.allow_unconditional
-    )
+    attempt = checkpoints.begin(part.target, part.options)
     adopting = (rank for rank, opening in enumerate(openings) if opening.adopts)
     tellers: dict[str, int] = {}
     for rank, opening in enumerate(openings):

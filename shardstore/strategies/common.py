@@ -27,8 +27,13 @@ from shardstore.errors import (
 from shardstore.loading.context import context_of, read_documents
 from shardstore.mapping import ShardedObject, ShardedStateDict, StateDict, is_main_replica
 from shardstore.saving.session import session_of
-from shardstore.storage.commit.object_files import is_object_file
-from shardstore.storage.format.names import COMMON_STATE_NAME, is_inside, key_of, node_name
+from shardstore.storage.format.names import (
+    COMMON_STATE_NAME,
+    is_inside,
+    is_object_file,
+    key_of,
+    node_name,
+)
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.base import (
     LoadCommonStrategy,

@@ -312,22 +312,22 @@ def _commit_past_the_deadline(rank: int, world_size: int, folder: str) -> list[i
     os.environ["SHARDSTORE_DEADLINE_S"] = "2"
     ranks.GRACE_S = 0.1
     made: list[int] = []
-    new_group, publish = dist.new_group, FolderAttempt.publish
+    new_group, commit = dist.new_group, FolderAttempt.commit
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         made[-1] += 1
         return new_group(*args, **kwargs)
 
-    def held(self: FolderAttempt, **options: Any) -> None:
+    def held(self: FolderAttempt, documents: Any, **options: Any) -> None:
         while not {"1.txt", "2.txt"}.issubset(remains(Path(folder))):
             time.sleep(0.01)
-        publish(self, **options)
+        commit(self, documents, **options)
 
     dist.new_group = noted
     made.append(0)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0:
-            patch.setattr(FolderAttempt, "publish", held)
+            patch.setattr(FolderAttempt, "commit", held)
         first = shardstore.async_save(state_of(rank, world_size)[0], Path(folder, "a"))
         assert isinstance(first.exception(60), NoneType if rank == 0 else RanksError)
     Path(folder, f"{rank}.txt").touch()

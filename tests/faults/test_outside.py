@@ -22,8 +22,8 @@ from shardstore.errors import (
     FormatVersionError,
     StorageError,
 )
-from shardstore.storage.commit.folder import _owner, delete_folder
-from shardstore.storage.commit.sweep import delete_checkpoint, sweep
+from shardstore.storage.commit.checkpoints import delete_checkpoint, sweep
+from shardstore.storage.commit.folder import _note, delete
 from shardstore.storage.stores.location import Location
 
 OUTSIDE = ["../precious", "optimizer/../../precious", "a//b", "/etc", "", ".", "..", "./a", "a/"]
@@ -183,7 +183,7 @@ def test_a_document_that_is_a_link(saved: Path, precious: Path, name: str) -> No
         (saved / name).unlink()
     (saved / name).symlink_to(thesis)
     before = content(precious)
-    delete_folder(Location.of(saved))
+    delete(Location.of(saved))
     assert content(precious) == before
     assert not saved.exists()
 
@@ -224,7 +224,7 @@ def test_retention_and_a_step_that_is_a_link(tmp_path: Path) -> None:
 
 
 def test_sweeps_and_an_attempt_that_is_a_link(tmp_path: Path, precious: Path) -> None:
-    (precious / ".owner.json").write_text(json.dumps({**_owner(), "started": "-"}))
+    (precious / ".owner.json").write_text(json.dumps({**json.loads(_note()), "started": "-"}))
     root = tmp_path / "run"
     root.mkdir()
     for folder in (precious, tmp_path / "empty"):

@@ -19,7 +19,7 @@ from shardstore import ShardedObject, ShardedTensor
 from shardstore.convert import Progress, convert
 from shardstore.convert.values import same_value
 from shardstore.errors import DamagedCheckpointError
-from shardstore.storage.commit.folder import is_checkpoint
+from shardstore.storage.commit.inventory import is_checkpoint
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.common import object_document
 

@@ -19,7 +19,7 @@ from shardstore.mapping import ShardedTensor
 from shardstore.storage.commit import base
 from shardstore.storage.commit import objects as object_commit
 from shardstore.storage.commit.base import COPY_THREADS, Copies
-from shardstore.storage.commit.sweep import delete_checkpoint
+from shardstore.storage.commit.checkpoints import delete_checkpoint
 from shardstore.storage.format.manifest import ChunkRecord
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.counters import counters

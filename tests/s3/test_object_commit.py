@@ -26,11 +26,9 @@ from shardstore.errors import (
     DamagedCheckpointError,
     StorageError,
 )
-from shardstore.storage.commit import claims as object_claims
 from shardstore.storage.commit import objects as object_commit
-from shardstore.storage.commit.claims import ATTEMPTS
-from shardstore.storage.commit.inventory import is_committed
-from shardstore.storage.commit.objects import ObjectAttempt, begin, join
+from shardstore.storage.commit.inventory import ATTEMPTS, is_committed, numbers
+from shardstore.storage.commit.objects import ObjectAttempt, begin
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Grid
 from shardstore.storage.movers.chunks import ChunkWrite
@@ -62,7 +60,7 @@ def chunk(place: Location, index: int = 0) -> float:
 def test_a_commit_is_there_and_its_claim_is_gone(target: Target) -> None:
     place = target("one")
     attempt = begin(place)
-    assert join(place, attempt.id) == attempt
+    assert ObjectAttempt(place, attempt.id) == attempt
     write_chunks(attempt, 1.0)
     assert not is_committed(place)
     commit(attempt)
@@ -144,14 +142,17 @@ def test_a_claim_waits_for_an_older_attempt_that_is_about_to_commit(
     older = begin(place)
     place.write(f"{ATTEMPTS}/{older.number:06d}.committing", older.id.encode())
     waiting = threading.Event()
-    commits = object_commit.committed_among
+    commits = object_commit.is_committed
 
-    def seen(where: Location, names: Any) -> bool:
-        assert f"{ATTEMPTS}/{older.number + 1:06d}.json" in names
-        waiting.set()
+    def seen(where: Location, names: Any = None) -> bool:
+        if names is not None:
+            assert object_commit.ObjectAttempt(place, f"{older.number + 1:06d}-").mark("json") in (
+                place.remote.walk()
+            )
+            waiting.set()
         return commits(where, names)
 
-    monkeypatch.setattr(object_commit, "committed_among", seen)
+    monkeypatch.setattr(object_commit, "is_committed", seen)
     with ThreadPoolExecutor(1) as pool:
         newer = pool.submit(begin, place)
         assert waiting.wait(20)
@@ -159,7 +160,7 @@ def test_a_claim_waits_for_an_older_attempt_that_is_about_to_commit(
         with pytest.raises(CheckpointExistsError):
             newer.result(20)
     assert place.read(ROOT) == b"of the older one"
-    assert object_claims.claims(place) == [older.number]
+    assert numbers(place.remote.walk(ATTEMPTS), "json") == [older.number]
 
 
 def _held_up(place: Location, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
@@ -454,7 +455,7 @@ class BlindFileSystem(MemoryFileSystem):
 def test_a_claim_that_is_there_and_never_listed_is_an_error_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(object_claims, "SETTLE_S", 0.2)
+    monkeypatch.setattr(object_commit, "SETTLE_S", 0.2)
     fsspec.register_implementation("blind", BlindFileSystem, clobber=True)
     place = Location.of(f"blind://{uuid.uuid4().hex}/step")
     place.write(f"{ATTEMPTS}/000001.json", b"{}")

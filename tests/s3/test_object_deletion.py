@@ -21,11 +21,9 @@ from shardstore.errors import (
     NotACheckpointError,
     StorageError,
 )
-from shardstore.storage.commit import claims as object_claims
 from shardstore.storage.commit import inventory as own_objects
 from shardstore.storage.commit import objects as object_commit
-from shardstore.storage.commit.claims import ATTEMPTS
-from shardstore.storage.commit.inventory import is_committed
+from shardstore.storage.commit.inventory import ATTEMPTS, is_committed
 from shardstore.storage.commit.objects import ObjectAttempt
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.remote import RemoteStore
@@ -212,7 +210,7 @@ def test_a_deletion_that_was_outbid_before_it_began_deletes_nothing(
     assert place.url in str(caught.value)
     assert newer[0].id in str(caught.value)
     assert_small_state(shardstore.load(small_state(), place.place), 1.0)
-    assert object_claims.numbers(place.remote.listing(ATTEMPTS), object_claims.CLEARING) == []
+    assert own_objects.numbers(place.remote.listing(ATTEMPTS), "clearing") == []
     newer[0].withdraw_all()
     delete_checkpoint(place)
     assert place.remote.walk() == []
@@ -337,7 +335,7 @@ def test_what_a_store_refused_to_delete_of_layout_1_is_known(
     with pytest.raises(StorageError, match="refused"):
         delete_checkpoint(place)
     monkeypatch.setattr(RemoteStore, "delete", delete)
-    assert place.remote.walk(ATTEMPTS) == [object_claims.DELETING]
+    assert place.remote.walk(ATTEMPTS) == [own_objects.DELETING]
     sweep(place, older_than=timedelta(0), dry_run=False)
     assert place.remote.walk() == []
 

@@ -15,7 +15,7 @@ import pytest
 import shardstore
 from scripts.s3_servers import S3Server, free_port
 from shardstore.errors import StorageError
-from shardstore.storage.commit import claims as object_claims
+from shardstore.storage.commit import objects as object_commit
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.object_io import object_io
 from tests.helpers.s3_checkpoints import state
@@ -157,7 +157,7 @@ def test_two_stores_behind_one_url_are_found_out(
 ) -> None:
     bucket, other = s3_server.new_bucket(), s3_server.new_bucket()
     elsewhere = Location.of(f"s3://{other}/run", **s3_server.storage_options)
-    monkeypatch.setattr(object_claims, "object_io", lambda place: object_io(elsewhere))
+    monkeypatch.setattr(object_commit, "object_io", lambda place: object_io(elsewhere))
     with pytest.raises(StorageError, match="documents and chunks go to different stores"):
         shardstore.save(state(1), f"s3://{bucket}/run", storage_options=s3_server.storage_options)
     assert s3_server.keys(bucket) == []

@@ -13,7 +13,7 @@ import pytest
 from scripts.s3_servers import S3Server
 from shardstore.errors import CheckpointExistsError, CheckpointingException, StorageError
 from shardstore.storage.commit import objects as object_commit
-from shardstore.storage.commit.sweep import latest
+from shardstore.storage.commit.checkpoints import latest
 from tests.helpers.s3_checkpoints import Run
 from tests.helpers.s3_proxy import Fault, FaultProxy
 

@@ -17,7 +17,7 @@ from shardstore.inspection.verify import Finding, verify
 from shardstore.storage import arrays
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit import folder as commit
-from shardstore.storage.commit.sweep import delete_checkpoint
+from shardstore.storage.commit.checkpoints import delete_checkpoint
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.remote import RemoteStore
 from shardstore.strategies.zarr import (

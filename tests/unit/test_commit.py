@@ -20,7 +20,9 @@ import pytest
 
 from shardstore.errors import CheckpointExistsError, StorageError
 from shardstore.storage.commit import folder as commit
-from shardstore.storage.commit.folder import Attempt, begin, is_checkpoint, join, sweep
+from shardstore.storage.commit.attempt import Attempt
+from shardstore.storage.commit.folder import begin, join, sweep
+from shardstore.storage.commit.inventory import is_checkpoint
 from shardstore.storage.movers.files import sync_file_system
 from shardstore.storage.stores.location import Location
 
@@ -28,7 +30,7 @@ from shardstore.storage.stores.location import Location
 def save(target: Path, text: str, *, overwrite: bool = False, durable: bool = False) -> None:
     attempt = begin(Location.of(target), overwrite=overwrite)
     fill(attempt, text)
-    attempt.publish(durable=durable)
+    attempt.commit([], durable=durable)
 
 
 def fill(attempt: Attempt, text: str) -> None:
@@ -59,7 +61,7 @@ def test_a_new_checkpoint_appears_in_one_step(tmp_path: Path, durable: bool) -> 
     assert not target.exists()
     assert not is_checkpoint(attempt.target)
     sync_file_system(attempt.location)
-    attempt.publish(durable=durable)
+    attempt.commit([], durable=durable)
     assert is_checkpoint(attempt.target)
     assert content(target) == checkpoint("one")
     assert os.listdir(target.parent) == ["ckpt"]
@@ -148,9 +150,9 @@ def test_one_of_two_attempts_at_once_wins(tmp_path: Path) -> None:
     first, second = begin(Location.of(target)), begin(Location.of(target))
     fill(first, "first")
     fill(second, "second")
-    second.publish(durable=False)
+    second.commit([], durable=False)
     with pytest.raises(CheckpointExistsError, match="already exists: another"):
-        first.publish(durable=False)
+        first.commit([], durable=False)
     first.abandon()
     assert content(target) == checkpoint("second")
     assert os.listdir(tmp_path) == ["ckpt"]
@@ -163,9 +165,9 @@ def test_two_at_once_into_a_folder_with_other_files(tmp_path: Path) -> None:
     first, second = begin(Location.of(target)), begin(Location.of(target))
     fill(first, "first")
     fill(second, "second")
-    second.publish(durable=False)
+    second.commit([], durable=False)
     with pytest.raises(CheckpointExistsError):
-        first.publish(durable=False)
+        first.commit([], durable=False)
     first.abandon()
     assert content(target) == checkpoint("second") | {"log": "log"}
 
@@ -214,7 +216,7 @@ def test_deleting_a_symlinked_checkpoint_removes_the_link_alone(tmp_path: Path) 
     target, link = tmp_path / "other", tmp_path / "step"
     save(target, "kept")
     link.symlink_to(target)
-    commit.delete_folder(Location.of(link))
+    commit.delete(Location.of(link))
     assert not link.is_symlink()
     assert content(target) == checkpoint("kept")
 
@@ -230,7 +232,7 @@ def test_a_file_in_the_way(tmp_path: Path) -> None:
     attempt = begin(Location.of(tmp_path / "late"))
     (tmp_path / "late").write_text("mine")
     with pytest.raises(StorageError):
-        attempt.publish()
+        attempt.commit([], durable=True)
     assert (tmp_path / "late").read_text() == "mine"
 
 
@@ -336,7 +338,7 @@ def test_what_a_commit_replaced_is_swept_if_it_dies_before_removing_it(
         attempt.location.write("w/zarr.json", b"{}")
         attempt.location.write("w/c.0", b"two")
         Location.delete = lambda self, name="": os.kill(os.getpid(), signal.SIGKILL)
-        attempt.publish(durable=False)
+        attempt.commit([], durable=False)
         """
     )
     process = subprocess.run([sys.executable, "-c", script, str(target)], check=False)
@@ -355,7 +357,7 @@ def test_foreign_files_survive_an_abandoned_commit_that_had_exchanged(tmp_path: 
     (target / "log").write_text("log")
     attempt = begin(Location.of(target))
     fill(attempt, "one")
-    attempt._exchange()
+    attempt._replace()
     attempt.abandon()
     assert (attempt.location.path / "log").read_text() == "log"
     assert sweep(Location.of(target)) == []

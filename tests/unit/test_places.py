@@ -15,7 +15,7 @@ from shardstore.dcp import StorageReader, StorageWriter
 from shardstore.errors import ArgumentError, StorageError
 from shardstore.mapping import ShardedTensor
 from shardstore.saving.run import SaveCall
-from shardstore.storage.commit.sweep import latest, sweep
+from shardstore.storage.commit.checkpoints import latest, sweep
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 

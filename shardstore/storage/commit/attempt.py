@@ -1,43 +1,73 @@
-"""What a save needs of an attempt, whether it is a folder or lies in an object store."""
+"""What a save needs of an attempt, whether it is a folder or lies in an object store.
+
+One process begins an attempt and commits it; the others join it. A place holds a checkpoint or
+none, and beside that attempts, each of which is being written, committed (then it is the
+checkpoint), or remains of a dead one, which the next attempt clears.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import ClassVar
 
-from shardstore.errors import StorageError
+from shardstore.errors import CheckpointExistsError, StorageError
 from shardstore.storage.stores.location import Location
 
-__all__ = ["Attempt", "SupersededError"]
+__all__ = ["Attempt", "SupersededError", "exists_error"]
 
 
 class SupersededError(StorageError):
-    """A newer attempt owns the target."""
+    """A newer attempt owns the target.
+
+    Attributes:
+        by: that attempt, in words.
+    """
+
+    by = ""
 
 
-class Attempt(Protocol):
-    """One try at writing a checkpoint."""
+def exists_error(place: Location, *, meanwhile: bool = False) -> CheckpointExistsError:
+    """The error of a save to a place where a checkpoint is, or was committed ``meanwhile``."""
+    what = (
+        "another checkpoint was committed there while this one was being written;"
+        if meanwhile
+        else "and holds a checkpoint;"
+    )
+    return CheckpointExistsError(
+        f"{place.url} already exists{':' if meanwhile else ''} {what} pass overwrite=True to "
+        "replace it, or save elsewhere",
+        url=place.url,
+    )
+
+
+@dataclass(frozen=True)
+class Attempt(ABC):
+    """One try at writing a checkpoint.
+
+    Attributes:
+        target: where the checkpoint shall be.
+        id: its own name, agreed by all ranks.
+        overwrite: whether a checkpoint at the target may be replaced.
+        defers_documents: whether it is written at its target, so that the documents of arrays,
+            which others could open, have to wait until all manifests are checked.
+    """
+
+    target: Location
+    id: str
+    overwrite: bool = False
+    defers_documents: ClassVar[bool] = False
 
     @property
-    def target(self) -> Location:
-        """Where the checkpoint shall be."""
-
-    @property
+    @abstractmethod
     def location(self) -> Location:
         """Where this attempt is written."""
 
-    @property
-    def id(self) -> str:
-        """Its own name, agreed by all ranks."""
+    def check(self) -> None:  # noqa: B027 (nobody else writes to a folder of an attempt)
+        """Raise :class:`SupersededError` if a newer attempt took the target over."""
 
-    @property
-    def defers_documents(self) -> bool:
-        """Whether it is written at its target, so that the documents of arrays, which others could
-        open, have to wait until all manifests are checked."""
-
-    def check(self) -> None:
-        """Raise :class:`StorageError` if a newer attempt took the target over."""
-
+    @abstractmethod
     def require_seen(self) -> None:
         """Called by every other rank before it writes, with the attempt that the coordinator began.
 
@@ -45,7 +75,7 @@ class Attempt(Protocol):
             StorageError: it is not where this rank would write: another store, or another disk.
         """
 
-    def announce(self, nodes: Iterable[str], rank: int) -> None:
+    def announce(self, nodes: Iterable[str], rank: int) -> None:  # noqa: B027 (as above)
         """Before chunks of layout 1 are written: leave word whose they are, where they lie at the
         target already. Called by each rank, once.
 
@@ -53,8 +83,9 @@ class Attempt(Protocol):
             StorageError: the store refused.
         """
 
+    @abstractmethod
     def put(self, name: str, data: bytes) -> None:
-        """Write a small document or object of this attempt.
+        """Write a small document or object of this attempt. Any rank may call it.
 
         Raises:
             StorageError: the store refused, or a newer attempt took the target over.
@@ -62,10 +93,13 @@ class Attempt(Protocol):
 
     def put_all(self, documents: Sequence[tuple[str, bytes]]) -> None:
         """Write many, in parallel where that helps; errors as :meth:`put`."""
+        for name, data in documents:
+            self.put(name, data)
 
-    def flush(self) -> None:
+    def flush(self) -> None:  # noqa: B027 (what a store acknowledged is durable)
         """Wait until what this rank wrote is durable."""
 
+    @abstractmethod
     def commit(self, documents: Sequence[tuple[str, bytes]], *, durable: bool) -> None:
         """Write the last documents, the one that commits last of all. Called by one process.
 
@@ -75,6 +109,7 @@ class Attempt(Protocol):
                 say whether it committed, which the text says then.
         """
 
+    @abstractmethod
     def abandon(self) -> None:
         """Give up. Called by one process, once all have stopped writing. Nothing goes where the
         commit may still come."""

@@ -9,35 +9,49 @@ from __future__ import annotations
 
 import json
 import pickle
-from typing import Any
 
 from shardstore.errors import CheckpointingException
-from shardstore.storage.format.names import DCP_METADATA_NAME, key_of
+from shardstore.storage.format.names import CONFIG_NAME, DCP_METADATA_NAME, key_of
 from shardstore.storage.stores.location import Location, store_errors
 
 __all__ = ["instead", "is_foreign_node", "is_ours", "node_type", "what_else"]
 
+_TORCH = (".pt", ".pth", ".bin", ".ckpt")
+_MOST = 50
+"""So many folders are looked into, at most."""
 
-def _document(location: Location) -> dict[str, Any]:
-    """The Zarr v3 document at a place; empty where there is none, or a damaged one.
+
+def _parsed(text: bytes) -> tuple[str | None, bool]:
+    """Node type in a Zarr v3 document, ``None`` where there is none, and whether it has our
+    attributes."""
+    try:
+        document = json.loads(text)
+    except ValueError:
+        return None, False
+    if not isinstance(document, dict):
+        return None, False
+    kind, attributes = document.get("node_type"), document.get("attributes")
+    ours = isinstance(attributes, dict) and "shardstore" in attributes
+    return kind if isinstance(kind, str) else None, ours
+
+
+def _document(location: Location) -> tuple[str | None, bool]:
+    """The same of a place's own document.
 
     Raises:
         StorageError: the store refused to tell.
     """
-    url = f"{location.url}/zarr.json"
-    with store_errors("reading", url):
+    with store_errors("reading", f"{location.url}/zarr.json"):
         try:
-            document = json.loads(location.read("zarr.json"))
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
-            return {}
-    return document if isinstance(document, dict) else {}
+            return _parsed(location.read("zarr.json"))
+        except FileNotFoundError:
+            return None, False
 
 
 def node_type(location: Location) -> str | None:
     """``"array"`` or ``"group"`` of a place's own Zarr v3 document, ``None`` where there is none
     that can be read."""
-    kind = _document(location).get("node_type")
-    return kind if isinstance(kind, str) else None
+    return _document(location)[0]
 
 
 def what_else(location: Location) -> str | None:
@@ -47,49 +61,42 @@ def what_else(location: Location) -> str | None:
     Returns:
         Words for an error text.
     """
-    document = _document(location)
-    if document.get("node_type") == "array":
+    kind, ours = _document(location)
+    if kind == "array":
         return "a single array (a part of a checkpoint, or another program's)"
-    attributes = document.get("attributes")
-    ours = isinstance(attributes, dict) and "shardstore" in attributes
-    if document.get("node_type") == "group" and not ours:
-        return "a Zarr group of another program"
-    return None
+    return "a Zarr group of another program" if kind == "group" and not ours else None
 
 
 def is_foreign_node(text: bytes) -> bool:
     """Whether the Zarr v3 document of a folder in a checkpoint says that it is none of its arrays:
     an array without our attributes, or a group (another program's, or a checkpoint of its own). A
     damaged document may be ours."""
-    try:
-        document = json.loads(text)
-    except ValueError:
+    kind, ours = _parsed(text)
+    return kind == "group" or (kind == "array" and not ours)
+
+
+def is_ours(location: Location) -> bool:
+    """Return whether a checkpoint of ours is at a place, and DCP has not written over it since."""
+    if not location.exists("zarr.json"):
         return False
-    kind = document.get("node_type") if isinstance(document, dict) else None
-    if kind != "array":
-        return bool(kind == "group")
-    attributes = document.get("attributes")
-    return not (isinstance(attributes, dict) and "shardstore" in attributes)
-
-
-_TORCH = (".pt", ".pth", ".bin", ".ckpt")
-_MOST = 50
-"""So many folders are looked into, at most."""
+    try:
+        # A save of ours removes DCP's metadata; the line of text that it may leave is no pickle.
+        return not location.read(DCP_METADATA_NAME).startswith(pickle.PROTO)
+    except FileNotFoundError:
+        return True
 
 
 def instead(location: Location) -> str | None:
-    """What is there instead, and what to do with it; ``None`` where nothing can be said.
+    """What is there instead of a checkpoint, and what to do with it; ``None`` where nothing can be
+    said.
 
     Asked where a call has failed already: a store that does not answer changes nothing.
     """
     try:
-        return _file(location) if _is_file(location) else _folder(location)
+        is_file = location.is_local and location.path.is_file()
+        return _file(location) if is_file else _folder(location)
     except (CheckpointingException, OSError, NotImplementedError):
         return None
-
-
-def _is_file(location: Location) -> bool:
-    return location.is_local and location.path.is_file()
 
 
 def _file(location: Location) -> str | None:
@@ -102,7 +109,7 @@ def _file(location: Location) -> str | None:
 
 def _folder(location: Location) -> str | None:
     names = sorted(location.listing())
-    if ".metadata" in names:
+    if DCP_METADATA_NAME in names:
         return f"it is a checkpoint of PyTorch DCP: {_convert(location)}"
     if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
         return f"it holds safetensors: {_convert(location)}"
@@ -114,31 +121,16 @@ def _folder(location: Location) -> str | None:
         )
     if "zarr.json" in names and (other := what_else(location)):
         return f"it is {other}: open it with zarr"
-    below = [name for name in names[:_MOST] if _is_checkpoint(location, name)]
+    below = [
+        name
+        for name in names[:_MOST]
+        if not name.startswith(".")
+        and all(location.exists(f"{name}/{document}") for document in ("zarr.json", CONFIG_NAME))
+    ]
     if below:
         return f"but {', '.join(below[-3:])} below it: give {location.url}/{below[-1]}"
     return None
 
 
-def _is_checkpoint(location: Location, name: str) -> bool:
-    return (
-        not name.startswith(".")
-        and location.is_dir(name)
-        and location.exists(f"{name}/zarr.json")
-        and location.exists(f"{name}/metadata.json")
-    )
-
-
 def _convert(location: Location) -> str:
     return f"convert it first, `shardstore convert {location.url} TARGET`"
-
-
-def is_ours(location: Location) -> bool:
-    """Return whether a checkpoint of ours is at a place, and DCP has not written over it since."""
-    if not location.exists("zarr.json"):
-        return False
-    try:
-        # A save of ours removes DCP's metadata; the line of text that it may leave is no pickle.
-        return not location.read(DCP_METADATA_NAME).startswith(pickle.PROTO)
-    except FileNotFoundError:
-        return True

@@ -1,55 +1,187 @@
-"""Which objects at a target belong to checkpoints, and whether one is committed there.
+"""What lies at a place: which names are of checkpoints, and whether one is committed there.
 
 Judged by names, by the documents that commit a checkpoint, and by what attempts said that they
-would write.
+would write. Folders and object stores have the same rules; a folder's names are those of its
+entries and of theirs.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from shardstore.errors import DamagedCheckpointError, FormatVersionError, NotACheckpointError
-from shardstore.storage.commit.claims import ATTEMPTS, CLEARING, DELETING, NODES
-from shardstore.storage.commit.identity import is_foreign_node
+from shardstore.storage.commit.identity import is_foreign_node, what_else
 from shardstore.storage.format.documents import parse_root
-from shardstore.storage.format.names import COMMON_STATE_NAME, MANIFEST_NAME
-from shardstore.storage.movers.parallel import run_together
+from shardstore.storage.format.names import (
+    COMMON_STATE_NAME,
+    CONFIG_NAME,
+    DCP_METADATA_NAME,
+    MANIFEST_NAME,
+)
 from shardstore.storage.stores.location import Location
-from shardstore.storage.stores.object_io import read_objects
 
 __all__ = [
+    "ATTEMPTS",
+    "COMMITS",
+    "DELETING",
     "Nodes",
-    "committed_among",
     "deletion_rounds",
-    "described_nodes",
+    "is_checkpoint",
     "is_committed",
     "known_nodes",
-    "leftovers",
+    "names_at",
+    "numbers",
     "own_names",
+    "remains",
 ]
 
+ATTEMPTS = ".attempts"
+"""Folder of the claims and marks, below a target in an object store."""
+DELETING = f"{ATTEMPTS}/deleting"
+"""Mark of a deletion that is under way, or died."""
+COMMITS = ("zarr.json", CONFIG_NAME)
 
-def described_nodes(location: Location, names: Collection[str]) -> frozenset[str]:
-    """Those of some names directly below a checkpoint that are nodes of its arrays.
+_OWN = frozenset({*COMMITS, COMMON_STATE_NAME, MANIFEST_NAME, DCP_METADATA_NAME})
+_MARK = re.compile(rf"(?:{ATTEMPTS}/)?(\d{{6,}})\.(\w+)")
+_NODES = re.compile(rf"{ATTEMPTS}/\d{{6,}}\.nodes-\d+\.json")
+_CHUNK = re.compile(r"|c([./]\d+)*|\d+([./]\d+)*")
+"""Of an array without any there is its empty folder."""
+_DOCUMENT = re.compile(r"zarr\.json|\.zarray|\.zattrs")
+_OBJECT = re.compile(r"shard_[\d._]*\.(pt|json)")
 
-    Reads nothing where there are no names, and the manifest only where the root does not know all
-    of them: it still names arrays whose removal was cut short.
+
+def numbers(names: Iterable[str], *kinds: str) -> list[int]:
+    """Numbers of the claims (``json``) or marks (``committing``, ``clearing``) of some kinds among
+    names."""
+    found = map(_MARK.fullmatch, names)
+    return [int(mark[1]) for mark in found if mark is not None and mark[2] in kinds]
+
+
+def is_checkpoint(location: Location) -> bool:
+    """Whether a committed checkpoint is there (ours, or one with a ``metadata.json`` of another
+    backend).
+
+    An array's folder inside a checkpoint is none, nor is a Zarr group of another program.
+    """
+    if location.is_local:
+        has_config = location.exists(CONFIG_NAME)
+        committed = has_config or location.exists("zarr.json")
+    else:
+        names = location.listing()
+        has_config, committed = CONFIG_NAME in names, is_committed(location, names)
+    return committed and (has_config or what_else(location) is None)
+
+
+def is_committed(location: Location, names: Collection[str] | None = None) -> bool:
+    """Whether a committed checkpoint is in an object store: ours, or one with a ``metadata.json``
+    of another backend.
 
     Args:
-        location: the checkpoint, or what is left of it.
-        names: of folders.
+        location: the target.
+        names: what lies below it, where that is known already.
 
     Raises:
         StorageError: the store refused.
     """
-    unknown = set(names)
-    for nodes_of in (_of_root, _of_manifest):
-        if unknown:
-            unknown -= nodes_of(location)
-    return frozenset(names) - unknown
+    store = location.remote
+    if names is None:
+        # One byte tells as much as all of a large document.
+        has_root = store.read_range("zarr.json", 0, 1) is not None
+    else:
+        has_root = "zarr.json" in names
+    if has_root or (names is not None and CONFIG_NAME not in names):
+        return has_root
+    try:
+        config = json.loads(store.read_range(CONFIG_NAME, 0, None) or b"")
+    except ValueError:
+        return False
+    if not isinstance(config, dict):
+        return False
+    # With layout 2 a root document is to come.
+    version = config.get("sharded_backend_version", 1)
+    return config.get("sharded_backend") != "zarr" or version == 1
+
+
+class Nodes(NamedTuple):
+    """What is known of the folders at a target, beside their names.
+
+    Attributes:
+        ours: arrays of ours.
+        foreign: of other programs.
+    """
+
+    ours: frozenset[str] = frozenset()
+    foreign: frozenset[str] = frozenset()
+
+
+_NOTHING = Nodes()
+
+
+def names_at(folder: Location) -> list[str]:
+    """Names in a local folder, and in the folders in it; ``NAME/`` for an empty one."""
+    found = []
+    for name in folder.listing():
+        if folder.is_dir(name) and not folder.is_link(name):
+            found += [f"{name}/{entry}" for entry in folder.listing(name) or ("",)]
+        else:
+            found.append(name)
+    return found
+
+
+def known_nodes(location: Location, names: Collection[str]) -> Nodes:
+    """Ours are those that attempts said they would write, a request for each that said so, and
+    those that the root or the manifest describes, a request or two. Of others that have a document
+    of Zarr v3, that is read: it says whose it is.
+
+    Args:
+        location: the target.
+        names: all object names below it, or :func:`names_at` it.
+
+    Raises:
+        StorageError: the store refused.
+    """
+    documented = _documented(names)
+    parts = (name.partition("/") for name in names)
+    unknown = documented | {
+        first
+        for first, below, rest in parts
+        if below and rest[:1] in ("", "c") and _CHUNK.fullmatch(rest)
+    }
+    ours = set(_announced(location, names))
+    # The manifest still names arrays whose removal from the root was cut short.
+    for described in (_of_root, _of_manifest):
+        if not unknown <= ours:
+            ours |= unknown & described(location)
+    if location.is_local and "zarr.json" not in names and not _OWN.isdisjoint(names):
+        ours |= {name.partition("/")[0] for name in names if name.endswith("/.zarray")}
+    asked = sorted(documented - ours)
+    texts = _read(location, [f"{node}/zarr.json" for node in asked])
+    found = zip(asked, texts, strict=True)
+    foreign = {node for node, text in found if text is None or is_foreign_node(text)}
+    return Nodes(frozenset(ours), frozenset(foreign))
+
+
+def _documented(names: Iterable[str]) -> set[str]:
+    """Folders with a document of Zarr v3."""
+    parts = (name.partition("/") for name in names)
+    return {first for first, _, rest in parts if rest == "zarr.json"}
+
+
+def _read(location: Location, names: Sequence[str]) -> Sequence[bytes | None]:
+    if not location.is_local:
+        from shardstore.storage.stores.object_io import read_objects
+
+        return read_objects(location, names)
+    found: list[bytes | None] = []
+    for name in names:
+        try:
+            found.append(location.read(name))
+        except FileNotFoundError:
+            found.append(None)
+    return found
 
 
 def _of_root(location: Location) -> set[str]:
@@ -73,174 +205,64 @@ def _of_manifest(location: Location) -> set[str]:
     return {node for node, _, _ in manifest.arrays}
 
 
-_OWN = frozenset({"zarr.json", "metadata.json", COMMON_STATE_NAME, MANIFEST_NAME, ".metadata"})
-_COMMITS = ("zarr.json", "metadata.json")
-_CHUNK = re.compile(r"c([./]\d+)*|\d+([./]\d+)*")
-_PART = re.compile(
-    r"zarr\.json|\.zarray|\.zattrs|c([./]\d+)*|\d+([./]\d+)*|shard_[\d._]*\.(pt|json)"
-)
-
-
-def is_committed(location: Location, names: Sequence[str] | None = None) -> bool:
-    """Whether a committed checkpoint is there: ours, or one with a ``metadata.json`` of another
-    backend. Two requests, at once.
-
-    Args:
-        location: the target.
-        names: what lies directly below it, where that is known already.
-
-    Raises:
-        StorageError: the store refused.
-    """
-    if names is not None:
-        return committed_among(location, names)
-    store = location.remote
-    root, config = run_together(
-        # One byte tells as much as all of a large document.
-        lambda: store.read_range("zarr.json", 0, 1),
-        lambda: store.read_range("metadata.json", 0, None),
-    )
-    return root is not None or (config is not None and _is_commit(config))
-
-
-def committed_among(location: Location, names: Sequence[str]) -> bool:
-    """The same, where it is known what is there."""
-    if "zarr.json" in names or "metadata.json" not in names:
-        return "zarr.json" in names
-    config = location.remote.read_range("metadata.json", 0, None)
-    return config is not None and _is_commit(config)
-
-
-def _is_commit(text: bytes) -> bool:
-    """Whether a ``metadata.json`` is the commit by itself, and no root document is to come."""
-    try:
-        config = json.loads(text)
-    except ValueError:
-        return False
-    if not isinstance(config, dict):
-        return False
-    version = config.get("sharded_backend_version", 1)
-    committed_by_root = config.get("sharded_backend") == "zarr" and version != 1
-    return not committed_by_root
-
-
-class Nodes(NamedTuple):
-    """What is known of the folders at a target, beside their names.
-
-    Attributes:
-        ours: arrays of ours.
-        foreign: of other programs.
-    """
-
-    ours: frozenset[str] = frozenset()
-    foreign: frozenset[str] = frozenset()
-
-
-_NOTHING = Nodes()
-
-
-def known_nodes(location: Location, names: Collection[str]) -> Nodes:
-    """Ours are those that attempts said they would write, a request for each that said so, and
-    those that the root or the manifest describes, a request or two. Of others that have a document
-    of Zarr v3, that is read: it says whose it is.
-
-    Args:
-        location: the target.
-        names: all object names below it.
-
-    Raises:
-        StorageError: the store refused.
-    """
-    documented = _documented(names)
-    folders = documented | _undocumented(names)
-    ours = _announced_nodes(location, names) | described_nodes(location, folders)
-    asked = sorted(documented - ours)
-    texts = read_objects(location, [f"{node}/zarr.json" for node in asked])
-    found = zip(asked, texts, strict=True)
-    foreign = {node for node, text in found if text is not None and is_foreign_node(text)}
-    return Nodes(ours, frozenset(foreign))
-
-
-def _documented(names: Iterable[str]) -> set[str]:
-    """Folders with a document of Zarr v3."""
-    parts = (name.partition("/") for name in names)
-    return {first for first, _, rest in parts if rest == "zarr.json"}
-
-
-def _undocumented(names: Collection[str]) -> set[str]:
-    """Folders with chunks of layout 2 and without the document of an array."""
-    found = set()
-    for name in names:
-        first, _, rest = name.partition("/")
-        if rest.startswith("c") and _CHUNK.fullmatch(rest):
-            found.add(first)
-    return found - _documented(names)
-
-
-def _announced_nodes(location: Location, names: Iterable[str]) -> frozenset[str]:
-    found: set[str] = set()
-    for name in names:
-        folder, _, last = name.rpartition("/")
-        if folder != ATTEMPTS or not NODES.fullmatch(last):
-            continue
+def _announced(location: Location, names: Iterable[str]) -> Iterator[str]:
+    for name in filter(_NODES.fullmatch, names):
         try:
-            nodes = json.loads(location.remote.read(name))
+            nodes = json.loads(location.read(name))
         except (FileNotFoundError, ValueError):
             continue
-        found.update(node for node in nodes if isinstance(node, str))
-    return frozenset(found)
+        yield from (node for node in nodes if isinstance(node, str))
 
 
-def own_names(names: Iterable[str], known: Nodes = _NOTHING) -> list[str]:
-    """Those of all object names below a target that belong to checkpoints, finished or not.
+def own_names(names: Collection[str], known: Nodes = _NOTHING) -> list[str]:
+    """Those of all names below a target that belong to checkpoints, finished or not.
 
     A checkpoint further below, foreign Zarr arrays and groups, and anything else is left out. What
     only looks like a chunk (``logs/1``) counts beside the document of an array, and in a node that
     is known otherwise; where claims or marks say that a save or a deletion died here, those of
     layout 2 count without either: the documents come last. Those of layout 1 are arrays' of ours
-    beside a checkpoint's documents, or a deletion's mark.
+    beside a checkpoint's documents, or a deletion's mark. Sharded objects are ours where anything
+    says that a checkpoint is, or was to be, here.
 
     Args:
         names: all that there are.
         known: see :func:`known_nodes`.
     """
-    names = list(names)
     died = any(name.startswith(f"{ATTEMPTS}/") and "/probe-" not in name for name in names)
     old = {name.partition("/")[0] for name in names if name.endswith("/.zarray")}
-    arrays = _documented(names) | known.ours | (old if _may_be_layout_1(names) else set())
-    documents = {name for name in names if name.endswith(("/zarr.json", "/metadata.json"))}
+    arrays = _documented(names) | known.ours
+    if "zarr.json" not in names and (
+        CONFIG_NAME in names or DELETING in names or numbers(names, "clearing")
+    ):
+        arrays |= old
+    documents = [name for name in names if name.endswith(("/zarr.json", f"/{CONFIG_NAME}"))]
     # A folder with documents in folders below it is a group or a checkpoint of its own.
-    foreign = {name.partition("/")[0] for name in documents if name.count("/") > 1}
-    foreign |= {name.partition("/")[0] for name in documents if name.endswith("/metadata.json")}
+    foreign = {
+        name.partition("/")[0]
+        for name in documents
+        if name.count("/") > 1 or name.endswith(f"/{CONFIG_NAME}")
+    }
     foreign |= known.foreign | (old - arrays)
-    own = []
-    for name in names:
-        first, _, rest = name.partition("/")
-        if not rest:
-            if first in _OWN or first.endswith(".distcp"):
-                own.append(name)
-        elif first == ATTEMPTS:
-            own.append(name)
-        elif first not in foreign and _PART.fullmatch(rest):
-            chunk_like = _CHUNK.fullmatch(rest)
-            if first in arrays or not chunk_like or (died and rest.startswith("c")):
-                own.append(name)
-    return own
+    evident = died or not _OWN.isdisjoint(names)
+
+    def is_own(name: str) -> bool:
+        first, below, rest = name.partition("/")
+        if not below:
+            return first in _OWN or first.endswith(".distcp")
+        if first == ATTEMPTS:
+            return True
+        if first in foreign:
+            return False
+        if _CHUNK.fullmatch(rest):
+            return first in arrays or (died and rest.startswith("c"))
+        return bool(_DOCUMENT.fullmatch(rest) or (evident and _OBJECT.fullmatch(rest)))
+
+    return list(filter(is_own, names))
 
 
-def _may_be_layout_1(names: Collection[str]) -> bool:
-    """Whether a checkpoint of layout 1 is there, or what a deletion left of one."""
-    if "zarr.json" in names:
-        return False
-    if "metadata.json" in names or DELETING in names:
-        return True
-    return any(name.startswith(f"{ATTEMPTS}/") and CLEARING.search(name) for name in names)
-
-
-def leftovers(names: Iterable[str], known: Nodes = _NOTHING) -> list[str]:
-    """What checkpoints and dead attempts left, of all names at a target, but for the claims;
-    arguments as :func:`own_names`."""
-    own = own_names(names, known)
+def remains(location: Location, names: Collection[str]) -> list[str]:
+    """What checkpoints and dead attempts left, of all names at a target, but for the claims."""
+    own = own_names(names, known_nodes(location, names))
     return [name for name in own if not name.startswith(f"{ATTEMPTS}/")]
 
 
@@ -255,7 +277,7 @@ def deletion_rounds(names: Iterable[str], most: int) -> list[list[str]]:
     there = set(names)
     last = {name for name in there if name.endswith(("/.zarray", "/zarr.json"))}
     last |= {MANIFEST_NAME, COMMON_STATE_NAME} & there
-    rounds = [[name] for name in _COMMITS if name in there]
-    for part in (sorted(there - last - set(_COMMITS)), sorted(last)):
+    rounds = [[name] for name in COMMITS if name in there]
+    for part in (sorted(there - last - set(COMMITS)), sorted(last)):
         rounds += [part[i : i + most] for i in range(0, len(part), most)]
     return rounds

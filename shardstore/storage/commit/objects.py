@@ -6,6 +6,7 @@ highest number owns the target; an older attempt, dead or late, is fenced off, b
 created and not replaced, and because it asks for the claims wherever there is one already. The
 commit is one conditional PUT of the last document, whose own content says whose it is: where the
 answer is lost, or is an error, it is read back. No clock, lease or rename is involved.
+(Create-if-absent: Amazon S3 user guide, "Conditional writes".)
 
 The races that claims alone leave open (a new claim between the last look at the claims and the
 commit, or the deletion of leftovers) are closed by marks ``NNNNNN.committing`` and
@@ -17,8 +18,7 @@ still be carried out. Then nothing is removed, and the mark ``NNNNNN.committing`
 so: the checkpoint is whole if it comes, and the next attempt waits for it before it clears
 anything.
 
-One process calls what is here, unless a docstring says otherwise. :mod:`.claims` makes and reads
-claims; :mod:`.inventory` lists the objects of a checkpoint.
+One process calls what is here, unless a docstring says otherwise.
 """
 
 from __future__ import annotations
@@ -26,44 +26,43 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
+import re
+import secrets
+import socket
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import ClassVar
 
-from shardstore.errors import CheckpointExistsError, CheckpointingException, StorageError
-from shardstore.storage.commit.attempt import SupersededError
-from shardstore.storage.commit.claims import (
-    ATTEMPTS,
-    CLAIM,
-    CLEARING,
-    COMMITTING,
-    DELETING,
-    SETTLE_S,
-    claims,
-    described,
-    make_claim,
-    number_of,
-    numbers,
-    read_claim,
-    require_conditions,
-)
+from shardstore.errors import CheckpointingException, StorageError
+from shardstore.storage.commit.attempt import Attempt, SupersededError, exists_error
 from shardstore.storage.commit.inventory import (
-    committed_among,
+    ATTEMPTS,
+    DELETING,
     deletion_rounds,
     is_committed,
-    known_nodes,
-    leftovers,
+    numbers,
+    remains,
 )
 from shardstore.storage.movers.parallel import run_together
 from shardstore.storage.stores.errors import is_refusal
 from shardstore.storage.stores.location import Location
-from shardstore.storage.stores.object_io import put_objects
+from shardstore.storage.stores.object_io import object_io, put_objects
 
-__all__ = ["ObjectAttempt", "begin", "claimed", "delete_all", "join", "settled_names"]
+__all__ = ["ObjectAttempt", "begin", "claimed", "delete"]
 
+SETTLE_S = 30.0
+"""How long a new claim waits for an older attempt that is about to commit: longer than one PUT with
+all its retries usually takes. Too short costs the older attempt its success, never anybody's
+data."""
 POLL_S = 0.2
 
 logger = logging.getLogger(__name__)
+
+_honest: set[str] = set()
+"""Stores of this process that were seen to refuse a second creation."""
 
 
 class _UndecidedError(StorageError):
@@ -71,18 +70,14 @@ class _UndecidedError(StorageError):
 
 
 @dataclass(frozen=True)
-class ObjectAttempt:
+class ObjectAttempt(Attempt):
     """One try at writing a checkpoint to an object store.
 
-    Attributes:
-        target: where the checkpoint shall be, and where it is written.
-        id: number of the claim and a random part; in the commit record too.
-        overwrite: whether a checkpoint at the target may be replaced.
+    It is written at its target. ``id`` is the number of the claim and a random part; it is in the
+    commit record too.
     """
 
-    target: Location
-    id: str
-    overwrite: bool = False
+    defers_documents: ClassVar[bool] = True
 
     @property
     def location(self) -> Location:
@@ -90,27 +85,55 @@ class ObjectAttempt:
         return self.target
 
     @property
-    def defers_documents(self) -> bool:
-        """Yes: what lies at the target can be opened by others."""
-        return True
-
-    @property
     def number(self) -> int:
         """Of the claim."""
         return int(self.id.partition("-")[0])
+
+    def mark(self, kind: str) -> str:
+        """Name of the claim (``json``) or of a mark of this attempt."""
+        return f"{ATTEMPTS}/{self.number:06d}.{kind}"
+
+    # -- who owns the target -------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise unless this attempt still owns its target. Any rank may call it.
 
         Raises:
-            StorageError: names the newer attempt, or says that another one was committed.
+            SupersededError: names the newer attempt, or says that another one was committed.
         """
         if by := self.outbid_by():
             raise self._superseded(by)
 
+    def outbid_by(self) -> str | None:
+        """Who owns the target in the place of this attempt, in words; ``None``: it does itself.
+
+        Raises:
+            StorageError: the store refused.
+        """
+        there, own = run_together(
+            lambda: self.target.remote.listing(ATTEMPTS),
+            lambda: _read_claim(self.target, self.number),
+        )
+        newest = max(numbers(there, "json"), default=0)
+        if newest > self.number:
+            return _described(self.target, newest)
+        if newest < self.number or own.get("id") != self.id:
+            return "another one, which is finished"
+        return None
+
+    def _superseded(self, by: str) -> SupersededError:
+        error = SupersededError(
+            f"the save to {self.target.url} (attempt {self.id}) was given up: the target belongs "
+            f"to {by}. Of several saves to one place the newest goes on; save elsewhere, or one "
+            "after the other",
+            url=self.target.url,
+        )
+        error.by = by
+        return error
+
     def require_seen(self) -> None:
         """See :meth:`Attempt.require_seen`."""
-        found = read_claim(self.target, self.number).get("id")
+        found = _read_claim(self.target, self.number).get("id")
         if found != self.id:
             there = "another one" if found else "none"
             raise StorageError(
@@ -121,29 +144,13 @@ class ObjectAttempt:
                 url=self.target.url,
             )
 
-    def outbid_by(self) -> str | None:
-        """Who owns the target in the place of this attempt, in words; ``None``: it does itself.
-
-        Raises:
-            StorageError: the store refused.
-        """
-        numbers_there, own = run_together(
-            lambda: claims(self.target), lambda: read_claim(self.target, self.number)
-        )
-        newest = max(numbers_there, default=0)
-        if newest > self.number:
-            return described(self.target, newest)
-        if newest < self.number or own.get("id") != self.id:
-            return "another one, which is finished"
-        return None
+    # -- what ranks write ----------------------------------------------------------------------
 
     def announce(self, nodes: Iterable[str], rank: int) -> None:
-        """Leave word that chunks below nodes are this attempt's. Any rank may call it, once.
-
-        For layout 1: its chunks (``w/0.1``) could be anybody's as long as there is no document.
-        """
+        """See :meth:`Attempt.announce`: chunks of layout 1 (``w/0.1``) could be anybody's as long
+        as there is no document."""
         text = json.dumps(sorted(set(nodes))).encode()
-        self.target.remote.write(f"{ATTEMPTS}/{self.number:06d}.nodes-{rank}.json", text)
+        self.target.remote.write(self.mark(f"nodes-{rank}.json"), text)
 
     def put(self, name: str, data: bytes) -> None:
         """Write a small object, in the place of a leftover if need be. Any rank may call it."""
@@ -156,16 +163,11 @@ class ObjectAttempt:
 
     def _settle(self, name: str, data: bytes) -> None:
         """There is an object of that name: ours, a leftover, or a newer attempt's."""
-        try:
-            if self.target.remote.read(name) == data:
-                return
-        except FileNotFoundError:
-            pass
-        self.check()
-        self.target.remote.write(name, data)
+        if self.target.remote.read_range(name, 0, None) != data:
+            self.check()
+            self.target.remote.write(name, data)
 
-    def flush(self) -> None:
-        """Nothing to wait for: what a store has acknowledged is durable."""
+    # -- commit --------------------------------------------------------------------------------
 
     def commit(self, documents: Sequence[tuple[str, bytes]], *, durable: bool) -> None:
         """Write the last documents, the last of all by one conditional PUT, which is the commit.
@@ -188,19 +190,14 @@ class ObjectAttempt:
         try:
             # All of them before the look: nothing but one request comes between that and the
             # commit.
-            self.put_all([*documents[:-1], (self._committing, self.id.encode())])
+            self.put_all([*documents[:-1], (self.mark("committing"), self.id.encode())])
             self.check()
         except BaseException:
             self._settle_commit()
             raise
         try:
             if not self._publish(name, data) and not self._take_over(name, data):
-                raise CheckpointExistsError(
-                    f"{self.target.url} already exists: another checkpoint was committed there "
-                    "while this one was being written; pass overwrite=True to replace it, or save "
-                    "elsewhere",
-                    url=self.target.url,
-                )
+                raise exists_error(self.target, meanwhile=True)
             names = self._look_once_more(name, data)
         except _UndecidedError as open_:
             raise StorageError(
@@ -215,27 +212,23 @@ class ObjectAttempt:
             raise
         self._clean_up(names)
 
-    @property
-    def _committing(self) -> str:
-        """The mark: the commit may be under way."""
-        return f"{ATTEMPTS}/{self.number:06d}.committing"
-
     def _settle_commit(self) -> None:
         """It is certain that there is no commit of this attempt, and that none will come: nobody
         has to wait for it."""
         with contextlib.suppress(StorageError):
-            self.target.remote.delete([self._committing])
+            self.target.remote.delete([self.mark("committing")])
 
     def _publish(self, name: str, data: bytes) -> bool:
         """The conditional PUT. Whether the commit that is there then is ours."""
+        store = self.target.remote
         failure: StorageError | None = None
         try:
-            if self.target.remote.create(name, data):
+            if store.create(name, data):
                 return True
         except StorageError as error:
             failure = error
         try:
-            there = self._read_back(name)
+            there = store.read_range(name, 0, None)
         except StorageError as error:
             there, failure = None, failure or error
         if there == data:
@@ -248,26 +241,18 @@ class ObjectAttempt:
         self.check()
         return False
 
-    def _read_back(self, name: str) -> bytes | None:
-        for _ in range(2):
-            with contextlib.suppress(StorageError):
-                return self.target.remote.read_range(name, 0, None)
-            time.sleep(POLL_S)
-        return self.target.remote.read_range(name, 0, None)
-
     def _take_over(self, name: str, data: bytes) -> bool:
         """Replace the commit of an older attempt that was held up for longer than this one waited
         for it, and whose data this one has cleared: nobody was told that it succeeded. Whether the
         commit is ours then; any other commit stays."""
         store = self.target.remote
         there = store.read_range(name, 0, None)
-        marks = numbers(store.listing(ATTEMPTS), COMMITTING)
-        ids = [
+        late = [
             store.read_range(f"{ATTEMPTS}/{number:06d}.committing", 0, None)
-            for number in marks
+            for number in numbers(store.listing(ATTEMPTS), "committing")
             if number < self.number
         ]
-        if there is not None and not any(late and late in there for late in ids):
+        if there is not None and not any(id_ and id_ in there for id_ in late):
             return False
         logger.warning(
             "%s: the commit of an older attempt came too late and is replaced", self.target.url
@@ -281,35 +266,96 @@ class ObjectAttempt:
         Returns:
             Names of the claims and marks.
         """
+        store = self.target.remote
         deadline = time.monotonic() + SETTLE_S
         while True:
             try:
-                names = self.target.remote.listing(ATTEMPTS)
-                newest = max(numbers(names, CLAIM), default=0)
+                names = store.listing(ATTEMPTS)
+                newest = max(numbers(names, "json"), default=0)
                 if newest <= self.number:
                     return names
-                ours = self.target.remote.read_range(name, 0, None) == data
+                ours = store.read_range(name, 0, None) == data
             except StorageError as error:
                 raise _UndecidedError(error.message) from error
-            if not ours:
-                raise self._superseded(described(self.target, newest))
-            if time.monotonic() > deadline:
-                by = described(self.target, newest)
-                self._take_back(name, data)
+            if not ours or time.monotonic() > deadline:
+                by = _described(self.target, newest)
+                if ours:
+                    self._take_back(name, data)
                 raise self._superseded(by)
             time.sleep(POLL_S)
 
     def _take_back(self, name: str, data: bytes) -> None:
         """Delete this commit: a newer attempt does not know of it, and may have deleted what
         belongs to it. Under a claim of its own, so that no commit of that attempt is met."""
-        claim = claimed(self.target, self.overwrite)
+        claim = claimed(self.target)
         try:
-            settled_names(claim)
-            with contextlib.suppress(FileNotFoundError):
-                if self.target.remote.read(name) == data:
-                    self.target.remote.delete([name])
+            claim.settled_names()
+            if self.target.remote.read_range(name, 0, None) == data:
+                self.target.remote.delete([name])
         finally:
             claim.withdraw()
+
+    # -- clearing ------------------------------------------------------------------------------
+
+    def settled_names(self) -> list[str]:
+        """Names of all that is at the target but this claim, once no older attempt is between its
+        last look at the claims and what follows it."""
+        deadline = time.monotonic() + SETTLE_S
+        while True:
+            names = [name for name in self.target.remote.walk() if name != self.mark("json")]
+            clearing, committing = (
+                min(numbers(names, kind), default=self.number) < self.number
+                for kind in ("clearing", "committing")
+            )
+            if not clearing and (not committing or is_committed(self.target, names)):
+                return names
+            if time.monotonic() > deadline:
+                logger.warning(
+                    "%s: an attempt that was about to commit does not go on; it is taken for dead",
+                    self.target.url,
+                )
+                return names
+            time.sleep(POLL_S)
+
+    def clear(self, names: Sequence[str]) -> str | None:
+        """Delete what other attempts left, or a checkpoint.
+
+        Returns:
+            The newer attempt that took the target over meanwhile and does the rest, in words.
+
+        Raises:
+            SupersededError: it did so before anything was deleted.
+        """
+        store, begun = self.target.remote, False
+        if not names:
+            return None
+        store.write(self.mark("clearing"), self.id.encode())
+        try:
+            for some in deletion_rounds(names, store.deletes_at_once):
+                if by := self.outbid_by():
+                    if begun:
+                        return by
+                    raise self._superseded(by)
+                begun = True
+                store.delete(some)
+        finally:
+            store.delete([self.mark("clearing")])
+        return None
+
+    def abandon(self) -> None:
+        """Remove what was written, as far as the store lets us; the next attempt does the rest. The
+        claim stays where that fails: it says that what is left is of a save. All of it stays where
+        the commit may still come."""
+        with contextlib.suppress(StorageError, FileNotFoundError):
+            names = self.target.remote.walk()
+            if self.mark("committing") not in names and not self.clear(remains(self.target, names)):
+                said = self.mark("nodes-")
+                self.withdraw([name for name in names if name.startswith(said)])
+
+    def withdraw(self, marks: Sequence[str] = ()) -> None:
+        """Take back this claim alone, and marks of it."""
+        if _read_claim(self.target, self.number).get("id") == self.id:
+            self.target.remote.delete([*marks, self.mark("committing"), self.mark("json")])
 
     def withdraw_all(self) -> None:
         """Take back this claim and those of attempts that it superseded."""
@@ -320,54 +366,75 @@ class ObjectAttempt:
         try:
             store = self.target.remote
             names = store.listing(ATTEMPTS) if names is None else names
-            done = sorted((n for n in names if number_of(n) <= self.number), key=number_of)
+            done = sorted((n for n in names if _number_of(n) <= self.number), key=_number_of)
             store.delete([f"{ATTEMPTS}/{name}" for name in done])
         except StorageError as error:
             logger.warning(
                 "%s: claims that are done with could not be removed: %s", self.target.url, error
             )
 
-    def abandon(self) -> None:
-        """Remove what was written, as far as the store lets us; the next attempt does the rest. The
-        claim stays where that fails: it says that what is left is of a save. All of it stays where
-        the commit may still come."""
-        with contextlib.suppress(StorageError, FileNotFoundError):
-            names = self.target.remote.walk()
-            if self._committing in names:
-                return
-            self._clear(leftovers(names, known_nodes(self.target, names)))
-            said = f"{ATTEMPTS}/{self.number:06d}.nodes-"
-            if marks := [name for name in names if name.startswith(said)]:
-                self.target.remote.delete(marks)
-            self.withdraw()
 
-    def _clear(self, names: Sequence[str]) -> None:
-        """Delete what other attempts left, unless a newer one owns the target already."""
-        if not names:
-            return
-        store = self.target.remote
-        mark = f"{ATTEMPTS}/{self.number:06d}.clearing"
-        store.write(mark, self.id.encode())
-        try:
-            for some in deletion_rounds(names, store.deletes_at_once):
-                self.check()
-                store.delete(some)
-        finally:
-            store.delete([mark])
+def _number_of(name: str) -> int:
+    """The number that a claim's or mark's name begins with; 0 for other names."""
+    found = re.match(r"\d+", name)
+    return int(found.group()) if found else 0
 
-    def withdraw(self) -> None:
-        """Take back this claim alone."""
-        claim = f"{ATTEMPTS}/{self.number:06d}.json"
-        if read_claim(self.target, self.number).get("id") == self.id:
-            self.target.remote.delete([self._committing, claim])
 
-    def _superseded(self, by: str) -> SupersededError:
-        return SupersededError(
-            f"the save to {self.target.url} (attempt {self.id}) was given up: the target belongs "
-            f"to {by}. Of several saves to one place the newest goes on; save elsewhere, or one "
-            "after the other",
-            url=self.target.url,
-        )
+def _read_claim(target: Location, number: int) -> dict[str, object]:
+    """What a claim says of its attempt; empty where it is gone, or is no claim."""
+    try:
+        about = json.loads(target.remote.read(f"{ATTEMPTS}/{number:06d}.json"))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return about if isinstance(about, dict) else {}
+
+
+def _described(target: Location, number: int) -> str:
+    """The attempt of a claim, in words for an error."""
+    about = _read_claim(target, number)
+    return (
+        f"the newer attempt {about.get('id', f'{number:06d}')} of process {about.get('pid', '?')} "
+        f"on {about.get('host', '?')}"
+    )
+
+
+def claimed(
+    place: Location, overwrite: bool = False, names: Sequence[str] | None = None
+) -> ObjectAttempt:
+    """Claim a target with the next free number; it is as older attempts left it.
+
+    Args:
+        place: the target.
+        overwrite: a checkpoint that is there may be replaced.
+        names: those below :data:`ATTEMPTS`, where they are known already.
+
+    Raises:
+        StorageError: the store refused, or does not list a claim that is there.
+    """
+    token = secrets.token_hex(8)
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        names = place.remote.listing(ATTEMPTS) if names is None else names
+        number = max(numbers(names, "json", "committing", "clearing"), default=0) + 1
+        names = None
+        attempt = ObjectAttempt(place, f"{number:06d}-{token}", overwrite)
+        about = {
+            "id": attempt.id,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        if place.remote.create(attempt.mark("json"), json.dumps(about).encode()):
+            return attempt
+        # Lost; or won, and the answer was lost.
+        if _read_claim(place, number).get("id") == attempt.id:
+            return attempt
+        if time.monotonic() > deadline:
+            raise StorageError(
+                f"claiming {place.url} failed: the store says that {attempt.mark('json')} is "
+                "there, and does not list it; saves need a store whose listings are up to date",
+                url=place.url,
+            )
 
 
 def begin(
@@ -385,23 +452,20 @@ def begin(
         CheckpointExistsError: a checkpoint is there and may not be replaced.
         StorageError: the store refused, does not answer, or ignores create-if-absent.
     """
-    names: list[str]
-    committed: bool
-    names, committed = run_together(
-        lambda: place.remote.listing(ATTEMPTS),
-        lambda: not overwrite and is_committed(place),
+    claims, committed = run_together(
+        lambda: place.remote.listing(ATTEMPTS), lambda: not overwrite and is_committed(place)
     )
     if committed:
-        raise _exists(place)
-    require_conditions(place, allow_unconditional)
-    attempt = claimed(place, overwrite, names)
+        raise exists_error(place)
+    if not allow_unconditional:
+        _require_conditions(place)
+    attempt = claimed(place, overwrite, claims)
     try:
-        names = settled_names(attempt)
-        if not overwrite and committed_among(place, names):
-            raise _exists(place)
-        claim = f"{ATTEMPTS}/{attempt.number:06d}.json"
-        known = known_nodes(place, names)
-        attempt._clear(leftovers((name for name in names if name != claim), known))
+        names = attempt.settled_names()
+        if not overwrite and is_committed(place, names):
+            raise exists_error(place)
+        if attempt.clear(remains(place, names)):
+            attempt.check()
     except BaseException:
         with contextlib.suppress(StorageError):
             attempt.withdraw()
@@ -409,50 +473,50 @@ def begin(
     return attempt
 
 
-def join(place: Location, attempt_id: str, *, overwrite: bool = False) -> ObjectAttempt:
-    """The attempt that the coordinator began, on another rank."""
-    return ObjectAttempt(place, attempt_id, overwrite)
+def _require_conditions(place: Location) -> None:
+    """Create a probe twice, as documents are created and as chunks are: the second must be refused.
 
-
-def claimed(
-    place: Location, overwrite: bool = False, names: Sequence[str] | None = None
-) -> ObjectAttempt:
-    """A new attempt that owns a target, which is as older ones left it; arguments as
-    :func:`begin`'s and :func:`make_claim`'s."""
-    return ObjectAttempt(place, make_claim(place, names), overwrite)
-
-
-def settled_names(attempt: ObjectAttempt) -> list[str]:
-    """Names of all that is at the target, once no older attempt is between its last look at the
-    claims and what follows it."""
-    deadline = time.monotonic() + SETTLE_S
-    while True:
-        names = attempt.target.remote.walk()
-        marks = [name.rpartition("/")[2] for name in names if name.startswith(f"{ATTEMPTS}/")]
-        clearing, committing = (
-            min(numbers(marks, kind), default=attempt.number) < attempt.number
-            for kind in (CLEARING, COMMITTING)
+    Raises:
+        StorageError: it was not; or the two do not go to one store.
+    """
+    store = place.remote
+    scheme, _, rest = place.url.partition("://")
+    # Of one endpoint and bucket.
+    known = f"{id(store.fs)} {scheme}://{rest.partition('/')[0]}"
+    if known in _honest:
+        return
+    probe = f"{ATTEMPTS}/probe-{secrets.token_hex(8)}"
+    try:
+        first = store.create(probe, b"first")
+        with contextlib.closing(object_io(place)) as io:
+            second = io.put(probe, [b"second"], create=True)
+        apart = first and second and store.read_range(probe, 0, None) == b"first"
+    finally:
+        with contextlib.suppress(StorageError):
+            store.delete([probe])
+    if apart:
+        raise StorageError(
+            f"{place.url}: documents and chunks go to different stores, as two clients see "
+            "different endpoints: give the endpoint in storage_options, and look for AWS_* "
+            "variables and profiles that name another",
+            url=place.url,
         )
-        if not clearing and (not committing or committed_among(attempt.target, names)):
-            return names
-        if time.monotonic() > deadline:
-            logger.warning(
-                "%s: an attempt that was about to commit does not go on; it is taken for dead",
-                attempt.target.url,
-            )
-            return names
-        time.sleep(POLL_S)
+    if second:
+        condition, but = "the condition that an object must be new", ""
+        if scheme in ("s3", "s3a"):
+            condition = "If-None-Match"
+            but = " (Ceph's gateway does not in a bucket with versioning: one without will do)"
+        raise StorageError(
+            f"{place.url}: the store ignores {condition} (it created one object twice), so that "
+            "two saves to one place could mix unnoticed; use a store that honours it"
+            f"{but}, or pass allow_unconditional=True where no two saves ever go to one place",
+            url=place.url,
+        )
+    if first:
+        _honest.add(known)
 
 
-def _exists(place: Location) -> CheckpointExistsError:
-    return CheckpointExistsError(
-        f"{place.url} already exists and holds a checkpoint; pass overwrite=True to replace it, "
-        "or save elsewhere",
-        url=place.url,
-    )
-
-
-def delete_all(place: Location) -> None:
+def delete(place: Location) -> None:
     """Delete a checkpoint, its commit first; foreign objects stay. Called by one process.
 
     Until all is gone there are two marks. One has the number of the claim: newer attempts wait for
@@ -463,36 +527,26 @@ def delete_all(place: Location) -> None:
         StorageError: the store refused; or the place was claimed anew before anything was deleted.
             Where that happens later, what is left is cleared by whoever claimed it.
     """
-    store = place.remote
     attempt = claimed(place)
-    claim, mark = (f"{ATTEMPTS}/{attempt.number:06d}.{kind}" for kind in ("json", "clearing"))
-    begun = finished = False
     try:
-        names = [name for name in settled_names(attempt) if name != claim]
-        own = leftovers(names, known_nodes(place, names))
-        run_together(
-            lambda: store.write(mark, attempt.id.encode()), lambda: store.write(DELETING, b"")
-        )
-        for some in deletion_rounds(own, store.deletes_at_once):
-            by = attempt.outbid_by()
-            if by is not None and not begun:
-                raise StorageError(
-                    f"{place.url} was not deleted: meanwhile the place was claimed by {by}. Delete "
-                    "it again once that one is done",
-                    url=place.url,
-                )
-            if by is not None:
-                logger.warning(
-                    "%s: deleted; what is left of its data is cleared by %s", place.url, by
-                )
-                return
-            begun = True
-            store.delete(some)
-        finished = True
-    finally:
-        if finished:
-            attempt.withdraw_all()
-        else:
-            with contextlib.suppress(StorageError):
-                store.delete([mark] if begun else [mark, DELETING])
-                attempt.withdraw()
+        names = remains(place, attempt.settled_names())
+        place.remote.write(DELETING, b"")
+        by = attempt.clear(names)
+    except SupersededError as error:
+        with contextlib.suppress(StorageError):
+            place.remote.delete([DELETING])
+            attempt.withdraw()
+        raise StorageError(
+            f"{place.url} was not deleted: meanwhile the place was claimed by {error.by}. Delete "
+            "it again once that one is done",
+            url=place.url,
+        ) from error
+    except BaseException:
+        with contextlib.suppress(StorageError):
+            attempt.withdraw()
+        raise
+    if by is None:
+        attempt.withdraw_all()
+    else:
+        logger.warning("%s: deleted; what is left of its data is cleared by %s", place.url, by)
+        attempt.withdraw()

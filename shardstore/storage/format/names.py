@@ -27,8 +27,10 @@ __all__ = [
     "RESERVED",
     "check_collisions",
     "is_inside",
+    "is_object_file",
     "key_of",
     "node_name",
+    "object_place",
     "require_inside",
 ]
 
@@ -80,6 +82,24 @@ def key_of(name: str) -> str | None:
     if "%~" in name:
         return None
     return unquote(name, errors="surrogateescape")
+
+
+def object_place(name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Offset and grid shape in the name of a sharded object's file, ``None`` for other names."""
+    if not is_object_file(name):
+        return None
+    parts = name[len("shard_") :].rpartition(".")[0].split("_")
+    try:
+        offset, shape = (tuple(int(n) for n in part.split(".") if n) for part in parts)
+    except ValueError:
+        return None
+    return offset, shape
+
+
+def is_object_file(name: str) -> bool:
+    """Whether a file in a folder of an array or object is named as one of a sharded object: what
+    ``torch.save`` wrote, or JSON."""
+    return name.startswith("shard_") and name.endswith((".pt", ".json"))
 
 
 def is_inside(name: object) -> bool:

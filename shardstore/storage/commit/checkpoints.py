@@ -1,7 +1,7 @@
-"""Cleaning up below a root: what no commit covers, the latest checkpoint, deleting a checkpoint.
+"""Checkpoints at places, on disks and in object stores: begin one, find the latest, delete one,
+sweep what no commit covers.
 
-A checkpoint is what has its commit, whatever else is beside it. The same calls work on local
-folders and object stores.
+A checkpoint is what has its commit, whatever else is beside it.
 """
 
 from __future__ import annotations
@@ -17,20 +17,52 @@ from typing import Any
 from fsspec.asyn import sync  # type: ignore[import-untyped]
 
 from shardstore.errors import CheckpointExistsError, NotACheckpointError
-from shardstore.storage.commit import folder as commit
-from shardstore.storage.commit import inventory
-from shardstore.storage.commit import objects as object_commit
-from shardstore.storage.commit import objects as object_deletion
-from shardstore.storage.commit.claims import ATTEMPTS
-from shardstore.storage.commit.identity import what_else
+from shardstore.storage.commit import folder, objects
+from shardstore.storage.commit.attempt import Attempt
+from shardstore.storage.commit.identity import node_type, what_else
+from shardstore.storage.commit.inventory import (
+    ATTEMPTS,
+    is_checkpoint,
+    is_committed,
+    known_nodes,
+    own_names,
+)
 from shardstore.storage.format.names import MANIFEST_NAME
+from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.errors import explained
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.remote import DEADLINE_S
 
-__all__ = ["Leftover", "delete_checkpoint", "latest", "sweep"]
+__all__ = ["Leftover", "begin", "delete_checkpoint", "join", "latest", "sweep"]
 
 DEFAULT_AGE = timedelta(days=1)
+
+
+def begin(place: Location, options: SaveOptions) -> Attempt:
+    """Begin an attempt at a place. Called by one process, the coordinator.
+
+    Raises:
+        CheckpointExistsError: a checkpoint, an array or a file is there and may not be replaced.
+        StorageError: the store refused.
+    """
+    if options.overwrite and node_type(place) == "array":
+        raise CheckpointExistsError(
+            f"{place.url} is a single array, not a checkpoint, and is not written over: give the "
+            "folder of a checkpoint, or save elsewhere",
+            url=place.url,
+        )
+    if place.is_local:
+        return folder.begin(place, overwrite=options.overwrite)
+    return objects.begin(
+        place, overwrite=options.overwrite, allow_unconditional=options.allow_unconditional
+    )
+
+
+def join(place: Location, attempt_id: str, options: SaveOptions) -> Attempt:
+    """The attempt that the coordinator began, on another rank."""
+    if place.is_local:
+        return folder.join(place, attempt_id, overwrite=options.overwrite)
+    return objects.ObjectAttempt(place, attempt_id, options.overwrite)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +114,7 @@ def sweep(
     if place.is_local:
         return _sweep_folders(place, dry_run)
     before = datetime.now(UTC) - older_than
-    found = []
-    for target, objects in _uncovered(place).items():
-        if any(when is not None and when > before for _, when in objects):
-            continue
-        size = sum(size for size, _ in objects)
-        found.append(Leftover(_below(place, target).url, len(objects), size, "attempt"))
-        if not dry_run:
-            _clear(_below(place, target))
-    return found + _sweep_uploads(place, before, dry_run)
+    return _sweep_targets(place, before, dry_run) + _sweep_uploads(place, before, dry_run)
 
 
 def latest(
@@ -106,11 +130,8 @@ def latest(
     place = Location.given(root, storage_options)
     place.require_no_file()
     for name in sorted(place.listing(), key=_natural, reverse=True):
-        below = place.child(name)
-        if name.startswith(".") or not place.is_dir(name):
-            continue
-        if commit.is_checkpoint(below):
-            return below.url
+        if not name.startswith(".") and place.is_dir(name) and is_checkpoint(place.child(name)):
+            return place.child(name).url
     return None
 
 
@@ -129,58 +150,43 @@ def delete_checkpoint(
         StorageError: the store refused, or the place was claimed anew before anything was deleted.
     """
     location = Location.given(place, storage_options)
-    if not commit.is_checkpoint(location):
+    if not is_checkpoint(location):
         instead = what_else(location)
         found = f"is {instead}, not a checkpoint" if instead else "is not a distributed checkpoint"
         raise NotACheckpointError(f"{location.url} {found}; nothing was deleted", url=location.url)
-    if location.is_local:
-        commit.delete_folder(location)
-    else:
-        object_deletion.delete_all(location)
+    (folder if location.is_local else objects).delete(location)
 
 
 def _natural(name: str) -> tuple[list[int], str]:
     return [int(number) for number in re.findall(r"\d+", name)], name
 
 
-def _below(place: Location, name: str) -> Location:
-    return place.child(name) if name else place
-
-
-# -- object stores -----------------------------------------------------------------------------
-
-
-def _uncovered(place: Location) -> dict[str, list[tuple[int, datetime | None]]]:
-    """Targets without a commit, relative to the root -> size and age of what is there.
+def _sweep_targets(place: Location, before: datetime, dry_run: bool) -> list[Leftover]:
+    """Targets in an object store that have no commit.
 
     Told by claims and marks, which are there before anything else and go last, or by a manifest. No
     other name is certainly ours; chunks of layout 1 are where a mark or a document says so.
     """
     known = {name: (size, when) for name, size, when in place.remote.details()}
-    names = list(known)
-    targets: set[str] = set()
-    for name in names:
-        folder, _, last = name.rpartition("/")
-        parent, _, above = folder.rpartition("/")
-        if above == ATTEMPTS:
-            targets.add(parent)
-        elif last == MANIFEST_NAME:
-            targets.add(folder)
-    found = {}
-    for target in sorted(targets):
-        if inventory.is_committed(_below(place, target)):
+    targets = set()
+    for name in known:
+        above, _, last = f"/{name}".rpartition("/")
+        if last == MANIFEST_NAME or above.endswith(f"/{ATTEMPTS}"):
+            targets.add(above.removesuffix(f"/{ATTEMPTS}").lstrip("/"))
+    found = []
+    for path in sorted(targets):
+        target, prefix = (place.child(path), f"{path}/") if path else (place, "")
+        if is_committed(target):
             continue
-        prefix = f"{target}/" if target else ""
-        below = [name[len(prefix) :] for name in names if name.startswith(prefix)]
-        own = inventory.own_names(below, inventory.known_nodes(_below(place, target), below))
-        if own:
-            found[target] = [known[prefix + name] for name in own]
+        names = [name.removeprefix(prefix) for name in known if name.startswith(prefix)]
+        own = [known[prefix + name] for name in own_names(names, known_nodes(target, names))]
+        if not own or any(when is not None and when > before for _, when in own):
+            continue
+        found.append(Leftover(target.url, len(own), sum(size for size, _ in own), "attempt"))
+        if not dry_run:
+            with contextlib.suppress(CheckpointExistsError):  # it was committed in the meantime
+                objects.begin(target, allow_unconditional=True).withdraw_all()
     return found
-
-
-def _clear(target: Location) -> None:
-    with contextlib.suppress(CheckpointExistsError):  # it was committed in the meantime
-        object_commit.begin(target, allow_unconditional=True).withdraw_all()
 
 
 def _sweep_uploads(place: Location, before: datetime, dry_run: bool) -> list[Leftover]:
@@ -189,32 +195,23 @@ def _sweep_uploads(place: Location, before: datetime, dry_run: bool) -> list[Lef
     if not hasattr(fs, "_call_s3"):
         return []
     bucket, _, prefix = place.url.partition("://")[2].partition("/")
-    if prefix:
-        prefix += "/"  # not those below names that only begin alike
+    # Not those below names that only begin alike.
+    asked: dict[str, Any] = {"Bucket": bucket, "Prefix": f"{prefix}/" if prefix else ""}
     found = []
-    more: dict[str, Any] = {}
     try:
         while True:
-            listed = _s3(fs, "list_multipart_uploads", Bucket=bucket, Prefix=prefix, **more)
+            listed = _s3(fs, "list_multipart_uploads", **asked)
             for upload in listed.get("Uploads") or []:
                 if upload["Initiated"] > before:
                     continue
-                key = upload["Key"]
+                key, number = upload["Key"], upload["UploadId"]
                 found.append(Leftover(f"s3://{bucket}/{key}", 1, 0, "upload"))
                 if not dry_run:
-                    _s3(
-                        fs,
-                        "abort_multipart_upload",
-                        Bucket=bucket,
-                        Key=key,
-                        UploadId=upload["UploadId"],
-                    )
+                    _s3(fs, "abort_multipart_upload", Bucket=bucket, Key=key, UploadId=number)
             if not listed.get("IsTruncated"):
                 return found
-            more = {
-                "KeyMarker": listed["NextKeyMarker"],
-                "UploadIdMarker": listed["NextUploadIdMarker"],
-            }
+            asked["KeyMarker"] = listed["NextKeyMarker"]
+            asked["UploadIdMarker"] = listed["NextUploadIdMarker"]
     except Exception as error:
         raise explained("sweeping uploads below", place.url, error) from error
 
@@ -223,26 +220,23 @@ def _s3(fs: Any, method: str, **kwargs: Any) -> Any:
     return sync(fs.loop, fs._call_s3, method, timeout=DEADLINE_S, **kwargs)
 
 
-# -- local folders -----------------------------------------------------------------------------
-
-
 def _sweep_folders(place: Location, dry_run: bool) -> list[Leftover]:
     found = []
-    for folder, names, _ in os.walk(place.url):
+    for top, names, _ in os.walk(place.url):
         attempts = [name for name in names if re.fullmatch(r"\..+\.attempt-.+", name)]
         names[:] = [name for name in names if name not in attempts]
         for name in attempts:
-            attempt = Location.of(os.path.join(folder, name))
-            if not commit.is_dead(attempt):
+            attempt = Location.of(os.path.join(top, name))
+            if not folder.is_dead(attempt):
                 continue
             files = _files(attempt.url)
             sizes = [os.path.getsize(path) for path in files if os.path.isfile(path)]
             found.append(Leftover(attempt.url, len(files), sum(sizes), "attempt"))
             if not dry_run:
                 with contextlib.suppress(FileNotFoundError):
-                    commit.remove_attempt(attempt)
+                    folder.remove_attempt(attempt)
     return found
 
 
-def _files(folder: str) -> Sequence[str]:
-    return [os.path.join(top, name) for top, _, names in os.walk(folder) for name in names]
+def _files(top: str) -> Sequence[str]:
+    return [os.path.join(above, name) for above, _, names in os.walk(top) for name in names]
