@@ -31,6 +31,11 @@ __all__ = [
     "distribute_shards_to_ranks",
     "exchange_by_distribution",
     "exchange_loaded_objects_gather_object",
+    "exchange_loaded_tensors_broadcast",
+    "exchange_loaded_tensors_gather_object",
+    "exchange_loaded_tensors_gather_rounds",
+    "is_float8tensor",
+    "require_known",
 ]
 
 T = TypeVar("T", bound=Hashable)
@@ -174,6 +179,7 @@ def exchange_by_distribution(
     unloaded_shards: Mapping[_ShardId, ShardedTensor],
     shard_distribution: ShardDistribution,
     parallelization_group: Group = None,
+    exchange_algo: str = "broadcast",
 ) -> dict[_ShardId, torch.Tensor]:
     """Send the tensors that each rank loaded to the ranks that hold the same shard.
 
@@ -187,14 +193,18 @@ def exchange_by_distribution(
             ``data`` of a shard where that is contiguous.
         shard_distribution: who loaded what.
         parallelization_group: ranks among which to exchange; None for all.
+        exchange_algo: ``"broadcast"``; ``"gather_rounds"`` and ``"gather_object"``, which programs
+            may be set to, do the same.
 
     Returns:
         What this rank loaded or wanted, by shard id.
 
     Raises:
+        NotImplementedError: no such algorithm.
         RanksError: on some rank, what was loaded does not fit the shard's description, or is
             missing; raised on every rank of the group.
     """
+    require_known(exchange_algo)
     described = shard_distribution.shard_to_metadata
     main_ranks = shard_distribution.main_rank_for_shard
     shared = [key for key in main_ranks if len(shard_distribution.all_ranks_for_shard[key]) > 1]
@@ -228,6 +238,25 @@ def exchange_by_distribution(
         if shard_id in unloaded_shards:
             results[shard_id] = tensor
     return results
+
+
+exchange_loaded_tensors_broadcast = exchange_by_distribution
+exchange_loaded_tensors_gather_rounds = exchange_by_distribution
+exchange_loaded_tensors_gather_object = exchange_by_distribution
+
+
+def require_known(exchange_algo: str) -> None:
+    """Raise :class:`NotImplementedError` unless an exchange algorithm is known."""
+    known = ("broadcast", "gather_rounds", "gather_object")
+    if exchange_algo not in known:
+        raise NotImplementedError(
+            f"Unknown exchange algorithm {exchange_algo!r}; there are {', '.join(known)}"
+        )
+
+
+def is_float8tensor(tensor: object) -> bool:
+    """Whether this is a float8 tensor of TransformerEngine (a class that wraps scaled bytes)."""
+    return type(tensor).__name__ == "Float8Tensor"
 
 
 def _receiving(wanted: ShardedTensor) -> torch.Tensor:

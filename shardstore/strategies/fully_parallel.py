@@ -5,14 +5,14 @@ Each shard is saved, or read from storage, by one rank, which hands what it read
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 
-from shardstore.dict_utils import dict_list_map_outplace, nested_values
+from shardstore.dict_utils import dict_list_map_inplace, dict_list_map_outplace, nested_values
 from shardstore.distributed.groups import Group, any_rank, group_rank, group_size, raise_together
 from shardstore.errors import CheckpointingException
 from shardstore.exchange_utils import (
@@ -20,6 +20,7 @@ from shardstore.exchange_utils import (
     determine_main_replica_uniform_distribution,
     exchange_by_distribution,
     exchange_loaded_objects_gather_object,
+    require_known,
 )
 from shardstore.loading.context import context_of, using
 from shardstore.mapping import (
@@ -43,8 +44,6 @@ __all__ = [
     "FullyParallelSaveStrategyWrapper",
     "distribute_main_replicas_with_precomputed_distribution",
 ]
-
-EXCHANGES = ("broadcast", "gather_rounds", "gather_object", "chunks")
 
 T = TypeVar("T", bound=ShardedBase)
 
@@ -120,11 +119,10 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
             all ranks.
         do_cache_distribution: keep the distribution and use it again, see
             :class:`FullyParallelSaveStrategyWrapper`.
-        exchange_algo: ``"broadcast"``: each shard is read whole and broadcast
-            (:func:`shardstore.exchange_utils.exchange_by_distribution`). ``"gather_rounds"`` and
-            ``"gather_object"``, as other programs spell it, do the same. ``"chunks"``: chunks are
-            shared out, not shards, and travel in rounds within a memory budget while others are
-            read (strategies of this package's Zarr backends). Replica ids stay as they are then.
+        exchange_algo: see :func:`shardstore.exchange_utils.exchange_by_distribution`; or
+            ``"chunks"``: chunks are shared out, not shards, and travel in rounds within a memory
+            budget while others are read (strategies of this package's Zarr backends). Replica ids
+            stay as they are then.
 
     Raises:
         NotImplementedError: no such algorithm.
@@ -137,10 +135,8 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         do_cache_distribution: bool = False,
         exchange_algo: str = "broadcast",
     ) -> None:
-        if exchange_algo not in EXCHANGES:
-            raise NotImplementedError(
-                f"Unknown exchange algorithm {exchange_algo!r}; there are {', '.join(EXCHANGES)}"
-            )
+        if exchange_algo != "chunks":
+            require_known(exchange_algo)
         self.base_strategy = strategy
         self.parallelization_group = parallelization_group
         self.do_cache_distribution = do_cache_distribution
@@ -184,33 +180,62 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         with raise_together(group, f"Loading from {checkpoint_dir}"):
             loaded = self.base_strategy.load(wanted, checkpoint_dir)
             mine = {shard_id: loaded[str(n)] for n, shard_id in enumerate([*tensors, *objects])}
-        found: dict[_ShardId, Any] = exchange_by_distribution(
+        loaded_tensors = exchange_by_distribution(
             {shard_id: mine[shard_id] for shard_id in tensors},
             others,
             distribution,
             self.parallelization_group,
         )
+        state: StateDict = dict(dict_list_map_outplace(lambda value: value, sharded_state_dict))
         if self.can_handle_sharded_objects:
             own = {shard_id: mine[shard_id] for shard_id in objects}
-            found |= exchange_loaded_objects_gather_object(own)
+            found = exchange_loaded_objects_gather_object(own)
+            self.fill_in_deferred_sharded_objects(state, found)
+        self.fill_in_deferred_sharded_tensors(state, loaded_tensors)
+        return state
 
-        def placed(value: Any) -> Any:
-            if isinstance(value, ShardedTensor):
-                shard_id = _sharded_tensor_shard_id(value)
-            elif isinstance(value, ShardedObject) and self.can_handle_sharded_objects:
-                shard_id = _sharded_object_id(value)
-            else:
+    @staticmethod
+    def fill_in_deferred_sharded_objects(
+        sharded_state_dict: ShardedStateDict, loaded_objects: dict[_ShardId, Any]
+    ) -> None:
+        """Replace each ShardedObject by the value loaded for it, in place.
+
+        Args:
+            sharded_state_dict: state dict to fill in.
+            loaded_objects: object id -> value.
+
+        Raises:
+            CheckpointingException: nothing was loaded for one of them.
+        """
+
+        def filled(value: Any) -> Any:
+            if not isinstance(value, ShardedObject):
                 return value
-            if shard_id not in found:
-                raise CheckpointingException(
-                    f"{type(value).__name__} {shard_id} was loaded by no rank: no rank has its "
-                    f"main replica. Wanted as {value.without_data()}",
-                    key=value.key,
-                )
-            loaded = found[shard_id]
-            return _in_place(value.data, loaded) if isinstance(value, ShardedTensor) else loaded
+            return _found(value, _sharded_object_id(value), loaded_objects)
 
-        return cast(StateDict, dict_list_map_outplace(placed, sharded_state_dict))
+        dict_list_map_inplace(filled, sharded_state_dict)
+
+    @staticmethod
+    def fill_in_deferred_sharded_tensors(
+        sharded_state_dict: ShardedStateDict, loaded_tensors: dict[_ShardId, torch.Tensor]
+    ) -> None:
+        """Replace each ShardedTensor by the tensor loaded for it, in place.
+
+        Args:
+            sharded_state_dict: state dict to fill in. What was loaded is copied into the ``data``
+                of a shard, if it fits.
+            loaded_tensors: shard id -> tensor.
+
+        Raises:
+            CheckpointingException: nothing was loaded for one of them.
+        """
+
+        def filled(value: Any) -> Any:
+            if not isinstance(value, ShardedTensor):
+                return value
+            return _in_place(value, _found(value, _sharded_tensor_shard_id(value), loaded_tensors))
+
+        dict_list_map_inplace(filled, sharded_state_dict)
 
     def apply_loading_parallelization(
         self, sharded_state_dict: ShardedStateDict
@@ -337,8 +362,20 @@ def _by_reader(
     return mine, {shard_id: item for shard_id, item in others.items() if shard_id not in mine}
 
 
-def _in_place(given: torch.Tensor | None, loaded: torch.Tensor) -> torch.Tensor:
+def _found(wanted: ShardedBase, shard_id: _ShardId, loaded: Mapping[_ShardId, Any]) -> Any:
+    """Return what was loaded for an item."""
+    if shard_id not in loaded:
+        raise CheckpointingException(
+            f"{type(wanted).__name__} {shard_id} was loaded by no rank: no rank has its main "
+            f"replica. Wanted as {wanted.without_data()}",
+            key=wanted.key,
+        )
+    return loaded[shard_id]
+
+
+def _in_place(wanted: ShardedTensor, loaded: torch.Tensor) -> torch.Tensor:
     """Copy a loaded tensor into the tensor that was given, if it fits, and return that."""
+    given = wanted.data
     if given is None or given.is_meta or (given.dtype, given.shape) != (loaded.dtype, loaded.shape):
         return loaded
     if (given.device, given.data_ptr()) != (loaded.device, loaded.data_ptr()):

@@ -314,6 +314,14 @@ def test_world_of_one(tmp_path: Path) -> None:
     for _ in range(2):
         got = wrapper.load(_state(0, 1, False), tmp_path)
         assert torch.equal(got["two"][0], _tensor("two", 300, 0, True).data)
+    whole = _state(0, 1, True)
+    tensors = {("all.0", (0,), None): torch.ones(10)}
+    FullyParallelLoadStrategyWrapper.fill_in_deferred_sharded_tensors(
+        asked := {"deep": [whole["all.0"], 3]}, tensors
+    )
+    assert asked["deep"] == [whole["all.0"].data, 3]
+    with pytest.raises(CheckpointingException, match=r"'all\.1'"):
+        FullyParallelLoadStrategyWrapper.fill_in_deferred_sharded_tensors(whole, tensors)
     assert wrapper.load_tensors_metadata("x") == {"asked": "x"}
     assert wrapper.load_sharded_metadata("x") == {"asked": "x"}
     state = _state(0, 1, True)
