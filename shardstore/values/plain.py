@@ -69,20 +69,21 @@ def _encode(value: Any, depth: int) -> Any:
         return [_encode(item, depth + 1) for item in value]
     if kind is dict:
         return _encode_dict(value, depth)
-    encoder = _ENCODERS.get(kind)
-    if encoder is not None:
-        name, form = encoder
+    if kind in _FORMS:
+        name, form, _ = _FORMS[kind]
         return _tagged(name, form(value, depth + 1))
+    found = None
     if kind.__module__.partition(".")[0] == "torch":
-        if (found := _encode_of_torch(value, depth)) is not None:
-            return found
+        found = _encode_of_torch(value, depth)
     elif isinstance(value, np.generic) and value.dtype.kind in _PLAIN:
         # Empty text has bytes of its own, which are none of its value's.
         data = value.tobytes()[: value.dtype.itemsize]
-        return _tagged("numpy", [value.dtype.str, _base64(data)])
+        found = _tagged("numpy", [value.dtype.str, _base64(data)])
     elif isinstance(value, np.dtype) and value.kind in _PLAIN:
-        return _tagged("numpy.dtype", value.str)
-    raise NotPlainError(f"{kind.__module__}.{kind.__qualname__} has no JSON form")
+        found = _tagged("numpy.dtype", value.str)
+    if found is None:
+        raise NotPlainError(f"{kind.__module__}.{kind.__qualname__} has no JSON form")
+    return found
 
 
 def _encode_of_torch(value: Any, depth: int) -> Any:
@@ -167,39 +168,6 @@ def _tagged(name: str, value: Any) -> dict[str, Any]:
     return {_TAG: name, "value": value}
 
 
-_ENCODERS: dict[type, tuple[str, Callable[[Any, int], Any]]] = {
-    tuple: ("tuple", _items),
-    set: ("set", _items),
-    frozenset: ("frozenset", _items),
-    complex: ("complex", lambda value, depth: _items((value.real, value.imag), depth)),
-    bytes: ("bytes", lambda value, _: _base64(value)),
-    bytearray: ("bytearray", lambda value, _: _base64(value)),
-    io.BytesIO: ("BytesIO", lambda value, _: [_base64(value.getbuffer()), value.tell()]),
-    np.ndarray: ("ndarray", _encode_array),
-    range: ("range", lambda value, _: [value.start, value.stop, value.step]),
-    slice: ("slice", lambda value, depth: _items((value.start, value.stop, value.step), depth)),
-    collections.OrderedDict: ("OrderedDict", _pairs),
-    collections.Counter: ("Counter", _pairs),
-    collections.defaultdict: ("defaultdict", _encode_defaultdict),
-    collections.deque: ("deque", lambda value, depth: [_items(value, depth), value.maxlen]),
-    argparse.Namespace: ("Namespace", lambda value, depth: _encode(vars(value), depth)),
-    types.SimpleNamespace: ("SimpleNamespace", lambda value, depth: _encode(vars(value), depth)),
-    datetime.datetime: ("datetime", _encode_time),
-    datetime.date: ("date", lambda value, _: value.isoformat()),
-    datetime.timedelta: (
-        "timedelta",
-        lambda value, _: [value.days, value.seconds, value.microseconds],
-    ),
-    datetime.time: ("time", _encode_time),
-    decimal.Decimal: ("Decimal", lambda value, _: str(value)),
-    fractions.Fraction: ("Fraction", lambda value, _: [value.numerator, value.denominator]),
-    uuid.UUID: ("UUID", lambda value, _: str(value)),
-    pathlib.PurePosixPath: ("PurePosixPath", lambda value, _: _text(str(value))),
-    type(pathlib.Path()): ("Path", lambda value, _: _text(str(value))),
-}
-"""By the exact type: its name, and what makes the JSON of a value, given its depth."""
-
-
 def decode(document: Any) -> Any:
     """Return the value behind a JSON form.
 
@@ -212,7 +180,7 @@ def decode(document: Any) -> Any:
         return document
     if _TAG not in document:
         return {key: decode(item) for key, item in document.items()}
-    make = _DECODERS.get(document[_TAG])
+    make = _DECODERS.get(document[_TAG]) if isinstance(document[_TAG], str) else None
     if make is None:
         raise ValueError(f"unknown type {document[_TAG]!r} of a stored value")
     try:
@@ -230,16 +198,10 @@ def _dtype(name: str) -> torch.dtype:
     return found
 
 
-def _device(text: str) -> torch.device:
+def _of_torch(name: str, argument: Any) -> Any:
     import torch
 
-    return torch.device(text)
-
-
-def _size(items: Any) -> torch.Size:
-    import torch
-
-    return torch.Size(decode(items))
+    return getattr(torch, name)(argument)
 
 
 def _tensor(parts: list[Any]) -> torch.Tensor:
@@ -255,10 +217,9 @@ def _tensor(parts: list[Any]) -> torch.Tensor:
 
 
 def _parameter(parts: list[Any]) -> torch.nn.Parameter:
-    import torch
+    from torch.nn import Parameter
 
-    tensor = _tensor([*parts[:3], False])
-    return torch.nn.Parameter(tensor, requires_grad=bool(parts[3]))
+    return Parameter(_tensor([*parts[:3], False]), requires_grad=bool(parts[3]))
 
 
 def _array(parts: list[Any]) -> np.ndarray[Any, Any]:
@@ -297,6 +258,11 @@ def _with_members(space: Any, members: Any) -> Any:
     return space
 
 
+def _defaultdict(parts: Any) -> collections.defaultdict[Any, Any]:
+    made = None if parts[0] is None else _FACTORIES[parts[0]]
+    return collections.defaultdict(made, _decoded_pairs(parts[1]))
+
+
 def _counter(pairs: Any) -> collections.Counter[Any]:
     counter: collections.Counter[Any] = collections.Counter()
     for key, count in _decoded_pairs(pairs):
@@ -304,42 +270,90 @@ def _counter(pairs: Any) -> collections.Counter[Any]:
     return counter
 
 
+_Form = tuple[str, Callable[[Any, int], Any], Callable[[Any], Any]]
+"""Name of a type, what makes the JSON of a value, given its depth, and what makes a value of it."""
+
+
+def _of_items(kind: Callable[[Any], Any], name: str) -> _Form:
+    return name, _items, lambda items: kind(decode(items))
+
+
+def _of_text(kind: Callable[[str], Any], name: str) -> _Form:
+    return name, lambda value, _: _text(str(value)), lambda text: kind(decode(text))
+
+
+def _of_bytes(kind: Callable[[bytes], Any], name: str) -> _Form:
+    return name, lambda value, _: _base64(value), lambda text: kind(base64.b64decode(text))
+
+
+def _of_members(kind: Callable[[], Any], name: str) -> _Form:
+    made = lambda members: _with_members(kind(), members)  # noqa: E731
+    return name, lambda value, depth: _encode(vars(value), depth), made
+
+
+def _of_parts(kind: Callable[..., Any], name: str, *parts: str) -> _Form:
+    def made(stored: list[Any]) -> Any:
+        found = decode(stored)
+        if any(isinstance(part, str) for part in found):  # a Fraction of "1e999999999" takes hours
+            raise ValueError(f"a {name} of text")
+        return kind(*found)
+
+    return name, lambda value, depth: _items((getattr(value, p) for p in parts), depth), made
+
+
+def _of_time(kind: type[datetime.datetime] | type[datetime.time], name: str) -> _Form:
+    return name, _encode_time, lambda parts: kind.fromisoformat(parts[0]).replace(fold=parts[1])
+
+
+_FORMS: dict[type, _Form] = {
+    tuple: _of_items(tuple, "tuple"),
+    set: _of_items(set, "set"),
+    frozenset: _of_items(frozenset, "frozenset"),
+    bytes: _of_bytes(bytes, "bytes"),
+    bytearray: _of_bytes(bytearray, "bytearray"),
+    io.BytesIO: ("BytesIO", lambda v, _: [_base64(v.getbuffer()), v.tell()], _stream),
+    np.ndarray: ("ndarray", _encode_array, _array),
+    complex: _of_parts(complex, "complex", "real", "imag"),
+    range: _of_parts(range, "range", "start", "stop", "step"),
+    slice: _of_parts(slice, "slice", "start", "stop", "step"),
+    datetime.timedelta: _of_parts(
+        datetime.timedelta, "timedelta", "days", "seconds", "microseconds"
+    ),
+    fractions.Fraction: _of_parts(fractions.Fraction, "Fraction", "numerator", "denominator"),
+    collections.OrderedDict: (
+        "OrderedDict",
+        _pairs,
+        lambda pairs: collections.OrderedDict(_decoded_pairs(pairs)),
+    ),
+    collections.Counter: ("Counter", _pairs, _counter),
+    collections.defaultdict: ("defaultdict", _encode_defaultdict, _defaultdict),
+    collections.deque: (
+        "deque",
+        lambda value, depth: [_items(value, depth), value.maxlen],
+        lambda parts: collections.deque(decode(parts[0]), parts[1]),
+    ),
+    argparse.Namespace: _of_members(argparse.Namespace, "Namespace"),
+    types.SimpleNamespace: _of_members(types.SimpleNamespace, "SimpleNamespace"),
+    datetime.datetime: _of_time(datetime.datetime, "datetime"),
+    datetime.time: _of_time(datetime.time, "time"),
+    datetime.date: _of_text(datetime.date.fromisoformat, "date"),
+    decimal.Decimal: _of_text(decimal.Decimal, "Decimal"),
+    uuid.UUID: _of_text(uuid.UUID, "UUID"),
+    pathlib.PurePosixPath: _of_text(pathlib.PurePosixPath, "PurePosixPath"),
+    type(pathlib.Path()): _of_text(pathlib.Path, "Path"),
+}
+"""By the exact type."""
+
 _DECODERS: dict[str, Callable[[Any], Any]] = {
+    **{name: made for name, _, made in _FORMS.values()},
     "float": float,
     "text": json.loads,
-    "tuple": lambda items: tuple(decode(items)),
-    "set": lambda items: set(decode(items)),
-    "frozenset": lambda items: frozenset(decode(items)),
-    "Size": _size,
-    "complex": lambda parts: complex(decode(parts[0]), decode(parts[1])),
-    "bytes": lambda text: base64.b64decode(text),
-    "bytearray": lambda text: bytearray(base64.b64decode(text)),
-    "BytesIO": _stream,
+    "dict": lambda pairs: dict(_decoded_pairs(pairs)),
+    "Size": lambda items: _of_torch("Size", decode(items)),
+    "device": lambda text: _of_torch("device", text),
     "dtype": _dtype,
-    "device": _device,
     "Tensor": _tensor,
     "Parameter": _parameter,
     "numpy": _numpy,
-    "numpy.dtype": lambda name: np.dtype(name),
-    "ndarray": _array,
-    "range": lambda parts: range(*parts),
-    "slice": lambda parts: slice(*decode(parts)),
-    "dict": lambda pairs: dict(_decoded_pairs(pairs)),
-    "OrderedDict": lambda pairs: collections.OrderedDict(_decoded_pairs(pairs)),
-    "Counter": _counter,
-    "defaultdict": lambda parts: collections.defaultdict(
-        None if parts[0] is None else _FACTORIES[parts[0]], _decoded_pairs(parts[1])
-    ),
-    "deque": lambda parts: collections.deque(decode(parts[0]), parts[1]),
-    "Namespace": lambda members: _with_members(argparse.Namespace(), members),
-    "SimpleNamespace": lambda members: _with_members(types.SimpleNamespace(), members),
-    "datetime": lambda parts: datetime.datetime.fromisoformat(parts[0]).replace(fold=parts[1]),
-    "date": datetime.date.fromisoformat,
-    "timedelta": lambda parts: datetime.timedelta(*parts),
-    "time": lambda parts: datetime.time.fromisoformat(parts[0]).replace(fold=parts[1]),
-    "Decimal": lambda text: decimal.Decimal(text),
-    "Fraction": lambda parts: fractions.Fraction(*parts),
-    "UUID": lambda text: uuid.UUID(text),
-    "PurePosixPath": lambda text: pathlib.PurePosixPath(decode(text)),
-    "Path": lambda text: pathlib.Path(decode(text)),
+    "numpy.dtype": np.dtype,
 }

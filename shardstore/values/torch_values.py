@@ -163,6 +163,7 @@ _MAKERS: dict[type, Callable[..., Any]] = {
     complex: _of(complex, float, int),
     range: _of(range, int),
     set: _of(set, list),
+    frozenset: _of(frozenset, list),
     slice: lambda *bounds: slice(*bounds),
     argparse.Namespace: _of(argparse.Namespace),
     types.SimpleNamespace: _of(types.SimpleNamespace),

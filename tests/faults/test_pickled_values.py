@@ -77,6 +77,7 @@ def _array(dtype: Any, shape: Any, data: Any) -> Call:
 HOSTILE: dict[str, Callable[[], bytes]] = {
     "list of a range": lambda: dump_bytes(Call(list, range(10**9))),
     "set of a range": lambda: dump_bytes(Call(set, range(10**9))),
+    "frozenset of a range": lambda: dump_bytes(Call(frozenset, range(10**9))),
     "deque of a range": lambda: dump_bytes(Call(collections.deque, range(10**9))),
     "size of a range": lambda: dump_bytes(Call(torch.Size, range(10**9))),
     "fraction of a decimal": lambda: dump_bytes(

@@ -250,6 +250,8 @@ MALFORMED = [
     {"$type": "datetime", "value": ["tomorrow", 0]},
     {"$type": "timedelta", "value": [10**12, 0, 0]},
     {"$type": "Fraction", "value": [1, 0]},
+    {"$type": "Fraction", "value": ["1e999999999"]},
+    {"$type": ["tuple"], "value": []},
     {"$type": "Decimal", "value": "one"},
     {"$type": "range", "value": [1, 2, 0]},
     {"$type": "tuple"},

@@ -70,6 +70,19 @@ def test_through_a_checkpoint(tmp_path: Path) -> None:
     assert loaded["groups"] == state["groups"]
 
 
+def test_frozen_sets_through_a_checkpoint(tmp_path: Path) -> None:
+    kinds = frozenset({"a", (1, frozenset({2}))})
+    w = torch.ones(2)
+    shardstore.save(
+        {"w": ShardedTensor.from_rank_offsets("w", w), "kinds": kinds, "none": frozenset()},
+        tmp_path / "c",
+    )
+    loaded = shardstore.load({"w": ShardedTensor.from_rank_offsets("w", w)}, tmp_path / "c")
+    assert isinstance(loaded, dict)
+    assert (loaded["kinds"], loaded["none"]) == (kinds, frozenset())
+    assert type(loaded["kinds"]) is frozenset
+
+
 def made_by_the_program() -> int:
     return 5
 
