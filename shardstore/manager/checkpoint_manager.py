@@ -6,28 +6,39 @@ committed.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Unpack
 
 import torch.distributed as dist
 
 from shardstore.async_handle import AsyncSave, async_save
+from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import ArgumentError
-from shardstore.manager.restore import Restored, restore
+from shardstore.manager.restore import (
+    Damage,
+    Restored,
+    agree_on_damage,
+    choose,
+    damage_of,
+    discard_later_steps,
+    warn_of,
+    warn_of_later,
+)
 from shardstore.manager.retention import Retention, note_save
 from shardstore.manager.steps import MARK, StepInfo, Steps, branches, mark_of, number_of
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
-from shardstore.progress import ProgressCallback
+from shardstore.progress import ProgressCallback, callback_of
 from shardstore.saving.run import SaveCall
-from shardstore.serialization import begin_save
+from shardstore.serialization import begin_save, load
 from shardstore.storage.movers.parallel import yield_to_others
 from shardstore.storage.options import StepKeywords, options_of
 from shardstore.storage.stores.location import Location
@@ -169,7 +180,8 @@ class CheckpointManager:
         Raises:
             StorageError: the store refused.
         """
-        return branches(self._steps.infos()).latest
+        current, _ = branches(self._steps.infos())
+        return current[-1] if current else None
 
     def url(self, step: int) -> str:
         """Where a step is, or would be.
@@ -284,19 +296,14 @@ class CheckpointManager:
                     f"{', '.join(sorted(allowed))}"
                 )
             number = number_of(step)
-            place = self._steps.place(number)
-            about = StepInfo(number, True)
-            if self._is_first:
-                about = replace(
-                    about, metrics=_metrics_of(metrics), saved=self._steps.time_of_save()
-                )
+            place, about = self._steps.place(number), StepInfo(number)
             if number in self._steps.damaged:
                 given["overwrite"] = True
-            mark = {MARK: mark_of(number, about.metrics, about.saved)}
-            content = given.get("content_metadata")
-            if not isinstance(content, dict | None):
-                raise ArgumentError(f"content_metadata={content!r:.100} must be a dict")
-            given["content_metadata"] = {**(content or {}), **mark}
+            content = given.get("content_metadata") or {}
+            if self._is_first and isinstance(content, dict):  # else the save says what is wrong
+                saved = self._steps.time_of_save()
+                about = StepInfo(number, True, _metrics_of(metrics), saved=saved)
+                given["content_metadata"] = {**content, MARK: mark_of(about)}
             given["preprocess_common_before_consistancy_check"] = _without_mark(
                 given.get("preprocess_common_before_consistancy_check")
             )
@@ -356,15 +363,49 @@ class CheckpointManager:
                 store that does not answer) is never fallen back from.
         """
         self._open()
-        return restore(
-            state,
-            self._steps,
-            step=step,
-            verify_first=verify_first,
-            discard_later=discard_later,
-            progress=progress,
-            options=options,
-        )
+        steps, ranks = self._steps, Ranks.current()
+        what = f"restoring from {self.root.url}"
+        error: BaseException | None = None
+        callback: ProgressCallback | None = None
+        try:
+            callback = callback_of(progress, shows=ranks.is_coordinator)
+            step = None if step is None else number_of(step)
+        except (TypeError, ValueError) as problem:
+            error = problem
+        check = partial(damage_of, callback=callback) if verify_first else None
+        passed: list[Damage] = []
+        with ExitStack() as used:  # by rank 0: what is restored is not deleted meanwhile
+
+            def decide(_: list[bytes]) -> bytes:
+                chosen = choose(steps, used, step, passed, check)
+                return json.dumps([*chosen, bool(discard_later)]).encode()
+
+            while True:
+                answer = ranks.together(what=what, error=error, decide=decide)
+                chosen, found, discards = json.loads(answer)
+                for damage in found:
+                    warn_of(damage, steps)
+                passed += found
+                if chosen is None:
+                    return None
+                place = steps.place(chosen)
+                try:
+                    loaded = load(state, place.place, progress=callback, **options)
+                    break
+                except Exception as problem:
+                    if step is not None or ranks.is_broken:
+                        raise
+                    text = agree_on_damage(ranks, problem, what)
+                    if text is None:
+                        raise
+                    warn_of((chosen, text), steps)
+                    passed.append((chosen, text))
+        numbers = tuple(number for number, _ in passed)
+        if discards:
+            discard_later_steps(ranks, steps, chosen)
+        elif ranks.is_coordinator:
+            warn_of_later(steps, chosen, numbers)
+        return Restored(chosen, loaded, place.url, numbers)
 
     # -- the background --------------------------------------------------------------------------
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import (
@@ -18,15 +17,22 @@ from shardstore.errors import (
     StorageError,
 )
 from shardstore.inspection.verify import Finding, verify
-from shardstore.manager.steps import Steps, branches, number_of
-from shardstore.mapping import ShardedStateDict
-from shardstore.progress import ProgressCallback, callback_of, log_event
-from shardstore.serialization import load
+from shardstore.manager.steps import Steps, branches
+from shardstore.progress import ProgressCallback, log_event
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.inventory import is_checkpoint
 from shardstore.storage.stores.location import Location
 
-__all__ = ["Restored", "restore"]
+__all__ = [
+    "Damage",
+    "Restored",
+    "agree_on_damage",
+    "choose",
+    "damage_of",
+    "discard_later_steps",
+    "warn_of",
+    "warn_of_later",
+]
 
 SHOWN = 3
 """Findings of a damaged checkpoint that a text names."""
@@ -55,66 +61,7 @@ class Restored:
     damaged: tuple[int, ...] = ()
 
 
-def restore(
-    state: ShardedStateDict,
-    steps: Steps,
-    *,
-    step: int | None,
-    verify_first: bool,
-    discard_later: bool,
-    progress: ProgressCallback | Literal["bar"] | None,
-    options: Mapping[str, Any],
-) -> Restored | None:
-    """See :meth:`CheckpointManager.restore`. Called by every rank.
-
-    Args:
-        state: see there; so for all arguments not described here.
-        steps: where they are. Rank 0 keeps the one that is being restored from being deleted.
-        options: for :func:`shardstore.load`.
-    """
-    ranks = Ranks.current()
-    what = f"restoring from {steps.root.url}"
-    error: BaseException | None = None
-    callback: ProgressCallback | None = None
-    try:
-        callback = callback_of(progress, shows=ranks.is_coordinator)
-        step = None if step is None else number_of(step)
-    except (TypeError, ValueError) as problem:
-        error = problem
-    check = partial(_damage_of, callback=callback) if verify_first else None
-    passed: list[Damage] = []
-    with ExitStack() as used:
-
-        def decide(_: list[bytes]) -> bytes:
-            chosen = _choose(steps, used, step, passed, check)
-            return json.dumps([*chosen, bool(discard_later)]).encode()
-
-        while True:
-            answer = ranks.together(what=what, error=error, decide=decide)
-            chosen, found, discards = json.loads(answer)
-            passed += _warn_of(found, steps)
-            if chosen is None:
-                return None
-            place = steps.place(chosen)
-            try:
-                loaded = load(state, place.place, progress=callback, **options)
-                break
-            except Exception as problem:
-                if step is not None or ranks.is_broken:
-                    raise
-                text = _agree_on_damage(ranks, problem, what)
-                if text is None:
-                    raise
-                passed += _warn_of([(chosen, text)], steps)
-    numbers = tuple(number for number, _ in passed)
-    if discards:
-        _discard_later(ranks, steps, chosen)
-    elif ranks.is_coordinator:
-        _warn_of_later(steps, chosen, numbers)
-    return Restored(chosen, loaded, place.url, numbers)
-
-
-def _choose(
+def choose(
     steps: Steps,
     used: ExitStack,
     wanted: int | None,
@@ -140,7 +87,8 @@ def _choose(
     """
     found: list[Damage] = []
     there = steps.infos()
-    tried = branches(there).to_restore if wanted is None else (wanted,)
+    current, abandoned = branches(there)
+    tried = [*reversed(current), *reversed(abandoned)] if wanted is None else [wanted]
     for step in tried:
         used.close()
         if step not in there or any(step == number for number, _ in passed):
@@ -170,7 +118,7 @@ def _choose(
     return None, found
 
 
-def _agree_on_damage(ranks: Ranks, problem: Exception, what: str) -> str | None:
+def agree_on_damage(ranks: Ranks, problem: Exception, what: str) -> str | None:
     """What is damaged, if damage is all that went wrong on any rank. Called by every rank, each
     with what a load raised on it; the same answer on every rank.
 
@@ -197,7 +145,7 @@ def _agree_on_damage(ranks: Ranks, problem: Exception, what: str) -> str | None:
     return answer
 
 
-def _damage_of(place: Location, callback: ProgressCallback | None) -> str | None:
+def damage_of(place: Location, callback: ProgressCallback | None) -> str | None:
     """What is damaged in a checkpoint, by reading all of it; ``None`` if nothing is."""
     findings: list[Finding] = []
     try:
@@ -211,16 +159,17 @@ def _damage_of(place: Location, callback: ProgressCallback | None) -> str | None
     return "; ".join(texts[:SHOWN]) + more
 
 
-def _warn_of_later(steps: Steps, chosen: int, damaged: Sequence[int]) -> None:
+def warn_of_later(steps: Steps, chosen: int, damaged: Sequence[int]) -> None:
+    """Warn of steps of higher numbers than the one that was restored. Called by rank 0."""
     try:
         there = {step: info for step, info in steps.infos().items() if step not in damaged}
     except StorageError as error:  # what was asked for is done
         logger.warning("whether there are steps after %d is not known: %s", chosen, error)
         return
-    latest = branches(there).latest
     later = [step for step in there if step > chosen]
     if not later:
         return
+    latest = branches(there)[0][-1]
     resumes = f"until a step is saved, a run that names no step resumes at step {latest}; "
     log_event(
         logger,
@@ -236,7 +185,7 @@ def _warn_of_later(steps: Steps, chosen: int, damaged: Sequence[int]) -> None:
     )
 
 
-def _discard_later(ranks: Ranks, steps: Steps, chosen: int) -> None:
+def discard_later_steps(ranks: Ranks, steps: Steps, chosen: int) -> None:
     """Delete the managed steps of higher numbers, on rank 0. Called by every rank, which waits for
     it."""
 
@@ -262,16 +211,16 @@ def _discard_later(ranks: Ranks, steps: Steps, chosen: int) -> None:
     ranks.together(what=f"deleting the steps after {chosen} below {steps.root.url}", decide=work)
 
 
-def _warn_of(found: Sequence[Damage], steps: Steps) -> list[Damage]:
-    for number, text in found:
-        steps.damaged.add(number)
-        log_event(
-            logger,
-            "damaged",
-            f"step {number} below {steps.root.url} is damaged and is passed over for the one "
-            f"before it: {text}",
-            logging.WARNING,
-            step=number,
-            url=steps.url(number),
-        )
-    return [(number, text) for number, text in found]
+def warn_of(damage: Damage, steps: Steps) -> None:
+    """Note that a step is damaged, and warn of it. Called by every rank."""
+    number, text = damage
+    steps.damaged.add(number)
+    log_event(
+        logger,
+        "damaged",
+        f"step {number} below {steps.root.url} is damaged and is passed over for the one before "
+        f"it: {text}",
+        logging.WARNING,
+        step=number,
+        url=steps.url(number),
+    )

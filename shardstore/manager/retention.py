@@ -123,7 +123,7 @@ def note_save(steps: Steps, policy: Retention, about: StepInfo, record: Mapping[
                 earlier=earlier,
             )
             break
-    left = [n for n in branches(infos).abandoned if n > step and n not in steps.told]
+    left = [n for n in branches(infos)[1] if n > step and n not in steps.told]
     if left:
         steps.told.update(left)
         log_event(
@@ -148,7 +148,7 @@ def _retain(steps: Steps, policy: Retention, infos: Mapping[int, StepInfo]) -> N
     back may want them.
     """
     whole = {step: info for step, info in infos.items() if step not in steps.damaged}
-    managed = [step for step in branches(whole).current if infos[step].managed]
+    managed = [step for step in branches(whole)[0] if infos[step].managed]
     while managed and (missing := what_is_missing(steps.place(managed[-1]))) is not None:
         step = managed.pop()
         logger.warning("step %d is not whole, and does not count as kept: %s", step, missing)

@@ -5,6 +5,7 @@ A name that is not exactly the one this run would give belongs to somebody else 
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 import re
@@ -33,7 +34,6 @@ from shardstore.storage.stores.location import Location
 
 __all__ = [
     "MARK",
-    "Branches",
     "StepInfo",
     "Steps",
     "branches",
@@ -41,30 +41,6 @@ __all__ = [
     "number_of",
     "what_is_missing",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class Branches:
-    """The steps of a run.
-
-    Attributes:
-        current: those that the run is on, ascending; the last of them is the last that was saved.
-        abandoned: those that it left, ascending: a lower number was saved after them.
-    """
-
-    current: tuple[int, ...]
-    abandoned: tuple[int, ...]
-
-    @property
-    def latest(self) -> int | None:
-        """The step that the run is at; ``None``: there is none."""
-        return self.current[-1] if self.current else None
-
-    @property
-    def to_restore(self) -> tuple[int, ...]:
-        """All steps in the order in which a run that lost its state tries them: what it had left
-        comes last."""
-        return (*reversed(self.current), *reversed(self.abandoned))
 
 
 MARK = "checkpoint_manager"
@@ -97,31 +73,31 @@ class StepInfo:
     saved: int | None = None
 
 
-def branches(infos: Mapping[int, StepInfo]) -> Branches:
-    """Tell the steps that a run is on from those that it left. One of which nobody knows when it
-    was saved counts as saved right after the step before it.
+def branches(infos: Mapping[int, StepInfo]) -> tuple[list[int], list[int]]:
+    """Tell the steps that a run is on from those that it left: a lower number was saved after them.
+    A step of which nobody knows when it was saved counts as saved right after the one before it.
 
     Args:
         infos: what is known of each step.
+
+    Returns:
+        Both ascending. The last of the first is the last that was saved.
     """
-    current, abandoned = [], []
-    newest: int | None = None
+    current: list[int] = []
+    abandoned: list[int] = []
+    newest = 0
     for step in sorted(infos):
         when = infos[step].saved
-        if when is not None and newest is not None and when < newest:
-            abandoned.append(step)
-            continue
-        current.append(step)
-        newest = newest if when is None else when
-    return Branches(tuple(current), tuple(abandoned))
+        is_left = when is not None and when < newest
+        (abandoned if is_left else current).append(step)
+        newest = newest if is_left or when is None else when
+    return current, abandoned
 
 
-def mark_of(step: int, metrics: Mapping[str, float], saved: int | None = None) -> dict[str, Any]:
+def mark_of(info: StepInfo) -> dict[str, Any]:
     """What is kept in the content metadata. JSON has neither NaN nor infinities: they are text."""
-    kept = {
-        name: value if abs(value) < float("inf") else str(value) for name, value in metrics.items()
-    }
-    return {"step": step, "metrics": kept, **({} if saved is None else {"saved_ns": saved})}
+    metrics = {name: v if math.isfinite(v) else str(v) for name, v in info.metrics.items()}
+    return {"step": info.step, "metrics": metrics, "saved_ns": info.saved}
 
 
 def number_of(step: object) -> int:
