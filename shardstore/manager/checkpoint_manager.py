@@ -44,13 +44,6 @@ from shardstore.storage.options import StepKeywords, options_of
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.base import SaveCommonStrategy, SaveShardedStrategy
 
-__all__ = [
-    "AsyncSaveArguments",
-    "CheckpointManager",
-    "Restored",
-    "SaveArguments",
-]
-
 
 class SaveArguments(StepKeywords, total=False):
     """What :meth:`CheckpointManager.save` hands on; see :func:`shardstore.save`."""

@@ -23,17 +23,6 @@ from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.inventory import is_checkpoint
 from shardstore.storage.stores.location import Location
 
-__all__ = [
-    "Damage",
-    "Restored",
-    "agree_on_damage",
-    "choose",
-    "damage_of",
-    "discard_later_steps",
-    "warn_of",
-    "warn_of_later",
-]
-
 SHOWN = 3
 """Findings of a damaged checkpoint that a text names."""
 

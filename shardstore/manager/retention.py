@@ -16,8 +16,6 @@ from shardstore.errors import ArgumentError
 from shardstore.manager.steps import StepInfo, Steps, branches, what_is_missing
 from shardstore.progress import log_event
 
-__all__ = ["Retention", "note_save"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:

@@ -32,17 +32,6 @@ from shardstore.storage.format.manifest import content_digest
 from shardstore.storage.movers.parallel import run_batched
 from shardstore.storage.stores.location import Location
 
-__all__ = [
-    "MARK",
-    "StepInfo",
-    "Steps",
-    "branches",
-    "mark_of",
-    "number_of",
-    "what_is_missing",
-]
-
-
 MARK = "checkpoint_manager"
 """In the content metadata of a checkpoint: its step and metrics, when its save began, and that a
 manager may delete it."""

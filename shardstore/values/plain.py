@@ -29,7 +29,6 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["NotPlainError", "decode", "encode"]
 
 _TAG = "$type"
 _MAX_DEPTH = 200

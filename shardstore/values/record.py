@@ -16,17 +16,6 @@ from shardstore.errors import DamagedCheckpointError
 from shardstore.sharded.base import StateDict
 from shardstore.values import plain as plain_values
 
-__all__ = [
-    "BACKEND",
-    "MEMBER",
-    "VERSION",
-    "StatePath",
-    "StateRecord",
-    "as_json",
-    "as_text",
-    "is_long",
-]
-
 BACKEND, VERSION = "json", 1
 """Name and version of the common backend that keeps such a record."""
 MEMBER = "state_dict"

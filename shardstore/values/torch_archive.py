@@ -11,8 +11,6 @@ import os
 import zipfile
 import zlib
 
-__all__ = ["Records", "Stream", "verify_archive"]
-
 Stream = io.BytesIO | io.RawIOBase
 
 READ_BYTES = 1 << 20

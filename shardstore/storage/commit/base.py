@@ -28,7 +28,7 @@ from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.attempt import Attempt, SupersededError
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.manifest import MANIFEST_NAME, ChunkRecord, RankManifest
-from shardstore.storage.movers.chunk_bytes import free_scratch, pieces
+from shardstore.storage.movers.chunk_bytes import pieces
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.codecs import CRC, CRC_BYTES
 from shardstore.storage.movers.counters import counters
@@ -194,14 +194,11 @@ class ReusingMover:
                 done(item, record)
 
         def work(batch: Sequence[ChunkWrite]) -> None:
-            try:
-                for item in batch:
-                    if not (known[item.array] and self._taken_over(item, locked)):
-                        # Twice: ours, and the copy of who sends it.
-                        with self._held(2 * item.array.chunk_bytes):
-                            self._mover.write([item], locked)
-            finally:
-                free_scratch()
+            for item in batch:
+                if not (known[item.array] and self._taken_over(item, locked)):
+                    # Twice: ours, and the copy of who sends it.
+                    with self._held(2 * item.array.chunk_bytes):
+                        self._mover.write([item], locked)
 
         far = self._adopter.is_far
         run_batched(

@@ -16,19 +16,6 @@ from numpy.typing import NDArray
 
 from shardstore.storage.format.grid import Box
 
-__all__ = [
-    "SCRATCH_BYTES",
-    "as_bytes",
-    "free_scratch",
-    "lies_as_chunk",
-    "pieces",
-    "scratch",
-    "slabs",
-    "span",
-    "view_in_chunk",
-    "whole_chunk",
-]
-
 SCRATCH_BYTES = 4 * 1024 * 1024
 """Rows of a strided or padded chunk are gathered, or scattered, in slabs of at most this size."""
 MAPPED_FROM_BYTES = 128 * 1024

@@ -18,8 +18,6 @@ from shardstore.storage.format.documents import ArrayMeta, chunk_key
 from shardstore.storage.format.grid import Box, Grid
 from shardstore.storage.format.manifest import ChunkRecord, Manifest
 
-__all__ = ["ChunkPart", "ChunkWrite", "Mover", "ReadDone", "RegionRead", "chunk_parts"]
-
 Source = NDArray[Any] | Callable[[], NDArray[Any]]
 FEW_CUTS = 16
 

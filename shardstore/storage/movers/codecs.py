@@ -21,8 +21,6 @@ from shardstore.storage.format.manifest import ChunkRecord
 from shardstore.storage.movers.checksums import Sums, crc32c
 from shardstore.storage.movers.chunk_bytes import as_bytes, pieces, whole_chunk
 
-__all__ = ["CRC", "CRC_BYTES", "EncodedChunk", "decompress", "stored_bytes"]
-
 CRC = struct.Struct("<I")
 CRC_BYTES = CRC.size
 MAX_COMPRESSED_BYTES = 0x7E000000

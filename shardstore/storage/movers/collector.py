@@ -11,8 +11,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["collector_paused"]
-
 _pauses: list[object] = []
 """Those that switched the collector off; where several began at the same time, all of them did."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from dataclasses import asdict, dataclass
 
-__all__ = ["Counters", "counters"]
-
 _lock = threading.Lock()  # as the counters, one for the process
 
 

@@ -12,16 +12,13 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.manifest import ChunkRecord, Manifest
 from shardstore.storage.movers.checksums import read_chunk
 from shardstore.storage.movers.chunk_bytes import (
     as_bytes,
-    free_scratch,
     scratch,
     slabs,
     span,
@@ -46,8 +43,6 @@ from shardstore.storage.movers.verify import (
     receive,
 )
 from shardstore.storage.stores.location import Location, store_errors
-
-__all__ = ["WRITEBACK_FROM", "FileMover", "sync_file_system"]
 
 IO_BYTES = 2 * 1024 * 1024
 """A single read or write: large enough that system calls do not count, small enough that most of it
@@ -90,14 +85,21 @@ class FileMover:
 
         def work(batch: Sequence[ChunkWrite]) -> None:
             for item in batch:
-                path = self._path(item.array, item.index)
-                with store_errors("writing", path, key=item.array.key):
+                array = item.array
+                path = f"{self.location.url}/{array.node}/{array.chunk_key(item.index)}"
+                with store_errors("writing", path, key=array.key):
                     record = _write_chunk(path, item, durable=self.durable)
                 counters.add(bytes_written=record.stored_bytes, chunks_written=1)
                 with self._done:
                     done(item, record)
 
-        self._run(writes, work, lambda item: item.array.chunk_bytes, WRITE_BATCH_BYTES)
+        run_batched(
+            writes,
+            work,
+            threads=self.threads,
+            weight=lambda item: item.array.chunk_bytes,
+            batch_weight=WRITE_BATCH_BYTES,
+        )
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -121,22 +123,13 @@ class FileMover:
                     done(part.out.nbytes, 1)
             counters.add(bytes_read=size, chunks_read=len(batch))
 
-        self._run(parts, work, lambda part: part.out.nbytes, READ_BATCH_BYTES)
-
-    def _run(
-        self,
-        items: Sequence[Any],
-        work: Callable[[Sequence[Any]], None],
-        weight: Callable[[Any], int],
-        batch_bytes: int,
-    ) -> None:
-        try:
-            run_batched(items, work, threads=self.threads, weight=weight, batch_weight=batch_bytes)
-        finally:
-            free_scratch()
-
-    def _path(self, array: ArrayMeta, index: Sequence[int]) -> str:
-        return f"{self.location.url}/{array.node}/{array.chunk_key(index)}"
+        run_batched(
+            parts,
+            work,
+            threads=self.threads,
+            weight=lambda part: part.out.nbytes,
+            batch_weight=READ_BATCH_BYTES,
+        )
 
 
 def _write_chunk(path: str, item: ChunkWrite, *, durable: bool) -> ChunkRecord:

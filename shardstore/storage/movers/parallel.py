@@ -13,14 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
-__all__ = [
-    "ByteLimit",
-    "default_threads",
-    "local_ranks",
-    "run_batched",
-    "run_together",
-    "yield_to_others",
-]
+from shardstore.storage.movers.chunk_bytes import free_scratch
 
 T = TypeVar("T")
 
@@ -117,7 +110,7 @@ def run_batched(
 
     Raises:
         BaseException: the first that ``work`` raised; no batch is started after it, and all threads
-            have ended.
+            have ended. The calling thread's scratch memory is given back.
     """
     batches = deque(_batches(items, weight, batch_weight, batch_items))
     failures: list[BaseException] = []
@@ -146,6 +139,7 @@ def run_batched(
                 thread.join()
             except BaseException as error:  # an interrupt: stop the others, but do wait for them
                 failures.append(error)
+    free_scratch()
     if failures:
         raise failures[0]
 

@@ -29,17 +29,6 @@ from shardstore.storage.movers.codecs import CRC, CRC_BYTES, decompress, stored_
 if TYPE_CHECKING:
     from shardstore.storage.checkpoint import StoredCheckpoint
 
-__all__ = [
-    "MISSING",
-    "ChunkChecker",
-    "ChunkVerifier",
-    "Expected",
-    "Problem",
-    "chunk_error",
-    "is_intact",
-    "read_file",
-    "receive",
-]
 
 READ_BYTES = 1024 * 1024
 """Bytes of one read: the checksum finds them in the processor's cache."""
