@@ -9,9 +9,11 @@ imported where a format or a value is torch's, and else not.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -20,20 +22,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from shardstore.convert.interfaces import (
-    Journal,
-    Read,
-    Receipts,
-    Source,
-    Target,
-    Written,
-    exists_error,
-)
+from shardstore.convert.interfaces import Reader, Source, Target, Written, exists_error
 from shardstore.convert.safetensors import (
     INDEX_SUFFIX,
-    SafetensorsFiles,
-    SafetensorsObjects,
     SafetensorsSource,
+    SafetensorsTarget,
     is_file_name,
 )
 from shardstore.convert.values import compare_values
@@ -46,7 +39,7 @@ from shardstore.errors import (
     DamagedCheckpointError,
     NotACheckpointError,
 )
-from shardstore.progress import Operation, callback_of, log_event, metered
+from shardstore.progress import Operation, ProgressCallback, callback_of, log_event, metered
 from shardstore.storage.commit.identity import is_ours
 from shardstore.storage.commit.inventory import is_checkpoint
 from shardstore.storage.format import dtypes
@@ -60,7 +53,6 @@ __all__ = [
     "FORMATS",
     "TARGET_FORMATS",
     "Conversion",
-    "Progress",
     "convert",
     "detect",
     "require_apart",
@@ -76,23 +68,8 @@ SLAB_BYTES = 1024 * 1024
 _MISSING = object()
 _Chunk = tuple[ArrayMeta, int]
 """An array of the target, and the position of a chunk of it."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a conversion is.
-
-    Attributes:
-        stage: ``"write"`` or ``"verify"``.
-        done_bytes: of the tensors, in this stage; what an earlier run did counts.
-        total_bytes: of all tensors.
-        key: tensor that was dealt with last.
-    """
-
-    stage: str
-    done_bytes: int
-    total_bytes: int
-    key: str
+Receipts = dict[tuple[str, int], Any]
+"""Key and position of a chunk -> its receipt."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +100,7 @@ def convert(
     source_format: str | None = None,
     target_format: str | None = None,
     memory_budget: int = DEFAULT_MEMORY_BUDGET,
-    progress: Callable[[Progress], None] | Literal["bar"] | None = None,
+    progress: ProgressCallback | Literal["bar"] | None = None,
     overwrite: bool = False,
     resume: bool = True,
     verify: bool = True,
@@ -140,7 +117,8 @@ def convert(
         target_format: one of :data:`TARGET_FORMATS`; default: safetensors for a target of such a
             name, else shardstore.
         memory_budget: bytes of tensors in memory at a time, at most; at least one chunk is.
-        progress: called now and then with how far it is, from this thread; or ``"bar"``.
+        progress: called with how far it is, see :class:`shardstore.progress.Progress`; or
+            ``"bar"``. The operation is ``"convert"``, and then ``"verify"``.
         overwrite: replace a checkpoint at the target (shardstore only).
         resume: go on with a conversion of the same source that died.
         verify: read the result back and compare it with the source before it takes its place:
@@ -163,8 +141,7 @@ def convert(
     for name, size in (("memory_budget", memory_budget), ("file_bytes", file_bytes)):
         if not isinstance(size, int) or size < 1:
             raise ArgumentError(f"{name}={size!r} must be a number of bytes, at least 1")
-    if progress != "bar" and progress is not None and not callable(progress):
-        raise ArgumentError(f"progress={progress!r} must be a callable, 'bar' or None")
+    callback_of(progress, shows=False)
     place = Location.given(source, source_options)
     goal = Location.given(target, target_options)
     require_apart(place, goal)
@@ -177,7 +154,7 @@ def convert(
     started = perf_counter()
     opened = open_source(place, found)
     work = beside.child(f".{goal.name}.convert")
-    journal = Journal(beside, f".{goal.name}.convert.journal")
+    journal = _Journal(beside.child(f".{goal.name}.convert.journal"))
     head = {
         "source": place.url,
         "formats": [found, wanted],
@@ -193,15 +170,14 @@ def convert(
             work, goal, source=found, overwrite=overwrite, budget_bytes=batch_bytes
         )
     elif wanted == "dcp":
-        from shardstore.convert.dcp import DcpObjects, DcpTarget  # imports torch
+        from shardstore.convert.dcp import DcpTarget  # imports torch
 
-        built = DcpTarget(work, goal) if goal.is_local else DcpObjects(goal)
-    elif goal.is_local:
-        built = SafetensorsFiles(work, goal, file_bytes=file_bytes)
+        built = DcpTarget(work, goal)
     else:
-        built = SafetensorsObjects(work, goal, file_bytes=file_bytes, budget_bytes=batch_bytes)
-    run = _Run(opened, built, batch_bytes, place.url, goal.url, progress)
+        built = SafetensorsTarget(work, goal, file_bytes=file_bytes, budget_bytes=batch_bytes)
+    run = _Run(opened, built, batch_bytes, (place.url, goal.url), progress)
     try:
+        known = journal.open(head)
         # No attempt fences these objects off: nothing at all may be there.
         is_fenced = wanted == "shardstore" or goal.is_local or journal.exists()
         if not is_fenced and (names := goal.listing()):
@@ -209,14 +185,17 @@ def convert(
                 f"{goal.url} already holds {', '.join(names[:4])}; convert to elsewhere",
                 url=goal.url,
             )
-        resumed = run.write(journal, _begun(built, journal, head, resume))
-        read = built.reader()
+        if not (resume and known is not None and built.resume(known[1])):
+            journal.start(head, built.start())
+            known = {}, None
+        resumed = run.write(journal, known[0])
+        written = built.read_back()
         if verify:
-            run.compare(read)
+            run.compare(written)
             # Opened anew: what the first one has read it may have kept.
             again = open_source(place, found).extras()
             between = (place.url, goal.url)
-            compare_values(again, built.written(), plain=built.plain, between=between)
+            compare_values(again, written.extras(), plain=built.plain, between=between)
         built.publish()
     except BaseException:
         built.stop()
@@ -319,15 +298,6 @@ def _is_same(path: str, folder: str) -> bool:
         return False  # one is not there
 
 
-def _begun(built: Target, journal: Journal, head: dict[str, Any], resume: bool) -> Receipts:
-    """Return the chunks of an earlier run that this one continues; none if it starts anew."""
-    known = journal.open(head)
-    if resume and known is not None and built.resume(known[1]):
-        return known[0]
-    journal.start(head, built.start())
-    return {}
-
-
 def _beside(goal: Location) -> Location:
     """The folder that a target is in."""
     parent, _, name = goal.url.rpartition("/")
@@ -364,6 +334,75 @@ def _require_free(target: Location, wanted: str, overwrite: bool) -> None:
         raise exists_error(target, remedy if wanted == "shardstore" else "")
 
 
+class _Journal:
+    """What a conversion has done, so that another run can go on: a document a batch.
+
+    Args:
+        place: folder of the documents.
+    """
+
+    def __init__(self, place: Location) -> None:
+        self._place = place
+        self._count = 0
+
+    def open(self, head: dict[str, Any]) -> tuple[Receipts, Any] | None:
+        """What an earlier run of the same conversion did, and the state that its target had.
+
+        Args:
+            head: what tells one conversion from another.
+
+        Returns:
+            ``None`` where there was none, or another one.
+        """
+        documents: list[Any] = []
+        with suppress(ValueError):  # the last one was cut short
+            for name in self._place.listing():
+                if name != _numbered(len(documents)):
+                    break
+                documents.append(json.loads(self._place.read(name)))
+        try:
+            if documents[0]["head"] != json.loads(json.dumps(head)):
+                return None
+            rows = [row for document in documents[1:] for row in document]
+            found = {(str(key), int(chunk)): receipt for key, chunk, receipt in rows}
+            state = documents[0]["state"]
+        except (ValueError, TypeError, KeyError, IndexError):
+            return None
+        self._count = len(documents)
+        return found, state
+
+    def exists(self) -> bool:
+        """Whether there is one, of this conversion or another."""
+        return self._place.exists()
+
+    def start(self, head: dict[str, Any], state: Any) -> None:
+        """Begin with nothing done.
+
+        Raises:
+            StorageError: the store refused.
+        """
+        self.remove()
+        self.add({"head": head, "state": state})
+
+    def add(self, document: Any) -> None:
+        """Note the chunks of a batch: key, position and receipt of each.
+
+        Raises:
+            StorageError: the store refused.
+        """
+        self._place.write(_numbered(self._count), json.dumps(document).encode())
+        self._count += 1
+
+    def remove(self) -> None:
+        """The conversion is complete, or starts anew."""
+        self._place.delete()
+        self._count = 0
+
+
+def _numbered(number: int) -> str:
+    return f"{number:08d}.json"
+
+
 class _Run:
     """The chunks of a conversion, in batches within the budget."""
 
@@ -372,13 +411,12 @@ class _Run:
         source: Source,
         target: Target,
         batch_bytes: int,
-        source_url: str,
-        url: str,
-        progress: Callable[[Progress], None] | Literal["bar"] | None,
+        between: tuple[str, str],
+        progress: ProgressCallback | Literal["bar"] | None,
     ) -> None:
         self._source, self._target = source, target
         self._batch_bytes = batch_bytes
-        self._source_url, self._url = source_url, url
+        self._between = between
         self._progress = progress
         self.arrays = [
             target.array(meta, source.boxes(key), batch_bytes)
@@ -387,7 +425,7 @@ class _Run:
         self._chunks = [(array, i) for array in self.arrays for i in range(array.grid.size)]
         self.total_bytes = sum(map(_chunk_bytes, self._chunks))
 
-    def write(self, journal: Journal, receipts: Receipts) -> int:
+    def write(self, journal: _Journal, receipts: Receipts) -> int:
         """Write what is not written yet. Returns the bytes that an earlier run wrote."""
         self._target.begin(self.arrays, self._source.extras())
         left = []
@@ -395,63 +433,62 @@ class _Run:
             known = receipts.get((array.key, i), _MISSING)
             if known is _MISSING or not self._target.restore(array, array.grid.index(i), known):
                 left.append((array, i))
-        resumed = self.total_bytes - sum(map(_chunk_bytes, left))
 
-        def write(batch: Sequence[_Chunk]) -> None:
-            written = self._target.write(self._read(batch))
+        def write(batch: Sequence[_Chunk], chunks: Sequence[Written]) -> None:
+            written = self._target.write(chunks)
             places = zip(batch, written, strict=True)
             journal.add([(array.key, i, receipt) for (array, i), receipt in places])
 
-        self._run("write", left, resumed, write)
-        return resumed
+        return self._run("convert", left, write)
 
-    def compare(self, read: Read) -> None:
+    def compare(self, reader: Reader) -> None:
         """Compare what was written with the source.
 
         Raises:
             DamagedCheckpointError: they differ.
         """
 
-        def compare(batch: Sequence[_Chunk]) -> None:
-            chunks = self._read(batch)
+        def compare(batch: Sequence[_Chunk], chunks: Sequence[Written]) -> None:
             copies = [np.empty_like(chunk.data) for chunk in chunks]
             places = zip(chunks, copies, strict=True)
-            read([RegionRead(c.array, c.array.grid.box(c.index), copy) for c, copy in places])
+            reader.read(
+                [RegionRead(c.array, c.array.grid.box(c.index), copy) for c, copy in places]
+            )
             for chunk, copy in zip(chunks, copies, strict=True):
                 if not _equal(as_bytes(chunk.data), as_bytes(copy)):
+                    source, url = self._between
                     raise DamagedCheckpointError(
                         f"chunk {chunk.index} of key {chunk.array.key!r} differs between "
-                        f"{self._source_url} and what was written for {self._url}; nothing was put "
+                        f"{source} and what was written for {url}; nothing was put "
                         "there. Convert again with resume=False (--no-resume), and check the disk",
                         key=chunk.array.key,
                         chunk=chunk.index,
-                        url=self._url,
+                        url=url,
                     )
 
-        self._run("verify", self._chunks, 0, compare)
+        self._run("verify", self._chunks, compare)
 
     def _run(
         self,
-        stage: str,
+        operation: Operation,
         chunks: Sequence[_Chunk],
-        done: int,
-        work: Callable[[Sequence[_Chunk]], None],
-    ) -> None:
-        """Do the work of a stage batch by batch, and report progress."""
-        operation: Operation = "verify" if stage == "verify" else "convert"
-        drawn = callback_of("bar") if self._progress == "bar" else None
-        with metered(operation, self._url, drawn) as meter:
+        work: Callable[[Sequence[_Chunk], Sequence[Written]], None],
+    ) -> int:
+        """Read chunks from the source, batch by batch, and do the work of a stage with them.
+
+        Returns:
+            Bytes of those that are not among ``chunks``.
+        """
+        done = self.total_bytes - sum(map(_chunk_bytes, chunks))
+        with metered(operation, self._between[1], self._progress) as meter:
             meter.expect(self.total_bytes, len(chunks))
             if meter.add is not None:
                 meter.add(done, 0)
             for batch in self._batches(chunks):
-                work(batch)
-                size = sum(map(_chunk_bytes, batch))
-                done += size
+                work(batch, self._read(batch))
                 if meter.add is not None:
-                    meter.add(size, len(batch))
-                if callable(self._progress):
-                    self._progress(Progress(stage, done, self.total_bytes, batch[-1][0].key))
+                    meter.add(sum(map(_chunk_bytes, batch)), len(batch))
+        return done
 
     def _read(self, batch: Sequence[_Chunk]) -> list[Written]:
         chunks = []

@@ -1,16 +1,14 @@
-"""PyTorch DCP's own format (also Megatron-Core's torch_dist) as source and target of a conversion.
-
-On a disk all items are in one file of a work folder. In an object store each write makes a file at
-the target itself, which is no checkpoint until ``.metadata`` is written, at the end.
-"""
+"""PyTorch DCP's format (also Megatron-Core's torch_dist) as source and target of a conversion."""
 
 from __future__ import annotations
 
 import io
 import pickle
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -24,17 +22,16 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardstore.convert.interfaces import (
-    UNREADABLE,
     Extras,
-    Read,
+    Reader,
     Receipt,
     Target,
     Written,
     exists_error,
     put_in_place,
     stamps,
-    values_of,
 )
+from shardstore.convert.values import UNREADABLE, values_of
 from shardstore.dcp.files import DcpFiles
 from shardstore.errors import UnsafeObjectError
 from shardstore.storage.format import dtypes
@@ -47,10 +44,11 @@ from shardstore.storage.stores.location import Location, store_errors
 from shardstore.values.plain import NotPlainError
 from shardstore.values.record import StateRecord, as_text, is_long
 
-__all__ = ["DcpObjects", "DcpSource", "DcpTarget"]
+__all__ = ["DcpSource", "DcpTarget"]
 
-OBJECT_BYTES = 32 * 1024 * 1024
-"""A file in an object store is written once so much was gathered."""
+FILE_BYTES = 32 * 1024 * 1024
+"""A file of items ends after so much."""
+_END = object()
 _FILE = re.compile(r"__0_\d+\.distcp")
 
 Place = tuple[int, int, int]
@@ -110,54 +108,74 @@ class DcpSource:
 
 
 class DcpTarget(Target):
-    """A local checkpoint of PyTorch DCP.
+    """A checkpoint of PyTorch DCP.
+
+    On a disk it grows in a work folder. In an object store it is written at the target itself,
+    which is no checkpoint until ``.metadata`` is written, at the end.
 
     Args:
-        work: folder beside the target.
+        work: folder beside a local target; it is not used in an object store.
         goal: where the checkpoint shall be.
     """
 
     def __init__(self, work: Location, goal: Location) -> None:
         super().__init__(work, goal)
+        self._at = work if goal.is_local else goal
         self._stored: dict[tuple[str, tuple[int, ...]], Place] = {}
+        self._next = 0
         self._metadata = b""
 
     def start(self) -> Any:
-        """An empty work folder."""
-        self._work.delete()
-        self._work.write(_file_name(0), b"")
+        """Remove the files of an earlier run."""
+        for name in filter(_FILE.fullmatch, self._at.listing()):
+            self._at.delete(name)
+        if self._goal.is_local:
+            self._at.write(_file_name(0), b"")  # makes the folder
 
     def write(self, chunks: Sequence[Written]) -> list[Receipt]:
-        """Append items; their places are the receipts."""
+        """Write items to files of their own; their places are the receipts."""
         places = self._put(dtypes.as_tensor(chunk.data) for chunk in chunks)
         for chunk, place in zip(chunks, places, strict=True):
             self.restore(chunk.array, chunk.index, place)
         return places
 
     def _put(self, values: Iterable[object]) -> list[Place]:
-        """Write items behind the last one; what an earlier run left there is written over."""
-        end = max((start + length for _, start, length in self._stored.values()), default=0)
-        path = f"{self._work.url}/{_file_name(0)}"
-        places = []
-        with store_errors("writing", path), open(path, "r+b") as file:
-            file.seek(end)
-            for value in values:
-                stream = _saved(value)
-                places.append((0, file.tell(), stream.getbuffer().nbytes))
-                file.write(stream.getbuffer())
-            file.truncate()
+        places: list[Place] = []
+        left = iter(values)
+        while (first := next(left, _END)) is not _END:
+            name = _file_name(self._next)
+            with self._file(name) as file:
+                for value in chain((first,), left):
+                    start = file.tell()
+                    torch.save(value, file)
+                    places.append((self._next, start, file.tell() - start))
+                    if file.tell() >= FILE_BYTES:
+                        break
+            self._next += 1
         return places
 
+    @contextmanager
+    def _file(self, name: str) -> Iterator[BinaryIO]:
+        if self._at.is_local:
+            path = f"{self._at.url}/{name}"
+            with store_errors("writing", path), open(path, "wb") as file:
+                yield file
+        else:
+            gathered = io.BytesIO()
+            yield gathered
+            self._at.write(name, gathered.getvalue())
+
     def restore(self, array: ArrayMeta, index: tuple[int, ...], receipt: Receipt) -> bool:
-        """Note where an item is."""
+        """Note where an item is; files that come later have other names."""
         number, start, length = receipt
+        self._next = max(self._next, number + 1)
         self._stored[array.key, array.grid.box(index).offset] = (number, start, length)
         return True
 
-    def reader(self) -> Read:
+    def read_back(self) -> Reader:
         """Write what is no tensor, make the metadata, and read by them."""
         self._metadata = self._described()
-        return DcpFiles.parse(self._work, self._metadata).read
+        return _Written(DcpFiles.parse(self._at, self._metadata))
 
     def _described(self) -> bytes:
         about: dict[str, Any] = {}
@@ -182,85 +200,38 @@ class DcpTarget(Target):
             paths[key] = path
         return pickle.dumps(Metadata(about, paths, places, version="1.0.0"))
 
-    def written(self) -> Extras:
-        """By the metadata."""
-        files = DcpFiles.parse(self._work, self._metadata)
-
-        def value_of(key: str) -> Callable[[], Any]:
-            def read() -> Any:
-                try:
-                    return files.read_object(key)
-                except UnsafeObjectError:  # a frozenset, which JSON has and torch does not allow
-                    return UNREADABLE
-
-            return read
-
-        # Under the names of objects of one shard each.
-        return Extras(objects={f"{key}/shard_0_1": value_of(key) for key in files.objects})
-
-    def publish(self) -> None:
-        """Write the metadata, and rename the folder."""
-        self._work.write(METADATA_NAME, self._metadata)
-        put_in_place(self._work, self._goal)
-
-
-class DcpObjects(DcpTarget):
-    """A checkpoint of PyTorch DCP in an object store.
-
-    Args:
-        goal: where the checkpoint shall be.
-    """
-
-    def __init__(self, goal: Location) -> None:
-        super().__init__(goal, goal)
-        self._next = 0
-
-    def start(self) -> Any:
-        """Without the files of an earlier run."""
-        ours = [name for name in self._work.listing() if _FILE.fullmatch(name)]
-        self._work.remote.delete(ours)
-
-    def restore(self, array: ArrayMeta, index: tuple[int, ...], receipt: Receipt) -> bool:
-        """Note where an item is; files that come later have other names."""
-        self._next = max(self._next, receipt[0] + 1)
-        return super().restore(array, index, receipt)
-
-    def _put(self, values: Iterable[object]) -> list[Place]:
-        places: list[Place] = []
-        gathered = io.BytesIO()
-        for value in values:
-            start = gathered.tell()
-            stream = _saved(value, gathered)
-            places.append((self._next, start, stream.tell() - start))
-            if stream.tell() >= OBJECT_BYTES:
-                gathered = self._send(gathered)
-        if gathered.tell():
-            self._send(gathered)
-        return places
-
-    def _send(self, gathered: io.BytesIO) -> io.BytesIO:
-        self._work.write(_file_name(self._next), gathered.getvalue())
-        self._next += 1
-        return io.BytesIO()
-
     def publish(self) -> None:
         """Write the metadata, which makes the files a checkpoint.
 
         Raises:
             CheckpointExistsError: there is one.
         """
-        if not self._work.remote.create(METADATA_NAME, self._metadata):
+        if self._goal.is_local:
+            self._at.write(METADATA_NAME, self._metadata)
+            put_in_place(self._at, self._goal)
+        elif not self._at.remote.create(METADATA_NAME, self._metadata):
             raise exists_error(self._goal)
 
 
-def _saved(value: object, into: io.BytesIO | None = None) -> io.BytesIO:
-    """A value as ``torch.save`` writes it, behind what is in a stream."""
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    if into is None:
-        return stream
-    into.write(stream.getbuffer())
-    return into
+class _Written:
+    """Reads what was written, by its metadata."""
+
+    def __init__(self, files: DcpFiles) -> None:
+        self._files = files
+        self.read = files.read
+
+    def extras(self) -> Extras:
+        """Return the values under the names of objects of one shard each."""
+        return Extras(objects={f"{key}/shard_0_1": self._value(key) for key in self._files.objects})
+
+    def _value(self, key: str) -> Callable[[], Any]:
+        def read() -> Any:
+            try:
+                return self._files.read_object(key)
+            except UnsafeObjectError:  # a frozenset, which JSON has and torch does not allow
+                return UNREADABLE
+
+        return read
 
 
 def _info(place: Place) -> _StorageInfo:

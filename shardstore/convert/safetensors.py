@@ -8,35 +8,33 @@ files; a conversion needs slices, and files that grow.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+import msgspec
 
 from shardstore.convert.interfaces import (
     Extras,
-    Read,
     Receipt,
     Target,
     Written,
     exists_error,
-    one_chunk,
     put_in_place,
-    record_of,
 )
+from shardstore.convert.values import record_of
 from shardstore.errors import (
     DamagedCheckpointError,
     DTypeMismatchError,
     NotACheckpointError,
     StorageError,
 )
+from shardstore.inspection.opened import array_bytes
 from shardstore.storage.commit.identity import instead
-from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
-from shardstore.storage.format.grid import Box
+from shardstore.storage.format.grid import Box, Grid
 from shardstore.storage.movers.chunk_bytes import as_bytes
 from shardstore.storage.movers.chunks import RegionRead
 from shardstore.storage.movers.parallel import default_threads, run_batched
@@ -46,9 +44,8 @@ from shardstore.values.record import MEMBER, StateRecord
 
 __all__ = [
     "INDEX_SUFFIX",
-    "SafetensorsFiles",
-    "SafetensorsObjects",
     "SafetensorsSource",
+    "SafetensorsTarget",
     "is_file_name",
 ]
 
@@ -74,76 +71,76 @@ _NAMES = {
 _CODES = {name: code for code, name in _NAMES.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A tensor in a file.
+Size = Annotated[int, msgspec.Meta(ge=0)]
 
-    Attributes:
-        file: name of the file.
-        dtype: Zarr name of the data type.
-        shape: its shape.
-        start: byte of the file that it begins at.
-    """
 
-    file: str
+class _Entry(msgspec.Struct):
+    """A tensor in the header of a file."""
+
     dtype: str
-    shape: tuple[int, ...]
-    start: int
-
-    @property
-    def nbytes(self) -> int:
-        """Its size in bytes."""
-        return math.prod(self.shape) * dtypes.itemsize(self.dtype)
+    shape: tuple[Size, ...]
+    data_offsets: tuple[Size, Size]
 
 
-def _damaged(path: str, what: str) -> DamagedCheckpointError:
+class _Index(msgspec.Struct):
+    """The index of several files."""
+
+    weight_map: dict[str, str]
+
+
+_HEADER = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ENTRY = msgspec.json.Decoder(_Entry)
+_METADATA = msgspec.json.Decoder(dict[str, str])
+Place = tuple[str, int]
+"""The file of a tensor, and the byte of it that the tensor begins at."""
+
+
+def _damaged(path: str, what: object) -> DamagedCheckpointError:
     """An error that says what is wrong with a file."""
     return DamagedCheckpointError(
         f"{path} is no whole safetensors file ({what}); get it anew", url=path
     )
 
 
-def _read_header(ranges: FileRanges, name: str) -> tuple[dict[str, Entry], dict[str, str]]:
+def _array(key: str, dtype: str, shape: tuple[int, ...]) -> ArrayMeta:
+    grid = Grid(shape, tuple(max(1, n) for n in shape))
+    return ArrayMeta(key, key, grid, dtype, codecs=())
+
+
+def _read_header(
+    ranges: FileRanges, name: str
+) -> tuple[dict[str, tuple[ArrayMeta, Place]], dict[str, str]]:
     """Return the tensors of a file, and its metadata.
 
     Raises:
         DamagedCheckpointError: the file is truncated, or no safetensors file.
-        DTypeMismatchError: a data type that can not be stored.
+        DTypeMismatchError: a data type that cannot be stored.
     """
     path, size = ranges.path(name), ranges.size(name)
     length = int.from_bytes(ranges.read(name, 0, 8), "little")
     if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
         raise _damaged(path, f"a header of {length} bytes in a file of {size}")
-    text = ranges.read(name, 8, 8 + length)
+    found = {}
     try:
-        header = json.loads(text)
-        metadata = {str(k): str(v) for k, v in header.pop(METADATA, {}).items()}
-        found = {key: _entry(path, name, key, about, 8 + length) for key, about in header.items()}
-    except (ValueError, AttributeError, KeyError, TypeError) as error:
-        if isinstance(error, DTypeMismatchError):
-            raise
-        raise _damaged(path, f"{type(error).__name__}: {error}") from error
-    for key, entry in found.items():
-        if entry.start + entry.nbytes > size:
-            raise _damaged(path, f"{key!r} ends beyond the file's end")
+        header = _HEADER.decode(ranges.read(name, 8, 8 + length))
+        metadata = _METADATA.decode(header.pop(METADATA, b"{}"))
+        entries = {key: _ENTRY.decode(entry) for key, entry in header.items()}
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _damaged(path, error) from error
+    for key, entry in entries.items():
+        if entry.dtype not in _NAMES:
+            raise DTypeMismatchError(
+                f"key {key!r} of {path} has data type {entry.dtype!r}, which cannot be stored as a "
+                f"Zarr array; known: {', '.join(_NAMES)}",
+                key=key,
+                url=path,
+            )
+        array = _array(key, _NAMES[entry.dtype], entry.shape)
+        start, stop = (8 + length + offset for offset in entry.data_offsets)
+        if stop - start != array_bytes(array) or stop > size:
+            raise _damaged(path, f"{key!r} of shape {entry.shape} in bytes {start} to {stop}")
+        found[key] = array, (name, start)
     return found, metadata
-
-
-def _entry(path: str, name: str, key: str, about: Mapping[str, Any], base: int) -> Entry:
-    code = about["dtype"]
-    if code not in _NAMES:
-        raise DTypeMismatchError(
-            f"key {key!r} of {path} has data type {code!r}, which can not be stored as a Zarr "
-            f"array; known: {', '.join(_NAMES)}",
-            key=key,
-            url=path,
-        )
-    shape = tuple(int(n) for n in about["shape"])
-    start, stop = (int(n) for n in about["data_offsets"])
-    entry = Entry(name, _NAMES[code], shape, base + start)
-    if start < 0 or any(n < 0 for n in shape) or stop - start != entry.nbytes:
-        raise ValueError(f"{key!r} of shape {shape} in {stop - start} bytes")
-    return entry
 
 
 class SafetensorsSource:
@@ -163,17 +160,15 @@ class SafetensorsSource:
         self, ranges: FileRanges, names: Sequence[str], weight_map: Mapping[str, str] | None = None
     ) -> None:
         self._ranges, self._names = ranges, names
-        self._entries: dict[str, Entry] = {}
+        self.arrays: dict[str, ArrayMeta] = {}
+        self._places: dict[str, Place] = {}
         self._metadata: dict[str, str] = {}
         for name in names:
             found, metadata = _read_header(ranges, name)
             self._metadata.update(metadata)
-            for key, entry in found.items():
+            for key, (array, place) in found.items():
                 if weight_map is None or weight_map.get(key) == name:
-                    self._entries[key] = entry
-        self.arrays = {
-            key: one_chunk(key, entry.dtype, entry.shape) for key, entry in self._entries.items()
-        }
+                    self.arrays[key], self._places[key] = array, place
 
     @classmethod
     def open(cls, place: Location) -> SafetensorsSource:
@@ -193,13 +188,13 @@ class SafetensorsSource:
         except FileNotFoundError:
             raise NotACheckpointError(f"{path} does not exist", url=path) from None
         try:
-            weight_map: dict[str, str] = dict(json.loads(document)["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise _damaged(path, f"{type(error).__name__}: {error}") from error
+            weight_map = msgspec.json.decode(document, type=_Index).weight_map
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise _damaged(path, error) from error
         names = list(dict.fromkeys(weight_map.values()))
         beside = set(folder.listing())
         for file in names:
-            if "/" in str(file) or file not in beside:
+            if "/" in file or file not in beside:
                 raise _damaged(path, f"it names {file!r}, which is not beside it")
         found = cls(ranges, names, weight_map)
         if missing := sorted(set(weight_map) - set(found.arrays)):
@@ -208,7 +203,7 @@ class SafetensorsSource:
 
     def boxes(self, key: str) -> list[Box]:
         """Return one box: the tensor is whole."""
-        shape = self._entries[key].shape
+        shape = self.arrays[key].shape
         return [Box((0,) * len(shape), shape)]
 
     def read(self, reads: Sequence[RegionRead]) -> None:
@@ -220,7 +215,18 @@ class SafetensorsSource:
 
         def work(batch: Sequence[RegionRead]) -> None:
             for read in batch:
-                self._read_one(read)
+                key = read.array.key
+                name, start = self._places[key]
+                try:
+                    shape = self.arrays[key].shape
+                    self._ranges.read_box(name, start, shape, read.box, read.out)
+                except (FileNotFoundError, ValueError) as error:
+                    path = self._ranges.path(name)
+                    raise DamagedCheckpointError(
+                        f"key {key!r}: {path} changed while it was read ({error})",
+                        key=key,
+                        url=path,
+                    ) from error
 
         run_batched(
             reads,
@@ -229,17 +235,6 @@ class SafetensorsSource:
             weight=lambda read: read.out.nbytes,
             batch_weight=_BATCH_BYTES,
         )
-
-    def _read_one(self, read: RegionRead) -> None:
-        key = read.array.key
-        entry = self._entries[key]
-        try:
-            self._ranges.read_box(entry.file, entry.start, entry.shape, read.box, read.out)
-        except (FileNotFoundError, ValueError) as error:
-            path = self._ranges.path(entry.file)
-            raise DamagedCheckpointError(
-                f"key {key!r}: {path} changed while it was read ({error})", key=key, url=path
-            ) from error
 
     def extras(self) -> Extras:
         """Return the metadata, and values that a conversion put there."""
@@ -291,40 +286,51 @@ def is_file_name(name: str) -> bool:
     return name.endswith((".safetensors", INDEX_SUFFIX))
 
 
-@dataclass(frozen=True)
-class _File:
-    """A file to be written.
-
-    Attributes:
-        head: the bytes that it begins with.
-        size: in bytes, head included.
-    """
-
-    head: bytes
-    size: int
-
-
-class _SafetensorsTarget(Target):
+class SafetensorsTarget(Target):
     """One file ``NAME.safetensors``, or a folder with several files and an index.
+
+    On a disk they have their full size from the beginning. In an object store each file is one
+    upload from its beginning to its end, and one that was interrupted starts again. There several
+    files are written to the target itself, the index last; a single file is uploaded under another
+    name, and copied by the store once it is verified.
 
     Args:
         work: folder or prefix beside the target.
         goal: path or URL of a file, or of a folder.
         file_bytes: size of each of several files, about.
+        budget_bytes: memory for an upload, about.
     """
 
     plain: ClassVar[bool] = True
 
-    def __init__(self, work: Location, goal: Location, *, file_bytes: int) -> None:
+    def __init__(
+        self, work: Location, goal: Location, *, file_bytes: int, budget_bytes: int
+    ) -> None:
         super().__init__(work, goal)
-        self._at = work
-        self._file_bytes = file_bytes
         self._single = goal.name if goal.name.endswith(".safetensors") else None
-        self._files: dict[str, _File] = {}
-        self._entries: dict[str, Entry] = {}
+        self._at = work if goal.is_local or self._single else goal
+        self._file_bytes, self._budget = file_bytes, budget_bytes
+        self._total = 0
+        self._heads: dict[str, bytes] = {}
+        self._sizes: dict[str, int] = {}
+        self._places: dict[str, Place] = {}
+        self._done: set[str] = set()
+        self._name = ""
+        self._stream: Any = None
+
+    def start(self) -> Any:
+        """Remove the files of an earlier run."""
+        if self._at.is_local:
+            self._at.delete()
+            with store_errors("creating", self._at.url):
+                os.makedirs(self._at.url)
+            return
+        names = self._at.listing()
+        ours = [name for name in names if name == self._single or _PART.fullmatch(name)]
+        self._at.remote.delete(ours)
 
     def begin(self, arrays: Sequence[ArrayMeta], extras: Extras) -> None:
-        """Lay the tensors out over the files, in the order given.
+        """Lay the tensors out over the files, in the order given, and find out which are complete.
 
         Raises:
             DTypeMismatchError: a data type that the format lacks.
@@ -333,177 +339,108 @@ class _SafetensorsTarget(Target):
         metadata = {"format": "pt", STATE_METADATA: json.dumps(record_of(extras).to_json())}
         for i, group in enumerate(groups):
             name = self._single or f"model-{i + 1:05}-of-{len(groups):05}.safetensors"
-            head, entries = _header(name, group, metadata if i == 0 else {"format": "pt"})
-            self._entries.update(entries)
-            size = len(head) + sum(entry.nbytes for entry in entries.values())
-            self._files[name] = _File(head, size)
+            head = _header(group, metadata if i == 0 else {"format": "pt"})
+            self._heads[name] = head
+            position = len(head)
+            for meta in group:
+                self._places[meta.key] = name, position
+                position += array_bytes(meta)
+            self._sizes[name] = position
+        self._total = sum(map(array_bytes, arrays))
+        if self._at.is_local:
+            for name, head in self._heads.items():
+                with self._opened(name) as file:
+                    file.write(head)
+                    file.truncate(self._sizes[name])
+        else:
+            sizes = {name: size for name, size, _ in self._at.remote.details()}
+            self._done = {name for name in self._sizes if sizes.get(name) == self._sizes[name]}
+
+    def _opened(self, name: str) -> Any:
+        path = f"{self._at.url}/{name}"
+        with store_errors("writing", path):
+            return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b")
+
+    def restore(self, array: ArrayMeta, index: tuple[int, ...], receipt: Receipt) -> bool:
+        """Return whether the chunk is there, which in an object store all of its file has to be."""
+        return self._at.is_local or self._places[array.key][0] in self._done
+
+    def write(self, chunks: Sequence[Written]) -> list[Receipt]:
+        """Write ranges to their places; chunks come in the order of the files."""
+        for chunk in chunks:
+            name, position = self._position(chunk)
+            data = as_bytes(chunk.data).data
+            if self._at.is_local:
+                path = f"{self._at.url}/{name}"
+                with store_errors("writing", path), self._opened(name) as file:
+                    file.seek(position)
+                    file.write(data)
+            else:
+                self._upload(name, position, data)
+        return [None] * len(chunks)
 
     def _position(self, chunk: Written) -> tuple[str, int]:
         """Return the file of a chunk, and the byte of it that the chunk begins at."""
-        entry = self._entries[chunk.array.key]
-        position = 0
-        offsets = chunk.array.grid.box(chunk.index).offset
-        for offset, length in zip(offsets, entry.shape, strict=True):
-            position = position * length + offset
-        return entry.file, entry.start + position * chunk.data.itemsize
+        name, start = self._places[chunk.array.key]
+        corner = Grid(chunk.array.shape, (1,) * chunk.data.ndim)
+        position = corner.linear(chunk.array.grid.box(chunk.index).offset)
+        return name, start + position * chunk.data.itemsize
 
-    def _index(self) -> bytes:
-        """Return the document that names the file of each tensor."""
-        total = sum(entry.nbytes for entry in self._entries.values())
-        weight_map = {key: entry.file for key, entry in self._entries.items()}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        return json.dumps(index, indent=2).encode()
+    def _upload(self, name: str, position: int, data: memoryview) -> None:
+        """Continue an upload, or begin the next one."""
+        errors = self._at.remote.errors("writing", name)
+        size = self._sizes[name]
+        if self._stream is None or self._name != name:
+            part = max(MIN_PART_BYTES, min(MAX_PART_BYTES, self._budget // 4), size // MAX_PARTS)
+            self._name, self._stream = name, self._at.remote.stream(name, part)
+            data = memoryview(b"".join((self._heads[name], data)))
+            position -= len(self._heads[name])
+        if self._stream.tell() != position:
+            url = f"{self._at.url}/{name}"
+            raise StorageError(
+                f"byte {position} of {url} follows byte {self._stream.tell()}; "
+                "convert again with resume=False",
+                url=url,
+            )
+        with errors:
+            # Piece by piece: the stream sends what it has gathered in between.
+            for start in range(0, len(data), MIN_PART_BYTES):
+                self._stream.write(data[start : start + MIN_PART_BYTES])
+            if self._stream.tell() == size:
+                self._stream.close()
+                self._stream = None
+                self._done.add(name)
 
-    def _opened_anew(self) -> SafetensorsSource:
-        return SafetensorsSource(FileRanges(self._at), list(self._files))
-
-    def reader(self) -> Read:
-        """Read by the headers of the files."""
-        return self._opened_anew().read
-
-    def written(self) -> Extras:
-        """Return the values in the header of the first file, which is read again."""
-        return self._opened_anew().extras()
-
-
-class SafetensorsFiles(_SafetensorsTarget):
-    """Local files, which have their full size from the beginning."""
-
-    def start(self) -> Any:
-        """Make an empty work folder."""
-        self._work.delete()
-        with store_errors("creating", self._work.url):
-            os.makedirs(self._work.url)
-
-    def begin(self, arrays: Sequence[ArrayMeta], extras: Extras) -> None:
-        """Write headers and the index, and extend the files to their full size."""
-        super().begin(arrays, extras)
-        for name, file in self._files.items():
-            with self._opened(name) as handle:
-                os.pwrite(handle.fileno(), file.head, 0)
-                os.ftruncate(handle.fileno(), file.size)
-        if not self._single:
-            self._work.write(INDEX_NAME, self._index())
-
-    def _opened(self, name: str) -> Any:
-        path = f"{self._work.url}/{name}"
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        with store_errors("writing", path):
-            return os.fdopen(os.open(path, flags, 0o666), "r+b", buffering=0)
-
-    def write(self, chunks: Sequence[Written]) -> list[Receipt]:
-        """Write ranges to their places; nothing has to be remembered."""
-        for chunk in chunks:
-            name, position = self._position(chunk)
-            with store_errors("writing", f"{self._work.url}/{name}"), self._opened(name) as handle:
-                data = as_bytes(chunk.data).data
-                while data:
-                    count = os.pwrite(handle.fileno(), data, position)
-                    data, position = data[count:], position + count
-        return [None] * len(chunks)
+    def read_back(self) -> SafetensorsSource:
+        """Write files that hold no elements, and read all back by their headers."""
+        if not self._at.is_local:
+            for name in self._sizes.keys() - self._done:
+                self._at.write(name, self._heads[name])
+        return SafetensorsSource(FileRanges(self._at), list(self._sizes))
 
     def publish(self) -> None:
-        """Rename the folder, or the file in it."""
-        if self._single is None:
-            put_in_place(self._work, self._goal)
-            return
-        put_in_place(self._work.child(self._single), self._goal)
-        self._work.delete()
-
-
-class SafetensorsObjects(_SafetensorsTarget):
-    """Files streamed to an object store, each one upload from its beginning to its end.
-
-    An upload that was interrupted starts again. Several files are written to the target itself,
-    and the index is written last. A single file is uploaded under another name, and copied by the
-    store once it is verified.
-
-    Args:
-        work: prefix beside the target.
-        goal: URL of a file, or of a folder.
-        file_bytes: size of each of several files, about.
-        budget_bytes: memory for an upload, about.
-    """
-
-    def __init__(
-        self, work: Location, goal: Location, *, file_bytes: int, budget_bytes: int
-    ) -> None:
-        super().__init__(work, goal, file_bytes=file_bytes)
-        self._budget = budget_bytes
-        self._at = work if self._single else goal
-        self._done: set[str] = set()
-        self._name = ""
-        self._stream: Any = None
-
-    def start(self) -> Any:
-        """Remove the files of an earlier run."""
-        names = self._at.listing()
-        ours = [name for name in names if name == self._single or _PART.fullmatch(name)]
-        self._at.remote.delete(ours)
-
-    def begin(self, arrays: Sequence[ArrayMeta], extras: Extras) -> None:
-        """Find out which files are complete."""
-        super().begin(arrays, extras)
-        sizes = {name: size for name, size, _ in self._at.remote.details()}
-        self._done = {name for name, file in self._files.items() if sizes.get(name) == file.size}
-
-    def restore(self, array: ArrayMeta, index: tuple[int, ...], receipt: Receipt) -> bool:
-        """Return whether all of the chunk's file is there."""
-        return self._entries[array.key].file in self._done
-
-    def write(self, chunks: Sequence[Written]) -> list[Receipt]:
-        """Continue an upload; chunks come in the order of the file."""
-        for chunk in chunks:
-            name, position = self._position(chunk)
-            self._open(name)
-            if self._stream.tell() != position:
-                url = f"{self._at.url}/{name}"
-                raise StorageError(
-                    f"byte {position} of {url} follows byte {self._stream.tell()}; "
-                    "convert again with resume=False",
-                    url=url,
-                )
-            with self._at.remote.errors("writing", name):
-                # Piece by piece: the stream sends what it has gathered in between.
-                data = as_bytes(chunk.data).data
-                for start in range(0, len(data), MIN_PART_BYTES):
-                    self._stream.write(data[start : start + MIN_PART_BYTES])
-                if self._stream.tell() == self._files[name].size:
-                    self._stream.close()
-                    self._stream = None
-                    self._done.add(name)
-        return [None] * len(chunks)
-
-    def _open(self, name: str) -> None:
-        if self._stream is not None and self._name == name:
-            return
-        file = self._files[name]
-        part = max(MIN_PART_BYTES, min(MAX_PART_BYTES, self._budget // 4), file.size // MAX_PARTS)
-        self._name, self._stream = name, self._at.remote.stream(name, part)
-        with self._at.remote.errors("writing", name):
-            self._stream.write(file.head)
-
-    def reader(self) -> Read:
-        """Upload files that hold no elements, and read all back by ranges."""
-        for name in self._files.keys() - self._done:
-            self._at.write(name, self._files[name].head)
-        return super().reader()
-
-    def publish(self) -> None:
-        """Write the index, or copy the file to its name.
+        """Put the files in their place, or write the index that makes them a checkpoint.
 
         Raises:
             CheckpointExistsError: there is one.
         """
-        if self._single is None:
-            made = self._at.remote.create(INDEX_NAME, self._index())
+        weight_map = {key: name for key, (name, _) in self._places.items()}
+        about = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
+        index = json.dumps(about, indent=2).encode()
+        if self._at.is_local and self._single is None:
+            self._at.write(INDEX_NAME, index)
+            put_in_place(self._at, self._goal)
+        elif self._single is None:
+            if not self._at.remote.create(INDEX_NAME, index):
+                raise exists_error(self._goal)
         else:
-            made = not self._goal.exists()
-            if made:
+            if self._at.is_local:
+                put_in_place(self._at.child(self._single), self._goal)
+            elif self._goal.exists():
+                raise exists_error(self._goal)
+            else:
                 self._goal.remote.copy_from(self._at.remote, self._single, "", any_size=True)
-                self._work.delete()
-        if not made:
-            raise exists_error(self._goal)
+            self._at.delete()
 
     def stop(self) -> None:
         """Abort an upload, so that the store does not keep its parts."""
@@ -517,26 +454,22 @@ def _grouped(arrays: Sequence[ArrayMeta], file_bytes: int) -> list[list[ArrayMet
     groups: list[list[ArrayMeta]] = [[]]
     size = 0
     for meta in arrays:
-        nbytes = Entry("", meta.dtype, meta.shape, 0).nbytes
-        if groups[-1] and size + nbytes > file_bytes:
+        size += array_bytes(meta)
+        if groups[-1] and size > file_bytes:
             groups.append([])
-            size = 0
+            size = array_bytes(meta)
         groups[-1].append(meta)
-        size += nbytes
     return groups
 
 
-def _header(
-    name: str, arrays: Sequence[ArrayMeta], metadata: Mapping[str, str]
-) -> tuple[bytes, dict[str, Entry]]:
-    """Return the first bytes of a file, and where its tensors lie.
+def _header(arrays: Sequence[ArrayMeta], metadata: Mapping[str, str]) -> bytes:
+    """Return the first bytes of a file; the tensors follow in their order.
 
     Raises:
         DTypeMismatchError: a data type that the format lacks.
     """
     header: dict[str, Any] = {METADATA: dict(metadata)}
     position = 0
-    starts = {}
     for meta in arrays:
         if meta.dtype not in _CODES:
             raise DTypeMismatchError(
@@ -544,17 +477,12 @@ def _header(
                 "first",
                 key=meta.key,
             )
-        starts[meta.key] = position
-        position += Entry(name, meta.dtype, meta.shape, 0).nbytes
+        start, position = position, position + array_bytes(meta)
         header[meta.key] = {
             "dtype": _CODES[meta.dtype],
             "shape": list(meta.shape),
-            "data_offsets": [starts[meta.key], position],
+            "data_offsets": [start, position],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
-    return head, {
-        meta.key: Entry(name, meta.dtype, meta.shape, len(head) + starts[meta.key])
-        for meta in arrays
-    }
+    return len(text).to_bytes(8, "little") + text

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any
 
-from shardstore.convert.interfaces import Extras, Read, Receipt, Target, Written, stamps
+from shardstore.convert.interfaces import Extras, Reader, Receipt, Target, Written, stamps
 from shardstore.core import CONFIG_FNAME
 from shardstore.errors import DamagedCheckpointError, StorageError
+from shardstore.inspection import opened
 from shardstore.storage import arrays as stored_arrays
-from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit import checkpoints
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.commit.folder import OWNER_NAME, FolderAttempt
@@ -38,9 +39,9 @@ class ZarrSource:
 
     def __init__(self, place: Location) -> None:
         self._place = place
-        self._stored = StoredCheckpoint(place)
-        self._stored.require()
-        self.arrays = self._stored.arrays
+        self._ckpt = opened.open(place)
+        self.arrays = self._ckpt.metas
+        self.read = self._ckpt.read
 
     def boxes(self, key: str) -> list[Box]:
         """One box a shard, or a chunk where shards are not known."""
@@ -48,41 +49,21 @@ class ZarrSource:
         grid = Grid(meta.shape, meta.shard_shape or meta.grid.chunk_shape)
         return [grid.box(grid.index(i)) for i in range(grid.size)]
 
-    def read(self, reads: Sequence[RegionRead]) -> None:
-        """Read regions, verified as far as there are checksums."""
-        self._stored.read(reads)
-
     def extras(self) -> Extras:
         """The common part as it is, and sharded objects."""
-        url = self._place.url
-        attributes: dict[str, Any] = {}
-        record = None
-        if self._stored.root is not None:
-            attributes = dict(self._stored.root.attributes)
-            attributes.pop("shardstore", None)
-            record = StateRecord.from_root(self._stored.root.attributes, url)
-        objects: Mapping[str, Callable[[], Any]] = {}
+        ckpt = self._ckpt
+        attributes = {name: v for name, v in ckpt.attributes.items() if name != "shardstore"}
+        record = StateRecord.from_root(ckpt.attributes, ckpt.url)
+        objects: dict[str, Callable[[], Any]] = {}
         if record is None or record.files:
-            objects = self._objects()
+            objects = {key: partial(ckpt.objects.__getitem__, key) for key in ckpt.objects}
         if record is not None:
             # Their files are listed with the sharded objects.
-            record = StateRecord(record.paths, record.values)
+            return Extras(None, StateRecord(record.paths, record.values), objects, attributes)
         common = None
-        if record is None and self._place.exists(COMMON_STATE_NAME):
+        if self._place.exists(COMMON_STATE_NAME):
             common = self._place.read(COMMON_STATE_NAME)
-        return Extras(common, record or StateRecord(), objects, attributes)
-
-    def _objects(self) -> Mapping[str, Callable[[], Any]]:
-        from shardstore.strategies.common import TorchCommonLoadStrategy
-
-        loader = TorchCommonLoadStrategy()
-        at = self._place.place
-        sharded = loader.load_sharded_metadata(at)
-
-        def value_of(key: str) -> Callable[[], Any]:
-            return lambda: loader.load_sharded_objects({key: sharded[key]}, at)[key]
-
-        return {key: value_of(key) for key in sharded}
+        return Extras(common, objects=objects, attributes=attributes)
 
     def identity(self) -> list[Any]:
         """What its documents are."""
@@ -203,39 +184,42 @@ class ShardstoreTarget(Target):
         self._manifest.add_chunk(array, index, record)
         return True
 
-    def reader(self) -> Read:
-        """Chunks are read with their checksums verified."""
-        mover = stored_arrays.mover_for(self._attempt.location, self._options, self._attempt)
-        return lambda reads: mover.read(reads, lambda: None)
+    def read_back(self) -> Reader:
+        """Chunks are read with their checksums verified, values from their files."""
+        return self
 
-    def written(self) -> Extras:
+    def read(self, reads: Sequence[RegionRead]) -> None:
+        """Read regions of what was written."""
+        mover = stored_arrays.mover_for(self._attempt.location, self._options, self._attempt)
+        mover.read(reads, lambda: None)
+
+    def extras(self) -> Extras:
         """From their files. Plain values are still to be written, with the commit: as they will
         be."""
-        place, extras = self._attempt.location, self._extras
-
-        def read(name: str) -> bytes:
-            try:
-                return place.read(name)
-            except FileNotFoundError:
-                url = f"{place.url}/{name}"
-                raise DamagedCheckpointError(
-                    f"{url}, which was written, is not there; convert again with resume=False",
-                    url=url,
-                ) from None
-
-        def value_of(key: str) -> Callable[[], Any]:
-            from shardstore.strategies.common import load_file
-
-            name = self._files[key]
-            return lambda: load_file(name, read(name), f"{place.url}/{name}", key)
-
-        objects = {key: value_of(key) for key in extras.objects}
+        extras = self._extras
+        objects = {key: partial(self._value, key) for key in extras.objects}
         if extras.common is not None:
-            return Extras(read(COMMON_STATE_NAME), objects=objects)
+            return Extras(self._file(COMMON_STATE_NAME), objects=objects)
         about = {"shardstore": json.loads(json.dumps({MEMBER: self._record().to_json()}))}
-        record = StateRecord.from_root(about, place.url)
+        record = StateRecord.from_root(about, self._attempt.location.url)
         assert record is not None
         return Extras(None, StateRecord(record.paths, record.values), objects)
+
+    def _value(self, key: str) -> Any:
+        from shardstore.strategies.common import load_file
+
+        name = self._files[key]
+        return load_file(name, self._file(name), f"{self._attempt.location.url}/{name}", key)
+
+    def _file(self, name: str) -> bytes:
+        try:
+            return self._attempt.location.read(name)
+        except FileNotFoundError:
+            url = f"{self._attempt.location.url}/{name}"
+            raise DamagedCheckpointError(
+                f"{url}, which was written, is not there; convert again with resume=False",
+                url=url,
+            ) from None
 
     def _record(self) -> StateRecord:
         extras = self._extras

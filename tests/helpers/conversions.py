@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 import shardstore
-from shardstore.convert import Progress, convert
+from shardstore.convert import convert
+from shardstore.progress import Progress
 from tests.helpers.rank_server import start
 
 
@@ -56,7 +57,7 @@ def _convert_and_die(source: str, target: str, target_format: str, file_bytes: i
 
     def stop(progress: Progress) -> None:
         seen.append(progress)
-        if len(seen) == 4:
+        if len(seen) == 7:
             os._exit(9)
 
     convert(

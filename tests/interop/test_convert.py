@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 import shardstore
 from shardstore import ShardedTensor
-from shardstore.convert import DEFAULT_FILE_BYTES, Progress, convert
+from shardstore.convert import DEFAULT_FILE_BYTES, convert
 from shardstore.errors import (
     CheckpointExistsError,
     CheckpointingException,
@@ -32,6 +32,7 @@ from shardstore.errors import (
     DTypeMismatchError,
     NotACheckpointError,
 )
+from shardstore.progress import Progress
 from shardstore.serialization import load_sharded_metadata
 from tests.golden import states
 from tests.helpers.conversions import killed_conversion, same, some_tensors, tensors_of
@@ -170,10 +171,10 @@ def test_the_budget_is_kept(tmp_path: Path, target_format: str) -> None:
         tracemalloc.stop()
     assert peak < 1.5 * budget
     assert len(reports) >= 8
-    for stage in ("write", "verify"):
-        done = [report.done_bytes for report in reports if report.stage == stage]
+    for stage in ("convert", "verify"):
+        done = [report.bytes_done for report in reports if report.operation == stage]
         assert done == sorted(done)
-        assert done[-1] == reports[0].total_bytes == 80 * mib
+        assert done[-1] == reports[-1].bytes_total == 80 * mib
 
 
 @pytest.mark.parametrize("target_format", ["shardstore", "safetensors", "dcp"])
@@ -184,8 +185,8 @@ def test_a_killed_conversion_goes_on(tmp_path: Path, target_format: str) -> None
     arguments = [str(tmp_path / "m.safetensors"), str(tmp_path / "c"), target_format]
     assert killed_conversion(*arguments, DEFAULT_FILE_BYTES) == 9
     assert not (tmp_path / "c").exists()
-    # The last line of the journal was cut short, and something was half written.
-    journal = tmp_path / ".c.convert.journal"
+    # The last document of the journal was cut short, and something was half written.
+    journal = max((tmp_path / ".c.convert.journal").iterdir())
     journal.write_bytes(journal.read_bytes()[:-3])
     done = convert(*arguments[:2], target_format=target_format, memory_budget=200_000)
     assert 0 < done.resumed_bytes < done.total_bytes
@@ -215,7 +216,7 @@ def test_a_work_folder_that_was_changed_is_found_out(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "m.safetensors")
 
     def stop(progress: Progress) -> None:
-        if progress.stage == "verify":
+        if progress.operation == "verify":
             raise KeyboardInterrupt
 
     def run(**options: Any) -> None:

@@ -14,13 +14,14 @@ from safetensors.torch import load_file, save_file
 
 import shardstore
 from scripts.s3_servers import S3Server
-from shardstore.convert import Progress, convert
+from shardstore.convert import convert
 from shardstore.errors import (
     CheckpointExistsError,
     CheckpointingException,
     ChunkCorruptError,
     NotACheckpointError,
 )
+from shardstore.progress import Progress
 from shardstore.storage.stores.location import Location
 from tests.helpers.cli_checkpoints import Cli
 from tests.helpers.conversions import killed_conversion, same, some_tensors, tensors_of
@@ -152,7 +153,7 @@ def test_the_budget_is_kept(bucket: str, tmp_path: Path, target_format: str) -> 
         tracemalloc.stop()
     # Of DCP's items one exists twice while it is put together; and a few MiB for each thread.
     assert peak < 1.5 * budget + 32 * MIB
-    assert reports[-1].done_bytes == reports[-1].total_bytes == 72 * MIB
+    assert reports[-1].bytes_done == reports[-1].bytes_total == 72 * MIB
 
 
 @pytest.mark.parametrize("target_format", FORMATS)
