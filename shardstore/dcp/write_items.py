@@ -24,7 +24,7 @@ from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.commit.publish import Files, write_chunks
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import SEPARATOR, ArrayMeta
-from shardstore.storage.format.grid import Box, Grid, contains, grid_of
+from shardstore.storage.format.grid import Box, Grid, grid_of
 from shardstore.storage.format.manifest import RankManifest
 from shardstore.storage.format.names import check_collisions, node_name
 from shardstore.storage.movers.chunk_bytes import as_bytes
@@ -272,7 +272,7 @@ def _plan_item(
     source = _Source(item, planner)
     for index in meta.grid.overlapping(box):
         chunk = meta.grid.box(index)
-        if not straddled or contains(box, chunk):
+        if not straddled or box.intersect(chunk) == chunk:
             writes.append(ChunkWrite(meta, index, source.part(chunk.relative_to(box.offset))))
             continue
         common = chunk.intersect(box)

@@ -101,10 +101,10 @@ class StoredCheckpoint:
     def _require_no_root(self) -> None:
         try:
             config = json.loads(self.document(CONFIG_NAME))
-        except (FileNotFoundError, ValueError):
+            layout = config["sharded_backend"], config["sharded_backend_version"]
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
             return
-        told = isinstance(config, dict) and config
-        if told and (told.get("sharded_backend"), told.get("sharded_backend_version")) == LAYOUT:
+        if layout == LAYOUT:
             url = f"{self.location.url}/zarr.json"
             raise DamagedCheckpointError(
                 f"{url}, the root document, is missing from a checkpoint whose {CONFIG_NAME} says "
@@ -219,13 +219,10 @@ class StoredCheckpoint:
         for node in doomed:
             self.location.require_no_link_to(node)
         if self.root is not None and listed:
-            kept = [
-                (node, text.decode())
-                for node, text in self.root.texts.items()
-                if node not in listed
-            ]
-            text = root_document(kept, self._attributes_without(listed))
-            self.location.replace("zarr.json", text.encode())
+            texts = self.root.texts.items()
+            kept = [(node, text.decode()) for node, text in texts if node not in listed]
+            root = root_document(kept, self._attributes_without(listed))
+            self.location.replace("zarr.json", root.encode())
         self._delete_arrays(sorted(doomed))
         if manifest is not None and doomed:
             self.location.replace(MANIFEST_NAME, manifest.without(doomed).to_bytes())
@@ -271,8 +268,8 @@ class StoredCheckpoint:
         Raises:
             DamagedCheckpointError: it is another than the one that was committed.
         """
-        known = None if self.root is None else self.root.file_sum(name)
-        if known is None:
+        known = None if self.root is None else self.root.file_sums.get(name)
+        if not isinstance(known, int):
             return False
         # A listing checks nothing, and need not wait for the library that would.
         from shardstore.storage.movers.checksums import crc32c
@@ -290,18 +287,16 @@ class StoredCheckpoint:
 
     def require(self) -> None:
         """Raise :class:`NotACheckpointError` unless there is a checkpoint with arrays of ours."""
-        if self.root is None and not self.has_document(CONFIG_NAME):
-            url = self.location.url
-            if self.location.is_local and not self.location.exists():
-                raise NotACheckpointError(
-                    f"{url} is not a distributed checkpoint: it does not exist", url=url
-                )
-            is_file = self.location.is_local and self.location.path.is_file()
-            nothing = "it has neither zarr.json nor metadata.json"
-            found = instead(self.location) or (
-                "it is a file: give the folder that save() wrote" if is_file else nothing
-            )
-            raise NotACheckpointError(f"{url} is not a distributed checkpoint: {found}", url=url)
+        if self.root is not None or self.has_document(CONFIG_NAME):
+            return
+        url, found = self.location.url, "it has neither zarr.json nor metadata.json"
+        if self.location.is_local and not self.location.exists():
+            found = "it does not exist"
+        elif other := instead(self.location):
+            found = other
+        elif self.location.is_local and self.location.path.is_file():
+            found = "it is a file: give the folder that save() wrote"
+        raise NotACheckpointError(f"{url} is not a distributed checkpoint: {found}", url=url)
 
 
 LISTINGS = 8

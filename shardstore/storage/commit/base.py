@@ -18,7 +18,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from typing import Protocol
 
 import xxhash
@@ -188,6 +188,7 @@ class ReusingMover:
     ) -> None:
         """See :meth:`Writer.write`."""
         known = {array: self._base.knows(array) for array in {item.array for item in writes}}
+        rest: list[ChunkWrite] = []
 
         def locked(item: ChunkWrite, record: ChunkRecord) -> None:
             with self._lock:
@@ -196,9 +197,7 @@ class ReusingMover:
         def work(batch: Sequence[ChunkWrite]) -> None:
             for item in batch:
                 if not (known[item.array] and self._taken_over(item, locked)):
-                    # Twice: ours, and the copy of who sends it.
-                    with self._held(2 * item.array.chunk_bytes):
-                        self._mover.write([item], locked)
+                    rest.append(item)
 
         far = self._adopter.is_far
         run_batched(
@@ -208,17 +207,14 @@ class ReusingMover:
             weight=lambda item: item.array.chunk_bytes,
             batch_weight=1 if far else 1 << 20,
         )
-
-    def _held(self, size: int) -> AbstractContextManager[None]:
-        """A share of the memory for chunks under way: many are, where each waits for a store."""
-        return self._limit.taken(size) if self._adopter.is_far else nullcontext()
+        self._mover.write(rest, done)
 
     def _taken_over(
         self, item: ChunkWrite, done: Callable[[ChunkWrite, ChunkRecord], None]
     ) -> bool:
         """Take a chunk over from the base, if it has the same and gives it."""
         array = item.array
-        with self._held(array.chunk_bytes):
+        with self._limit.taken(array.chunk_bytes):
             record = self._same(item)
             if record is None:
                 return False

@@ -16,7 +16,7 @@ from typing import Any
 
 from shardstore.storage import arrays
 from shardstore.storage.commit.attempt import Attempt
-from shardstore.storage.format import documents, names
+from shardstore.storage.format import documents
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.manifest import (
     MANIFEST_NAME,
@@ -25,23 +25,13 @@ from shardstore.storage.format.manifest import (
     content_digest,
 )
 from shardstore.storage.format.merge import Merged, merge, rank_record
-from shardstore.storage.format.names import CONFIG_NAME
+from shardstore.storage.format.names import CONFIG_NAME, check_collisions
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.movers.parallel import run_together
 from shardstore.storage.options import SaveOptions
 
-__all__ = [
-    "CONFIG",
-    "CONFIG_NAME",
-    "About",
-    "Files",
-    "commit",
-    "merge_reports",
-    "note_arrays",
-    "publish",
-    "write_chunks",
-]
+__all__ = ["About", "Files", "commit", "merge_reports", "note_arrays", "publish", "write_chunks"]
 
 CONFIG = "config"
 """In ``attributes.shardstore`` of the root: the content of ``metadata.json``. A reader of the root
@@ -143,8 +133,8 @@ def note_arrays(
         manifest: of the writer.
         metas: arrays, and whether this writer creates them.
     """
-    noted = [(meta, manifest.add_array(meta, created=first), first) for meta, first in metas]
-    return [(meta, text) for meta, text, first in noted if first]
+    noted = [(meta, manifest.add_array(meta, created=first)) for meta, first in metas]
+    return [(meta, text) for meta, text in noted if text]
 
 
 def write_chunks(
@@ -197,8 +187,8 @@ def publish(
     """
     merged = merge_reports(reports, options)
     if merged.array_documents and attempt.defers_documents:
-        texts = (text for _, text in merged.documents)
-        arrays.write_documents(attempt, options, list(zip(merged.arrays, texts, strict=True)))
+        created = [(m, t) for m, (_, t) in zip(merged.arrays, merged.documents, strict=True)]
+        arrays.write_documents(attempt, options, created)
     commit(attempt, options, merged, about)
 
 
@@ -206,7 +196,7 @@ def merge_reports(reports: Sequence[bytes | RankManifest], options: SaveOptions)
     """Put the writers' reports together and check them. Raises as :func:`publish`."""
     with collector_paused():
         merged = merge(reports, check=options.validate)
-    names.check_collisions(meta.key for meta in merged.arrays)
+    check_collisions(meta.key for meta in merged.arrays)
     return merged
 
 
@@ -221,62 +211,48 @@ def commit(attempt: Attempt, options: SaveOptions, merged: Merged, about: About)
     """
     config, record, last = about.config, {}, []
     if config is not None:
-        last = [(CONFIG_NAME, json.dumps(config).encode())]
+        last.append((CONFIG_NAME, json.dumps(config).encode()))
     if about.has_root:
         with collector_paused():
-            record = commit_record(attempt, merged, about.world_size, about.seconds)
-            further = about.record if config is None else {**about.record, CONFIG: config}
-            last += last_documents(merged, record, about.attributes, further)
+            record = _commit_record(attempt, merged, about)
+            last.append((MANIFEST_NAME, merged.manifest.to_bytes()))
+            last.append(("zarr.json", _root(merged, about, record).encode()))
     attempt.commit(last, durable=options.durable)
     return record
 
 
-def commit_record(
-    attempt: Attempt, merged: Merged, world_size: int, seconds: float
-) -> dict[str, Any]:
+def _commit_record(attempt: Attempt, merged: Merged, about: About) -> dict[str, Any]:
     """What the commit says of itself, for people."""
-    record = {
+    content = content_digest(merged.arrays, merged.manifest)
+    return {
         "attempt": attempt.id,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "world_size": world_size,
+        "world_size": about.world_size,
         "arrays": len(merged.arrays),
         "chunks": len(merged.manifest.crc),
         "stored_bytes": int(merged.manifest.stored.sum()),
         "reused_bytes": merged.reused_bytes,
-        "seconds": round(seconds, 3),
+        "seconds": round(about.seconds, 3),
         "shardstore": _version(),
         "ranks": rank_record(merged.ranks),
+        **({} if content is None else {"content": content}),
     }
-    content = content_digest(merged.arrays, merged.manifest)
-    return record if content is None else {**record, "content": content}
 
 
-def last_documents(
-    merged: Merged,
-    record: Mapping[str, Any],
-    attributes: Mapping[str, Any],
-    further: Mapping[str, Any],
-) -> list[tuple[str, bytes]]:
-    """Names and contents of the manifest and the root document, which is the commit.
-
-    Args:
-        merged: all ranks' manifests.
-        record: :func:`commit_record`.
-        attributes: of the root group.
-        further: members of ``attributes.shardstore`` beside ours.
-    """
-    about = {
-        **further,
+def _root(merged: Merged, about: About, record: Mapping[str, Any]) -> str:
+    """The root document, which is the commit."""
+    ours: dict[str, Any] = {
+        **about.record,
+        **({} if about.config is None else {CONFIG: about.config}),
         "format_version": documents.FORMAT_VERSION,
         "commit": record,
         documents.CHUNK_SUMS: merged.manifest.chunk_sums(),
     }
     if not merged.array_documents:
-        about[documents.ARRAY_DOCUMENTS] = False
+        ours[documents.ARRAY_DOCUMENTS] = False
     if merged.files:
-        about[documents.FILE_SUMS] = dict(sorted(merged.files.items()))
-    root = documents.root_document(merged.documents, {**attributes, "shardstore": about})
-    return [(MANIFEST_NAME, merged.manifest.to_bytes()), ("zarr.json", root.encode())]
+        ours[documents.FILE_SUMS] = dict(sorted(merged.files.items()))
+    return documents.root_document(merged.documents, {**about.attributes, "shardstore": ours})
 
 
 @cache

@@ -11,9 +11,9 @@ import json
 import math
 import struct
 from binascii import a2b_base64
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
@@ -439,6 +439,11 @@ def parse_v2_array(node: str, text: Text, url: str) -> ArrayMeta:
     )
 
 
+def _dict_of(attributes: dict[str, Any], name: str) -> dict[str, Any]:
+    found = attributes.get(name)
+    return found if isinstance(found, dict) else {}
+
+
 @dataclass(frozen=True)
 class RootDocument:
     """The parsed root document.
@@ -458,57 +463,38 @@ class RootDocument:
     texts: dict[str, bytes]
     consolidated: bool = True
 
-    @cached_property
-    def documents(self) -> dict[str, Any]:
-        """:attr:`texts`, parsed."""
-        return {node: json.loads(text) for node, text in self.texts.items()}
-
     @property
     def about(self) -> dict[str, Any]:
         """What this package wrote among the attributes; empty where another program wrote."""
-        about = self.attributes.get("shardstore")
-        return about if isinstance(about, dict) else {}
+        return _dict_of(self.attributes, "shardstore")
 
     @property
     def array_documents(self) -> bool:
         """Whether arrays have documents of their own, as far as this one says."""
         return self.about.get(ARRAY_DOCUMENTS) is not False
 
-    def arrays(self, without: Container[str] = ()) -> dict[str, ArrayMeta]:
+    def arrays(self) -> dict[str, ArrayMeta]:
         """All arrays by key.
-
-        Args:
-            without: nodes that are left out.
 
         Raises:
             FormatVersionError, DTypeMismatchError: an array uses what this version does not read.
         """
-        out: dict[str, ArrayMeta] = {}
         sums = self.chunk_sums
-        for node, text in self.texts.items():
-            if node not in without:
-                meta = parse_array(node, text, f"{self.url}/{node}", sums.get(node))
-                if meta is not None:
-                    out[meta.key] = meta
-        return out
-
-    def file_sum(self, name: str) -> int | None:
-        """crc32c of a file that is no chunk, by its name below the root; ``None`` if the commit
-        does not have it."""
-        found = self.file_sums.get(name)
-        return found if isinstance(found, int) else None
+        found = (
+            parse_array(node, text, f"{self.url}/{node}", sums.get(node))
+            for node, text in self.texts.items()
+        )
+        return {meta.key: meta for meta in found if meta is not None}
 
     @property
     def file_sums(self) -> dict[str, int]:
         """Name below the root -> crc32c of each file that is no chunk, as the commit has them."""
-        sums = self.about.get(FILE_SUMS)
-        return sums if isinstance(sums, dict) else {}
+        return _dict_of(self.about, FILE_SUMS)
 
     @property
     def chunk_sums(self) -> dict[str, str]:
         """Node -> base64 of :attr:`ArrayMeta.crcs`, as the commit has them."""
-        sums = self.about.get(CHUNK_SUMS)
-        return sums if isinstance(sums, dict) else {}
+        return _dict_of(self.about, CHUNK_SUMS)
 
 
 def parse_root(text: str | bytes, url: str) -> RootDocument:
@@ -527,10 +513,12 @@ def parse_root(text: str | bytes, url: str) -> RootDocument:
             f"({error.__cause__}); give the folder that save() wrote",
             url=url,
         ) from error
+    texts, consolidated = {}, True
     try:
         members = _MEMBERS.decode(document.consolidated_metadata).metadata
+        texts = {node: bytes(raw) for node, raw in members.items()}
     except msgspec.ValidationError:
-        members = None
+        consolidated = False
     attributes = document.attributes if isinstance(document.attributes, dict) else {}
     about = attributes.get("shardstore")
     version = about.get("format_version") if isinstance(about, dict) else None
@@ -540,8 +528,7 @@ def parse_root(text: str | bytes, url: str) -> RootDocument:
             f"up to {FORMAT_VERSION}: upgrade shardstore to load it",
             url=url,
         )
-    texts = {node: bytes(raw) for node, raw in (members or {}).items()}
-    root = RootDocument(url, attributes, version, texts, members is not None)
+    root = RootDocument(url, attributes, version, texts, consolidated)
     for name in (*texts, *root.file_sums):
         names.require_inside(name, url)
     return root

@@ -36,22 +36,10 @@ __all__ = [
 
 _ITEMSIZES = {
     "bool": 1,
-    "int8": 1,
-    "int16": 2,
-    "int32": 4,
-    "int64": 8,
-    "uint8": 1,
-    "uint16": 2,
-    "uint32": 4,
-    "uint64": 8,
-    "float16": 2,
-    "float32": 4,
-    "float64": 8,
+    **{f"{kind}{8 * size}": size for kind in ("int", "uint") for size in (1, 2, 4, 8)},
+    **{f"float{8 * size}": size for size in (2, 4, 8)},
     "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e4m3fnuz": 1,
-    "float8_e5m2": 1,
-    "float8_e5m2fnuz": 1,
+    **dict.fromkeys(("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"), 1),
     "complex64": 8,
     "complex128": 16,
 }
@@ -86,19 +74,13 @@ def names() -> tuple[str, ...]:
     return tuple(_ITEMSIZES)
 
 
-_names: dict[object, str] = {}
-"""Names that were looked up, by torch's and NumPy's data types."""
-
-
+@cache
 def zarr_name(dtype: torch.dtype | np.dtype[Any]) -> str:
     """Name of a data type in ``zarr.json``.
 
     Raises:
         DTypeMismatchError: the type can not be stored (quantised, sub-byte, or unknown).
     """
-    known = _names.get(dtype)
-    if known is not None:
-        return known
     text = str(dtype)
     if text.startswith(_TORCH):  # torch calls every type that can be stored what Zarr calls it
         name = text[len(_TORCH) :] if text[len(_TORCH) :] in _ITEMSIZES else None
@@ -111,7 +93,6 @@ def zarr_name(dtype: torch.dtype | np.dtype[Any]) -> str:
             f"data type {dtype} can not be stored as a Zarr array; convert the tensor to one of: "
             f"{_known()}"
         )
-    _names[dtype] = name
     return name
 
 

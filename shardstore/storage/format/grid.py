@@ -21,7 +21,6 @@ __all__ = [
     "Grid",
     "block_bytes",
     "chunk_shape_for",
-    "contains",
     "cut_gcd",
     "flat_range_boxes",
     "grid_of",
@@ -166,12 +165,7 @@ def shard_edges(global_shape: Sequence[int], fragments: Sequence[int]) -> Shape:
 
     The rule of ``torch.chunk``: ``ceil(n / parts)`` each, the last ones smaller or empty.
     """
-    return _shard_edges(tuple(global_shape), tuple(fragments))
-
-
-@lru_cache(maxsize=4096)
-def _shard_edges(shape: Shape, fragments: Shape) -> Shape:
-    return tuple(max(1, -(-n // max(1, f))) for n, f in zip(shape, fragments, strict=True))
+    return tuple(max(1, -(-n // max(1, f))) for n, f in zip(global_shape, fragments, strict=True))
 
 
 def cut_gcd(global_shape: Sequence[int], shards: Iterable[Box]) -> Shape:
@@ -211,20 +205,13 @@ def plan_grid(
         leading_only: never cut along an inner axis before the outer ones are cut to single rows, so
             that each chunk is one contiguous range of the flattened shard.
     """
-    shape, shard = tuple(global_shape), tuple(shard_shape)
-    return _plan_grid(shape, shard, itemsize, target_chunk_bytes, leading_only)
-
-
-@lru_cache(maxsize=4096)  # a model has many tensors of few shapes, each with its moments
-def _plan_grid(
-    shape: Shape, shard: Shape, itemsize: int, target_chunk_bytes: int, leading_only: bool
-) -> Grid:
-    edges = tuple(max(1, min(s, max(1, n))) for s, n in zip(shard, shape, strict=True))
+    shape = tuple(global_shape)
+    edges = tuple(max(1, min(s, n)) for s, n in zip(shard_shape, shape, strict=True))
     cut = tuple(e < n for e, n in zip(edges, shape, strict=True))
     return Grid(shape, chunk_shape_for(edges, cut, itemsize, target_chunk_bytes, leading_only))
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096)  # a model has many tensors of few shapes, each with its moments
 def chunk_shape_for(
     edges: Shape, cut: tuple[bool, ...], itemsize: int, target_chunk_bytes: int, leading_only: bool
 ) -> Shape:
@@ -377,11 +364,3 @@ def grid_of(
     share = math.prod(shape) * itemsize // (4 * parts)
     at_most = min(target_chunk_bytes, max(SMALL_CHUNK_BYTES, min(STRADDLING_CHUNK_BYTES, share)))
     return plan_grid(shape, shape, itemsize, at_most), edges, True
-
-
-def contains(outer: Box, inner: Box) -> bool:
-    """Whether a box lies within another."""
-    return all(
-        a <= b and b + n <= a + m
-        for a, m, b, n in zip(outer.offset, outer.shape, inner.offset, inner.shape, strict=True)
-    )
