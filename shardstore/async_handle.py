@@ -30,47 +30,7 @@ from shardstore.storage.options import SaveKeywords, options_of
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import SaveCommonStrategy, SaveShardedStrategy
 
-__all__ = ["AsyncSave", "async_save", "register", "unregister"]
-
-_lock = threading.Lock()
-_functions: list[Callable[[], None]] = []
-
-
-def register(function: Callable[[], None]) -> None:
-    """Have a function called once when the interpreter exits, the newest first."""
-    with _lock:
-        _functions.append(function)
-
-
-def unregister(function: Callable[[], None]) -> None:
-    """Undo :func:`register`."""
-    with _lock, suppress(ValueError):
-        _functions.remove(function)
-
-
-def _run() -> None:
-    while True:
-        with _lock:
-            if not _functions:
-                return
-            function = _functions.pop()
-        function()
-
-
-def _forget() -> None:
-    """In a forked child, which has neither the other threads nor the lock's holder."""
-    global _lock
-    _lock = threading.Lock()
-    _functions.clear()
-
-
-os.register_at_fork(after_in_child=_forget)
-# The module of executors is imported before: the newest exit function is called first.
-assert issubclass(ThreadPoolExecutor, Executor)
-atexit.register(_run)
-with suppress(AttributeError, RuntimeError):  # not in the documented interface
-    threading._register_atexit(_run)  # type: ignore[attr-defined]
-
+__all__ = ["AsyncSave", "async_save"]
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +39,7 @@ ABORT_WAIT_S = 10.0
 """Seconds that an exiting process gives an aborted save to tell the other ranks."""
 
 _latest: AsyncSave | None = None
+"""The only one that may be running."""
 
 
 def async_save(
@@ -130,13 +91,14 @@ def async_save(
     """
     global _latest
     error = _error
-    try:
-        if when_busy not in ("wait", "refuse"):
-            raise ArgumentError(f"when_busy={when_busy!r} must be 'wait' or 'refuse'")
-        if at_exit not in ("wait", "abort"):
-            raise ArgumentError(f"at_exit={at_exit!r} must be 'wait' or 'abort'")
-    except ArgumentError as problem:
-        error = error or problem  # met by all ranks together
+    for name, given, choices in (
+        ("when_busy", when_busy, ("wait", "refuse")),
+        ("at_exit", at_exit, ("wait", "abort")),
+    ):
+        if given not in choices:  # met by all ranks together
+            error = error or ArgumentError(
+                f"{name}={given!r} must be {' or '.join(map(repr, choices))}"
+            )
     chosen, error = options_of(
         "async_save",
         options,
@@ -191,7 +153,6 @@ class AsyncSave:
         # A daemon: exit functions run while it does, and decide whether to wait for it.
         self._thread = threading.Thread(target=self._run, name="shardstore-save", daemon=True)
         self._aborts = at_exit == "abort"
-        register(self._at_exit)
         self._thread.start()
 
     def _run(self) -> None:
@@ -211,7 +172,6 @@ class AsyncSave:
             logger.error("asynchronous save to %s failed: %s", self.url, error)
         finally:
             self._running = None  # a handle may be kept for long
-            unregister(self._at_exit)
             self._finished.set()
 
     def done(self) -> bool:
@@ -308,4 +268,14 @@ def _leave_latest() -> None:
         _latest._leave()
 
 
+def _end_latest() -> None:
+    if _latest is not None:
+        _latest._at_exit()
+
+
 os.register_at_fork(after_in_child=_leave_latest)
+atexit.register(_end_latest)
+# The module of executors is imported before: the newest exit function is called first.
+assert issubclass(ThreadPoolExecutor, Executor)
+with suppress(AttributeError, RuntimeError):  # not in the documented interface
+    threading._register_atexit(_end_latest)  # type: ignore[attr-defined]

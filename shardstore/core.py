@@ -24,7 +24,6 @@ __all__ = [
     "CheckpointingConfig",
     "CheckpointingException",
     "check_is_distributed_checkpoint",
-    "config_document",
     "maybe_load_config",
     "save_config",
 ]
@@ -94,8 +93,7 @@ def stored_config(stored: StoredCheckpoint) -> CheckpointingConfig | None:
     """
     location = stored.location
     if "zarr.json" in stored.documents and CONFIG_FNAME not in stored.documents:
-        config = _config_of_root(stored)
-        if config is not None:
+        if (config := _config_of_root(stored)) is not None:
             return config
     url = f"{location.url.rstrip('/')}/{CONFIG_FNAME}"
     try:
@@ -108,7 +106,8 @@ def stored_config(stored: StoredCheckpoint) -> CheckpointingConfig | None:
             url=url,
         ) from error
     config = _parse_config(document, url)
-    if not location.is_local and not stored.has_document(commit_document(config)):
+    has_root = config.sharded_backend == "zarr" and config.sharded_backend_version >= 2
+    if not location.is_local and has_root and not stored.has_document("zarr.json"):
         # In an object store a save that is going on, or died, is at its target already.
         return None
     return config
@@ -127,37 +126,21 @@ def _config_of_root(stored: StoredCheckpoint) -> CheckpointingConfig | None:
 
 def _parse_config(document: object, url: str) -> CheckpointingConfig:
     known = {field.name for field in fields(CheckpointingConfig)}
-    if not isinstance(document, dict) or "sharded_backend" not in document:
+    try:
+        config = msgspec.convert(document, CheckpointingConfig)
+    except msgspec.ValidationError as error:
         raise NotACheckpointError(
-            f"{url} does not name a sharded_backend, so this is not a distributed "
-            "checkpoint; give the directory that save() wrote",
+            f"{url}, {document!r:.200}, is not the {CONFIG_FNAME} of a distributed checkpoint "
+            f"({error}); give the directory that save() wrote, or restore it from a copy",
             url=url,
-        )
-    if unknown := sorted(set(document) - known):
+        ) from error
+    if isinstance(document, dict) and (unknown := sorted(set(document) - known)):
         raise NotACheckpointError(
             f"{url} has the unknown entries {unknown}: written by something else, or by a newer "
             f"version that needs a newer reader; known are {sorted(known)}",
             url=url,
         )
-    try:
-        return msgspec.convert(document, CheckpointingConfig)
-    except msgspec.ValidationError as error:
-        raise NotACheckpointError(
-            f"{url}, {document!r:.200}, has a wrong value ({error}); restore it from a copy, or "
-            "use another checkpoint",
-            url=url,
-        ) from error
-
-
-def commit_document(config: CheckpointingConfig) -> str:
-    """Name of the document that is written last, and without which there is no checkpoint."""
-    zarr_root = config.sharded_backend == "zarr" and config.sharded_backend_version >= 2
-    return "zarr.json" if zarr_root else CONFIG_FNAME
-
-
-def config_document(config: CheckpointingConfig) -> bytes:
-    """Content of `metadata.json`."""
-    return json.dumps(asdict(config)).encode()
+    return config
 
 
 def save_config(config: CheckpointingConfig, checkpoint_dir: str | Path) -> None:
@@ -172,8 +155,8 @@ def save_config(config: CheckpointingConfig, checkpoint_dir: str | Path) -> None
     Raises:
         FileNotFoundError: there is no such directory.
     """
-    location = Location.of(checkpoint_dir)
+    location, data = Location.of(checkpoint_dir), json.dumps(asdict(config)).encode()
     if location.is_local:
-        Path(location.url, CONFIG_FNAME).write_bytes(config_document(config))
+        Path(location.url, CONFIG_FNAME).write_bytes(data)
     else:
-        location.write(CONFIG_FNAME, config_document(config))
+        location.write(CONFIG_FNAME, data)

@@ -23,7 +23,7 @@ from shardstore.errors import (
 )
 from shardstore.mapping import ShardedObject, ShardedTensor, is_main_replica
 
-__all__ = ["check_reports", "report_shards", "shards_of_report"]
+__all__ = ["check_object", "check_reports", "report_shards", "shards_of_report"]
 
 _Tensors = list[tuple[int, ShardedTensor]]
 _Objects = list[tuple[int, ShardedObject]]
@@ -122,7 +122,7 @@ def check_reports(reports: Sequence[bytes]) -> None:
     for sharding in tensors.values():
         _check_tensor(sharding)
     for sharded_objects in objects.values():
-        _check_object(sharded_objects)
+        check_object(sharded_objects)
 
 
 def _check_tensor(held: _Tensors) -> None:
@@ -218,8 +218,15 @@ def _check_flat_ranges(held: _Tensors) -> None:
     )
 
 
-def _check_object(held: _Objects) -> None:
-    """Check that each element of a global object has exactly one main replica."""
+def check_object(held: Sequence[tuple[int, ShardedObject]]) -> None:
+    """Check that each element of a global object has exactly one main replica.
+
+    Args:
+        held: the parts of one key, each with the rank that holds it.
+
+    Raises:
+        AccessPatternError, ShapeMismatchError: see :func:`check_reports`.
+    """
     first_rank, first = held[0]
     holders: dict[str, _Objects] = defaultdict(list)
     for rank, item in held:

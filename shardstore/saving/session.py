@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -21,10 +20,11 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeAlias
 
+from shardstore.coverage.access_pattern import check_object
 from shardstore.distributed.coordinator import Ranks
 from shardstore.dtensor.claims import decide_claims
 from shardstore.errors import AccessPatternError, SaveInProgressError, StorageError
-from shardstore.mapping import ShardedStateDict, ShardedTensor, StateDict
+from shardstore.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from shardstore.progress import Meter, log_event
 from shardstore.saving import replicas
 from shardstore.saving.replicas import Copies, Offer
@@ -461,8 +461,7 @@ class SaveSession:
         """All ranks' manifests as one, checked. Called by the coordinator."""
         merged = merge_reports([self.manifest, *reports[1:]], self.options)
         if self.options.validate:
-            _check_objects(merged.objects)
-            _check_kinds(merged)
+            _check_objects(merged)
             if self.zarr_format is not None:
                 keys = {meta.key for meta in merged.arrays}
                 replicas.check_written(merged.copies, keys, merged.objects)
@@ -533,40 +532,22 @@ def _check_same_target(openings: Sequence[_Opening]) -> None:
             )
 
 
-def _check_kinds(merged: Merged) -> None:
-    """No key is both a tensor's and an object's: loading could not tell which is meant."""
-    objects = {unique_key.rpartition("/shard_")[0] for unique_key in merged.objects}
+def _check_objects(merged: Merged) -> None:
+    """Each sharded object is written once, each grid of objects complete, and no key a tensor's
+    too: loading could not tell which is meant."""
+    held: dict[str, list[tuple[int, ShardedObject]]] = {}
+    for unique_key, ranks in merged.objects.items():
+        item = ShardedObject.empty_from_unique_key(unique_key)
+        held.setdefault(item.key, []).extend((rank, item) for rank in ranks)
     for meta in merged.arrays:
-        if meta.key in objects:
+        if meta.key in held:
             raise AccessPatternError(
                 f"Invalid access pattern: key {meta.key!r} is both a tensor's and a sharded "
                 "object's; rename one of them",
                 key=meta.key,
             )
-
-
-def _check_objects(objects: Mapping[str, list[int]]) -> None:
-    """Each sharded object written once, and each grid of objects complete."""
-    grids: dict[tuple[str, str], int] = {}
-    for unique_key, ranks in objects.items():
-        if len(ranks) > 1:
-            raise AccessPatternError(
-                f"Invalid access pattern: object {unique_key!r} was written by ranks "
-                f"{sorted(ranks)}; only one may hold it as main replica",
-                key=unique_key,
-            )
-        key, _, shard = unique_key.rpartition("/shard_")
-        shape = shard.rpartition("_")[2]
-        grids[key, shape] = grids.get((key, shape), 0) + 1
-    for (key, shape), count in grids.items():
-        wanted = math.prod(int(n) for n in shape.split(".") if n)
-        if count != wanted:
-            raise AccessPatternError(
-                f"Invalid access pattern: {count} of the {wanted} objects of key {key!r} (global "
-                f"shape {shape.replace('.', ' x ')}) "
-                "were written; every part needs one main replica",
-                key=key,
-            )
+    for parts in held.values():
+        check_object(parts)
 
 
 def _check_common(merged: Merged, common_keys: frozenset[str], rank: int | None) -> None:

@@ -406,7 +406,6 @@ import sys, threading
 from concurrent.futures import ThreadPoolExecutor
 import torch, shardstore
 from pathlib import Path
-from shardstore import async_handle as leaving
 from shardstore.mapping import ShardedTensor
 from shardstore.saving.session import session_of
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
@@ -429,7 +428,7 @@ class Late(ZarrSaveShardedStrategy):
 
 w = ShardedTensor.from_rank_offsets("w", torch.arange(100000.0))
 shardstore.async_save({"w": w}, Path(sys.argv[1], "c"), Late("zarr", 2), at_exit=sys.argv[2])
-leaving.register(exiting.set)  # the newest is called first
+threading._register_atexit(exiting.set)  # the newest is called first
 if sys.argv[3] == "signal":
     import os, signal
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))

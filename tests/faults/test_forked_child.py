@@ -100,25 +100,6 @@ def test_it_ends_at_once_and_the_save_goes_on(tmp_path: Path, saves: str) -> Non
     assert torch.equal(loaded["w"], torch.arange(1000.0))
 
 
-LOCKED = """
-import os, signal
-from shardstore import async_handle as leaving
-
-# As where a save ends, in its thread, at this very moment.
-leaving._lock.acquire()
-pid = os.fork()
-if pid == 0:
-    signal.alarm(20)
-else:
-    leaving._lock.release()
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-"""
-
-
-def test_a_lock_that_is_held_at_the_fork_holds_up_nobody(tmp_path: Path) -> None:
-    assert run(LOCKED, tmp_path) == "0\n"
-
-
 OF_DCP = """
 import os, sys, threading, warnings
 import torch, torch.distributed.checkpoint as dcp
