@@ -92,9 +92,8 @@ def stored_config(stored: StoredCheckpoint) -> CheckpointingConfig | None:
     `metadata.json`.
     """
     location = stored.location
-    if "zarr.json" in stored.documents and CONFIG_FNAME not in stored.documents:
-        if (config := _config_of_root(stored)) is not None:
-            return config
+    if (config := _config_of_root(stored)) is not None:
+        return config
     url = f"{location.url.rstrip('/')}/{CONFIG_FNAME}"
     try:
         document = json.loads(stored.document(CONFIG_FNAME))
@@ -114,13 +113,14 @@ def stored_config(stored: StoredCheckpoint) -> CheckpointingConfig | None:
 
 
 def _config_of_root(stored: StoredCheckpoint) -> CheckpointingConfig | None:
-    """Return the backends that the root document names, if there is one and it names them."""
+    """Return the backends that a root document names which was read before, if it names them."""
+    if "zarr.json" not in stored.documents or CONFIG_FNAME in stored.documents:
+        return None
     try:
         stored.document("zarr.json")  # one that is not there yet is no damage here
-        root = stored.root
+        found = None if stored.root is None else stored.root.about.get("config")
     except (FileNotFoundError, NotACheckpointError, FormatVersionError):
         return None
-    found = None if root is None else root.about.get("config")
     return None if found is None else _parse_config(found, f"{stored.location.url}/zarr.json")
 
 
@@ -130,8 +130,8 @@ def _parse_config(document: object, url: str) -> CheckpointingConfig:
         config = msgspec.convert(document, CheckpointingConfig)
     except msgspec.ValidationError as error:
         raise NotACheckpointError(
-            f"{url}, {document!r:.200}, is not the {CONFIG_FNAME} of a distributed checkpoint "
-            f"({error}); give the directory that save() wrote, or restore it from a copy",
+            f"{url}, {document!r:.200}, does not name the sharded_backend of a distributed "
+            f"checkpoint ({error}); give the folder that save() wrote, or restore it from a copy",
             url=url,
         ) from error
     if isinstance(document, dict) and (unknown := sorted(set(document) - known)):

@@ -55,9 +55,7 @@ def stage_chunks(session: SaveSession, plan: WritePlan, created: Created) -> Asy
     """
     options = session.options
     budget, brought = options.staging_budget_bytes, list[ChunkWrite]()
-    arrays = [chunk.array for chunk in plan.cut if chunk.owner == session.ranks.rank]
-    arrays += [write.array for write in plan.writes]
-    size = sum(array.chunk_bytes for array in arrays)
+    size = sum(array.chunk_bytes for array in plan.written(session.ranks.rank))
     if budget is None or size <= budget:
         _exchange(session, plan.cut, brought.extend)
     else:

@@ -52,6 +52,11 @@ class WritePlan:
     writes: list[ChunkWrite] = field(default_factory=list)
     cut: list[CutChunk] = field(default_factory=list)
 
+    def written(self, rank: int) -> list[ArrayMeta]:
+        """The array of each chunk that this rank writes."""
+        owned = [cut.array for cut in self.cut if cut.owner == rank]
+        return owned + [write.array for write in self.writes]
+
 
 @dataclass(frozen=True)
 class DevicePart:

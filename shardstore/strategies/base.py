@@ -82,9 +82,7 @@ def get_default_strategy(
     known = default_strategies[action.value]
     if (backend, version) not in known:
         _register_builtin_strategies(backend)
-    try:
-        strategy: SaveStrategyBase | LoadStrategyBase = known[backend, version]
-    except KeyError:
+    if (backend, version) not in known:
         for builtin in _BUILTIN_STRATEGIES:  # so that the text lists them all
             with suppress(CheckpointingException):
                 _register_builtin_strategies(builtin)
@@ -93,7 +91,8 @@ def get_default_strategy(
             f"{backend!r}, version {version!r}. Registered for {action.value!r}: "
             f"{', '.join(map(str, sorted(known, key=str))) or 'none'}. Ask for one of these, pass "
             "a strategy object, or register one with register_default_strategy."
-        ) from None
+        )
+    strategy: SaveStrategyBase | LoadStrategyBase = known[backend, version]
     return strategy
 
 

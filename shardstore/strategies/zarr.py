@@ -135,8 +135,7 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
         if version not in (V2_LAYOUT, V3_LAYOUT):
             raise FormatVersionError(
                 f"backend {backend!r} has no version {version!r}; 2 is Zarr v3 (default), 1 the "
-                "Zarr v2 layout of "
-                "Megatron-Core"
+                "Zarr v2 layout of Megatron-Core"
             )
         self.options = SaveOptions(
             target_chunk_bytes=target_chunk_bytes,
@@ -145,7 +144,7 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
             array_documents=array_documents,
         )
         if version == V2_LAYOUT:
-            _require_documents(self.options)
+            _check_v2(self.options)
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
         """Write this rank's part of the sharded tensors.
@@ -206,36 +205,31 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
     def _plan(
         self, session: SaveSession, tensors: Sequence[ShardedTensor]
     ) -> tuple[WritePlan, Created]:
-        ranks = session.ranks
+        rank = session.ranks.rank
         session.options = options = session.options.of_strategy(self.options)
         session.zarr_format = 2 if self.version == V2_LAYOUT else 3
+        session.manifest.array_documents = options.array_documents
         layouts = session.exchanged_layouts(tensors)
         error: Exception | None = None
         plan, created = WritePlan(), []
         try:
-            if session.zarr_format == 2 and options.compression is not None:
-                raise FormatVersionError(
-                    "the Zarr v2 layout of Megatron-Core is never compressed: leave compression "
-                    "out, or save with backend ('zarr', 2)"
-                )
             if session.zarr_format == 2:
-                _require_documents(options)
-            session.manifest.array_documents = options.array_documents
+                _check_v2(options)
             with session.timed("plan"):
                 check_collisions(tensor.key for tensor in tensors)
                 plan = plan_writes(
                     tensors,
-                    ranks.rank,
+                    rank,
                     options,
                     zarr_format=session.zarr_format,
                     layouts=layouts,
                     shared=session.shared,
                 )
-                if session.zarr_format == 2:
-                    nodes = {write.array.node for write in plan.writes}
-                    nodes |= {cut.array.node for cut in plan.cut if cut.owner == ranks.rank}
-                    session.attempt.announce(nodes, ranks.rank)
                 created = note_arrays(session.manifest, plan.arrays)
+            written = plan.written(rank)
+            if session.zarr_format == 2:
+                session.attempt.announce({array.node for array in written}, rank)
+            session.expect(written)
         except Exception as problem:
             error = problem
         if session.agreed.exchange_layouts:
@@ -244,16 +238,15 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
             session.plans = False
         if error is not None:
             raise error
-        session.expect(write.array for write in plan.writes)
-        session.expect(cut.array for cut in plan.cut if cut.owner == ranks.rank)
         return plan, created
 
 
-def _require_documents(options: SaveOptions) -> None:
-    if not options.array_documents:
+def _check_v2(options: SaveOptions) -> None:
+    if options.compression is not None or not options.array_documents:
+        name = "array_documents" if options.compression is None else "compression"
         raise FormatVersionError(
-            "the Zarr v2 layout of Megatron-Core has no root document that could describe its "
-            "arrays: leave array_documents out, or save with backend ('zarr', 2)"
+            "the Zarr v2 layout of Megatron-Core is never compressed, and has no root document "
+            f"that could describe its arrays: leave {name} out, or save with backend ('zarr', 2)"
         )
 
 
@@ -490,14 +483,11 @@ def postprocess_numpy_array(
         if not sharded_tensor.allow_shape_mismatch:
             raise ShapeMismatchError(
                 f"Local shape mismatch for key {sharded_tensor.key!r}: loaded {tuple(x.shape)}, "
-                "expected "
-                f"{sharded_tensor.local_shape}; set allow_shape_mismatch=True to zero-pad",
+                f"expected {sharded_tensor.local_shape}; set allow_shape_mismatch=True to zero-pad",
                 key=sharded_tensor.key,
             )
         x = pad_to_expected_shape(x, sharded_tensor)
-    if apply_flattened_range and sharded_tensor.flattened_range is not None:
-        x = flatten_range(sharded_tensor, x)
-    return x
+    return flatten_range(sharded_tensor, x) if apply_flattened_range else x
 
 
 def flatten_range(sharded_tensor: ShardedTensor, x: torch.Tensor) -> torch.Tensor:
@@ -516,25 +506,17 @@ def pad_to_expected_shape(x: torch.Tensor, expected_sharded_ten: ShardedTensor) 
     Raises:
         ShapeMismatchError: another number of axes, or the tensor is longer than expected along one.
     """
-    expected = expected_sharded_ten.local_shape
-    if x.ndim != len(expected):
+    shape, expected = tuple(x.shape), expected_sharded_ten.local_shape
+    if len(shape) != len(expected) or any(a > b for a, b in zip(shape, expected, strict=True)):
         raise ShapeMismatchError(
-            f"key {expected_sharded_ten.key!r}: loaded {x.ndim} axes {tuple(x.shape)}, expected "
-            f"{len(expected)} {expected}; "
-            "padding changes lengths, not the number of axes",
+            f"key {expected_sharded_ten.key!r}: loaded {shape}, expected {expected}; padding adds "
+            "zeros, it changes no number of axes and drops no data: expect at least what is stored",
             key=expected_sharded_ten.key,
         )
-    if tuple(x.shape) == expected:
+    if shape == expected:
         return x
-    if any(a > b for a, b in zip(x.shape, expected, strict=True)):
-        raise ShapeMismatchError(
-            f"key {expected_sharded_ten.key!r}: loaded {tuple(x.shape)} is larger than expected "
-            f"{expected}; padding "
-            "never drops data",
-            key=expected_sharded_ten.key,
-        )
     out = x.new_zeros(expected)
-    out[tuple(slice(n) for n in x.shape)] = x
+    out[tuple(slice(n) for n in shape)] = x
     return out
 
 
