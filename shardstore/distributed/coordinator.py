@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 __all__ = ["DEADLINE_VARIABLE", "Ranks"]
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 DEADLINE_VARIABLE = "SHARDSTORE_DEADLINE_S"
 """Environment variable: seconds a rank waits for another one before it gives up."""
@@ -224,6 +226,35 @@ class Ranks:
         if status != _OK:
             _raise_reported(body)
         return body
+
+    def step(
+        self,
+        what: str,
+        work: Callable[[], T],
+        report: Callable[[T], bytes] = lambda _: b"",
+        decide: Callable[[list[bytes]], bytes] | None = None,
+    ) -> tuple[T, bytes]:
+        """Do something on this rank, and raise on every rank if it failed on any.
+
+        Args:
+            what: see :meth:`together`.
+            work: what to do.
+            report: makes this rank's report of its result.
+            decide: makes the coordinator's answer of all reports.
+
+        Returns:
+            What ``work`` returned on this rank, and the coordinator's answer.
+        """
+        error: BaseException | None = None
+        done: list[T] = []
+        said = b""
+        try:
+            done.append(work())
+            said = report(done[0])
+        except Exception as problem:
+            error = problem
+        answer = self.together(said, what=what, error=error, decide=decide)
+        return done[0], answer
 
     # -- the two sides of the star -------------------------------------------------------------
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import torch
 
@@ -32,7 +32,7 @@ from shardstore.loading.metadata import ROOT_DOCUMENT, find_strategies, location
 from shardstore.loading.plan import with_destinations
 from shardstore.loading.replicas import Offer, agree, offer, sharing_group
 from shardstore.mapping import ShardedObject, ShardedStateDict, StateDict, apply_factory_merges
-from shardstore.progress import Meter, ProgressCallback, callback_of, log_event
+from shardstore.progress import Meter, ProgressCallback, callback_of, log_event, metered
 from shardstore.state_dict_utils import check_state, load_preprocess
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.format.names import COMMON_STATE_NAME
@@ -53,8 +53,6 @@ if TYPE_CHECKING:
 __all__ = ["LoadCall", "run_load"]
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 StoredMetadata: TypeAlias = Callable[
     ["str | Path", "LoadShardedStrategy", "LoadCommonStrategy"], CkptShardedMetadata
@@ -89,14 +87,34 @@ class LoadCall:
     progress: ProgressCallback | Literal["bar"] | None = None
     error: BaseException | None = None
 
+    @property
+    def mode(self) -> StrictHandling:
+        """How keys that do not match are treated."""
+        return parse_strict_flag(self.strict)
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+    @property
+    def device(self) -> torch.device | None:
+        """Where tensors are made; ``None``: on the host."""
+        try:
+            device = None if self.map_location is None else torch.device(self.map_location)
+        except (RuntimeError, TypeError) as error:
+            raise ArgumentError(
+                f"map_location={self.map_location!r:.100} must be a device, as in 'cpu' or "
+                "'cuda:0', or None; without one, what is not given lies in host memory"
+            ) from error
+        if device is not None and device.type == "meta":
+            raise ArgumentError(
+                f"map_location={self.map_location!r} is a device without memory, where nothing can "
+                "be loaded; load_tensors_metadata() tells keys, shapes and data types without it"
+            )
+        return device
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class _Request:
     """What one rank asks for.
 
     Attributes:
-        mode: how keys that do not match are treated.
-        device: where tensors are made; ``None``: on the host.
         group: the process group that shares the reading, if all of its ranks agree.
         offer: what the coordinator is told of the group.
         adopted: the caller's state dict, with DTensors as sharded tensors.
@@ -105,35 +123,18 @@ class _Request:
         nonpersistent, factories: what :func:`load_preprocess` splits off.
     """
 
-    mode: StrictHandling
-    device: torch.device | None
     group: Group
     offer: Offer
     adopted: Adopted
     wanted: ShardedStateDict | None = None
-    nonpersistent: StateDict
-    factories: StateDict
-
-    @property
-    def compares_all(self) -> bool:
-        """Whether what is stored is compared with what all ranks together ask for."""
-        return StrictHandling.requires_global_app_metadata(self.mode)
+    nonpersistent: StateDict = field(default_factory=dict)
+    factories: StateDict = field(default_factory=dict)
 
     def split(self, adopted: Adopted) -> _Request:
         """Split the adopted state dict by what is loaded, kept, and merged again."""
         wanted, nonpersistent, factories = load_preprocess(adopted.state)
-        return replace(
-            self,
-            adopted=adopted,
-            wanted=extract_sharded_base(wanted)[0],
-            nonpersistent=nonpersistent,
-            factories=factories,
-        )
-
-    def report(self, validates: bool) -> bytes:
-        """Describe this rank's shards to the coordinator, if anyone compares them."""
-        assert self.wanted is not None
-        return report_shards(nested_values(self.wanted) if validates or self.compares_all else ())
+        wanted = extract_sharded_base(wanted)[0]
+        return _Request(self.group, self.offer, adopted, wanted, nonpersistent, factories)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -146,41 +147,6 @@ class _Matched:
     wanted: ShardedStateDict
     missing: set[str]
     unexpected: set[str]
-
-
-@dataclass(frozen=True)
-class _Meetings:
-    """Steps that end with a meeting of all ranks."""
-
-    ranks: Ranks
-    what: str
-
-    def step(
-        self,
-        work: Callable[[], T],
-        report: Callable[[T], bytes] = lambda _: b"",
-        decide: Callable[[list[bytes]], bytes] | None = None,
-    ) -> tuple[T, bytes]:
-        """Do something on this rank, and raise on every rank if it failed on any.
-
-        Args:
-            work: what to do.
-            report: makes this rank's report of its result.
-            decide: makes the coordinator's answer of all reports.
-
-        Returns:
-            What ``work`` returned on this rank, and the coordinator's answer.
-        """
-        error: BaseException | None = None
-        done: list[T] = []
-        said = b""
-        try:
-            done.append(work())
-            said = report(done[0])
-        except Exception as problem:
-            error = problem
-        answer = self.ranks.together(said, what=self.what, error=error, decide=decide)
-        return done[0], answer
 
 
 def run_load(
@@ -201,17 +167,31 @@ def run_load(
         callback = callback_of(call.progress, shows=ranks.is_coordinator)
     except ArgumentError as problem:
         error = error or problem
-    meetings = _Meetings(ranks, f"loading {location.url}")
-    meter = Meter("load", location.url, callback)
-    with _told_the_end(meter), collector_paused():
-        request, context, reports = _open_checkpoint(call, location, error, meter, meetings)
+    step = partial(ranks.step, f"loading {location.url}")
+    with metered("load", location.url, callback) as meter, collector_paused():
+        request, answer = step(
+            lambda: _prepare(call, location, error),
+            lambda request: pickle.dumps((_report(call, request.wanted), request.offer)),
+            lambda said: _agree(call, location, said),
+        )
+        context, reports = open_checkpoint(call, location, request, answer, meter)
         with using(context):
             if reports is None:
-                request, reports = _adopt(call, context, request, meetings)
-            matched, _ = meetings.step(
-                lambda: _match(call, context, request, reports, stored_metadata)
-            )
-            loaded, _ = meetings.step(lambda: _assemble(request, matched, _read(context, matched)))
+                # Every rank finds the stored arrays of its plain tensors and DTensors.
+                request, owners = step(
+                    lambda: _adopt(call, context, request),
+                    lambda request: claims(request.wanted or {}),
+                    decide_claims,
+                )
+                apply_claims(request.wanted or {}, owners)
+                _, answer = step(
+                    lambda: _report(call, request.wanted),
+                    pickle.dumps,
+                    lambda said: pickle.dumps(_checked(call, [pickle.loads(one) for one in said])),
+                )
+                reports = pickle.loads(answer)
+            matched, _ = step(lambda: _match(call, context, request, reports, stored_metadata))
+            loaded, _ = step(lambda: _assemble(request, matched, _read(context, matched)))
     if ranks.is_coordinator:
         seconds = perf_counter() - started
         log_event(
@@ -223,48 +203,27 @@ def run_load(
             seconds=seconds,
             world_size=ranks.world_size,
         )
-    if StrictHandling.requires_returning_mismatch_keys(request.mode):
+    if StrictHandling.requires_returning_mismatch_keys(call.mode):
         return loaded, matched.missing, matched.unexpected
     return loaded
 
 
-@contextmanager
-def _told_the_end(meter: Meter) -> Iterator[None]:
-    """Tell a meter how the load ended."""
-    try:
-        yield
-    except BaseException:
-        meter.enter("failed")
-        raise
-    meter.enter("done")
-
-
-def _open_checkpoint(
-    call: LoadCall,
-    location: Location,
-    error: BaseException | None,
-    meter: Meter,
-    meetings: _Meetings,
-) -> tuple[_Request, LoadContext, Sequence[bytes] | None]:
-    """Prepare what this rank asks for, and open the checkpoint with the documents that the
-    coordinator read.
+def open_checkpoint(
+    call: LoadCall, location: Location, request: _Request, answer: bytes, meter: Meter
+) -> tuple[LoadContext, list[bytes] | None]:
+    """Open the checkpoint with the documents that the coordinator read.
 
     Args:
         call: what this rank gives.
         location: the checkpoint.
-        error: what is wrong with the arguments that were looked at.
+        request: what this rank asks for.
+        answer: what :func:`_agree` returned on the coordinator.
         meter: counts what is read.
-        meetings: all ranks call this and meet once.
 
     Returns:
-        The request, the context of all that follows, and what :func:`_checked` returned; ``None``
-        if a rank has to know the stored keys first.
+        The context of all that follows, and what :func:`_checked` returned; ``None`` if a rank has
+        to know the stored keys first.
     """
-    request, answer = meetings.step(
-        lambda: _prepare(call, location, error),
-        lambda request: _said(call, request),
-        lambda said: _agree(call, location, said),
-    )
     (url, documents), reports, apart = pickle.loads(answer)
     is_apart = request.offer is not None and request.offer[0] in apart
     # A rank that gave another place than the coordinator reads its documents itself.
@@ -276,7 +235,7 @@ def _open_checkpoint(
         group=None if is_apart else request.group,
         meter=meter,
     )
-    return request, context, reports
+    return context, reports
 
 
 # -- what is asked for -----------------------------------------------------------------------------
@@ -294,42 +253,34 @@ def _prepare(call: LoadCall, location: Location, error: BaseException | None) ->
             f"cast={call.cast!r:.100} must be True or False: tensors have the data types that "
             "the state dict asks for"
         )
+    _ = call.mode, call.device
     group = sharing_group(call.replica_group, call.share_replicas, location)
-    request = _Request(
-        mode=parse_strict_flag(call.strict),
-        device=_device_of(call.map_location),
-        group=group,
-        offer=offer(call.replica_group, call.share_replicas, group is not None),
-        adopted=Adopted(call.sharded_state_dict),
-        nonpersistent={},
-        factories={},
+    offered = offer(call.replica_group, call.share_replicas, group is not None)
+    request = _Request(group, offered, Adopted(call.sharded_state_dict))
+    return request if needs_adoption(call.sharded_state_dict) else request.split(request.adopted)
+
+
+def _adopt(call: LoadCall, context: LoadContext, request: _Request) -> _Request:
+    """Find the stored arrays of plain tensors and DTensors."""
+    strategy, _ = find_strategies(context, call.sharded_strategy)
+    place = context.stored.location.place
+    return request.split(
+        adopt_for_load(call.sharded_state_dict, lambda: strategy.load_tensors_metadata(place))
     )
-    if needs_adoption(call.sharded_state_dict):
-        return request
-    return request.split(request.adopted)
 
 
-def _device_of(map_location: str | torch.device | None) -> torch.device | None:
-    try:
-        device = None if map_location is None else torch.device(map_location)
-    except (RuntimeError, TypeError) as error:
-        raise ArgumentError(
-            f"map_location={map_location!r:.100} must be a device, as in 'cpu' or 'cuda:0', or "
-            "None; without one, what is not given lies in host memory"
-        ) from error
-    if device is not None and device.type == "meta":
-        raise ArgumentError(
-            f"map_location={map_location!r} is a device without memory, where nothing can be "
-            "loaded; load_tensors_metadata() tells keys, shapes and data types without it"
-        )
-    return device
+def _report(call: LoadCall, wanted: ShardedStateDict | None) -> bytes | None:
+    """Describe this rank's shards to the coordinator, if they are known; empty if nobody compares
+    them."""
+    if wanted is None:
+        return None
+    compared = call.validate_access_integrity or _compares_all(call)
+    return report_shards(nested_values(wanted) if compared else ())
 
 
-def _said(call: LoadCall, request: _Request) -> bytes:
-    """Tell the coordinator this rank's shards, if they are known, and its group."""
-    known = request.wanted is not None
-    report = request.report(call.validate_access_integrity) if known else None
-    return pickle.dumps((report, request.offer))
+def _compares_all(call: LoadCall) -> bool:
+    """Whether what is stored is compared with what all ranks together ask for."""
+    return StrictHandling.requires_global_app_metadata(call.mode)
 
 
 def _agree(call: LoadCall, location: Location, said: Sequence[bytes]) -> bytes:
@@ -339,17 +290,16 @@ def _agree(call: LoadCall, location: Location, said: Sequence[bytes]) -> bytes:
         Pickled: the checkpoint and its documents; what :func:`_checked` returned, ``None`` if the
         shards of a rank are not known yet; the groups that share nothing.
     """
-    told = [pickle.loads(one) for one in said]
-    reports, offers = [report for report, _ in told], [group for _, group in told]
+    reports, offers = zip(*map(pickle.loads, said), strict=True)
     apart = agree(offers, location.url)
     documents = read_documents(location, DOCUMENTS)
-    checked: Sequence[bytes] | None = None
+    checked: list[bytes] | None = None
     if None not in reports:
-        checked = _checked(call, reports) if documents[CONFIG_FNAME] is not None else ()
+        checked = _checked(call, reports) if documents[CONFIG_FNAME] is not None else []
     return pickle.dumps(((location.url, documents), checked, apart))
 
 
-def _checked(call: LoadCall, reports: Sequence[bytes]) -> Sequence[bytes]:
+def _checked(call: LoadCall, reports: Sequence[bytes]) -> list[bytes]:
     """Check that all ranks together ask for each tensor once.
 
     Returns:
@@ -357,37 +307,7 @@ def _checked(call: LoadCall, reports: Sequence[bytes]) -> Sequence[bytes]:
     """
     if call.validate_access_integrity:
         check_reports(reports)
-    compared = StrictHandling.requires_global_app_metadata(parse_strict_flag(call.strict))
-    return reports if compared else ()
-
-
-def _adopt(
-    call: LoadCall, context: LoadContext, request: _Request, meetings: _Meetings
-) -> tuple[_Request, Sequence[bytes]]:
-    """Find the stored arrays of plain tensors and DTensors, and the rank that holds each of them.
-
-    Called by every rank, also by those that hold none; they meet twice.
-
-    Returns:
-        The request with what is wanted, and what :func:`_checked` returned.
-    """
-
-    def adopted() -> _Request:
-        strategy, _ = find_strategies(context, call.sharded_strategy)
-        place = context.stored.location.place
-        found = adopt_for_load(
-            call.sharded_state_dict, lambda: strategy.load_tensors_metadata(place)
-        )
-        return request.split(found)
-
-    known, owners = meetings.step(adopted, lambda found: claims(found.wanted or {}), decide_claims)
-    apply_claims(known.wanted or {}, owners)
-    _, answer = meetings.step(
-        lambda: known.report(call.validate_access_integrity),
-        lambda report: report,
-        lambda reports: pickle.dumps(_checked(call, reports)),
-    )
-    return known, pickle.loads(answer)
+    return list(reports) if _compares_all(call) else []
 
 
 # -- what is stored --------------------------------------------------------------------------------
@@ -407,14 +327,14 @@ def _match(
     common_state = for_common.load_common(place)
     missing: set[str] = set()
     unexpected: set[str] = set()
-    if StrictHandling.requires_explicit_ckpt_mismatch_check(request.mode):
+    if StrictHandling.requires_explicit_ckpt_mismatch_check(call.mode):
         stored = stored_metadata(place, for_tensors, for_common)
         everyone = [shards_of_report(report) for report in reports] or None
         wanted, missing, unexpected = validate_integrity_and_strict_load(
-            wanted, request.mode, False, list(nested_values(wanted)), everyone, stored
+            wanted, call.mode, False, list(nested_values(wanted)), everyone, stored
         )
-    if request.device is not None:
-        wanted = with_destinations(wanted, request.device)
+    if call.device is not None:
+        wanted = with_destinations(wanted, call.device)
     return _Matched(for_tensors, for_common, common_state, wanted, missing, unexpected)
 
 
