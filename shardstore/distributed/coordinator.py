@@ -25,14 +25,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store, _get_default_store
+from torch.distributed.distributed_c10d import _get_default_store
 
-from shardstore.distributed.messages import Message, Messages
+from shardstore.distributed.groups import has_ranks
+from shardstore.distributed.messages import Message, Messages, attempt
 from shardstore.errors import CheckpointingException, RanksError
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ class Ranks:
             RanksError: a rank did not come within the deadline.
         """
         deadline_s = deadline_from_environment()
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        if not has_ranks() or dist.get_world_size() == 1:
             return cls(deadline_s=deadline_s)
         group = _control_group(deadline_s, purpose, anew=_is_lacking(purpose))
         return cls(dist.get_rank(), dist.get_world_size(), deadline_s, group)
@@ -224,7 +225,7 @@ class Ranks:
         if error is not None:
             raise error
         if status != _OK:
-            _raise_reported(body)
+            raise pickle.loads(body)
         return body
 
     def step(
@@ -265,30 +266,23 @@ class Ranks:
         error: BaseException | None,
         decide: Callable[[list[bytes]], bytes] | None,
     ) -> tuple[int, bytes]:
-        reports: list[bytes] = [report]
-        failures: dict[int, str] = {}
+        reports = [report]
+        failures = {} if error is None else {0: _describe(error)}
+        causes = [] if error is None else [error]
         lost: list[int] = []
-        causes: list[BaseException] = []
-        if error is not None:
-            failures[0] = _describe(error)
-            causes.append(error)
         others = range(1, self.world_size)
         messages = self._messages(self.deadline_s)
         for rank, answer in messages.receive_each(others):
-            body = b""
             if isinstance(answer, RuntimeError):
                 # After a timeout gloo closes every pair: only the first silence is evidence.
                 if not lost or "timed out" not in failures[lost[0]].lower():
                     failures[rank] = f"no answer ({_first_line(answer)})"
                     lost.append(rank)
+            elif answer.status == _ERROR:
+                failures[rank], cause = pickle.loads(answer.body)
+                causes += [cause] if cause is not None else []
             else:
-                status, body = answer
-                if status == _ERROR:
-                    text, cause = pickle.loads(body)
-                    failures[rank] = text
-                    if cause is not None:
-                        causes.append(cause)
-            reports.append(body)
+                reports.append(answer.body)
         status, body = _OK, b""
         if failures:
             status = _BROKEN if lost else _ERROR
@@ -297,7 +291,8 @@ class Ranks:
             try:
                 body = decide(reports)
             except Exception as problem:
-                status, body = _ERROR, pickle.dumps(_portable(problem))
+                shown = _portable(problem) or CheckpointingException(_describe(problem))
+                status, body = _ERROR, pickle.dumps(shown)
         if lost:
             self._post(body)
         tree = status == _OK and len(body) >= TREE_FROM_BYTES
@@ -314,9 +309,10 @@ class Ranks:
         try:
             said = Message(_OK, report)
             if error is not None:
-                said = Message(_ERROR, pickle.dumps((_describe(error), _portable_or_none(error))))
-            answer = messages.expect(0)
-            messages.send(0, said)
+                said = Message(_ERROR, pickle.dumps((_describe(error), _portable(error))))
+            answer = messages.ask(0)
+            for _, problem in messages.send_each([0], said):
+                raise problem
             status, body = messages.receive(0, answer)
             if status == _BROKEN:
                 # All that are left make a new group next time, or none does.
@@ -349,15 +345,16 @@ class Ranks:
     def _post(self, body: bytes) -> None:
         try:
             # As text: some stores end a value at a zero byte.
-            _store().set(self._verdict_key(), body.hex())
+            _get_default_store().set(self._verdict_key(), body.hex())
         except Exception as problem:
             logger.warning("the ranks can not be told over the store: %s", problem)
 
     def _posted(self) -> bytes | None:
         key = self._verdict_key()
         try:
-            _store().wait([key], timedelta(seconds=GRACE_S))
-            return bytes.fromhex(_store().get(key).decode())
+            store = _get_default_store()
+            store.wait([key], timedelta(seconds=GRACE_S))
+            return bytes.fromhex(store.get(key).decode())
         except Exception:  # the store is gone, with the coordinator perhaps
             return None
 
@@ -388,26 +385,22 @@ class Ranks:
         """
         messages = self._messages(self.deadline_s)
         way: Any = {"group": messages.group, "tag": _PIECES}
-        lost: dict[int, RuntimeError] = {}
-
-        def attempt(rank: int, step: Callable[[], dist.Work | None]) -> dist.Work | None:
-            try:
-                return step()
-            except RuntimeError as problem:
-                lost.setdefault(rank, problem)
-                return None
-
         # Also where a rank is gone: the others wait for our pieces, and only then for a verdict.
         begun = [
-            (rank, attempt(rank, partial(dist.irecv, torch.from_numpy(buffer), rank, **way)))
+            (rank, attempt(partial(dist.irecv, torch.from_numpy(buffer), rank, **way)))
             for rank, buffer in receives
         ]
         begun += [
-            (rank, attempt(rank, partial(dist.isend, _as_tensor(piece), rank, **way)))
+            (rank, attempt(partial(dist.isend, _as_tensor(piece), rank, **way)))
             for rank, piece in sends
         ]
+        lost: dict[int, RuntimeError] = {}
         for rank, work in begun:
-            attempt(rank, partial(messages.wait, work))
+            ended = (
+                work if isinstance(work, RuntimeError) else attempt(partial(messages.wait, work))
+            )
+            if isinstance(ended, RuntimeError):
+                lost.setdefault(rank, ended)
         for rank, problem in lost.items():  # the first: after a timeout gloo closes every pair
             self._break()
             raise RanksError(
@@ -415,10 +408,6 @@ class Ranks:
                 f"({_first_line(problem)})",
                 failures={rank: "no answer"},
             ) from problem
-
-
-def _store() -> Store:
-    return _get_default_store()
 
 
 def _as_tensor(piece: NDArray[np.uint8]) -> torch.Tensor:
@@ -437,15 +426,8 @@ def _describe(error: BaseException) -> str:
     return text if isinstance(error, CheckpointingException) else f"{type(error).__name__}: {text}"
 
 
-def _portable(error: BaseException) -> CheckpointingException:
-    """The error itself where other ranks can rebuild it, else our own with its text."""
-    portable = _portable_or_none(error)
-    if portable is not None:
-        return portable
-    return CheckpointingException(_describe(error))
-
-
-def _portable_or_none(error: BaseException) -> CheckpointingException | None:
+def _portable(error: BaseException) -> CheckpointingException | None:
+    """The error itself where other ranks can rebuild it."""
     if not isinstance(error, CheckpointingException):
         return None
     try:
@@ -461,11 +443,7 @@ def _failure(
     """One error for all: the ranks' own where all failed alike, else one that lists them."""
     texts = set(failures.values())
     if len(texts) == 1 and len(causes) == len(failures) and len(failures) > 1:
-        return _portable(causes[0])
+        return _portable(causes[0]) or CheckpointingException(_describe(causes[0]))
     lines = [f"rank {rank}: {text}" for rank, text in sorted(failures.items())]
     shown = "; ".join(lines[:8]) + (f"; and {len(lines) - 8} more" if len(lines) > 8 else "")
     return RanksError(f"{what} failed on {len(failures)} rank(s): {shown}", failures=failures)
-
-
-def _raise_reported(body: bytes) -> NoReturn:
-    raise pickle.loads(body)

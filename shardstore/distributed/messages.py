@@ -9,21 +9,22 @@ time slice of a rank that computes. Errors are gloo's own (``RuntimeError``).
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["Message", "Messages"]
+__all__ = ["Message", "Messages", "attempt"]
+
+T = TypeVar("T")
 
 _HEAD = struct.Struct("<qq?7x")  # status, bytes of the body, whether these come down the tree
 _HEAD_BYTES = 512
 _INLINE_BYTES = _HEAD_BYTES - _HEAD.size
-_AT_ONCE = 256
-"""Ranks that are heard or told at once: nobody is to hold messages of ten thousand."""
 
 
 class Message(NamedTuple):
@@ -38,11 +39,19 @@ class Message(NamedTuple):
     body: bytes
 
 
-class _Incoming(NamedTuple):
+class _Asked(NamedTuple):
     """A buffer, and what fills it or why nothing will."""
 
     buffer: torch.Tensor
     work: dist.Work | RuntimeError | None
+
+
+def attempt(step: Callable[[], T]) -> T | RuntimeError:
+    """Return what a step returns, or gloo's error."""
+    try:
+        return step()
+    except RuntimeError as problem:
+        return problem
 
 
 @dataclass(frozen=True)
@@ -58,138 +67,73 @@ class Messages:
     group: Any
     wait_s: float
 
-    def send(self, rank: int, message: Message) -> None:
-        """Send to one rank; returns when that has taken it."""
-        self._sent(self._begin_send(rank, _pieces(message)))
-
     def send_each(
         self, ranks: Sequence[int], message: Message, *, tree: bool = False
     ) -> Iterator[tuple[int, RuntimeError]]:
-        """Send to each of some ranks; yields those that could not be reached.
+        """Send to each of some ranks, which take it; yields those that could not be reached.
 
         Args:
             ranks: which.
             message: for all of them.
             tree: the body comes down a broadcast tree, see :meth:`broadcast`.
         """
-        pieces = _pieces(message, tree=tree)
-        for window in _windows(ranks):
-            sent: list[tuple[int, list[dist.Work | None] | RuntimeError]] = []
-            for rank in window:
-                try:
-                    sent.append((rank, self._begin_send(rank, pieces)))
-                except RuntimeError as problem:
-                    sent.append((rank, problem))
-            for rank, works in sent:
-                try:
-                    self._sent(works)
-                except RuntimeError as problem:
-                    yield rank, problem
+        status, body = message
+        inline = not tree and len(body) <= _INLINE_BYTES
+        head = bytearray(_HEAD.pack(status, len(body), tree) + (body if inline else b""))
+        pieces = [head.ljust(_HEAD_BYTES, b"\0")]
+        if not tree and not inline:
+            pieces.append(bytearray(body))
+        tensors = [torch.frombuffer(piece, dtype=torch.uint8) for piece in pieces]
 
-    def broadcast(self, body: bytes) -> None:
+        def begin(rank: int) -> list[dist.Work | None]:
+            return [dist.isend(tensor, dst=rank, group=self.group) for tensor in tensors]
+
+        def end(works: list[dist.Work | None] | RuntimeError) -> None:
+            if isinstance(works, RuntimeError):
+                raise works
+            for work in works:
+                if work is not None:
+                    work.wait()  # as long as the group says: the other side may be late in asking
+
+        begun = [(rank, attempt(partial(begin, rank))) for rank in ranks]
+        for rank, works in begun:
+            if (problem := attempt(partial(end, works))) is not None:
+                yield rank, problem
+
+    def broadcast(self, body: bytes | bytearray) -> None:
         """From rank 0 to all others, each of which was told that it comes."""
-        self._broadcast(bytearray(body))
+        wire = body if isinstance(body, bytearray) else bytearray(body)
+        dist.broadcast(torch.frombuffer(wire, dtype=torch.uint8), src=0, group=self.group)
 
-    def expect(self, rank: int) -> _Incoming:
-        """Ask for the next message of a rank; see :meth:`receive`."""
-        return self._begin_receive(rank, _buffer(_HEAD_BYTES))
+    def ask(self, rank: int, size: int = _HEAD_BYTES) -> _Asked:
+        """Ask for the next message of a rank; an error is raised where it is received."""
+        buffer = torch.empty(size, dtype=torch.uint8, device="cpu")  # whatever the default device
+        return _Asked(buffer, attempt(lambda: dist.irecv(buffer, src=rank, group=self.group)))
 
-    def receive(self, rank: int, expected: _Incoming) -> Message:
+    def receive(self, rank: int, asked: _Asked) -> Message:
         """Wait for a message that was asked for."""
-        status, size, tree, inline = _parsed(self._arrived(expected))
-        if inline is not None:
-            return Message(status, inline)
+        data = self._arrived(asked)
+        status, size, tree = _HEAD.unpack_from(data)
         if tree:
             body = bytearray(size)
-            self._broadcast(body)
+            self.broadcast(body)
             return Message(status, bytes(body))
-        return Message(status, self._body(self._begin_receive(rank, _buffer(size))))
+        if size <= _INLINE_BYTES:
+            return Message(status, data[_HEAD.size : _HEAD.size + size])
+        return Message(status, self._arrived(self.ask(rank, size)))
 
     def receive_each(self, ranks: Sequence[int]) -> Iterator[tuple[int, Message | RuntimeError]]:
         """Wait for a message of each of some ranks; yields them by rank, or why there is none."""
-        for window in _windows(ranks):
-            expected = [self.expect(rank) for rank in window]
-            found: list[tuple[int, bytes | _Incoming] | RuntimeError] = []
-            for rank, incoming in zip(window, expected, strict=True):
-                try:
-                    status, size, _, inline = _parsed(self._arrived(incoming))
-                except RuntimeError as problem:
-                    found.append(problem)
-                    continue
-                rest = self._begin_receive(rank, _buffer(size)) if inline is None else inline
-                found.append((status, rest))
-            for rank, one in zip(window, found, strict=True):
-                if isinstance(one, RuntimeError):
-                    yield rank, one
-                    continue
-                status, rest = one
-                try:
-                    body = rest if isinstance(rest, bytes) else self._body(rest)
-                except RuntimeError as problem:
-                    yield rank, problem
-                else:
-                    yield rank, Message(status, body)
+        for rank, asked in [(rank, self.ask(rank)) for rank in ranks]:
+            yield rank, attempt(partial(self.receive, rank, asked))
 
     def wait(self, work: dist.Work | None) -> None:
         """Wait for what was begun."""
         if work is not None:
             work.wait(timedelta(seconds=self.wait_s))
 
-    def _begin_send(self, rank: int, pieces: Sequence[torch.Tensor]) -> list[dist.Work | None]:
-        return [dist.isend(piece, dst=rank, group=self.group) for piece in pieces]
-
-    def _sent(self, works: Sequence[dist.Work | None] | RuntimeError) -> None:
-        if isinstance(works, RuntimeError):
-            raise works
-        for work in works:
-            if work is not None:
-                work.wait()  # as long as the group says: the other side may be late in asking
-
-    def _begin_receive(self, rank: int, buffer: torch.Tensor) -> _Incoming:
-        try:
-            return _Incoming(buffer, dist.irecv(buffer, src=rank, group=self.group))
-        except RuntimeError as problem:
-            return _Incoming(buffer, problem)
-
-    def _arrived(self, incoming: _Incoming) -> torch.Tensor:
-        if isinstance(incoming.work, RuntimeError):
-            raise incoming.work
-        self.wait(incoming.work)
-        return incoming.buffer
-
-    def _body(self, incoming: _Incoming) -> bytes:
-        return self._arrived(incoming).numpy().tobytes()
-
-    def _broadcast(self, body: bytearray) -> None:
-        dist.broadcast(torch.frombuffer(body, dtype=torch.uint8), src=0, group=self.group)
-
-
-def _windows(ranks: Sequence[int]) -> Iterator[Sequence[int]]:
-    for first in range(0, len(ranks), _AT_ONCE):
-        yield ranks[first : first + _AT_ONCE]
-
-
-def _buffer(size: int) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.uint8, device="cpu")  # whatever the default device is
-
-
-def _pieces(message: Message, *, tree: bool = False) -> list[torch.Tensor]:
-    status, body = message
-    head = bytearray(_HEAD_BYTES)
-    _HEAD.pack_into(head, 0, status, len(body), tree)
-    pieces = [torch.frombuffer(head, dtype=torch.uint8)]
-    if tree:
-        return pieces
-    if len(body) <= _INLINE_BYTES:
-        head[_HEAD.size : _HEAD.size + len(body)] = body
-    else:
-        pieces.append(torch.frombuffer(bytearray(body), dtype=torch.uint8))
-    return pieces
-
-
-def _parsed(head: torch.Tensor) -> tuple[int, int, bool, bytes | None]:
-    """Status, bytes of the body, whether these come down the tree; and a short body itself."""
-    data = head.numpy().tobytes()
-    status, size, tree = _HEAD.unpack_from(data)
-    inline = not tree and size <= _INLINE_BYTES
-    return status, size, tree, data[_HEAD.size : _HEAD.size + size] if inline else None
+    def _arrived(self, asked: _Asked) -> bytes:
+        if isinstance(asked.work, RuntimeError):
+            raise asked.work
+        self.wait(asked.work)
+        return asked.buffer.numpy().tobytes()

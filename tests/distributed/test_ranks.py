@@ -57,7 +57,6 @@ def test_every_rank_gets_the_same_answer(world: int) -> None:
 
 
 def _by_size(rank: int, world: int) -> list[bytes]:
-    messages._AT_ONCE = 2  # the coordinator hears and tells the others in several turns
     inline = messages._INLINE_BYTES
     answers = []
     for size in [inline - 1, inline, inline + 1, 0, TREE_FROM_BYTES - 1, inline]:

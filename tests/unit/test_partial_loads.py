@@ -75,7 +75,7 @@ def test_wrong_parts(place: Path) -> None:
         shardstore.load_plain_tensors(place, keys=["w"], region=[slice(0, 9, 2)])
     with pytest.raises(ValueError, match="does not fit key 'v'"):
         shardstore.load_plain_tensors(place, keys=["v"], region=[slice(0, 9), slice(0, 1)])
-    with pytest.raises(ArgumentError, match="of key 'w' has bounds that are no whole numbers"):
+    with pytest.raises(ArgumentError, match=r"does not fit key .w. of shape .* of whole numbers"):
         shardstore.load_plain_tensors(place, keys=["w"], region=[slice("a")])
 
 
