@@ -128,7 +128,7 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
     def _check_scalar(self, data: object) -> TypeGuard[str | float | np.generic]:
         if isinstance(data, np.generic):  # one that is a real number: no complex, date, bytes
             return np.can_cast(data.dtype, np.float64, "same_kind")
-        return isinstance(data, str | int | float)
+        return isinstance(data, str | int | float) and not isinstance(data, bool)
 
     def cast_scalar(self, data: object) -> np.generic:
         """A number, numpy scalar, or string as in array metadata, as a scalar of this type.
@@ -163,11 +163,6 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
             TypeError: not a number or string.
             ValueError: a string that is none of those, or an infinity where the type has none.
         """
-        if isinstance(data, bool) or not isinstance(data, str | int | float):
-            raise TypeError(
-                f"fill value {data!r} of an array of {self._zarr_v3_name}: "
-                "expected a number or a string"
-            )
         if zarr_format == 2 and isinstance(data, str) and data not in _SPECIAL:
             # TensorStore would take "0x7f" for the number 127 here: refuse, not differ.
             raise ValueError(

@@ -12,7 +12,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,7 +21,6 @@ from typing import Any
 from shardstore.errors import (
     ArgumentError,
     CheckpointingException,
-    FormatVersionError,
     NotACheckpointError,
     StorageError,
 )
@@ -296,28 +295,32 @@ class Steps:
 
 
 def what_is_missing(place: Location) -> str | None:
-    """The first thing that is not there, or has another size than was written, in words; ``None``
-    if nothing is missing. No chunk is read.
+    """The first thing of a managed step that is not there, or has another size than was written, in
+    words; ``None`` if nothing is missing. No chunk is read.
 
     Raises:
         StorageError: the store refused.
     """
     stored = StoredCheckpoint(place)
     try:
-        if stored.root is None:
-            return None
         manifest, arrays = stored.manifest, stored.arrays
-    except FormatVersionError:
-        return None
     except StorageError:
         raise
     except CheckpointingException as error:
         return str(error)
     if manifest is None:
         return None
-    sizes = _sizes(place)
+    known = {} if place.is_local else {name: size for name, size, _ in place.remote.details()}
+
+    def size_of(name: str) -> int | None:
+        if not place.is_local:
+            return known.get(name)
+        with suppress(FileNotFoundError, NotADirectoryError):
+            return os.stat(f"{place.url}/{name}").st_size
+        return None
+
     for name in ("metadata.json", "common.pt"):
-        if sizes(name) is None:
+        if size_of(name) is None:
             return f"{place.url}/{name} is missing"
     for meta in arrays.values():
         for linear in range(meta.grid.size):
@@ -326,25 +329,11 @@ def what_is_missing(place: Location) -> str | None:
             if row is None:
                 break  # rewritten by another program
             name = f"{meta.node}/{meta.chunk_key(index)}"
-            size, wanted = sizes(name), int(manifest.stored[row])
+            size, wanted = size_of(name), int(manifest.stored[row])
             if size != wanted:
                 how = "is missing" if size is None else f"has {size} bytes, not {wanted}"
                 return f"chunk {index} of key {meta.key!r} {how}: {place.url}/{name}"
     return None
-
-
-def _sizes(place: Location) -> Callable[[str], int | None]:
-    """A function from names below a place to sizes; ``None`` for what is not there."""
-    if not place.is_local:
-        return {name: size for name, size, _ in place.remote.details()}.get
-
-    def size(name: str) -> int | None:
-        try:
-            return os.stat(f"{place.url}/{name}").st_size
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-
-    return size
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

@@ -10,7 +10,6 @@ is imported with the first value that needs it.
 from __future__ import annotations
 
 import argparse
-import base64
 import collections
 import datetime
 import decimal
@@ -21,6 +20,7 @@ import math
 import pathlib
 import types
 import uuid
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -71,24 +71,21 @@ def _encode(value: Any, depth: int) -> Any:
     if kind in _FORMS:
         name, form, _ = _FORMS[kind]
         return _tagged(name, form(value, depth + 1))
-    found = None
-    if kind.__module__.partition(".")[0] == "torch":
-        found = _encode_of_torch(value, depth)
-    elif isinstance(value, np.generic) and value.dtype.kind in _PLAIN:
+    if isinstance(value, np.generic) and value.dtype.kind in _PLAIN:
         # Empty text has bytes of its own, which are none of its value's.
         data = value.tobytes()[: value.dtype.itemsize]
-        found = _tagged("numpy", [value.dtype.str, _base64(data)])
-    elif isinstance(value, np.dtype) and value.kind in _PLAIN:
-        found = _tagged("numpy.dtype", value.str)
-    if found is None:
-        raise NotPlainError(f"{kind.__module__}.{kind.__qualname__} has no JSON form")
-    return found
+        return _tagged("numpy", [value.dtype.str, _base64(data)])
+    if isinstance(value, np.dtype) and value.kind in _PLAIN:
+        return _tagged("numpy.dtype", value.str)
+    return _encode_of_torch(value, depth)
 
 
 def _encode_of_torch(value: Any, depth: int) -> Any:
+    kind = type(value)
+    if kind.__module__.partition(".")[0] != "torch":
+        raise NotPlainError(f"{kind.__module__}.{kind.__qualname__} has no JSON form")
     import torch
 
-    kind = type(value)
     if kind is torch.dtype:
         return _tagged("dtype", str(value).removeprefix("torch."))
     if kind is torch.device:
@@ -97,7 +94,7 @@ def _encode_of_torch(value: Any, depth: int) -> Any:
         return _tagged("Size", _items(value, depth + 1))
     if kind is torch.Tensor or kind is torch.nn.Parameter:
         return _tagged(kind.__name__, _encode_tensor(value))
-    return None
+    raise NotPlainError(f"{kind.__module__}.{kind.__qualname__} has no JSON form")
 
 
 def _encode_tensor(tensor: torch.Tensor) -> Any:
@@ -160,7 +157,7 @@ def _text(value: str) -> Any:
 
 
 def _base64(data: bytes | bytearray | memoryview) -> str:
-    return base64.b64encode(data).decode("ascii")
+    return b64encode(data).decode("ascii")
 
 
 def _tagged(name: str, value: Any) -> dict[str, Any]:
@@ -208,7 +205,7 @@ def _tensor(parts: list[Any]) -> torch.Tensor:
 
     dtype, shape, text, requires_grad = parts
     out = torch.empty(tuple(shape), dtype=_dtype(dtype))
-    data = base64.b64decode(text)
+    data = b64decode(text)
     _require_bytes(len(data), out.numel() * out.element_size())
     if data:
         out.reshape(-1).view(torch.uint8).numpy()[:] = np.frombuffer(data, np.uint8)
@@ -226,7 +223,7 @@ def _array(parts: list[Any]) -> np.ndarray[Any, Any]:
     dtype = np.dtype(name)
     if dtype.kind not in _PLAIN:
         raise ValueError(f"{name!r} is no plain data type")
-    data = base64.b64decode(text)
+    data = b64decode(text)
     _require_bytes(len(data), math.prod(shape) * dtype.itemsize)
     # Of a buffer of its own, which may be written to.
     return np.ndarray(tuple(shape), dtype, bytearray(data))
@@ -243,18 +240,13 @@ def _numpy(parts: list[str]) -> np.generic:
 
 
 def _stream(parts: list[Any]) -> io.BytesIO:
-    stream = io.BytesIO(base64.b64decode(parts[0]))
+    stream = io.BytesIO(b64decode(parts[0]))
     stream.seek(parts[1])
     return stream
 
 
 def _decoded_pairs(pairs: Any) -> Iterable[tuple[Any, Any]]:
     return ((decode(key), decode(item)) for key, item in pairs)
-
-
-def _with_members(space: Any, members: Any) -> Any:
-    vars(space).update(decode(members))
-    return space
 
 
 def _defaultdict(parts: Any) -> collections.defaultdict[Any, Any]:
@@ -273,52 +265,61 @@ _Form = tuple[str, Callable[[Any, int], Any], Callable[[Any], Any]]
 """Name of a type, what makes the JSON of a value, given its depth, and what makes a value of it."""
 
 
-def _of_items(kind: Callable[[Any], Any], name: str) -> _Form:
-    return name, _items, lambda items: kind(decode(items))
+def _of_items(kind: Any) -> _Form:
+    return kind.__name__, _items, lambda items: kind(decode(items))
 
 
-def _of_text(kind: Callable[[str], Any], name: str) -> _Form:
-    return name, lambda value, _: _text(str(value)), lambda text: kind(decode(text))
+def _of_text(kind: Any) -> _Form:
+    return kind.__name__, lambda value, _: _text(str(value)), lambda text: kind(decode(text))
 
 
-def _of_bytes(kind: Callable[[bytes], Any], name: str) -> _Form:
-    return name, lambda value, _: _base64(value), lambda text: kind(base64.b64decode(text))
+def _of_bytes(kind: Any) -> _Form:
+    return kind.__name__, lambda value, _: _base64(value), lambda text: kind(b64decode(text))
 
 
-def _of_members(kind: Callable[[], Any], name: str) -> _Form:
-    made = lambda members: _with_members(kind(), members)  # noqa: E731
-    return name, lambda value, depth: _encode(vars(value), depth), made
+def _of_time(kind: Any) -> _Form:
+    decoder = lambda parts: kind.fromisoformat(parts[0]).replace(fold=parts[1])  # noqa: E731
+    return kind.__name__, _encode_time, decoder
 
 
-def _of_parts(kind: Callable[..., Any], name: str, *parts: str) -> _Form:
+def _of_members(kind: Any) -> _Form:
+    def made(members: Any) -> Any:
+        space = kind()
+        vars(space).update(decode(members))
+        return space
+
+    return kind.__name__, lambda value, depth: _encode(vars(value), depth), made
+
+
+def _of_parts(kind: Any, *names: str) -> _Form:
     def made(stored: list[Any]) -> Any:
-        found = decode(stored)
-        if any(isinstance(part, str) for part in found):  # a Fraction of "1e999999999" takes hours
-            raise ValueError(f"a {name} of text")
-        return kind(*found)
+        parts = decode(stored)
+        if any(isinstance(part, str) for part in parts):  # a Fraction of "1e999999999" takes hours
+            raise ValueError(f"a {kind.__name__} of text")
+        return kind(*parts)
 
-    return name, lambda value, depth: _items((getattr(value, p) for p in parts), depth), made
-
-
-def _of_time(kind: type[datetime.datetime] | type[datetime.time], name: str) -> _Form:
-    return name, _encode_time, lambda parts: kind.fromisoformat(parts[0]).replace(fold=parts[1])
+    return (
+        kind.__name__,
+        lambda value, depth: _items((getattr(value, n) for n in names), depth),
+        made,
+    )
 
 
 _FORMS: dict[type, _Form] = {
-    tuple: _of_items(tuple, "tuple"),
-    set: _of_items(set, "set"),
-    frozenset: _of_items(frozenset, "frozenset"),
-    bytes: _of_bytes(bytes, "bytes"),
-    bytearray: _of_bytes(bytearray, "bytearray"),
+    **{kind: _of_items(kind) for kind in (tuple, set, frozenset)},
+    **{kind: _of_bytes(kind) for kind in (bytes, bytearray)},
+    **{kind: _of_text(kind) for kind in (decimal.Decimal, uuid.UUID, pathlib.PurePosixPath)},
+    **{kind: _of_time(kind) for kind in (datetime.datetime, datetime.time)},
+    **{kind: _of_members(kind) for kind in (argparse.Namespace, types.SimpleNamespace)},
+    complex: _of_parts(complex, "real", "imag"),
+    range: _of_parts(range, "start", "stop", "step"),
+    slice: _of_parts(slice, "start", "stop", "step"),
+    datetime.timedelta: _of_parts(datetime.timedelta, "days", "seconds", "microseconds"),
+    fractions.Fraction: _of_parts(fractions.Fraction, "numerator", "denominator"),
+    type(pathlib.Path()): ("Path", *_of_text(pathlib.Path)[1:]),
+    datetime.date: ("date", lambda value, _: value.isoformat(), datetime.date.fromisoformat),
     io.BytesIO: ("BytesIO", lambda v, _: [_base64(v.getbuffer()), v.tell()], _stream),
     np.ndarray: ("ndarray", _encode_array, _array),
-    complex: _of_parts(complex, "complex", "real", "imag"),
-    range: _of_parts(range, "range", "start", "stop", "step"),
-    slice: _of_parts(slice, "slice", "start", "stop", "step"),
-    datetime.timedelta: _of_parts(
-        datetime.timedelta, "timedelta", "days", "seconds", "microseconds"
-    ),
-    fractions.Fraction: _of_parts(fractions.Fraction, "Fraction", "numerator", "denominator"),
     collections.OrderedDict: (
         "OrderedDict",
         _pairs,
@@ -331,15 +332,6 @@ _FORMS: dict[type, _Form] = {
         lambda value, depth: [_items(value, depth), value.maxlen],
         lambda parts: collections.deque(decode(parts[0]), parts[1]),
     ),
-    argparse.Namespace: _of_members(argparse.Namespace, "Namespace"),
-    types.SimpleNamespace: _of_members(types.SimpleNamespace, "SimpleNamespace"),
-    datetime.datetime: _of_time(datetime.datetime, "datetime"),
-    datetime.time: _of_time(datetime.time, "time"),
-    datetime.date: _of_text(datetime.date.fromisoformat, "date"),
-    decimal.Decimal: _of_text(decimal.Decimal, "Decimal"),
-    uuid.UUID: _of_text(uuid.UUID, "UUID"),
-    pathlib.PurePosixPath: _of_text(pathlib.PurePosixPath, "PurePosixPath"),
-    type(pathlib.Path()): _of_text(pathlib.Path, "Path"),
 }
 """By the exact type."""
 
