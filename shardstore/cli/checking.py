@@ -77,13 +77,14 @@ def verify(
 def verdict(result: Verified) -> str:
     """What a verification covered and found, in one line."""
     rate = result.bytes / max(result.seconds, 1e-9)
-    state = "OK" if result.ok else f"DAMAGED: {result.damage} finding(s)"
-    unchecked = f", {result.unchecked} without checksums" if result.unchecked else ""
-    notes = f", {result.notes} note(s)" if result.notes else ""
+    state = "OK:" if result.ok else f"DAMAGED: {counted(result.damage, 'finding')} in"
+    unchecked = f", {result.unchecked:,} without checksums" if result.unchecked else ""
+    notes = f", {counted(result.notes, 'note')}" if result.notes else ""
+    chunks = counted(result.chunks, "chunk") + unchecked
     return (
-        f"{state}: {result.arrays} arrays, {result.chunks} chunks{unchecked}, {result.objects} "
-        f"objects{notes}; {human_bytes(result.bytes)} in {result.seconds:.2f} s "
-        f"({human_bytes(rate)}/s)"
+        f"{state} {counted(result.arrays, 'array')}, {chunks}, "
+        f"{counted(result.objects, 'object')}{notes}; {human_bytes(result.bytes)} in "
+        f"{result.seconds:.2f} s ({human_bytes(rate)}/s)"
     )
 
 

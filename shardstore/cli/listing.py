@@ -121,12 +121,15 @@ def summary(found: Mapping[str, Any]) -> dict[str, object]:
         f"{name} {human_bytes(size)}" for name, size in found["bytes_by_dtype"].items()
     )
     backend = f"{config.get('sharded_backend')!r} {config.get('sharded_backend_version')}"
-    wrote = f", {found['writers']} of which wrote arrays" if found["writers"] else ""
-    by = f"{commit.get('world_size')} rank(s){wrote}, shardstore {commit.get('shardstore')}"
+    world, writers = commit.get("world_size"), found["writers"]
+    by = counted(world, "rank") if isinstance(world, int) else "ranks"
+    by += f", {writers:,} of which wrote arrays" if writers and writers != world else ""
+    by += f", shardstore {commit.get('shardstore')}"
     return {
         "checkpoint": found["url"],
         "layout": f"Zarr v{found['zarr_format']}" + (f", backend {backend}" if config else ""),
-        "arrays": f"{found['arrays']} in {found['chunks']} chunks, {found['elements']:,} elements",
+        "arrays": f"{found['arrays']:,} in {counted(found['chunks'], 'chunk')}, "
+        f"{counted(found['elements'], 'element')}",
         "documents": not found["array_documents"] and "of the root alone, none of the arrays' own",
         "size": human_bytes(found["bytes"]) + (f" ({by_dtype})" if by_dtype else ""),
         "stored": found["stored_bytes"] is not None and human_bytes(found["stored_bytes"]),

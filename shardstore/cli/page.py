@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from shardstore.cli.checking import verdict
 from shardstore.cli.listing import describe, summary
-from shardstore.inspection.layout import Cell, Module
+from shardstore.inspection.layout import Cell, Module, drawn_axes
 from shardstore.inspection.opened import counted, human_bytes
 from shardstore.inspection.statistics import Statistics
 from shardstore.inspection.verify import Finding, Verified
@@ -28,7 +28,10 @@ IN_SUMMARY = {"created", "world_size", "seconds", "shardstore", "arrays", "chunk
 """Fields of the commit record that the summary shows, or other words for the same."""
 
 STYLE = """
-:root { color-scheme: light dark; --line: #8884; --dim: #8a8a8a; --bar: #4c78a8; }
+:root { color-scheme: light dark; --line: #8884; --dim: #5f6b7a; --bar: #0f766e;
+  --ok: #1a7f37; --bad: #cf222e; }
+@media (prefers-color-scheme: dark) {
+  :root { --dim: #a3adba; --bar: #2dd4bf; --ok: #4ade80; --bad: #ff7b72; } }
 body { font: 14px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 74rem;
   padding: 0 1rem; }
 h1 { font-size: 1.4rem; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin-top: 2rem; }
@@ -37,13 +40,14 @@ td { padding: .15rem .8rem .15rem 0; vertical-align: top; overflow-wrap: anywher
 details { border-left: 1px solid var(--line); margin-left: .3rem; padding-left: .8rem; }
 details.array { padding-bottom: .2rem; } summary { cursor: pointer; padding: .1rem 0; }
 .dim { color: var(--dim); } .size { float: right; font-variant-numeric: tabular-nums; }
-.ok { color: #1a7f37; font-weight: 600; } .bad { color: #cf222e; font-weight: 600; }
+.ok { color: var(--ok); font-weight: 600; } .bad { color: var(--bad); font-weight: 600; }
 .pictures { display: flex; flex-wrap: wrap; gap: 1.5rem; margin: .4rem 0; }
 figure { margin: 0; } figcaption { color: var(--dim); font-size: .85em; max-width: 360px; }
 #tree { overflow-wrap: anywhere; }
 #record td:first-child, #ranks tr:first-child { font-weight: 600; white-space: nowrap; }
-#ranks td { text-align: right; padding-left: .8rem; }
-svg { display: block; background: #8881; } li { overflow-wrap: anywhere; }
+#ranks { display: block; overflow-x: auto; }
+#ranks td { text-align: right; padding-left: .8rem; white-space: nowrap; }
+svg { display: block; background: #8881; max-width: 100%; } li { overflow-wrap: anywhere; }
 """
 
 
@@ -113,9 +117,10 @@ def page(
     if ranks and "slowest" in commit["ranks"]:
         slowest = escape(f"rank {commit['ranks']['slowest']} took longest")
     record = summary(about)
+    del record["checkpoint"]  # the heading
     for name, value in commit.items():
         if name not in hidden:
-            record[f"commit.{name}"] = json.dumps(value)
+            record[f"commit.{name}"] = value if isinstance(value, str) else json.dumps(value)
     body = [
         f"<h1>{escape(url)}</h1>",
         _table("record", [[name, str(value)] for name, value in record.items() if value]),
@@ -123,7 +128,7 @@ def page(
         "<h2>Verification</h2>",
         _verification(verified, findings),
         "<h2>Arrays</h2>",
-        f'<div id="tree">{"".join(_node(child, facts) for child in tree.below.values())}</div>',
+        f'<div id="tree">{_below(tree, facts, opened=len(tree.below) == 1)}</div>',
     ]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -154,13 +159,17 @@ def _verification(verified: Verified | None, findings: Sequence[Finding]) -> str
     )
 
 
-def _node(module: Module, facts: Mapping[str, ArrayFacts]) -> str:
+def _below(module: Module, facts: Mapping[str, ArrayFacts], opened: bool = False) -> str:
+    return "".join(_node(child, facts, opened) for child in module.below.values())
+
+
+def _node(module: Module, facts: Mapping[str, ArrayFacts], opened: bool) -> str:
     own = "" if module.array is None else _array(module.name, facts[module.array.key])
     if not module.below:
         return own
-    below = "".join(_node(child, facts) for child in module.below.values())
+    below = _below(module, facts)
     return (
-        f'<details class="module"><summary><b>{escape(module.name)}</b> '
+        f'<details class="module"{" open" if opened else ""}><summary><b>{escape(module.name)}</b> '
         f'<span class="dim">{counted(module.arrays, "array")}</span>'
         f'<span class="size">{human_bytes(module.bytes)}</span></summary>{own}{below}</details>'
     )
@@ -172,14 +181,15 @@ def _array(name: str, facts: ArrayFacts) -> str:
     lines = [f"chunks: {chunks}", f"saved from: {shards}" if shards else ""]
     lines.append(_numbers(facts.statistics) if facts.statistics is not None else "")
     damage = "".join(f'<div class="bad">{escape(line)}</div>' for line in facts.damage)
-    pictures = _layout(facts.cells) if facts.cells else ""
+    pictures = _layout(facts.meta, facts.cells) if facts.cells else ""
     if facts.bars is not None and facts.bars[0].any():
         pictures += _histogram(*facts.bars)
     key = escape(facts.meta.key, quote=True)
+    whole = "" if name == facts.meta.key else f'<div class="dim">{key}</div>'
     return (
         f'<details class="array" data-key="{key}"><summary>{escape(name)} '
         f'<span class="dim">{dtype} {shape}</span> {bad}<span class="size">{size}</span></summary>'
-        f'<div class="dim">{key}</div><div>{"; ".join(filter(None, lines))}</div>{damage}'
+        f"{whole}<div>{'; '.join(filter(None, lines))}</div>{damage}"
         f'<div class="pictures">{pictures}</div></details>'
     )
 
@@ -191,14 +201,15 @@ def _numbers(found: Statistics) -> str:
     return ", ".join(texts + [f"{n:,} {name}" for name, n in counts.items() if n])
 
 
-def _layout(cells: Sequence[Cell]) -> str:
+def _layout(meta: ArrayMeta, cells: Sequence[Cell]) -> str:
     high = max(cell.top + cell.height for cell in cells)
     wide = max(cell.left + cell.width for cell in cells)
     ranks = sorted({cell.rank for cell in cells if cell.rank is not None})
-    hue = {rank: 360 * i // max(1, len(ranks)) for i, rank in enumerate(ranks)}
+    # Red means damage on this page: the hues begin at blue and end before red.
+    hue = {rank: 210 - 180 * i // max(1, len(ranks) - 1) for i, rank in enumerate(ranks)}
     out = []
     for cell in cells:
-        fill = "#999" if cell.rank is None else f"hsl({hue[cell.rank]} 55% 55%)"
+        fill = "#999" if cell.rank is None else f"hsl({hue[cell.rank]} 45% 55%)"
         x, y = WIDE * cell.left / wide, HIGH * cell.top / high
         w, h = WIDE * cell.width / wide, HIGH * cell.height / high
         by = "" if cell.rank is None else f", rank {cell.rank}"
@@ -209,6 +220,9 @@ def _layout(cells: Sequence[Cell]) -> str:
     named = ", ".join(map(str, ranks[:12])) + (" ..." if len(ranks) > 12 else "")
     caption = f"written by rank {named}" if len(ranks) == 1 else f"written by ranks {named}"
     caption = caption if ranks else "writers unknown"
+    down, across = (None if axis is None else f"axis {axis}" for axis in drawn_axes(meta))
+    axes = f"{across} across" + (f", {down} down" if down else "") if across else "one element"
+    caption = f"{counted(len(cells), 'chunk')}, {axes}; {caption}"
     return _figure("layout", "".join(out), caption)
 
 

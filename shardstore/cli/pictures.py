@@ -11,7 +11,7 @@ from shardstore.cli import options as opt
 from shardstore.cli.listing import describe
 from shardstore.cli.printing import complain, emit, say
 from shardstore.inspection.layout import Module, cells, drawn_axes, modules
-from shardstore.inspection.opened import StoredArray, clean, human_bytes
+from shardstore.inspection.opened import StoredArray, clean, counted, human_bytes
 from shardstore.storage.stores.location import store_errors
 
 if TYPE_CHECKING:
@@ -89,14 +89,20 @@ def _layout(figure: Any, axes: Any, array: StoredArray) -> None:
         right, bottom = found[-1].left + found[-1].width, found[-1].top + found[-1].height
         ranks = np.array([cell.rank for cell in found], float).reshape(len(tops), len(lefts))
         edges = [*lefts, right], [*tops, bottom]
-        mesh = axes.pcolormesh(*edges, ranks, cmap="turbo", edgecolors="white", alpha=0.6)
+        limits = {"vmin": 0, "vmax": max(1, np.nanmax(ranks, initial=0))}
+        mesh = axes.pcolormesh(
+            *edges, ranks, cmap="viridis", edgecolors="white", alpha=0.6, **limits
+        )
         axes.invert_yaxis()
         known = np.unique(ranks[np.isfinite(ranks)])
-        if known.size:
+        if known.size > 1:
             figure.colorbar(mesh, label="written by rank", ticks=known[:16])
     for cell in found if len(found) <= NAMED_CELLS else ():
         center = (cell.left + cell.width / 2, cell.top + cell.height / 2)
-        axes.annotate("" if cell.rank is None else str(cell.rank), center, ha="center", va="center")
+        rank = (
+            "" if cell.rank is None else f"rank {cell.rank}" if len(found) <= 16 else f"{cell.rank}"
+        )
+        axes.annotate(rank, center, ha="center", va="center")
     rows, columns = drawn_axes(array.meta)
     axes.set_xlabel("" if columns is None else f"axis {columns}")
     axes.set_ylabel("" if rows is None else f"axis {rows}")
@@ -125,20 +131,26 @@ def _histogram(axes: Any, array: StoredArray) -> None:
 
 
 def _sizes(axes: Any, tree: Module, path: str | None) -> None:
-    node = tree
+    node, name = tree, clean(path or "all arrays")
     while len(node.below) == 1 and (only := next(iter(node.below.values()))).below:
         node = only
+        name = clean(only.name)
     bars = sorted(node.below.values(), key=lambda child: child.bytes, reverse=True)
-    names = [child.name for child in bars[:BARS]]
-    sizes = [child.bytes / 2**20 for child in bars[:BARS]]
-    if len(bars) > BARS:
-        names.append(f"{len(bars) - BARS} others")
-        sizes.append(sum(child.bytes for child in bars[BARS:]) / 2**20)
-    axes.barh(range(len(names)), sizes, tick_label=list(map(clean, names)))
+    shown, rest = bars[:BARS], bars[BARS:]
+    unit = 1024 ** min(3, max(0, (shown[0].bytes.bit_length() - 1) // 10))
+    sizes = axes.barh(
+        range(len(shown)),
+        [child.bytes / unit for child in shown],
+        tick_label=[clean(child.name) for child in shown],
+    )
+    axes.bar_label(sizes, [human_bytes(child.bytes) for child in shown], padding=3, fontsize=8)
+    axes.margins(x=0.12, y=0.01)
     axes.invert_yaxis()
-    axes.set_xlabel("MiB")
+    axes.set_xlabel({1: "B", 1024: "KiB", 1024**2: "MiB"}.get(unit, "GiB"))
+    others = f"\n{len(rest):,} more, not shown: {human_bytes(sum(c.bytes for c in rest))}"
     axes.set_title(
-        f"{clean(path or 'all arrays')}: {human_bytes(node.bytes)} in {node.arrays} arrays"
+        f"{name}: {human_bytes(node.bytes)} in {counted(node.arrays, 'array')}"
+        + (others if rest else "")
     )
 
 

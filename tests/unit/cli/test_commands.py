@@ -48,7 +48,7 @@ def test_ls_and_info(pristine: Path, cli: Cli) -> None:
     assert (found["arrays"], found["writers"]) == (7, 2)
     assert found["bytes"] == sum(tensor.nbytes for tensor in values().values())
     assert found["content_metadata"] == {"note": "<b>small & odd</b>"}
-    assert "2 rank(s), 2 of which" in cli("info", pristine).out
+    assert "2 ranks, shardstore" in cli("info", pristine).out
 
 
 def test_without_documents_of_the_arrays(pristine: Path, tmp_path: Path, cli: Cli) -> None:
