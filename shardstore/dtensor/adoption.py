@@ -12,22 +12,21 @@ The rule, for :func:`shardstore.save` and :func:`shardstore.load` alike:
 - Everything else is common state.
 
 :func:`shard` applies the same by hand, to every tensor. DTensors are loaded in place.
-:mod:`~shardstore.dtensor.layout` cuts a DTensor into shards; :mod:`~shardstore.dtensor.claims`
-decides which of the ranks that hold a shard writes it.
+:mod:`~shardstore.dtensor.layout` cuts a DTensor into shards, and decides which of the ranks that
+hold a shard writes it.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardstore.distributed.groups import group_rank, group_size
-from shardstore.dtensor.claims import ClaimedTensor
-from shardstore.dtensor.layout import sharded_from_dtensor
+from shardstore.dtensor.layout import ClaimedTensor, sharded_from_dtensor
 from shardstore.errors import AccessPatternError, KeyNameError
 from shardstore.mapping import ShardedBase, ShardedStateDict, ShardedTensor, StateDict
 
@@ -63,14 +62,14 @@ def shard(state_dict: StateDict) -> ShardedStateDict:
         AccessPatternError: a DTensor has partial placements, or is inside a tuple.
         KeyNameError: two tensors have the same key.
     """
-    return _adopt(state_dict, _ranks_of(state_dict), plain=lambda key: True, loading=False).state
+    return _adopt(state_dict, plain=lambda key: True, loading=False).state
 
 
 def adopt_for_save(state_dict: ShardedStateDict) -> ShardedStateDict:
     """The state dict with its DTensors as sharded tensors; itself where there are none."""
-    if not _has_dtensors(state_dict):
+    if not _dtensors(state_dict):
         return state_dict
-    return _adopt(state_dict, _ranks_of(state_dict), plain=lambda key: True, loading=False).state
+    return _adopt(state_dict, plain=lambda key: True, loading=False).state
 
 
 def adopt_for_load(state_dict: ShardedStateDict, stored: Callable[[], Container[str]]) -> Adopted:
@@ -83,30 +82,20 @@ def adopt_for_load(state_dict: ShardedStateDict, stored: Callable[[], Container[
     if not needs_adoption(state_dict):
         return Adopted(state_dict)
     keys = stored()
-    return _adopt(state_dict, _ranks_of(state_dict), plain=lambda key: key in keys, loading=True)
+    return _adopt(state_dict, plain=lambda key: key in keys, loading=True)
 
 
 def keys_of_plain(state_dict: StateDict) -> frozenset[str]:
     """Keys that the plain tensors of a state dict would have beside DTensors."""
-    keys = set()
-
-    def walk(value: Any, path: Path) -> None:
-        if isinstance(value, dict | list):
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            for name, item in items:
-                walk(item, (*path, name))
-        elif _is_plain(value):
-            keys.add(".".join(map(str, path)))
-
-    walk(state_dict, ())
-    return frozenset(keys)
+    return frozenset(_key(path) for path, value in _leaves(state_dict) if _is_plain(value))
 
 
 def needs_adoption(state_dict: ShardedStateDict) -> bool:
     """Whether :func:`adopt_for_load` has to know what is stored."""
-    if _has_dtensors(state_dict):
+    if _dtensors(state_dict):
         return True
-    return not _any(state_dict, _is_ours) and _any(state_dict, _is_plain)
+    values = [value for _, value in _leaves(state_dict)]
+    return any(map(_is_plain, values)) and not any(isinstance(v, ShardedBase) for v in values)
 
 
 @dataclass
@@ -133,68 +122,47 @@ class Adopted:
         return loaded
 
 
-# -- what is there ---------------------------------------------------------------------------------
+def _leaves(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Every value of nested dicts, lists and tuples, with its path."""
+    if isinstance(state, dict | list | tuple):
+        for name, value in state.items() if isinstance(state, dict) else enumerate(state):
+            yield from _leaves(value, (*path, name))
+    else:
+        yield path, state
 
 
-def _dtensor_type() -> type[DTensor] | None:
-    """The type, if the program has imported it; else nothing can be of it."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return getattr(module, "DTensor", None)
-
-
-def _any(state: Any, wanted: Callable[[Any], bool]) -> bool:
-    if isinstance(state, dict):
-        return any(_any(value, wanted) for value in state.values())
-    if isinstance(state, list | tuple):
-        return any(_any(value, wanted) for value in state)
-    return wanted(state)
-
-
-def _is_ours(value: Any) -> bool:
-    return isinstance(value, ShardedBase)
+def _key(path: Path) -> str:
+    return ".".join(map(str, path))
 
 
 def _is_plain(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
-def _has_dtensors(state: Any) -> bool:
+def _dtensor_type() -> Any:
+    """The type, if the program has imported it; else one that nothing is of."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return getattr(module, "DTensor", ())
+
+
+def _dtensors(state: Any) -> list[DTensor]:
     kind = _dtensor_type()
-    return kind is not None and _any(state, lambda value: isinstance(value, kind))
+    return [value for _, value in _leaves(state) if isinstance(value, kind)] if kind else []
 
 
-def _ranks_of(state: Any) -> list[int] | None:
-    """Ranks of the meshes of all DTensors; ``None`` where there are none."""
-    kind = _dtensor_type()
-    meshes: dict[int, Any] = {}
-
-    def note(value: Any) -> bool:
-        if kind is not None and isinstance(value, kind):
-            meshes[id(value.device_mesh)] = value.device_mesh
-        return False
-
-    _any(state, note)
-    if not meshes:
-        return None
-    return sorted({int(rank) for mesh in meshes.values() for rank in mesh.mesh.flatten().tolist()})
-
-
-# -- from tensors to sharded tensors ---------------------------------------------------------------
-
-
-def _adopt(
-    state: Any, ranks: list[int] | None, *, plain: Callable[[str], bool], loading: bool
-) -> Adopted:
+def _adopt(state: Any, *, plain: Callable[[str], bool], loading: bool) -> Adopted:
     kind = _dtensor_type()
     rank, world_size = group_rank(None), group_size(None)
     # Of the ranks of the meshes, the lowest has the main copy; without meshes, of all ranks.
-    outside = ranks is not None and len(ranks) < world_size
-    replica = ranks.index(rank) if ranks is not None and rank in ranks else rank
+    meshes = {id(tensor.device_mesh): tensor.device_mesh for tensor in _dtensors(state)}
+    ranks = sorted({int(n) for mesh in meshes.values() for n in mesh.mesh.flatten().tolist()})
+    outside = bool(ranks) and len(ranks) < world_size
+    replica = ranks.index(rank) if rank in ranks else rank
     seen: dict[str, Path] = {}
     adopted = Adopted({})
 
     def key_of(path: Path) -> str:
-        key = ".".join(map(str, path))
+        key = _key(path)
         if seen.setdefault(key, path) != path:
             raise KeyNameError(
                 f"the tensors at {seen[key]} and {path} would both have the key {key!r}; rename "
@@ -204,18 +172,15 @@ def _adopt(
         return key
 
     def leaf(value: Any, path: Path) -> Any:
-        if isinstance(value, ShardedBase) or not isinstance(value, torch.Tensor):
-            if isinstance(value, tuple) and _has_dtensors(value):
-                raise AccessPatternError(
-                    f"there is a DTensor inside the tuple at {path}, which stays as it is; make "
-                    "it a list",
-                    key=".".join(map(str, path)),
-                )
-            return value
-        if kind is not None and isinstance(value, kind):
+        if isinstance(value, tuple) and _dtensors(value):
+            raise AccessPatternError(
+                f"there is a DTensor inside the tuple at {path}, which stays as it is; make it a "
+                "list",
+                key=_key(path),
+            )
+        if isinstance(value, kind):
             return sharded_from_dtensor(key_of(path), value, loading)
-        key = ".".join(map(str, path))
-        if _is_plain(value) and plain(key):
+        if _is_plain(value) and plain(_key(path)):
             return _of_plain(key_of(path), value, 0 if outside else replica, outside)
         return value
 
@@ -225,9 +190,8 @@ def _adopt(
         if not isinstance(value, list):
             return leaf(value, path)
         items = [walk(item, (*path, i)) for i, item in enumerate(value)]
-        if not _any(items, _is_ours):
-            return items
-        if all(isinstance(item, ShardedBase) for item in items):
+        sharded = [isinstance(item, ShardedBase) for item in items]
+        if all(sharded) or not any(isinstance(v, ShardedBase) for _, v in _leaves(items)):
             return items
         adopted.lists[path] = len(items)
         return dict(enumerate(items))

@@ -1,18 +1,31 @@
-"""How one DTensor lies on its mesh, and the sharded tensors that stand for this rank's part of it:
-its cuts, its replicas, boxes or flattened ranges, and where it is loaded.
+"""How one DTensor lies on its mesh, and the sharded tensors that stand for this rank's part of it.
+
+Placements are applied to the mesh's dimensions from left to right, as ``torch.distributed.tensor``
+does: ``Shard`` cuts what is held by the rule of ``torch.chunk``; ``_StridedShard`` first cuts it
+into ``split_factor`` blocks and then each block, so that a coordinate may hold several runs of an
+axis. Every rank computes what every other holds, without asking.
+
+A mesh says which of its ranks hold copies of a shard. What it does not say is what the ranks
+outside of it hold: another copy (a norm sharded over the data-parallel ranks of each
+tensor-parallel one), or nothing (another pipeline stage). So where a mesh is not the whole world,
+the ranks tell each other what they hold (:func:`claims`, which travel with a save's own exchanges),
+and the lowest one that holds a shard writes it.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+import pickle
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
 
-from shardstore.distributed.groups import group_size
-from shardstore.dtensor.claims import ClaimedTensor
-from shardstore.dtensor.mesh import AxisCut, LocalPart, local_parts, summary
+from shardstore.dict_utils import nested_values
+from shardstore.distributed.groups import group_rank, group_size
 from shardstore.errors import AccessPatternError
 from shardstore.mapping import (
     LocalNonpersistentObject,
@@ -20,15 +33,94 @@ from shardstore.mapping import (
     ShardedStateDict,
     ShardedTensor,
     ShardedTensorFactory,
+    is_main_replica,
 )
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["sharded_from_dtensor"]
+__all__ = [
+    "AxisCut",
+    "ClaimedTensor",
+    "apply_claims",
+    "claims",
+    "decide_claims",
+    "held",
+    "sharded_from_dtensor",
+    "summary",
+]
 
 SMALL_CELL_BYTES = 64 * 1024
 CELLS_PER_SHARD = 64
+
+Runs: TypeAlias = tuple[tuple[int, int], ...]
+"""Runs ``(start, length)`` of an axis, in the order of the local tensor."""
+
+
+class AxisCut(NamedTuple):
+    """One dimension of a mesh that cuts an axis.
+
+    Attributes:
+        parts: size of the mesh along the dimension.
+        split_factor: 1 for ``Shard``; see the module.
+    """
+
+    parts: int
+    split_factor: int = 1
+
+
+def held(length: int, cuts: Sequence[AxisCut], indices: Sequence[int]) -> Runs:
+    """What a coordinate holds of an axis.
+
+    Args:
+        length: of the axis.
+        cuts: the mesh dimensions that cut it, from left to right.
+        indices: the coordinate along each of them.
+    """
+    runs = [(0, length)] if length else []
+    for cut, index in zip(cuts, indices, strict=True):
+        total = sum(n for _, n in runs)
+        block = -(-total // cut.split_factor)
+        taken: list[tuple[int, int]] = []
+        for start in range(0, total, max(1, block)):
+            size = min(block, total - start)
+            part = -(-size // cut.parts)
+            low, high = (start + min(i * part, size) for i in (index, index + 1))
+            for first, n in _between(runs, low, high):
+                if taken and sum(taken[-1]) == first:
+                    first, n = taken[-1][0], taken.pop()[1] + n
+                taken.append((first, n))
+        runs = taken
+    return tuple(runs)
+
+
+def _between(runs: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """What lies at positions ``start:stop`` of the runs taken one after the other."""
+    position = 0
+    for first, length in runs:
+        low, high = max(start, position), min(stop, position + length)
+        if low < high:
+            yield first + low - position, high - low
+        position += length
+
+
+@lru_cache(maxsize=4096)
+def summary(length: int, cuts: tuple[AxisCut, ...]) -> tuple[int | None, int]:
+    """How an axis is cut, over all coordinates; the same on every rank.
+
+    Returns:
+        Into how many shards, if these are equal and in one piece each, else ``None``; and the
+        largest length of which all boundaries are multiples.
+    """
+    edge = 0
+    pieces = []
+    for indices in itertools.product(*(range(cut.parts) for cut in cuts)):
+        runs = held(length, cuts, indices)
+        pieces.append(runs)
+        ends = (end for start, n in runs for end in (start, start + n) if end != length)
+        edge = math.gcd(edge, *ends)
+    even = all(len(runs) == 1 and runs[0][1] == pieces[0][0][1] for runs in pieces)
+    return len(pieces) if even or not cuts else None, edge or max(1, length)
 
 
 def sharded_from_dtensor(key: str, tensor: DTensor, loading: bool) -> Any:
@@ -42,9 +134,32 @@ def sharded_from_dtensor(key: str, tensor: DTensor, loading: bool) -> Any:
     Raises:
         AccessPatternError: a placement is neither a shard nor a replica.
     """
-    layout = _Layout.of(key, tensor)
-    if layout is None:
-        # This rank holds nothing of it.
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return LocalNonpersistentObject(tensor)  # This rank holds nothing of it.
+    shape = tuple(tensor.shape)
+    cuts: list[list[AxisCut]] = [[] for _ in shape]
+    indices: list[list[int]] = [[] for _ in shape]
+    replica: list[int] = []
+    placed = list(zip(tuple(mesh.shape), coordinate, tensor.placements, strict=True))
+    for parts, index, placement in (placed[dim] for dim in _order(tensor)):
+        axis = getattr(placement, "dim", None)
+        if placement.is_replicate():
+            replica.append(index)
+        elif isinstance(axis, int):
+            cuts[axis].append(AxisCut(parts, int(getattr(placement, "split_factor", 1))))
+            indices[axis].append(index)
+        else:
+            raise AccessPatternError(
+                f"key {key!r} has the placement {placement}: its value is not there yet, "
+                "every rank has a part of a sum; redistribute it first "
+                "(tensor.redistribute(placements=[Replicate()]))",
+                key=key,
+            )
+    runs = [held(*about) for about in zip(shape, cuts, indices, strict=True)]
+    is_empty = not math.prod(shape)
+    if not all(runs) and not is_empty:
         return LocalNonpersistentObject(tensor)
     local = cast(Any, tensor.detach()).to_local()
     if hasattr(local, "wait"):
@@ -52,12 +167,77 @@ def sharded_from_dtensor(key: str, tensor: DTensor, loading: bool) -> Any:
     made = tensor
     if local.is_meta and loading:
         local, made = _materialised(tensor, local)
+    replica_id: ReplicaId = tuple(replica) or 0
+    if is_empty:
+        # Nobody holds an element, and one rank makes the array.
+        runs, cuts, replica_id = [((0, n),) for n in shape], [[] for _ in shape], tuple(coordinate)
+    kind = ShardedTensor if mesh.size() == group_size(None) else ClaimedTensor
 
     def build(*_: object) -> ShardedStateDict:
-        parts = layout.shards(key, local, flat=not loading)
-        return {str(i): part for i, part in enumerate(parts)}
+        data = local.new_empty(shape) if is_empty else local
+        shards = _shards(kind, key, data, shape, list(map(tuple, cuts)), runs, not loading)
+        for shard in shards:
+            shard.replica_id = replica_id
+        return {str(i): shard for i, shard in enumerate(shards)}
 
     return ShardedTensorFactory(key, local, build, lambda _: made)
+
+
+def _shards(
+    kind: type[ShardedTensor],
+    key: str,
+    local: torch.Tensor,
+    shape: tuple[int, ...],
+    cuts: Sequence[tuple[AxisCut, ...]],
+    runs: Sequence[Runs],
+    may_be_flat: bool,
+) -> list[ShardedTensor]:
+    """The sharded tensors of a rank, over the local tensor's memory: a box for each combination of
+    its runs, or flattened ranges."""
+    fragments, edges = zip(*map(summary, shape, cuts), strict=True) if shape else ((), ())
+    flat = may_be_flat and _cells_are_tiny(shape, cuts, edges, local.element_size())
+    row = math.prod(shape[1:])
+    found = []
+    for box in itertools.product(*map(_with_position, runs)):
+        start, size = tuple(run[0] for run in box), tuple(run[1] for run in box)
+        data = local[tuple(slice(position, position + n) for _, n, position in box)]
+        if flat:
+            zeros, ones = (0,) * len(shape), (1,) * len(shape)
+            elements = slice(start[0] * row, (start[0] + size[0]) * row)
+            shard = kind(
+                key, data.reshape(-1), data.dtype, shape, shape, zeros, ones,
+                flattened_range=elements,
+            )  # fmt: skip
+        else:
+            regular = None if None in fragments else fragments
+            shard = kind(key, data, data.dtype, size, shape, start, regular)
+        found.append(shard)
+    return found
+
+
+def _with_position(runs: Runs) -> list[tuple[int, int, int]]:
+    """The runs, each with the place where it begins in the local tensor."""
+    positions = itertools.accumulate((n for _, n in runs), initial=0)
+    return [(start, n, position) for (start, n), position in zip(runs, positions, strict=False)]
+
+
+def _cells_are_tiny(
+    shape: tuple[int, ...],
+    cuts: Sequence[tuple[AxisCut, ...]],
+    edges: Sequence[int],
+    itemsize: int,
+) -> bool:
+    """Whether a grid that fits all boundaries would be of very many very small chunks.
+
+    It is so for uneven cuts of cuts (a vocabulary of 50257 over 2 x 4 ranks). Where only the first
+    axis is cut, flattened ranges are the better description: their few chunks that a boundary cuts
+    are put together by one rank.
+    """
+    if not shape or not cuts[0] or any(cuts[1:]):
+        return False
+    cell_bytes = edges[0] * math.prod(shape[1:]) * itemsize
+    shards = math.prod(cut.parts for cut in cuts[0])
+    return cell_bytes < SMALL_CELL_BYTES and -(-shape[0] // edges[0]) > CELLS_PER_SHARD * shards
 
 
 def _materialised(tensor: DTensor, local: torch.Tensor) -> tuple[torch.Tensor, DTensor]:
@@ -100,117 +280,47 @@ def _order(tensor: DTensor) -> list[int]:
     return order
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """How a DTensor lies on its mesh, seen from one rank."""
+@dataclass
+class ClaimedTensor(ShardedTensor):
+    """A sharded tensor that ranks unknown to this one may hold too, as the same replica."""
 
-    shape: tuple[int, ...]
-    cuts: tuple[tuple[AxisCut, ...], ...]
-    parts: list[LocalPart]
-    replica_id: ReplicaId
-    kind: type[ShardedTensor]
 
-    @classmethod
-    def of(cls, key: str, tensor: DTensor) -> _Layout | None:
-        """The layout; ``None`` where this rank holds no element of it.
+def _identity(tensor: ShardedTensor) -> tuple[Any, ...]:
+    flat = tensor.flattened_range
+    bounds = None if flat is None else (flat.start, flat.stop)
+    return tensor.key, tensor.global_offset, tensor.local_shape, bounds
 
-        Raises:
-            AccessPatternError: a placement is neither a shard nor a replica.
-        """
-        coordinate = tensor.device_mesh.get_coordinate()
-        if coordinate is None:
-            return None
-        shape = tuple(tensor.shape)
-        kind = ShardedTensor if tensor.device_mesh.size() == group_size(None) else ClaimedTensor
-        cuts: list[list[AxisCut]] = [[] for _ in shape]
-        indices: list[list[int]] = [[] for _ in shape]
-        replica: list[int] = []
-        sizes = tuple(tensor.device_mesh.shape)
-        placed = list(zip(sizes, coordinate, tensor.placements, strict=True))
-        for parts, index, placement in (placed[dim] for dim in _order(tensor)):
-            axis = getattr(placement, "dim", None)
-            if placement.is_replicate():
-                replica.append(index)
-            elif isinstance(axis, int):
-                cuts[axis].append(AxisCut(parts, int(getattr(placement, "split_factor", 1))))
-                indices[axis].append(index)
-            else:
-                raise AccessPatternError(
-                    f"key {key!r} has the placement {placement}: its value is not there yet, "
-                    "every rank has a part of a sum; redistribute it first "
-                    "(tensor.redistribute(placements=[Replicate()]))",
-                    key=key,
-                )
-        replica_id: ReplicaId = tuple(replica) or 0
-        if not math.prod(shape):
-            # Nobody holds an element, and one rank makes the array.
-            replica_id = tuple(coordinate)
-            cuts, indices = [[] for _ in shape], [[] for _ in shape]
-            whole = local_parts([max(1, n) for n in shape], cuts, indices)
-            return cls(shape, tuple(() for _ in shape), whole, replica_id, kind)
-        found = local_parts(shape, cuts, indices)
-        if not found:
-            return None
-        return cls(shape, tuple(map(tuple, cuts)), found, replica_id, kind)
 
-    def shards(self, key: str, local: torch.Tensor, *, flat: bool) -> list[ShardedTensor]:
-        """The sharded tensors of this rank, over the local tensor's memory."""
-        if not math.prod(self.shape):
-            whole = local.new_empty(self.shape)
-            return [self.kind.from_rank_offsets(key, whole, replica_id=self.replica_id)]
-        axes = [summary(n, cuts) for n, cuts in zip(self.shape, self.cuts, strict=True)]
-        if flat and self._cells_are_tiny(local.element_size()):
-            return [self._flat(key, local, part) for part in self.parts]
-        fragments: tuple[int, ...] | None = None
-        if all(axis.fragments is not None for axis in axes):
-            fragments = tuple(axis.fragments or 1 for axis in axes)
-        return [self._box(key, local, part, fragments) for part in self.parts]
+def _claimed(state: Any) -> list[ClaimedTensor]:
+    return [value for value in nested_values(state) if isinstance(value, ClaimedTensor)]
 
-    def _box(
-        self, key: str, local: torch.Tensor, part: LocalPart, fragments: tuple[int, ...] | None
-    ) -> ShardedTensor:
-        where = tuple(
-            slice(start, start + n)
-            for start, n in zip(part.local_offset, part.box.shape, strict=True)
-        )
-        return self.kind(
-            key,
-            local[where],
-            local.dtype,
-            part.box.shape,
-            self.shape,
-            part.box.offset,
-            fragments,
-            replica_id=self.replica_id,
-        )
 
-    def _cells_are_tiny(self, itemsize: int) -> bool:
-        """Whether a grid that fits all boundaries would be of very many very small chunks.
+def claims(state: ShardedStateDict) -> bytes:
+    """What this rank holds, as far as others may hold it too; empty where there is nothing."""
+    held = [_identity(tensor) for tensor in _claimed(state) if _is_first_copy(tensor)]
+    return pickle.dumps(held) if held else b""
 
-        It is so for uneven cuts of cuts (a vocabulary of 50257 over 2 x 4 ranks). Where only the
-        first axis is cut, flattened ranges are the better description: their few chunks that a
-        boundary cuts are put together by one rank.
-        """
-        if not self.cuts or not self.cuts[0] or any(self.cuts[1:]):
-            return False
-        first = summary(self.shape[0], self.cuts[0])
-        row_bytes = math.prod(self.shape[1:]) * itemsize
-        shards = math.prod(cut.parts for cut in self.cuts[0])
-        cells = -(-self.shape[0] // first.edge)
-        return first.edge * row_bytes < SMALL_CELL_BYTES and cells > CELLS_PER_SHARD * shards
 
-    def _flat(self, key: str, local: torch.Tensor, part: LocalPart) -> ShardedTensor:
-        row = math.prod(self.shape[1:])
-        start, stop = part.box.offset[0] * row, part.box.end[0] * row
-        first = part.local_offset[0]
-        return self.kind(
-            key,
-            local[first : first + part.box.shape[0]].reshape(-1),
-            local.dtype,
-            self.shape,
-            self.shape,
-            (0,) * len(self.shape),
-            (1,) * len(self.shape),
-            replica_id=self.replica_id,
-            flattened_range=slice(start, stop),
-        )
+def _is_first_copy(tensor: ClaimedTensor) -> bool:
+    """Whether this is the main replica as far as its own mesh goes."""
+    return is_main_replica(tensor.replica_id)
+
+
+def decide_claims(reports: Sequence[bytes]) -> bytes:
+    """The lowest rank that holds each shard, from all ranks' :func:`claims`."""
+    owners: dict[tuple[Any, ...], int] = {}
+    for rank, report in enumerate(reports):
+        for identity in pickle.loads(report) if report else ():
+            owners.setdefault(identity, rank)
+    return pickle.dumps(owners) if owners else b""
+
+
+def apply_claims(state: ShardedStateDict, decided: bytes) -> None:
+    """Make the shards that another rank writes replicas, in place."""
+    if not decided:
+        return
+    owners = pickle.loads(decided)
+    rank = group_rank(None)
+    for tensor in _claimed(state):
+        if _is_first_copy(tensor) and owners.get(_identity(tensor), rank) != rank:
+            tensor.replica_id = rank + 1

@@ -25,7 +25,7 @@ from shardstore.dict_utils import extract_matching_values, merge, nested_values
 from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import Group, require_group
 from shardstore.dtensor.adoption import Adopted, adopt_for_load, needs_adoption
-from shardstore.dtensor.claims import apply_claims, claims, decide_claims
+from shardstore.dtensor.layout import apply_claims, claims, decide_claims
 from shardstore.errors import ArgumentError
 from shardstore.loading.context import DEFAULT_BUDGET_BYTES, LoadContext, read_documents, using
 from shardstore.loading.metadata import ROOT_DOCUMENT, find_strategies, location_of

@@ -15,7 +15,7 @@ from shardstore.dict_utils import extract_matching_values, nested_values
 from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import require_group
 from shardstore.dtensor.adoption import adopt_for_save, keys_of_plain
-from shardstore.dtensor.claims import apply_claims, claims
+from shardstore.dtensor.layout import apply_claims, claims
 from shardstore.errors import ArgumentError, CheckpointingException
 from shardstore.loading.metadata import CONTENT_METADATA_KEY
 from shardstore.mapping import CommonStateDict, ShardedObject, ShardedStateDict, StateDict

@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 from shardstore.coverage.access_pattern import check_object
 from shardstore.distributed.coordinator import Ranks
-from shardstore.dtensor.claims import decide_claims
+from shardstore.dtensor.layout import decide_claims
 from shardstore.errors import AccessPatternError, SaveInProgressError, StorageError
 from shardstore.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from shardstore.progress import Meter, log_event
@@ -71,7 +71,7 @@ class Part:
         base: a committed checkpoint whose chunks are not sent again.
         told: on the coordinator: ``compared``, pickled for the other ranks.
         copies: shards that the rank holds as copies only; an error if nobody writes them.
-        claims: shards of DTensors that other ranks may hold too, see :mod:`.dtensor.claims`.
+        claims: shards of DTensors that other ranks may hold too, see :mod:`.dtensor.layout`.
         adopts: whether plain tensors of the rank are arrays, because it has DTensors too.
         meter: counts for a progress callback.
     """

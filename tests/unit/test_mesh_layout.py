@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardstore.dtensor.mesh import AxisCut, held, local_parts, summary
+from shardstore.dtensor.layout import AxisCut, _shards, held, summary
+from shardstore.mapping import ShardedTensor
 
 CUTS = st.lists(
     st.builds(AxisCut, st.integers(1, 4), st.sampled_from([1, 1, 2, 3])), max_size=3
@@ -43,13 +44,13 @@ def test_every_coordinate_holds_what_torch_gives_it(length: int, cuts: tuple[Axi
 
 @given(length=st.integers(0, 40), cuts=CUTS)
 def test_the_summary_holds_for_every_coordinate(length: int, cuts: tuple[AxisCut, ...]) -> None:
-    found = summary(length, cuts)
+    fragments, edge = summary(length, cuts)
     pieces = [held(length, cuts, indices) for indices in coordinates(cuts)]
     for start, n in (run for runs in pieces for run in runs):
-        assert start % found.edge == 0
-        assert start + n == length or (start + n) % found.edge == 0
-    if found.fragments is not None and length:
-        assert found.fragments == len(pieces)
+        assert start % edge == 0
+        assert start + n == length or (start + n) % edge == 0
+    if fragments is not None and length:
+        assert fragments == len(pieces)
         assert set(pieces) == {
             ((i * length // len(pieces), length // len(pieces)),) for i in range(len(pieces))
         }
@@ -63,15 +64,16 @@ def test_parts_make_up_the_local_tensor(
     seen = torch.zeros(rows, columns, dtype=torch.int64)
     for i, j in itertools.product(coordinates(a), coordinates(b)):
         local = full[torch_part(rows, a, i)][:, torch_part(columns, b, j)]
-        for part in local_parts((rows, columns), (a, b), (i, j)):
-            where = tuple(
-                slice(o, o + n) for o, n in zip(part.local_offset, part.box.shape, strict=True)
-            )
-            assert torch.equal(local[where], full[part.box.slices])
-            seen[part.box.slices] += 1
+        runs = [held(rows, a, i), held(columns, b, j)]
+        if not all(runs):
+            continue
+        for part in _shards(ShardedTensor, "k", local, (rows, columns), (a, b), runs, False):
+            assert part.data is not None
+            assert torch.equal(part.data, full[part.global_slice()])
+            seen[part.global_slice()] += 1
     assert bool((seen == 1).all())
 
 
 def test_a_scalar_has_one_part() -> None:
-    (part,) = local_parts((), (), ())
-    assert part.box.size == 1
+    (part,) = _shards(ShardedTensor, "k", torch.zeros(()), (), (), [], True)
+    assert part.local_shape == ()
