@@ -8,45 +8,248 @@ without a JSON form is refused.
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter as DcpStorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from shardstore.dcp.reader import Placed, forget_listings
-from shardstore.dcp.write_items import Grids, Piece, Report, Task, with_items, write_items
 from shardstore.distributed.groups import group_size
 from shardstore.errors import (
     AccessPatternError,
     ArgumentError,
     CheckpointingException,
+    DTypeMismatchError,
     KeyNameError,
 )
+from shardstore.mapping import ShardedObject, ShardedTensor
+from shardstore.saving.plan import plan_writes
+from shardstore.saving.sources import CutChunk, fetched
+from shardstore.sharded.layouts import Layouts, local_box, local_layouts, merge_layouts
 from shardstore.storage.commit import checkpoints
 from shardstore.storage.commit.attempt import Attempt
-from shardstore.storage.commit.publish import About, publish, write_chunks
+from shardstore.storage.commit.publish import About, Files, publish, write_chunks
 from shardstore.storage.format import dtypes
-from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.grid import grid_of
 from shardstore.storage.format.manifest import RankManifest
 from shardstore.storage.format.names import DCP_METADATA_NAME as METADATA_NAME
+from shardstore.storage.format.names import check_collisions
+from shardstore.storage.movers.chunk_bytes import as_bytes
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.options import SaveOptions, WriterKeywords, options_of
-from shardstore.values.record import BACKEND, MEMBER, VERSION, StateRecord
+from shardstore.strategies.common import json_object_file, object_file
+from shardstore.values.plain import NotPlainError
+from shardstore.values.record import BACKEND, MEMBER, VERSION, StateRecord, as_text, is_long
 
-__all__ = ["StorageWriter", "put_together", "state_record"]
+__all__ = ["StorageWriter"]
+
+logger = logging.getLogger(__name__)
+
+# DCP's cached plans reach a storage writer empty: the items of each rank, as they came last.
+_known_items: dict[int, list[WriteItem]] = {}
 
 
-def state_record(metadata: Metadata, reports: Sequence[Report]) -> StateRecord:
+@dataclass(frozen=True)
+class Task:
+    """What the coordinator tells a rank, beside its items.
+
+    Attributes:
+        rank: position of the rank's plan.
+        attempt_id: the attempt that all ranks write to.
+        layouts: how all ranks together cut the rank's tensors.
+    """
+
+    rank: int
+    attempt_id: str
+    layouts: Layouts
+
+
+@dataclass
+class Report:
+    """What a rank wrote, for the coordinator.
+
+    Attributes:
+        manifest: its chunks, :meth:`RankManifest.to_bytes`.
+        pieces: parts of chunks that it did not write, as other ranks hold parts of them too: the
+            chunk, the first element of the part, its elements.
+        values: flat key -> JSON form of what is no tensor.
+        files: flat keys of what lies in a file: what is long, or has no such form.
+    """
+
+    manifest: bytes = b""
+    pieces: list[tuple[CutChunk, int, bytes]] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+    files: list[str] = field(default_factory=list)
+
+
+def with_items(rank: int, plan: SavePlan) -> SavePlan:
+    """The plan with its items, also where DCP's cache left them out.
+
+    Raises:
+        CheckpointingException: they never came.
+    """
+    if getattr(plan, "usable", True):
+        _known_items[rank] = plan.items
+        return plan
+    items = _known_items.get(rank)
+    if items is None:
+        raise CheckpointingException(
+            f"DCP's planner sent no plan for rank {rank}, trusting in a plan cached by another "
+            "storage writer; save once with enable_plan_caching=False",
+            rank=rank,
+        )
+    return replace(plan, items=items, usable=True)
+
+
+def _sharded(item: WriteItem, flattened: bool, data: torch.Tensor | None = None) -> ShardedTensor:
+    """An item of a plan as a sharded tensor; rows of the whole as a flattened range."""
+    about = item.tensor_data
+    assert about is not None
+    key, dtype = item.index.fqn, about.properties.dtype
+    shape, size, offset = map(tuple, (about.size, about.chunk.sizes, about.chunk.offsets))
+    if not flattened:
+        return ShardedTensor(key, data, dtype, size, shape, offset, None)
+    row = math.prod(shape[1:])
+    return ShardedTensor(
+        key,
+        None if data is None else data.detach().reshape(-1),
+        dtype,
+        shape,
+        shape,
+        (0,) * len(shape),
+        (1,) * len(shape),
+        flattened_range=slice(offset[0] * row, (offset[0] + size[0]) * row),
+    )
+
+
+def _layouts(plans: Sequence[SavePlan], target_chunk_bytes: int) -> list[Layouts]:
+    """How the ranks together cut their tensors; for each rank, of those that it holds.
+
+    Tensors of whole rows whose boundaries have only tiny cells in common (boundaries at 7 and 13 of
+    a thousand) are taken for flattened ranges: few of their chunks are cut by a boundary, and the
+    coordinator puts these together.
+
+    Raises:
+        DTypeMismatchError, KeyNameError: a tensor cannot be stored.
+        AccessPatternError: ranks describe a tensor differently.
+    """
+    keys: list[set[str]] = []
+    parts: dict[str, list[tuple[int, WriteItem]]] = {}
+    for rank, plan in enumerate(plans):
+        items = [item for item in plan.items if item.tensor_data is not None]
+        keys.append({item.index.fqn for item in items})
+        for item in items:
+            parts.setdefault(item.index.fqn, []).append((rank, item))
+    check_collisions(parts)
+    reports: list[bytes] = []
+    for key, held in parts.items():
+        whole = [_sharded(item, False) for _, item in held]
+        shape = whole[0].global_shape
+        try:
+            size = dtypes.itemsize(dtypes.zarr_name(whole[0].dtype))
+        except DTypeMismatchError as error:
+            raise DTypeMismatchError(f"key {key!r}: {error}", key=key) from error
+        are_rows = all(tensor.local_shape[1:] == shape[1:] for tensor in whole)
+        boxes = [local_box(tensor) for tensor in whole]
+        flattened = are_rows and grid_of(shape, boxes, size, target_chunk_bytes)[2]
+        reports += (local_layouts([_sharded(item, flattened)], rank) for rank, item in held)
+    merged = merge_layouts(reports)
+    return [
+        Layouts(
+            {key: merged.edges[key] for key in names & merged.edges.keys()},
+            {key: merged.ranges[key] for key in names & merged.ranges.keys()},
+        )
+        for names in keys
+    ]
+
+
+def _write_items(
+    items: Iterable[WriteItem],
+    planner: SavePlanner,
+    task: Task,
+    attempt: Attempt,
+    options: SaveOptions,
+    *,
+    allow_pickle: bool,
+    plan_seconds: float,
+) -> Report:
+    """Write a rank's items. It waits for no other rank.
+
+    Args:
+        items: the rank's.
+        planner: gives their data.
+        task: what the coordinator says of them.
+        attempt: where to.
+        options: how.
+        allow_pickle: write values that have no JSON form as pickles.
+        plan_seconds: what the rank has done for this save so far, for the commit record.
+    """
+    start = perf_counter()
+    manifest, report = RankManifest(task.rank), Report()
+    files = Files(attempt, manifest, options.budget_bytes)
+    tensors = []
+    for item in items:
+        data = planner.resolve_data(item)
+        if item.type == WriteItemType.BYTE_IO:
+            _write_value(item.index.fqn, cast(Any, data), files, report, allow_pickle)
+        else:
+            flattened = item.index.fqn in task.layouts.ranges
+            tensors.append(_sharded(item, flattened, cast(torch.Tensor, data)))
+    plan = plan_writes(tensors, task.rank, options, layouts=task.layouts)
+    for chunk in plan.cut:
+        for first, source in chunk.local.items():
+            piece = as_bytes(np.ascontiguousarray(fetched(source))).tobytes()
+            report.pieces.append((replace(chunk, local={}), first, piece))
+    # The largest first, of each array in order: at the end none is left to be sent alone.
+    plan.writes.sort(key=lambda write: -write.array.chunk_bytes)
+    files.flush_beside(lambda: write_chunks(attempt, options, manifest, plan.arrays, plan.writes))
+    manifest.seconds = {"plan": plan_seconds, "write": perf_counter() - start}
+    report.manifest = manifest.to_bytes()
+    return report
+
+
+def _write_value(key: str, stream: Any, files: Files, report: Report, allow_pickle: bool) -> None:
+    """A value that is no tensor: JSON for the coordinator; a large one in a file of its own."""
+    sharded = ShardedObject(key, None, (1,), (0,))
+    data: bytes = stream.getvalue()
+    stream.seek(0)
+    # What the planner pickled a moment ago, in this process.
+    value = torch.load(stream, map_location="cpu", weights_only=False)
+    try:
+        document, text = as_text(value)
+        if not is_long(text):
+            report.values[key] = document
+            return
+        name, data = json_object_file(sharded), text.encode()
+    except NotPlainError as reason:
+        if not allow_pickle:
+            raise CheckpointingException(
+                f"the value of key {key!r} cannot be saved: {reason}, and nothing is pickled "
+                "unasked. Put into the state dict what it is made of (a state_dict() of numbers, "
+                "text, bytes, arrays and containers of them), or allow pickles for such values: "
+                "allow_pickle=True, of shardstore.dcp.StorageWriter and install",
+                key=key,
+            ) from reason
+        logger.warning("the value of key %r is pickled: %s", key, reason)
+        name = object_file(sharded)
+    files.put(name, data)
+    report.files.append(key)
+
+
+def _state_record(metadata: Metadata, reports: Sequence[Report]) -> StateRecord:
     """Values, files and paths of the state dict, from what each rank wrote of it.
 
     Raises:
@@ -73,59 +276,42 @@ def state_record(metadata: Metadata, reports: Sequence[Report]) -> StateRecord:
     return StateRecord({key: tuple(path) for key, path in paths.items()}, values, sorted(files))
 
 
-def put_together(
+def _put_together(
     reports: Sequence[Report], rank: int, attempt: Attempt, options: SaveOptions
 ) -> bytes:
-    """Write the chunks that several ranks hold. Called by the coordinator.
-
-    Args:
-        reports: of all ranks.
-        rank: the coordinator's.
-        attempt: where to.
-        options: how.
+    """Write the chunks that several ranks hold parts of. Called by the coordinator.
 
     Returns:
         A manifest of these chunks.
 
     Raises:
-        AccessPatternError: the ranks together hold less, or more, than a whole chunk.
+        AccessPatternError: the ranks together gave less than a whole chunk.
         StorageError: the store refused.
     """
     start = perf_counter()
     manifest = RankManifest(rank)
-    metas: dict[str, ArrayMeta] = {}
-    chunks: dict[tuple[str, tuple[int, ...]], list[Piece]] = {}
+    chunks: dict[tuple[str, tuple[int, ...]], tuple[CutChunk, dict[int, bytes]]] = {}
     for report in reports:
-        metas.update(report.metas)
-        for piece in report.pieces:
-            chunks.setdefault((piece.key, piece.index), []).append(piece)
-    writes = [
-        ChunkWrite(metas[key], index, _joined(metas[key], index, pieces))
-        for (key, index), pieces in chunks.items()
-    ]
-    used = {key: metas[key] for key, _ in chunks}
-    write_chunks(attempt, options, manifest, [(meta, False) for meta in used.values()], writes)
+        for chunk, first, data in report.pieces:
+            chunks.setdefault((chunk.array.key, chunk.index), (chunk, {}))[1][first] = data
+    writes = [ChunkWrite(c.array, c.index, _joined(c, pieces)) for c, pieces in chunks.values()]
+    arrays = {chunk.array.key: (chunk.array, False) for chunk, _ in chunks.values()}
+    write_chunks(attempt, options, manifest, arrays.values(), writes)
     manifest.seconds = {"write": perf_counter() - start}
     return manifest.to_bytes()
 
 
-def _joined(meta: ArrayMeta, index: tuple[int, ...], pieces: Sequence[Piece]) -> NDArray[Any]:
-    box = meta.grid.box(index)
-    dtype = dtypes.numpy_dtype(meta.dtype)
-    held = sum(piece.within.size for piece in pieces)
-    if held != box.size:
+def _joined(chunk: CutChunk, pieces: Mapping[int, bytes]) -> NDArray[Any]:
+    data = b"".join(pieces[first] for first in sorted(pieces))
+    found = np.frombuffer(data, np.uint8).view(dtypes.numpy_dtype(chunk.array.dtype))
+    if found.size != math.prod(chunk.shape):
         raise AccessPatternError(
-            f"Invalid access pattern: the ranks together hold {held} of the {box.size} elements "
-            f"of key {meta.key!r} offset {box.offset} shape {box.shape}",
-            key=meta.key,
-            chunk=index,
+            f"Invalid access pattern: the ranks together gave {found.size} of the "
+            f"{math.prod(chunk.shape)} elements of key {chunk.array.key!r}, chunk {chunk.index}",
+            key=chunk.array.key,
+            chunk=chunk.index,
         )
-    out: NDArray[Any] = np.empty(box.shape, dtype)
-    for piece in pieces:
-        data = np.frombuffer(piece.data, np.uint8).view(dtype).reshape(piece.within.shape)
-        where: tuple[Any, ...] = (..., *piece.within.slices)
-        out[where] = data
-    return out
+    return found.reshape(chunk.shape)
 
 
 MARKER = (
@@ -223,16 +409,16 @@ class StorageWriter(Placed, DcpStorageWriter):
 
         Raises:
             CheckpointExistsError: there is a checkpoint, and ``overwrite`` was not given.
-            DTypeMismatchError, KeyNameError: a tensor can not be stored.
+            DTypeMismatchError, KeyNameError: a tensor cannot be stored.
         """
         plans = [with_items(rank, plan) for rank, plan in enumerate(plans)]
-        grids = Grids(plans, self.options.target_chunk_bytes)
+        layouts = _layouts(plans, self.options.target_chunk_bytes)
         self._give_up()
         attempt = checkpoints.begin(self._place, self.options)
         self._attempt = attempt
         self._abandon = weakref.finalize(self, _abandon, attempt, os.getpid())
         return [
-            replace(plan, storage_data=grids.task(rank, plan, attempt.id))
+            replace(plan, storage_data=Task(rank, attempt.id, layouts[rank]))
             for rank, plan in enumerate(plans)
         ]
 
@@ -255,7 +441,7 @@ class StorageWriter(Placed, DcpStorageWriter):
             attempt.require_seen()
         planned = perf_counter() - self._started
         self._rank = task.rank
-        report = write_items(
+        report = _write_items(
             plan.items,
             planner,
             task,
@@ -297,9 +483,9 @@ class StorageWriter(Placed, DcpStorageWriter):
             for result in of_rank
             if isinstance(result.storage_data, Report)
         ]
-        record = state_record(metadata, reports)
+        record = _state_record(metadata, reports)
         manifests = [report.manifest for report in reports]
-        manifests.append(put_together(reports, self._rank, attempt, self.options))
+        manifests.append(_put_together(reports, self._rank, attempt, self.options))
         about = About(
             common_backend=(BACKEND, VERSION),
             record={MEMBER: record.to_json()},
