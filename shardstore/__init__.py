@@ -10,9 +10,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-# First of all, before anything imports TensorStore.
-from shardstore.storage.stores.tensorstore_environment import LIMITS as TENSORSTORE_LIMITS  # noqa: F401
-
 if TYPE_CHECKING:
     from shardstore.async_handle import AsyncSave as AsyncSave
     from shardstore.async_handle import async_save as async_save

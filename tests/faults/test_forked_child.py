@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import shardstore
+from scripts.s3_servers import S3Server
 from tests.helpers.programs import run_forked
 
 SAVES = """
@@ -138,25 +139,41 @@ def test_it_does_not_remove_what_is_being_written(tmp_path: Path) -> None:
     assert torch.equal(loaded["w"], torch.arange(1000.0))
 
 
-SECRET = """
-import os, sys
-os.__dict__.pop("memfd_create", None)
-from shardstore.storage.stores.tensorstore import _secret_file
+FORKED = """
+import logging, os, sys
+import torch, shardstore
+from shardstore import ShardedTensor
 
-path = _secret_file(b"of the store")
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+url, options = sys.argv[2], eval(sys.argv[3])
+
+def save(name):
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(1000.0))}
+    shardstore.save(state, f"{url}/{name}", storage_options=options)
+
+save("parent")
+print("the child", flush=True)
 pid = os.fork()
 if pid == 0:
-    sys.exit()
-os.waitpid(pid, 0)
-print(open(path).read(), path)
+    save("child")
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
 
 
-def test_it_does_not_remove_the_credentials_of_its_parent(tmp_path: Path) -> None:
-    """Where there are no files in memory."""
-    text, _, path = run(SECRET, tmp_path).strip().rpartition(" ")
-    assert text == "of the store"
-    assert not os.path.exists(path)  # the parent does
+def test_its_chunks_go_by_another_client(tmp_path: Path, s3_server: S3Server) -> None:
+    """TensorStore does not survive a fork."""
+    bucket = s3_server.new_bucket()
+    said = run(FORKED, tmp_path, f"s3://{bucket}", repr(s3_server.storage_options))
+    parent, _, child = said.partition("the child")
+    assert "fsspec" not in parent
+    assert child.count("fsspec moves chunks too") == 1
+    assert "a process that was forked" in child
+    assert child.endswith("\n0\n")
+    for name in ("parent", "child"):
+        place, options = f"s3://{bucket}/{name}", s3_server.storage_options
+        loaded = shardstore.load_plain_tensors(place, storage_options=options)
+        assert torch.equal(loaded["w"], torch.arange(1000.0))
 
 
 COLLECTS = """

@@ -14,9 +14,12 @@ from shardstore.inspection.verify import Finding, verify
 from shardstore.mapping import ShardedObject, ShardedTensor
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
+from shardstore.storage.stores.s3 import LIMITS
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 
 CHUNK_BYTES = 4096
+# A silence in a test need not last long. Given as options, they would have s3fs move all bytes.
+LIMITS.update(connect_timeout=2, read_timeout=4)
 
 
 def state(version: int, rank: int = 0, parts: int = 1) -> dict[str, Any]:
@@ -50,11 +53,9 @@ class Run:
 
     @classmethod
     def new(cls, server: S3Server, direct: S3Server, **options: Any) -> Run:
-        # Retries enough for one fault; limits of seconds, that a silence need not last long.
+        # Retries enough for one fault.
         config = {
             "s3": {"addressing_style": "path"},
-            "connect_timeout": 2,
-            "read_timeout": 4,
             "retries": {"mode": "standard", "total_max_attempts": 2},
         }
         return cls(

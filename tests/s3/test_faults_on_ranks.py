@@ -26,7 +26,7 @@ from scripts.s3_servers import EmbeddedServer, S3Server
 from shardstore.dcp import StorageWriter
 from shardstore.errors import CheckpointingException
 from shardstore.storage.commit import objects as object_commit
-from shardstore.storage.stores import s3 as s3_io
+from shardstore.storage.stores import tensorstore as s3_io
 from tests.helpers.rank_server import start
 from tests.helpers.ranks_helper import run_ranks
 from tests.helpers.s3_checkpoints import Run, state
@@ -138,7 +138,7 @@ def test_a_killed_rank_leaves_nothing_half(
 
 def _load(rank: int, world: int, run: Run) -> tuple[str, str, float]:
     os.environ["SHARDSTORE_DEADLINE_S"] = "30"
-    s3_io.TRIES = 3  # ten seconds in the place of one
+    s3_io.RETRIES = 3  # ten seconds in the place of one
     asked: dict[str, Any] = state(0, rank, world)
     del asked["step"], asked["o"]
     began = time.monotonic()

@@ -16,7 +16,6 @@ from shardstore.errors import (
     ChunkCorruptError,
     StorageError,
 )
-from shardstore.storage.stores import s3 as s3_io
 from tests.helpers.s3_checkpoints import Run, state
 from tests.helpers.s3_proxy import Fault, FaultProxy
 
@@ -147,7 +146,6 @@ def test_a_request_that_broke_off_after_long_is_tried_again(
     run: Run, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its first try alone takes longer than tries go on for, as that of a large chunk may."""
-    monkeypatch.setattr(s3_io, "TRYING_S", 0.3)
     monkeypatch.setattr(proxy, "latency_s", 0.5)
     rule = proxy.add(Fault.RESET_IN_ANSWER, path=CHUNK)
     assert_version_1(load(run))

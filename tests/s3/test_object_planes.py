@@ -36,9 +36,9 @@ from shardstore.storage.format.manifest import ChunkRecord
 from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
 from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.files import FileMover
-from shardstore.storage.movers.object_mover import SMALL_UNCOUNTED_FROM, ObjectMover
+from shardstore.storage.movers.object_mover import ObjectMover
 from shardstore.storage.stores.location import Location, StoreUrl
-from shardstore.storage.stores.object_io import ObjectIO, object_io, read_objects
+from shardstore.storage.stores.object_io import object_io, read_objects
 from shardstore.storage.stores.remote import RemoteStore
 from tests.helpers.ranks_helper import run_ranks
 from tests.helpers.store_suite import small_state, tensor
@@ -106,7 +106,6 @@ def many() -> Location:
     return Location.of(place)
 
 
-@pytest.mark.parametrize("budget", [1 << 20, 256 << 20], ids=["counted", "uncounted"])
 @pytest.mark.parametrize(
     ("damage", "kind", "said"),
     [
@@ -120,7 +119,7 @@ def many() -> Location:
     ids=["short", "long", "empty", "bit", "foreign", "missing"],
 )
 def test_a_small_chunk_that_is_not_what_was_saved(
-    many: Location, budget: int, damage: Any, kind: type[StorageError], said: str
+    many: Location, damage: Any, kind: type[StorageError], said: str
 ) -> None:
     there, other = many.read("k7/c.0"), many.read("k8/c.0")
     assert there is not None
@@ -134,14 +133,13 @@ def test_a_small_chunk_that_is_not_what_was_saved(
     reads = [RegionRead(arrays[f"k{i}"], Box((0,), (1024,)), out[i]) for i in range(MANY)]
     try:
         with pytest.raises(kind) as caught:
-            ObjectMover(many, budget_bytes=budget).read(reads, lambda: None)
+            ObjectMover(many, budget_bytes=1 << 20).read(reads, lambda: None)
     finally:
         many.remote.write("k7/c.0", there)
     assert said in str(caught.value)
     assert f"{many.place}/k7/c.0" in str(caught.value)
     assert (caught.value.key, caught.value.chunk) == ("k7", (0,))
-    if budget >= SMALL_UNCOUNTED_FROM:  # it comes in one piece, verified before it goes anywhere
-        assert (out[7] == -1).all()
+    assert (out[7] == -1).all()  # it is verified before it goes anywhere
 
 
 def test_an_object_io_creates_once_and_reads_ranges(s3_server: S3Server) -> None:
@@ -152,34 +150,21 @@ def test_an_object_io_creates_once_and_reads_ranges(s3_server: S3Server) -> None
         Location.of(f"s3://{where}", **s3_server.storage_options),
     ):
         io = object_io(place)
-
-        def part(key: str, start: int, stop: int | None, io: ObjectIO = io) -> bytes | None:
-            found = bytearray()
-
-            def take(position: int, piece: memoryview) -> None:
-                assert position == len(found)
-                found.extend(piece)
-
-            size = io.fetch(key, start, stop, take)
-            assert size is None or size == len(found)
-            return None if size is None else bytes(found)
-
         assert io.put("a/b", [b"01234", memoryview(b"56789")], create=True)
         assert not io.put("a/b", [b"other"], create=True)
         assert io.get("a/b") == b"0123456789"
-        assert part("a/b", 2, 5) == b"234"
-        assert part("a/b", 8, 20) in (b"89", b"")
-        assert part("a/b", 30, 40) == b""
+        assert io.get("a/b", 2, 5) == b"234"
+        assert io.get("a/b", 8, 20) == b"89"
+        assert io.get("a/b", 30, 40) == b""
         assert io.get("none") is None
-        assert part("none", 2, 5) is None
+        assert io.get("none", 2, 5) is None
         assert io.put("a/b", [b"new"], create=False)
         assert io.put("large", [large], create=True)
-        assert part("large", 0, None) == large
-        assert part("large", 5, 2 << 20) == large[5 : 2 << 20]
+        assert io.get("large", 0, None) == large
+        assert io.get("large", 5, 2 << 20) == large[5 : 2 << 20]
         for name in ("layers%2F0.b~x", "%5F_a", "\u00e4 b"):
             assert io.put(name, [name.encode()], create=True)
             assert place.read(name) == io.get(name) == name.encode()
-        io.close()
         assert read_objects(place, ["a/b", "none", "a/b"]) == [b"new", None, b"new"]
         assert read_objects(place, []) == []
 
@@ -220,8 +205,8 @@ def test_a_bucket_without_a_checkpoint_is_no_error_of_the_store(s3_server: S3Ser
     assert latest(url, storage_options=s3_server.storage_options) is None
 
 
-def test_tensorstore_without_limits_is_refused(s3_server: S3Server) -> None:
-    """What TensorStore alone reads; chunks of ours do not go through it."""
+def test_a_program_may_import_tensorstore_first(s3_server: S3Server) -> None:
+    """Chunks of ours, and what TensorStore alone reads: with all limits of time."""
     program = """
         import sys, tensorstore
         import shardstore, torch
@@ -234,32 +219,17 @@ def test_tensorstore_without_limits_is_refused(s3_server: S3Server) -> None:
         from shardstore.storage.movers.chunks import RegionRead
         from shardstore.storage.format.grid import Box
         out = torch.zeros(3).numpy()
-        try:
-            read = RegionRead(stored.arrays["w"], Box((0,), (3,)), out)
-            TensorStoreReader(location).read([read], lambda: None)
-        except shardstore.CheckpointingException as error:
-            print("refused:", error)
-        else:
-            assert out.tolist() == [1, 1, 1]
+        read = RegionRead(stored.arrays["w"], Box((0,), (3,)), out)
+        TensorStoreReader(location).read([read], lambda: None)
+        assert out.tolist() == [1, 1, 1]
     """
     environment = {**os.environ, **s3_server.environment}
     for name in list(environment):
         if name.startswith("TENSORSTORE_CURL"):
             del environment[name]
     url = f"s3://{s3_server.new_bucket()}/step"
-
-    def run() -> str:
-        command = [sys.executable, "-c", textwrap.dedent(program), url]
-        return subprocess.run(
-            command, env=environment, check=True, capture_output=True, text=True
-        ).stdout
-
-    said = run()
-    assert said.startswith("refused:")
-    assert "import shardstore first" in said
-    environment["TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS"] = "10"
-    environment["TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES"] = "1"
-    assert run() == ""
+    command = [sys.executable, "-c", textwrap.dedent(program), url]
+    subprocess.run(command, env=environment, check=True)
 
 
 def test_a_url_keeps_its_options_on_the_way(tmp_path: Path) -> None:

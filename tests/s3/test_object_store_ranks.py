@@ -17,7 +17,7 @@ from scripts.s3_servers import S3Server
 from shardstore import ShardedTensor
 from shardstore.errors import RanksError, StorageError
 from shardstore.storage.stores.location import Location
-from shardstore.storage.stores.tensorstore import kvstore_spec
+from shardstore.storage.stores.tensorstore import KvStoreIO, kvstore_spec
 from tests.helpers.ranks_helper import run_ranks
 from tests.helpers.store_suite import small_state, tensor
 
@@ -125,7 +125,12 @@ def test_credentials_are_nowhere_to_be_seen(
     place = Location.of(f"s3://{bucket}/step-1", **s3_server.storage_options)
     shardstore.save(small_state(2.0), place.place)
     seen = repr(place) + repr(place.place) + str(place) + json.dumps({"url": place.place})
-    seen += repr(pickle.dumps(place.place)) + repr(place.remote) + repr(kvstore_spec(place))
+    seen += (
+        repr(pickle.dumps(place.place))
+        + repr(place.remote)
+        + repr(KvStoreIO(place).opened())
+        + repr(kvstore_spec(place))
+    )
     wrong = {
         **s3_server.storage_options,
         "key": "AKNOBODY000000000000",

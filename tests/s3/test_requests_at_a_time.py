@@ -8,7 +8,6 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ from shardstore.storage.movers import chunk_bytes
 from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
 from shardstore.storage.movers.object_mover import ObjectMover
 from shardstore.storage.stores import object_io as object_io_module
-from shardstore.storage.stores import s3 as s3_io
 from shardstore.storage.stores.location import Location
 
 
@@ -47,11 +45,11 @@ def test_requests_stay_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> Non
             with self._count(sum(map(len, parts))):
                 return self.inner.put(key, parts, create=create)
 
-        def fetch(
-            self, key: str, start: int, stop: int | None, take: Any, size: int = 0
-        ) -> int | None:
+        def get(
+            self, key: str, start: int = 0, stop: int | None = None, *, size: int = 0
+        ) -> bytes | None:
             with self._count(65540):
-                return self.inner.fetch(key, start, stop, take, size)
+                return self.inner.get(key, start, stop, size=size)
 
         @contextmanager
         def _count(self, size: int) -> Iterator[None]:
@@ -64,9 +62,6 @@ def test_requests_stay_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> Non
             yield
             with lock:
                 flying -= size
-
-        def close(self) -> None:
-            self.inner.close()
 
     monkeypatch.setattr("shardstore.storage.movers.object_mover.object_io", Counting)
     meta = ArrayMeta("w", "w", Grid((64, 16384), (1, 16384)), "float32")
@@ -107,15 +102,11 @@ def test_small_objects_wait_for_no_large_one(
             with self._under_way(key):
                 return self.inner.put(key, parts, create=create)
 
-        def get(self, key: str) -> bytes | None:
+        def get(
+            self, key: str, start: int = 0, stop: int | None = None, *, size: int = 0
+        ) -> bytes | None:
             with self._under_way(key):
-                return self.inner.get(key)
-
-        def fetch(
-            self, key: str, start: int, stop: int | None, take: Any, size: int = 0
-        ) -> int | None:
-            with self._under_way(key):
-                return self.inner.fetch(key, start, stop, take, size)
+                return self.inner.get(key, start, stop, size=size)
 
         @contextmanager
         def _under_way(self, key: str) -> Iterator[None]:
@@ -134,9 +125,6 @@ def test_small_objects_wait_for_no_large_one(
             yield
             with changed:
                 ended += 1
-
-        def close(self) -> None:
-            self.inner.close()
 
     monkeypatch.setattr("shardstore.storage.movers.object_mover.object_io", Waiting)
     state = {
@@ -183,9 +171,6 @@ def test_small_objects_have_more_requests(monkeypatch: pytest.MonkeyPatch) -> No
                 under_way[kind] -= 1
             return True
 
-        def close(self) -> None:
-            pass
-
     monkeypatch.setattr("shardstore.storage.movers.object_mover.object_io", Counting)
     place = Location.of(f"memory://{uuid.uuid4().hex}/c")
     small = ArrayMeta("small", "small", Grid((400,), (4,)), "float32")
@@ -221,9 +206,6 @@ def test_after_an_error_none_that_waits_is_begun(monkeypatch: pytest.MonkeyPatch
             time.sleep(0.05)  # the others do come to wait
             raise StorageError(f"{self.url}/{key} is refused", url=self.url)
 
-        def close(self) -> None:
-            pass
-
     monkeypatch.setattr("shardstore.storage.movers.object_mover.object_io", Refusing)
     large = ArrayMeta("large", "large", Grid((20, 1 << 18), (1, 1 << 18)), "float32")
     small = ArrayMeta("small", "small", Grid((400,), (4,)), "float32")
@@ -251,9 +233,6 @@ def test_gathered_chunks_keep_no_memory_of_threads_that_wait(
             kept.append("scratch" in chunk_bytes._local.__dict__)
             return True
 
-        def close(self) -> None:
-            pass
-
     monkeypatch.setattr("shardstore.storage.movers.object_mover.object_io", Looking)
     meta = ArrayMeta("w", "w", Grid((4, 1 << 18), (1, 1 << 18)), "float32")
     data = np.zeros((4, 1 << 19), np.float32)[:, ::2]
@@ -261,39 +240,6 @@ def test_gathered_chunks_keep_no_memory_of_threads_that_wait(
     writes = [ChunkWrite(meta, (i, 0), data[i : i + 1]) for i in range(4)]
     ObjectMover(place).write(writes, lambda item, record: None)
     assert kept == [False] * 4
-
-
-@pytest.mark.parametrize(
-    ("seconds", "said", "tries"),
-    [
-        (512, "kind: Timeout", 1),  # who has waited for long does not do so again
-        (32, "kind: Timeout", 3),
-        (32, "credential provider", 3),
-        (512, "connection reset", 2),  # it came, for long, and broke off
-        (32, "connection reset", 4),
-        (512, "status code: 503", 2),
-        (1, "status code: 403", 1),
-    ],
-)
-def test_for_how_long_a_request_is_tried(
-    seconds: int, said: str, tries: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By a clock of the test's own, which goes on while something is tried, and not in between."""
-    now = [1000.0]
-    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: None)
-    monkeypatch.setattr(s3_io, "time", clock)
-    options = {"key": "k", "secret": "s", "client_kwargs": {"endpoint_url": "http://127.0.0.1:9"}}
-    io = s3_io.S3IO(Location.of("s3://bucket/place", **options))
-    asked = []
-
-    def work() -> None:
-        asked.append(now[0])
-        now[0] += seconds
-        raise OSError(said)
-
-    with pytest.raises(StorageError, match="writing s3://bucket/place/w/c"):
-        io._tried("writing", "w/c", work)
-    assert len(asked) == tries
 
 
 def test_who_waits_for_its_source_holds_nothing_of_the_budget() -> None:

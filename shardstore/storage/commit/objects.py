@@ -488,8 +488,7 @@ def _require_conditions(place: Location) -> None:
     probe = f"{ATTEMPTS}/probe-{secrets.token_hex(8)}"
     try:
         first = store.create(probe, b"first")
-        with contextlib.closing(object_io(place)) as io:
-            second = io.put(probe, [b"second"], create=True)
+        second = object_io(place).put(probe, [b"second"], create=True)
         apart = first and second and store.read_range(probe, 0, None) == b"first"
     finally:
         with contextlib.suppress(StorageError):

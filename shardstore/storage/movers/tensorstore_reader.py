@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import tensorstore as ts
@@ -22,9 +21,9 @@ from shardstore.storage.movers.chunks import ReadDone, RegionRead
 from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.verify import MISSING, Problem, chunk_error
 from shardstore.storage.stores.location import Location
-from shardstore.storage.stores.tensorstore import kvstore_spec, plain_words, s3_context
+from shardstore.storage.stores.tensorstore import kvstore_spec, plain_words, shared_context, wait
 
-__all__ = ["TensorStoreReader", "open_array", "shared_context"]
+__all__ = ["TensorStoreReader", "open_array"]
 
 IN_FLIGHT_BYTES = 256 * 1024 * 1024
 """Bytes of the reads that run at a time."""
@@ -33,16 +32,10 @@ _DAMAGE = ("DATA_LOSS", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "OUT_OF_RANGE
 """Beginnings of errors about a chunk's content; all others are about the store."""
 
 
-@cache
-def shared_context() -> ts.Context:
-    """No chunk cache (chunks are read once, whole) and one pool of threads for the process."""
-    return ts.Context({"cache_pool": {"total_bytes_limit": 0}, **s3_context()})
-
-
 def open_array(
     location: Location, array: ArrayMeta, *, write: bool = True, fill_missing: bool = False
 ) -> Any:
-    """A TensorStore handle on an array, opened without reading anything.
+    """Return a TensorStore handle on an array, opened without reading anything.
 
     Args:
         location: root of the checkpoint.
@@ -52,15 +45,17 @@ def open_array(
 
     Raises:
         FormatVersionError: TensorStore does not understand the metadata.
+        StorageError: TensorStore has no driver for the store.
     """
     dtypes.numpy_dtype(array.dtype)  # TensorStore aborts the process on some unknown names
     metadata = json.loads(array.document or documents.array_document(array))
     metadata.pop("attributes", None)
     if array.zarr_format == 2:
         metadata.pop("zarr_format", None)
+    kvstore = kvstore_spec(location)
     spec = {
         "driver": "zarr" if array.zarr_format == 2 else "zarr3",
-        "kvstore": kvstore_spec(location.child(array.node)),
+        "kvstore": {**kvstore, "path": f"{kvstore['path']}{array.node}/"},
         "metadata": metadata,
         "store_data_equal_to_fill_value": True,
         "fill_missing_data_reads": fill_missing,
@@ -68,14 +63,8 @@ def open_array(
         "recheck_cached_metadata": False,
     }
     try:
-        return ts.open(
-            spec,
-            context=shared_context(),
-            open=True,
-            assume_metadata=True,
-            read=True,
-            write=write,
-        ).result()
+        how: dict[str, Any] = {"open": True, "assume_metadata": True, "read": True, "write": write}
+        return ts.open(spec, context=shared_context(), **how).result()
     except ValueError as error:
         url = f"{location.url}/{array.node}"
         raise FormatVersionError(
@@ -114,11 +103,13 @@ class TensorStoreReader:
                 if not read.box.size:
                     continue
                 if read.array not in stores:
-                    stores[read.array] = open_array(
-                        self.location, read.array, fill_missing=self._fill_missing
-                    )
-                target = ts.array(read.out, copy=False, write=True)
-                pending.append((read, target.write(stores[read.array][read.box.slices])))
+                    fill = self._fill_missing
+                    stores[read.array] = open_array(self.location, read.array, fill_missing=fill)
+                part = stores[read.array][read.box.slices]
+                if self.location.is_local:
+                    pending.append((read, ts.array(read.out, copy=False, write=True).write(part)))
+                else:  # a request that is given up must not write into the caller's memory later
+                    pending.append((read, part.read()))
                 flying += read.out.nbytes
                 while pending and flying >= IN_FLIGHT_BYTES:
                     flying -= pending[0][0].out.nbytes
@@ -127,7 +118,8 @@ class TensorStoreReader:
                 self._finish(*pending.popleft(), manifest, done)
         finally:  # after an error, what runs still uses the caller's memory
             for _, future in pending:
-                future.exception()
+                if self.location.is_local:
+                    future.exception()
 
     def _finish(
         self,
@@ -136,15 +128,21 @@ class TensorStoreReader:
         manifest: Callable[[], Manifest | None],
         done: ReadDone | None,
     ) -> None:
-        array = read.array
-        error = future.exception()
+        local = self.location.is_local
+        try:
+            if local:
+                future.result()
+            else:
+                read.out[...] = wait(future, self.location, shared_context(), read.out.nbytes)
+            error = None
+        except ValueError as found:
+            error = found
         if error is not None:
             # A store's own answer may have the access key, so it is not shown as the cause.
-            local = self.location.is_local
             text = str(error) if local else plain_words(str(error))
             raise self._explained(read, text, manifest) from (error if local else None)
-        touched = sum(1 for _ in array.grid.overlapping(read.box))
-        counters.add(bytes_read=touched * array.chunk_bytes, chunks_read=touched)
+        touched = sum(1 for _ in read.array.grid.overlapping(read.box))
+        counters.add(bytes_read=touched * read.array.chunk_bytes, chunks_read=touched)
         if done is not None:
             done(read.out.nbytes, touched)
 

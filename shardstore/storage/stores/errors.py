@@ -16,7 +16,7 @@ from typing import Any
 from shardstore.errors import StorageError
 
 __all__ = [
-    "NOT_RENEWED",
+    "NO_TRUST",
     "code_of",
     "explained",
     "is_refusal",
@@ -38,7 +38,6 @@ LOGGERS = (
 OPTIONS = ("key", "secret", "token", "username", "password", "account_key", "sas_token")
 """Storage options, and keyword arguments of the client, that are credentials or name one."""
 CLIENT_OPTIONS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
-PROFILE_VALUES = CLIENT_OPTIONS
 VARIABLES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 SHORTEST = 8
 """Shorter ones are no secrets, and would spoil what is logged."""
@@ -190,9 +189,9 @@ _CREDENTIALS = (
     "no credentials were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, "
     "or give storage_options"
 )
-NOT_RENEWED = (
-    "look at what gives them: the profile (AWS_PROFILE), the container's or the machine's role, or "
-    "the program that the profile names"
+NO_TRUST = (
+    "the server's certificate is not trusted (name the file of those that are: AWS_CA_BUNDLE, or "
+    "client_kwargs={'verify': FILE})"
 )
 _DENIED_ELSEWHERE = (
     "the store refuses the credentials: check those of the environment and in storage_options, and "

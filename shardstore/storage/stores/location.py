@@ -231,6 +231,11 @@ class Location:
         return "://" not in self.url
 
     @property
+    def is_s3(self) -> bool:
+        """Whether it is a prefix of a bucket of S3."""
+        return self.url.startswith(("s3://", "s3a://"))
+
+    @property
     def place(self) -> str | Path:
         """What strategies are given: the local folder, or the URL with its options."""
         return Path(self.url) if self.is_local else StoreUrl(self.url, self.options)

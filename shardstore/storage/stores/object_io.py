@@ -1,31 +1,34 @@
-"""How single objects are put and got: obstore for S3, the fsspec file system for all others.
+"""How single objects are put and got: by TensorStore on S3, by fsspec elsewhere and where
+TensorStore's driver does not take the settings.
 
 A request is a call that blocks one thread; whoever has many runs them on as many threads as the
-store takes. It knows keys and bytes; not what they mean.
+store takes.
 """
 
 from __future__ import annotations
 
+import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import closing
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.parallel import run_batched
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.remote import RemoteStore
-from shardstore.storage.stores.s3 import S3IO
 
 __all__ = [
     "LARGE_BYTES",
     "MAX_OBJECT_BYTES",
+    "UNKNOWN_BYTES",
     "ObjectIO",
-    "Taker",
     "each",
     "object_io",
     "put_objects",
     "read_objects",
 ]
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -33,20 +36,24 @@ MAX_OBJECT_BYTES = 5 * 1024**3
 """The most that one PUT takes (Amazon S3 user guide, "Uploading objects")."""
 LARGE_BYTES = 1024 * 1024
 """From this size on it is an object's bytes that take time, and not the wait for an answer."""
-FILE_SYSTEM_THREADS = 8
-Taker = Callable[[int, memoryview], None]
-"""Takes a piece of an object, and where it begins, counted from the first byte that was asked for.
-A piece at 0 begins anew: what came before it broke off."""
+UNKNOWN_BYTES = 16 * 1024 * 1024
+"""What a document of very many arrays may have."""
+
+_said: set[tuple[str, str]] = set()
 
 
-class ObjectIO(Protocol):
-    """Puts and gets objects below one location. Any thread may call it."""
+class ObjectIO(ABC):
+    """Puts and gets objects below one location. Any thread may call it.
+
+    Attributes:
+        threads: how many requests at a time are of use.
+        small_threads: how many for objects below :data:`LARGE_BYTES`.
+    """
 
     threads: int
-    """How many requests at a time are of use."""
     small_threads: int
-    """How many for objects below :data:`LARGE_BYTES`."""
 
+    @abstractmethod
     def put(self, key: str, parts: Sequence[bytes | memoryview], *, create: bool) -> bool:
         """Write an object.
 
@@ -63,47 +70,67 @@ class ObjectIO(Protocol):
             StorageError: the store refused, or did not answer.
         """
 
-    def get(self, key: str) -> bytes | None:
-        """A whole object; ``None``: there is none.
-
-        Raises:
-            StorageError: the store refused, or did not answer.
-        """
-
-    def fetch(
-        self, key: str, start: int, stop: int | None, take: Taker, size: int = 0
-    ) -> int | None:
-        """Hand over bytes ``start:stop`` of an object, in order, as they come.
+    @abstractmethod
+    def get(
+        self, key: str, start: int = 0, stop: int | None = None, *, size: int = UNKNOWN_BYTES
+    ) -> bytes | None:
+        """Return an object, or a part of it.
 
         Args:
             key: its name.
             start: the first byte.
             stop: one past the last; ``None``: all that there is.
-            take: called with each piece.
-            size: how many bytes are expected if ``stop`` does not say it: a large object may take
-                longer.
+            size: how many bytes are expected: a large object may take longer.
 
         Returns:
-            How many; fewer, or none, where the object ends before ``stop``. ``None``: there is no
-            such object.
+            Its bytes; fewer, or none, where it ends before ``stop``. ``None``: there is no such
+            object.
 
         Raises:
             StorageError: the store refused, or did not answer.
         """
 
-    def close(self) -> None:
-        """Let go of what it holds; no request may be under way."""
+
+class FileSystemIO(ObjectIO):
+    """Over a file system of fsspec: correct first, fast second."""
+
+    threads = small_threads = 8
+
+    def __init__(self, store: RemoteStore) -> None:
+        self._store = store
+
+    def put(self, key: str, parts: Sequence[bytes | memoryview], *, create: bool) -> bool:
+        """See :meth:`ObjectIO.put`."""
+        data = b"".join(parts)
+        if create:
+            return self._store.create(key, data)
+        self._store.write(key, data)
+        return True
+
+    def get(
+        self, key: str, start: int = 0, stop: int | None = None, *, size: int = UNKNOWN_BYTES
+    ) -> bytes | None:
+        """See :meth:`ObjectIO.get`."""
+        return self._store.read_range(key, start, stop, size)
 
 
 def object_io(location: Location) -> ObjectIO:
-    """Puts and gets at a location.
+    """Return what puts and gets objects at a location.
 
     Raises:
-        StorageError: the store can not be used.
+        StorageError: the store cannot be used.
     """
-    if location.url.startswith(("s3://", "s3a://")):
-        return S3IO(location)
-    return _FileSystemIO(location.remote)
+    store = location.remote
+    why = store.s3_settings().unsupported if location.is_s3 else "another protocol than s3"
+    if not why:
+        from shardstore.storage.stores.tensorstore import KvStoreIO
+
+        return KvStoreIO(location)
+    root = "/".join(location.url.split("/")[:3])
+    if (root, why) not in _said:
+        _said.add((root, why))
+        logger.info("%s: fsspec moves chunks too, as TensorStore does not take %s", root, why)
+    return FileSystemIO(store)
 
 
 def read_objects(location: Location, keys: Sequence[str]) -> list[bytes | None]:
@@ -116,13 +143,13 @@ def read_objects(location: Location, keys: Sequence[str]) -> list[bytes | None]:
     if not keys:
         return found
     counters.add(documents_read=len(keys))
-    with closing(object_io(location)) as io:
+    io = object_io(location)
 
-        def work(batch: Sequence[tuple[int, str]]) -> None:
-            for number, key in batch:
-                found[number] = io.get(key)
+    def work(batch: Sequence[tuple[int, str]]) -> None:
+        for number, key in batch:
+            found[number] = io.get(key)
 
-        each(list(enumerate(keys)), work, io.small_threads)
+    each(list(enumerate(keys)), work, io.small_threads)
     return found
 
 
@@ -143,48 +170,16 @@ def put_objects(
     """
     if not objects:
         return
-    with closing(object_io(location)) as io:
+    io = object_io(location)
 
-        def work(batch: Sequence[tuple[str, bytes]]) -> None:
-            for name, data in batch:
-                if not io.put(name, [data], create=True):
-                    exists(name, data)
+    def work(batch: Sequence[tuple[str, bytes]]) -> None:
+        for name, data in batch:
+            if not io.put(name, [data], create=True):
+                exists(name, data)
 
-        each(objects, work, io.small_threads)
+    each(objects, work, io.small_threads)
 
 
 def each(items: Sequence[T], work: Callable[[Sequence[T]], None], threads: int) -> None:
     """Run one request an item, on so many threads; errors as :func:`run_batched`."""
-    run_batched(items, work, threads=threads, weight=lambda _: 1, batch_weight=1)
-
-
-class _FileSystemIO:
-    """Over a file system of fsspec: correct first, fast second."""
-
-    threads = FILE_SYSTEM_THREADS
-    small_threads = FILE_SYSTEM_THREADS
-
-    def __init__(self, store: RemoteStore) -> None:
-        self._store = store
-
-    def put(self, key: str, parts: Sequence[bytes | memoryview], *, create: bool) -> bool:
-        data = b"".join(parts)
-        if create:
-            return self._store.create(key, data)
-        self._store.write(key, data)
-        return True
-
-    def get(self, key: str) -> bytes | None:
-        return self._store.read_range(key, 0, None)
-
-    def fetch(
-        self, key: str, start: int, stop: int | None, take: Taker, size: int = 0
-    ) -> int | None:
-        data = self._store.read_range(key, start, stop)
-        if data is None:
-            return None
-        take(0, memoryview(data))
-        return len(data)
-
-    def close(self) -> None:
-        pass
+    run_batched(items, work, threads=threads)

@@ -1,36 +1,40 @@
-"""The control plane of stores that are no local folder: small documents, listing, deleting and
-create-if-absent, over fsspec (s3fs for S3).
+"""Stores that are no local folder, over fsspec (s3fs for S3): small documents, listing, deleting,
+copies and create-if-absent.
 
 Errors are shardstore's own (:mod:`~shardstore.storage.stores.errors`) and come within a deadline: a
 store that does not answer never holds a rank for long.
-:mod:`~shardstore.storage.stores.file_systems` makes the client.
 """
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any
 
+import fsspec  # type: ignore[import-untyped]
 from fsspec.asyn import AsyncFileSystem, sync  # type: ignore[import-untyped]
+from fsspec.dircache import DirCache  # type: ignore[import-untyped]
 from fsspec.exceptions import FSTimeoutError  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from shardstore.errors import CheckpointingException, StorageError
 from shardstore.storage.movers.parallel import run_batched
-from shardstore.storage.stores.errors import code_of, explained, no_answer
-from shardstore.storage.stores.file_systems import file_system
+from shardstore.storage.stores import s3
+from shardstore.storage.stores.errors import code_of, explained, keep_quiet_about, no_answer
 
-__all__ = ["DEADLINE_S", "FIRST_DEADLINE_S", "RemoteStore", "remote_store"]
+__all__ = ["DEADLINE_S", "RemoteStore", "remote_store"]
 
 FIRST_DEADLINE_S = 20.0
 """For a request to a store that never answered this process: a dead endpoint shows soon."""
 DEADLINE_S = 120.0
 """For a request to a store that did answer before, its retries included."""
+SLOWEST_BYTES_PER_S = 128 * 1024
+"""A request may take as long as its bytes take at this rate, beside the wait for the answer."""
 DELETE_BATCH = 250
 """Keys in one request for deletion. S3 takes a thousand (Amazon S3 API, DeleteObjects), but some
 stores delete one after the other before they answer."""
@@ -49,8 +53,68 @@ _WRITTEN_AT = ("LastModified", "last_modified", "mtime", "updated", "created")
 _FROM_LISTINGS = ("exists", "find", "info", "ls")
 """What a file system may answer from listings that it keeps."""
 
+_file_systems: dict[object, Any] = {}
 _answered: set[int] = set()
+_lock = threading.Lock()
 _session_lock = threading.Lock()
+
+
+def _file_system(url: str, options: Mapping[str, Any]) -> Any:
+    """Return the file system of a URL: the same one for equal options in the same environment.
+
+    Raises:
+        StorageError: no such protocol, its package is missing, or the options do not fit.
+    """
+    protocol = url.partition("://")[0]
+    is_s3 = protocol in ("s3", "s3a")
+    surroundings = tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith("AWS_")))
+    bucket = "" if is_s3 else url.split("/")[2]
+    # Kept in this process only; a fork must not share connections.
+    known = (os.getpid(), protocol, bucket, repr(sorted(options.items(), key=str)), surroundings)
+    with _lock:
+        if known not in _file_systems:
+            _file_systems[known] = _made(url, protocol, options, is_s3)
+        return _file_systems[known]
+
+
+def _made(url: str, protocol: str, options: Mapping[str, Any], is_s3: bool) -> Any:
+    keep_quiet_about(options, *(s3.profile_secrets() if is_s3 else ()))
+    try:
+        kind = fsspec.get_filesystem_class(protocol)
+        given = dict(options)
+        if is_s3:
+            if problem := s3.problem_of(options, os.environ):
+                raise StorageError(f"{url}: the storage options do not fit: {problem}", url=url)
+            given = s3.s3fs_options(options)
+        if issubclass(kind, LocalFileSystem):
+            given = {"auto_mkdir": True, **given}
+        if not issubclass(kind, AsyncFileSystem):
+            return fsspec.core.url_to_fs(url, **given)[0]
+        made = fsspec.core.url_to_fs(url, skip_instance_cache=True, **given)[0]
+        keep_quiet_about(options)  # of modules, too, that are imported by now
+        # Who owns a target is told by a listing of its claims: not by one of a while ago. Options
+        # that say so are not taken by all of them.
+        made.dircache = DirCache(use_listings_cache=False)
+        return made
+    except CheckpointingException:
+        raise
+    except ImportError as error:
+        package = "s3fs (pip install 'shardstore[s3]')" if is_s3 else "the package it names"
+        raise StorageError(f"{url}: {protocol}:// needs {package}: {error}", url=url) from error
+    except ValueError as error:
+        if "rotocol not known" in str(error):
+            raise StorageError(f"{url}: fsspec knows no store {protocol}://", url=url) from error
+        said = f"the storage options do not fit ({type(error).__name__})"
+    except TypeError:
+        said = (
+            f"the storage options do not fit; they are those of fsspec's {protocol} file system, "
+            f"not {sorted(map(str, options))}"
+        )
+    except Exception as error:  # some file systems connect at once
+        raise explained("connecting to", url, error) from error
+    # Not while the other is handled: its text, which would be the context, could hold what was
+    # given.
+    raise StorageError(f"{url}: {said}", url=url)
 
 
 class RemoteStore:
@@ -76,25 +140,39 @@ class RemoteStore:
             FileNotFoundError: there is none of that name.
             StorageError: the store refused, or did not answer.
         """
-        with self._errors("reading", name, absent=True):
-            data: bytes = self._call("cat_file", self._path(name))
-            return data
+        found = self.read_range(name, 0, None)
+        if found is None:
+            raise FileNotFoundError(f"{self.url}/{name}")
+        return found
 
-    def read_range(self, name: str, start: int, stop: int | None) -> bytes | None:
+    def read_range(self, name: str, start: int, stop: int | None, size: int = 0) -> bytes | None:
         """Bytes ``start:stop`` of a document, fewer where it ends before; ``None``: there is none.
+        ``size`` bytes are expected, if they are many.
 
         Raises:
             StorageError: the store refused, or did not answer.
         """
-        whole = start == 0 and stop is None
+        part: dict[str, Any] = {}
+        if (start, stop) != (0, None):
+            part = {"start": start, "end": stop}
         try:
-            if whole:
-                return self.read(name)
-            with self._errors("reading", name, absent=True):
-                data: bytes = self._call("cat_file", self._path(name), start=start, end=stop)
+            with self.errors("reading", name, absent=True):
+                data: bytes = self._call("cat_file", self._path(name), size=size, **part)
                 return data
         except FileNotFoundError:
             return None
+        except StorageError as error:
+            if code_of(error) == "InvalidRange":  # it ends before the range begins
+                return b""
+            raise
+
+    def s3_settings(self) -> s3.S3Settings:
+        """Region, endpoint and credentials of S3, as s3fs has found them out.
+
+        Raises:
+            StorageError: there are no credentials, or they cannot be got.
+        """
+        return s3.s3_settings(self.fs, self.url, FIRST_DEADLINE_S)
 
     def write(self, name: str, data: bytes) -> None:
         """Write a document, in the place of one that is there.
@@ -102,7 +180,7 @@ class RemoteStore:
         Raises:
             StorageError: the store refused, or did not answer.
         """
-        with self._errors("writing", name):
+        with self.errors("writing", name):
             self._pipe(self._path(name), data, create=False)
 
     def create(self, name: str, data: bytes) -> bool:
@@ -116,7 +194,7 @@ class RemoteStore:
         Raises:
             StorageError: the store refused, or did not answer.
         """
-        with self._errors("creating", name):
+        with self.errors("creating", name):
             return _unless_there(lambda: self._pipe(self._path(name), data, create=True))
 
     def copy_from(
@@ -155,12 +233,13 @@ class RemoteStore:
             if any_size:
                 self.fs.cp_file(*paths)
             elif hasattr(self.fs, "_copy_basic"):
-                self._call("copy_basic", *paths, **({"IfNoneMatch": "*"} if create else {}))
+                condition: dict[str, Any] = {"IfNoneMatch": "*"} if create else {}
+                self._call("copy_basic", *paths, **condition)
             else:
                 self._call("cp_file", *paths)
 
         try:
-            with self._errors("copying to", name, absent=True):
+            with self.errors("copying to", name, absent=True):
                 return _unless_there(copy)
         except FileNotFoundError:
             raise FileNotFoundError(f"{source.url}/{from_name}") from None
@@ -172,35 +251,25 @@ class RemoteStore:
         Raises:
             StorageError: the store refused, or did not answer.
         """
-        with self._errors("writing", name):
+        with self.errors("writing", name):
             self._make_folder_of(self._path(name))
             return self.fs.open(self._path(name), "wb", block_size=part_bytes)
 
-    def errors(self, doing: str, name: str) -> AbstractContextManager[None]:
-        """What the store's library raises inside, as :class:`StorageError` in our words."""
-        return self._errors(doing, name)
-
     def exists(self, name: str = "") -> bool:
         """Whether there is a document, or anything below that name."""
-        with self._errors("looking for", name):
-            try:
-                return bool(self._call("info", self._path(name)))
-            except FileNotFoundError as error:
-                if code_of(error) == "NoSuchBucket":
-                    raise
-                return False
+        return bool(self._info(name))
 
     def stamp(self, name: str) -> object | None:
         """Something that is another once a document was replaced; ``None``: there is none."""
-        with self._errors("looking for", name):
-            try:
-                about = self._call("info", self._path(name))
-            except FileNotFoundError as error:
-                if code_of(error) == "NoSuchBucket":
-                    raise
-                return None
+        about = self._info(name)
         tag = about.get("ETag") or about.get("etag")
-        return repr((tag, _written_at(about), about.get("size")))
+        return repr((tag, _written_at(about), about.get("size"))) if about else None
+
+    def _info(self, name: str) -> Mapping[str, Any]:
+        with suppress(FileNotFoundError), self.errors("looking for", name, absent=True):
+            found: Mapping[str, Any] = self._call("info", self._path(name))
+            return found
+        return {}
 
     def is_dir(self, name: str = "") -> bool:
         """Whether there is anything below that name."""
@@ -210,24 +279,18 @@ class RemoteStore:
 
     def listing(self, name: str = "") -> list[str]:
         """Names directly below; empty where there is nothing."""
-        with self._errors("listing", name):
-            path = self._path(name)
-            try:
-                found = self._names(path)
-            except (FileNotFoundError, NotADirectoryError) as error:
-                if code_of(error) == "NoSuchBucket":
-                    raise
-                return []
+        path, found = self._path(name), []
+        with suppress(FileNotFoundError), self.errors("listing", name, absent=True):
+            found = self._names(path)
         # A store may name the folder itself, or a document of the same name.
         below = {entry.rstrip("/") for entry in found} - {path, path.lstrip("/")}
         return sorted({entry.rsplit("/", 1)[-1] for entry in below})
 
     def _names(self, path: str) -> list[str]:
-        if not hasattr(self.fs, "_lsdir"):
-            found: list[str] = self._call("ls", path, detail=False, refresh=True)
-            return found
-        # Of an empty folder its ls() lists the parent too.
-        return [about["name"] for about in self._call("lsdir", path, refresh=True)]
+        if hasattr(self.fs, "_lsdir"):  # the ls() of s3fs lists the parent of an empty folder too
+            return [about["name"] for about in self._call("lsdir", path, refresh=True)]
+        found: list[str] = self._call("ls", path, detail=False, refresh=True)
+        return found
 
     def walk(self, name: str = "") -> list[str]:
         """Names of all documents below, relative to this store's URL."""
@@ -236,13 +299,9 @@ class RemoteStore:
     def details(self, name: str = "") -> list[tuple[str, int, datetime | None]]:
         """Name, relative to this store's URL, size in bytes, and time of writing by the store's
         clock, of all documents below."""
-        with self._errors("listing", name):
-            try:
-                found = self._call("find", self._path(name), detail=True)
-            except FileNotFoundError as error:
-                if code_of(error) == "NoSuchBucket":
-                    raise
-                return []
+        found: dict[str, Any] = {}
+        with suppress(FileNotFoundError), self.errors("listing", name, absent=True):
+            found = self._call("find", self._path(name), detail=True)
             if not isinstance(found, dict):  # some forget what was asked for where it is a document
                 found = {path: self._call("info", path) for path in found}
         base = self.path.lstrip("/") + "/"
@@ -264,7 +323,7 @@ class RemoteStore:
     def delete(self, names: Sequence[str]) -> None:
         """Delete documents, many with one request where the store can; those that are not there do
         not count."""
-        with self._errors("deleting below", ""):
+        with self.errors("deleting below", ""):
             paths = [self._path(name) for name in names]
             bulk = self._deletes_in_bulk
 
@@ -273,18 +332,11 @@ class RemoteStore:
                     self._delete_keys(batch)
                     return
                 for path in batch:
-                    try:
+                    with suppress(FileNotFoundError):
                         self._call("rm_file", path)
-                    except FileNotFoundError:
-                        continue
 
-            run_batched(
-                paths,
-                work,
-                threads=DELETE_REQUESTS,
-                weight=lambda _: 1,
-                batch_weight=DELETE_BATCH if bulk else SINGLE_DELETES,
-            )
+            batch_weight = DELETE_BATCH if bulk else SINGLE_DELETES
+            run_batched(paths, work, threads=DELETE_REQUESTS, batch_weight=batch_weight)
             if bulk:
                 return
             # Such stores have folders, which would stay behind empty; one that others wrote to in
@@ -346,7 +398,7 @@ class RemoteStore:
     def _pipe(self, path: str, data: bytes, *, create: bool) -> None:
         mode = "create" if create else "overwrite"
         if isinstance(self.fs, AsyncFileSystem):
-            self._call("pipe_file", path, data, mode=mode)
+            self._call("pipe_file", path, data, size=len(data), mode=mode)
             return
         self._make_folder_of(path)
         if not create:
@@ -375,22 +427,25 @@ class RemoteStore:
                 self.fs.rm_file(fresh)
             raise
 
-    def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the file system, within the deadline where it can have one."""
+    def deadline_s(self, size: int = 0) -> float:
+        """Return how long a request that moves so many bytes may take."""
+        first = id(self.fs) not in _answered
+        return (FIRST_DEADLINE_S if first else DEADLINE_S) + size / SLOWEST_BYTES_PER_S
+
+    def _call(self, method: str, *args: Any, size: int = 0, **kwargs: Any) -> Any:
+        """Call a method of the file system that moves so many bytes, within the deadline where it
+        can have one."""
         if not isinstance(self.fs, AsyncFileSystem):
             kwargs.pop("refresh", None)
             if method in _FROM_LISTINGS:
                 self.fs.invalidate_cache()  # others may have written there since it listed
             return getattr(self.fs, method)(*args, **kwargs)
-        first = id(self.fs) not in _answered
-        seconds = FIRST_DEADLINE_S if first else DEADLINE_S
+        seconds, call = self.deadline_s(size), getattr(self.fs, f"_{method}")
         try:
-            if first and hasattr(self.fs, "set_session"):
+            if id(self.fs) not in _answered and hasattr(self.fs, "set_session"):
                 with _session_lock:  # first requests at a time would each make a session
                     sync(self.fs.loop, self.fs.set_session, timeout=seconds)
-            found = sync(
-                self.fs.loop, getattr(self.fs, f"_{method}"), *args, timeout=seconds, **kwargs
-            )
+            found = sync(self.fs.loop, call, *args, timeout=seconds, **kwargs)
         except FSTimeoutError:
             raise StorageError(
                 f"{self.url}: no answer within {seconds:g} s; {no_answer(self.url)}", url=self.url
@@ -403,7 +458,7 @@ class RemoteStore:
         return found
 
     @contextmanager
-    def _errors(self, doing: str, name: str, *, absent: bool = False) -> Iterator[None]:
+    def errors(self, doing: str, name: str, *, absent: bool = False) -> Iterator[None]:
         """Errors of ours; ``absent``: that there is no such document is :class:`FileNotFoundError`,
         and not the store's fault."""
         url = f"{self.url}/{name}" if name else self.url
@@ -447,5 +502,5 @@ def remote_store(url: str, options: Mapping[str, Any]) -> RemoteStore:
     Raises:
         StorageError: no such protocol, its package is missing, or the options do not fit.
     """
-    fs = file_system(url, options)
+    fs = _file_system(url, options)
     return RemoteStore(url, fs, fs._strip_protocol(url))

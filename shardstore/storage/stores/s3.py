@@ -1,327 +1,238 @@
-"""Objects of S3 by obstore: one PUT an object, conditional or not, and GETs that stream.
+"""Settings of S3: what s3fs is made with, and what botocore finds out of it for TensorStore.
 
-TensorStore's own driver asks with a HEAD before each conditional PUT, copies what it sends, and
-hands over what came as one copy more; measured on Ceph's gateway that is a third more work of the
-server for small objects, and twice the time for large reads. Here a request is a call that blocks
-one thread, takes a bounded time and is tried a bounded number of times. It knows keys and bytes;
-not what they mean.
+So one URL and one set of storage options, environment and profiles serve both clients. No error
+text from here contains a credential.
 """
 
 from __future__ import annotations
 
 import os
-import random
 import re
-import threading
-import time
-from collections.abc import Callable, Sequence
-from datetime import timedelta
-from pathlib import Path
-from typing import Any, TypeVar
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
 
-from shardstore.errors import StorageError
-from shardstore.storage.stores.errors import NOT_RENEWED, no_answer, remedy
-from shardstore.storage.stores.location import Location
-from shardstore.storage.stores.s3_settings import S3Settings, s3_settings
+from fsspec.asyn import sync  # type: ignore[import-untyped]
 
-__all__ = ["S3IO", "s3_client"]
+from shardstore.storage.stores.errors import CLIENT_OPTIONS, explained, keep_quiet_about
 
-KEPT_CLIENTS = 16
-_OWN_ENDPOINT = "AWS_ENDPOINT_URL_S3"
-"""A variable that obstore (0.12) puts before an endpoint that it is given."""
+__all__ = ["LIMITS", "S3Settings", "problem_of", "profile_secrets", "s3_settings", "s3fs_options"]
 
-_clients: dict[object, Any] = {}
-_lock = threading.Lock()
+LIMITS = {"connect_timeout": 5, "read_timeout": 20}
+"""Seconds that s3fs waits for a connection, and for an answer or its next piece."""
+
+_TEXTS = ("key", "secret", "token", "profile", "endpoint_url", "region_name")
+_DICTS = ("client_kwargs", "config_kwargs", "s3_additional_kwargs")
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+_HOST = re.compile(r"[A-Za-z0-9.-]+(:[0-9]+)?/?")
+_BUCKET = re.compile(r"(?!.*--x-s3$)[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+"""Buckets that TensorStore takes; not those of directories, which have sessions of their own."""
+
+for _name, _value in (
+    # Without these a silent server holds a request of TensorStore for ever: one that moves less
+    # than a byte a second for so many seconds is given up. Read at its first request.
+    ("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "15"),
+    ("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1"),
+    ("TENSORSTORE_CA_BUNDLE", os.environ.get("AWS_CA_BUNDLE")),
+):
+    if _value and "tensorstore" not in sys.modules:
+        os.environ.setdefault(_name, _value)
+
+_forked = False
 
 
-def s3_client(settings: S3Settings, bucket: str, seconds: int, *, sends: bool, signed: bool) -> Any:
-    """A client, kept for the next: connections are what takes time.
+def _in_child() -> None:
+    global _forked
+    _forked = "tensorstore" in sys.modules
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
+def problem_of(options: Mapping[str, Any], variables: Mapping[str, str]) -> str | None:
+    """Say what does not fit in storage options, and what to give instead, before the client
+    libraries fail in words about their own insides; ``None``: nothing that can be told.
 
     Args:
-        settings: endpoint, credentials and the rest.
-        bucket: its name.
-        seconds: that a request may take.
-        sends: whether it sends objects, or gets them.
-        signed: whether signatures cover what is sent.
+        options: storage options, by the names of s3fs.
+        variables: of the environment.
     """
-    from obstore.store import S3Store
+    for name in _DICTS:
+        if not isinstance(options.get(name), Mapping | None):
+            return f"{name} must be a dict, not {_kind(options[name])}"
+    client = options.get("client_kwargs") or {}
+    given = {name: options.get(name) for name in _TEXTS}
+    named = ("endpoint_url", "region_name", *CLIENT_OPTIONS)
+    given |= {f"client_kwargs.{name}": client.get(name) for name in named}
+    for name, value in given.items():
+        if not isinstance(value, str | None):
+            return f"{name} must be a text, not {_kind(value)}"
+    for first, second in (("key", "secret"), ("secret", "key")):
+        if options.get(first) and not options.get(second):
+            return f"{first} is given without {second}: give both, or neither"
+    endpoints = {name: value for name, value in given.items() if name.endswith("endpoint_url")}
+    if not any(endpoints.values()):
+        endpoints = {name: variables.get(name) for name in _ENDPOINTS}
+    for name, endpoint in endpoints.items():
+        if endpoint and (wrong := _wrong_endpoint(endpoint)):
+            return f"{name} {wrong}"
+    return _wrong_config(options.get("config_kwargs") or {})
 
-    known = (os.getpid(), settings, bucket, seconds, sends, signed)
-    with _lock:
-        found = _clients.get(known)
-        if found is not None:
-            return found
-        client = S3Store(
-            bucket,
-            region=settings.region,
-            client_options=_connections(settings, seconds, sends),
-            retry_config={"max_retries": 0},
-            config=_config(settings, bucket, signed),
-            credential_provider=_credentials(settings),
+
+def _kind(value: object) -> str:
+    return f"of type {type(value).__name__}"
+
+
+def _wrong_endpoint(url: str) -> str | None:
+    if "@" in url:
+        return (
+            "has credentials in it, which no client takes from there: give http://HOST:PORT, and "
+            "key and secret (or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY) beside it"
         )
-        while len(_clients) >= KEPT_CLIENTS:
-            del _clients[next(iter(_clients))]
-        _clients[known] = client
-        return client
+    if not url.startswith(("http://", "https://")):
+        such = f"http://{url} or https://{url}" if _HOST.fullmatch(url) else "http://host:9000"
+        return f"must begin with http:// or https://: give {such}"
+    try:
+        parts = urlsplit(url)
+        parts.port  # noqa: B018 (it raises)
+    except ValueError:
+        return "is no URL: give one such as http://host:9000"
+    return None if parts.hostname else "names no host: give a URL such as http://host:9000"
 
 
-def _connections(settings: S3Settings, seconds: int, sends: bool) -> Any:
-    options: dict[str, Any] = {
-        "connect_timeout": timedelta(seconds=settings.connect_timeout_s),
-        "timeout": timedelta(seconds=seconds),
-        "allow_http": not settings.tls,
-        "allow_invalid_certificates": settings.verify is False,
+def _wrong_config(config: Mapping[str, Any]) -> str | None:
+    from botocore.config import Config  # type: ignore[import-untyped]
+
+    for name, value in config.items():
+        try:
+            Config(**{name: value})
+        except Exception as error:
+            if name not in Config.OPTION_DEFAULTS:
+                return f"config_kwargs.{name} is unknown to botocore's Config"
+            # Its text may repeat the value, and a proxy's URL has a password.
+            return (
+                f"config_kwargs.{name} has a value, {_kind(value)}, that botocore's Config refuses "
+                f"({type(error).__name__})"
+            )
+    return None
+
+
+def s3fs_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of s3fs: those given, with short timeouts, bounded retries, no cache of
+    listings, and what stores other than Amazon's need."""
+    from botocore.config import Config
+
+    given = {n: v for n, v in options.items() if n not in ("region_name", "endpoint_url")}
+    client = dict(given.get("client_kwargs") or {})
+    for name in ("region_name", "endpoint_url"):
+        if options.get(name):
+            client.setdefault(name, options[name])
+    if region := os.environ.get("AWS_REGION"):
+        # s3fs and botocore look at AWS_DEFAULT_REGION alone.
+        client.setdefault("region_name", region)
+    config = {
+        **LIMITS,
+        "retries": {"mode": "standard", "total_max_attempts": 4},
+        **(given.get("config_kwargs") or {}),
     }
-    if not sends:
-        # Of an answer each piece is waited for; what is sent gives no sign on its way.
-        options["read_timeout"] = timedelta(seconds=settings.read_timeout_s)
-    if isinstance(settings.verify, str):
-        options["root_certificate"] = Path(settings.verify).read_bytes()
-    if settings.proxy is not None:
-        options["proxy_url"] = settings.proxy
-    return options
-
-
-def _config(settings: S3Settings, bucket: str, signed: bool) -> Any:
-    config: dict[str, Any] = {
-        "conditional_put": "etag",
-        "request_payer": settings.requester_pays,
-        "skip_signature": settings.anonymous,
-        "unsigned_payload": not signed,
-        "virtual_hosted_style_request": settings.virtual_hosts,
-        **dict(settings.encryption),
+    for name in ("request_checksum_calculation", "response_checksum_validation"):
+        # Newer clients send trailing checksums unasked, which other stores than AWS refuse.
+        if name in Config.OPTION_DEFAULTS:
+            config.setdefault(name, "when_required")
+    named = (client.get("endpoint_url"), *map(os.environ.get, _ENDPOINTS))
+    endpoint = next(filter(None, named), None)
+    if endpoint and "amazonaws.com" not in endpoint:
+        config["s3"] = {"addressing_style": "path", **(config.get("s3") or {})}
+    return {
+        **given,
+        "client_kwargs": client,
+        "config_kwargs": config,
+        "use_listings_cache": False,
+        # One GET a document; with more its size is asked for first.
+        "max_concurrency": given.get("max_concurrency", 1),
     }
-    if settings.endpoint:
-        endpoint = settings.endpoint
-        if settings.virtual_hosts:
-            scheme, _, rest = endpoint.partition("://")
-            endpoint = f"{scheme}://{bucket}.{rest}"
-        config["endpoint"] = endpoint
-        if _OWN_ENDPOINT in os.environ:
-            config["aws_endpoint_url_s3"] = endpoint
-    return config
 
 
-def _credentials(settings: S3Settings) -> Callable[[], Any] | None:
-    if settings.anonymous:
-        return None
-    if settings.renewed is not None:
-        return settings.renewed
-    if settings.key is None:
-        return None
-    given = {
-        "access_key_id": settings.key,
-        "secret_access_key": settings.secret,
-        "token": settings.token,
-        "expires_at": None,
-    }
-    return lambda: given
+def profile_secrets() -> list[str]:
+    """Return the credentials in the files of profiles; none where those cannot be read."""
+    try:
+        import botocore.session  # type: ignore[import-untyped]
+
+        profiles = botocore.session.Session().full_config["profiles"].values()
+    except Exception:  # whoever needs them says what is wrong with them
+        return []
+    return [value for about in profiles for name in CLIENT_OPTIONS if (value := about.get(name))]
 
 
-T = TypeVar("T")
+@dataclass(frozen=True)
+class S3Settings:
+    """What TensorStore is given, as the client of s3fs has found it out.
 
-REQUESTS = 32
-"""At a time, each process."""
-SMALL_REQUESTS = 64
-"""Of small objects, where what each of them takes is the wait for its answer."""
-TRIES = 8
-FIRST_DELAY_S, MAX_DELAY_S = 0.2, 5.0
-TRYING_S = 90.0
-"""No try begins later than this after the first one failed, which may have taken long: a large
-object that broke off near its end is worth another. After a try that had no answer in time, it
-counts from the beginning: who waited for long does not do so twice."""
-SLOWEST_BYTES_PER_S = 128 * 1024
-"""A request may take as long as its bytes take at this rate, beside the wait for the answer."""
-DOCUMENT_BYTES = 16 * 1024 * 1024
-"""What an object of unknown size may have at that rate: documents of very many arrays."""
-STREAM_BYTES = 256 * 1024
-"""An answer is handed on in pieces of about this size."""
-WHOLE_BYTES = 1024 * 1024
-"""Answers up to this size are taken in one piece: one call in place of several."""
+    Attributes:
+        region: to sign for.
+        endpoint: URL of the service.
+        credentials: access key, secret key and session token; ``None``: requests are not signed.
+        unsupported: what the settings ask for that TensorStore's driver cannot do; empty: nothing.
+    """
 
-_STATUS = re.compile(r"status code: (\d{3})")
-_CODE = re.compile(r"<Code>([\w.]+)</Code>")
-_NO_ANSWER_IN_TIME = "no answer in time"
-_NOT_RENEWED = "the credentials can not be renewed"
-_NO_TRUST = (
-    "the server's certificate is not trusted (name the file of those that are: AWS_CA_BUNDLE, or "
-    "client_kwargs={'verify': FILE})"
-)
-_AGAIN = frozenset({408, 409, 429, 500, 502, 503, 504})
+    region: str
+    endpoint: str
+    credentials: tuple[str, str, str | None] | None = field(repr=False)
+    unsupported: str
 
 
-class S3IO:
-    """See :class:`~shardstore.storage.stores.object_io.ObjectIO`.
-
-    Args:
-        location: a prefix of a bucket.
+def s3_settings(fs: Any, url: str, seconds: float) -> S3Settings:
+    """Return the settings of a file system of s3fs for a URL, with the credentials of now: botocore
+    gets new ones some minutes before they end.
 
     Raises:
-        StorageError: obstore is missing, there are no credentials, or no connection.
+        StorageError: there are no credentials, or they cannot be got within so many seconds.
     """
-
-    threads = REQUESTS
-    small_threads = SMALL_REQUESTS
-
-    def __init__(self, location: Location) -> None:
-        try:
-            import obstore  # the extra "s3" brings it
-        except ImportError as error:
-            raise StorageError(
-                f"{location.url}: s3:// needs obstore (pip install 'shardstore[s3]'): {error}",
-                url=location.url,
-            ) from error
-        self._obstore: Any = obstore
-        self._url = location.url
-        self._bucket, _, path = location.url.partition("://")[2].partition("/")
-        self._prefix = f"{path.strip('/')}/" if path.strip("/") else ""
-        self._settings = s3_settings(location)
-        self._clients: dict[tuple[int, bool, bool], Any] = {}
-
-    def put(self, key: str, parts: Sequence[bytes | memoryview], *, create: bool) -> bool:
-        """See :meth:`ObjectIO.put`."""
-        size = sum(map(len, parts))
-        store = self._store(size, sends=True, signed=self._settings.signs(size))
-        mode = "create" if create else "overwrite"
-
-        def work() -> bool:
-            try:
-                self._obstore.put(store, self._prefix + key, parts, mode=mode, use_multipart=False)
-            except self._obstore.exceptions.AlreadyExistsError:
-                return False
-            return True
-
-        return self._tried("writing", key, work)
-
-    def get(self, key: str) -> bytes | None:
-        """See :meth:`ObjectIO.get`."""
-        store = self._store(DOCUMENT_BYTES)
-
-        def work() -> bytes | None:
-            try:
-                found: bytes = self._obstore.get(store, self._prefix + key).bytes().to_bytes()
-            except FileNotFoundError as error:
-                if "NoSuchBucket" in str(error):
-                    raise
-                return None
-            return found
-
-        return self._tried("reading", key, work)
-
-    def fetch(
-        self,
-        key: str,
-        start: int,
-        stop: int | None,
-        take: Callable[[int, memoryview], None],
-        size: int = 0,
-    ) -> int | None:
-        """See :meth:`ObjectIO.fetch`."""
-        store = self._store(size if stop is None else stop - start)
-        options: Any = None
-        if (start, stop) != (0, None):
-            options = {"range": {"offset": start} if stop is None else (start, stop)}
-
-        def work() -> int | None:
-            try:
-                answer = self._obstore.get(store, self._prefix + key, options=options)
-            except FileNotFoundError as error:
-                if "NoSuchBucket" in str(error):
-                    raise
-                return None
-            first, last = answer.range
-            if last - first <= WHOLE_BYTES:
-                piece = memoryview(answer.bytes()).cast("B")
-                take(0, piece)
-                return len(piece)
-            position = 0
-            for buffer in answer.stream(min_chunk_size=STREAM_BYTES):
-                piece = memoryview(buffer).cast("B")
-                take(position, piece)
-                position += len(piece)
-            return position
-
-        try:
-            return self._tried("reading", key, work)
-        except _RangeError:
-            take(0, memoryview(b""))
-            return 0
-
-    def close(self) -> None:
-        """Nothing to end: connections are kept for the next."""
-
-    def _store(self, size: int, *, sends: bool = False, signed: bool = True) -> Any:
-        """The client for requests of this size."""
-        # A power of two of seconds, so that there are few clients.
-        seconds = self._settings.read_timeout_s
-        allowed = 1 << (int(seconds + size / SLOWEST_BYTES_PER_S) - 1).bit_length()
-        found = self._clients.get((allowed, sends, signed))
-        if found is None:
-            found = s3_client(self._settings, self._bucket, allowed, sends=sends, signed=signed)
-            self._clients[allowed, sends, signed] = found
-        return found
-
-    def _tried(self, doing: str, key: str, work: Callable[[], T]) -> T:
-        """Do it, again where that may help."""
-        began = time.monotonic()
-        failed_at: float | None = None
-        delay = FIRST_DELAY_S
-        for left in reversed(range(TRIES)):
-            try:
-                return work()
-            except (self._obstore.exceptions.BaseError, OSError) as error:
-                failure = self._failure(doing, key, error)
-                status = _status(error)
-                # Waiting is no better a second time: for an answer, or for credentials.
-                slow = (_NO_ANSWER_IN_TIME, _NOT_RENEWED)
-                timed_out = status is None and _silent(str(error)) in slow
-            now = time.monotonic()
-            failed_at = now if failed_at is None else failed_at
-            tried_s = now - (began if timed_out else failed_at)
-            again = status is None or status in _AGAIN
-            if not (again and left and tried_s < TRYING_S):
-                # Not while the other is handled: the store's own answer in it, which would be the
-                # context of ours, may have the access key.
-                raise failure
-            time.sleep(delay * random.uniform(0.5, 1.0))
-            delay = min(2 * delay, MAX_DELAY_S)
-        raise AssertionError
-
-    def _failure(self, doing: str, key: str, error: Exception) -> StorageError:
-        text, status = str(error), _status(error)
-        url = f"{self._url}/{key}"
-        if status == 416:
-            return _RangeError(f"{doing} {url}: it ends before the range", url=url)
-        found = _CODE.search(text)
-        code = found.group(1) if found else None
-        if status is not None:
-            said = f"{code} (HTTP {status})" if code else f"HTTP {status}"
-            hint = remedy(code or str(status), doing)
-        else:
-            said = _silent(text)
-            hint = NOT_RENEWED if said == _NOT_RENEWED else no_answer(url)
-        return StorageError(f"{doing} {url} failed: {said}; {hint}", url=url)
+    try:
+        found: S3Settings = sync(fs.loop, _settings, fs, url, timeout=seconds)
+    except Exception as error:
+        raise explained("connecting to", url, error) from error
+    return found
 
 
-class _RangeError(StorageError):
-    """The object ends before the range begins."""
+async def _settings(fs: Any, url: str) -> S3Settings:
+    client = await fs.set_session()
+    keep_quiet_about({})  # of modules, too, that a client's making has imported
+    region, found = client.meta.region_name, None
+    credentials = client._request_signer._credentials
+    if credentials is not None and not fs.anon:
+        frozen = credentials.get_frozen_credentials()
+        if hasattr(frozen, "__await__"):
+            frozen = await frozen
+        found = (frozen.access_key, frozen.secret_key, frozen.token or None)
+        keep_quiet_about({}, *found)
+    return S3Settings(
+        region=region if region and not region.startswith("aws-") else "us-east-1",
+        endpoint=client.meta.endpoint_url,
+        credentials=found,
+        unsupported=_unsupported(fs, client, url),
+    )
 
 
-def _status(error: Exception) -> int | None:
-    found = _STATUS.search(str(error))
-    return int(found.group(1)) if found else None
-
-
-def _silent(text: str) -> str:
-    for sign, words in (
-        ("kind: Timeout", _NO_ANSWER_IN_TIME),
-        ("TimedOut", _NO_ANSWER_IN_TIME),
-        ("ConnectionRefused", "connection refused"),
-        ("dns error", "the host's name is not known"),
-        ("invalid peer certificate", _NO_TRUST),
-        ("credential provider", _NOT_RENEWED),
-        ("kind: Connect", "no connection"),
-    ):
-        if sign in text:
-            return words
-    return "the connection broke"
+def _unsupported(fs: Any, client: Any, url: str) -> str:
+    config = client.meta.config
+    s3, verify = config.s3 or {}, client._endpoint.http_session._verify
+    endpoint = client.meta.endpoint_url
+    tls = endpoint.startswith("https:")
+    virtual = s3.get("addressing_style") == "virtual" and "amazonaws.com" not in endpoint
+    bundles = {os.environ.get("AWS_CA_BUNDLE"), os.environ.get("TENSORSTORE_CA_BUNDLE")}
+    reasons = {
+        "arguments of requests": fs.req_kw or fs.s3_additional_kwargs,
+        "a proxy": config.proxies,
+        "a certificate": tls and verify is not True and {verify} != bundles,
+        "a time limit": any(getattr(config, name) != value for name, value in LIMITS.items()),
+        "buckets in the host's name": virtual,
+        "accelerated transfers": s3.get("use_accelerate_endpoint"),
+        "unsigned content": s3.get("payload_signing_enabled") is False,
+        "a bucket of this name": not _BUCKET.fullmatch(url.split("/")[2]),
+        "a process that was forked after TensorStore's import": _forked,
+        "a system without files in memory": not hasattr(os, "memfd_create"),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")

@@ -1,139 +1,269 @@
-"""TensorStore's key-value stores for our locations, configured from the control plane.
+"""Objects of S3 by TensorStore's key-value store, which also serves the arrays that it decodes.
 
-Endpoint, region and credentials are those that the control plane's client has found, so that one
-URL and one set of storage options serve both. Credentials reach TensorStore in a file in memory
-that only this process has open (``memfd_create``, Linux man-pages memfd_create(2)); they are in no
-spec, ``repr`` or error.
+Each object is one PUT, conditional or not, or one GET. TensorStore repeats requests that fail, and
+gives up those in which no byte moves (``TENSORSTORE_CURL_LOW_SPEED_*``, see ``shardstore``).
+Credentials reach it in a file in memory that only this process has open (Linux man-pages,
+memfd_create(2)); they are in no spec, ``repr`` or error.
 """
 
 from __future__ import annotations
 
-import atexit
 import os
 import re
-import shutil
-import tempfile
 import threading
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import IO, Any, TypeVar
+
+import tensorstore as ts
 
 from shardstore.errors import StorageError
+from shardstore.storage.stores.errors import NO_TRUST, no_answer, remedy
 from shardstore.storage.stores.location import Location
-from shardstore.storage.stores.s3_settings import S3Settings, s3_settings
-from shardstore.storage.stores.tensorstore_environment import BOUNDED, LIMITS
+from shardstore.storage.stores.object_io import UNKNOWN_BYTES, ObjectIO
+from shardstore.storage.stores.s3 import S3Settings
 
-__all__ = ["kvstore_spec", "plain_words", "s3_context"]
+__all__ = ["KvStoreIO", "kvstore_spec", "plain_words", "shared_context", "wait"]
 
-PROFILE = "shardstore"
-CONCURRENCY = 32
-"""Requests to S3 at a time, each process."""
+T = TypeVar("T")
+
+REQUESTS = 128
+"""Under way at a time, each process."""
+RETRIES = 8
+ASKED_EVERY_S = 30.0
+"""How often botocore is asked for credentials, which it renews some minutes before they end."""
+NOTHING_THERE = b"\x02"
+"""Generation of an object that does not exist."""
+REFUSED = b""
+"""Generation that a write ends with whose condition did not hold."""
 
 _BODY = re.compile(r"\s*\[(?!http_response_code)[\w-]+='(?:[^'\\]|\\.)*'\]")
 _CODE = re.compile(r"<Code>([\w.]+)</Code>")
+_STATUS = re.compile(r"http_response_code='(\d+)'")
 
 _lock = threading.Lock()
-_files: dict[int, tuple[bytes, int | str]] = {}
+_context: ts.Context | None = None
+_copier = ThreadPoolExecutor(1, "shardstore-copies")
+
+
+def _copied(copy: Callable[[], T]) -> T:
+    """Make a copy of an object, one at a time: for a moment there are two, TensorStore's and
+    Python's. In one thread, as the allocator keeps memory for each thread that takes some."""
+    try:
+        return _copier.submit(copy).result()
+    except RuntimeError:  # the interpreter is about to end: it takes no more
+        return copy()
+
+
+def shared_context() -> ts.Context:
+    """Return the context of this process: no chunk cache, as chunks are read once and whole, and
+    one limit for requests."""
+    global _context
+    with _lock:
+        if _context is None:
+            _context = ts.Context(
+                {
+                    "cache_pool": {"total_bytes_limit": 0},
+                    "s3_request_concurrency": {"limit": REQUESTS},
+                    "s3_request_retries": {
+                        "max_retries": RETRIES,
+                        "initial_delay": "200ms",
+                        "max_delay": "5s",
+                    },
+                }
+            )
+        return _context
+
+
+def leave_context(context: ts.Context) -> None:
+    """Have all further requests use another context: one that was cancelled keeps its place among
+    the :data:`REQUESTS` until the server answers."""
+    global _context
+    with _lock:
+        if _context is context:
+            _context = None
 
 
 def plain_words(text: str) -> str:
-    """What TensorStore says of an error, without the store's own answer, which may have the access
-    key in it."""
+    """Return what TensorStore says of an error, without the store's own answer, which may contain
+    the access key."""
     code = _CODE.search(text)
     shown = (_BODY.sub("", text).splitlines() or [""])[0][:400]
     return shown if code is None or code.group(1) in shown else f"{code.group(1)}: {shown}"
 
 
-def s3_context() -> dict[str, Any]:
-    """Context resources: how many requests at a time, and how often each is tried."""
-    return {
-        "s3_request_concurrency": {"limit": CONCURRENCY},
-        "s3_request_retries": {"max_retries": 8, "initial_delay": "200ms", "max_delay": "5s"},
-    }
+@dataclass(frozen=True)
+class Opened:
+    """A key-value store with the credentials of a moment.
+
+    Attributes:
+        settings: what it was made of.
+        context: what it shares with others.
+        spec: its specification (TensorStore documentation, "s3 Key-Value Store driver").
+        store: the store.
+    """
+
+    settings: S3Settings
+    context: ts.Context
+    spec: dict[str, Any]
+    store: ts.KvStore
+
+
+class KvStoreIO(ObjectIO):
+    """Objects of S3 by TensorStore.
+
+    Args:
+        location: a prefix of a bucket.
+
+    Raises:
+        StorageError: there are no credentials, or the settings do not fit.
+    """
+
+    threads = 32
+    small_threads = 64
+
+    def __init__(self, location: Location) -> None:
+        self._location = location
+        self._lock = threading.Lock()
+        self._opened: Opened | None = None
+        self._asked_at = 0.0
+        self.opened()
+
+    def opened(self) -> Opened:
+        """Return the store, with credentials that hold for some minutes more."""
+        with self._lock:
+            opened, context, now = self._opened, shared_context(), time.monotonic()
+            if opened is not None and now < self._asked_at + ASKED_EVERY_S:
+                settings = opened.settings
+            else:
+                settings, self._asked_at = self._location.remote.s3_settings(), now
+            if opened is None or settings != opened.settings or context is not opened.context:
+                self._opened = opened = _open(self._location.url, settings, context)
+            return opened
+
+    def put(self, key: str, parts: Sequence[bytes | memoryview], *, create: bool) -> bool:
+        """See :meth:`ObjectIO.put`."""
+        condition = NOTHING_THERE if create else None
+
+        def begin(store: ts.KvStore) -> Any:
+            return _copied(lambda: store.write(key, b"".join(parts), if_equal=condition))
+
+        written = self._done("writing", key, sum(map(len, parts)), begin)
+        return bool(written.generation != REFUSED)
+
+    def get(
+        self, key: str, start: int = 0, stop: int | None = None, *, size: int = UNKNOWN_BYTES
+    ) -> bytes | None:
+        """See :meth:`ObjectIO.get`."""
+        part = slice(start, stop) if (start, stop) != (0, None) else None
+        try:
+            found = self._done("reading", key, size, lambda s: s.read(key, byte_range=part))
+        except RangeError:
+            whole = self.get(key, size=size)
+            return None if whole is None else whole[start:stop]
+        if found.state == "missing":
+            return None
+        data: bytes = _copied(lambda: found.value)
+        return data
+
+    def _done(self, doing: str, key: str, size: int, begin: Callable[[Any], Any]) -> Any:
+        """Carry a request out."""
+        opened, url = self.opened(), f"{self._location.url}/{key}"
+        try:
+            return wait(begin(opened.store), self._location, opened.context, size)
+        except ValueError as error:
+            failure = _failure(doing, url, str(error))
+        # Not while the other is handled: the store's own answer in it, which would be the context
+        # of ours, may have the access key.
+        raise failure
+
+
+def wait(future: Any, location: Location, context: ts.Context, size: int) -> Any:
+    """Return the result of a request for so many bytes to S3.
+
+    Raises:
+        StorageError: there was no answer in time. The request is cancelled, and all others go on in
+            another context, as it keeps its place among :data:`REQUESTS`.
+        ValueError: any other error, in TensorStore's words.
+    """
+    seconds = location.remote.deadline_s(size)
+    try:
+        return future.result(timeout=seconds)
+    except TimeoutError:
+        future.cancel()
+        leave_context(context)
+    raise StorageError(
+        f"{location.url}: no answer within {seconds:.0f} s; {no_answer(location.url)}",
+        url=location.url,
+    )
+
+
+class RangeError(StorageError):
+    """The object ends before the range does."""
+
+
+def _failure(doing: str, url: str, text: str) -> StorageError:
+    if text.startswith("OUT_OF_RANGE"):
+        return RangeError(f"{doing} {url}: it ends before the range does", url=url)
+    status, code = _STATUS.search(text), _CODE.search(text)
+    if status is not None:
+        said = f"HTTP {status[1]}" if code is None else f"{code[1]} (HTTP {status[1]})"
+        advice = remedy(code[1] if code else status[1], doing)
+    else:
+        said = plain_words(text)
+        advice = NO_TRUST if "curl_code='60'" in text else no_answer(url)
+    return StorageError(f"{doing} {url} failed: {said}; {advice}", url=url)
 
 
 def kvstore_spec(location: Location) -> dict[str, Any]:
-    """Spec of a key-value store at a location (TensorStore documentation, "file Key-Value Store
-    driver", "s3 Key-Value Store driver").
+    """Return the specification of the key-value store at a location (TensorStore documentation,
+    "file Key-Value Store driver", "s3 Key-Value Store driver").
 
     Raises:
-        StorageError: TensorStore has no driver for it, was imported too early, or there are no
-            credentials.
+        StorageError: TensorStore has no driver for it, or there are no credentials.
     """
     if location.is_local:
         return {"driver": "file", "path": f"{location.url}/"}
-    if not location.url.startswith(("s3://", "s3a://")):
-        raise StorageError(
-            f"{location.url}: compressed arrays can be read from local folders and s3:// alone; "
-            "copy the checkpoint there",
-            url=location.url,
-        )
-    if not BOUNDED:
-        raise StorageError(
-            f"{location.url}: tensorstore was imported before shardstore, without "
-            f"{' and '.join(LIMITS)} being set, and would wait for a silent server for ever; "
-            "import shardstore first, or set them",
-            url=location.url,
-        )
-    bucket, _, path = location.url.partition("://")[2].partition("/")
-    return {
+    if location.is_s3:
+        return KvStoreIO(location).opened().spec
+    raise StorageError(
+        f"{location.url}: arrays of other programs can be read from local folders and s3:// alone; "
+        "copy the checkpoint there",
+        url=location.url,
+    )
+
+
+def _open(url: str, settings: S3Settings, context: ts.Context) -> Opened:
+    credentials = {"type": "anonymous"}
+    if settings.credentials is not None:
+        credentials = {
+            "type": "profile",
+            "profile": "shardstore",
+            "credentials_file": f"/proc/self/fd/{_secrets(settings.credentials).fileno()}",
+            "config_file": os.devnull,
+        }
+    _, _, bucket, *path = url.split("/", 3)
+    spec = {
         "driver": "s3",
         "bucket": bucket,
-        "path": f"{path}/" if path else "",
-        **_client_settings(location),
+        "path": "".join(f"{below}/" for below in path),
+        "aws_region": settings.region,
+        "endpoint": settings.endpoint,
+        "use_conditional_write": True,
+        "aws_credentials": credentials,
     }
+    return Opened(settings, context, spec, ts.KvStore.open(spec, context=context).result())
 
 
-def _client_settings(location: Location) -> dict[str, Any]:
-    """Endpoint, region and credentials as the control plane's client has them."""
-    found = s3_settings(location).of_now()
-    settings: dict[str, Any] = {"aws_region": found.region}
-    if not found.of_amazon:
-        settings["endpoint"] = found.endpoint
-    if found.anonymous:
-        settings["aws_credentials"] = {"type": "anonymous"}
-    elif found.key is None:
-        settings["aws_credentials"] = {"type": "default"}
-    else:
-        with _lock:
-            settings["aws_credentials"] = _profile(id(location.remote.fs), found)
-    return settings
-
-
-def _profile(owner: int, found: S3Settings) -> dict[str, Any]:
-    lines = [
-        f"[{PROFILE}]",
-        f"aws_access_key_id = {found.key}",
-        f"aws_secret_access_key = {found.secret}",
-    ]
-    if found.token:
-        lines.append(f"aws_session_token = {found.token}")
-    content = ("\n".join(lines) + "\n").encode()
-    known = _files.get(owner)
-    if known is None or known[0] != content:
-        known = _files[owner] = (content, _secret_file(content))
-    where = known[1]
-    path = f"/proc/self/fd/{where}" if isinstance(where, int) else where
-    return {
-        "type": "profile",
-        "profile": PROFILE,
-        "credentials_file": path,
-        "config_file": os.devnull,
-    }
-
-
-def _secret_file(content: bytes) -> int | str:
-    """A descriptor of a file in memory, or the path of a file that only this user can read."""
-    if hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd"):
-        fd = os.memfd_create("credentials", os.MFD_CLOEXEC)
-        os.write(fd, content)
-        return fd
-    folder = tempfile.mkdtemp(prefix="shardstore-")  # mode 0700
-    atexit.register(_remove, folder, os.getpid())
-    path = os.path.join(folder, "credentials")
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
-    return path
-
-
-def _remove(folder: str, process: int) -> None:
-    if os.getpid() == process:  # and not a child, forked while the parent needs it
-        shutil.rmtree(folder, ignore_errors=True)
+@lru_cache(maxsize=64)
+def _secrets(credentials: tuple[str | None, ...]) -> IO[str]:
+    """A file in memory, which stays open, as TensorStore reads it with its first request."""
+    names = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
+    lines = [f"{n} = {v}" for n, v in zip(names, credentials, strict=True) if v]
+    file = os.fdopen(os.memfd_create("credentials", os.MFD_CLOEXEC), "w")
+    file.write("\n".join(["[shardstore]", *lines, ""]))
+    file.flush()
+    return file

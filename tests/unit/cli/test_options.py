@@ -18,7 +18,7 @@ from shardstore.errors import StorageError
 from shardstore.mapping import ShardedTensor
 from shardstore.storage.stores.errors import remedy
 from shardstore.storage.stores.location import url_of
-from shardstore.storage.stores.s3_options import problem_of
+from shardstore.storage.stores.s3 import problem_of
 from tests.helpers.cli_checkpoints import Cli
 
 PASSWORD = "hunter2-hunter2"
