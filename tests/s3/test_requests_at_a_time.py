@@ -8,7 +8,6 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ from shardstore.errors import (
 )
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box, Grid
-from shardstore.storage.format.manifest import ChunkRecord
 from shardstore.storage.movers import chunk_bytes
 from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
 from shardstore.storage.movers.object_mover import ObjectMover
@@ -240,34 +238,3 @@ def test_gathered_chunks_keep_no_memory_of_threads_that_wait(
     writes = [ChunkWrite(meta, (i, 0), data[i : i + 1]) for i in range(4)]
     ObjectMover(place).write(writes, lambda item, record: None)
     assert kept == [False] * 4
-
-
-def test_who_waits_for_its_source_holds_nothing_of_the_budget() -> None:
-    """Sources that are ready only when all before them, but a few, are gone: as staged in a ring.
-    Those that wait would hold what those need that they wait for."""
-    place = Location.of(f"memory://{uuid.uuid4().hex}/c")
-    meta = ArrayMeta("w", "w", Grid((200, 1024), (1, 1024)), "float32")
-    changed = threading.Condition()
-    gone: set[int] = set()
-
-    class Source:
-        def __init__(self, number: int) -> None:
-            self.number = number
-
-        def wait(self) -> None:
-            before = range(self.number - 2)
-            with changed:
-                assert changed.wait_for(lambda: all(n in gone for n in before), timeout=60)
-
-        def __call__(self) -> np.ndarray[Any, Any]:
-            self.wait()
-            return np.full((1, 1024), float(self.number), np.float32)
-
-    def done(item: ChunkWrite, record: ChunkRecord) -> None:
-        with changed:
-            gone.add(item.index[0])
-            changed.notify_all()
-
-    writes = [ChunkWrite(meta, (i, 0), Source(i)) for i in range(200)]
-    ObjectMover(place, budget_bytes=100_000).write(writes, done)
-    assert len(gone) == 200
