@@ -23,16 +23,15 @@ if TYPE_CHECKING:
     import zarr
 
 __all__ = [
-    "create_array",
+    "create_zarr_array",
     "mover_for",
-    "open_zarr_array",
     "read_array_meta",
     "root_arrays",
     "write_documents",
 ]
 
 
-def create_array(location: Location, meta: ArrayMeta, text: str | None) -> None:
+def _create(location: Location, meta: ArrayMeta, text: str | None) -> None:
     """Make an array's folder and write its document, if there is one. One process creates an array;
     others write chunks.
 
@@ -77,7 +76,7 @@ def write_documents(
 
     def work(batch: Sequence[tuple[ArrayMeta, str]]) -> None:
         for meta, text in batch:
-            create_array(attempt.location, meta, text if own else None)
+            _create(attempt.location, meta, text if own else None)
 
     threads = options.threads or default_threads()
     run_batched(created, work, threads=threads, weight=lambda _: 1, batch_weight=64)
@@ -118,29 +117,24 @@ def root_arrays(location: Location) -> dict[str, ArrayMeta]:
     return {} if root.array_documents else root.arrays()
 
 
-def open_zarr_array(
-    location: Location, meta: ArrayMeta, mode: str = "r+", *, create: bool = False
-) -> zarr.Array[Any]:
-    """A zarr handle on an array, created first if asked for.
+def create_zarr_array(location: Location, meta: ArrayMeta) -> zarr.Array[Any]:
+    """Create an array, and give zarr's handle on it.
 
     Raises:
-        CheckpointExistsError: it is to be created but exists.
+        CheckpointExistsError: it exists.
     """
     import zarr  # takes a quarter of a second, which saves and loads do without
 
     from shardstore import zarr_dtypes  # noqa: F401 (teaches zarr bfloat16 and float8)
 
-    if create:
-        described = meta.key in root_arrays(location)
-        if described or location.exists(f"{meta.node}/{meta.document_name}"):
-            raise CheckpointExistsError(
-                f"Array {location.url}/{meta.node} already exists; save to an empty folder",
-                key=meta.key,
-                url=f"{location.url}/{meta.node}",
-            )
-        create_array(location, meta, documents.array_document(meta))
-    options = dict(location.options) or None
-    return zarr.open_array(f"{location.url}/{meta.node}", mode=mode, storage_options=options)
+    url = f"{location.url}/{meta.node}"
+    described = meta.key in root_arrays(location)
+    if described or location.exists(f"{meta.node}/{meta.document_name}"):
+        raise CheckpointExistsError(
+            f"Array {url} already exists; save to an empty folder", key=meta.key, url=url
+        )
+    _create(location, meta, documents.array_document(meta))
+    return zarr.open_array(url, mode="r+", storage_options=dict(location.options) or None)
 
 
 def mover_for(location: Location, options: SaveOptions, attempt: Attempt | None = None) -> Mover:

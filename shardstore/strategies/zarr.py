@@ -364,7 +364,7 @@ def _create_zarr_array(
         CheckpointExistsError: it exists.
     """
     meta = array_meta(sharded_tensor, SaveOptions(), layouts=layouts)
-    return arrays.open_zarr_array(Location.of(checkpoint_dir), meta, create=True)
+    return arrays.create_zarr_array(Location.of(checkpoint_dir), meta)
 
 
 def _save_to_existing_array(sharded_tensor: ShardedTensor, arr: ZarrArray | None) -> None:

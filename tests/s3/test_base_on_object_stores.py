@@ -242,16 +242,16 @@ def test_nothing_is_hashed_after_a_failed_request(monkeypatch: pytest.MonkeyPatc
     tensors = {"w": torch.randn(400, CHUNK // 4)}
     save(tensors, first)
     hashed = []
-    same = base.ReusingMover._same
+    take_over = base.ReusingMover._taken_over
 
     def counted(mover: base.ReusingMover, item: ChunkWrite) -> ChunkRecord | None:
         hashed.append(item.index)
-        return same(mover, item)
+        return take_over(mover, item)
 
     def refuse(*_: object) -> bool:
         raise StorageError("the store is gone")
 
-    monkeypatch.setattr(base.ReusingMover, "_same", counted)
+    monkeypatch.setattr(base.ReusingMover, "_taken_over", counted)
     monkeypatch.setattr(Copies, "take", refuse)
     with pytest.raises(StorageError, match="the store is gone"):
         save(tensors, second, base=first[0])

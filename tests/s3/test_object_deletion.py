@@ -50,15 +50,15 @@ def test_what_is_not_ours_is_known() -> None:
     assert own_objects.own_names(["metadata.json", *old]) == ["metadata.json", *old]
     assert own_objects.own_names([".attempts/deleting", *old])[1:] == old
     assert own_objects.own_names([".attempts/000001.json", *old])[1:] == []
-    told = own_objects.Nodes(foreign=frozenset({"w"}))
-    assert not {"w/zarr.json", "w/c.0.1", "w/c"} & set(own_objects.own_names(names, told))
+    told = own_objects.own_names(names, others={"w"})
+    assert not {"w/zarr.json", "w/c.0.1", "w/c"} & set(told)
     # With neither claims nor documents, nothing that looks like a chunk is ours.
     assert own_objects.own_names(["w/c", "w/c.0.1", "v1/0.1", "notes/1"]) == []
     dead = [".attempts/000001.json", "w/c", "w/c.0.1", "v1/0.1"]
     assert own_objects.own_names(dead) == dead[:3]
     # Chunks of layout 1 are ours where an attempt said so, as chunks and nothing else.
     said = [*dead, "v1/notes.txt", "v1/a/0", "v2/0.1"]
-    assert own_objects.own_names(said, own_objects.Nodes(frozenset({"v1"}))) == dead
+    assert own_objects.own_names(said, {"v1"}) == dead
 
 
 FOREIGN = {

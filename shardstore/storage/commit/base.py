@@ -19,6 +19,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Protocol
 
 import xxhash
@@ -43,8 +44,6 @@ logger = logging.getLogger(__name__)
 
 COPY_THREADS = 32
 """Requests for copies under way: each waits for the store, and holds no data."""
-MIN_COPIED_BYTES = 4096
-"""Smaller chunks are sent: two requests for a copy are larger than they are."""
 
 _ENDS_BEFORE = "InvalidRange"
 """What S3 says where an object ends before the range begins (Amazon S3 API, "Error responses")."""
@@ -167,74 +166,63 @@ def reusing(
     return mover
 
 
+@dataclass
 class ReusingMover:
     """See :func:`reusing`; ``adopter`` brings an object of the base to its new place."""
 
-    def __init__(
-        self,
-        mover: Writer,
-        base: BaseChunks,
-        adopter: Adopter,
-        manifest: RankManifest,
-        options: SaveOptions,
-    ) -> None:
-        self._mover, self._base, self._adopter = mover, base, adopter
-        self._manifest, self._options = manifest, options
-        self._limit = ByteLimit(options.budget_bytes)
+    mover: Writer
+    base: BaseChunks
+    adopter: Adopter
+    manifest: RankManifest
+    options: SaveOptions
+
+    def __post_init__(self) -> None:
+        self._limit = ByteLimit(self.options.budget_bytes)
         self._lock = threading.Lock()
 
     def write(
         self, writes: Sequence[ChunkWrite], done: Callable[[ChunkWrite, ChunkRecord], None]
     ) -> None:
         """See :meth:`Writer.write`."""
-        known = {array: self._base.knows(array) for array in {item.array for item in writes}}
         rest: list[ChunkWrite] = []
-
-        def locked(item: ChunkWrite, record: ChunkRecord) -> None:
-            with self._lock:
-                done(item, record)
 
         def work(batch: Sequence[ChunkWrite]) -> None:
             for item in batch:
-                if not (known[item.array] and self._taken_over(item, locked)):
+                record = self._taken_over(item)
+                if record is None:
                     rest.append(item)
+                    continue
+                counters.add(bytes_reused=record.stored_bytes)
+                with self._lock:
+                    self.manifest.reused_bytes += record.stored_bytes
+                    done(item, record)
 
-        far = self._adopter.is_far
+        far = self.adopter.is_far
         run_batched(
             writes,
             work,
-            threads=COPY_THREADS if far else self._options.threads or default_threads(),
+            threads=COPY_THREADS if far else self.options.threads or default_threads(),
             weight=lambda item: item.array.chunk_bytes,
             batch_weight=1 if far else 1 << 20,
         )
-        self._mover.write(rest, done)
+        self.mover.write(rest, done)
 
-    def _taken_over(
-        self, item: ChunkWrite, done: Callable[[ChunkWrite, ChunkRecord], None]
-    ) -> bool:
+    def _taken_over(self, item: ChunkWrite) -> ChunkRecord | None:
         """Take a chunk over from the base, if it has the same and gives it."""
-        array = item.array
+        array, hasher = item.array, xxhash.xxh3_128()
+        if not self.base.knows(array):
+            return None
         with self._limit.taken(array.chunk_bytes):
-            record = self._same(item)
+            for piece in pieces(item.data(), array.grid.chunk_shape):
+                hasher.update(piece)
+            record = self.base.record(array, item.index, hasher.digest())
             if record is None:
-                return False
-            if self._options.verify_base and not self._base.is_whole(array, item.index):
-                return False
+                return None
+            if self.options.verify_base and not self.base.is_whole(array, item.index):
+                return None
         tail = CRC.pack(record.crc) if array.has_crc and array.is_plain else None
-        if not self._adopter.take(_name(array, item.index), record.stored_bytes, tail):
-            return False
-        counters.add(bytes_reused=record.stored_bytes)
-        with self._lock:
-            self._manifest.reused_bytes += record.stored_bytes
-        done(item, record)
-        return True
-
-    def _same(self, item: ChunkWrite) -> ChunkRecord | None:
-        """The base's record of a chunk, if it has the same."""
-        hasher = xxhash.xxh3_128()
-        for piece in pieces(item.data(), item.array.grid.chunk_shape):
-            hasher.update(piece)
-        return self._base.record(item.array, item.index, hasher.digest())
+        taken = self.adopter.take(_name(array, item.index), record.stored_bytes, tail)
+        return record if taken else None
 
 
 class Adopter(ABC):
@@ -247,6 +235,7 @@ class Adopter(ABC):
 
     verb: str
     is_far = False
+    least_bytes = CRC_BYTES
 
     def __init__(self, base: Location, location: Location) -> None:
         self._base, self._location = base, location
@@ -266,7 +255,7 @@ class Adopter(ABC):
         Raises:
             SupersededError: a newer attempt took the target over.
         """
-        if self._refused.is_set() or stored_bytes < CRC_BYTES:
+        if self._refused.is_set() or stored_bytes < self.least_bytes:
             return False
         try:
             found = self._end(name, stored_bytes - CRC_BYTES)
@@ -346,16 +335,14 @@ class Copies(Adopter):
 
     verb = "copied"
     is_far = True
+    least_bytes = 4096
+    """Smaller chunks are sent: two requests for a copy are larger than they are."""
 
     def __init__(self, base: Location, location: Location, attempt: Attempt) -> None:
         super().__init__(base, location)
         self._attempt = attempt
         self._turn = threading.Lock()
         self._checked = -1.0
-
-    def take(self, name: str, stored_bytes: int, tail: bytes | None) -> bool:
-        """See :meth:`Adopter.take`."""
-        return stored_bytes >= MIN_COPIED_BYTES and super().take(name, stored_bytes, tail)
 
     def _end(self, name: str, start: int) -> bytes | None:
         try:

@@ -179,7 +179,7 @@ def _sweep_targets(place: Location, before: datetime, dry_run: bool) -> list[Lef
         if is_committed(target):
             continue
         names = [name.removeprefix(prefix) for name in known if name.startswith(prefix)]
-        own = [known[prefix + name] for name in own_names(names, known_nodes(target, names))]
+        own = [known[prefix + name] for name in own_names(names, *known_nodes(target, names))]
         if not own or any(when is not None and when > before for _, when in own):
             continue
         found.append(Leftover(target.url, len(own), sum(size for size, _ in own), "attempt"))

@@ -203,7 +203,7 @@ def _own_entries(place: Location) -> set[str]:
     Zarr arrays and groups of other programs, which may lie there too, are none.
     """
     names = names_at(place)
-    own = own_names(names, known_nodes(place, names))
+    own = own_names(names, *known_nodes(place, names))
     return {name.partition("/")[0] for name in own} | {OWNER_NAME}.intersection(names)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 from shardstore.errors import DamagedCheckpointError, FormatVersionError, NotACheckpointError
 from shardstore.storage.commit.identity import is_foreign_node, what_else
@@ -27,7 +26,6 @@ __all__ = [
     "ATTEMPTS",
     "COMMITS",
     "DELETING",
-    "Nodes",
     "deletion_rounds",
     "is_checkpoint",
     "is_committed",
@@ -105,21 +103,6 @@ def is_committed(location: Location, names: Collection[str] | None = None) -> bo
     return config.get("sharded_backend") != "zarr" or version == 1
 
 
-class Nodes(NamedTuple):
-    """What is known of the folders at a target, beside their names.
-
-    Attributes:
-        ours: arrays of ours.
-        foreign: of other programs.
-    """
-
-    ours: frozenset[str] = frozenset()
-    foreign: frozenset[str] = frozenset()
-
-
-_NOTHING = Nodes()
-
-
 def names_at(folder: Location) -> list[str]:
     """Names in a local folder, and in the folders in it; ``NAME/`` for an empty one."""
     found = []
@@ -131,8 +114,10 @@ def names_at(folder: Location) -> list[str]:
     return found
 
 
-def known_nodes(location: Location, names: Collection[str]) -> Nodes:
-    """Ours are those that attempts said they would write, a request for each that said so, and
+def known_nodes(location: Location, names: Collection[str]) -> tuple[set[str], set[str]]:
+    """Folders at a target that are arrays of ours, and those that are other programs'.
+
+    Ours are those that attempts said they would write, a request for each that said so, and
     those that the root or the manifest describes, a request or two. Of others that have a document
     of Zarr v3, that is read: it says whose it is.
 
@@ -161,7 +146,7 @@ def known_nodes(location: Location, names: Collection[str]) -> Nodes:
     texts = _read(location, [f"{node}/zarr.json" for node in asked])
     found = zip(asked, texts, strict=True)
     foreign = {node for node, text in found if text is None or is_foreign_node(text)}
-    return Nodes(frozenset(ours), frozenset(foreign))
+    return ours, foreign
 
 
 def _documented(names: Iterable[str]) -> set[str]:
@@ -214,7 +199,9 @@ def _announced(location: Location, names: Iterable[str]) -> Iterator[str]:
         yield from (node for node in nodes if isinstance(node, str))
 
 
-def own_names(names: Collection[str], known: Nodes = _NOTHING) -> list[str]:
+def own_names(
+    names: Collection[str], ours: Collection[str] = (), others: Collection[str] = ()
+) -> list[str]:
     """Those of all names below a target that belong to checkpoints, finished or not.
 
     A checkpoint further below, foreign Zarr arrays and groups, and anything else is left out. What
@@ -226,11 +213,12 @@ def own_names(names: Collection[str], known: Nodes = _NOTHING) -> list[str]:
 
     Args:
         names: all that there are.
-        known: see :func:`known_nodes`.
+        ours: arrays of ours, see :func:`known_nodes`.
+        others: folders of other programs, see there.
     """
     died = any(name.startswith(f"{ATTEMPTS}/") and "/probe-" not in name for name in names)
     old = {name.partition("/")[0] for name in names if name.endswith("/.zarray")}
-    arrays = _documented(names) | known.ours
+    arrays = _documented(names).union(ours)
     if "zarr.json" not in names and (
         CONFIG_NAME in names or DELETING in names or numbers(names, "clearing")
     ):
@@ -242,7 +230,7 @@ def own_names(names: Collection[str], known: Nodes = _NOTHING) -> list[str]:
         for name in documents
         if name.count("/") > 1 or name.endswith(f"/{CONFIG_NAME}")
     }
-    foreign |= known.foreign | (old - arrays)
+    foreign |= set(others) | (old - arrays)
     evident = died or not _OWN.isdisjoint(names)
 
     def is_own(name: str) -> bool:
@@ -262,7 +250,7 @@ def own_names(names: Collection[str], known: Nodes = _NOTHING) -> list[str]:
 
 def remains(location: Location, names: Collection[str]) -> list[str]:
     """What checkpoints and dead attempts left, of all names at a target, but for the claims."""
-    own = own_names(names, known_nodes(location, names))
+    own = own_names(names, *known_nodes(location, names))
     return [name for name in own if not name.startswith(f"{ATTEMPTS}/")]
 
 

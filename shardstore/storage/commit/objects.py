@@ -210,7 +210,7 @@ class ObjectAttempt(Attempt):
         except CheckpointingException:
             self._settle_commit()
             raise
-        self._clean_up(names)
+        self.withdraw_all(names)
 
     def _settle_commit(self) -> None:
         """It is certain that there is no commit of this attempt, and that none will come: nobody
@@ -227,10 +227,11 @@ class ObjectAttempt(Attempt):
                 return True
         except StorageError as error:
             failure = error
+        there = None
         try:
             there = store.read_range(name, 0, None)
         except StorageError as error:
-            there, failure = None, failure or error
+            failure = failure or error
         if there == data:
             return True
         if failure is not None and there is None:
@@ -357,12 +358,12 @@ class ObjectAttempt(Attempt):
         if _read_claim(self.target, self.number).get("id") == self.id:
             self.target.remote.delete([*marks, self.mark("committing"), self.mark("json")])
 
-    def withdraw_all(self) -> None:
-        """Take back this claim and those of attempts that it superseded."""
-        self._clean_up()
+    def withdraw_all(self, names: Sequence[str] | None = None) -> None:
+        """Take back this claim and those of attempts that it superseded, the claims last.
 
-    def _clean_up(self, names: Sequence[str] | None = None) -> None:
-        """The claims go last: this one, and those of attempts that it superseded."""
+        Args:
+            names: those below :data:`ATTEMPTS`, where they are known already.
+        """
         try:
             store = self.target.remote
             names = store.listing(ATTEMPTS) if names is None else names

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 from binascii import a2b_base64
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -52,14 +51,14 @@ SEPARATOR = "."
 """Of chunk keys: ``c.0.1`` needs no folders below the array's own (a third of the creations of a
 small array)."""
 
-_CRC = struct.Struct("<I")
-
 CRC32C = "crc32c"
 COMPRESSORS: dict[str, dict[str, Any]] = {
     "zstd": {"level": 1, "checksum": False},
     "blosc": {"cname": "lz4", "clevel": 5, "shuffle": "bitshuffle", "blocksize": 0},
 }
 """Compressing codecs and their configurations; blosc's has the item size as ``typesize``, too."""
+_FILL_VALUES: dict[str, Any] = {"bool": False, "int": 0, "uint": 0, "complex": [0.0, 0.0]}
+"""By the kind of a data type; 0.0 for floating-point numbers."""
 _PACKED = tuple((name, CRC32C) for name in COMPRESSORS)
 _CHAINS = ((), (CRC32C,), *_PACKED)
 """Codecs behind ``bytes`` that are undone here; TensorStore undoes the others."""
@@ -109,10 +108,8 @@ class ArrayMeta:
     def expected_crc(self, number: int) -> int | None:
         """crc32c that the commit has of a decoded chunk, by its position in C order over the grid;
         ``None`` where it has none."""
-        if self.crcs is None:
-            return None
-        crc: int = _CRC.unpack_from(self.crcs, 4 * number)[0]
-        return crc
+        crcs = self.crcs
+        return None if crcs is None else int.from_bytes(crcs[4 * number : 4 * number + 4], "little")
 
     @property
     def has_crc(self) -> bool:
@@ -155,14 +152,6 @@ def _chunk_bytes(chunk_shape: tuple[int, ...], dtype: str) -> int:
 
 def _dumps(document: object) -> str:
     return json.dumps(document, separators=(",", ":"), ensure_ascii=False)
-
-
-def _fill_value(dtype: str) -> object:
-    if dtype == "bool":
-        return False
-    if dtype.startswith("complex"):
-        return [0.0, 0.0]
-    return 0.0 if "float" in dtype else 0
 
 
 def _codec_documents(dtype: str, codecs: tuple[str, ...] | None) -> list[dict[str, Any]]:
@@ -210,7 +199,7 @@ def array_document(meta: ArrayMeta) -> str:
                 "name": "default",
                 "configuration": {"separator": meta.separator},
             },
-            "fill_value": _fill_value(meta.dtype),
+            "fill_value": _FILL_VALUES.get(meta.dtype.rstrip("0123456789"), 0.0),
             "codecs": _codec_documents(meta.dtype, meta.codecs),
             # xarray takes axes of one name for one axis of one length, hence the key in each.
             "dimension_names": [f"{meta.key}:{axis}" for axis in range(len(meta.shape))],
