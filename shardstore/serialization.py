@@ -142,28 +142,23 @@ def _save_strategies(
     common: SaveCommonStrategy | tuple[str, int] | None,
 ) -> tuple[SaveShardedStrategy, SaveCommonStrategy]:
     # Looked up as globals at call time: programs replace these functions to change the defaults.
-    if sharded is None:
-        sharded = get_default_save_sharded_strategy()
+    sharded = get_default_save_sharded_strategy() if sharded is None else sharded
+    common = get_default_save_common_strategy() if common is None else common
     if not isinstance(sharded, SaveShardedStrategy):
-        backend, version = _backend_version(sharded, "sharded_strategy")
-        found = get_default_strategy(StrategyAction.SAVE_SHARDED, backend, version)
-        sharded = cast(SaveShardedStrategy, found)
-    if common is None:
-        common = get_default_save_common_strategy()
-    if not isinstance(common, SaveCommonStrategy):
-        backend, version = _backend_version(common, "common_strategy")
-        common = cast(
-            SaveCommonStrategy, get_default_strategy(StrategyAction.SAVE_COMMON, backend, version)
+        sharded = cast(
+            SaveShardedStrategy, _registered(sharded, StrategyAction.SAVE_SHARDED, "sharded")
         )
+    if not isinstance(common, SaveCommonStrategy):
+        common = cast(SaveCommonStrategy, _registered(common, StrategyAction.SAVE_COMMON, "common"))
     return sharded, common
 
 
-def _backend_version(given: object, name: str) -> tuple[str, int]:
+def _registered(given: object, action: StrategyAction, name: str) -> object:
     if isinstance(given, tuple | list) and len(given) == 2:
-        return given[0], given[1]
+        return get_default_strategy(action, *given)
     raise CheckpointingException(
-        f"{name}={given!r} is neither a strategy for saving nor a (backend, version) pair such "
-        "as ('zarr', 2)"
+        f"{name}_strategy={given!r} is neither a strategy for saving nor a (backend, version) pair "
+        "such as ('zarr', 2)"
     )
 
 

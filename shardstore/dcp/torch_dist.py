@@ -50,10 +50,9 @@ from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import (
     AsyncSaveShardedStrategy,
     LoadShardedStrategy,
+    ReadsOwnFormat,
     StrategyAction,
     register_default_strategy,
-    require_backend,
-    require_version,
 )
 from shardstore.strategies.checkpointable import (
     CheckpointableShardedTensor,
@@ -303,8 +302,10 @@ def _folded(tensor: ShardedTensor) -> ShardedTensor:
     )
 
 
-class TorchDistLoadShardedStrategy(LoadShardedStrategy):
+class TorchDistLoadShardedStrategy(ReadsOwnFormat, LoadShardedStrategy):
     """Load strategy for DCP's own files, by Megatron-Core or by this package."""
+
+    _backend, _versions = BACKEND, (VERSION,)
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -376,14 +377,6 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
             "convert`) and remove them there",
             url=str(checkpoint_dir),
         )
-
-    def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """Raise unless the checkpoint was written by this backend."""
-        require_backend("the checkpoint", loaded_backend, BACKEND, "sharded_strategy")
-
-    def check_version_compatibility(self, loaded_version: int) -> None:
-        """Raise unless the checkpoint was written by a version that this one reads."""
-        require_version("the checkpoint", loaded_version, BACKEND, VERSION)
 
 
 def _whole_tensors(files: DcpFiles) -> ShardedStateDict:

@@ -516,20 +516,14 @@ def session_of(place: str | Path | Location) -> SaveSession | None:
 
 def _check_same_target(openings: Sequence[_Opening]) -> None:
     """All ranks save to one place, upon one base."""
-    first = openings[0]
-    for rank, opening in enumerate(openings):
-        if opening.target != first.target:
-            raise AccessPatternError(
-                f"rank 0 saves to {first.target} but rank {rank} to {opening.target}; give every "
-                "rank the same place",
-                rank=rank,
-            )
-        if opening.base != first.base:
-            raise AccessPatternError(
-                f"rank 0 saves with base={first.base} but rank {rank} with "
-                f"base={opening.base}; give every rank the same",
-                rank=rank,
-            )
+    said = [(f"to {opening.target}", f"with base={opening.base}") for opening in openings]
+    for rank, words in enumerate(said):
+        for first, other in zip(said[0], words, strict=True):
+            if first != other:
+                raise AccessPatternError(
+                    f"rank 0 saves {first} but rank {rank} {other}; give every rank the same place and base",
+                    rank=rank,
+                )
 
 
 def _check_objects(merged: Merged) -> None:

@@ -24,6 +24,7 @@ __all__ = [
     "LoadCommonStrategy",
     "LoadShardedStrategy",
     "LoadStrategyBase",
+    "ReadsOwnFormat",
     "SaveCommonStrategy",
     "SaveShardedStrategy",
     "SaveStrategyBase",
@@ -32,8 +33,6 @@ __all__ = [
     "default_strategies",
     "get_default_strategy",
     "register_default_strategy",
-    "require_backend",
-    "require_version",
 ]
 
 
@@ -132,44 +131,6 @@ def _register_builtin_strategies(backend: str) -> None:
         default_strategies[action].update(known)
 
 
-def require_backend(what: str, written_by: str, own: str, argument: str) -> None:
-    """Raise unless something was written by the strategy's own backend.
-
-    Args:
-        what: what was written, for the text.
-        written_by: the backend that wrote it.
-        own: the backend that the strategy reads.
-        argument: the argument of :func:`shardstore.load` that chose the strategy.
-
-    Raises:
-        NotACheckpointError: it was another one.
-    """
-    if written_by != own:
-        raise NotACheckpointError(
-            f"{what} was written by backend {written_by!r}, this strategy reads {own!r}; "
-            f"leave {argument} out to have the right one chosen"
-        )
-
-
-def require_version(what: str, written_by: int, backend: str, *known: int) -> None:
-    """Raise unless something was written by a version that the strategy reads.
-
-    Args:
-        what: what was written, for the text.
-        written_by: the version that wrote it.
-        backend: the backend that it is a version of.
-        known: the versions that the strategy reads.
-
-    Raises:
-        FormatVersionError: it is none of them.
-    """
-    if written_by not in known:
-        raise FormatVersionError(
-            f"{what} has version {written_by!r} of the {backend!r} backend, this version of "
-            f"shardstore reads {' and '.join(map(str, known))}: upgrade shardstore to load it"
-        )
-
-
 class LoadStrategyBase(ABC):
     """What every load strategy has: it says which checkpoints it can read."""
 
@@ -187,6 +148,31 @@ class LoadStrategyBase(ABC):
     def can_handle_sharded_objects(self) -> bool:
         """Whether this strategy loads ShardedObjects too (else the common strategy does)."""
         return False
+
+
+class ReadsOwnFormat(LoadStrategyBase):
+    """A load strategy that reads one backend, in some versions."""
+
+    _what, _argument = "the checkpoint", "sharded_strategy"
+    _backend: str
+    _versions: tuple[int, ...]
+
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        """Raise :class:`NotACheckpointError` unless this backend wrote the checkpoint."""
+        if loaded_backend != self._backend:
+            raise NotACheckpointError(
+                f"{self._what} was written by backend {loaded_backend!r}, this strategy reads "
+                f"{self._backend!r}; leave {self._argument} out to have the right one chosen"
+            )
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        """Raise :class:`FormatVersionError` unless this strategy reads the version."""
+        if loaded_version not in self._versions:
+            raise FormatVersionError(
+                f"{self._what} has version {loaded_version!r} of the {self._backend!r} backend, "
+                f"this version of shardstore reads {' and '.join(map(str, self._versions))}: "
+                "upgrade shardstore to load it"
+            )
 
 
 class SaveStrategyBase(ABC):  # noqa: B024 (what it demands, its subclasses declare)

@@ -24,31 +24,7 @@ from shardstore.sharded.layouts import local_box
 __all__ = ["CheckpointableShardedTensor", "LocalShardsContainer"]
 
 
-class _StandIn(torch.Tensor):
-    """A tensor that has a shape and no memory, and supports no operation."""
-
-    @classmethod
-    def _like(cls, shape: Sequence[int], like: torch.Tensor) -> Any:
-        return torch.Tensor._make_wrapper_subclass(
-            cls, torch.Size(shape), dtype=like.dtype, device=like.device
-        )
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> NoReturn:
-        """Refuse every operation: the global tensor is not here."""
-        raise NotImplementedError(
-            f"{cls.__name__} stands for a global tensor of which only a part is here; {func} must "
-            "be applied to the local data or shards instead"
-        )
-
-
-class CheckpointableShardedTensor(_StandIn):
+class CheckpointableShardedTensor(torch.Tensor):
     """One local shard, which DCP takes for its global tensor.
 
     Shape and dtype are the global tensor's; it has no memory of its own and supports no operation
@@ -68,7 +44,7 @@ class CheckpointableShardedTensor(_StandIn):
     ) -> CheckpointableShardedTensor:
         """Make the stand-in for the global tensor."""
         like = torch.empty((), dtype=sh_ten.dtype) if data is None else data
-        return cast(CheckpointableShardedTensor, cls._like(sh_ten.global_shape, like))
+        return cast(CheckpointableShardedTensor, _stand_in(cls, sh_ten.global_shape, like))
 
     def __init__(self, data: torch.Tensor, sh_ten: ShardedTensor) -> None:
         self._data = data
@@ -145,11 +121,22 @@ class CheckpointableShardedTensor(_StandIn):
         """
         return cls(sh_ten.data, sh_ten)  # type: ignore[arg-type]  # None: a description alone
 
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any],
+        kwargs: dict[str, Any] | None = None,
+    ) -> NoReturn:
+        """Refuse every operation: the global tensor is not here."""
+        raise _refused(cls, func, "data")
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({self._sh_ten.without_data()})"
 
 
-class LocalShardsContainer(_StandIn):
+class LocalShardsContainer(torch.Tensor):
     """All local shards of one global tensor, which DCP takes for that tensor.
 
     DCP wants one tensor for each name on a rank; a rank may hold several shards of it.
@@ -175,10 +162,21 @@ class LocalShardsContainer(_StandIn):
                     f"is {first.dtype} {tuple(first.shape)} in {first} and {other.dtype} "
                     f"{tuple(other.shape)} in {other}"
                 )
-        return cast(LocalShardsContainer, cls._like(first.shape, first))
+        return cast(LocalShardsContainer, _stand_in(cls, first.shape, first))
 
     def __init__(self, local_shards: list[torch.Tensor]) -> None:
         self._local_shards = local_shards
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> NoReturn:
+        """Refuse every operation: the global tensor is not here."""
+        raise _refused(cls, func, "shards")
 
     def __create_write_items__(
         self, fqn: str, local_shards_cont: LocalShardsContainer
@@ -234,3 +232,17 @@ class LocalShardsContainer(_StandIn):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({self._local_shards})"
+
+
+def _refused(cls: type[Any], func: object, local: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{cls.__name__} stands for a global tensor of which only a part is here; {func} must be "
+        f"applied to the local {local} instead"
+    )
+
+
+def _stand_in(cls: type[Any], shape: Sequence[int], like: torch.Tensor) -> Any:
+    """A tensor of a subclass that has a shape and no memory."""
+    return torch.Tensor._make_wrapper_subclass(
+        cls, torch.Size(shape), dtype=like.dtype, device=like.device
+    )

@@ -37,11 +37,10 @@ from shardstore.storage.format.names import (
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.base import (
     LoadCommonStrategy,
+    ReadsOwnFormat,
     SaveCommonStrategy,
     StrategyAction,
     register_default_strategy,
-    require_backend,
-    require_version,
 )
 from shardstore.values import plain as plain_values
 from shardstore.values import record
@@ -81,14 +80,10 @@ def load_file(name: str, data: bytes, url: str, key: str) -> Any:
         ) from error
 
 
-def object_file(sharded: ShardedObject) -> str:
-    """Name of a sharded object's file below the checkpoint, as torch writes it."""
-    return _file_of(sharded.unique_key, ".pt")
-
-
-def json_object_file(sharded: ShardedObject) -> str:
-    """Name of a sharded object's file below the checkpoint, as JSON."""
-    return _file_of(sharded.unique_key, ".json")
+def object_file(sharded: ShardedObject, suffix: str = ".pt") -> str:
+    """Name of a sharded object's file below the checkpoint: as torch writes it, or ``.json``."""
+    key, _, shard = sharded.unique_key.rpartition("/")
+    return f"{node_name(key)}/{shard}{suffix}"
 
 
 def object_document(sharded: ShardedObject) -> tuple[str, bytes]:
@@ -97,27 +92,26 @@ def object_document(sharded: ShardedObject) -> tuple[str, bytes]:
     Raises:
         CheckpointingException: it cannot be pickled.
     """
-    try:
-        return object_file(sharded), dump_bytes(sharded.data)
-    except Exception as error:
-        raise CheckpointingException(
-            f"object {sharded.unique_key!r} cannot be pickled: {type(error).__name__}: {error}",
-            key=sharded.key,
-        ) from error
+    return object_file(sharded), _dumped(sharded.data, f"object {sharded.unique_key!r}")
 
 
 def value_document(sharded: ShardedObject) -> tuple[str, bytes]:
     """Name and content of a file that holds an object as JSON, or as :func:`object_document` where
     it has no JSON form."""
     try:
-        return json_object_file(sharded), record.as_text(sharded.data)[1].encode()
+        return object_file(sharded, ".json"), record.as_text(sharded.data)[1].encode()
     except plain_values.NotPlainError:
         return object_document(sharded)
 
 
-def _file_of(unique_key: str, suffix: str) -> str:
-    key, _, shard = unique_key.rpartition("/")
-    return f"{node_name(key)}/{shard}{suffix}"
+def _dumped(value: object, what: str) -> bytes:
+    try:
+        return dump_bytes(value)
+    except Exception as error:
+        raise CheckpointingException(
+            f"{what} cannot be pickled: {type(error).__name__}: {error}; keep such values out with "
+            "LocalNonpersistentObject"
+        ) from error
 
 
 class TorchCommonSaveStrategy(SaveCommonStrategy):
@@ -143,14 +137,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
         """
         if not Ranks.current().is_coordinator:
             return
-        try:
-            data = dump_bytes(common_state_dict)
-        except Exception as error:
-            raise CheckpointingException(
-                f"the common (non-sharded) state cannot be pickled: {type(error).__name__}: "
-                f"{error}; keep such values out with LocalNonpersistentObject",
-                url=str(checkpoint_dir),
-            ) from error
+        data = _dumped(common_state_dict, "the common (non-sharded) state")
         _writer(checkpoint_dir)(COMMON_STATE_FNAME, data)
 
     def save_sharded_objects(
@@ -177,10 +164,11 @@ def _writer(checkpoint_dir: str | Path) -> Callable[[str, bytes], None]:
     return Location.of(checkpoint_dir).write if session is None else session.files.put
 
 
-class TorchCommonLoadStrategy(LoadCommonStrategy):
+class TorchCommonLoadStrategy(ReadsOwnFormat, LoadCommonStrategy):
     """Load strategy for the common part and sharded objects."""
 
-    _backend, _version = BACKEND, VERSION
+    _what, _argument = "the common part", "common_strategy"
+    _backend, _versions = BACKEND, (VERSION,)
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -250,14 +238,6 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
             found[sharded.unique_key] = sharded
         return found
 
-    def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """Raise unless the common part was written by this backend."""
-        require_backend("the common part", loaded_backend, self._backend, "common_strategy")
-
-    def check_version_compatibility(self, loaded_version: int) -> None:
-        """Raise unless the common part was written by a version that this one reads."""
-        require_version("the common part", loaded_version, self._backend, self._version)
-
 
 class JsonCommonLoadStrategy(TorchCommonLoadStrategy):
     """Load strategy for a common part in the root document.
@@ -265,7 +245,7 @@ class JsonCommonLoadStrategy(TorchCommonLoadStrategy):
     Objects that have no JSON form are files of sharded objects.
     """
 
-    _backend, _version = record.BACKEND, record.VERSION
+    _backend, _versions = record.BACKEND, (record.VERSION,)
 
     def load_common(self, checkpoint_dir: str | Path) -> StateDict:
         """Load the common part. Any rank may call it; it waits for no other.
@@ -304,7 +284,7 @@ def _object_files(location: Location) -> Iterator[tuple[str, str]]:
 
 def _names_of(sharded: ShardedObject) -> list[str]:
     """What an object's file may be called, the most likely first."""
-    names = (object_file(sharded), f"{sharded.unique_key}.pt", json_object_file(sharded))
+    names = (object_file(sharded), f"{sharded.unique_key}.pt", object_file(sharded, ".json"))
     return [name for name in dict.fromkeys(names) if is_inside(name)]
 
 

@@ -56,10 +56,9 @@ from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import (
     AsyncSaveShardedStrategy,
     LoadShardedStrategy,
+    ReadsOwnFormat,
     StrategyAction,
     register_default_strategy,
-    require_backend,
-    require_version,
 )
 
 if TYPE_CHECKING:
@@ -250,8 +249,14 @@ def _check_v2(options: SaveOptions) -> None:
         )
 
 
-class ZarrLoadShardedStrategy(LoadShardedStrategy):
+class ZarrLoadShardedStrategy(ReadsOwnFormat, LoadShardedStrategy):
     """Load strategy for the Zarr backend, both versions."""
+
+    _backend, _versions = BACKEND, (V2_LAYOUT, V3_LAYOUT)
+
+    def check_backend_compatibility(self, loaded_version: str) -> None:
+        """Raise unless the checkpoint was written by the Zarr backend."""
+        super().check_backend_compatibility(loaded_version)
 
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> StateDict:
         """Read the sharded tensors, into the tensors given where there are any.
@@ -293,14 +298,6 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):
         stored = StoredCheckpoint(Location.of(checkpoint_dir))
         stored.require()
         stored.remove(key_prefix)
-
-    def check_backend_compatibility(self, loaded_version: str) -> None:
-        """Raise unless the checkpoint was written by the Zarr backend."""
-        require_backend("the checkpoint", loaded_version, BACKEND, "sharded_strategy")
-
-    def check_version_compatibility(self, loaded_version: int) -> None:
-        """Raise unless the checkpoint was written by a version that this one reads (1 or 2)."""
-        require_version("the checkpoint", loaded_version, BACKEND, V2_LAYOUT, V3_LAYOUT)
 
 
 # -- one tensor, and zarr's own handles ------------------------------------------------------------
