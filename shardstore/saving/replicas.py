@@ -8,8 +8,7 @@ Where the ranks of a group hold different shards, main replicas write.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,15 +22,12 @@ from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box
 
 __all__ = [
-    "Copies",
     "Offer",
     "Shard",
     "SharedWrites",
     "accepted",
     "agree",
-    "check_written",
     "copies_of",
-    "digest_of_copies",
     "identity",
     "offer",
     "without_main_replica",
@@ -175,58 +171,20 @@ def accepted(
     return SharedWrites(members.index(rank), len(members), frozenset(shared))
 
 
-Copies = dict[str, list[str]]
-"""``{"tensors": keys, "objects": unique keys}`` that a rank holds as copies only."""
-
-
-def copies_of(shards: Iterable[object], *, objects: bool) -> Copies:
-    """The shards that a rank holds as copies only, never as main replica.
+def copies_of(shards: Iterable[object], *, objects: bool) -> list[str]:
+    """Keys of the tensors, and unique keys of the objects, that a rank holds as copies only.
 
     Args:
         shards: of this rank; other values are ignored.
         objects: whether the strategy that writes the objects notes them in the manifest.
     """
-    main: set[tuple[str, str]] = set()
-    copied: set[tuple[str, str]] = set()
+    main: set[str] = set()
+    copied: set[str] = set()
     for item in shards:
-        if isinstance(item, ShardedTensor):
-            name = ("tensors", item.key)
-        elif isinstance(item, ShardedObject) and objects:
-            name = ("objects", item.unique_key)
-        else:
-            continue
-        (main if is_main_replica(item.replica_id) else copied).add(name)
-    found: Copies = {}
-    for kind, key in sorted(copied - main):
-        found.setdefault(kind, []).append(key)
-    return found
-
-
-def digest_of_copies(copies: Copies) -> str:
-    """Which copies, in 128 bits as text; empty for none."""
-    if not copies:
-        return ""
-    return xxhash.xxh3_128_hexdigest(json.dumps(copies, sort_keys=True).encode())
-
-
-def check_written(
-    told: Mapping[int, Copies], tensors: Collection[str], objects: Collection[str]
-) -> None:
-    """Raise unless everything that ranks hold copies of was written by some rank.
-
-    Args:
-        told: rank -> its copies.
-        tensors: keys that were written.
-        objects: unique keys that were written.
-
-    Raises:
-        AccessPatternError: a tensor or object has no main replica on any rank.
-    """
-    for rank, copies in told.items():
-        for kind, written in (("tensors", tensors), ("objects", objects)):
-            lost = [key for key in copies.get(kind, ()) if key not in written]
-            if lost:
-                raise without_main_replica(lost, rank)
+        if isinstance(item, ShardedTensor) or (objects and isinstance(item, ShardedObject)):
+            name = item.key if isinstance(item, ShardedTensor) else item.unique_key
+            (main if is_main_replica(item.replica_id) else copied).add(name)
+    return sorted(copied - main)
 
 
 def without_main_replica(keys: Sequence[str], rank: int) -> AccessPatternError:

@@ -20,6 +20,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeAlias
 
+import xxhash
+
 from shardstore.coverage.access_pattern import check_object
 from shardstore.distributed.coordinator import Ranks
 from shardstore.dtensor.layout import decide_claims
@@ -27,7 +29,7 @@ from shardstore.errors import AccessPatternError, SaveInProgressError, StorageEr
 from shardstore.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from shardstore.progress import Meter, log_event
 from shardstore.saving import replicas
-from shardstore.saving.replicas import Copies, Offer
+from shardstore.saving.replicas import Offer
 from shardstore.saving.staging import Staging
 from shardstore.sharded.layouts import Layouts, local_layouts, merge_layouts, needs_layouts
 from shardstore.storage import arrays
@@ -87,7 +89,7 @@ class Part:
     about: About = About(common_backend=None)  # noqa: RUF009 (frozen)
     base: Location | None = None
     told: bytes = b""
-    copies: Copies = field(default_factory=dict)
+    copies: Sequence[str] = ()
     claims: bytes = b""
     adopts: bool = False
     meter: Meter | None = None
@@ -102,7 +104,7 @@ class _Opening:
     needs_layouts: bool
     adopts: bool
     lacks_group: bool
-    copies: str
+    copies: bytes
     claims: bytes
     offer: Offer | None
 
@@ -220,7 +222,7 @@ class SaveSession:
             needs_layouts(part.tensors),
             part.adopts,
             later is not None and ranks.lacks(later),
-            replicas.digest_of_copies(part.copies),
+            xxhash.xxh3_128_digest("\n".join(part.copies).encode()) if part.copies else b"",
             part.claims,
             offer,
         )
@@ -463,8 +465,10 @@ class SaveSession:
         if self.options.validate:
             _check_objects(merged)
             if self.zarr_format is not None:
-                keys = {meta.key for meta in merged.arrays}
-                replicas.check_written(merged.copies, keys, merged.objects)
+                written = {*(meta.key for meta in merged.arrays), *merged.objects}
+                for rank, copies in merged.copies.items():
+                    if lost := [key for key in copies if key not in written]:
+                        raise replicas.without_main_replica(lost, rank)
         _check_common(merged, self.common_keys, self.agreed.rank_with_dtensors)
         return merged
 
@@ -492,7 +496,7 @@ def _agreed(openings: Sequence[_Opening], part: Part) -> Agreement:
     base = None if part.base is None else read_base(part.base)
     attempt = checkpoints.begin(part.target, part.options)
     adopting = (rank for rank, opening in enumerate(openings) if opening.adopts)
-    tellers: dict[str, int] = {}
+    tellers: dict[bytes, int] = {}
     for rank, opening in enumerate(openings):
         if opening.copies:
             tellers.setdefault(opening.copies, rank)
@@ -521,7 +525,8 @@ def _check_same_target(openings: Sequence[_Opening]) -> None:
         for first, other in zip(said[0], words, strict=True):
             if first != other:
                 raise AccessPatternError(
-                    f"rank 0 saves {first} but rank {rank} {other}; give every rank the same place and base",
+                    f"rank 0 saves {first} but rank {rank} {other}; give every rank the same place "
+                    "and base",
                     rank=rank,
                 )
 

@@ -171,7 +171,7 @@ def test_the_coordinators_own_report_needs_no_packing() -> None:
             manifest.add_chunk(meta, grid.index(place), record)
     for manifest in manifests:
         manifest.objects = [f"o/shard_{manifest.rank}_2"]
-        manifest.copies = {"tensors": [f"c{manifest.rank}"]}
+        manifest.copies = [f"c{manifest.rank}"]
         manifest.seconds = {"write": 0.5 + manifest.rank}
         manifest.reused_bytes = 7
         manifest.add_file("common.pt", b"x")

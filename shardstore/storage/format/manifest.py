@@ -76,7 +76,7 @@ class RankManifest:
         rank: the writer's global rank.
         objects: unique keys of the sharded objects that it wrote.
         files: name -> crc32c of the files that it wrote which are no chunks and that a load reads.
-        copies: kind -> keys that it holds copies of and did not write, if it tells them.
+        copies: keys that it holds copies of and did not write, if it tells them.
         reused_bytes: bytes of the chunks that it took over from a base.
         array_documents: whether it writes the documents of the arrays that it creates.
         seconds: what it did -> seconds, for the commit record.
@@ -90,7 +90,7 @@ class RankManifest:
     rank: int
     objects: list[str] = field(default_factory=list)
     files: dict[str, int] = field(default_factory=dict)
-    copies: dict[str, list[str]] = field(default_factory=dict)
+    copies: Sequence[str] = ()
     reused_bytes: int = 0
     array_documents: bool = True
     seconds: dict[str, float] = field(default_factory=dict)

@@ -55,7 +55,7 @@ class Merged:
         arrays: the arrays themselves.
         objects: unique key of each sharded object -> ranks that wrote it.
         files: name -> crc32c of the files that are no chunks.
-        copies: rank -> kind -> keys that it holds copies of, of the ranks that tell.
+        copies: rank -> keys that it holds copies of, of the ranks that tell.
         reused_bytes: bytes of the chunks that were taken over from a base.
         array_documents: whether each array has a document of its own beside the root's copy.
         ranks: what each rank wrote and how long it took.
@@ -66,7 +66,7 @@ class Merged:
     arrays: list[ArrayMeta]
     objects: dict[str, list[int]]
     files: dict[str, int]
-    copies: dict[int, dict[str, list[str]]]
+    copies: dict[int, Sequence[str]]
     reused_bytes: int
     array_documents: bool
     ranks: list[RankRow]
