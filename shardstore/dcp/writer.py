@@ -50,7 +50,7 @@ from shardstore.storage.format.names import check_collisions
 from shardstore.storage.movers.chunk_bytes import as_bytes
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.options import SaveOptions, WriterKeywords, options_of
-from shardstore.strategies.common import json_object_file, object_file
+from shardstore.strategies.common import object_file
 from shardstore.values.plain import NotPlainError
 from shardstore.values.record import BACKEND, MEMBER, VERSION, StateRecord, as_text, is_long
 
@@ -233,7 +233,7 @@ def _write_value(key: str, stream: Any, files: Files, report: Report, allow_pick
         if not is_long(text):
             report.values[key] = document
             return
-        name, data = json_object_file(sharded), text.encode()
+        name, data = object_file(sharded, ".json"), text.encode()
     except NotPlainError as reason:
         if not allow_pickle:
             raise CheckpointingException(
