@@ -16,14 +16,11 @@ import torch
 
 from shardstore.core import CheckpointingException
 from shardstore.errors import ArgumentError
-from shardstore.loading.context import DEFAULT_BUDGET_BYTES
-from shardstore.loading.metadata import (
-    get_default_load_sharded_strategy,
-    load_common_state_dict,
-    load_content_metadata,
-    load_sharded_metadata,
-    load_tensors_metadata,
-    remove_sharded_tensors,
+from shardstore.loading.context import (
+    CONTENT_METADATA_KEY,
+    DEFAULT_BUDGET_BYTES,
+    find_strategies,
+    opened,
 )
 from shardstore.loading.plan import part_of
 from shardstore.loading.run import LoadCall, run_load
@@ -43,7 +40,11 @@ from shardstore.strategies.base import (
     StrategyAction,
     get_default_strategy,
 )
-from shardstore.validation import CkptShardedMetadata, StrictHandling
+from shardstore.validation import (
+    CkptShardedMetadata,
+    StrictHandling,
+    validate_sharded_objects_handling,
+)
 
 __all__ = [
     "CkptShardedMetadata",
@@ -323,3 +324,96 @@ def get_default_save_common_strategy(
     """The default strategy for saving the common part."""
     found = get_default_strategy(StrategyAction.SAVE_COMMON, backend, version)
     return cast(SaveCommonStrategy, found)
+
+
+# -- queries, which any rank may make alone --------------------------------------------------------
+
+
+def load_common_state_dict(
+    checkpoint_dir: str | Path, *, storage_options: Mapping[str, Any] | None = None
+) -> StateDict:
+    """Load the common part alone. Any rank may call it; it waits for no other."""
+    with opened(checkpoint_dir, storage_options) as context:
+        _, common_strategy = find_strategies(context)
+        return common_strategy.load_common(context.stored.location.place)
+
+
+def load_content_metadata(
+    checkpoint_dir: str | Path | None = None,
+    *,
+    preloaded_state_dict: StateDict | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> dict[str, Any] | None:
+    """Return what :func:`shardstore.save` was given as ``content_metadata``; ``None`` if nothing.
+
+    Args:
+        checkpoint_dir: a checkpoint, unless ``preloaded_state_dict`` is given.
+        preloaded_state_dict: a loaded state dict or common state dict to take it from.
+        storage_options: see :func:`shardstore.save`.
+
+    Raises:
+        CheckpointingException: neither was given.
+    """
+    if preloaded_state_dict is None:
+        if checkpoint_dir is None:
+            raise CheckpointingException(
+                "load_content_metadata needs checkpoint_dir or preloaded_state_dict"
+            )
+        preloaded_state_dict = load_common_state_dict(
+            checkpoint_dir, storage_options=storage_options
+        )
+    return preloaded_state_dict.get(CONTENT_METADATA_KEY)
+
+
+def load_tensors_metadata(
+    checkpoint_dir: str | Path,
+    sharded_strategy: LoadShardedStrategy | None = None,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+) -> CkptShardedMetadata:
+    """Return key -> sharded tensor without data, whole and unsharded.
+
+    It can be handed to :func:`shardstore.load`. Any rank may call it; it waits for no other.
+    """
+    with opened(checkpoint_dir, storage_options) as context:
+        strategy, _ = find_strategies(context, sharded_strategy)
+        return strategy.load_tensors_metadata(context.stored.location.place)
+
+
+def load_sharded_metadata(
+    checkpoint_dir: str | Path,
+    sharded_strategy: LoadShardedStrategy | None = None,
+    common_strategy: LoadCommonStrategy | None = None,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+) -> CkptShardedMetadata:
+    """As :func:`load_tensors_metadata`, sharded objects under their unique keys included."""
+    with opened(checkpoint_dir, storage_options) as context:
+        place = context.stored.location.place
+        sharded, common = find_strategies(context, sharded_strategy, common_strategy)
+        metadata = dict(sharded.load_sharded_metadata(place))
+        if not sharded.can_handle_sharded_objects:
+            validate_sharded_objects_handling(sharded, common)
+            metadata.update(common.load_sharded_metadata(place))
+        return metadata
+
+
+def remove_sharded_tensors(
+    checkpoint_dir: str | Path,
+    key_prefix: str,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+) -> None:
+    """Remove all tensors whose key starts with a prefix. Called by one rank.
+
+    The root document loses them first, so that no reader meets a hole.
+    """
+    with opened(checkpoint_dir, storage_options) as context:
+        strategy, _ = find_strategies(context)
+        strategy.remove_sharded_tensors(context.stored.location.place, key_prefix)
+
+
+def get_default_load_sharded_strategy(checkpoint_dir: str | Path) -> LoadShardedStrategy:
+    """Return the strategy that a checkpoint's own backend needs for loading."""
+    with opened(checkpoint_dir) as context:
+        return find_strategies(context)[0]

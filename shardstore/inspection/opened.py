@@ -196,7 +196,7 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
             return record.nested(self.url, objects)
         if self.is_foreign and not self.stored.has_document(COMMON_STATE_NAME):
             return {}
-        from shardstore.loading.metadata import load_common_state_dict
+        from shardstore.serialization import load_common_state_dict
 
         return load_common_state_dict(self.stored.location.place)
 

@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from shardstore.core import stored_config
 from shardstore.distributed.groups import Group, raise_together
+from shardstore.errors import NotACheckpointError
 from shardstore.progress import Meter
 from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.commit.identity import instead
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.object_io import read_objects
+from shardstore.validation import verify_checkpoint_and_load_strategy
 
-__all__ = ["DEFAULT_BUDGET_BYTES", "LoadContext", "context_of", "read_documents", "using"]
+if TYPE_CHECKING:
+    from shardstore.strategies.base import LoadCommonStrategy, LoadShardedStrategy
+
+__all__ = [
+    "CONTENT_METADATA_KEY",
+    "DEFAULT_BUDGET_BYTES",
+    "LoadContext",
+    "context_of",
+    "find_strategies",
+    "location_of",
+    "opened",
+    "read_documents",
+    "using",
+]
+
+CONTENT_METADATA_KEY = "content_metadata"
 
 DEFAULT_BUDGET_BYTES = 256 * 1024 * 1024
 
@@ -92,3 +112,52 @@ def read_documents(location: Location, names: Sequence[str]) -> dict[str, bytes 
         with suppress(FileNotFoundError):
             found[name] = location.read(name)
     return found
+
+
+@contextmanager
+def opened(
+    checkpoint_dir: str | Path, storage_options: Mapping[str, Any] | None = None
+) -> Iterator[LoadContext]:
+    """Open a checkpoint for the strategies that are called within.
+
+    In an object store the root document, which answers most queries, is requested once.
+    """
+    location = location_of(checkpoint_dir, storage_options)
+    context = context_of(location)
+    if not location.is_local and not context.stored.documents:
+        documents = read_documents(location, ["zarr.json"])
+        context = replace(context, stored=StoredCheckpoint(location, documents=documents))
+    with using(context):
+        yield context
+
+
+def find_strategies(
+    context: LoadContext,
+    sharded_strategy: LoadShardedStrategy | tuple[str, int] | None = None,
+    common_strategy: LoadCommonStrategy | tuple[str, int] | None = None,
+) -> tuple[LoadShardedStrategy, LoadCommonStrategy]:
+    """Find the strategies that can read a checkpoint.
+
+    Errors as :func:`shardstore.validation.verify_checkpoint_and_load_strategy`.
+    """
+    return verify_checkpoint_and_load_strategy(
+        context.stored.location.place,
+        sharded_strategy,
+        common_strategy,
+        config=stored_config(context.stored),
+    )
+
+
+def location_of(
+    checkpoint_dir: str | Path | Location, storage_options: Mapping[str, Any] | None = None
+) -> Location:
+    """Return the location of a path or URL.
+
+    Raises:
+        NotACheckpointError: it is a file.
+    """
+    location = Location.given(checkpoint_dir, storage_options)
+    if location.is_local and location.path.is_file():
+        found = instead(location) or "give the folder that save() wrote"
+        raise NotACheckpointError(f"{location.url} is a file; {found}", url=location.url)
+    return location

@@ -27,8 +27,14 @@ from shardstore.distributed.groups import Group, require_group
 from shardstore.dtensor.adoption import Adopted, adopt_for_load, needs_adoption
 from shardstore.dtensor.layout import apply_claims, claims, decide_claims
 from shardstore.errors import ArgumentError
-from shardstore.loading.context import DEFAULT_BUDGET_BYTES, LoadContext, read_documents, using
-from shardstore.loading.metadata import ROOT_DOCUMENT, find_strategies, location_of
+from shardstore.loading.context import (
+    DEFAULT_BUDGET_BYTES,
+    LoadContext,
+    find_strategies,
+    location_of,
+    read_documents,
+    using,
+)
 from shardstore.loading.plan import with_destinations
 from shardstore.loading.replicas import Offer, agree, offer, sharing_group
 from shardstore.mapping import ShardedObject, ShardedStateDict, StateDict, apply_factory_merges
@@ -58,7 +64,7 @@ StoredMetadata: TypeAlias = Callable[
     ["str | Path", "LoadShardedStrategy", "LoadCommonStrategy"], CkptShardedMetadata
 ]
 
-DOCUMENTS = (ROOT_DOCUMENT, CONFIG_FNAME, COMMON_STATE_NAME)
+DOCUMENTS = ("zarr.json", CONFIG_FNAME, COMMON_STATE_NAME)
 """What every rank of a load needs; one rank reads them for all."""
 
 

@@ -17,7 +17,7 @@ from shardstore.distributed.groups import require_group
 from shardstore.dtensor.adoption import adopt_for_save, keys_of_plain
 from shardstore.dtensor.layout import apply_claims, claims
 from shardstore.errors import ArgumentError, CheckpointingException
-from shardstore.loading.metadata import CONTENT_METADATA_KEY
+from shardstore.loading.context import CONTENT_METADATA_KEY
 from shardstore.mapping import CommonStateDict, ShardedObject, ShardedStateDict, StateDict
 from shardstore.progress import Meter, callback_of
 from shardstore.saving.plan import sharded_tensors_of
