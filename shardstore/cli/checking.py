@@ -9,18 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardstore.cli import options as opt
-from shardstore.cli.printing import cells, columns, emit, fold, say
+from shardstore.cli.printing import columns, emit, fold, print_table, say
 from shardstore.inspection import opened
-from shardstore.inspection.opened import clean, counted, human_bytes
+from shardstore.inspection.opened import counted, human_bytes
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
 
 if TYPE_CHECKING:
     from shardstore.inspection.difference import ArrayDifference, Difference
     from shardstore.inspection.verify import Finding, Verified
-
-MARGIN = 11
-"""Indentation of a folded line."""
 
 
 def verify(
@@ -124,19 +121,18 @@ def diff(
 
 
 def _print(found: Difference, width: int | None) -> None:
-    lines = [f"only in A  {key}" for key in found.only_a]
-    lines += [f"only in B  {key}" for key in found.only_b]
+    rows = [("only in A", key, "") for key in found.only_a]
+    rows += [("only in B", key, "") for key in found.only_b]
     for key, parts in found.described.items():
         text = ", ".join(f"{name} {a} -> {b}" for name, (a, b) in parts.items())
-        lines.append(f"described  {key}  {text}")
-    widest = max((cells(clean(key)) for key in found.values), default=0)
+        rows.append(("described", key, text))
     for key, difference in found.values.items():
-        room = " " * (0 if width is not None else widest - cells(clean(key)))
-        lines.append(f"differs    {key}{room}  {_values(difference)}")
-        lines += [f"damaged    {key}  {damage}" for damage in difference.damage]
-    lines += [f"file       {name}  {how}" for name, how in found.files.items()]
-    for line in [*lines, _summary(found)]:
-        say(*fold(clean(line), width, MARGIN))
+        rows.append(("differs  ", key, _values(difference)))
+        rows += [("damaged", key, damage) for damage in difference.damage]
+    rows += [("file", name, how) for name, how in found.files.items()]
+    if rows:
+        print_table(rows, "<<<", width)
+    say(*fold(_summary(found), width))
 
 
 def _summary(found: Difference) -> str:

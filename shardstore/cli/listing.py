@@ -4,30 +4,16 @@ ten thousand lines are printed at once."""
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
 
 from shardstore.cli import options as opt
-from shardstore.cli.printing import (
-    GAP,
-    cells,
-    columns,
-    emit,
-    fold,
-    row_printer,
-    say,
-)
-from shardstore.inspection.layout import Module, modules, shard_counts
+from shardstore.cli.printing import columns, emit, fold, print_table, say
+from shardstore.inspection.layout import modules, shard_counts
 from shardstore.inspection.opened import array_bytes, clean, counted, human_bytes
 from shardstore.storage.format.documents import ArrayMeta
-from shardstore.storage.format.grid import Grid
-
-MOST_LABEL = 60
-BOLD, DIM, END = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 
 
 def ls(
@@ -49,52 +35,31 @@ def ls(
         listed = [_entry(arrays[key]) for key in sorted(arrays)]
         emit({"url": ckpt.url, "arrays": listed, "bytes": size})
         return
-    rows: list[tuple[str, ArrayMeta | None, Module]] = []
+    rows = []
     for level, node in modules(arrays.values()).walk():
-        if flat and node.array is not None:
-            rows.append((node.array.key, node.array, node))
-        elif not flat and (depth is None or level < depth):
-            is_collapsed = level + 1 == depth and bool(node.below)
-            rows.append(("  " * level + node.name, None if is_collapsed else node.array, node))
-    texts = [(clean(label), *(describe(meta) if meta else [""] * 5)) for label, meta, _ in rows]
-    width = columns(wide)
-    _, lines_of = row_printer(texts, "<<<<<>", width, most_key=MOST_LABEL)
-    lines: list[str] = []
-    for (_, meta, module), row in zip(rows, texts, strict=True):
-        lines += _headline(row[0], module, width) if meta is None else lines_of(row)
-    if lines:
-        print("\n".join(lines))
+        is_collapsed = not flat and level + 1 == depth and bool(node.below)
+        if node.array is not None and not is_collapsed:
+            label = node.array.key if flat else "  " * level + node.name
+            about = describe(node.array)
+        elif not flat:
+            label = "  " * level + node.name
+            about = counted(node.arrays, "array"), "", "", "", human_bytes(node.bytes)
+        else:
+            continue
+        if flat or depth is None or level < depth:
+            rows.append((label, *about))
+    print_table(rows, "<<<<<>", columns(wide))
     say(f"{counted(len(arrays), 'array')}, {human_bytes(size)}")
 
 
-def _headline(label: str, module: Module, width: int | None) -> list[str]:
-    """A module and what is below it, in one line where there is room."""
-    tail = f"{counted(module.arrays, 'array')}, {human_bytes(module.bytes)}"
-    if not sys.stdout.isatty():
-        return [f"{label}  ({tail})"]
-    if width is None or cells(label) + len(GAP) + cells(tail) <= width:
-        return [f"{BOLD}{label}{END}{GAP}{DIM}{tail}{END}"]
-    below = " " * min(len(label) - len(label.lstrip(" ")) + 4, width // 2) + tail
-    return [
-        *(f"{BOLD}{line}{END}" for line in fold(label, width)),
-        *(f"{DIM}{line}{END}" for line in fold(below, width)),
-    ]
-
-
-def describe(meta: ArrayMeta) -> Sequence[str]:
+def describe(meta: ArrayMeta) -> tuple[str, str, str, str, str]:
     """Data type, shape, chunks, shards and size of an array, as texts."""
-    return _described(meta.dtype, meta.grid, meta.shard_shape)
-
-
-@lru_cache(maxsize=4096)  # most arrays of a model are alike
-def _described(dtype: str, grid: Grid, shard_shape: tuple[int, ...] | None) -> Sequence[str]:
-    meta = ArrayMeta("", "", grid, dtype, shard_shape=shard_shape)
-    counts = shard_counts(meta)
+    counts, grid = shard_counts(meta), meta.grid
     shards = "" if counts is None else f"{'x'.join(map(str, counts))} shards"
     if counts is not None and all(count == 1 for count in counts):
         shards = "whole"
     chunk = f"{grid.size} of {list(grid.chunk_shape)}" if grid.size else "no chunk"
-    return dtype, str(list(meta.shape)), chunk, shards, human_bytes(array_bytes(meta))
+    return meta.dtype, str(list(meta.shape)), chunk, shards, human_bytes(array_bytes(meta))
 
 
 def _entry(meta: ArrayMeta) -> dict[str, Any]:
@@ -149,7 +114,6 @@ def info(
     if as_json:
         emit(found)
         return
-    width = columns()
     for name, value in summary(found).items():
         if value:
-            say(*fold(clean(f"{name:<11}{value}"), width, 11))
+            say(*fold(clean(f"{name:<12}{value}"), columns(), 12))

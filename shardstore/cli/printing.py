@@ -13,13 +13,13 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 from shardstore.inspection.opened import clean
 
 GAP = "  "
-LEAST_KEY = 20
-"""Columns of a folded key; where a table leaves it less, the other cells go below the key."""
+LEAST_FIRST = 20
+"""Columns of a folded first cell; where a table leaves it less, the others go below it."""
 INDENT = 4
 _OBEYED = re.compile("[\x7f-\x9f\xad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]")
 
@@ -95,59 +95,33 @@ def fold(text: str, width: int | None, indent: int = INDENT) -> list[str]:
     return [lead + first.plain.rstrip(), *(below + line.plain.rstrip() for line in more)]
 
 
-def pack(parts: Sequence[str], width: int, indent: int) -> Iterator[str]:
-    """Parts in as few indented lines as hold them, none of them cut."""
-    lead = " " * min(indent, width // 2)
-    line = ""
-    for part in filter(None, parts):
-        if line and cells(lead + line + GAP + part) > width:
-            yield lead + line
-            line = ""
-        line += GAP * bool(line) + part
-    if line:
-        yield lead + line
-
-
-def row_printer(
-    rows: Sequence[Sequence[str]],
-    align: str,
-    width: int | None,
-    *,
-    names: Sequence[str] = (),
-    most_key: int | None = None,
-) -> tuple[bool, Callable[[Sequence[str]], list[str]]]:
-    """How to print a table whose first column is a key. In a narrow terminal keys are folded, and
-    if that is not enough, the other cells of each row go below its key.
+def print_table(
+    rows: Sequence[Sequence[str]], align: str, width: int | None, names: Sequence[str] = ()
+) -> None:
+    """Print rows in columns, the first of them folded where the terminal is narrow; where that is
+    not enough, the other cells of each row go below its first.
 
     Args:
-        rows: all rows, cleaned.
+        rows: all rows, of as many cells.
         align: ``<`` or ``>`` for each column.
         width: columns of the terminal; ``None``: any number.
-        names: of columns, shown with cells below a key.
-        most_key: a longer key does not widen its column.
-
-    Returns:
-        Whether cells go below keys, and a function from a row to its lines.
+        names: of the columns.
     """
-    widths = [max(map(cells, column)) for column in zip(*rows, strict=True)] or [0] * len(align)
-    widths[0] = min(widths[0], most_key or widths[0])
+    rows = [list(map(clean, row)) for row in (*([names] if names else ()), *rows)]
+    widths = [max(map(cells, column)) for column in zip(*rows, strict=True)]
     left = (width or 1 << 30) - sum(widths[1:]) - len(GAP) * (len(widths) - 1)
-    is_stacked = left < min(LEAST_KEY, widths[0])
+    if left < min(LEAST_FIRST, widths[0]):
+        for first, *others in rows[bool(names) :]:
+            if names:
+                others = [f"{name} {cell}" for name, cell in zip(names[1:], others, strict=True)]
+            below = " " * (len(first) - len(first.lstrip(" ")) + INDENT) + GAP.join(others).strip()
+            print("\n".join([*fold(first, width, 2), *fold(below.rstrip(), width, 0)]).rstrip())
+        return
     widths[0] = min(widths[0], left)
-
-    def stack(row: Sequence[str]) -> list[str]:
-        key, *others = row
-        if names:
-            others = [f"{name} {cell}" for name, cell in zip(names[1:], others, strict=True)]
-        indent = len(key) - len(key.lstrip(" ")) + INDENT
-        return [*fold(key, width, 2), *pack(others, width or 1, indent)]
-
-    def line_up(row: Sequence[str]) -> list[str]:
+    for row in rows:
         first, *more = fold(row[0], None if width is None else widths[0], 2)
         parts = []
         for text, side, n in zip((first, *row[1:]), align, widths, strict=True):
             room = n - cells(text) + len(text)
             parts.append(text.rjust(room) if side == ">" else text.ljust(room))
-        return [GAP.join(parts).rstrip(), *more]
-
-    return is_stacked, stack if is_stacked else line_up
+        print("\n".join([GAP.join(parts).rstrip(), *more]))

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from shardstore.cli import options as opt
-from shardstore.cli.printing import columns, complain, emit, fold, row_printer, say
+from shardstore.cli.printing import columns, complain, emit, fold, print_table, say
 from shardstore.inspection.opened import clean
 
 PRINTED = 1000
@@ -47,8 +47,8 @@ def stats(
         ]
         emit({"url": ckpt.url, "arrays": entries})
     else:
-        head = ("key", "dtype", "count", "norm", "mean", "min", "max", "zeros", "NaN", "Inf")
-        rows = [head]
+        names = ("key", "dtype", "count", "norm", "mean", "min", "max", "zeros", "NaN", "Inf")
+        rows = []
         for array in arrays:
             s = found[array.key]
             norm, mean, low, high = (
@@ -68,9 +68,7 @@ def stats(
                 inf,
             )
             rows.append(row)
-        is_stacked, lines_of = row_printer(rows, "<<" + ">" * 8, columns(wide), names=head)
-        for row in rows[is_stacked:]:
-            say(*lines_of(row))
+        print_table(rows, "<<" + ">" * 8, columns(wide), names)
     for key in sorted(damage):
         for text in damage[key]:
             complain(text)
