@@ -10,21 +10,21 @@ import logging
 import os
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import islice
 from time import perf_counter
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from shardstore.errors import CheckpointingException, DamagedCheckpointError
 from shardstore.progress import Meter, ProgressCallback, log_event, metered
-from shardstore.storage.checkpoint import StoredCheckpoint, beside_arrays
+from shardstore.storage.checkpoint import OWN_FILES, StoredCheckpoint
 from shardstore.storage.format.documents import ArrayMeta, RootDocument, parse_array
 from shardstore.storage.format.grid import Grid
 from shardstore.storage.format.manifest import MANIFEST_NAME, Manifest
-from shardstore.storage.format.names import CONFIG_NAME, key_of, object_place
+from shardstore.storage.format.names import COMMON_STATE_NAME, CONFIG_NAME, key_of, object_place
 from shardstore.storage.movers.chunk_bytes import free_scratch
 from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.movers.parallel import default_threads, run_batched
@@ -143,36 +143,35 @@ def verify(
     return result
 
 
-class _Job(NamedTuple):
-    """A file, or some consecutive chunks of an array, and the bytes of the chunks."""
-
-    weight: int
-    work: Callable[[], None]
+_Job = tuple[int, Callable[[], None]]
+"""The bytes of some chunks, and what verifies them; 0 for a file that is no chunk."""
 
 
-@dataclass
 class _Verification:
-    """One run of :func:`verify`, whose arguments the first fields are."""
+    """One run of :func:`verify`."""
 
-    stored: StoredCheckpoint
-    found: Callable[[Finding], None]
-    keys: Sequence[str]
-    hashes: bool
-    threads: int | None
-    meter: Meter
-    root: RootDocument | None = None
-    root_is_damaged: bool = False
-    manifest: Manifest | None = None
-    listed: list[str] | None = None
-    """All names in an object store, sorted: one listing, not one an array."""
-    seen: set[str] = field(default_factory=set)
-    """Names of the objects' files that were verified or reported."""
-    result: Verified = field(default_factory=Verified)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def __post_init__(self) -> None:
-        self.location = self.stored.location
-        self.url = self.location.url
+    def __init__(
+        self,
+        stored: StoredCheckpoint,
+        found: Callable[[Finding], None],
+        keys: Sequence[str],
+        hashes: bool,
+        threads: int | None,
+        meter: Meter,
+    ) -> None:
+        self.stored, self.found, self.keys = stored, found, keys
+        self.hashes, self.threads, self.meter = hashes, threads, meter
+        self.location = stored.location
+        self.url = stored.location.url
+        self.root: RootDocument | None = None
+        self.root_is_damaged = False
+        self.manifest: Manifest | None = None
+        # All names in an object store, sorted: one listing, not one an array.
+        self.listed = [] if self.location.is_local else self.location.remote.walk()
+        # Names of the objects' files that were verified or reported.
+        self.seen: set[str] = set()
+        self.result = Verified()
+        self.lock = threading.Lock()
 
     def run(self) -> Verified:
         start = perf_counter()
@@ -183,7 +182,7 @@ class _Verification:
             jobs,
             _do_all,
             threads=self.threads or (default_threads() if is_local else REMOTE_THREADS),
-            weight=lambda job: job.weight,
+            weight=lambda job: job[0],
             batch_weight=BATCH_BYTES if is_local else 1,
             batch_items=len(jobs) + 1 if is_local else 1,
         )
@@ -192,19 +191,17 @@ class _Verification:
 
     def _plan(self) -> list[_Job]:
         """Verify the documents of the whole checkpoint, and list what else is to be verified."""
-        top = self.location.listing()
+        top = self._entries("")
         if not {"zarr.json", CONFIG_NAME} & set(top):
             self.stored.require()
         arrays = self._read_arrays(top)
         common_backend = self._check_config(top)
         self._read_manifest(arrays)
         self._checker = ChunkChecker(self.stored, self.manifest, hashes=self.hashes)
-        if not self.location.is_local:
-            self.listed = self.location.remote.walk()
         nodes = {meta.node for meta in arrays}
         if self.root_is_damaged:
             nodes |= self._undescribed(nodes)
-        jobs = list(self._file_jobs(top, nodes, common_backend))
+        jobs = self._file_jobs(top, nodes, common_backend)
         wanted = [meta for meta in arrays if self._wants(meta.key)]
         self.result.arrays = len(wanted)
         for array in wanted:
@@ -212,51 +209,69 @@ class _Verification:
             step = max(1, min(RUN_CHUNKS, RUN_BYTES // size))
             for first in range(0, count or 1, step):
                 last = min(first + step, count)
-                run = partial(self._check_run, array, first, last)
-                jobs.append(_Job((last - first) * size, run))
-        self.meter.expect(sum(job.weight for job in jobs), sum(meta.grid.size for meta in wanted))
+                jobs.append(((last - first) * size, partial(self._check_run, array, first, last)))
+        self.meter.expect(sum(size for size, _ in jobs), sum(meta.grid.size for meta in wanted))
         return jobs
 
     def _report(
-        self, kind: str, message: str, name: str, severity: Severity = "damage", **about: Any
+        self, kind: str, name: str, text: str, severity: Severity = "damage", **about: Any
     ) -> None:
         """Report a :class:`Finding` with the fields ``about``, on the file of a name below the
-        checkpoint."""
-        text = message.replace("\n", " ")
-        finding = Finding(kind, severity, text, f"{self.url}/{name}", **about)
+        checkpoint; the file's path stands for ``PATH`` in the text."""
+        path = f"{self.url}/{name}"
+        text = text.replace("\n", " ").replace("PATH", path, 1)
         with self.lock:
             if severity == "damage":
                 self.result.damage += 1
             else:
                 self.result.notes += 1
-            self.found(finding)
+            self.found(Finding(kind, severity, text, path, **about))
 
     def _wants(self, key: str) -> bool:
         return not self.keys or any(fnmatchcase(key, pattern) for pattern in self.keys)
+
+    def _names_below(self, node: str) -> Iterable[str]:
+        """Names of all files below a node, relative to it."""
+        if not self.location.is_local:
+            first = bisect_left(self.listed, f"{node}/")
+            last = bisect_left(self.listed, f"{node}0")  # "0" is the character after "/"
+            return (name[len(node) + 1 :] for name in self.listed[first:last])
+        top = f"{self.url}/{node}"
+        return (
+            f"{folder}/{name}"[len(top) + 1 :]
+            for folder, _, names in os.walk(top)
+            for name in names
+        )
+
+    def _entries(self, node: str) -> list[str]:
+        """Names directly below a node; none for a file."""
+        if self.location.is_local:
+            return self.location.listing(node)
+        names = self._names_below(node) if node else self.listed
+        return sorted({name.partition("/")[0] for name in names})
 
     # -- documents of the whole checkpoint ------------------------------------------------------
 
     def _read_arrays(self, top: Sequence[str]) -> list[ArrayMeta]:
         """All arrays, from their own documents where the root document is unusable."""
-        path = f"{self.url}/zarr.json"
         if "zarr.json" not in top and MANIFEST_NAME in top:
-            text = f"{path} is missing: without it the checkpoint does not open"
-            self._report("root-missing", text, "zarr.json")
+            text = "PATH is missing: without it the checkpoint does not open"
+            self._report("root-missing", "zarr.json", text)
             return self._arrays_alone(top)
         try:
             self.root = root = self.stored.root
+            lost = [] if root is None else sorted(set(root.chunk_sums) - set(root.texts))
+            if root is not None and lost and root.consolidated:
+                text = (
+                    f"PATH has checksums of {len(lost)} array(s) that it does not describe: "
+                    f"{', '.join(lost[:SHOWN_ARRAYS])}; another program has consolidated its "
+                    "metadata anew. Load an earlier checkpoint, or put back the saved zarr.json"
+                )
+                self._report("arrays-undescribed", "zarr.json", text)
             if root is not None:
-                lost = sorted(set(root.chunk_sums) - set(root.texts))
-                if lost and root.consolidated:
-                    text = (
-                        f"{path} has checksums of {len(lost)} array(s) that it does not describe: "
-                        f"{', '.join(lost[:SHOWN_ARRAYS])}; another program has consolidated its "
-                        "metadata anew. Load an earlier checkpoint, or put back the saved zarr.json"
-                    )
-                    self._report("arrays-undescribed", text, "zarr.json")
                 return list(self.stored.arrays.values())
         except CheckpointingException as error:
-            self._report("root-damaged", str(error), "zarr.json")
+            self._report("root-damaged", "zarr.json", str(error))
             return self._arrays_alone(top)
         return list(self.stored.arrays.values())
 
@@ -266,14 +281,13 @@ class _Verification:
         for node in top:
             name = f"{node}/zarr.json"
             try:
-                text = self.location.read(name)
-                meta = parse_array(node, text, f"{self.url}/{name}")
+                meta = parse_array(node, self.location.read(name), f"{self.url}/{name}")
                 if meta is not None:
                     found.append(meta)
+            except CheckpointingException as error:
+                self._report("document-damaged", name, str(error), key=key_of(node))
             except FileNotFoundError:
                 continue
-            except CheckpointingException as error:
-                self._report("document-damaged", str(error), name, key=key_of(node))
         return found
 
     @property
@@ -283,40 +297,38 @@ class _Verification:
 
     def _check_config(self, top: Sequence[str]) -> object:
         """Verify ``metadata.json``; returns the name of the backend of the common state."""
-        path = f"{self.url}/{CONFIG_NAME}"
         if CONFIG_NAME not in top:
             if self._is_ours:
-                text = f"{path} is missing: load() does not take the folder for a checkpoint"
-                self._report("config-missing", text, CONFIG_NAME)
+                text = "PATH is missing: load() does not take the folder for a checkpoint"
+                self._report("config-missing", CONFIG_NAME, text)
             return "torch"
         try:
             document = json.loads(self.location.read(CONFIG_NAME))
             if not isinstance(document, dict) or "sharded_backend" not in document:
                 raise ValueError("it names no sharded_backend")
         except (OSError, ValueError) as error:
-            self._report("config-damaged", f"{path} is damaged: {error}", CONFIG_NAME)
+            self._report("config-damaged", CONFIG_NAME, f"PATH is damaged: {error}")
             return "torch"
         return document.get("common_backend", "torch")
 
     def _read_manifest(self, arrays: Sequence[ArrayMeta]) -> None:
-        path = f"{self.url}/{MANIFEST_NAME}"
         try:
             self.manifest = manifest = self.stored.manifest
         except DamagedCheckpointError as error:
-            self._report("manifest-damaged", str(error), MANIFEST_NAME)
+            self._report("manifest-damaged", MANIFEST_NAME, str(error))
             return
         if manifest is None:
             if self.root is not None and self.root.texts and self._is_ours:
-                text = f"{path} is missing: chunks are compared with their own checksums alone"
-                self._report("manifest-missing", text, MANIFEST_NAME, "note")
+                text = "PATH is missing: chunks are compared with their own checksums alone"
+                self._report("manifest-missing", MANIFEST_NAME, text, "note")
             return
         for meta in arrays:
             if manifest.first_row(meta) is None:
                 text = (
-                    f"{path} does not know key {meta.key!r} as it is now: another program rewrote "
+                    f"PATH does not know key {meta.key!r} as it is now: another program rewrote "
                     "or added it, and its chunks are compared with their own checksums alone"
                 )
-                self._report("manifest-stale", text, MANIFEST_NAME, "note", key=meta.key)
+                self._report("manifest-stale", MANIFEST_NAME, text, "note", key=meta.key)
 
     def _undescribed(self, nodes: set[str]) -> set[str]:
         """Nodes in the manifest that have no document of their own."""
@@ -324,43 +336,38 @@ class _Verification:
         lost = [node for node, _, _ in arrays if node not in nodes]
         if lost and not self.keys:
             text = (
-                f"{len(lost)} array(s) of {self.url}/{MANIFEST_NAME} have no document "
-                "but the root's, and their chunks were not verified: "
-                f"{', '.join(lost[:SHOWN_ARRAYS])}"
+                f"{len(lost)} array(s) of PATH have no document but the root's, and their chunks "
+                f"were not verified: {', '.join(lost[:SHOWN_ARRAYS])}"
             )
-            self._report("arrays-unread", text, MANIFEST_NAME, "note")
+            self._report("arrays-unread", MANIFEST_NAME, text, "note")
         return set(lost)
 
     # -- files that are no array's --------------------------------------------------------------
 
-    def _file_jobs(
-        self, top: Sequence[str], nodes: set[str], common_backend: object
-    ) -> Iterator[_Job]:
+    def _file_jobs(self, top: Sequence[str], nodes: set[str], common_backend: object) -> list[_Job]:
         """Verification of the common state and of sharded objects; reports foreign files."""
-        if not self.keys:
-            if "common.pt" in top:
-                yield _Job(0, partial(self._check_archive, "common.pt", "common-damaged"))
-            elif self._is_ours and common_backend == "torch":
-                path = f"{self.url}/common.pt"
-                text = f"{path} is missing: the non-sharded part of the state is gone"
-                self._report("common-missing", text, "common.pt")
-        entries = None
-        if self.listed is not None:
-            entries = {
-                name: sorted({below.partition("/")[0] for below in self._names_below(name)})
-                for name in top
-            }
+        jobs: list[_Job] = []
+        if not self.keys and COMMON_STATE_NAME in top:
+            check = partial(self._check_archive, COMMON_STATE_NAME, "common-damaged")
+            jobs.append((0, check))
+        elif not self.keys and self._is_ours and common_backend == "torch":
+            text = "PATH is missing: the non-sharded part of the state is gone"
+            self._report("common-missing", COMMON_STATE_NAME, text)
         is_old_layout = self.root is None and not self.root_is_damaged
-        folders = {node.partition("/")[0] for node in nodes}
-        for beside in beside_arrays(self.location, top, folders, self._wants, entries):
-            yield from self._object_jobs(beside.name, beside.key, beside.objects)
-            if beside.name.endswith(".sync") and is_old_layout:
+        known = {node.partition("/")[0] for node in nodes}.union(OWN_FILES)
+        for name in top:
+            key = key_of(name) or name
+            if name in known or not self._wants(key):
+                continue
+            entries = self._entries(name)
+            objects = [entry for entry in entries if object_place(entry)]
+            jobs += self._object_jobs(name, key, objects)
+            if name.endswith(".sync") and is_old_layout:
                 continue  # a lock that Megatron-Core left behind
-            foreign = set(beside.entries).difference(beside.objects)
-            for name in sorted(f"{beside.name}/{entry}" for entry in foreign):
+            for entry in sorted(set(entries).difference(objects)):
+                self._foreign(f"{name}/{entry}")
+            if not entries:
                 self._foreign(name)
-            if not beside.entries:
-                self._foreign(beside.name)
         # Where no object of a key is left, only the commit tells that there were any.
         for name in () if self.root is None else self.root.file_sums:
             node, _, file = name.rpartition("/")
@@ -370,10 +377,10 @@ class _Verification:
                 continue
             if not self.location.exists(name):
                 self._object_missing(name, place[0], key)
+        return jobs
 
     def _foreign(self, name: str) -> None:
-        text = f"{self.url}/{name} is no part of the checkpoint"
-        self._report("foreign", text, name, "note")
+        self._report("foreign", name, "PATH is no part of the checkpoint", "note")
 
     def _object_jobs(self, node: str, key: str, files: Sequence[str]) -> list[_Job]:
         """Verification of a key's objects, and reports of those that their file names miss."""
@@ -381,7 +388,7 @@ class _Verification:
         with self.lock:
             self.result.objects += len(paths)
             self.seen.update(paths)
-        places = {place for file in files if (place := object_place(file)) is not None}
+        places = set(filter(None, map(object_place, files)))
         for shape in {shape for _, shape in places}:
             grid = Grid(shape, (1,) * len(shape))
             indices = map(grid.index, range(grid.size))
@@ -390,15 +397,15 @@ class _Verification:
                 file = f"shard_{'.'.join(map(str, index))}_{'.'.join(map(str, shape))}.pt"
                 self._object_missing(f"{node}/{file}", index, key)
         check = partial(self._check_archive, kind="object-damaged", key=key)
-        return [_Job(0, partial(check, path)) for path in paths]
+        return [(0, partial(check, path)) for path in paths]
 
     def _object_missing(self, name: str, index: tuple[int, ...], key: str) -> None:
         with self.lock:
             if name in self.seen:
                 return
             self.seen.add(name)
-        text = f"object {index} of key {key!r} is missing: {self.url}/{name}"
-        self._report("object-missing", text, name, key=key)
+        text = f"object {index} of key {key!r} is missing: PATH"
+        self._report("object-missing", name, text, key=key)
 
     def _check_archive(self, name: str, kind: str, key: str | None = None) -> None:
         try:
@@ -411,16 +418,13 @@ class _Verification:
                 raise ValueError("it is no file of torch.save")
             else:
                 verify_archive(data)
-        except (OSError, ValueError) as error:
-            about = "" if key is None else f" (object of key {key!r})"
-            text = f"{self.url}/{name}{about} is damaged: {error}"
-            self._report(kind, text, name, key=key)
-            return
-        try:
             if not self.root_is_damaged:
                 self.stored.check_file(name, data)
         except DamagedCheckpointError as error:
-            self._report(kind, str(error), name, key=key)
+            self._report(kind, name, str(error), key=key)
+        except (OSError, ValueError) as error:
+            about = "" if key is None else f" (object of key {key!r})"
+            self._report(kind, name, f"PATH{about} is damaged: {error}", key=key)
 
     # -- arrays -----------------------------------------------------------------------------------
 
@@ -435,7 +439,12 @@ class _Verification:
             read, problem = self._checker.check(array, index)
             size += read
             if problem is not None:
-                self._report_chunk(array, index, problem.kind, problem.text)
+                name = f"{array.node}/{array.chunk_key(index)}"
+                rank = None if self.manifest is None else self.manifest.writer(array, index)
+                by = "" if rank is None else f", written by rank {rank}"
+                text = f"chunk {index} of key {array.key!r} {problem.text}: PATH{by}"
+                about: dict[str, Any] = {"key": array.key, "chunk": index, "rank": rank}
+                self._report(f"chunk-{problem.kind}", name, text, **about)
         manifest = self.manifest
         checked = array.has_crc or (manifest is not None and manifest.first_row(array) is not None)
         with self.lock:
@@ -445,44 +454,38 @@ class _Verification:
         if self.meter.add is not None:
             self.meter.add((last - first) * array.chunk_bytes, last - first)
 
-    def _report_chunk(self, array: ArrayMeta, index: tuple[int, ...], kind: str, text: str) -> None:
-        name = f"{array.node}/{array.chunk_key(index)}"
-        rank = None if self.manifest is None else self.manifest.writer(array, index)
-        by = "" if rank is None else f", written by rank {rank}"
-        message = f"chunk {index} of key {array.key!r} {text}: {self.url}/{name}{by}"
-        self._report(f"chunk-{kind}", message, name, key=array.key, chunk=index, rank=rank)
-
     def _check_document(self, array: ArrayMeta, names: set[str]) -> None:
         """Compare an array's own document with the root's copy."""
         root, name = self.root, f"{array.node}/{array.document_name}"
+        about: dict[str, Any] = {"key": array.key}
         if root is None or (saved := root.texts.get(array.node)) is None:
             return
         if array.document_name not in names and not root.array_documents:
             return
-        about = f"{self.url}/{name} (key {array.key!r})"
+        path = f"PATH (key {array.key!r})"
         try:
             data = self.location.read(name)
             if data == saved and root.array_documents:
                 return
             own, copy = json.loads(data), json.loads(saved)
         except FileNotFoundError:
-            text = f"{about} is missing: readers that open the array alone do not find it"
-            self._report("document-missing", text, name, key=array.key)
+            text = f"{path} is missing: readers that open the array alone do not find it"
+            self._report("document-missing", name, text, **about)
             return
         except (OSError, ValueError) as error:
-            self._report("document-damaged", f"{about} is damaged: {error}", name, key=array.key)
+            self._report("document-damaged", name, f"{path} is damaged: {error}", **about)
             return
         if own != copy:
             parts = sorted(set(own) | set(copy)) if isinstance(own, dict) else []
             differ = ", ".join(part for part in parts if own.get(part) != copy.get(part))
-            text = f"{about} differs from the root's copy in {differ or 'everything'}"
-            self._report("document-differs", text, name, key=array.key)
+            text = f"{path} differs from the root's copy in {differ or 'everything'}"
+            self._report("document-differs", name, text, **about)
         elif not root.array_documents:
             text = (
-                f"{about} is no part of the checkpoint, which was saved without array documents; "
+                f"{path} is no part of the checkpoint, which was saved without array documents; "
                 "it says what the root does"
             )
-            self._report("foreign", text, name, "note", key=array.key)
+            self._report("foreign", name, text, "note", **about)
 
     def _check_folder(self, array: ArrayMeta, names: set[str]) -> None:
         """Find sharded objects and foreign files in an array's folder."""
@@ -490,31 +493,16 @@ class _Verification:
             return  # codecs of other programs may keep chunks under names of their own
         indices = map(array.grid.index, range(array.grid.size))
         others = names.difference(map(array.chunk_key, indices), [array.document_name])
-        if not others:
-            return
-        objects = sorted(name for name in others if object_place(name))
+        objects = sorted(filter(object_place, others))
         _do_all(self._object_jobs(array.node, array.key, objects))
         for name in sorted(others.difference(objects, (".zattrs", ".zarray"))):
-            text = f"{self.url}/{array.node}/{name} is no chunk of key {array.key!r}"
-            self._report("foreign", text, f"{array.node}/{name}", "note", key=array.key)
-
-    def _names_below(self, node: str) -> Iterable[str]:
-        """Names of all files below a node, relative to it."""
-        if self.listed is not None:
-            first = bisect_left(self.listed, f"{node}/")
-            last = bisect_left(self.listed, f"{node}0")  # "0" is the character after "/"
-            return (name[len(node) + 1 :] for name in self.listed[first:last])
-        top = f"{self.url}/{node}"
-        return (
-            f"{folder}/{name}"[len(top) + 1 :]
-            for folder, _, names in os.walk(top)
-            for name in names
-        )
+            text = f"PATH is no chunk of key {array.key!r}"
+            self._report("foreign", f"{array.node}/{name}", text, "note", key=array.key)
 
 
 def _do_all(jobs: Sequence[_Job]) -> None:
     try:
-        for job in jobs:
-            job.work()
+        for _, work in jobs:
+            work()
     finally:
         free_scratch()

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from shardstore.errors import DamagedCheckpointError, NotACheckpointError
 from shardstore.storage.commit.identity import instead
@@ -26,10 +26,8 @@ from shardstore.storage.format.names import (
     MANIFEST_NAME,
     is_object_file,
     key_of,
-    object_place,
 )
 from shardstore.storage.movers.collector import collector_paused
-from shardstore.storage.movers.parallel import run_batched
 from shardstore.storage.stores.location import Location
 
 if TYPE_CHECKING:
@@ -37,8 +35,10 @@ if TYPE_CHECKING:
     from shardstore.storage.format.manifest import Manifest
     from shardstore.storage.movers.chunks import ReadDone, RegionRead
 
-__all__ = ["Beside", "StoredCheckpoint", "beside_arrays"]
+__all__ = ["OWN_FILES", "StoredCheckpoint"]
 
+OWN_FILES = ("zarr.json", CONFIG_NAME, COMMON_STATE_NAME, MANIFEST_NAME, ".owner.json")
+"""What the checkpoint itself keeps beside its arrays."""
 LAYOUT = ("zarr", 2)
 """Backend and version, as ``metadata.json`` has them, of checkpoints with a root document."""
 
@@ -297,59 +297,3 @@ class StoredCheckpoint:
         elif self.location.is_local and self.location.path.is_file():
             found = "it is a file: give the folder that save() wrote"
         raise NotACheckpointError(f"{url} is not a distributed checkpoint: {found}", url=url)
-
-
-LISTINGS = 8
-"""Of an object store, at a time."""
-_OWN_FILES = ("zarr.json", CONFIG_NAME, COMMON_STATE_NAME, MANIFEST_NAME, ".owner.json")
-
-
-class Beside(NamedTuple):
-    """A file or folder directly below a checkpoint that is no array's and not the checkpoint's own.
-
-    Attributes:
-        name: its name.
-        key: of the objects in it.
-        entries: names of all in it; empty for a file.
-        objects: those of them that are sharded objects' files.
-    """
-
-    name: str
-    key: str
-    entries: Sequence[str]
-    objects: Sequence[str]
-
-
-def beside_arrays(
-    location: Location,
-    top: Sequence[str],
-    nodes: Collection[str],
-    wants: Callable[[str], bool],
-    entries_of: Mapping[str, Sequence[str]] | None = None,
-) -> Iterator[Beside]:
-    """What is there beside arrays, in the order of ``top``.
-
-    Args:
-        location: the checkpoint.
-        top: all names directly below it.
-        nodes: those that are arrays'.
-        wants: whether a key is of interest.
-        entries_of: folder -> names directly below it, where they are known; else they are listed,
-            those of an object store beside each other.
-
-    Raises:
-        StorageError: the store refused.
-    """
-    others = [name for name in top if name not in _OWN_FILES and name not in nodes]
-    keys = {name: key for name in others if wants(key := key_of(name) or name)}
-    listed = dict(entries_of or {})
-
-    def work(batch: Sequence[str]) -> None:
-        for name in batch:
-            listed[name] = location.listing(name)
-
-    if entries_of is None:
-        run_batched(list(keys), work, threads=1 if location.is_local else LISTINGS)
-    for name, key in keys.items():
-        entries = listed.get(name, ())
-        yield Beside(name, key, entries, [entry for entry in entries if object_place(entry)])
