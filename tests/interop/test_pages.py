@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -65,6 +66,16 @@ def test_links_and_scripts_exist(page: str) -> None:
         assert (ROOT / page).parent.joinpath(target).exists(), target
     for script in re.findall(r"scripts/\w+\b(?!\.)", text):
         assert os.access(ROOT / script, os.X_OK), script
+
+
+def test_every_step_of_a_save_and_of_a_load_is_a_function() -> None:
+    """Each step links to its function, which is there and is described on the page."""
+    text = (DOCS / "concepts" / "life-of-a-save.md").read_text(encoding="utf-8")
+    linked = re.findall(r"\(#(shardstore\.[\w.]+)\)", text)
+    assert len(linked) >= 14
+    for name in linked:
+        assert inspect.getdoc(pkgutil.resolve_name(name)), name
+        assert f"\n::: {name}\n" in text, name
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="no extra docs")
