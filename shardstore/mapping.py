@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from shardstore.errors import (
@@ -37,7 +39,7 @@ from shardstore.sharded.objects import (
     apply_factories,
     apply_factory_merges,
 )
-from shardstore.sharded.position import PositionedShard, grid_position, ints, with_item
+from shardstore.sharded.position import grid_position, ints, misfit
 
 __all__ = [
     "CheckpointingException",
@@ -73,7 +75,7 @@ def _require_tensor(key: str, data: object) -> None:
 
 
 @dataclass
-class ShardedTensor(PositionedShard):
+class ShardedTensor(ShardedBase):
     """A local tensor as a box of a global tensor.
 
     Every length and offset is in elements. The global tensor has
@@ -134,10 +136,33 @@ class ShardedTensor(PositionedShard):
                 than ``flattened_range``.
             AccessPatternError: ranks, offsets, fragmentations and range do not fit together.
         """
-        self._validate_range()
+        flat, size = self.flattened_range, math.prod(self.local_shape)
+        if flat is not None:
+            if not isinstance(flat, slice) or flat.step is not None:
+                raise self._wrong(f"flattened_range must be a slice without a step, not {flat!r}")
+            start = 0 if flat.start is None else flat.start
+            stop = size if flat.stop is None else flat.stop
+            if not 0 <= start <= stop <= size:
+                raise ShapeMismatchError(
+                    f"{self}: flattened_range {flat} is not within the {size} elements of the "
+                    "local tensor; count from 0 and end at its last element",
+                    key=self.key,
+                )
         if self.data is not None:
             self._validate_data(self.data)
-        self._validate_position()
+        about = (
+            self.local_shape,
+            self.global_shape,
+            self.global_offset,
+            self.axis_fragmentations,
+            self.prepend_axis_num,
+        )
+        try:
+            problem = misfit(*about)
+        except TypeError:  # lists, set by hand, cannot be looked up
+            problem = misfit.__wrapped__(*about)
+        if problem is not None:
+            raise self._wrong(problem)
 
     def _validate_data(self, data: torch.Tensor) -> None:
         _require_tensor(self.key, data)
@@ -147,25 +172,18 @@ class ShardedTensor(PositionedShard):
                 "convert the data or correct dtype",
                 key=self.key,
             )
-        if self.flattened_range is None:
-            if tuple(data.shape) != self.local_shape:
-                raise ShapeMismatchError(
-                    f"{self}: the data has shape {tuple(data.shape)}, local_shape says "
-                    f"{self.local_shape}; pass the data that the shape describes",
-                    key=self.key,
-                )
-            return
-        if data.ndim != 1:
+        flat = self.flattened_range
+        expected = self.local_shape
+        if flat is not None:
+            start, stop = self._flat_bounds()
+            expected = (stop - start,)
+        if tuple(data.shape) != expected:
+            described = f"local_shape says {expected}"
+            if flat is not None:
+                described = f"with flattened_range {flat} it must be 1-D, {expected[0]} elements"
             raise ShapeMismatchError(
-                f"{self}: with a flattened_range the data must be 1-D, not of shape "
-                f"{tuple(data.shape)}; flatten it",
-                key=self.key,
-            )
-        start, stop = self._flat_bounds()
-        if data.numel() != stop - start:
-            raise ShapeMismatchError(
-                f"{self}: the data has {data.numel()} elements, the flattened_range has "
-                f"{stop - start} of the {math.prod(self.local_shape)} local ones; they must agree",
+                f"{self}: the data has shape {tuple(data.shape)}, {data.numel()} elements, but "
+                f"{described}; pass the data that the description fits",
                 key=self.key,
             )
 
@@ -208,13 +226,11 @@ class ShardedTensor(PositionedShard):
                 key=key,
             )
         _require_tensor(key, data)
-        local_shape = tuple(data.shape)
-        return cls(
+        return cls._placed(
             key,
             data,
-            data.dtype,
-            local_shape,
-            *grid_position(key, local_shape, rank_offsets, prepend_axis_num),
+            tuple(data.shape),
+            rank_offsets,
             replica_id=replica_id,
             prepend_axis_num=prepend_axis_num,
             **init_kwargs,
@@ -251,16 +267,115 @@ class ShardedTensor(PositionedShard):
                 key=key,
             )
         _require_tensor(key, data)
-        local_shape = ints(non_flat_local_shape)
-        return cls(
-            key,
-            data,
-            data.dtype,
-            local_shape,
-            *grid_position(key, local_shape, args, kwargs.get("prepend_axis_num", 0)),
-            flattened_range=flattened_range,
-            **kwargs,
+        shape = ints(non_flat_local_shape)
+        return cls._placed(key, data, shape, args, flattened_range=flattened_range, **kwargs)
+
+    @classmethod
+    def _placed(
+        cls,
+        key: str,
+        data: torch.Tensor,
+        local_shape: tuple[int, ...],
+        rank_offsets: Sequence[tuple[int, int, int]],
+        **kwargs: Any,
+    ) -> ShardedTensor:
+        position = grid_position(key, local_shape, rank_offsets, kwargs.get("prepend_axis_num", 0))
+        return cls(key, data, data.dtype, local_shape, *position, **kwargs)
+
+    def _flat_bounds(self) -> tuple[int, int]:
+        """First and last-plus-one flat element of the local tensor that the range names."""
+        assert self.flattened_range is not None
+        start, stop, _ = self.flattened_range.indices(math.prod(self.local_shape))
+        return start, max(start, stop)
+
+    def _wrong(self, what: str) -> AccessPatternError:
+        return AccessPatternError(f"{self}: {what}", key=self.key)
+
+    @property
+    def has_regular_grid(self) -> bool:
+        """Whether the global tensor is cut into equal parts along each axis."""
+        return self.axis_fragmentations is not None
+
+    def global_slice(self) -> tuple[int | slice, ...]:
+        """The box of the global tensor, ready to index it with.
+
+        Prepended axes give integers, so that the indexed result has the local shape. A
+        flattened range plays no part: the box is the whole local tensor's.
+        """
+        prepended = self.prepend_axis_num
+        box = (
+            slice(offset, offset + size)
+            for offset, size in zip(self.global_offset[prepended:], self.local_shape, strict=True)
         )
+        return (*self.global_offset[:prepended], *box)
+
+    def global_coordinates(self) -> tuple[int | npt.NDArray[np.intp], ...]:
+        """Global index of each element of a flattened range.
+
+        Returns:
+            One entry for each global axis: an integer for a prepended axis, otherwise an array as
+            long as the range.
+
+        Raises:
+            CheckpointingException: there is no flattened range.
+        """
+        prepended = self.prepend_axis_num
+        local = zip(self.local_coordinates(), self.global_offset[prepended:], strict=True)
+        shifted = (indices + offset for indices, offset in local)
+        return (*self.global_offset[:prepended], *shifted)
+
+    def local_coordinates(self) -> tuple[npt.NDArray[np.intp], ...]:
+        """Index in the unflattened local tensor of each element of a flattened range.
+
+        Returns:
+            One array, as long as the range, for each local axis.
+
+        Raises:
+            CheckpointingException: there is no flattened range.
+        """
+        if self.flattened_range is None:
+            raise self._wrong(
+                "coordinates need a flattened_range; use global_slice for a whole box"
+            )
+        elements = np.arange(*self._flat_bounds())
+        return tuple(np.unravel_index(elements, self.local_shape)) if self.local_shape else ()
+
+    def local_chunk_offset_in_global(self) -> tuple[int, ...]:
+        """Index of this shard in the grid of shards, one number for each global axis.
+
+        Raises:
+            CheckpointingException: the cut is not regular and this shard does not lie at a multiple
+                of its own lengths, so that there is no such grid.
+        """
+        prepended = self.prepend_axis_num
+        index = []
+        for offset, size in zip(self.global_offset[prepended:], self.local_shape, strict=True):
+            if self.axis_fragmentations is None and offset % max(1, size):
+                raise self._wrong("an irregular cut has no grid of chunks to number this one in")
+            # A zero-length shard carries no position of its own.
+            index.append(offset // size if size else 0)
+        return (*self.global_offset[:prepended], *index)
+
+    def max_allowed_chunks(self) -> tuple[int, ...]:
+        """Largest chunk shape under which every shard of a regular cut is whole chunks.
+
+        Returns:
+            One length in elements for each global axis.
+
+        Raises:
+            CheckpointingException: the cut is not regular, or an axis does not divide evenly and
+                ``allow_shape_mismatch`` is not set.
+        """
+        if self.axis_fragmentations is None:
+            raise self._wrong("an irregular cut has no common chunk shape")
+        cuts = list(zip(self.global_shape, self.axis_fragmentations, strict=True))
+        for axis, (size, parts) in enumerate(cuts):
+            if size % parts and not self.allow_shape_mismatch:
+                raise self._wrong(
+                    f"global axis {axis} of length {size} cannot be cut into {parts} equal parts; "
+                    "pad it (allow_shape_mismatch=True) or pass axis_fragmentations=None"
+                )
+        return tuple(size // parts for size, parts in cuts)
 
     def init_data(
         self,
@@ -310,23 +425,35 @@ class ShardedTensor(PositionedShard):
                 f"a flattened shard can be narrowed along axis 0 only, not {dim}: "
                 "the elements along another axis are not contiguous"
             )
-        dim, start = self._narrow_bounds(dim, start, length)
-        axis = dim + self.prepend_axis_num
-        size, global_size = self.local_shape[dim], self.global_shape[axis]
-        offset = self.global_offset[axis]
+        ndim = len(self.local_shape)
+        if not -ndim <= dim < ndim:
+            raise self._wrong(f"axis {dim} to narrow is not one of the {ndim} local axes")
+        dim %= ndim
+        axis, size = dim + self.prepend_axis_num, self.local_shape[dim]
+        start += size if start < 0 else 0
+        if start < 0 or length < 0 or start + length > size:
+            raise self._wrong(
+                f"cannot narrow axis {dim} of local length {size} to "
+                f"{length} elements from {start} on"
+            )
+        global_size, offset = self.global_shape[axis], self.global_offset[axis]
         if global_size % max(1, size) or offset % max(1, size) or (global_size and not size):
             raise self._wrong(
                 f"narrowing axis {dim} needs a regular cut along it, but local length {size} does "
                 f"not divide offset {offset} and global length {global_size}"
             )
-        parts, index = (global_size // size, offset // size) if size else (0, 0)
+        local_shape, global_shape = list(self.local_shape), list(self.global_shape)
+        global_offset = list(self.global_offset)
+        local_shape[dim] = length
+        global_shape[axis] = global_size // max(1, size) * length
+        global_offset[axis] = offset // max(1, size) * length
         whole = replace(
             self,
             data=None,
             flattened_range=None,
-            local_shape=with_item(self.local_shape, dim, length),
-            global_shape=with_item(self.global_shape, axis, parts * length),
-            global_offset=with_item(self.global_offset, axis, index * length),
+            local_shape=tuple(local_shape),
+            global_shape=tuple(global_shape),
+            global_offset=tuple(global_offset),
         )
         if self.flattened_range is None:
             data = None if self.data is None else self.data.narrow(dim, start, length)

@@ -1,9 +1,10 @@
 """DCP's own checkpoints: ``.metadata`` and ``__R_N.distcp``, read without ranks and without trust.
 
-``.metadata`` is a pickle. It is read by an unpickler that knows no classes: whatever the file names
-becomes an inert record of its arguments, so that nothing in it can run. Tensors are mapped from
-where ``torch.save`` put their bytes, and objects are loaded by :func:`.load_bytes`. Megatron-Core's
-``torch_dist`` backend writes the same format with more in the metadata.
+``.metadata`` is a pickle. It is read by an unpickler that knows the records of DCP's metadata and
+no other class: whatever else the file names becomes an inert object, so that nothing in it can run.
+Tensors are mapped from where ``torch.save`` put their bytes, and objects are loaded by
+:func:`.load_bytes`. Megatron-Core's ``torch_dist`` backend writes the same format with more in the
+metadata.
 """
 
 from __future__ import annotations
@@ -12,12 +13,20 @@ import io
 import math
 import os
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from numpy.typing import NDArray
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 from shardstore.errors import (
     ChunkMissingError,
@@ -46,8 +55,7 @@ ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"
 _BATCH_BYTES = 4 * 1024 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):
     """Where an item lies: bytes of a file."""
 
     file: str
@@ -73,65 +81,61 @@ class StoredPart:
 
 
 class _Inert:
-    """What a pickle makes of any class here: its arguments and its state, and no behaviour."""
-
-    state: Any
-    items: list[Any]
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> _Inert:
-        """Made with or without arguments, called by the unpickler or not."""
-        made = super().__new__(cls)
-        made.state, made.items = None, list(args)
-        return made
+    """What a pickle makes of a class that is not known here: nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing more."""
+        """Take what the pickle gives, and drop it."""
+
+    __setstate__ = append = extend = __setitem__ = __init__
+
+
+class _Properties(_Inert):
+    """Of a tensor: only the data type counts."""
 
     def __setstate__(self, state: Any) -> None:
-        self.state = state
+        self.dtype = state[0]
 
-    def append(self, item: Any) -> None:
-        """For pickles of list-like classes."""
-        self.items.append(item)
 
-    def extend(self, items: Any) -> None:
-        """For pickles of list-like classes."""
-        self.items.extend(items)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.items.append((key, value))
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """A member of the state."""
-        found = self.state if isinstance(self.state, dict) else {}
-        return found.get(name, default)
+_RECORDS: dict[str, type] = {
+    "TensorProperties": _Properties,
+    "MCoreMetadata": Metadata,
+    **{
+        kind.__name__: kind
+        for kind in (
+            BytesStorageMetadata,
+            ChunkStorageMetadata,
+            Metadata,
+            MetadataIndex,
+            TensorStorageMetadata,
+            _StorageInfo,
+        )
+    },
+}
+_BUILTIN = {"Size": tuple, "OrderedDict": dict}
+_BUILTIN |= {kind.__name__: kind for kind in (dict, frozenset, list, set, tuple)}
 
 
 class _Unpickler(BoundedUnpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch", "Size"):
-            return tuple
-        if (module, name) in (("collections", "OrderedDict"), ("builtins", "dict")):
-            return dict
-        if module == "builtins" and name in ("set", "frozenset", "list", "tuple"):
-            return {"set": set, "frozenset": frozenset, "list": list, "tuple": tuple}[name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        return type(name, (_Inert,), {"__module__": __name__})
+        if module in ("torch", "collections", "builtins"):
+            return _BUILTIN.get(name, _Inert)
+        return _RECORDS.get(name, _Inert)
 
     def persistent_load(self, pid: Any) -> Any:
         raise pickle.UnpicklingError("a reference to something outside of the file")
 
 
-def _unpickled(data: bytes, url: str) -> _Inert:
+def _unpickled(data: bytes, url: str) -> Metadata:
     try:
         found = _Unpickler(io.BytesIO(data)).load()
     except Exception as error:  # a damaged pickle can raise anything
         raise DamagedCheckpointError(
-            f"{url} can not be read ({type(error).__name__}: {error}); load an earlier checkpoint",
+            f"{url} cannot be read ({type(error).__name__}: {error}); load an earlier checkpoint",
             url=url,
         ) from error
-    if not isinstance(found, _Inert) or not isinstance(found.get("state_dict_metadata"), dict):
+    if not isinstance(found, Metadata) or not isinstance(found.state_dict_metadata, dict):
         raise NotACheckpointError(f"{url} is not the metadata of a DCP checkpoint", url=url)
     return found
 
@@ -149,10 +153,10 @@ class DcpFiles:
     """
 
     location: Location
-    arrays: Mapping[str, ArrayMeta] = field(default_factory=dict)
-    parts: Mapping[str, Sequence[StoredPart]] = field(default_factory=dict)
-    objects: Mapping[str, Extent] = field(default_factory=dict)
-    paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
+    arrays: dict[str, ArrayMeta] = field(default_factory=dict)
+    parts: dict[str, Sequence[StoredPart]] = field(default_factory=dict)
+    objects: dict[str, Extent] = field(default_factory=dict)
+    paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._ranges = FileRanges(self.location)
@@ -163,7 +167,7 @@ class DcpFiles:
 
         Raises:
             NotACheckpointError: there is none, or it is something else.
-            DamagedCheckpointError: it can not be read.
+            DamagedCheckpointError: it cannot be read.
         """
         location = Location.of(place)
         url = f"{location.url}/{METADATA_NAME}"
@@ -295,50 +299,41 @@ def _missing(what: str, path: str, key: str) -> ChunkMissingError:
     )
 
 
-def _parsed(location: Location, metadata: _Inert) -> DcpFiles:
+def _parsed(location: Location, metadata: Metadata) -> DcpFiles:
     stored: dict[tuple[str, tuple[int, ...] | None], Extent] = {}
-    for index, info in metadata.get("storage_data").items():
-        if info.get("transform_descriptors"):
+    for index, info in metadata.storage_data.items():
+        if info.transform_descriptors:
             raise FormatVersionError(
-                f"{location.url}: {index.get('fqn')!r} was transformed when it was written "
-                f"({info.get('transform_descriptors')}), which this version does not undo",
-                key=index.get("fqn"),
+                f"{location.url}: {index.fqn!r} was transformed when it was written "
+                f"({info.transform_descriptors}), which this version does not undo",
+                key=index.fqn,
                 url=location.url,
             )
-        name = require_inside(info.get("relative_path"), f"{location.url}/{METADATA_NAME}")
-        extent = Extent(name, int(info.get("offset")), int(info.get("length")))
-        offset = index.get("offset")
-        stored[index.get("fqn"), None if offset is None else tuple(offset)] = extent
-    original = metadata.get("mcore_data") or {}
-    arrays: dict[str, ArrayMeta] = {}
-    parts: dict[str, list[StoredPart]] = {}
-    objects: dict[str, Extent] = {}
-    for key, about in metadata.get("state_dict_metadata").items():
-        if about.get("size") is None:
-            objects[key] = stored[key, None]
+        name = require_inside(info.relative_path, f"{location.url}/{METADATA_NAME}")
+        offset = None if index.offset is None else tuple(index.offset)
+        stored[index.fqn, offset] = Extent(name, int(info.offset), int(info.length))
+    original = vars(metadata).get("mcore_data") or {}
+    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    files = DcpFiles(location, paths={key: tuple(path) for key, path in paths.items()})
+    for key, about in metadata.state_dict_metadata.items():
+        if not isinstance(about, TensorStorageMetadata):
+            files.objects[key] = stored[key, None]
             continue
-        shape = tuple(int(n) for n in about.get("size"))
+        shape = tuple(map(int, about.size))
         boxes = [
-            Box(tuple(map(int, chunk.get("offsets"))), tuple(map(int, chunk.get("sizes"))))
-            for chunk in about.get("chunks")
+            Box(tuple(map(int, chunk.offsets)), tuple(map(int, chunk.sizes)))
+            for chunk in about.chunks
         ]
         found = [StoredPart(box, stored[key, box.offset], box.shape) for box in boxes]
         unfolded = original.get(key, {}).get(ORIGINAL_SHAPE)
         if unfolded is not None:
             found = [part for one in found for part in _unfolded(one, shape, unfolded)]
-            shape = tuple(int(n) for n in unfolded)
-        dtype = dtypes.zarr_name(about.get("properties").state[0])
+            shape = tuple(map(int, unfolded))
         grid = Grid(shape, tuple(max(1, n) for n in shape))
-        arrays[key] = ArrayMeta(key, key, grid, dtype, codecs=())
-        parts[key] = found
-    paths = metadata.get("planner_data")
-    return DcpFiles(
-        location,
-        arrays,
-        parts,
-        objects,
-        {key: tuple(path) for key, path in paths.items()} if isinstance(paths, dict) else {},
-    )
+        dtype = dtypes.zarr_name(about.properties.dtype)
+        files.arrays[key] = ArrayMeta(key, key, grid, dtype, codecs=())
+        files.parts[key] = found
+    return files
 
 
 def _unfolded(
