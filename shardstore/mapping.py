@@ -29,7 +29,10 @@ from shardstore.sharded.base import (
     ShardedBase,
     ShardedStateDict,
     StateDict,
+    grid_position,
+    ints,
     is_main_replica,
+    misfit,
 )
 from shardstore.sharded.objects import (
     FactoryBuildFn,
@@ -39,7 +42,6 @@ from shardstore.sharded.objects import (
     apply_factories,
     apply_factory_merges,
 )
-from shardstore.sharded.position import grid_position, ints, misfit
 
 __all__ = [
     "CheckpointingException",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping
-from types import TracebackType
+from contextlib import ExitStack
 from typing import Any, Unpack
 
 import torch
@@ -101,30 +101,19 @@ _SAVES_IN_A_PROCESS = (state_dict_saver, _PROCESS)
 Place = str | os.PathLike[str]
 
 
-class Installation:
+class Installation(ExitStack):
     """What :func:`install` changed; as a context manager it is taken back at the end."""
 
     def __init__(self, changes: Mapping[tuple[Any, str], Any]) -> None:
-        self._before = {(module, name): getattr(module, name) for module, name in changes}
+        super().__init__()
         for (module, name), value in changes.items():
+            self.callback(setattr, module, name, getattr(module, name))
             setattr(module, name, value)
 
     def uninstall(self) -> None:
         """DCP chooses as it did before, and its reader, whenever it was made, reads DCP's own files
         alone. Of several installations the last one goes first."""
-        for (module, name), value in self._before.items():
-            setattr(module, name, value)
-
-    def __enter__(self) -> Installation:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.uninstall()
+        self.close()
 
 
 def install(

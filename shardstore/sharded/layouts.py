@@ -7,7 +7,6 @@ chunk that a boundary cuts has several holders).
 
 from __future__ import annotations
 
-import math
 import pickle
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -58,9 +57,7 @@ def local_box(tensor: ShardedTensor) -> Box:
 
 def flat_bounds(tensor: ShardedTensor) -> tuple[int, int]:
     """First and last-plus-one element of a flattened range within the flattened local tensor."""
-    assert tensor.flattened_range is not None
-    start, stop, _ = tensor.flattened_range.indices(math.prod(tensor.local_shape))
-    return start, max(start, stop)
+    return tensor._flat_bounds()
 
 
 def is_alone(tensor: ShardedTensor) -> bool:

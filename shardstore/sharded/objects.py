@@ -15,8 +15,7 @@ import torch
 
 from shardstore.dict_utils import dict_list_map_inplace
 from shardstore.errors import AccessPatternError, KeyNameError, StructureError
-from shardstore.sharded.base import ReplicaId, ShardedBase, ShardedStateDict, StateDict
-from shardstore.sharded.position import ints
+from shardstore.sharded.base import ReplicaId, ShardedBase, ShardedStateDict, StateDict, ints
 
 __all__ = [
     "FactoryBuildFn",
