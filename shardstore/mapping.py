@@ -337,7 +337,8 @@ class ShardedTensor(ShardedBase):
         """
         if self.flattened_range is None:
             raise self._wrong(
-                "coordinates need a flattened_range; use global_slice for a whole box"
+                "global_coordinates and local_coordinates need a flattened_range; use global_slice "
+                "for a whole box"
             )
         elements = np.arange(*self._flat_bounds())
         return tuple(np.unravel_index(elements, self.local_shape)) if self.local_shape else ()
