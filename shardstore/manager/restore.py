@@ -17,8 +17,8 @@ from shardstore.errors import (
     StorageError,
 )
 from shardstore.inspection.verify import Finding, verify
-from shardstore.manager.steps import Steps, branches
-from shardstore.progress import ProgressCallback, log_event
+from shardstore.manager.steps import Steps, branches, logger
+from shardstore.progress import ProgressCallback
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.inventory import is_checkpoint
 from shardstore.storage.stores.location import Location
@@ -28,9 +28,6 @@ SHOWN = 3
 
 Damage = tuple[int, str]
 """A step, and what is damaged in it."""
-
-
-logger = logging.getLogger("shardstore.manager")
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,15 +157,14 @@ def warn_of_later(steps: Steps, chosen: int, damaged: Sequence[int]) -> None:
         return
     latest = branches(there)[0][-1]
     resumes = f"until a step is saved, a run that names no step resumes at step {latest}; "
-    log_event(
-        logger,
+    steps.log(
         "later_steps",
+        chosen,
         f"step {chosen} is restored, and there are later steps below {steps.root.url}: "
         f"{', '.join(map(str, later))}. They stay: {'' if latest == chosen else resumes}"
         "saving one of their numbers again needs overwrite=True. "
         f"restore(..., step={chosen}, discard_later=True) deletes them",
         logging.WARNING,
-        step=chosen,
         later=later,
         url=steps.root.url,
     )
@@ -187,14 +183,8 @@ def discard_later_steps(ranks: Ranks, steps: Steps, chosen: int) -> None:
             if not infos[step].managed or not steps.delete(step):
                 logger.warning("step %d stays: no manager saved it, or it is in use: %s", step, url)
                 continue
-            log_event(
-                logger,
-                "delete",
-                f"step {step}, later than step {chosen} which is restored, is deleted: {url}",
-                logging.WARNING,
-                step=step,
-                url=url,
-            )
+            text = f"step {step}, later than step {chosen} which is restored, is deleted: {url}"
+            steps.log("delete", step, text, logging.WARNING)
         return b""
 
     ranks.together(what=f"deleting the steps after {chosen} below {steps.root.url}", decide=work)
@@ -204,12 +194,10 @@ def warn_of(damage: Damage, steps: Steps) -> None:
     """Note that a step is damaged, and warn of it. Called by every rank."""
     number, text = damage
     steps.damaged.add(number)
-    log_event(
-        logger,
+    steps.log(
         "damaged",
+        number,
         f"step {number} below {steps.root.url} is damaged and is passed over for the one before "
         f"it: {text}",
         logging.WARNING,
-        step=number,
-        url=steps.url(number),
     )

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from shardstore.errors import ArgumentError
-from shardstore.manager.steps import StepInfo, Steps, branches, what_is_missing
-from shardstore.progress import log_event
+from shardstore.manager.steps import StepInfo, Steps, branches, logger, what_is_missing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +80,6 @@ class Retention:
         return keep
 
 
-logger = logging.getLogger("shardstore.manager")
-
-
 def note_save(steps: Steps, policy: Retention, about: StepInfo, record: Mapping[str, Any]) -> None:
     """Log a step that was committed, compare it with earlier ones, and delete what the policy does
     not keep. Called in the background of rank 0.
@@ -95,12 +91,10 @@ def note_save(steps: Steps, policy: Retention, about: StepInfo, record: Mapping[
         record: of its commit.
     """
     step, size = about.step, record.get("stored_bytes", 0)
-    log_event(
-        logger,
+    steps.log(
         "step",
+        step,
         f"step {step} is saved: {steps.url(step)}",
-        step=step,
-        url=steps.url(step),
         bytes=size,
         seconds=record.get("seconds", 0.0),
         metrics=dict(about.metrics),
@@ -110,30 +104,29 @@ def note_save(steps: Steps, policy: Retention, about: StepInfo, record: Mapping[
     infos = steps.infos()
     for earlier in sorted((n for n in infos if n < step), reverse=True):
         if content is not None and infos[earlier].content == content:
-            log_event(
-                logger,
+            steps.log(
                 "same_content",
+                step,
                 f"every tensor of step {step} is the same as in step {earlier} "
                 f"({steps.url(earlier)}): was the model trained in between, and is it the live "
                 "state that is saved?",
                 logging.WARNING,
-                step=step,
                 earlier=earlier,
             )
             break
     left = [n for n in branches(infos)[1] if n > step and n not in steps.told]
     if left:
         steps.told.update(left)
-        log_event(
-            logger,
+        steps.log(
             "later_steps",
+            step,
             f"step {step} is saved below {steps.root.url}, where there are higher ones that were "
             f"saved before it: {', '.join(map(str, left))}. Did the run go back, or is it another "
             "run? They are not restored from any more, and stay until the run has come past them; "
             "saving one of their numbers needs overwrite=True",
             logging.WARNING,
-            step=step,
             later=left,
+            url=steps.root.url,
         )
     if policy.deletes:
         _retain(steps, policy, infos)
@@ -153,10 +146,4 @@ def _retain(steps: Steps, policy: Retention, infos: Mapping[int, StepInfo]) -> N
     keep = policy.kept({step: infos[step].metrics for step in managed})
     for step in managed:
         if step not in keep and steps.delete(step):
-            log_event(
-                logger,
-                "delete",
-                f"step {step} is deleted: {steps.url(step)}",
-                step=step,
-                url=steps.url(step),
-            )
+            steps.log("delete", step, f"step {step} is deleted: {steps.url(step)}")

@@ -5,6 +5,7 @@ A name that is not exactly the one this run would give belongs to somebody else 
 
 from __future__ import annotations
 
+import logging
 import math
 import operator
 import os
@@ -24,12 +25,15 @@ from shardstore.errors import (
     NotACheckpointError,
     StorageError,
 )
+from shardstore.progress import log_event
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit import checkpoints, folder
 from shardstore.storage.commit.inventory import is_checkpoint
 from shardstore.storage.format.manifest import content_digest
 from shardstore.storage.movers.parallel import run_batched
 from shardstore.storage.stores.location import Location
+
+logger = logging.getLogger("shardstore.manager")
 
 MARK = "checkpoint_manager"
 """In the content metadata of a checkpoint: its step and metrics, when its save began, and that a
@@ -139,6 +143,12 @@ class Steps:
     def url(self, step: int) -> str:
         """The same as a URL."""
         return self.place(step).url
+
+    def log(
+        self, event: str, step: int, text: str, level: int = logging.INFO, /, **fields: Any
+    ) -> None:
+        """Log an event of a step, see :data:`shardstore.progress.EVENTS`."""
+        log_event(logger, event, text, level, step=step, **{"url": self.url(step), **fields})
 
     def step_of(self, name: str) -> int | None:
         """The step of a name; ``None`` unless it is exactly the name of one."""

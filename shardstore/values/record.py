@@ -77,7 +77,7 @@ class StateRecord:
             return plain_values.decode(self.values[key])
         except (ValueError, RecursionError) as error:
             raise DamagedCheckpointError(
-                f"{url}/zarr.json: the value of {key!r} can not be read ({error}); load an "
+                f"{url}/zarr.json: the value of {key!r} cannot be read ({error}); load an "
                 "earlier checkpoint",
                 key=key,
                 url=url,

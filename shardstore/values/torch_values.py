@@ -389,7 +389,7 @@ def load_bytes(
         ) from None
     except Exception as error:  # a damaged pickle can raise anything
         raise DamagedCheckpointError(
-            f"{url}{about} can not be read ({type(error).__name__}: "
+            f"{url}{about} cannot be read ({type(error).__name__}: "
             f"{str(error).partition(chr(10))[0]}); load an earlier checkpoint",
             key=key,
             url=url,
