@@ -33,7 +33,7 @@ from shardstore.storage.movers.chunk_bytes import pieces
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.codecs import CRC, CRC_BYTES
 from shardstore.storage.movers.counters import counters
-from shardstore.storage.movers.parallel import ByteLimit, default_threads, run_batched
+from shardstore.storage.movers.parallel import default_threads, run_batched
 from shardstore.storage.movers.verify import ChunkChecker
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
@@ -177,7 +177,7 @@ class ReusingMover:
     options: SaveOptions
 
     def __post_init__(self) -> None:
-        self._limit = ByteLimit(self.options.budget_bytes)
+        self._hashing = threading.Semaphore()
         self._lock = threading.Lock()
 
     def write(
@@ -185,6 +185,9 @@ class ReusingMover:
     ) -> None:
         """See :meth:`Writer.write`."""
         rest: list[ChunkWrite] = []
+        # As many chunks are in memory at a time as the budget has room for.
+        largest = max((item.array.chunk_bytes for item in writes), default=1)
+        self._hashing = threading.Semaphore(max(1, self.options.budget_bytes // largest))
 
         def work(batch: Sequence[ChunkWrite]) -> None:
             for item in batch:
@@ -212,7 +215,7 @@ class ReusingMover:
         array, hasher = item.array, xxhash.xxh3_128()
         if not self.base.knows(array):
             return None
-        with self._limit.taken(array.chunk_bytes):
+        with self._hashing:
             for piece in pieces(item.data(), array.grid.chunk_shape):
                 hasher.update(piece)
             record = self.base.record(array, item.index, hasher.digest())

@@ -10,7 +10,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from shardstore.storage.movers.chunk_bytes import free_scratch
@@ -61,32 +61,6 @@ def yield_to_others() -> None:
         thread = threading.get_native_id()
         if thread != os.getpid():
             os.setpriority(os.PRIO_PROCESS, thread, min(19, of_process + NICENESS))
-
-
-class ByteLimit:
-    """Limits the bytes that threads hold together; one that wants more than all holds them alone.
-
-    Args:
-        limit_bytes: the limit.
-    """
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit = limit_bytes
-        self._held = 0
-        self._changed = threading.Condition()
-
-    @contextmanager
-    def taken(self, size: int) -> Iterator[None]:
-        """Hold ``size`` bytes within; waits for room."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._held or self._held + size <= self._limit)
-            self._held += size
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._held -= size
-                self._changed.notify_all()
 
 
 def run_batched(
