@@ -248,11 +248,12 @@ def check_object(held: Sequence[tuple[int, ShardedObject]]) -> None:
             key=first.key,
             rank=next(iter(duplicates.values()))[0],
         )
-    missing = math.prod(first.global_shape) - len(holders)
-    if missing:
+    wanted = math.prod(first.global_shape)
+    if len(holders) < wanted:
         raise AccessPatternError(
-            f"Invalid access pattern: {missing} ShardedObject are missing of {first.key!r}, of "
-            f"global shape {first.global_shape}. There are main replicas of: {sorted(holders)}",
+            f"Invalid access pattern: {wanted - len(holders)} ShardedObject are missing of "
+            f"{first.key!r}, of global shape {first.global_shape}: {len(holders)} of the {wanted} "
+            f"have a main replica, {sorted(holders)[:8]}; every part needs one",
             key=first.key,
         )
 
