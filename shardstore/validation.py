@@ -44,7 +44,6 @@ from shardstore.strategies.base import (
     LoadStrategyBase,
     SaveCommonStrategy,
     SaveShardedStrategy,
-    SaveStrategyBase,
     StrategyAction,
     get_default_strategy,
 )
@@ -310,44 +309,35 @@ def verify_checkpoint_and_load_strategy(
             f"{checkpoint_dir} is not a distributed checkpoint: {hint}",
             url=str(checkpoint_dir),
         )
-    backend, version = config.sharded_backend, config.sharded_backend_version
+    sharded = config.sharded_backend, config.sharded_backend_version
     common = config.common_backend, config.common_backend_version
-    if sharded_strategy is None or isinstance(sharded_strategy, tuple):
-        wanted = sharded_strategy or (backend, version)
-        found = _strategy_for(checkpoint_dir, StrategyAction.LOAD_SHARDED, *wanted)
-        sharded_strategy = cast(LoadShardedStrategy, found)
-    if common_strategy is None or isinstance(common_strategy, tuple):
-        found = _strategy_for(
-            checkpoint_dir, StrategyAction.LOAD_COMMON, *(common_strategy or common)
-        )
-        common_strategy = cast(LoadCommonStrategy, found)
-    for name, given, kind in (
-        ("sharded_strategy", sharded_strategy, LoadShardedStrategy),
-        ("common_strategy", common_strategy, LoadCommonStrategy),
-    ):
-        if not isinstance(given, kind):
-            raise CheckpointingException(
-                f"{name}={given!r} is neither a strategy for loading nor a (backend, version) "
-                "pair such as ('zarr', 2)"
-            )
-    sharded_strategy.check_backend_compatibility(backend)
-    sharded_strategy.check_version_compatibility(version)
-    common_strategy.check_backend_compatibility(common[0])
-    common_strategy.check_version_compatibility(common[1])
-    return sharded_strategy, common_strategy
+    for_sharded = _strategy_for(checkpoint_dir, "sharded", sharded_strategy, sharded)
+    for_common = _strategy_for(checkpoint_dir, "common", common_strategy, common)
+    return cast(LoadShardedStrategy, for_sharded), cast(LoadCommonStrategy, for_common)
 
 
 def _strategy_for(
-    checkpoint_dir: str | Path, action: StrategyAction, backend: str, version: int
-) -> SaveStrategyBase | LoadStrategyBase:
-    try:
-        return get_default_strategy(action, backend, version)
-    except CheckpointingException as error:
-        raise FormatVersionError(
-            f"the checkpoint {checkpoint_dir} can not be loaded with backend {backend!r}, version "
-            f"{version!r}: {error}",
-            url=str(checkpoint_dir),
-        ) from error
+    checkpoint_dir: str | Path, part: str, given: object, written_by: tuple[str, int]
+) -> LoadStrategyBase:
+    """Return the strategy that was given, or the default one, if it can read the checkpoint."""
+    if given is None or isinstance(given, tuple):
+        backend, version = given or written_by
+        try:
+            given = get_default_strategy(StrategyAction(f"load_{part}"), backend, version)
+        except CheckpointingException as error:
+            raise FormatVersionError(
+                f"the checkpoint {checkpoint_dir} cannot be loaded with backend {backend!r}, "
+                f"version {version!r}: {error}",
+                url=str(checkpoint_dir),
+            ) from error
+    if not isinstance(given, LoadShardedStrategy if part == "sharded" else LoadCommonStrategy):
+        raise CheckpointingException(
+            f"{part}_strategy={given!r} is neither a strategy for loading nor a (backend, version) "
+            "pair such as ('zarr', 2)"
+        )
+    given.check_backend_compatibility(written_by[0])
+    given.check_version_compatibility(written_by[1])
+    return given
 
 
 def validate_sharded_objects_handling(

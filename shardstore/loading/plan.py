@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 
-@dataclass
+@dataclass(slots=True)
 class TensorRead:
     """How one sharded tensor is loaded.
 
@@ -159,7 +159,8 @@ def _plan_read(tensor: ShardedTensor, meta: ArrayMeta) -> TensorRead:
     """Plan how one sharded tensor is loaded from its array."""
     tensor.validate_metadata_integrity()
     box = local_box(tensor)
-    if box.size and not _is_inside(box, tensor.global_shape):
+    is_whole = box.shape == tensor.global_shape and not any(box.offset)
+    if not is_whole and box.size and not _is_inside(box, tensor.global_shape):
         raise AccessPatternError(
             f"key {tensor.key!r}: the shard at offset {box.offset} of shape {box.shape} reaches "
             f"beyond the global shape {tensor.global_shape}; correct global_offset",
@@ -168,8 +169,9 @@ def _plan_read(tensor: ShardedTensor, meta: ArrayMeta) -> TensorRead:
     read = _destination(tensor)
     read.is_padded = meta.shape != tensor.global_shape and not _is_inside(box, meta.shape)
     name = dtypes.zarr_name(tensor.dtype)
-    through_host = name != meta.dtype or goes_through_host(read.target)
-    out: Any = read.target.detach() if through_host else dtypes.memory_of(read.target, name)
+    target = read.target
+    through_host = name != meta.dtype or goes_through_host(target)
+    out: Any = target.detach() if through_host else dtypes.memory_of(target, name)
     kind = HostRead if through_host else RegionRead
     for region, where in held_regions(tensor, box, out):
         if not read.is_padded:

@@ -170,6 +170,7 @@ def as_numpy(tensor: torch.Tensor) -> NDArray[Any]:
         tensor = tensor.resolve_conj()
     if tensor.is_neg():
         tensor = tensor.resolve_neg()
+    require_memory(tensor)
     return memory_of(tensor, name)
 
 
@@ -194,12 +195,7 @@ def require_memory(tensor: torch.Tensor) -> None:
 
 def memory_of(tensor: torch.Tensor, name: str) -> NDArray[Any]:
     """:func:`as_numpy` of a detached tensor whose memory holds its values as they are (no lazy
-    conjugate, no lazy negative), by the Zarr name of its data type.
-
-    Raises:
-        ArgumentError: its memory was freed.
-    """
-    require_memory(tensor)
+    conjugate, no lazy negative) and was not freed, by the Zarr name of its data type."""
     if name in _FOREIGN:
         # NumPy does not know the type, so the bits go across as integers of its size.
         bits, foreign = _bits(name)
