@@ -132,7 +132,7 @@ def test_no_log_has_those_that_a_client_found(
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_PROFILE", "of-the-test")
     # What other tests made known must not help.
-    monkeypatch.setattr("shardstore.storage.stores.errors._hidden", frozenset())
+    monkeypatch.setattr("shardstore.storage.stores.errors._hidden", set())
     options = {"endpoint_url": s3_server.endpoint_url, "region_name": s3_server.region}
     caplog.set_level(logging.DEBUG)
     caplog.set_level(logging.DEBUG, logger="botocore")
@@ -172,7 +172,7 @@ def test_answers_that_bring_credentials_are_logged_without_them(
 ) -> None:
     """As the token service, the single sign-on and the metadata service give them: the first line
     that has them is the one that is to be hidden."""
-    monkeypatch.setattr("shardstore.storage.stores.errors._hidden", frozenset())
+    monkeypatch.setattr("shardstore.storage.stores.errors._hidden", set())
     keep_quiet_about({})
     caplog.set_level(logging.DEBUG, "botocore.parsers")
     logging.getLogger("botocore.parsers").debug("%s", answer.format(**FOUND))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
@@ -16,10 +17,11 @@ import shardstore
 from scripts.s3_servers import S3Server, free_port
 from shardstore.errors import StorageError
 from shardstore.storage.commit import objects as object_commit
+from shardstore.storage.stores import remote, tensorstore
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.object_io import object_io
 from tests.helpers.s3_checkpoints import state
-from tests.helpers.s3_proxy import VIRTUAL_HOSTS, FaultProxy
+from tests.helpers.s3_proxy import VIRTUAL_HOSTS, Fault, FaultProxy
 
 
 @pytest.fixture(autouse=True)
@@ -144,6 +146,59 @@ def test_an_encryption_is_asked_for_with_every_object(s3_server: S3Server) -> No
         assert request.headers.get("x-amz-server-side-encryption") == "aws:kms", request
         key = request.headers.get("x-amz-server-side-encryption-aws-kms-key-id")
         assert key == "key-of-the-lab", request
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"requester_pays": True}, "arguments of requests"),
+        ({"s3_additional_kwargs": {"ACL": "private"}}, "arguments of requests"),
+        ({"config_kwargs": {"read_timeout": 9}}, "a time limit"),
+        ({"config_kwargs": {"s3": {"payload_signing_enabled": False}}}, "unsigned content"),
+        ({}, None),
+    ],
+)
+def test_s3fs_moves_chunks_where_tensorstore_cannot(
+    s3_server: S3Server, caplog: pytest.LogCaptureFixture, options: dict[str, Any], why: str | None
+) -> None:
+    """Once a process and bucket it is said why."""
+    caplog.set_level("INFO", "shardstore")
+    url = f"s3://{s3_server.new_bucket()}/run"
+    with FaultProxy(s3_server.endpoint_url) as proxy:
+        server = s3_server.at(proxy.endpoint_url)
+        saved_and_loaded(url, {**server.storage_options, **options})
+        chunks = [request for request in proxy.passed() if "/w/c" in request.path]
+    assert {request.method for request in chunks} == {"GET", "PUT"}
+    by_s3fs = {"boto" in request.headers["user-agent"].lower() for request in chunks}
+    assert by_s3fs == {why is not None}
+    said = [r.getMessage() for r in caplog.records if "fsspec moves chunks" in r.getMessage()]
+    assert len(said) == (why is not None)
+    assert why is None or why in said[0]
+    pays = {request.headers.get("x-amz-request-payer") for request in chunks}
+    assert pays == ({"requester"} if "requester_pays" in options else {None})
+
+
+def test_a_silent_server_is_given_up_and_the_next_request_works(
+    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where TensorStore has no limit of its own. A request that is left keeps its place in the
+    context: here it is the only one."""
+    monkeypatch.setattr(remote, "DEADLINE_S", 1.0)
+    monkeypatch.setattr(tensorstore, "REQUESTS", 1)
+    monkeypatch.setattr(tensorstore, "_context", None)
+    with FaultProxy(s3_server.endpoint_url) as proxy:
+        server = s3_server.at(proxy.endpoint_url)
+        place = Location.of(f"s3://{server.new_bucket()}/run", **server.storage_options)
+        place.write("here", b"x")
+        io = object_io(place)
+        assert isinstance(io, tensorstore.KvStoreIO)
+        proxy.add(Fault.SILENCE, path="/run/silent")
+        began = time.monotonic()
+        with pytest.raises(StorageError, match="no answer within 1 s"):
+            io.put("silent", [b"x"], create=True)
+        assert time.monotonic() - began < 3
+        assert io.put("next", [b"x"], create=True)
+        assert io.get("next", size=1) == b"x"
 
 
 def test_two_stores_behind_one_url_are_found_out(

@@ -1,16 +1,13 @@
-"""What a store's refusals mean, in our own words, each with its remedy.
-
-It knows the names that stores and their clients give to errors (Amazon S3 API, "Error responses");
-it makes no request, and no text of its own has a storage option in it.
-"""
+"""What a store's refusals mean (Amazon S3 API, "Error responses"), each with its remedy, and
+credentials kept out of errors and logs."""
 
 from __future__ import annotations
 
 import logging
 import os
 import re
-import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from shardstore.errors import StorageError
@@ -27,18 +24,9 @@ __all__ = [
 ]
 
 LIBRARIES = ("aiobotocore", "botocore", "boto3", "s3fs", "fsspec", "aiohttp", "urllib3")
-LOGGERS = (
-    *("botocore.endpoint", "botocore.auth", "botocore.parsers", "botocore.hooks"),
-    *("botocore.httpsession", "botocore.credentials", "botocore.retryhandler"),
-    *("botocore.tokens", "botocore.utils", "botocore.awsrequest", "botocore.handlers"),
-    *("aiobotocore.endpoint", "aiobotocore.httpsession", "s3fs", "fsspec"),
-    *("aiobotocore.credentials", "aiobotocore.tokens", "aiobotocore.utils"),
-)
-"""Also before their modules are imported: a logger made later has no filter."""
 OPTIONS = ("key", "secret", "token", "username", "password", "account_key", "sas_token")
 """Storage options, and keyword arguments of the client, that are credentials or name one."""
 CLIENT_OPTIONS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
-VARIABLES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 SHORTEST = 8
 """Shorter ones are no secrets, and would spoil what is logged."""
 HIDDEN = "***"
@@ -66,30 +54,36 @@ _TOLD = ("Code", "Message", "Region", "Endpoint", "Bucket", "BucketName", "Key",
 """Of a store's own answer; its other members repeat the access key, the token, or what was
 signed."""
 
-_hidden: frozenset[str] = frozenset()  # replaced and never changed: other threads go through it
-_lock = threading.Lock()
+_hidden: set[str] = set()
 
 
-class _Filter(logging.Filter):
-    """Replaces what is to be hidden in whatever passes."""
+class _Hiding:
+    """Makes log records as another factory does, without credentials in those of the libraries.
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        """See :meth:`logging.Filter.filter`; lets every record pass."""
-        try:
-            text = record.getMessage()
-        except Exception:  # of a record that is not ours: whoever prints it will say so
-            return True
-        _learn(found for match in _PLACES.finditer(text) for found in match.groups() if found)
-        shown = text
-        # The longest first: one may be the beginning of another.
-        for value in sorted(_hidden, key=len, reverse=True):
-            shown = shown.replace(value, HIDDEN)
-        if shown != text:
-            record.msg, record.args = shown, None
-        return True
+    Not a filter: those of a logger do not see what loggers below it log, and libraries make theirs
+    when they please.
+    """
+
+    def __init__(self, make: Callable[..., logging.LogRecord]) -> None:
+        self._make = make
+
+    def __call__(self, *args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = self._make(*args, **kwargs)
+        if record.name.startswith(LIBRARIES):
+            with suppress(Exception):  # of a record that is not ours: whoever prints it will say so
+                _hide(record)
+        return record
 
 
-_filter = _Filter()
+def _hide(record: logging.LogRecord) -> None:
+    text = record.getMessage()
+    _learn(found for match in _PLACES.finditer(text) for found in match.groups() if found)
+    shown = text
+    # The longest first: one may be the beginning of another.
+    for value in sorted(_hidden, key=len, reverse=True):
+        shown = shown.replace(value, HIDDEN)
+    if shown != text:
+        record.msg, record.args = shown, None
 
 
 def keep_quiet_about(options: Mapping[str, Any], *found: str | None) -> None:
@@ -102,32 +96,19 @@ def keep_quiet_about(options: Mapping[str, Any], *found: str | None) -> None:
     client = options.get("client_kwargs")
     given = [options.get(name) for name in OPTIONS]
     given += [client.get(name) for name in CLIENT_OPTIONS] if isinstance(client, Mapping) else []
-    given += [os.environ.get(name) for name in VARIABLES]
+    given += [os.environ.get(name.upper()) for name in CLIENT_OPTIONS]
     _learn([*given, *found])
-    known = [name for name in logging.root.manager.loggerDict if name.startswith(LIBRARIES)]
-    for name in {*LOGGERS, *known}:
-        logging.getLogger(name).addFilter(_filter)  # once, however often it is called
+    make = logging.getLogRecordFactory()
+    if not isinstance(make, _Hiding):
+        logging.setLogRecordFactory(_Hiding(make))
 
 
 def _learn(values: Iterable[object]) -> None:
-    fresh = {
+    _hidden.update(
         value
         for value in values
         if isinstance(value, str) and len(value) >= SHORTEST and not _NO_SECRETS.fullmatch(value)
-    }
-    global _hidden
-    if not fresh <= _hidden:
-        with _lock:
-            _hidden = _hidden | fresh
-
-
-def _forget() -> None:
-    # In a forked child, which may log through the filter: another thread may have held it.
-    global _lock
-    _lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forget)
+    )
 
 
 def scrub(error: BaseException) -> None:
@@ -176,7 +157,7 @@ _REMEDIES = {
     "PermanentRedirect": _REGION,
     "IllegalLocationConstraintException": _REGION,
     "301": _REGION,
-    "400": "the store can not make sense of the request: check region and endpoint",
+    "400": "the store cannot make sense of the request: check region and endpoint",
     "RequestTimeTooSkewed": "this machine's clock is wrong: set it",
     "503": "the store is overloaded, or down: try again later",
     "404": _NO_BUCKET,

@@ -91,7 +91,6 @@ def _made(url: str, protocol: str, options: Mapping[str, Any], is_s3: bool) -> A
         if not issubclass(kind, AsyncFileSystem):
             return fsspec.core.url_to_fs(url, **given)[0]
         made = fsspec.core.url_to_fs(url, skip_instance_cache=True, **given)[0]
-        keep_quiet_about(options)  # of modules, too, that are imported by now
         # Who owns a target is told by a listing of its claims: not by one of a while ago. Options
         # that say so are not taken by all of them.
         made.dircache = DirCache(use_listings_cache=False)

@@ -199,7 +199,6 @@ def s3_settings(fs: Any, url: str, seconds: float) -> S3Settings:
 
 async def _settings(fs: Any, url: str) -> S3Settings:
     client = await fs.set_session()
-    keep_quiet_about({})  # of modules, too, that a client's making has imported
     region, found = client.meta.region_name, None
     credentials = client._request_signer._credentials
     if credentials is not None and not fs.anon:
