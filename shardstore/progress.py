@@ -143,7 +143,7 @@ class Meter:
     @property
     def add(self) -> Callable[[int, int], None] | None:
         """To be called with bytes and chunks that are done; ``None`` where nobody wants to know."""
-        return None if self._callback is None else self._add
+        return None if self._callback is None else self.count
 
     @property
     def is_watched(self) -> bool:
@@ -164,7 +164,8 @@ class Meter:
             self.phase = phase
             self._tell()
 
-    def _add(self, size: int, chunks: int = 1) -> None:
+    def count(self, size: int, chunks: int = 1) -> None:
+        """So many more bytes and chunks are done."""
         with self._lock:
             self._bytes += size
             self._chunks += chunks

@@ -17,42 +17,26 @@ from shardstore.inspection.opened import array_bytes, clean, counted, human_byte
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
 
+_LOOKS = "Default: what it looks like."
+_TARGETS = "shardstore, safetensors or dcp."
+_FILES = "Of each of several safetensors files. Default: 5 GB."
+_OLD = "In object stores: not written to for so long."
+_OTHER = "Of TARGET, where its store is another one."
+
 
 def convert(
-    source: Annotated[
-        str,
-        typer.Argument(metavar="SOURCE", help="Folder, safetensors file or its index; or URL."),
-    ],
-    target: Annotated[
-        str, typer.Argument(metavar="TARGET", help="Folder, or NAME.safetensors; or URL.")
-    ],
-    source_format: Annotated[
-        str | None, typer.Option("--from", metavar="FORMAT", help="Default: what it looks like.")
-    ] = None,
-    target_format: Annotated[
-        str | None,
-        typer.Option("--to", metavar="FORMAT", help="shardstore, safetensors or dcp."),
-    ] = None,
+    source: Annotated[str, opt.argument("SOURCE", "Folder, safetensors file or index; or URL.")],
+    target: Annotated[str, opt.argument("TARGET", "Folder, or NAME.safetensors; or URL.")],
+    source_format: Annotated[str | None, opt.value("FORMAT", _LOOKS, "--from")] = None,
+    target_format: Annotated[str | None, opt.value("FORMAT", _TARGETS, "--to")] = None,
     memory_budget: opt.Memory = "512MiB",
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a shardstore checkpoint at TARGET.")
-    ] = False,
-    resume: Annotated[
-        bool, typer.Option("--resume/--no-resume", help="Go on with a conversion that died.")
-    ] = True,
-    check: Annotated[
-        bool, typer.Option("--verify/--no-verify", help="Compare with the source at the end.")
-    ] = True,
-    file_bytes: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Of each of several safetensors files. Default: 5 GB."),
-    ] = None,
+    overwrite: Annotated[bool, opt.flag("--overwrite", "Replace a checkpoint at TARGET.")] = False,
+    resume: Annotated[bool, opt.flag("--resume/--no-resume", "Go on with one that died.")] = True,
+    check: Annotated[bool, opt.flag("--verify/--no-verify", "Compare both at the end.")] = True,
+    file_bytes: Annotated[str | None, opt.value("SIZE", _FILES)] = None,
     as_json: opt.Json = False,
     storage_option: opt.Options = None,
-    target_storage_option: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Of TARGET, where its store is another one."),
-    ] = None,
+    target_storage_option: Annotated[list[str] | None, opt.value("NAME=VALUE", _OTHER)] = None,
 ) -> None:
     """Convert a checkpoint, verified at the end. One that died goes on when run again."""
     from shardstore import convert as conversion
@@ -88,15 +72,9 @@ def convert(
 
 
 def gc(
-    root: Annotated[
-        str,
-        typer.Argument(metavar="ROOT", help="Folder or URL below which checkpoints are saved."),
-    ],
-    delete: Annotated[bool, typer.Option("--delete", help="Remove them; default: list.")] = False,
-    older_than: Annotated[
-        float,
-        typer.Option(min=0, metavar="HOURS", help="In object stores: not written to for so long."),
-    ] = 24.0,
+    root: Annotated[str, opt.argument("ROOT", "Folder or URL below which checkpoints are saved.")],
+    delete: Annotated[bool, opt.flag("--delete", "Remove them; default: list.")] = False,
+    older_than: Annotated[float, opt.value("HOURS", _OLD, at_least=0)] = 24.0,
     as_json: opt.Json = False,
     storage_option: opt.Options = None,
 ) -> None:

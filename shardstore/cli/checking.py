@@ -23,16 +23,10 @@ if TYPE_CHECKING:
 def verify(
     checkpoint: opt.Checkpoint,
     keys: opt.Patterns = None,
-    hashes: Annotated[
-        bool, typer.Option("--hashes", help="Compare the 128-bit hashes too, not only crc32c.")
-    ] = False,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Exit with 1 for notes (foreign files) too.")
-    ] = False,
-    threads: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Threads that read.")
-    ] = None,
-    limit: Annotated[int, typer.Option(min=1, metavar="N", help="Findings to print.")] = 100,
+    hashes: Annotated[bool, opt.flag("--hashes", "128-bit hashes too, not only crc32c.")] = False,
+    strict: Annotated[bool, opt.flag("--strict", "Exit with 1 for foreign files too.")] = False,
+    threads: Annotated[int | None, opt.value("N", "Threads that read.", at_least=1)] = None,
+    limit: Annotated[int, opt.value("N", "Findings to print.", at_least=1)] = 100,
     as_json: opt.Json = False,
     storage_option: opt.Options = None,
 ) -> None:
@@ -86,8 +80,8 @@ def verdict(result: Verified) -> str:
 
 
 def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help="Path or URL of a checkpoint.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="Path or URL of another one.")],
+    a: Annotated[str, opt.argument("A", "Path or URL of a checkpoint.")],
+    b: Annotated[str, opt.argument("B", "Path or URL of another one.")],
     keys: opt.Patterns = None,
     files: Annotated[bool, typer.Option(help="Compare common.pt and sharded objects too.")] = True,
     memory: opt.Memory = "256MiB",

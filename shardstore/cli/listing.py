@@ -7,8 +7,6 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-import typer
-
 from shardstore.cli import options as opt
 from shardstore.cli.printing import columns, emit, fold, print_table, say
 from shardstore.inspection.layout import modules, shard_counts
@@ -19,10 +17,8 @@ from shardstore.storage.format.documents import ArrayMeta
 def ls(
     checkpoint: opt.Checkpoint,
     keys: opt.Patterns = None,
-    flat: Annotated[bool, typer.Option("--flat", help="Whole keys instead of a tree.")] = False,
-    depth: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Levels of the tree to show.")
-    ] = None,
+    flat: Annotated[bool, opt.flag("--flat", "Whole keys instead of a tree.")] = False,
+    depth: Annotated[int | None, opt.value("N", "Levels of the tree.", at_least=1)] = None,
     wide: opt.Wide = False,
     as_json: opt.Json = False,
     storage_option: opt.Options = None,

@@ -30,23 +30,35 @@ WRONG_USE = 2
 TEXTS = (*OPTIONS, *CLIENT_OPTIONS, "account_name", "profile", "region_name")
 """Storage options that stay texts, even if they look like numbers."""
 
-Checkpoint = Annotated[str, typer.Argument(help="Path or URL of a checkpoint.", metavar="CKPT")]
+
+def argument(metavar: str, text: str) -> Any:
+    """Return an argument of a command."""
+    return typer.Argument(metavar=metavar, help=text)
+
+
+def flag(names: str, text: str) -> Any:
+    """Return an option without a value, ``--on`` or ``--on/--off``."""
+    return typer.Option(names, help=text)
+
+
+def value(metavar: str, text: str, *names: str, at_least: int | None = None) -> Any:
+    """Return an option with a value; it has its parameter's name unless names are given."""
+    return typer.Option(*names, metavar=metavar, help=text, min=at_least)
+
+
+Checkpoint = Annotated[str, argument("CKPT", "Path or URL of a checkpoint.")]
 Patterns = Annotated[
     list[str] | None,
-    typer.Argument(help="Keys: whole, up to a dot, or with * and ?. Default: all.", metavar="KEY"),
+    argument("KEY", "Keys: whole, up to a dot, or with * and ?. Default: all."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Json = Annotated[bool, flag("--json", "Print one JSON document.")]
 Options = Annotated[
     list[str] | None,
-    typer.Option(
-        "--storage-option",
-        metavar="NAME=VALUE",
-        help="For an object store, such as endpoint_url=...; may be repeated.",
-    ),
+    value("NAME=VALUE", "For an object store, such as endpoint_url=...; may be repeated."),
 ]
-Wide = Annotated[bool, typer.Option("--wide", help="Whole lines, however narrow the terminal is.")]
-Memory = Annotated[str, typer.Option(metavar="SIZE", help="Memory for values, such as 512MiB.")]
-Output = Annotated[str, typer.Option("-o", "--output", metavar="FILE", help="File to write.")]
+Wide = Annotated[bool, flag("--wide", "Whole lines, however narrow the terminal is.")]
+Memory = Annotated[str, value("SIZE", "Memory for values, such as 512MiB.")]
+Output = Annotated[str, value("FILE", "File to write.", "-o", "--output")]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kmgt]?)(?:i?b)?", re.IGNORECASE)
 

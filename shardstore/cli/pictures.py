@@ -35,11 +35,9 @@ class Plot(StrEnum):
 
 
 def plot(
-    kind: Annotated[Plot, typer.Argument(metavar="KIND", help="layout, histogram or sizes.")],
+    kind: Annotated[Plot, opt.argument("KIND", "layout, histogram or sizes.")],
     checkpoint: opt.Checkpoint,
-    key: Annotated[
-        str | None, typer.Argument(metavar="KEY", help="The array, for layout and histogram.")
-    ] = None,
+    key: Annotated[str | None, opt.argument("KEY", "Array, for layout and histogram.")] = None,
     output: opt.Output = "",
     as_json: opt.Json = False,
     storage_option: opt.Options = None,
@@ -158,7 +156,7 @@ def report(
     checkpoint: opt.Checkpoint,
     output: opt.Output = "report.html",
     values: Annotated[bool, typer.Option(help="Read all values, for norms and histograms.")] = True,
-    check: Annotated[bool, typer.Option("--verify/--no-verify", help="Verify first.")] = True,
+    check: Annotated[bool, opt.flag("--verify/--no-verify", "Verify first.")] = True,
     memory: opt.Memory = "256MiB",
     as_json: opt.Json = False,
     storage_option: opt.Options = None,

@@ -77,10 +77,8 @@ def stats(
 
 def show(
     checkpoint: opt.Checkpoint,
-    key: Annotated[str, typer.Argument(metavar="KEY[SLICE]", help="Such as 'w[0, :5]'.")],
-    limit: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Most values that --json prints.")
-    ] = 100_000,
+    key: Annotated[str, opt.argument("KEY[SLICE]", "Such as 'w[0, :5]'.")],
+    limit: Annotated[int, opt.value("N", "Most values of --json.", at_least=1)] = 100_000,
     wide: opt.Wide = False,
     as_json: opt.Json = False,
     storage_option: opt.Options = None,

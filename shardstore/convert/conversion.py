@@ -66,10 +66,10 @@ DEFAULT_MEMORY_BUDGET = 512 * 1024 * 1024
 DEFAULT_FILE_BYTES = 5 * 1000**3
 SLAB_BYTES = 1024 * 1024
 _MISSING = object()
-_Chunk = tuple[ArrayMeta, int]
-"""An array of the target, and the position of a chunk of it."""
-Receipts = dict[tuple[str, int], Any]
-"""Key and position of a chunk -> its receipt."""
+_Chunk = tuple[ArrayMeta, tuple[int, ...]]
+"""An array of the target, and the index of a chunk of it."""
+Receipts = dict[tuple[str, tuple[int, ...]], Any]
+"""Key and index of a chunk -> its receipt."""
 
 
 @dataclass(frozen=True)
@@ -364,7 +364,7 @@ class _Journal:
             if documents[0]["head"] != json.loads(json.dumps(head)):
                 return None
             rows = [row for document in documents[1:] for row in document]
-            found = {(str(key), int(chunk)): receipt for key, chunk, receipt in rows}
+            found = {(str(key), tuple(index)): receipt for key, index, receipt in rows}
             state = documents[0]["state"]
         except (ValueError, TypeError, KeyError, IndexError):
             return None
@@ -385,7 +385,7 @@ class _Journal:
         self.add({"head": head, "state": state})
 
     def add(self, document: Any) -> None:
-        """Note the chunks of a batch: key, position and receipt of each.
+        """Note the chunks of a batch: key, index and receipt of each.
 
         Raises:
             StorageError: the store refused.
@@ -422,22 +422,23 @@ class _Run:
             target.array(meta, source.boxes(key), batch_bytes)
             for key, meta in sorted(source.arrays.items())
         ]
-        self._chunks = [(array, i) for array in self.arrays for i in range(array.grid.size)]
+        self._chunks = [
+            (array, array.grid.index(i)) for array in self.arrays for i in range(array.grid.size)
+        ]
         self.total_bytes = sum(map(_chunk_bytes, self._chunks))
 
     def write(self, journal: _Journal, receipts: Receipts) -> int:
         """Write what is not written yet. Returns the bytes that an earlier run wrote."""
         self._target.begin(self.arrays, self._source.extras())
         left = []
-        for array, i in self._chunks:
-            known = receipts.get((array.key, i), _MISSING)
-            if known is _MISSING or not self._target.restore(array, array.grid.index(i), known):
-                left.append((array, i))
+        for array, index in self._chunks:
+            known = receipts.get((array.key, index), _MISSING)
+            if known is _MISSING or not self._target.restore(array, index, known):
+                left.append((array, index))
 
-        def write(batch: Sequence[_Chunk], chunks: Sequence[Written]) -> None:
-            written = self._target.write(chunks)
-            places = zip(batch, written, strict=True)
-            journal.add([(array.key, i, receipt) for (array, i), receipt in places])
+        def write(chunks: Sequence[Written]) -> None:
+            written = zip(chunks, self._target.write(chunks), strict=True)
+            journal.add([(chunk.array.key, chunk.index, receipt) for chunk, receipt in written])
 
         return self._run("convert", left, write)
 
@@ -448,7 +449,7 @@ class _Run:
             DamagedCheckpointError: they differ.
         """
 
-        def compare(batch: Sequence[_Chunk], chunks: Sequence[Written]) -> None:
+        def compare(chunks: Sequence[Written]) -> None:
             copies = [np.empty_like(chunk.data) for chunk in chunks]
             places = zip(chunks, copies, strict=True)
             reader.read(
@@ -472,7 +473,7 @@ class _Run:
         self,
         operation: Operation,
         chunks: Sequence[_Chunk],
-        work: Callable[[Sequence[_Chunk], Sequence[Written]], None],
+        work: Callable[[Sequence[Written]], None],
     ) -> int:
         """Read chunks from the source, batch by batch, and do the work of a stage with them.
 
@@ -482,19 +483,16 @@ class _Run:
         done = self.total_bytes - sum(map(_chunk_bytes, chunks))
         with metered(operation, self._between[1], self._progress) as meter:
             meter.expect(self.total_bytes, len(chunks))
-            if meter.add is not None:
-                meter.add(done, 0)
+            meter.count(done, 0)
             for batch in self._batches(chunks):
-                work(batch, self._read(batch))
-                if meter.add is not None:
-                    meter.add(sum(map(_chunk_bytes, batch)), len(batch))
+                work(self._read(batch))
+                meter.count(sum(map(_chunk_bytes, batch)), len(batch))
         return done
 
     def _read(self, batch: Sequence[_Chunk]) -> list[Written]:
         chunks = []
         reads = []
-        for array, i in batch:
-            index = array.grid.index(i)
+        for array, index in batch:
             box = array.grid.box(index)
             data = np.empty(box.shape, dtypes.numpy_dtype(array.dtype))
             chunks.append(Written(array, index, data))
@@ -523,5 +521,5 @@ def _equal(a: NDArray[np.uint8], b: NDArray[np.uint8]) -> bool:
 
 
 def _chunk_bytes(chunk: _Chunk) -> int:
-    array, i = chunk
-    return array.grid.box(array.grid.index(i)).size * dtypes.itemsize(array.dtype)
+    array, index = chunk
+    return array.grid.box(index).size * dtypes.itemsize(array.dtype)

@@ -280,8 +280,7 @@ def stream(
             except DamagedCheckpointError as error:
                 with lock:
                     failed(array, error)
-            if meter.add is not None:
-                meter.add(size, 0)
+            meter.count(size, 0)
 
     with metered(operation, url, progress) as meter:
         meter.expect(sum(size for _, _, size in pieces))

@@ -451,8 +451,7 @@ class _Verification:
             self.result.chunks += last - first
             self.result.bytes += size
             self.result.unchecked += 0 if checked else last - first
-        if self.meter.add is not None:
-            self.meter.add((last - first) * array.chunk_bytes, last - first)
+        self.meter.count((last - first) * array.chunk_bytes, last - first)
 
     def _check_document(self, array: ArrayMeta, names: set[str]) -> None:
         """Compare an array's own document with the root's copy."""
