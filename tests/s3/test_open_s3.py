@@ -1,0 +1,44 @@
+"""``shardstore.open`` on an object store: checkpoints, and Zarr of other programs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zarr
+
+import shardstore
+from scripts.s3_servers import S3Server
+from shardstore.errors import MissingKeyError
+from shardstore.mapping import ShardedObject, ShardedTensor
+
+
+def test_a_checkpoint(s3_server: S3Server) -> None:
+    url, options = f"s3://{s3_server.new_bucket()}/run/step-1", s3_server.storage_options
+    values = torch.arange(600.0).reshape(30, 20)
+    state = {
+        "w": ShardedTensor.from_rank_offsets("w", values),
+        "rng": ShardedObject("rng", {"seed": 1}, (1,), (0,)),
+        "step": 3,
+    }
+    shardstore.save(state, url, storage_options=options, compression="zstd")
+    ckpt = shardstore.open(url, options)
+    assert np.array_equal(ckpt["w"][3:9:2, ::-1], values.numpy()[3:9:2, ::-1])
+    assert (ckpt.common["step"], dict(ckpt.objects)) == (3, {"rng/shard_0_1": {"seed": 1}})
+    assert ckpt["w"].zarr[29, 19] == ckpt["w"].tensorstore[29, 19].read().result() == 599
+    with pytest.raises(MissingKeyError, match=url):
+        ckpt["v"]
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_zarr_of_other_programs(s3_server: S3Server, zarr_format: Any) -> None:
+    url, options = f"s3://{s3_server.new_bucket()}/data.zarr", s3_server.storage_options
+    group = zarr.open_group(url, mode="w", zarr_format=zarr_format, storage_options=options)
+    group.create_array("a/b", data=np.arange(12.0).reshape(3, 4), chunks=(2, 3))
+    group.create_array("filled", shape=(8,), chunks=(4,), dtype="i2", fill_value=9)[:2] = 1
+    ckpt = shardstore.open(url, options)
+    assert np.array_equal(ckpt["a/b"][...], np.arange(12.0).reshape(3, 4))
+    assert ckpt["filled"][...].tolist() == [1, 1] + [9] * 6
+    assert shardstore.open(f"{url}/filled", options)["filled"][7] == 9
