@@ -287,15 +287,12 @@ def _within(inner: Location, outer: Location) -> bool:
         return False
     if not inner.is_local:
         return f"{inner.url}/".startswith(f"{outer.url}/")
-    path, folder = os.path.realpath(inner.url), os.path.realpath(outer.url)
-    return any(_is_same(str(above), folder) for above in (path, *Path(path).parents))
-
-
-def _is_same(path: str, folder: str) -> bool:
-    try:
-        return path == folder or os.path.samefile(path, folder)  # mounts give a folder two names
-    except OSError:
-        return False  # one is not there
+    path, folder = Path(os.path.realpath(inner.url)), Path(os.path.realpath(outer.url))
+    for above in (path, *path.parents):
+        with suppress(OSError):  # one is not there
+            if above == folder or above.samefile(folder):  # mounts give a folder two names
+                return True
+    return False
 
 
 def _beside(goal: Location) -> Location:

@@ -200,10 +200,9 @@ class ShardstoreTarget(Target):
         objects = {key: partial(self._value, key) for key in extras.objects}
         if extras.common is not None:
             return Extras(self._file(COMMON_STATE_NAME), objects=objects)
-        about = {"shardstore": json.loads(json.dumps({MEMBER: self._record().to_json()}))}
-        record = StateRecord.from_root(about, self._attempt.location.url)
-        assert record is not None
-        return Extras(None, StateRecord(record.paths, record.values), objects)
+        record = json.loads(json.dumps(self._record().to_json()))
+        paths = {key: tuple(path) for key, path in record["paths"].items()}
+        return Extras(None, StateRecord(paths, record["values"]), objects)
 
     def _value(self, key: str) -> Any:
         from shardstore.strategies.common import load_file

@@ -231,10 +231,10 @@ def _delta(x: NDArray[Any], y: NDArray[Any]) -> NDArray[np.float64]:
 
 def _files(a: OpenCheckpoint, b: OpenCheckpoint, wants: Callable[[str], bool]) -> dict[str, str]:
     left, right = _contents(a, wants), _contents(b, wants)
-    out = {name: "only in A" for name in left if name not in right}
-    out |= {name: "only in B" for name in right if name not in left}
-    both = (name for name in left if name in right)
-    return out | {name: "differs" for name in both if left[name] != right[name]}
+    out = dict.fromkeys(left.keys() - right, "only in A")
+    out |= dict.fromkeys(right.keys() - left, "only in B")
+    out |= {name: "differs" for name in left.keys() & right if left[name] != right[name]}
+    return dict(sorted(out.items()))
 
 
 def _contents(ckpt: OpenCheckpoint, wants: Callable[[str], bool]) -> dict[str, object]:
