@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -82,6 +84,37 @@ def test_the_page_says_what_is_missed_and_who_is_faster(run: Path, tmp_path: Pat
     assert (tmp_path / "docs" / "disk.svg").stat().st_size > 5000
     bench("page", run, "--markdown", page)
     assert page.read_text() == text
+
+
+def test_notes_stay_when_the_page_is_made_again(run: Path, tmp_path: Path) -> None:
+    page = tmp_path / "docs.md"
+    page.write_text(
+        "# Old\n\n<!-- notes: begin -->\n\nA note.\n\n<!-- notes: end -->\n\nold figures\n"
+    )
+    assert bench("page", run, "--markdown", page).returncode == 0
+    text = page.read_text()
+    assert text.startswith("# Benchmarks\n")
+    assert text.count("A note.") == 1
+    assert "old figures" not in text
+    bench("page", run, "--markdown", page)
+    assert page.read_text() == text
+
+
+def texts(picture: Path) -> list[str]:
+    return re.findall(r"<text[^>]*>([^<]*)</text>", picture.read_text())
+
+
+def test_the_pictures_show_the_figures_of_their_page(tmp_path: Path) -> None:
+    """Those of the repository are what its page says."""
+    docs = SCRIPTS.parent / "docs"
+    page = Path(shutil.copy(docs / "benchmarks.md", tmp_path))
+    ended = bench("pictures", page)
+    assert ended.returncode == 0, ended.stderr
+    drawn = sorted(picture.name for picture in (tmp_path / "benchmarks").iterdir())
+    assert drawn == sorted(picture.name for picture in (docs / "benchmarks").iterdir())
+    for name in drawn:
+        assert texts(tmp_path / "benchmarks" / name) == texts(docs / "benchmarks" / name), name
+    assert "0.71 s" in texts(docs / "benchmarks" / "overview.svg")
 
 
 def measured(tmp_path: Path, *arguments: str) -> dict[str, Any]:
