@@ -165,22 +165,22 @@ def plan_writes(
 
 def _check_place(tensor: ShardedTensor, meta: ArrayMeta, box: Box) -> None:
     shape = tensor.global_shape
-    if box.size and any(e > n for e, n in zip(box.end, shape, strict=True)):
-        raise AccessPatternError(
-            f"Invalid access pattern: key {tensor.key!r}, offset {box.offset}, shape {box.shape} "
-            ""
-            f"reaches beyond the global shape {shape}",
-            key=tensor.key,
-        )
-    if box.size and not meta.grid.is_aligned(box):
-        raise AccessPatternError(
-            f"Invalid access pattern: key {tensor.key!r}, offset {box.offset}, shape {box.shape} "
+    is_inside = all(end <= length for end, length in zip(box.end, shape, strict=True))
+    if not box.size or (is_inside and meta.grid.is_aligned(box)):
+        return
+    wrong = f"reaches beyond the global shape {shape}"
+    if is_inside:
+        wrong = (
             f"does not fit the sharding that axis_fragmentations={tensor.axis_fragmentations} of "
             f"global shape {shape} announces (shards of "
             f"{meta.shard_shape or meta.grid.chunk_shape}); pass axis_fragmentations=None for an "
-            "irregular cut",
-            key=tensor.key,
+            "irregular cut"
         )
+    raise AccessPatternError(
+        f"Invalid access pattern: key {tensor.key!r}, offset {box.offset}, shape {box.shape} "
+        f"{wrong}",
+        key=tensor.key,
+    )
 
 
 # -- flattened ranges ----------------------------------------------------------------------------
@@ -213,7 +213,8 @@ def _plan_flat(
     for index, part, position in _parts_in_range(meta, box, start, stop):
         # C order within the chunk is the order of the flattened shard, with or without gaps, so
         # that a range of the shard is a range of the chunk.
-        first, last = (_elements_before(part, box.shape, n, position) for n in (start, stop))
+        before = partial(_elements_before, part, box.shape)
+        first, last = before(start), before(stop)
         if first == last:
             continue
         is_whole = last - first == part.size
@@ -227,14 +228,7 @@ def _plan_flat(
         if is_whole:
             writes.append(ChunkWrite(meta, index, data))
             continue
-        bounds = (
-            (
-                r.rank,
-                _elements_before(part, box.shape, r.start, position),
-                _elements_before(part, box.shape, r.stop, position),
-            )
-            for r in ranges
-        )
+        bounds = ((r.rank, before(r.start), before(r.stop)) for r in ranges)
         pieces = tuple(piece for piece in bounds if piece[1] < piece[2])
         owner = max(pieces, key=lambda piece: (piece[2] - piece[1], -piece[0]))[0]
         shared = CutChunk(meta, index, part.shape, owner, pieces)
@@ -267,17 +261,9 @@ def _parts_in_range(
         yield index, part, _flat_position(part.offset, box.shape) if contiguous else None
 
 
-def _elements_before(part: Box, shape: Sequence[int], position: int, begin: int | None) -> int:
-    """How many elements of a part of a box come before a flat position in the box.
-
-    Args:
-        part: the part.
-        shape: of the box.
-        position: in the flattened box.
-        begin: where the part begins in it, if it is one range of it.
-    """
-    if begin is not None:
-        return min(max(position - begin, 0), part.size)
+def _elements_before(part: Box, shape: Sequence[int], position: int) -> int:
+    """How many elements of a part of a box of some shape come before a position in the flattened
+    box."""
     if position >= math.prod(shape):
         return part.size
     before, inside, row = 0, part.size, math.prod(shape)

@@ -91,7 +91,8 @@ class HostPool:
         Raises:
             MemoryError, OSError: the system has not that much memory.
         """
-        arena = self._swap(None)
+        with self._lock:
+            arena, self._free = self._free, None
         if arena is not None:
             serves = device is None or arena.device is not None
             if serves and size <= len(arena.memory) <= max(2 * size, 1 << 20):
@@ -102,17 +103,14 @@ class HostPool:
 
     def give_back(self, arena: _Arena | None) -> None:
         """Keep an arena for the next save."""
-        if old := self._swap(arena):
+        with self._lock:
+            old, self._free = self._free, arena
+        if old is not None:
             old.unlock()
 
     def clear(self) -> None:
         """Give the memory that is kept back to the system."""
         self.give_back(None)
-
-    def _swap(self, arena: _Arena | None) -> _Arena | None:
-        with self._lock:
-            old, self._free = self._free, arena
-        return old
 
     @property
     def kept_bytes(self) -> int:

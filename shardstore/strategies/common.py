@@ -74,7 +74,7 @@ def load_file(name: str, data: bytes, url: str, key: str) -> Any:
         return plain_values.decode(json.loads(data))
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpointError(
-            f"{url} (object {key!r}) can not be read ({error}); load an earlier checkpoint",
+            f"{url} (object {key!r}) cannot be read ({error}); load an earlier checkpoint",
             key=key,
             url=url,
         ) from error
@@ -183,14 +183,13 @@ class TorchCommonLoadStrategy(ReadsOwnFormat, LoadCommonStrategy):
             UnsafeObjectError, DamagedCheckpointError: see :func:`load_bytes`.
         """
         stored = context_of(checkpoint_dir).stored
-        location = stored.location
-        url = f"{location.url}/{COMMON_STATE_FNAME}"
+        url = f"{stored.location.url}/{COMMON_STATE_FNAME}"
         try:
             data = stored.document(COMMON_STATE_FNAME)
         except FileNotFoundError:
             raise NotACheckpointError(
-                f"{url} is missing: {location.url} is no whole checkpoint; it holds "
-                f"{location.listing()[:8]}",
+                f"{url} is missing: this is no whole checkpoint; it holds "
+                f"{stored.location.listing()[:8]}",
                 url=url,
             ) from None
         checked = stored.check_file(COMMON_STATE_FNAME, data)
