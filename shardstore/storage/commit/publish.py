@@ -69,12 +69,10 @@ class About:
         if self.common_backend is None:
             return None
         return {
-            f"{kind}_backend{part}": value
-            for kind, backend in (
-                ("sharded", self.sharded_backend),
-                ("common", self.common_backend),
-            )
-            for part, value in zip(("", "_version"), backend, strict=True)
+            "sharded_backend": self.sharded_backend[0],
+            "sharded_backend_version": self.sharded_backend[1],
+            "common_backend": self.common_backend[0],
+            "common_backend_version": self.common_backend[1],
         }
 
 

@@ -59,8 +59,7 @@ COMPRESSORS: dict[str, dict[str, Any]] = {
 """Compressing codecs and their configurations; blosc's has the item size as ``typesize``, too."""
 _FILL_VALUES: dict[str, Any] = {"bool": False, "int": 0, "uint": 0, "complex": [0.0, 0.0]}
 """By the kind of a data type; 0.0 for floating-point numbers."""
-_PACKED = tuple((name, CRC32C) for name in COMPRESSORS)
-_CHAINS = ((), (CRC32C,), *_PACKED)
+_CHAINS = ((), (CRC32C,), *((name, CRC32C) for name in COMPRESSORS))
 """Codecs behind ``bytes`` that are undone here; TensorStore undoes the others."""
 
 
@@ -124,7 +123,7 @@ class ArrayMeta:
     @property
     def is_packed(self) -> bool:
         """Whether a chunk object is the compressed chunk with a crc32c behind it."""
-        return self.codecs in _PACKED
+        return self.codecs is not None and len(self.codecs) == 2
 
     def chunk_key(self, index: Sequence[int]) -> str:
         """Key of a chunk below the array (Zarr v3 core specification, "Chunk key encoding":

@@ -79,7 +79,7 @@ def zarr_name(dtype: torch.dtype | np.dtype[Any]) -> str:
     """Name of a data type in ``zarr.json``.
 
     Raises:
-        DTypeMismatchError: the type can not be stored (quantised, sub-byte, or unknown).
+        DTypeMismatchError: the type cannot be stored (quantised, sub-byte, or unknown).
     """
     text = str(dtype)
     if text.startswith(_TORCH):  # torch calls every type that can be stored what Zarr calls it
@@ -90,7 +90,7 @@ def zarr_name(dtype: torch.dtype | np.dtype[Any]) -> str:
         name = _by_numpy().get(np.dtype(cast("np.dtype[Any]", dtype)))
     if name is None:
         raise DTypeMismatchError(
-            f"data type {dtype} can not be stored as a Zarr array; convert the tensor to one of: "
+            f"data type {dtype} cannot be stored as a Zarr array; convert the tensor to one of: "
             f"{_known()}"
         )
     return name
@@ -161,7 +161,7 @@ def as_numpy(tensor: torch.Tensor) -> NDArray[Any]:
     type.
 
     Raises:
-        DTypeMismatchError: the data type can not be stored.
+        DTypeMismatchError: the data type cannot be stored.
     """
     name = zarr_name(tensor.dtype)
     if tensor.requires_grad:

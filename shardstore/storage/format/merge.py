@@ -256,23 +256,27 @@ def rank_record(rows: Iterable[RankRow]) -> dict[str, Any]:
     ranks the least, median and largest value of each, and which rank took longest.
 
     Args:
-        rows: of each rank, in any order.
+        rows: of each rank, in any order; several of one rank add up.
     """
     rows = sorted(rows, key=lambda row: row.rank)
     if not rows:
         return {}
-    columns: dict[str, list[float]] = {
-        "bytes": [row.stored_bytes for row in rows],
-        "chunks": [row.chunks for row in rows],
+    ranks = list(dict.fromkeys(row.rank for row in rows))
+    names = sorted({name for row in rows for name in row.seconds})
+    columns: dict[str, dict[int, float]] = {
+        name: dict.fromkeys(ranks, 0) for name in ("bytes", "chunks", *(f"{n}_s" for n in names))
     }
-    for name in sorted({name for row in rows for name in row.seconds}):
-        columns[f"{name}_s"] = [round(row.seconds.get(name, 0.0), 4) for row in rows]
-    record: dict[str, Any] = {
-        "slowest": max(rows, key=lambda row: sum(row.seconds.values())).rank,
-        **columns,
-    }
-    if len(rows) > MAX_COLUMNS_RANKS:
-        record |= {name: _summary(values) for name, values in columns.items()}
+    took = dict.fromkeys(ranks, 0.0)
+    for row in rows:
+        columns["bytes"][row.rank] += row.stored_bytes
+        columns["chunks"][row.rank] += row.chunks
+        for name, seconds in row.seconds.items():
+            columns[f"{name}_s"][row.rank] += seconds
+            took[row.rank] += seconds
+    record: dict[str, Any] = {"slowest": max(took, key=took.__getitem__)}
+    for name, column in columns.items():
+        values = [round(value, 4) for value in column.values()]
+        record[name] = values if len(ranks) <= MAX_COLUMNS_RANKS else _summary(values)
     return record
 
 

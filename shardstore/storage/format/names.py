@@ -61,7 +61,7 @@ def node_name(key: str) -> str:
 @lru_cache(maxsize=16384)
 def _node_name(key: str) -> str:
     if not key:
-        raise KeyNameError("an empty key can not be stored; give the tensor a name", key=key)
+        raise KeyNameError("an empty key cannot be stored; give the tensor a name", key=key)
     try:
         raw = key.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -71,7 +71,7 @@ def _node_name(key: str) -> str:
         name = f"%{ord(name[0]):02X}" + name[1:]
     if len(name) > MAX_NAME_BYTES:
         digest = hashlib.sha256(raw).hexdigest()[:32]
-        # A cut name can not be decoded: the attribute keeps the key, and "%~" occurs in no encoded
+        # A cut name cannot be decoded: the attribute keeps the key, and "%~" occurs in no encoded
         # name.
         name = name[: MAX_NAME_BYTES - 34].rstrip("%") + "%~" + digest
     return name
