@@ -460,7 +460,10 @@ class CheckpointManager:
                     error,
                 )
 
-        self._last = self._background.submit(run)
+        try:
+            self._last = self._background.submit(run)
+        except RuntimeError:  # an exit function of the program saves: no more threads are started
+            run()
 
 
 _managers: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()

@@ -313,20 +313,28 @@ def test_what_a_dead_process_left_is_swept(tmp_path: Path, moment: str) -> None:
 
 
 ENDS = """
-import sys, torch, shardstore
+import atexit, sys, torch, shardstore
 from shardstore import ShardedTensor
 manager = shardstore.CheckpointManager(sys.argv[1], keep_last=1)
+state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(8))}
+if sys.argv[2] == "at exit":
+    other = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(8))}
+    atexit.register(manager.save, 3, other, progress=print)
 for step, save in ((1, manager.save), (2, manager.async_save)):
-    save(step, {"w": ShardedTensor.from_rank_offsets("w", torch.ones(8) * step)}, progress=print)
+    state["w"].data.fill_(step)
+    save(step, state, progress=print)
 """
 
 
-def test_a_program_that_ends_leaves_nothing_undone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("last", ["step-2", "step-3"])
+def test_a_program_that_ends_leaves_nothing_undone(tmp_path: Path, last: str) -> None:
+    """One whose exit function saves, too."""
+    when = "at exit" if last == "step-3" else "before"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", ENDS, str(tmp_path)]
+    command = [sys.executable, "-c", ENDS, str(tmp_path), when]
     ended = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    assert os.listdir(tmp_path) == ["step-2"]
-    assert ended.stdout.count("phase='done'") == 2
+    assert os.listdir(tmp_path) == [last]
+    assert ended.stdout.count("phase='done'") == int(last[-1])
     assert ended.stderr == ""
 
 
