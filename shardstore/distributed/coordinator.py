@@ -9,10 +9,8 @@ silent past the deadline is named to all over the store of the process group: by
 closed the coordinator's connections.
 
 All traffic is on CPU tensors over a gloo group of our own, so that the trainer's NCCL streams are
-never touched and its own collectives can not be confused with ours. Without a process group there
+never touched and its own collectives cannot be confused with ours. Without a process group there
 is one rank.
-
-It knows nothing of tensors, arrays or checkpoints.
 """
 
 from __future__ import annotations
@@ -347,7 +345,7 @@ class Ranks:
             # As text: some stores end a value at a zero byte.
             _get_default_store().set(self._verdict_key(), body.hex())
         except Exception as problem:
-            logger.warning("the ranks can not be told over the store: %s", problem)
+            logger.warning("the ranks cannot be told over the store: %s", problem)
 
     def _posted(self) -> bytes | None:
         key = self._verdict_key()
