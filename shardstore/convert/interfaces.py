@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
+import xxhash
 from numpy.typing import NDArray
 
 from shardstore.errors import CheckpointExistsError
@@ -15,7 +16,6 @@ from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box, plan_grid
 from shardstore.storage.movers.chunks import RegionRead
-from shardstore.storage.movers.ranges import bytes_stamp
 from shardstore.storage.stores.location import Location, store_errors
 from shardstore.values.record import StateRecord
 
@@ -177,5 +177,5 @@ def stamps(place: Location, names: Sequence[str]) -> list[Any]:
     found = []
     for name in names:
         with suppress(FileNotFoundError):
-            found.append([name, bytes_stamp(place.read(name))])
+            found.append([name, xxhash.xxh3_128_hexdigest(place.read(name))])
     return found

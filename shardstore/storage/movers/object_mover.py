@@ -28,6 +28,7 @@ from shardstore.storage.movers.chunks import (
 )
 from shardstore.storage.movers.codecs import CRC_BYTES, EncodedChunk
 from shardstore.storage.movers.counters import counters
+from shardstore.storage.movers.parallel import run_batched
 from shardstore.storage.movers.verify import MISSING, Expected, chunk_error, receive
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES
 from shardstore.storage.stores.location import Location
@@ -35,7 +36,6 @@ from shardstore.storage.stores.object_io import (
     LARGE_BYTES,
     MAX_OBJECT_BYTES,
     ObjectIO,
-    each,
     object_io,
 )
 
@@ -180,8 +180,9 @@ class ObjectMover:
                         error.message += f" (chunk {item.index} of key {item.array.key!r})"
                     raise
 
+        threads = io.small_threads if min(sizes) < LARGE_BYTES else io.threads
         try:
-            each(items, work, io.small_threads if min(sizes) < LARGE_BYTES else io.threads)
+            run_batched(items, work, threads=threads)
         finally:
             free_scratch()
 

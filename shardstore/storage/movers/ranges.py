@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from shardstore.errors import StorageError
@@ -20,7 +19,7 @@ from shardstore.storage.format.grid import Box
 from shardstore.storage.movers.chunk_bytes import slabs, view_in_chunk
 from shardstore.storage.stores.location import Location, store_errors
 
-__all__ = ["FileRanges", "RangeFile", "bytes_stamp"]
+__all__ = ["FileRanges", "RangeFile"]
 
 BLOCK_BYTES = 64 * 1024
 """Bytes that are read at a time of the small structures in a file."""
@@ -138,11 +137,6 @@ def _reading(path: str) -> Iterator[None]:
         if isinstance(error.__cause__, FileNotFoundError):
             raise FileNotFoundError(path) from None
         raise
-
-
-def bytes_stamp(data: bytes) -> str:
-    """The hash that identifies a small document."""
-    return xxhash.xxh3_128_hexdigest(data)
 
 
 class RangeFile(io.RawIOBase):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.parallel import run_batched
@@ -22,15 +21,12 @@ __all__ = [
     "MAX_OBJECT_BYTES",
     "UNKNOWN_BYTES",
     "ObjectIO",
-    "each",
     "object_io",
     "put_objects",
     "read_objects",
 ]
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 MAX_OBJECT_BYTES = 5 * 1024**3
 """The most that one PUT takes (Amazon S3 user guide, "Uploading objects")."""
@@ -149,7 +145,7 @@ def read_objects(location: Location, keys: Sequence[str]) -> list[bytes | None]:
         for number, key in batch:
             found[number] = io.get(key)
 
-    each(list(enumerate(keys)), work, io.small_threads)
+    run_batched(list(enumerate(keys)), work, threads=io.small_threads)
     return found
 
 
@@ -177,9 +173,4 @@ def put_objects(
             if not io.put(name, [data], create=True):
                 exists(name, data)
 
-    each(objects, work, io.small_threads)
-
-
-def each(items: Sequence[T], work: Callable[[Sequence[T]], None], threads: int) -> None:
-    """Run one request an item, on so many threads; errors as :func:`run_batched`."""
-    run_batched(items, work, threads=threads)
+    run_batched(objects, work, threads=io.small_threads)

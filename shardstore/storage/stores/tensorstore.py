@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import IO, Any, TypeVar
@@ -23,7 +24,7 @@ import tensorstore as ts
 from shardstore.errors import StorageError
 from shardstore.storage.stores.errors import NO_TRUST, no_answer, remedy
 from shardstore.storage.stores.location import Location
-from shardstore.storage.stores.object_io import UNKNOWN_BYTES, ObjectIO
+from shardstore.storage.stores.object_io import LARGE_BYTES, UNKNOWN_BYTES, ObjectIO
 from shardstore.storage.stores.s3 import S3Settings
 
 __all__ = ["KvStoreIO", "kvstore_spec", "plain_words", "shared_context", "wait"]
@@ -49,13 +50,14 @@ _context: ts.Context | None = None
 _copier = ThreadPoolExecutor(1, "shardstore-copies")
 
 
-def _copied(copy: Callable[[], T]) -> T:
-    """Make a copy of an object, one at a time: for a moment there are two, TensorStore's and
-    Python's. In one thread, as the allocator keeps memory for each thread that takes some."""
-    try:
-        return _copier.submit(copy).result()
-    except RuntimeError:  # the interpreter is about to end: it takes no more
-        return copy()
+def _copied(copy: Callable[[], T], size: int) -> T:
+    """Make a copy of an object; of large ones one at a time, as for a moment there are two,
+    TensorStore's and Python's, and in one thread, as the allocator keeps memory for each thread
+    that takes some."""
+    if size >= LARGE_BYTES:
+        with suppress(RuntimeError):  # the interpreter is about to end: it takes no more
+            return _copier.submit(copy).result()
+    return copy()
 
 
 def shared_context() -> ts.Context:
@@ -148,10 +150,12 @@ class KvStoreIO(ObjectIO):
         """See :meth:`ObjectIO.put`."""
         condition = NOTHING_THERE if create else None
 
-        def begin(store: ts.KvStore) -> Any:
-            return _copied(lambda: store.write(key, b"".join(parts), if_equal=condition))
+        size = sum(map(len, parts))
 
-        written = self._done("writing", key, sum(map(len, parts)), begin)
+        def begin(store: ts.KvStore) -> Any:
+            return _copied(lambda: store.write(key, b"".join(parts), if_equal=condition), size)
+
+        written = self._done("writing", key, size, begin)
         return bool(written.generation != REFUSED)
 
     def get(
@@ -166,7 +170,7 @@ class KvStoreIO(ObjectIO):
             return None if whole is None else whole[start:stop]
         if found.state == "missing":
             return None
-        data: bytes = _copied(lambda: found.value)
+        data: bytes = _copied(lambda: found.value, size)
         return data
 
     def _done(self, doing: str, key: str, size: int, begin: Callable[[Any], Any]) -> Any:
