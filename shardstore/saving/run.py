@@ -42,13 +42,7 @@ from shardstore.validation import (
 
 __all__ = ["SaveCall", "run_save"]
 
-ChooseStrategies: TypeAlias = Callable[
-    [
-        SaveShardedStrategy | tuple[str, int] | None,
-        SaveCommonStrategy | tuple[str, int] | None,
-    ],
-    tuple[SaveShardedStrategy, SaveCommonStrategy],
-]
+ChooseStrategies: TypeAlias = Callable[[Any, Any], tuple[SaveShardedStrategy, SaveCommonStrategy]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

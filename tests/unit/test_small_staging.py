@@ -23,7 +23,7 @@ SMALL = ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=CHUNK)
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7])
 @pytest.mark.parametrize("store", ["memory", "s3", "disk"])
-def test_a_ring_of_few_chunks(
+def test_room_for_few_chunks(
     store: str, chunks: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     options: dict[str, Any] = {}
@@ -48,7 +48,7 @@ def test_a_ring_of_few_chunks(
     ("how", "largest"), [("plain", 1), ("plain", 40), ("blosc", 40), ("base", 40)]
 )
 def test_many_chunks_of_odd_sizes(how: str, largest: int, tmp_path: Path) -> None:
-    """An optimizer's step counters: in the ring each takes more than it has."""
+    """An optimizer's step counters: in the copy each takes more than it has."""
     tensors = {f"v{i}": torch.full((1 + i % largest,), float(i)) for i in range(3000)}
     state = {key: ShardedTensor.from_rank_offsets(key, value) for key, value in tensors.items()}
     options: dict[str, Any] = {"durable": False}
