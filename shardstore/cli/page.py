@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from itertools import islice
 from typing import Any
@@ -51,23 +50,8 @@ svg { display: block; background: #8881; max-width: 100%; } li { overflow-wrap: 
 """
 
 
-@dataclass(frozen=True, slots=True)
-class ArrayFacts:
-    """What the page shows of an array.
-
-    Attributes:
-        meta: the array.
-        cells: its chunks as rectangles, ``None`` for no picture.
-        statistics: of its values, if they were read.
-        bars: histogram, counts and edges.
-        damage: what could not be read.
-    """
-
-    meta: ArrayMeta
-    cells: Sequence[Cell] | None = None
-    statistics: Statistics | None = None
-    bars: tuple[NDArray[np.int64], NDArray[np.float64]] | None = None
-    damage: Sequence[str] = field(default_factory=list)
+ArrayHtml = Callable[[str, ArrayMeta], str]
+"""From the last part of an array's path, and the array, to its part of the page."""
 
 
 def rank_table(record: object) -> list[list[str]] | None:
@@ -105,11 +89,11 @@ def rank_table(record: object) -> list[list[str]] | None:
 def page(
     about: Mapping[str, Any],
     tree: Module,
-    facts: Mapping[str, ArrayFacts],
+    array_html: ArrayHtml,
     verified: Verified | None,
     findings: Sequence[Finding],
 ) -> str:
-    """The whole page."""
+    """The whole page; :func:`array` makes the parts about arrays."""
     url, commit = str(about["url"]), about["commit"] or {}
     ranks = rank_table(commit.get("ranks"))
     hidden = IN_SUMMARY | ({"ranks"} if ranks else set())
@@ -128,7 +112,7 @@ def page(
         "<h2>Verification</h2>",
         _verification(verified, findings),
         "<h2>Arrays</h2>",
-        f'<div id="tree">{_below(tree, facts, opened=len(tree.below) == 1)}</div>',
+        f'<div id="tree">{_below(tree, array_html, opened=len(tree.below) == 1)}</div>',
     ]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -159,15 +143,15 @@ def _verification(verified: Verified | None, findings: Sequence[Finding]) -> str
     )
 
 
-def _below(module: Module, facts: Mapping[str, ArrayFacts], opened: bool = False) -> str:
-    return "".join(_node(child, facts, opened) for child in module.below.values())
+def _below(module: Module, array_html: ArrayHtml, opened: bool = False) -> str:
+    return "".join(_node(child, array_html, opened) for child in module.below.values())
 
 
-def _node(module: Module, facts: Mapping[str, ArrayFacts], opened: bool) -> str:
-    own = "" if module.array is None else _array(module.name, facts[module.array.key])
+def _node(module: Module, array_html: ArrayHtml, opened: bool) -> str:
+    own = "" if module.array is None else array_html(module.name, module.array)
     if not module.below:
         return own
-    below = _below(module, facts)
+    below = _below(module, array_html)
     return (
         f'<details class="module"{" open" if opened else ""}><summary><b>{escape(module.name)}</b> '
         f'<span class="dim">{counted(module.arrays, "array")}</span>'
@@ -175,21 +159,38 @@ def _node(module: Module, facts: Mapping[str, ArrayFacts], opened: bool) -> str:
     )
 
 
-def _array(name: str, facts: ArrayFacts) -> str:
-    dtype, shape, chunks, shards, size = map(escape, describe(facts.meta))
-    bad = '<span class="bad">damaged</span>' if facts.damage else ""
+def array(
+    name: str,
+    meta: ArrayMeta,
+    cells: Sequence[Cell],
+    statistics: Statistics | None,
+    bars: tuple[NDArray[np.int64], NDArray[np.float64]] | None,
+    damage: Sequence[str],
+) -> str:
+    """The part of the page about an array.
+
+    Args:
+        name: last part of its path.
+        meta: the array.
+        cells: its chunks as rectangles; none for no picture.
+        statistics: of its values, if they were read.
+        bars: histogram, counts and edges.
+        damage: what could not be read.
+    """
+    dtype, shape, chunks, shards, size = map(escape, describe(meta))
+    bad = '<span class="bad">damaged</span>' if damage else ""
     lines = [f"chunks: {chunks}", f"saved from: {shards}" if shards else ""]
-    lines.append(_numbers(facts.statistics) if facts.statistics is not None else "")
-    damage = "".join(f'<div class="bad">{escape(line)}</div>' for line in facts.damage)
-    pictures = _layout(facts.meta, facts.cells) if facts.cells else ""
-    if facts.bars is not None and facts.bars[0].any():
-        pictures += _histogram(*facts.bars)
-    key = escape(facts.meta.key, quote=True)
-    whole = "" if name == facts.meta.key else f'<div class="dim">{key}</div>'
+    lines.append(_numbers(statistics) if statistics is not None else "")
+    damaged = "".join(f'<div class="bad">{escape(line)}</div>' for line in damage)
+    pictures = _layout(meta, cells) if cells else ""
+    if bars is not None and bars[0].any():
+        pictures += _histogram(*bars)
+    key = escape(meta.key, quote=True)
+    whole = "" if name == meta.key else f'<div class="dim">{key}</div>'
     return (
         f'<details class="array" data-key="{key}"><summary>{escape(name)} '
         f'<span class="dim">{dtype} {shape}</span> {bad}<span class="size">{size}</span></summary>'
-        f"{whole}<div>{'; '.join(filter(None, lines))}</div>{damage}"
+        f"{whole}<div>{'; '.join(filter(None, lines))}</div>{damaged}"
         f'<div class="pictures">{pictures}</div></details>'
     )
 

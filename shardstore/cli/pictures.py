@@ -12,6 +12,7 @@ from shardstore.cli.listing import describe
 from shardstore.cli.printing import complain, emit, say
 from shardstore.inspection.layout import Module, cells, drawn_axes, modules
 from shardstore.inspection.opened import StoredArray, clean, counted, human_bytes
+from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.stores.location import store_errors
 
 if TYPE_CHECKING:
@@ -60,11 +61,8 @@ def plot(
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     if array is None:
-        _sizes(
-            axes,
-            modules(array.meta for array in opt.choose(ckpt, [key] if key else []).values()),
-            key,
-        )
+        chosen = opt.choose(ckpt, [key] if key else [])
+        _sizes(axes, modules(found.meta for found in chosen.values()), key)
     elif kind is Plot.layout:
         _layout(figure, axes, array)
     else:
@@ -97,9 +95,7 @@ def _layout(figure: Any, axes: Any, array: StoredArray) -> None:
             figure.colorbar(mesh, label="written by rank", ticks=known[:16])
     for cell in found if len(found) <= NAMED_CELLS else ():
         center = (cell.left + cell.width / 2, cell.top + cell.height / 2)
-        rank = (
-            "" if cell.rank is None else f"rank {cell.rank}" if len(found) <= 16 else f"{cell.rank}"
-        )
+        rank = "" if cell.rank is None else f"{'rank ' * (len(found) <= 16)}{cell.rank}"
         axes.annotate(rank, center, ha="center", va="center")
     rows, columns = drawn_axes(array.meta)
     axes.set_xlabel("" if columns is None else f"axis {columns}")
@@ -162,7 +158,7 @@ def report(
     storage_option: opt.Options = None,
 ) -> None:
     """Write one self-contained HTML page about a checkpoint."""
-    from shardstore.cli.page import ArrayFacts, page
+    from shardstore.cli import page
     from shardstore.inspection.statistics import histogram, measure
     from shardstore.inspection.verify import verify
 
@@ -178,15 +174,18 @@ def report(
     arrays = sorted(ckpt.values(), key=lambda array: (-array.nbytes, array.key))
     if values:
         statistics, damage = measure(arrays, budget_bytes=budget, progress=progress)
-    facts = {}
-    for number, array in enumerate(arrays):
-        is_drawn, found = number < MAX_PICTURED, statistics.get(array.key)
-        bars = None
-        if is_drawn and found is not None:
-            bars = histogram(array, found, BINS, budget_bytes=budget)
-        picture = cells(array.meta, manifest) if is_drawn else None
-        facts[array.key] = ArrayFacts(array.meta, picture, found, bars, damage.get(array.key, []))
-    text = page(ckpt.info, modules(ckpt.metas.values()), facts, verified, findings)
+    drawn = {array.key for array in arrays[:MAX_PICTURED]}
+
+    def array_html(name: str, meta: ArrayMeta) -> str:
+        found, picture, bars = statistics.get(meta.key), [], None
+        if meta.key in drawn:
+            picture = cells(meta, manifest)
+            if found is not None:
+                bars = histogram(ckpt[meta.key], found, BINS, budget_bytes=budget)
+        return page.array(name, meta, picture, found, bars, damage.get(meta.key, ()))
+
+    tree = modules(ckpt.metas.values())
+    text = page.page(ckpt.info, tree, array_html, verified, findings)
     with store_errors("writing", output):
         target.write_text(text, encoding="utf-8")
     is_damaged = bool(damage) or (verified is not None and not verified.ok)
