@@ -180,7 +180,7 @@ def forget_listings(place: Location) -> None:
     """
     if place.is_local:
         return
-    # A file system that the program can not have made has no listings to forget either.
+    # A file system that the program cannot have made has no listings to forget either.
     with suppress(Exception):
         import fsspec  # type: ignore[import-untyped]
 
@@ -325,7 +325,7 @@ class StorageReader(Placed, DcpStorageReader):
         Raises:
             DTypeMismatchError: a tensor has another data type than what is stored, without
                 ``cast``.
-            ArgumentError: a tensor can not be filled in place: it is sparse, or expanded.
+            ArgumentError: a tensor cannot be filled in place: it is sparse, or expanded.
             ChunkMissingError, ChunkCorruptError: what is stored is not what was written.
             UnsafeObjectError: an object needs a class that was not allowed.
         """

@@ -1,6 +1,6 @@
 """Backend ``("torch_dist", 1)``: DCP's own files, as Megatron-Core writes and reads them today.
 
-Tensors and sharded objects go through PyTorch DCP's file system writer; they are read by
+PyTorch DCP's planner decides what each rank writes; the files are written here, and read by
 :mod:`shardstore.dcp.files`, which trusts nothing. Flattened ranges take the form that Megatron-Core
 gives them: the grid of shards, and behind it the elements of a flattened shard.
 """
@@ -89,7 +89,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
 
     Raises:
         FormatVersionError: another version than 1.
-        ArgumentError: ``thread_count`` is no positive number, or ``separation_hint`` can not begin
+        ArgumentError: ``thread_count`` is no positive number, or ``separation_hint`` cannot begin
             the name of a file.
     """
 
@@ -371,7 +371,7 @@ class TorchDistLoadShardedStrategy(ReadsOwnFormat, LoadShardedStrategy):
             CheckpointingException: always, with what to do instead.
         """
         raise CheckpointingException(
-            f"tensors whose keys begin with {key_prefix!r} can not be removed from "
+            f"tensors whose keys begin with {key_prefix!r} cannot be removed from "
             f"{checkpoint_dir}: in the {BACKEND!r} format many tensors share a file. Load what "
             "shall stay and save it anew, or convert the checkpoint to ('zarr', 2) (`shardstore "
             "convert`) and remove them there",

@@ -277,19 +277,16 @@ def _state_record(metadata: Metadata, reports: Sequence[Report]) -> StateRecord:
 
 
 def _put_together(
-    reports: Sequence[Report], rank: int, attempt: Attempt, options: SaveOptions
-) -> bytes:
-    """Write the chunks that several ranks hold parts of. Called by the coordinator.
-
-    Returns:
-        A manifest of these chunks.
+    reports: Sequence[Report], manifest: RankManifest, attempt: Attempt, options: SaveOptions
+) -> None:
+    """Write the chunks that several ranks hold parts of, and note them in the coordinator's
+    manifest. Called by the coordinator.
 
     Raises:
         AccessPatternError: the ranks together gave less than a whole chunk.
         StorageError: the store refused.
     """
     start = perf_counter()
-    manifest = RankManifest(rank)
     chunks: dict[tuple[str, tuple[int, ...]], tuple[CutChunk, dict[int, bytes]]] = {}
     for report in reports:
         for chunk, first, data in report.pieces:
@@ -297,8 +294,7 @@ def _put_together(
     writes = [ChunkWrite(c.array, c.index, _joined(c, pieces)) for c, pieces in chunks.values()]
     arrays = {chunk.array.key: (chunk.array, False) for chunk, _ in chunks.values()}
     write_chunks(attempt, options, manifest, arrays.values(), writes)
-    manifest.seconds = {"write": perf_counter() - start}
-    return manifest.to_bytes()
+    manifest.seconds["write"] += perf_counter() - start
 
 
 def _joined(chunk: CutChunk, pieces: Mapping[int, bytes]) -> NDArray[Any]:
@@ -484,8 +480,9 @@ class StorageWriter(Placed, DcpStorageWriter):
             if isinstance(result.storage_data, Report)
         ]
         record = _state_record(metadata, reports)
-        manifests = [report.manifest for report in reports]
-        manifests.append(_put_together(reports, self._rank, attempt, self.options))
+        manifests = [RankManifest.from_bytes(r.manifest, n) for n, r in enumerate(reports)]
+        own = next(manifest for manifest in manifests if manifest.rank == self._rank)
+        _put_together(reports, own, attempt, self.options)
         about = About(
             common_backend=(BACKEND, VERSION),
             record={MEMBER: record.to_json()},
