@@ -229,7 +229,7 @@ WRONG_PARTS: dict[str, tuple[dict[str, Any], str]] = {
     "one key": ({"keys": "w"}, "keys='w' must be a list of keys"),
     "no key": ({"keys": [["w"]]}, "unhashable type"),
     "step": ({"region": [slice(0, 2, 2)]}, "without steps"),
-    "bound": ({"region": [slice("a")]}, "bounds that are no whole numbers"),
+    "bound": ({"region": [slice("a")]}, "slices of whole numbers"),
     "options": ({"storage_options": ["x"]}, "storage_options must be a dict"),
     "device": ({"map_location": "meta"}, "map_location='meta'"),
     "empty place": ({"checkpoint_dir": ""}, "empty"),
