@@ -6,7 +6,9 @@ import json
 import logging
 import pickle
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,11 @@ import pytest
 import shardstore
 from scripts.s3_servers import S3Server
 from shardstore.errors import StorageError
+from shardstore.storage.stores import tensorstore
 from shardstore.storage.stores.errors import keep_quiet_about
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.object_io import object_io
+from shardstore.storage.stores.s3 import S3Settings
 from tests.helpers.s3_checkpoints import state
 
 WRONG = {
@@ -183,3 +187,21 @@ def test_answers_that_bring_credentials_are_logged_without_them(
     logging.getLogger("botocore.parsers").debug("path /bucket/run: x-amz-date %s", FOUND["token"])
     assert FOUND["token"] not in caplog.text
     assert "path /bucket/run" in caplog.text
+
+
+def test_threads_that_open_stores_at_once_find_their_credentials() -> None:
+    """TensorStore reads the file of credentials later, with its first request."""
+    threads = 16
+    barrier = threading.Barrier(threads)
+
+    def opened(secret: str) -> str:
+        settings = S3Settings("eu-west-1", "http://127.0.0.1:1", ("someone", secret, None), "")
+        barrier.wait(30)
+        spec = tensorstore._open("s3://bucket/place", settings, tensorstore.shared_context()).spec
+        file: str = spec["aws_credentials"]["credentials_file"]
+        return file
+
+    with ThreadPoolExecutor(threads) as pool:
+        for secret in (f"secret-{number}" for number in range(30)):
+            for file in list(pool.map(opened, [secret] * threads)):
+                assert f"aws_secret_access_key = {secret}\n" in Path(file).read_text()

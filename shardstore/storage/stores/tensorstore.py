@@ -106,12 +106,14 @@ class Opened:
         context: what it shares with others.
         spec: its specification (TensorStore documentation, "s3 Key-Value Store driver").
         store: the store.
+        secrets: the file that its credentials are read from, with its first request.
     """
 
     settings: S3Settings
     context: ts.Context
     spec: dict[str, Any]
     store: ts.KvStore
+    secrets: IO[str] | None
 
 
 class KvStoreIO(ObjectIO):
@@ -241,12 +243,15 @@ def kvstore_spec(location: Location) -> dict[str, Any]:
 
 
 def _open(url: str, settings: S3Settings, context: ts.Context) -> Opened:
-    credentials = {"type": "anonymous"}
+    secrets, credentials = None, {"type": "anonymous"}
     if settings.credentials is not None:
+        # One thread at a time: of two files of the same credentials, one would not be kept open.
+        with _lock:
+            secrets = _secrets(settings.credentials)
         credentials = {
             "type": "profile",
             "profile": "shardstore",
-            "credentials_file": f"/proc/self/fd/{_secrets(settings.credentials).fileno()}",
+            "credentials_file": f"/proc/self/fd/{secrets.fileno()}",
             "config_file": os.devnull,
         }
     _, _, bucket, *path = url.split("/", 3)
@@ -259,12 +264,18 @@ def _open(url: str, settings: S3Settings, context: ts.Context) -> Opened:
         "use_conditional_write": True,
         "aws_credentials": credentials,
     }
-    return Opened(settings, context, spec, ts.KvStore.open(spec, context=context).result())
+    try:
+        store = ts.KvStore.open(spec, context=context).result()
+    except ValueError as error:
+        failure = _failure("opening", url, str(error))
+    else:
+        return Opened(settings, context, spec, store, secrets)
+    raise failure  # not while the other is handled, see _done
 
 
 @lru_cache(maxsize=64)
 def _secrets(credentials: tuple[str | None, ...]) -> IO[str]:
-    """A file in memory, which stays open, as TensorStore reads it with its first request."""
+    """Return a file in memory, which stays open: TensorStore reads it with its first request."""
     names = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
     lines = [f"{n} = {v}" for n, v in zip(names, credentials, strict=True) if v]
     file = os.fdopen(os.memfd_create("credentials", os.MFD_CLOEXEC), "w")
