@@ -11,6 +11,9 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+MANY = 2000
+"""Objects, more than were freed meanwhile."""
+
 _pauses: list[object] = []
 """Those that switched the collector off; where several began at the same time, all of them did."""
 
@@ -28,6 +31,12 @@ def collector_paused() -> Iterator[None]:
     try:
         yield
     finally:
+        # What was made meanwhile counts as old from here on (Python documentation, gc.freeze): a
+        # collection of the young would follow at once, and walk all of it for nothing. What the
+        # program has frozen stays so.
+        if gc.get_count()[0] > MANY and not gc.get_freeze_count():
+            gc.freeze()
+            gc.unfreeze()
         gc.enable()
         _pauses.remove(pause)
 
