@@ -106,7 +106,7 @@ def _rebuild(
 
 
 class ArgumentError(CheckpointingException, ValueError, TypeError):
-    """An argument is of a wrong type, or has a value that it can not have."""
+    """An argument is of a wrong type, or has a value that it cannot have."""
 
 
 class IndexRangeError(ArgumentError, IndexError):
@@ -158,7 +158,7 @@ class ChunkCorruptError(DamagedCheckpointError):
 
 
 class StructureError(CheckpointingException, ValueError):
-    """Two nested structures that should fit together do not, or one can not be taken apart."""
+    """Two nested structures that should fit together do not, or one cannot be taken apart."""
 
 
 class StorageError(CheckpointingException, OSError):

@@ -149,7 +149,7 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
             MissingKeyError: there is none; the text names the nearest keys.
         """
         if key not in self.metas:
-            raise missing(key, self, f"key of the {len(self)} in {self.url}")
+            raise missing(key, self, f"key of {self.url}, which has {len(self)}")
         return StoredArray(self, self.metas[key])
 
     def __contains__(self, key: object) -> bool:
@@ -559,7 +559,9 @@ class StoredObjects(Mapping[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         if key not in self.names:
-            raise missing(key, self, f"object of the {len(self)} in {self._stored.location.url}")
+            raise missing(
+                key, self, f"object of {self._stored.location.url}, which has {len(self)}"
+            )
         from shardstore.strategies.common import load_file
 
         name = self.names[key]
@@ -608,7 +610,7 @@ def missing(key: str, known: Iterable[str], what: str) -> MissingKeyError:
     Args:
         key: what was asked for.
         known: all keys.
-        what: what ``key`` is not, such as ``key of the 7 in /run/step-100``.
+        what: what ``key`` is not, such as ``key of /run/step-100, which has 7``.
     """
     names = list(known)
     near = get_close_matches(str(key), names, n=3, cutoff=0.5)

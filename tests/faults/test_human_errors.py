@@ -102,7 +102,9 @@ def test_places_that_are_none(here: Path, case: str, entry: str) -> None:
 
 def test_storage_options_that_are_none(here: Path) -> None:
     for entry in (shardstore.save, shardstore.load):
-        with pytest.raises(ArgumentError, match=r"storage_options must be a dict.* not a list"):
+        with pytest.raises(
+            ArgumentError, match=r"storage_options must be a dict.* not of type list"
+        ):
             entry(state(), "place", storage_options=["x"])  # type: ignore[operator]
     assert os.listdir(here) == []
 

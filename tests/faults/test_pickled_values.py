@@ -315,7 +315,7 @@ class Items(list[int]):
     """Another one, which has to be filled."""
 
 
-def test_what_the_program_allows() -> None:
+def test_what_the_program_allows(tmp_path: Path) -> None:
     data = dump_bytes({"held": Held(3), "items": Items([1, 2])})
     with pytest.raises(UnsafeObjectError, match=r"add_safe_globals.*pickled_values\.Held"):
         load_bytes(data, "/place/common.pt")
@@ -324,7 +324,8 @@ def test_what_the_program_allows() -> None:
     assert found["held"].value == 3
     assert (type(found["items"]), found["items"]) == (Items, [1, 2])
     with torch.serialization.safe_globals([os.mkdir]), pytest.raises(UnsafeObjectError):
-        load_bytes(dump_bytes(Call(os.mkdir, "/tmp/never")), "/place/common.pt")
+        load_bytes(dump_bytes(Call(os.mkdir, str(tmp_path / "never"))), "/place/common.pt")
+    assert not any(tmp_path.iterdir())
 
 
 def test_metadata_of_dcp_still_loads(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def _text(place: object) -> str:
         url = None
     if not isinstance(url, str):
         raise ArgumentError(
-            f"the place of a checkpoint is a path or a URL, not a {type(place).__name__} "
+            f"the place of a checkpoint is a path or a URL, not of type {type(place).__name__} "
             f"({place!r:.100})"
         )
     _require(bool(url.strip()), place, "is empty: give a path or a URL")
@@ -126,7 +126,7 @@ _REMEDIES = {
     errno.EMFILE: "too many files are open: raise the limit (ulimit -n)",
     errno.ELOOP: "a symbolic link leads to itself, or is where a file is to be written: remove it",
     errno.ENAMETOOLONG: "the path is too long: shorten the key or the folder",
-    errno.ENOENT: "the folder is not there: it can not be made, or something removed it "
+    errno.ENOENT: "the folder is not there: it cannot be made, or something removed it "
     "while it was in use",
 }
 
@@ -165,7 +165,7 @@ def given_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
         raise ArgumentError(
             # Not what it is: there may be a secret in it.
             f"storage_options must be a dict, such as {{'endpoint_url': 'http://host:9000'}}, "
-            f"not a {type(options).__name__}"
+            f"not of type {type(options).__name__}"
         )
     return dict(options or {})
 

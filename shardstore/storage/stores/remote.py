@@ -98,7 +98,7 @@ def _made(url: str, protocol: str, options: Mapping[str, Any], is_s3: bool) -> A
     except CheckpointingException:
         raise
     except ImportError as error:
-        package = "s3fs (pip install 'shardstore[s3]')" if is_s3 else "the package it names"
+        package = "s3fs (pip install s3fs)" if is_s3 else "the package it names"
         raise StorageError(f"{url}: {protocol}:// needs {package}: {error}", url=url) from error
     except ValueError as error:
         if "rotocol not known" in str(error):
