@@ -1,4 +1,5 @@
-"""Loads through DCP with planners that look at the plans of all ranks, or change them."""
+"""Saves and loads through DCP by the plans of all ranks: planners that look at them or change
+them, and plans that do not fit together."""
 
 from __future__ import annotations
 
@@ -123,3 +124,19 @@ def test_the_coordinator_sees_the_items_of_all_ranks(saved: Path) -> None:
 @pytest.mark.parametrize("planner", [Replaces, ChangesInPlace, ChangesItsOwn])
 def test_what_a_planner_changes_holds(saved: Path, planner: type[DefaultLoadPlanner]) -> None:
     run_ranks(load_without_b, WORLD, saved, planner)
+
+
+def save_two_types(rank: int, world_size: int, folder: Path) -> str:
+    mesh = init_device_mesh("cpu", (world_size,))
+    part = torch.ones(2, 3, dtype=torch.float16 if rank == 1 else torch.float32)
+    state = {"w": DTensor.from_local(part, mesh, [Shard(0)])}
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        dcp.save(state, storage_writer=StorageWriter(folder / "checkpoint"))
+    return str(caught.value)
+
+
+def test_ranks_that_give_a_tensor_two_types_are_all_told(tmp_path: Path) -> None:
+    for text in run_ranks(save_two_types, WORLD, tmp_path):
+        for part in ("'w'", "rank 1 has", "float16", "rank 0 has", "float32"):
+            assert part in text
+    assert not any(tmp_path.iterdir())
