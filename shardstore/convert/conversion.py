@@ -1,10 +1,10 @@
 """Conversion between checkpoint formats: without ranks, piece by piece, resumable, verified.
 
-Tensors go through buffers of a bounded size and never exist as a whole. What is written lies in a
-work folder beside the target, or in an object store where no reader takes it for a checkpoint yet,
-with a journal of what is done; a conversion that died goes on from there when it is started again.
-Before the result takes its place it is read back and compared with the source to the bit. Torch is
-imported where a format or a value is torch's, and else not.
+Tensors go through buffers of a bounded size and never exist as a whole. What is written lies beside
+the target, or in an object store where no reader takes it for a checkpoint yet, with a journal of
+what is done; a conversion that died goes on from there when it is started again. Before the result
+takes its place it is read back and compared with the source to the bit. Torch is imported where a
+format or a value is torch's, and else not.
 """
 
 from __future__ import annotations
@@ -15,48 +15,30 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardstore.convert.interfaces import Reader, Source, Target, Written, exists_error
-from shardstore.convert.safetensors import (
-    INDEX_SUFFIX,
-    SafetensorsSource,
-    SafetensorsTarget,
-    is_file_name,
-)
-from shardstore.convert.values import compare_values
+from shardstore.convert.formats import Receipt, Source, Target
+from shardstore.convert.safetensors import SafetensorsSource, SafetensorsTarget, is_file_name
 from shardstore.convert.zarr import ShardstoreTarget, ZarrSource
 from shardstore.core import maybe_load_config
 from shardstore.errors import (
     ArgumentError,
-    CheckpointExistsError,
     CheckpointingException,
     DamagedCheckpointError,
     NotACheckpointError,
 )
 from shardstore.progress import Operation, ProgressCallback, callback_of, log_event, metered
 from shardstore.storage.commit.identity import is_ours
-from shardstore.storage.commit.inventory import is_checkpoint
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.names import DCP_METADATA_NAME
 from shardstore.storage.movers.chunk_bytes import as_bytes
-from shardstore.storage.movers.chunks import RegionRead
+from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
 from shardstore.storage.stores.location import Location
-
-__all__ = [
-    "FORMATS",
-    "TARGET_FORMATS",
-    "Conversion",
-    "convert",
-    "detect",
-    "require_apart",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -65,10 +47,9 @@ TARGET_FORMATS = ("shardstore", "safetensors", "dcp")
 DEFAULT_MEMORY_BUDGET = 512 * 1024 * 1024
 DEFAULT_FILE_BYTES = 5 * 1000**3
 SLAB_BYTES = 1024 * 1024
-_MISSING = object()
 _Chunk = tuple[ArrayMeta, tuple[int, ...]]
 """An array of the target, and the index of a chunk of it."""
-Receipts = dict[tuple[str, tuple[int, ...]], Any]
+Receipts = dict[tuple[str, tuple[int, ...]], Receipt]
 """Key and index of a chunk -> its receipt."""
 
 
@@ -144,77 +125,107 @@ def convert(
     callback_of(progress, shows=False)
     place = Location.given(source, source_options)
     goal = Location.given(target, target_options)
-    require_apart(place, goal)
+    _require_apart(place, goal)
+    parent, _, name = goal.url.rpartition("/")
+    if not name or (not goal.is_local and parent.endswith("/")):
+        raise CheckpointingException(
+            f"{goal.url} is all of a store: name a folder in it to convert to", url=goal.url
+        )
+    beside = Location(parent or "/", goal.options)
     found = source_format or detect(place)
-    wanted = _target_format(goal, target_format)
-    beside = _beside(goal)
-    _require_free(goal, wanted, overwrite)
-    about = {"source": place.url, "source_format": found, "target_format": wanted}
-    log_event(logger, "convert_begin", f"{goal.url}: converting", url=goal.url, **about)
-    started = perf_counter()
-    opened = open_source(place, found)
-    work = beside.child(f".{goal.name}.convert")
-    journal = _Journal(beside.child(f".{goal.name}.convert.journal"))
-    head = {
-        "source": place.url,
-        "formats": [found, wanted],
-        "identity": opened.identity(),
-        "memory_budget": memory_budget,
-        "file_bytes": file_bytes,
-    }
+    wanted = target_format or (
+        "safetensors" if goal.name.endswith(".safetensors") else "shardstore"
+    )
     # Where a result is verified, two buffers of a batch exist at a time.
     batch_bytes = max(1, memory_budget // 2)
     built: Target
+    work = beside.child(f".{goal.name}.convert")
     if wanted == "shardstore":
-        built = ShardstoreTarget(
-            work, goal, source=found, overwrite=overwrite, budget_bytes=batch_bytes
-        )
+        built = ShardstoreTarget(goal, found, overwrite, batch_bytes)
     elif wanted == "dcp":
         from shardstore.convert.dcp import DcpTarget  # imports torch
 
         built = DcpTarget(work, goal)
+    elif wanted == "safetensors":
+        built = SafetensorsTarget(work, goal, file_bytes, batch_bytes)
     else:
-        built = SafetensorsTarget(work, goal, file_bytes=file_bytes, budget_bytes=batch_bytes)
-    run = _Run(opened, built, batch_bytes, (place.url, goal.url), progress)
+        raise CheckpointingException(
+            f"target_format={wanted!r} is not one of {', '.join(TARGET_FORMATS)}"
+        )
+    about = {"source": place.url, "source_format": found, "target_format": wanted}
+    log_event(logger, "convert_begin", f"{goal.url}: converting", url=goal.url, **about)
+    started = perf_counter()
+    opened = open_source(place, found)
+    same = [about, opened.identity(), memory_budget, file_bytes]
+    journal = _Journal(beside.child(f".{goal.name}.convert.journal"), json.dumps(same))
+    arrays = [
+        built.array(meta, opened.boxes(key), batch_bytes)
+        for key, meta in sorted(opened.arrays.items())
+    ]
+    chunks = [(array, array.grid.index(i)) for array in arrays for i in range(array.grid.size)]
+    total = sum(map(_chunk_bytes, chunks))
+
+    def stage(
+        operation: Operation, left: Sequence[_Chunk], work: Callable[[list[ChunkWrite]], None]
+    ) -> None:
+        """Read chunks from the source, batch by batch, and do the work of a stage with them."""
+        with metered(operation, goal.url, progress) as meter:
+            meter.expect(total, len(left))
+            meter.count(total - sum(map(_chunk_bytes, left)), 0)
+            for batch in _batches(left, batch_bytes):
+                work(_read(batch, opened.read, opened.arrays))
+                meter.count(sum(map(_chunk_bytes, batch)), len(batch))
+
+    def write(batch: list[ChunkWrite]) -> None:
+        written = zip(batch, built.write(batch), strict=True)
+        journal.add([(chunk.array.key, chunk.index, receipt) for chunk, receipt in written])
+
+    def compare(batch: list[ChunkWrite]) -> None:
+        copies = _read([(chunk.array, chunk.index) for chunk in batch], built.read)
+        for chunk, copy in zip(batch, copies, strict=True):
+            if not _equal(as_bytes(chunk.data()), as_bytes(copy.data())):
+                what = f"chunk {chunk.index} of key {chunk.array.key!r}"
+                raise _differs(what, place, goal, key=chunk.array.key, chunk=chunk.index)
+
     try:
-        known = journal.open(head)
-        # No attempt fences these objects off: nothing at all may be there.
-        is_fenced = wanted == "shardstore" or goal.is_local or journal.exists()
-        if not is_fenced and (names := goal.listing()):
-            raise CheckpointExistsError(
-                f"{goal.url} already holds {', '.join(names[:4])}; convert to elsewhere",
-                url=goal.url,
-            )
-        if not (resume and known is not None and built.resume(known[1])):
-            journal.start(head, built.start())
-            known = {}, None
-        resumed = run.write(journal, known[0])
-        written = built.read_back()
+        state, receipts = journal.open()
+        if not resume or receipts is None or not built.resume(state):
+            journal.start(built.start(state))
+            receipts = {}
+        built.begin(arrays, opened.extras())
+        left = []
+        for array, index in chunks:
+            known = (array.key, index) in receipts
+            if not (known and built.restore(array, index, receipts[array.key, index])):
+                left.append((array, index))
+        stage("convert", left, write)
+        built.finish()
         if verify:
-            run.compare(written)
+            stage("verify", chunks, compare)
             # Opened anew: what the first one has read it may have kept.
-            again = open_source(place, found).extras()
-            between = (place.url, goal.url)
-            compare_values(again, written.extras(), plain=built.plain, between=between)
+            for what, expected, stored in built.documents(open_source(place, found).extras()):
+                if expected != stored:
+                    raise _differs(f"what is written as {what!r}", place, goal)
         built.publish()
     except BaseException:
         built.stop()
         raise
     journal.remove()
     seconds = perf_counter() - started
+    resumed = total - sum(map(_chunk_bytes, left))
     log_event(
         logger,
         "convert",
-        f"{goal.url}: converted, {run.total_bytes} bytes in {seconds:.3f} s",
+        f"{goal.url}: converted, {total} bytes in {seconds:.3f} s",
         url=goal.url,
         **about,
-        tensors=len(run.arrays),
-        bytes=run.total_bytes,
+        tensors=len(arrays),
+        bytes=total,
         resumed_bytes=resumed,
         seconds=seconds,
         verified=verify,
     )
-    return Conversion(found, wanted, len(run.arrays), run.total_bytes, resumed, verify)
+    return Conversion(found, wanted, len(arrays), total, resumed, verify)
 
 
 def detect(place: Location) -> str:
@@ -266,7 +277,7 @@ def open_source(place: Location, source_format: str) -> Source:
     )
 
 
-def require_apart(source: Location, target: Location) -> None:
+def _require_apart(source: Location, target: Location) -> None:
     """Raise :class:`ArgumentError` if one is, or lies in, the other, through links too."""
     if _within(target, source):
         same = _within(source, target)
@@ -283,52 +294,13 @@ def require_apart(source: Location, target: Location) -> None:
 
 
 def _within(inner: Location, outer: Location) -> bool:
-    if inner.is_local != outer.is_local:
-        return False
-    if not inner.is_local:
+    if not (inner.is_local and outer.is_local):
         return f"{inner.url}/".startswith(f"{outer.url}/")
-    path, folder = Path(os.path.realpath(inner.url)), Path(os.path.realpath(outer.url))
-    for above in (path, *path.parents):
-        with suppress(OSError):  # one is not there
-            if above == folder or above.samefile(folder):  # mounts give a folder two names
-                return True
+    path = inner.path.resolve()
+    with suppress(OSError):  # nothing is there
+        there = [above for above in (path, *path.parents) if above.exists()]
+        return any(above.samefile(outer.path) for above in there)  # mounts give it two names
     return False
-
-
-def _beside(goal: Location) -> Location:
-    """The folder that a target is in."""
-    parent, _, name = goal.url.rpartition("/")
-    if not name or (not goal.is_local and parent.endswith("/")):
-        raise CheckpointingException(
-            f"{goal.url} is all of a store: name a folder in it to convert to", url=goal.url
-        )
-    return Location(parent or "/", goal.options)
-
-
-def _target_format(target: Location, given: str | None) -> str:
-    wanted = given or ("safetensors" if target.name.endswith(".safetensors") else "shardstore")
-    if wanted not in TARGET_FORMATS:
-        raise CheckpointingException(
-            f"target_format={wanted!r} is not one of {', '.join(TARGET_FORMATS)}"
-        )
-    return wanted
-
-
-def _require_free(target: Location, wanted: str, overwrite: bool) -> None:
-    if wanted == "shardstore" and overwrite and is_checkpoint(target):
-        return
-    if target.is_local:
-        taken = target.exists() and not (target.is_dir() and not target.listing())
-    elif wanted == "shardstore":
-        taken = is_checkpoint(target)
-    else:
-        # Files of an earlier run may be there already, but not those that complete a checkpoint.
-        names = target.listing()
-        taken = any(name == DCP_METADATA_NAME or name.endswith(INDEX_SUFFIX) for name in names)
-        taken = taken or (is_file_name(target.name) and target.exists())
-    if taken:
-        remedy = ", or pass overwrite=True (--overwrite) to replace a checkpoint"
-        raise exists_error(target, remedy if wanted == "shardstore" else "")
 
 
 class _Journal:
@@ -336,50 +308,33 @@ class _Journal:
 
     Args:
         place: folder of the documents.
+        same: what tells one conversion from another.
     """
 
-    def __init__(self, place: Location) -> None:
-        self._place = place
+    def __init__(self, place: Location, same: str) -> None:
+        self._place, self._same = place, same
         self._count = 0
 
-    def open(self, head: dict[str, Any]) -> tuple[Receipts, Any] | None:
-        """What an earlier run of the same conversion did, and the state that its target had.
-
-        Args:
-            head: what tells one conversion from another.
-
-        Returns:
-            ``None`` where there was none, or another one.
-        """
+    def open(self) -> tuple[Any, Receipts | None]:
+        """The state that the target of an earlier run had, and what that run did; ``None`` where
+        there was none, or another conversion."""
         documents: list[Any] = []
         with suppress(ValueError):  # the last one was cut short
             for name in self._place.listing():
-                if name != _numbered(len(documents)):
-                    break
                 documents.append(json.loads(self._place.read(name)))
-        try:
-            if documents[0]["head"] != json.loads(json.dumps(head)):
-                return None
-            rows = [row for document in documents[1:] for row in document]
-            found = {(str(key), tuple(index)): receipt for key, index, receipt in rows}
-            state = documents[0]["state"]
-        except (ValueError, TypeError, KeyError, IndexError):
-            return None
         self._count = len(documents)
-        return found, state
+        if not documents:
+            return None, None
+        same, state = documents[0]
+        rows = [row for document in documents[1:] for row in document]
+        found = {(key, tuple(index)): receipt for key, index, receipt in rows}
+        return state, found if same == self._same else None
 
-    def exists(self) -> bool:
-        """Whether there is one, of this conversion or another."""
-        return self._place.exists()
-
-    def start(self, head: dict[str, Any], state: Any) -> None:
-        """Begin with nothing done.
-
-        Raises:
-            StorageError: the store refused.
-        """
+    def start(self, state: Any) -> None:
+        """Begin with nothing done."""
         self.remove()
-        self.add({"head": head, "state": state})
+        self._count = 0
+        self.add([self._same, state])
 
     def add(self, document: Any) -> None:
         """Note the chunks of a batch: key, index and receipt of each.
@@ -387,128 +342,47 @@ class _Journal:
         Raises:
             StorageError: the store refused.
         """
-        self._place.write(_numbered(self._count), json.dumps(document).encode())
+        self._place.write(f"{self._count:08d}.json", json.dumps(document).encode())
         self._count += 1
 
     def remove(self) -> None:
         """The conversion is complete, or starts anew."""
         self._place.delete()
-        self._count = 0
 
 
-def _numbered(number: int) -> str:
-    return f"{number:08d}.json"
+def _read(
+    chunks: Sequence[_Chunk],
+    read: Callable[[Sequence[RegionRead]], None],
+    arrays: Mapping[str, ArrayMeta] | None = None,
+) -> list[ChunkWrite]:
+    """Read chunks of the target; from the source, if its ``arrays`` are given."""
+    out, reads = [], []
+    for array, index in chunks:
+        box = array.grid.box(index)
+        data = np.empty(box.shape, dtypes.numpy_dtype(array.dtype))
+        out.append(ChunkWrite(array, index, data))
+        reads.append(RegionRead(arrays[array.key] if arrays else array, box, data))
+    read(reads)
+    return out
 
 
-class _Run:
-    """The chunks of a conversion, in batches within the budget."""
-
-    def __init__(
-        self,
-        source: Source,
-        target: Target,
-        batch_bytes: int,
-        between: tuple[str, str],
-        progress: ProgressCallback | Literal["bar"] | None,
-    ) -> None:
-        self._source, self._target = source, target
-        self._batch_bytes = batch_bytes
-        self._between = between
-        self._progress = progress
-        self.arrays = [
-            target.array(meta, source.boxes(key), batch_bytes)
-            for key, meta in sorted(source.arrays.items())
-        ]
-        self._chunks = [
-            (array, array.grid.index(i)) for array in self.arrays for i in range(array.grid.size)
-        ]
-        self.total_bytes = sum(map(_chunk_bytes, self._chunks))
-
-    def write(self, journal: _Journal, receipts: Receipts) -> int:
-        """Write what is not written yet. Returns the bytes that an earlier run wrote."""
-        self._target.begin(self.arrays, self._source.extras())
-        left = []
-        for array, index in self._chunks:
-            known = receipts.get((array.key, index), _MISSING)
-            if known is _MISSING or not self._target.restore(array, index, known):
-                left.append((array, index))
-
-        def write(chunks: Sequence[Written]) -> None:
-            written = zip(chunks, self._target.write(chunks), strict=True)
-            journal.add([(chunk.array.key, chunk.index, receipt) for chunk, receipt in written])
-
-        return self._run("convert", left, write)
-
-    def compare(self, reader: Reader) -> None:
-        """Compare what was written with the source.
-
-        Raises:
-            DamagedCheckpointError: they differ.
-        """
-
-        def compare(chunks: Sequence[Written]) -> None:
-            copies = [np.empty_like(chunk.data) for chunk in chunks]
-            places = zip(chunks, copies, strict=True)
-            reader.read(
-                [RegionRead(c.array, c.array.grid.box(c.index), copy) for c, copy in places]
-            )
-            for chunk, copy in zip(chunks, copies, strict=True):
-                if not _equal(as_bytes(chunk.data), as_bytes(copy)):
-                    source, url = self._between
-                    raise DamagedCheckpointError(
-                        f"chunk {chunk.index} of key {chunk.array.key!r} differs between "
-                        f"{source} and what was written for {url}; nothing was put "
-                        "there. Convert again with resume=False (--no-resume), and check the disk",
-                        key=chunk.array.key,
-                        chunk=chunk.index,
-                        url=url,
-                    )
-
-        self._run("verify", self._chunks, compare)
-
-    def _run(
-        self,
-        operation: Operation,
-        chunks: Sequence[_Chunk],
-        work: Callable[[Sequence[Written]], None],
-    ) -> int:
-        """Read chunks from the source, batch by batch, and do the work of a stage with them.
-
-        Returns:
-            Bytes of those that are not among ``chunks``.
-        """
-        done = self.total_bytes - sum(map(_chunk_bytes, chunks))
-        with metered(operation, self._between[1], self._progress) as meter:
-            meter.expect(self.total_bytes, len(chunks))
-            meter.count(done, 0)
-            for batch in self._batches(chunks):
-                work(self._read(batch))
-                meter.count(sum(map(_chunk_bytes, batch)), len(batch))
-        return done
-
-    def _read(self, batch: Sequence[_Chunk]) -> list[Written]:
-        chunks = []
-        reads = []
-        for array, index in batch:
-            box = array.grid.box(index)
-            data = np.empty(box.shape, dtypes.numpy_dtype(array.dtype))
-            chunks.append(Written(array, index, data))
-            reads.append(RegionRead(self._source.arrays[array.key], box, data))
-        self._source.read(reads)
-        return chunks
-
-    def _batches(self, chunks: Sequence[_Chunk]) -> Iterator[list[_Chunk]]:
-        batch: list[_Chunk] = []
-        size = 0
-        for chunk in chunks:
-            nbytes = _chunk_bytes(chunk)
-            if batch and size + nbytes > self._batch_bytes:
-                yield batch
-                batch, size = [], 0
-            batch.append(chunk)
-            size += nbytes
-        if batch:
+def _batches(chunks: Sequence[_Chunk], batch_bytes: int) -> Iterator[list[_Chunk]]:
+    batch: list[_Chunk] = []
+    size = 0
+    for chunk in chunks:
+        nbytes = _chunk_bytes(chunk)
+        if batch and size + nbytes > batch_bytes:
             yield batch
+            batch, size = [], 0
+        batch.append(chunk)
+        size += nbytes
+    if batch:
+        yield batch
+
+
+def _chunk_bytes(chunk: _Chunk) -> int:
+    array, index = chunk
+    return array.grid.box(index).size * dtypes.itemsize(array.dtype)
 
 
 def _equal(a: NDArray[np.uint8], b: NDArray[np.uint8]) -> bool:
@@ -517,6 +391,10 @@ def _equal(a: NDArray[np.uint8], b: NDArray[np.uint8]) -> bool:
     return all(np.array_equal(a[i : i + SLAB_BYTES], b[i : i + SLAB_BYTES]) for i in slabs)
 
 
-def _chunk_bytes(chunk: _Chunk) -> int:
-    array, index = chunk
-    return array.grid.box(index).size * dtypes.itemsize(array.dtype)
+def _differs(what: str, source: Location, target: Location, **about: Any) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        f"{what} differs between {source.url} and what was written for {target.url}; nothing was "
+        "put there. Convert again with resume=False (--no-resume), and check the disk",
+        url=target.url,
+        **about,
+    )

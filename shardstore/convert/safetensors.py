@@ -10,44 +10,26 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Annotated, Any, ClassVar
+from itertools import accumulate, groupby
+from typing import Annotated, Any
 
 import msgspec
 
-from shardstore.convert.interfaces import (
-    Extras,
-    Receipt,
-    Target,
-    Written,
-    exists_error,
-    put_in_place,
-)
-from shardstore.convert.values import record_of
-from shardstore.errors import (
-    DamagedCheckpointError,
-    DTypeMismatchError,
-    NotACheckpointError,
-    StorageError,
-)
+from shardstore.convert.formats import Extras, FileTarget, Receipt, record_of
+from shardstore.errors import DamagedCheckpointError, DTypeMismatchError, NotACheckpointError
 from shardstore.inspection.opened import array_bytes
 from shardstore.storage.commit.identity import instead
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box, Grid
 from shardstore.storage.movers.chunk_bytes import as_bytes
-from shardstore.storage.movers.chunks import RegionRead
+from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
 from shardstore.storage.movers.parallel import default_threads, run_batched
 from shardstore.storage.movers.ranges import FileRanges
 from shardstore.storage.stores.location import Location, store_errors
 from shardstore.values.record import MEMBER, StateRecord
-
-__all__ = [
-    "INDEX_SUFFIX",
-    "SafetensorsSource",
-    "SafetensorsTarget",
-    "is_file_name",
-]
 
 INDEX_SUFFIX = ".safetensors.index.json"
 INDEX_NAME = f"model{INDEX_SUFFIX}"
@@ -57,7 +39,6 @@ MAX_PARTS = 9000
 """Of an upload; S3 takes 10,000 (Amazon S3 user guide, "Multipart upload limits")."""
 MIN_PART_BYTES = 8 * 1024 * 1024
 MAX_PART_BYTES = 64 * 1024 * 1024
-_PART = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _BATCH_BYTES = 4 * 1024 * 1024
 MAX_HEADER_BYTES = 100_000_000
 METADATA = "__metadata__"
@@ -69,7 +50,6 @@ _NAMES = {
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "C64": "complex64",
 }  # fmt: skip
 _CODES = {name: code for code, name in _NAMES.items()}
-
 
 Size = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -88,9 +68,6 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-_HEADER = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_ENTRY = msgspec.json.Decoder(_Entry)
-_METADATA = msgspec.json.Decoder(dict[str, str])
 Place = tuple[str, int]
 """The file of a tensor, and the byte of it that the tensor begins at."""
 
@@ -100,11 +77,6 @@ def _damaged(path: str, what: object) -> DamagedCheckpointError:
     return DamagedCheckpointError(
         f"{path} is no whole safetensors file ({what}); get it anew", url=path
     )
-
-
-def _array(key: str, dtype: str, shape: tuple[int, ...]) -> ArrayMeta:
-    grid = Grid(shape, tuple(max(1, n) for n in shape))
-    return ArrayMeta(key, key, grid, dtype, codecs=())
 
 
 def _read_header(
@@ -122,9 +94,9 @@ def _read_header(
         raise _damaged(path, f"a header of {length} bytes in a file of {size}")
     found = {}
     try:
-        header = _HEADER.decode(ranges.read(name, 8, 8 + length))
-        metadata = _METADATA.decode(header.pop(METADATA, b"{}"))
-        entries = {key: _ENTRY.decode(entry) for key, entry in header.items()}
+        header = msgspec.json.decode(ranges.read(name, 8, 8 + length), type=dict[str, Any])
+        metadata = msgspec.convert(header.pop(METADATA, {}), dict[str, str])
+        entries = msgspec.convert(header, dict[str, _Entry])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _damaged(path, error) from error
     for key, entry in entries.items():
@@ -135,7 +107,8 @@ def _read_header(
                 key=key,
                 url=path,
             )
-        array = _array(key, _NAMES[entry.dtype], entry.shape)
+        grid = Grid(entry.shape, tuple(max(1, n) for n in entry.shape))
+        array = ArrayMeta(key, key, grid, _NAMES[entry.dtype], codecs=())
         start, stop = (8 + length + offset for offset in entry.data_offsets)
         if stop - start != array_bytes(array) or stop > size:
             raise _damaged(path, f"{key!r} of shape {entry.shape} in bytes {start} to {stop}")
@@ -252,8 +225,8 @@ class SafetensorsSource:
         return Extras(None, record, {}, {"safetensors": metadata} if metadata else {})
 
     def identity(self) -> list[Any]:
-        """Return sizes and times of the files."""
-        return [self._ranges.stamp(name) for name in sorted(self._names)]
+        """Return stamps of the files."""
+        return [self._ranges.location.stamp(name) for name in sorted(self._names)]
 
 
 def _named(place: Location) -> tuple[Location, str]:
@@ -267,7 +240,7 @@ def _named(place: Location) -> tuple[Location, str]:
     files = [name for name in names if name.endswith(".safetensors")]
     if len(indices) == 1:
         return place, indices[0]
-    if len(files) == 1:
+    if len(files) == 1 and not re.search(r"-of-(?!00001\.)\d{5}\.", files[0]):  # a part of several
         return place, files[0]
     if place.is_local and not place.is_dir():
         found = instead(place) or "its name ends in neither .safetensors nor .json"
@@ -286,7 +259,7 @@ def is_file_name(name: str) -> bool:
     return name.endswith((".safetensors", INDEX_SUFFIX))
 
 
-class SafetensorsTarget(Target):
+class SafetensorsTarget(FileTarget):
     """One file ``NAME.safetensors``, or a folder with several files and an index.
 
     On a disk they have their full size from the beginning. In an object store each file is one
@@ -301,16 +274,12 @@ class SafetensorsTarget(Target):
         budget_bytes: memory for an upload, about.
     """
 
-    plain: ClassVar[bool] = True
-
-    def __init__(
-        self, work: Location, goal: Location, *, file_bytes: int, budget_bytes: int
-    ) -> None:
-        super().__init__(work, goal)
+    def __init__(self, work: Location, goal: Location, file_bytes: int, budget_bytes: int) -> None:
         self._single = goal.name if goal.name.endswith(".safetensors") else None
-        self._at = work if goal.is_local or self._single else goal
+        names = r"model-\d{5}-of-\d{5}\.safetensors"
+        super().__init__(work, goal, "" if self._single else INDEX_NAME, names)
         self._file_bytes, self._budget = file_bytes, budget_bytes
-        self._total = 0
+        self._arrays: Sequence[ArrayMeta] = ()
         self._heads: dict[str, bytes] = {}
         self._sizes: dict[str, int] = {}
         self._places: dict[str, Place] = {}
@@ -318,35 +287,13 @@ class SafetensorsTarget(Target):
         self._name = ""
         self._stream: Any = None
 
-    def start(self) -> Any:
-        """Remove the files of an earlier run."""
-        if self._at.is_local:
-            self._at.delete()
-            with store_errors("creating", self._at.url):
-                os.makedirs(self._at.url)
-            return
-        names = self._at.listing()
-        ours = [name for name in names if name == self._single or _PART.fullmatch(name)]
-        self._at.remote.delete(ours)
-
     def begin(self, arrays: Sequence[ArrayMeta], extras: Extras) -> None:
         """Lay the tensors out over the files, in the order given, and find out which are complete.
 
         Raises:
             DTypeMismatchError: a data type that the format lacks.
         """
-        groups = [list(arrays)] if self._single else _grouped(arrays, self._file_bytes)
-        metadata = {"format": "pt", STATE_METADATA: json.dumps(record_of(extras).to_json())}
-        for i, group in enumerate(groups):
-            name = self._single or f"model-{i + 1:05}-of-{len(groups):05}.safetensors"
-            head = _header(group, metadata if i == 0 else {"format": "pt"})
-            self._heads[name] = head
-            position = len(head)
-            for meta in group:
-                self._places[meta.key] = name, position
-                position += array_bytes(meta)
-            self._sizes[name] = position
-        self._total = sum(map(array_bytes, arrays))
+        self._arrays, self._heads = arrays, self._headers(arrays, extras)
         if self._at.is_local:
             for name, head in self._heads.items():
                 with self._opened(name) as file:
@@ -356,53 +303,59 @@ class SafetensorsTarget(Target):
             sizes = {name: size for name, size, _ in self._at.remote.details()}
             self._done = {name for name in self._sizes if sizes.get(name) == self._sizes[name]}
 
+    def _headers(self, arrays: Sequence[ArrayMeta], extras: Extras) -> dict[str, bytes]:
+        """Return the first bytes of each file; note where the tensors go, and the files' sizes."""
+        file_bytes = sys.maxsize if self._single else self._file_bytes
+        starts = accumulate(map(array_bytes, arrays), initial=0)
+        numbered = groupby(zip(arrays, starts, strict=False), lambda one: one[1] // file_bytes)
+        groups = [[meta for meta, _ in group] for _, group in numbered] or [[]]
+        metadata = {"format": "pt", STATE_METADATA: json.dumps(record_of(extras).to_json())}
+        heads = {}
+        for i, group in enumerate(groups):
+            name = self._single or f"model-{i + 1:05}-of-{len(groups):05}.safetensors"
+            heads[name] = _header(group, metadata if i == 0 else {"format": "pt"})
+            position = len(heads[name])
+            for meta in group:
+                self._places[meta.key] = name, position
+                position += array_bytes(meta)
+            self._sizes[name] = position
+        return heads
+
     def _opened(self, name: str) -> Any:
-        path = f"{self._at.url}/{name}"
-        with store_errors("writing", path):
-            return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b")
+        return os.fdopen(
+            os.open(f"{self._at.url}/{name}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b"
+        )
 
     def restore(self, array: ArrayMeta, index: tuple[int, ...], receipt: Receipt) -> bool:
         """Return whether the chunk is there, which in an object store all of its file has to be."""
         return self._at.is_local or self._places[array.key][0] in self._done
 
-    def write(self, chunks: Sequence[Written]) -> list[Receipt]:
+    def write(self, chunks: Sequence[ChunkWrite]) -> list[Receipt]:
         """Write ranges to their places; chunks come in the order of the files."""
         for chunk in chunks:
-            name, position = self._position(chunk)
-            data = as_bytes(chunk.data).data
-            if self._at.is_local:
-                path = f"{self._at.url}/{name}"
-                with store_errors("writing", path), self._opened(name) as file:
-                    file.seek(position)
-                    file.write(data)
-            else:
-                self._upload(name, position, data)
+            name, start = self._places[chunk.array.key]
+            values = chunk.data()
+            data = as_bytes(values).data
+            if not self._at.is_local:
+                self._upload(name, data)
+                continue
+            corner = chunk.array.grid.box(chunk.index).offset
+            first = Grid(chunk.array.shape, (1,) * values.ndim).linear(corner)
+            with store_errors("writing", f"{self._at.url}/{name}"), self._opened(name) as file:
+                file.seek(start + first * values.itemsize)
+                file.write(data)
         return [None] * len(chunks)
 
-    def _position(self, chunk: Written) -> tuple[str, int]:
-        """Return the file of a chunk, and the byte of it that the chunk begins at."""
-        name, start = self._places[chunk.array.key]
-        corner = Grid(chunk.array.shape, (1,) * chunk.data.ndim)
-        position = corner.linear(chunk.array.grid.box(chunk.index).offset)
-        return name, start + position * chunk.data.itemsize
-
-    def _upload(self, name: str, position: int, data: memoryview) -> None:
+    def _upload(self, name: str, data: memoryview) -> None:
         """Continue an upload, or begin the next one."""
-        errors = self._at.remote.errors("writing", name)
-        size = self._sizes[name]
-        if self._stream is None or self._name != name:
-            part = max(MIN_PART_BYTES, min(MAX_PART_BYTES, self._budget // 4), size // MAX_PARTS)
-            self._name, self._stream = name, self._at.remote.stream(name, part)
-            data = memoryview(b"".join((self._heads[name], data)))
-            position -= len(self._heads[name])
-        if self._stream.tell() != position:
-            url = f"{self._at.url}/{name}"
-            raise StorageError(
-                f"byte {position} of {url} follows byte {self._stream.tell()}; "
-                "convert again with resume=False",
-                url=url,
-            )
+        errors, size = self._at.remote.errors("writing", name), self._sizes[name]
         with errors:
+            if self._name != name:
+                part = max(
+                    MIN_PART_BYTES, min(MAX_PART_BYTES, self._budget // 4), size // MAX_PARTS
+                )
+                self._name, self._stream = name, self._at.remote.stream(name, part)
+                self._stream.write(self._heads[name])
             # Piece by piece: the stream sends what it has gathered in between.
             for start in range(0, len(data), MIN_PART_BYTES):
                 self._stream.write(data[start : start + MIN_PART_BYTES])
@@ -411,12 +364,22 @@ class SafetensorsTarget(Target):
                 self._stream = None
                 self._done.add(name)
 
-    def read_back(self) -> SafetensorsSource:
-        """Write files that hold no elements, and read all back by their headers."""
+    def finish(self) -> None:
+        """Write files that hold no elements, and open all by their headers."""
         if not self._at.is_local:
             for name in self._sizes.keys() - self._done:
                 self._at.write(name, self._heads[name])
-        return SafetensorsSource(FileRanges(self._at), list(self._sizes))
+        self._ranges = FileRanges(self._at)
+        self._written = SafetensorsSource(self._ranges, list(self._sizes))
+
+    def read(self, reads: Sequence[RegionRead]) -> None:
+        """Read regions of what was written, by the headers."""
+        self._written.read(reads)
+
+    def documents(self, extras: Extras) -> Iterator[tuple[str, bytes, bytes]]:
+        """The headers."""
+        for name, head in self._headers(self._arrays, extras).items():
+            yield name, head, self._ranges.read(name, 0, len(head))
 
     def publish(self) -> None:
         """Put the files in their place, or write the index that makes them a checkpoint.
@@ -424,23 +387,14 @@ class SafetensorsTarget(Target):
         Raises:
             CheckpointExistsError: there is one.
         """
-        weight_map = {key: name for key, (name, _) in self._places.items()}
-        about = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
-        index = json.dumps(about, indent=2).encode()
-        if self._at.is_local and self._single is None:
-            self._at.write(INDEX_NAME, index)
-            put_in_place(self._at, self._goal)
-        elif self._single is None:
-            if not self._at.remote.create(INDEX_NAME, index):
-                raise exists_error(self._goal)
-        else:
-            if self._at.is_local:
-                put_in_place(self._at.child(self._single), self._goal)
-            elif self._goal.exists():
-                raise exists_error(self._goal)
-            else:
-                self._goal.remote.copy_from(self._at.remote, self._single, "", any_size=True)
+        if self._single is not None:
+            self.put_in_place(self._at.child(self._single))
             self._at.delete()
+            return
+        weight_map = {key: name for key, (name, _) in self._places.items()}
+        total = sum(map(array_bytes, self._arrays))
+        about = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        self.complete(INDEX_NAME, json.dumps(about, indent=2).encode())
 
     def stop(self) -> None:
         """Abort an upload, so that the store does not keep its parts."""
@@ -448,18 +402,6 @@ class SafetensorsTarget(Target):
             with suppress(Exception):
                 self._stream.discard()
             self._stream = None
-
-
-def _grouped(arrays: Sequence[ArrayMeta], file_bytes: int) -> list[list[ArrayMeta]]:
-    groups: list[list[ArrayMeta]] = [[]]
-    size = 0
-    for meta in arrays:
-        size += array_bytes(meta)
-        if groups[-1] and size > file_bytes:
-            groups.append([])
-            size = array_bytes(meta)
-        groups[-1].append(meta)
-    return groups
 
 
 def _header(arrays: Sequence[ArrayMeta], metadata: Mapping[str, str]) -> bytes:

@@ -1,26 +1,23 @@
-"""Zarr checkpoints as source (also Megatron-Core's zarr backend) and target of a conversion.
-
-On a disk the target grows in a work folder. In an object store it is an attempt at the target
-itself, like every save; a later run continues it unless another writer has claimed the target.
-"""
+"""Zarr checkpoints as source (also Megatron-Core's zarr backend) and target of a conversion."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from time import perf_counter
 from typing import Any
 
-from shardstore.convert.interfaces import Extras, Reader, Receipt, Target, Written, stamps
+from shardstore.convert.formats import Extras, Receipt, Target
 from shardstore.core import CONFIG_FNAME
-from shardstore.errors import DamagedCheckpointError, StorageError
+from shardstore.errors import StorageError
 from shardstore.inspection import opened
 from shardstore.storage import arrays as stored_arrays
 from shardstore.storage.commit import checkpoints
 from shardstore.storage.commit.attempt import Attempt
-from shardstore.storage.commit.folder import OWNER_NAME, FolderAttempt
-from shardstore.storage.commit.publish import About, note_arrays, publish
+from shardstore.storage.commit.folder import OWNER_NAME, owner_note
+from shardstore.storage.commit.publish import About, Files, note_arrays, publish
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import SEPARATOR, ArrayMeta
 from shardstore.storage.format.grid import DEFAULT_TARGET_CHUNK_BYTES, Box, Grid, grid_of
@@ -30,8 +27,6 @@ from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 from shardstore.values.record import BACKEND, MEMBER, VERSION, StateRecord
-
-__all__ = ["ShardstoreTarget", "ZarrSource"]
 
 
 class ZarrSource:
@@ -66,57 +61,49 @@ class ZarrSource:
         return Extras(common, objects=objects, attributes=attributes)
 
     def identity(self) -> list[Any]:
-        """What its documents are."""
-        return stamps(self._place, ("zarr.json", CONFIG_FNAME))
+        """Stamps of its documents."""
+        return [self._place.stamp(name) for name in ("zarr.json", CONFIG_FNAME)]
 
 
 class ShardstoreTarget(Target):
-    """A checkpoint of this package.
+    """A checkpoint of this package: an attempt at the target, like that of every save.
+
+    A later run continues the attempt unless another writer has claimed the target.
 
     Args:
-        work: folder beside a local target; it is not used in an object store.
         goal: where the checkpoint shall be.
         source: name of the source's format, for the record.
         overwrite: a checkpoint at the target may be replaced.
         budget_bytes: memory for chunks on their way to a store.
     """
 
-    def __init__(
-        self,
-        work: Location,
-        goal: Location,
-        *,
-        source: str,
-        overwrite: bool,
-        budget_bytes: int,
-    ) -> None:
-        super().__init__(work, goal)
+    _attempt: Attempt
+    _extras: Extras
+
+    def __init__(self, goal: Location, source: str, overwrite: bool, budget_bytes: int) -> None:
+        self._goal, self._source = goal, source
         self._options = SaveOptions(overwrite=overwrite, budget_bytes=budget_bytes)
         self._manifest = RankManifest(0)
-        self._attempt: Attempt = FolderAttempt(goal, "convert", overwrite, folder=work)
-        self._source = source
-        self._files: dict[str, str] = {}
         self._started = perf_counter()
 
-    def start(self) -> Any:
-        """An empty work folder, or a new attempt."""
-        if self._goal.is_local:
-            self._work.delete()
-            self._work.write(OWNER_NAME, b"{}")
-            return None
+    def start(self, left: Any) -> Any:
+        """A new attempt."""
+        if left is not None and self._goal.is_local:
+            checkpoints.join(self._goal, left, self._options).abandon()
         self._attempt = checkpoints.begin(self._goal, self._options)
         return self._attempt.id
 
     def resume(self, state: Any) -> bool:
-        """Go on in the folder, or with the attempt if it still owns the target."""
-        if self._goal.is_local:
-            return super().resume(state)
-        self._attempt = checkpoints.join(self._goal, str(state), self._options)
+        """Go on with the attempt if it is still there and owns the target."""
+        self._attempt = checkpoints.join(self._goal, state, self._options)
         try:
             self._attempt.check()
         except StorageError:
             return False
-        return True
+        found = self._attempt.location.is_dir()
+        if found and self._goal.is_local:  # it is no dead process's any more
+            self._attempt.put(OWNER_NAME, owner_note())
+        return found
 
     def array(self, meta: ArrayMeta, boxes: Sequence[Box], most_bytes: int) -> ArrayMeta:
         """Chunks that straddle no shard of the source."""
@@ -134,47 +121,44 @@ class ShardstoreTarget(Target):
 
     def begin(self, arrays: Sequence[ArrayMeta], extras: Extras) -> None:
         """Array documents, and what is no tensor."""
-        super().begin(arrays, extras)
+        self._extras = extras
         created = note_arrays(self._manifest, [(meta, True) for meta in arrays])
         if not self._attempt.defers_documents:
             stored_arrays.write_documents(self._attempt, self._options, created)
-        if extras.objects:
-            self._put_objects(extras.objects)
+        files = Files(self._attempt, self._manifest, self._options.budget_bytes)
+        for name, data in self._files(extras):
+            files.put(name, data)
+        files.flush()
+
+    def _files(self, extras: Extras) -> Iterator[tuple[str, bytes]]:
+        """Names and contents of the files beside the chunks."""
         if extras.common is not None:
-            self._put(COMMON_STATE_NAME, extras.common)
+            yield COMMON_STATE_NAME, extras.common
+        if extras.objects:
+            from shardstore.mapping import ShardedObject
+            from shardstore.strategies.common import object_document, value_document
 
-    def _put_objects(self, objects: Mapping[str, Callable[[], Any]]) -> None:
-        from shardstore.mapping import ShardedObject
-        from shardstore.strategies.common import object_document, value_document
+            # Beside a record in JSON they may be values that are too long for it.
+            document = value_document if extras.common is None else object_document
+            for key, value in extras.objects.items():
+                sharded = ShardedObject.empty_from_unique_key(key)
+                sharded.data = value()
+                yield document(sharded)
 
-        # Beside a record in JSON they may be values that are too long for it.
-        document = value_document if self._extras.common is None else object_document
-        for key, value in objects.items():
-            sharded = ShardedObject.empty_from_unique_key(key)
-            sharded.data = value()
-            name, data = document(sharded)
-            self._put(name, data)
-            self._files[key] = name
-
-    def _put(self, name: str, data: bytes) -> None:
-        self._attempt.put(name, data)
-        self._manifest.add_file(name, data)
-
-    def write(self, chunks: Sequence[Written]) -> list[Receipt]:
+    def write(self, chunks: Sequence[ChunkWrite]) -> list[Receipt]:
         """Write chunks; their records are the receipts."""
-        found: dict[tuple[str, tuple[int, ...]], ChunkRecord] = {}
+        found: dict[tuple[str, tuple[int, ...]], Receipt] = {}
 
         def done(item: ChunkWrite, record: ChunkRecord) -> None:
-            found[item.array.key, tuple(item.index)] = record
+            running = [int(n) for n in record.running]
+            receipt = [record.stored_bytes, record.crc, record.digest.hex(), running]
+            found[item.array.key, tuple(item.index)] = receipt
 
         mover = stored_arrays.mover_for(self._attempt.location, self._options, self._attempt)
-        mover.write([ChunkWrite(c.array, c.index, c.data) for c in chunks], done)
-        receipts = []
-        for chunk in chunks:
-            record = found[chunk.array.key, chunk.index]
-            self._manifest.add_chunk(chunk.array, chunk.index, record)
-            running = [int(n) for n in record.running]
-            receipts.append([record.stored_bytes, record.crc, record.digest.hex(), running])
+        mover.write(chunks, done)
+        receipts = [found[chunk.array.key, chunk.index] for chunk in chunks]
+        for chunk, receipt in zip(chunks, receipts, strict=True):
+            self.restore(chunk.array, chunk.index, receipt)
         return receipts
 
     def restore(self, array: ArrayMeta, index: tuple[int, ...], receipt: Receipt) -> bool:
@@ -184,46 +168,20 @@ class ShardstoreTarget(Target):
         self._manifest.add_chunk(array, index, record)
         return True
 
-    def read_back(self) -> Reader:
-        """Chunks are read with their checksums verified, values from their files."""
-        return self
-
     def read(self, reads: Sequence[RegionRead]) -> None:
-        """Read regions of what was written."""
+        """Read regions of what was written, with their checksums verified."""
         mover = stored_arrays.mover_for(self._attempt.location, self._options, self._attempt)
         mover.read(reads, lambda: None)
 
-    def extras(self) -> Extras:
-        """From their files. Plain values are still to be written, with the commit: as they will
-        be."""
-        extras = self._extras
-        objects = {key: partial(self._value, key) for key in extras.objects}
-        if extras.common is not None:
-            return Extras(self._file(COMMON_STATE_NAME), objects=objects)
-        record = json.loads(json.dumps(self._record().to_json()))
-        paths = {key: tuple(path) for key, path in record["paths"].items()}
-        return Extras(None, StateRecord(paths, record["values"]), objects)
-
-    def _value(self, key: str) -> Any:
-        from shardstore.strategies.common import load_file
-
-        name = self._files[key]
-        return load_file(name, self._file(name), f"{self._attempt.location.url}/{name}", key)
-
-    def _file(self, name: str) -> bytes:
-        try:
-            return self._attempt.location.read(name)
-        except FileNotFoundError:
-            url = f"{self._attempt.location.url}/{name}"
-            raise DamagedCheckpointError(
-                f"{url}, which was written, is not there; convert again with resume=False",
-                url=url,
-            ) from None
-
-    def _record(self) -> StateRecord:
-        extras = self._extras
-        files = sorted(key.rpartition("/")[0] for key in extras.objects)
-        return StateRecord(extras.record.paths, extras.record.values, files)
+    def documents(self, extras: Extras) -> Iterator[tuple[str, bytes, bytes]]:
+        """Each file; and the record of the root document, which is written with the commit."""
+        for name, data in self._files(extras):
+            found = b""
+            with suppress(FileNotFoundError):
+                found = self._attempt.location.read(name)
+            yield name, data, found
+        wanted, own = (json.dumps(_record(one)).encode() for one in (extras, self._extras))
+        yield "zarr.json", wanted, own
 
     def publish(self) -> None:
         """Root document and commit."""
@@ -232,10 +190,15 @@ class ShardstoreTarget(Target):
         backend = ("torch", 1)
         if extras.common is None:
             backend = (BACKEND, VERSION)
-            record[MEMBER] = self._record().to_json()
+            record[MEMBER] = _record(extras)
         seconds = perf_counter() - self._started
         self._manifest.seconds = {"write": seconds}
         about_root = About(
             common_backend=backend, attributes=extras.attributes, record=record, seconds=seconds
         )
         publish(self._attempt, self._options, [self._manifest], about_root)
+
+
+def _record(extras: Extras) -> dict[str, Any]:
+    files = sorted(key.rpartition("/")[0] for key in extras.objects)
+    return StateRecord(extras.record.paths, extras.record.values, files).to_json()

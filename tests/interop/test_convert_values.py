@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import random
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import shardstore
 from scripts.s3_servers import S3Server
 from shardstore import ShardedObject, ShardedTensor
 from shardstore.convert import convert
-from shardstore.convert.values import same_value
 from shardstore.errors import DamagedCheckpointError
 from shardstore.progress import Progress
 from shardstore.storage.commit.inventory import is_checkpoint
@@ -81,11 +79,11 @@ def head(work: Path) -> None:
 @pytest.mark.parametrize(
     ("target_format", "spoil", "named"),
     [
-        ("shardstore", other_object, r"'o/shard_1_2'.* differs"),
+        ("shardstore", other_object, r"'o/shard_1_2\.pt'.* differs"),
         ("shardstore", missing_object, r"o"),
-        ("shardstore", other_common, r"'step'.* differs"),
+        ("shardstore", other_common, r"'common\.pt'.* differs"),
         ("dcp", last_item, r"names"),
-        ("safetensors", head, r"'names'.* differs"),
+        ("safetensors", head, r"safetensors'.* differs"),
     ],
 )
 def test_what_is_written_wrong_beside_the_arrays_is_found(
@@ -99,7 +97,8 @@ def test_what_is_written_wrong_beside_the_arrays_is_found(
         when = ("convert", "done") if spoil is head else ("verify", "begin")
         if (event.operation, event.phase) == when and not spoiled:
             spoiled = True
-            spoil(tmp_path / ".target.convert")
+            (work,) = {*tmp_path.glob(".target.*")} - {*tmp_path.glob(".target.*.journal")}
+            spoil(work)
 
     target = tmp_path / "target"
     with pytest.raises(DamagedCheckpointError, match=named):
@@ -121,7 +120,7 @@ def test_in_an_object_store_too(source: Path, tmp_path: Path, s3_server: S3Serve
         if event.operation == "verify":
             Location.of(url, **options).write(name, data)
 
-    with pytest.raises(DamagedCheckpointError, match=r"'o/shard_1_2'.* differs"):
+    with pytest.raises(DamagedCheckpointError, match=r"'o/shard_1_2\.pt'.* differs"):
         convert(source, url, target_options=options, progress=progress)
     assert not is_checkpoint(Location.of(url, **options))
     convert(source, url, target_options=options, resume=False)
@@ -152,42 +151,3 @@ def test_objects_of_other_kinds_pass(tmp_path: Path) -> None:
     assert found["settings"]["betas"] == (0.9, 0.95)
     convert(tmp_path / "d", tmp_path / "e.safetensors")
     assert convert(tmp_path / "e.safetensors", tmp_path / "f").verified
-
-
-def test_values_are_compared_to_the_bit() -> None:
-    nan, loop = float("nan"), []  # type: ignore[var-annotated]
-    loop.append(loop)
-    equal = [
-        nan,
-        -0.0,
-        complex(nan, 1),
-        [1, (2, {"a": nan})],
-        torch.tensor([nan, 1.0]).bfloat16(),
-        torch.zeros(0),
-        np.array([nan, -0.0]),
-        Namespace(lr=nan, w=torch.ones(2)),
-        io.BytesIO(b"state"),
-        {1, 2},
-        torch.float32,
-        loop,
-    ]
-    for value in equal:
-        stream = io.BytesIO()
-        torch.save(value, stream)
-        stream.seek(0)
-        assert same_value(value, torch.load(stream, weights_only=False)), value
-    different = [
-        (0.0, -0.0),
-        (1, 1.0),
-        (True, 1),
-        ([1], (1,)),
-        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
-        (torch.zeros(2), torch.zeros(2, 1)),
-        (torch.zeros(2), torch.zeros(2).double()),
-        (torch.tensor([0.0]), torch.tensor([-0.0])),
-        (np.zeros(2), np.zeros(2, np.float32)),
-        (Namespace(a=1), Namespace(a=2)),
-        (io.BytesIO(b"a"), io.BytesIO(b"b")),
-    ]
-    for a, b in different:
-        assert not same_value(a, b), (a, b)

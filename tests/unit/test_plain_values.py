@@ -28,8 +28,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from shardstore.convert.values import same_value
 from shardstore.values.plain import NotPlainError, decode, encode
+from tests.helpers.nested import exactly_same
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -76,7 +76,7 @@ values = st.recursive(
 
 @given(values)
 def test_any_nesting(value: Any) -> None:
-    assert same_value(through_json(value), value)
+    assert exactly_same(through_json(value), value)
 
 
 @given(
@@ -115,7 +115,7 @@ def test_tensors(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = tensor.view(dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
     found = through_json((1, tensor))[1]
     assert type(found) is torch.Tensor
-    assert same_value(found, tensor)
+    assert exactly_same(found, tensor)
     assert not found.requires_grad
 
 
@@ -170,7 +170,7 @@ EXACT = {
 def test_exactly(kind: str) -> None:
     for value in EXACT[kind]:
         found = through_json(value)
-        assert same_value(found, value), found
+        assert exactly_same(found, value), found
         assert type(found) is type(value)
 
 

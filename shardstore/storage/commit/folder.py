@@ -19,7 +19,7 @@ import secrets
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from shardstore.errors import CheckpointExistsError, StorageError
@@ -55,19 +55,11 @@ def _is_taken(place: Location) -> bool:
 
 @dataclass(frozen=True)
 class FolderAttempt(Attempt):
-    """One try at writing a checkpoint to a local or shared file system.
-
-    Attributes:
-        folder: where it is written, if that is not the hidden folder of its ``id``.
-    """
-
-    folder: Location | None = field(default=None, kw_only=True)
+    """One try at writing a checkpoint to a local or shared file system."""
 
     @property
     def location(self) -> Location:
         """The attempt's folder."""
-        if self.folder is not None:
-            return self.folder
         parent, name = os.path.split(self.target.url)
         return Location.of(f"{parent}/.{name}.attempt-{self.id}")
 
@@ -184,7 +176,7 @@ def delete(place: Location) -> None:
     if ours.issuperset(place.listing()):
         doomed = FolderAttempt(place, f"{_fresh_id()}.deleted").location
         try:
-            place.write(OWNER_NAME, _note())
+            place.write(OWNER_NAME, owner_note())
             os.rename(place.url, doomed.url)
         except OSError:  # a full disk, a mount point
             pass
@@ -241,7 +233,7 @@ def begin(place: Location, *, overwrite: bool = False) -> FolderAttempt:
     fresh = Location.of(f"{location.url}.begin")
     with store_errors("creating", location.url):
         os.makedirs(fresh.url)
-        fresh.write(OWNER_NAME, _note())
+        fresh.write(OWNER_NAME, owner_note())
         os.rename(fresh.url, location.url)
     return attempt
 
@@ -269,7 +261,8 @@ def _fresh_id() -> str:
     return f"{time.time_ns():x}-{secrets.token_hex(4)}"
 
 
-def _note() -> bytes:
+def owner_note() -> bytes:
+    """What tells whose an attempt is: this process's."""
     pid = os.getpid()
     return json.dumps({**_host(), "pid": pid, "started": _start_of(pid)}).encode()
 
