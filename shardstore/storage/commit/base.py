@@ -3,8 +3,10 @@
 A chunk is the earlier one where both lie at the same place of the same grid, are encoded alike, and
 have the same 128-bit hash (xxh3, kept in the manifest; a 32-bit checksum would be no proof). On one
 file system it becomes a hard link, in one object store a copy that the store makes: each checkpoint
-is whole by itself, and any may be deleted. What the base says it has need not be there any more:
-size and stored checksum are looked at always, the bytes where that is asked for.
+is whole by itself, and any may be deleted. The base may be damaged, and may be replaced or deleted
+while this save goes on, so it is the link or copy that is checked: its size and stored checksum
+always, its bytes where that is asked for. Afterwards the root of the base must still be the one
+that was read.
 
 A copy must not replace what a newer attempt wrote, just as a PUT must not. Few stores copy on
 condition, so the claims are looked at before each copy.
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -24,7 +27,7 @@ from typing import Protocol
 
 import xxhash
 
-from shardstore.errors import NotACheckpointError, StorageError
+from shardstore.errors import NotACheckpointError
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.attempt import Attempt, SupersededError
 from shardstore.storage.format.documents import ArrayMeta
@@ -44,9 +47,6 @@ logger = logging.getLogger(__name__)
 
 COPY_THREADS = 32
 """Requests for copies under way: each waits for the store, and holds no data."""
-
-_ENDS_BEFORE = "InvalidRange"
-"""What S3 says where an object ends before the range begins (Amazon S3 API, "Error responses")."""
 
 
 def read_base(location: Location) -> dict[str, bytes]:
@@ -88,10 +88,9 @@ class BaseChunks:
     """
 
     def __init__(self, location: Location, texts: Mapping[str, bytes]) -> None:
-        self.location = location
+        self.location, self._texts = location, texts
         stored = StoredCheckpoint(location, documents=texts)
         self._arrays, self._manifest = stored.arrays, stored.manifest
-        self._checker = ChunkChecker(stored, self._manifest)
 
     def knows(self, array: ArrayMeta) -> bool:
         """Whether the base has the same array: grid, data type and codecs."""
@@ -108,13 +107,23 @@ class BaseChunks:
         stored, crc = int(manifest.stored[row]), int(manifest.crc[row])
         return ChunkRecord(stored, crc, digest, running[:-1].tolist())
 
-    def is_whole(self, array: ArrayMeta, index: tuple[int, ...]) -> bool:
-        """Read a chunk: whether it is what was written. Warns of one that is not."""
-        size, problem = self._checker.check(self._arrays[array.key], index)
+    def damage(self, array: ArrayMeta, index: tuple[int, ...], place: Location) -> str | None:
+        """Read a chunk that was taken over to a place: what is wrong with it, if anything."""
+        checker = ChunkChecker(StoredCheckpoint(place, documents=self._texts), self._manifest)
+        size, problem = checker.check(self._arrays[array.key], index)
         counters.add(bytes_read=size)
-        if problem is not None:
-            _warn_of_damage(f"{self.location.url}/{_name(array, index)}", problem.text)
-        return problem is None
+        return None if problem is None else problem.text
+
+    def is_unchanged(self) -> bool:
+        """Whether the checkpoint that was read is still there.
+
+        Raises:
+            StorageError: the store refused.
+        """
+        try:
+            return self.location.read("zarr.json") == self._texts["zarr.json"]
+        except FileNotFoundError:
+            return False
 
 
 def _place(array: ArrayMeta) -> tuple[object, ...]:
@@ -123,15 +132,6 @@ def _place(array: ArrayMeta) -> tuple[object, ...]:
 
 def _name(array: ArrayMeta, index: tuple[int, ...]) -> str:
     return f"{array.node}/{array.chunk_key(index)}"
-
-
-def _warn_of_damage(url: str, what: str) -> None:
-    logger.warning(
-        "%s, which is to be taken over, %s: it is written anew here, and the checkpoint that it is "
-        "part of is damaged",
-        url,
-        what,
-    )
 
 
 def reusing(
@@ -178,13 +178,13 @@ class ReusingMover:
 
     def __post_init__(self) -> None:
         self._hashing = threading.Semaphore()
-        self._lock = threading.Lock()
 
     def write(
         self, writes: Sequence[ChunkWrite], done: Callable[[ChunkWrite, ChunkRecord], None]
     ) -> None:
         """See :meth:`Writer.write`."""
         rest: list[ChunkWrite] = []
+        taken: list[tuple[ChunkWrite, ChunkRecord]] = []
         # As many chunks are in memory at a time as the budget has room for.
         largest = max((item.array.chunk_bytes for item in writes), default=1)
         self._hashing = threading.Semaphore(max(1, self.options.budget_bytes // largest))
@@ -194,11 +194,8 @@ class ReusingMover:
                 record = self._taken_over(item)
                 if record is None:
                     rest.append(item)
-                    continue
-                counters.add(bytes_reused=record.stored_bytes)
-                with self._lock:
-                    self.manifest.reused_bytes += record.stored_bytes
-                    done(item, record)
+                else:
+                    taken.append((item, record))
 
         far = self.adopter.is_far
         run_batched(
@@ -208,6 +205,19 @@ class ReusingMover:
             weight=lambda item: item.array.chunk_bytes,
             batch_weight=1 if far else 1 << 20,
         )
+        if taken and not self.base.is_unchanged():
+            logger.warning(
+                "%s was replaced or deleted while its chunks were taken over: all are written anew",
+                self.base.location.url,
+            )
+            for item, _ in taken:
+                self.adopter.drop(_name(item.array, item.index))
+                rest.append(item)
+            taken.clear()
+        for item, record in taken:
+            counters.add(bytes_reused=record.stored_bytes)
+            self.manifest.reused_bytes += record.stored_bytes
+            done(item, record)
         self.mover.write(rest, done)
 
     def _taken_over(self, item: ChunkWrite) -> ChunkRecord | None:
@@ -219,12 +229,17 @@ class ReusingMover:
             for piece in pieces(item.data(), array.grid.chunk_shape):
                 hasher.update(piece)
             record = self.base.record(array, item.index, hasher.digest())
-            if record is None:
-                return None
-            if self.options.verify_base and not self.base.is_whole(array, item.index):
-                return None
+        if record is None:
+            return None
         tail = CRC.pack(record.crc) if array.has_crc and array.is_plain else None
-        taken = self.adopter.take(_name(array, item.index), record.stored_bytes, tail)
+
+        def damage() -> str | None:
+            if not self.options.verify_base:
+                return None
+            with self._hashing:
+                return self.base.damage(array, item.index, self.adopter.location)
+
+        taken = self.adopter.take(_name(array, item.index), record.stored_bytes, tail, damage)
         return record if taken else None
 
 
@@ -241,58 +256,84 @@ class Adopter(ABC):
     least_bytes = CRC_BYTES
 
     def __init__(self, base: Location, location: Location) -> None:
-        self._base, self._location = base, location
+        self._base, self.location = base, location
         self._refused = threading.Event()
 
-    def take(self, name: str, stored_bytes: int, tail: bytes | None) -> bool:
-        """Take an object over.
+    def take(
+        self,
+        name: str,
+        stored_bytes: int,
+        tail: bytes | None,
+        damage: Callable[[], str | None] = lambda: None,
+    ) -> bool:
+        """Take an object over, and check what was taken: the base may change at any time.
 
         Args:
             name: its name below both places.
             stored_bytes: its size.
             tail: its last four bytes; ``None``: not known.
+            damage: says what else is wrong with it.
 
         Returns:
             Whether it is at its new place. ``False``: it has to be sent.
 
         Raises:
             SupersededError: a newer attempt took the target over.
+            StorageError: what is of no use could not be removed.
         """
         if self._refused.is_set() or stored_bytes < self.least_bytes:
             return False
+        taken = False
         try:
-            found = self._end(name, stored_bytes - CRC_BYTES)
-            damage = _damage(found, stored_bytes, tail)
-            if damage is None:
-                return self._adopt(name)
-            _warn_of_damage(f"{self._base.url}/{name}", damage)
+            taken = self._adopt(name)
+            if not taken:
+                return False
+            wrong = _damage(self._end(name, stored_bytes - CRC_BYTES), stored_bytes, tail)
+            wrong = wrong or damage()
+            if wrong is None:
+                return True
         except SupersededError:
             raise
+        except (FileNotFoundError, NotADirectoryError):
+            wrong = "is missing"
         except OSError as error:
+            wrong = None
             if not self._refused.is_set():
                 self._refused.set()
                 logger.warning(
                     "chunks of %s cannot be %s to %s (%s): they are sent",
                     self._base.url,
                     self.verb,
-                    self._location.url,
+                    self.location.url,
                     error.strerror or error,
                 )
+        if wrong is not None:
+            logger.warning(
+                "%s/%s, which is to be taken over, %s: it is written anew here, and the checkpoint "
+                "that it is part of is damaged, or was replaced",
+                self._base.url,
+                name,
+                wrong,
+            )
+        if taken:
+            self.drop(name)
         return False
 
+    def drop(self, name: str) -> None:
+        """Remove an object that was taken over: a link is never written into."""
+        self.location.delete(name)
+
     @abstractmethod
-    def _end(self, name: str, start: int) -> bytes | None:
-        """A few bytes of the base's object, from ``start`` on; ``None``: there is none."""
+    def _end(self, name: str, start: int) -> bytes:
+        """A few bytes of an object that was taken over, from ``start`` on."""
 
     @abstractmethod
     def _adopt(self, name: str) -> bool:
         """Make it the other place's, unless there is one of its name."""
 
 
-def _damage(found: bytes | None, stored_bytes: int, tail: bytes | None) -> str | None:
+def _damage(found: bytes, stored_bytes: int, tail: bytes | None) -> str | None:
     """What is wrong with an object, by what is there of its last bytes and after them."""
-    if found is None:
-        return "is missing"
     if len(found) != CRC_BYTES:
         more = "more" if len(found) > CRC_BYTES else "fewer"
         return f"has {more} than its {stored_bytes} bytes"
@@ -302,29 +343,30 @@ def _damage(found: bytes | None, stored_bytes: int, tail: bytes | None) -> str |
 
 
 class Links(Adopter):
-    """Hard links from one local folder to another."""
+    """Hard links from one local folder to another. A symbolic link in the base is not taken over:
+    what it leads to is not the base's."""
 
     verb = "linked"
 
-    def _end(self, name: str, start: int) -> bytes | None:
-        try:
-            with open(f"{self._base.url}/{name}", "rb", buffering=0) as file:
-                return os.pread(file.fileno(), CRC_BYTES + 1, start)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+    def _end(self, name: str, start: int) -> bytes:
+        with open(f"{self.location.url}/{name}", "rb", buffering=0) as file:
+            return os.pread(file.fileno(), CRC_BYTES + 1, start)
 
     def _adopt(self, name: str) -> bool:
-        source, target = f"{self._base.url}/{name}", f"{self._location.url}/{name}"
+        source, target = f"{self._base.url}/{name}", f"{self.location.url}/{name}"
         try:
             try:
-                os.link(source, target)
+                os.link(source, target, follow_symlinks=False)
             except FileNotFoundError:
                 with suppress(FileExistsError):  # somebody else made it first
                     os.mkdir(os.path.dirname(target))
-                os.link(source, target)
+                os.link(source, target, follow_symlinks=False)
         except FileExistsError:
             return False
-        return True
+        if stat.S_ISREG(os.lstat(target).st_mode):
+            return True
+        self.drop(name)
+        return False
 
 
 class Copies(Adopter):
@@ -347,20 +389,12 @@ class Copies(Adopter):
         self._turn = threading.Lock()
         self._checked = -1.0
 
-    def _end(self, name: str, start: int) -> bytes | None:
-        try:
-            return self._base.remote.read_range(name, start, None)
-        except StorageError as error:
-            if _ENDS_BEFORE in str(error):
-                return b""
-            raise
+    def _end(self, name: str, start: int) -> bytes:
+        return self.location.remote.read_range(name, start, None) or b""
 
     def _adopt(self, name: str) -> bool:
         self._check()
-        try:
-            return self._location.remote.copy_from(self._base.remote, name, name, create=True)
-        except FileNotFoundError:
-            return False
+        return self.location.remote.copy_from(self._base.remote, name, name, create=True)
 
     def _check(self) -> None:
         """Ask for the claims. What threads ask at the same time is asked once: a question that was

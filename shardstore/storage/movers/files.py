@@ -179,8 +179,12 @@ def sync_file_system(location: Location) -> None:
 
 
 def _create(path: str) -> int:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    # Never into a file that is there: it may be a link to another checkpoint's.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
+        return os.open(path, flags, 0o666)
+    except FileExistsError:
+        os.unlink(path)
         return os.open(path, flags, 0o666)
     except FileNotFoundError:
         # Only if the attempt itself is still there: a swept attempt must not come back to life.
