@@ -23,7 +23,13 @@ from shardstore.errors import (
 )
 from shardstore.mapping import ShardedObject, ShardedTensor, is_main_replica
 
-__all__ = ["check_object", "check_reports", "report_shards", "shards_of_report"]
+__all__ = [
+    "check_flat_ranges",
+    "check_object",
+    "check_reports",
+    "report_shards",
+    "shards_of_report",
+]
 
 _Tensors = list[tuple[int, ShardedTensor]]
 _Objects = list[tuple[int, ShardedObject]]
@@ -156,7 +162,14 @@ def _check_tensor(held: _Tensors) -> None:
         )
     for (_, _, about), members in tiles.items():
         if about is None:
-            _check_flat_ranges(members)
+            first, size = members[0][1], math.prod(members[0][1].local_shape)
+            ranges = [
+                (rank, *ten.flattened_range.indices(size)[:2])
+                for rank, ten in members
+                if ten.flattened_range
+            ]
+            where = f"offset {first.global_offset}, shape {first.local_shape}"
+            check_flat_ranges(first.key, where, ranges, size)
 
 
 def _box_shape(ten: ShardedTensor) -> tuple[int, ...]:
@@ -197,24 +210,32 @@ _AGREED: dict[str, type[CheckpointingException]] = {
 """What ranks have to agree about (only whether there are fragmentations), and the error if not."""
 
 
-def _check_flat_ranges(held: _Tensors) -> None:
-    """Check that the flat ranges of one shard cover it exactly once."""
-    _, sample = held[0]
-    size = math.prod(sample.local_shape)
-    ranges = [ten.flattened_range.indices(size)[:2] for _, ten in held if ten.flattened_range]
-    fault = find_range_fault(ranges, size)
+def check_flat_ranges(
+    key: str, where: str, held: Sequence[tuple[int, int, int]], size: int
+) -> None:
+    """Check that flat ranges cover a flattened shard exactly once.
+
+    Args:
+        key: of the tensor.
+        where: offset and shape of the shard, for the error text.
+        held: rank, first element and last-plus-one element of each range.
+        size: elements of the shard.
+
+    Raises:
+        AccessPatternError: names the elements that are held twice or not at all, and the ranks.
+    """
+    fault = find_range_fault([(start, stop) for _, start, stop in held], size)
     if fault is None:
         return
-    concerned = [held[number] for number in fault.shards]
-    many = f"is held {len(concerned)} times, by ranks {_ranks(concerned)}"
+    ranks = [held[number][0] for number in fault.shards]
+    many = f"are held by {len(ranks)} main replicas, on ranks {sorted(ranks)[:16]}"
     raise AccessPatternError(
-        f"Flattened ranges dont cover the whole shard {sample.without_data()} of {size} elements "
-        f"exactly once: elements {fault.offset[0]} to {fault.offset[0] + fault.shape[0]} of the "
-        f"shard of {sample.key!r} at offset {sample.global_offset} "
-        f"{many if concerned else 'is held by no rank'} (main replicas alone count). Invalid "
-        f"access pattern",
-        key=sample.key,
-        rank=concerned[0][0] if concerned else None,
+        f"Invalid access pattern: Flattened ranges dont cover the whole shard ShardedTensor("
+        f"key={key!r}, {where}), {size} elements, exactly once: elements {fault.offset[0]}:"
+        f"{fault.offset[0] + fault.shape[0]} {many if ranks else 'are held by no rank'}; ranges "
+        f"by rank: {sorted(held)[:8]}",
+        key=key,
+        rank=ranks[0] if ranks else None,
     )
 
 

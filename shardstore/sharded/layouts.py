@@ -10,7 +10,9 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
+from shardstore.coverage.access_pattern import check_flat_ranges
 from shardstore.errors import AccessPatternError
 from shardstore.mapping import ShardedTensor, is_main_replica
 from shardstore.storage.format.grid import Box, cut_gcd
@@ -119,37 +121,13 @@ def merge_layouts(reports: Sequence[bytes]) -> Layouts:
         layouts.edges[key] = cut_gcd(shape, boxes)
     for key, by_shard in layouts.ranges.items():
         for box, ranges in by_shard.items():
-            by_shard[box] = _checked(key, box, ranges)
+            by_shard[box] = sorted(
+                (r for r in ranges if r.stop > r.start), key=attrgetter("start", "stop", "rank")
+            )
+            where = f"offset {box.offset}, shape {box.shape}"
+            held = [(r.rank, r.start, r.stop) for r in by_shard[box]]
+            check_flat_ranges(key, where, held, box.size)
     return layouts
-
-
-def _checked(key: str, box: Box, ranges: list[FlatRange]) -> list[FlatRange]:
-    """The ranges in order, proven to cover the shard exactly once."""
-    ranges = sorted(
-        (r for r in ranges if r.stop > r.start), key=lambda r: (r.start, r.stop, r.rank)
-    )
-    position, before = 0, -1
-    for r in [*ranges, FlatRange(box.size, box.size, -1)]:
-        if r.start > position:
-            raise AccessPatternError(
-                "Invalid access pattern: Flattened ranges dont cover the whole shard "
-                f"ShardedTensor(key={key!r}, "
-                f"offset {box.offset}, shape {box.shape}): no rank holds elements "
-                f"{position}:{r.start} of "
-                f"{box.size}; ranges by rank: {[(x.rank, x.start, x.stop) for x in ranges[:8]]}",
-                key=key,
-            )
-        if r.start < position:
-            raise AccessPatternError(
-                f"Invalid access pattern: Flattened ranges of key {key!r}, shard at offset "
-                f"{box.offset}, shape "
-                f"{box.shape}, overlap: rank {before} and rank {r.rank} both hold elements from "
-                f"{r.start} on; "
-                "only one of them may be the main replica",
-                key=key,
-            )
-        position, before = r.stop, r.rank
-    return ranges
 
 
 def is_first(tensor: ShardedTensor) -> bool:

@@ -243,10 +243,10 @@ def test_flattened_ranges() -> None:
     text = "Flattened ranges dont cover the whole shard ShardedTensor"
     with pytest.raises(AccessPatternError, match=text) as caught:
         validate_sharding_integrity([[_flat(0, 5)], [_flat(6, 12)]])
-    assert "elements 5 to 6" in str(caught.value)
+    assert "elements 5:6" in str(caught.value)
     with pytest.raises(AccessPatternError, match=text) as caught:
         validate_sharding_integrity([[_flat(0, 7)], [_flat(5, 12)]])
-    assert "elements 5 to 7" in str(caught.value)
+    assert "elements 5:7" in str(caught.value)
     assert "ranks [0, 1]" in str(caught.value)
     with pytest.raises(AccessPatternError, match=text):
         validate_sharding_integrity([[_flat(0, 5)], [_flat(5, 12, replica_id=1)]])
