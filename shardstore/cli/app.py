@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from shardstore.cli import changing, checking, listing, pictures, values
+from shardstore.cli import changing, checking, looking, pictures
 from shardstore.cli.options import WRONG_USE
 from shardstore.cli.printing import Warnings, complain, open_streams
 from shardstore.errors import CheckpointingException, DamagedCheckpointError
@@ -31,12 +31,12 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (
-    listing.ls,
-    listing.info,
+    looking.ls,
+    looking.info,
     checking.verify,
     checking.diff,
-    values.stats,
-    values.show,
+    looking.stats,
+    looking.show,
     pictures.plot,
     pictures.report,
     changing.convert,

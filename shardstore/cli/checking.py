@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardstore.cli import options as opt
-from shardstore.cli.printing import columns, emit, fold, print_table, say
+from shardstore.cli.printing import columns, emit, print_table, say
 from shardstore.inspection import opened
 from shardstore.inspection.opened import counted, human_bytes
 from shardstore.storage.checkpoint import StoredCheckpoint
@@ -126,7 +126,7 @@ def _print(found: Difference, width: int | None) -> None:
     rows += [("file", name, how) for name, how in found.files.items()]
     if rows:
         print_table(rows, "<<<", width)
-    say(*fold(_summary(found), width))
+    print_table([[_summary(found)]], "<", width)
 
 
 def _summary(found: Difference) -> str:

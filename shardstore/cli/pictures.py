@@ -1,30 +1,72 @@
-"""Commands ``plot`` (the only one that needs matplotlib) and ``report``."""
+"""Commands ``plot`` and ``report``: SVG, in a file or in one HTML page.
+
+The page has no scripts, fonts or requests, and texts from checkpoints are escaped.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
+from html import escape
+from itertools import islice, product
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shardstore.cli import options as opt
-from shardstore.cli.listing import describe
+from shardstore.cli.checking import verdict
+from shardstore.cli.looking import Module, describe, modules, summary
 from shardstore.cli.printing import complain, emit, say
-from shardstore.inspection.layout import Module, cells, drawn_axes, modules
-from shardstore.inspection.opened import StoredArray, clean, counted, human_bytes
+from shardstore.inspection.opened import clean, counted, human_bytes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.stores.location import store_errors
 
 if TYPE_CHECKING:
-    from shardstore.inspection.statistics import Statistics
-    from shardstore.inspection.verify import Finding
+    import numpy as np
+    from numpy.typing import NDArray
 
-BARS = 40
-NAMED_CELLS = 64
-"""Chunks up to which each is labelled with its rank."""
+    from shardstore.inspection.statistics import Statistics
+    from shardstore.inspection.verify import Finding, Verified
+    from shardstore.storage.format.manifest import Manifest
+
+WIDE, HIGH = 360, 150
+BINS = 48
+BARS = 25
 MAX_PICTURED = 400
 """Arrays that get a picture and a histogram, the largest ones; a page of more opens slowly."""
-BINS = 48
+MAX_FINDINGS = 500
+MAX_RANKS = 256
+IN_SUMMARY = {"created", "world_size", "seconds", "shardstore", "arrays", "chunks", "stored_bytes"}
+"""Fields of the commit record that the summary shows, or other words for the same."""
+COLOR = "#0f9488"
+Picture = tuple[str, str]
+"""Shapes of an SVG of ``WIDE`` by ``HIGH``, and a caption."""
+
+STYLE = """
+:root { color-scheme: light dark; --line: #8884; --dim: #5f6b7a; --bar: #0f766e;
+  --ok: #1a7f37; --bad: #cf222e; }
+@media (prefers-color-scheme: dark) {
+  :root { --dim: #a3adba; --bar: #2dd4bf; --ok: #4ade80; --bad: #ff7b72; } }
+body { font: 14px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 74rem;
+  padding: 0 1rem; }
+h1 { font-size: 1.4rem; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+table { border-collapse: collapse; }
+td { padding: .15rem .8rem .15rem 0; vertical-align: top; overflow-wrap: anywhere; }
+details { border-left: 1px solid var(--line); margin-left: .3rem; padding-left: .8rem; }
+details.array { padding-bottom: .2rem; } summary { cursor: pointer; padding: .1rem 0; }
+.dim { color: var(--dim); } .size { float: right; font-variant-numeric: tabular-nums; }
+.ok { color: var(--ok); font-weight: 600; } .bad { color: var(--bad); font-weight: 600; }
+.pictures { display: flex; flex-wrap: wrap; gap: 1.5rem; margin: .4rem 0; }
+figure { margin: 0; } figcaption { color: var(--dim); font-size: .85em; max-width: 360px; }
+#tree { overflow-wrap: anywhere; }
+#record td:first-child, #ranks tr:first-child { font-weight: 600; white-space: nowrap; }
+#ranks { display: block; overflow-x: auto; }
+#ranks td { text-align: right; padding-left: .8rem; white-space: nowrap; }
+svg { display: block; background: #8881; max-width: 100%; } li { overflow-wrap: anywhere; }
+"""
 
 
 class Plot(StrEnum):
@@ -43,109 +85,33 @@ def plot(
     as_json: opt.Json = False,
     storage_option: opt.Options = None,
 ) -> None:
-    """Draw a PNG: how an array is cut over ranks and chunks, its values, or sizes by module."""
+    """Draw an SVG: how an array is cut over ranks and chunks, its values, or sizes by module."""
+    from shardstore.inspection.statistics import histogram, measure
+
     ckpt = opt.open_checkpoint(checkpoint, storage_option)
-    output = output or f"{kind.value}.png"
-    opt.require_output(output)
-    if not output.endswith(".png"):
-        raise opt.UsageProblem(f"pictures are PNG: give a name such as {output}.png, not {output}")
-    if kind is not Plot.sizes and key is None:
-        raise opt.UsageProblem(f"plot {kind.value} needs a key; `shardstore ls` lists all keys")
-    array = None if key is None or kind is Plot.sizes else ckpt[key]
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise opt.UsageProblem("plot needs matplotlib: pip install 'shardstore[plot]'") from None
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    if array is None:
+    output = output or f"{kind.value}.svg"
+    target = opt.require_output(output)
+    if not output.endswith(".svg"):
+        raise opt.UsageProblem(f"pictures are SVG: give a name such as {output}.svg, not {output}")
+    if kind is Plot.sizes:
         chosen = opt.choose(ckpt, [key] if key else [])
-        _sizes(axes, modules(found.meta for found in chosen.values()), key)
+        picture = _sizes(modules(found.meta for found in chosen.values()), key or "all arrays")
+    elif key is None:
+        raise opt.UsageProblem(f"plot {kind.value} needs a key; `shardstore ls` lists all keys")
     elif kind is Plot.layout:
-        _layout(figure, axes, array)
+        meta = ckpt[key].meta
+        picture = _layout(meta, cells(meta, ckpt.stored.manifest))
     else:
-        _histogram(axes, array)
+        found, damage = measure([ckpt[key]])
+        for text in damage.get(key, []):
+            complain(text)
+        picture = _histogram(*histogram(ckpt[key], found[key], BINS))
     with store_errors("writing", output):
-        figure.savefig(output, format="png", dpi=120)
+        target.write_text(_svg(*picture, key or ckpt.url), encoding="utf-8")
     if as_json:
         emit({"kind": kind.value, "key": key, "output": output})
     else:
         say(output)
-
-
-def _layout(figure: Any, axes: Any, array: StoredArray) -> None:
-    import numpy as np
-
-    found = cells(array.meta, array.checkpoint.stored.manifest)
-    if found:
-        lefts = sorted({cell.left for cell in found})
-        tops = sorted({cell.top for cell in found})
-        right, bottom = found[-1].left + found[-1].width, found[-1].top + found[-1].height
-        ranks = np.array([cell.rank for cell in found], float).reshape(len(tops), len(lefts))
-        edges = [*lefts, right], [*tops, bottom]
-        limits = {"vmin": 0, "vmax": max(1, np.nanmax(ranks, initial=0))}
-        mesh = axes.pcolormesh(
-            *edges, ranks, cmap="viridis", edgecolors="white", alpha=0.6, **limits
-        )
-        axes.invert_yaxis()
-        known = np.unique(ranks[np.isfinite(ranks)])
-        if known.size > 1:
-            figure.colorbar(mesh, label="written by rank", ticks=known[:16])
-    for cell in found if len(found) <= NAMED_CELLS else ():
-        center = (cell.left + cell.width / 2, cell.top + cell.height / 2)
-        rank = "" if cell.rank is None else f"{'rank ' * (len(found) <= 16)}{cell.rank}"
-        axes.annotate(rank, center, ha="center", va="center")
-    rows, columns = drawn_axes(array.meta)
-    axes.set_xlabel("" if columns is None else f"axis {columns}")
-    axes.set_ylabel("" if rows is None else f"axis {rows}")
-    if rows is None:
-        axes.set_yticks([])
-    dtype, shape, chunks, shards, _ = describe(array.meta)
-    axes.set_title(f"{clean(array.key)}\n{dtype} {shape}, chunks: {chunks}, saved from: {shards}")
-
-
-def _histogram(axes: Any, array: StoredArray) -> None:
-    from shardstore.inspection.statistics import histogram, measure
-
-    found, damage = measure([array])
-    for text in damage.get(array.key, []):
-        complain(text)
-    statistics = found[array.key]
-    counts, edges = histogram(array, statistics, bins=100)
-    axes.stairs(counts, edges, fill=True)
-    axes.set_yscale("symlog", linthresh=1)
-    axes.set_xlabel("value")
-    axes.set_ylabel("elements")
-    mean = "-" if statistics.mean is None else f"{statistics.mean:.4g}"
-    odd = f", {statistics.nan} NaN, {statistics.inf} infinite"
-    odd = odd if statistics.nan or statistics.inf else ""
-    axes.set_title(f"{clean(array.key)}\nnorm {statistics.norm:.4g}, mean {mean}{odd}")
-
-
-def _sizes(axes: Any, tree: Module, path: str | None) -> None:
-    node, name = tree, clean(path or "all arrays")
-    while len(node.below) == 1 and (only := next(iter(node.below.values()))).below:
-        node = only
-        name = clean(only.name)
-    bars = sorted(node.below.values(), key=lambda child: child.bytes, reverse=True)
-    shown, rest = bars[:BARS], bars[BARS:]
-    unit = 1024 ** min(3, max(0, (shown[0].bytes.bit_length() - 1) // 10))
-    sizes = axes.barh(
-        range(len(shown)),
-        [child.bytes / unit for child in shown],
-        tick_label=[clean(child.name) for child in shown],
-    )
-    axes.bar_label(sizes, [human_bytes(child.bytes) for child in shown], padding=3, fontsize=8)
-    axes.margins(x=0.12, y=0.01)
-    axes.invert_yaxis()
-    axes.set_xlabel({1: "B", 1024: "KiB", 1024**2: "MiB"}.get(unit, "GiB"))
-    others = f"\n{len(rest):,} more, not shown: {human_bytes(sum(c.bytes for c in rest))}"
-    axes.set_title(
-        f"{name}: {human_bytes(node.bytes)} in {counted(node.arrays, 'array')}"
-        + (others if rest else "")
-    )
 
 
 def report(
@@ -158,7 +124,6 @@ def report(
     storage_option: opt.Options = None,
 ) -> None:
     """Write one self-contained HTML page about a checkpoint."""
-    from shardstore.cli import page
     from shardstore.inspection.statistics import histogram, measure
     from shardstore.inspection.verify import verify
 
@@ -177,15 +142,16 @@ def report(
     drawn = {array.key for array in arrays[:MAX_PICTURED]}
 
     def array_html(name: str, meta: ArrayMeta) -> str:
-        found, picture, bars = statistics.get(meta.key), [], None
+        found, pictures = statistics.get(meta.key), {}
         if meta.key in drawn:
-            picture = cells(meta, manifest)
+            pictures["layout"] = _layout(meta, cells(meta, manifest))
             if found is not None:
                 bars = histogram(ckpt[meta.key], found, BINS, budget_bytes=budget)
-        return page.array(name, meta, picture, found, bars, damage.get(meta.key, ()))
+                pictures["histogram"] = _histogram(*bars)
+        return _array(name, meta, pictures, found, damage.get(meta.key, ()))
 
     tree = modules(ckpt.metas.values())
-    text = page.page(ckpt.info, tree, array_html, verified, findings)
+    text = _page(ckpt.info, tree, array_html, verified, findings)
     with store_errors("writing", output):
         target.write_text(text, encoding="utf-8")
     is_damaged = bool(damage) or (verified is not None and not verified.ok)
@@ -194,3 +160,284 @@ def report(
     else:
         say(f"{output}{'  (the checkpoint is DAMAGED)' if is_damaged else ''}")
     raise typer.Exit(opt.DAMAGE if is_damaged else 0)
+
+
+MAX_CELLS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A chunk as a rectangle, in elements of the two axes that are drawn.
+
+    Attributes:
+        index: index of the chunk.
+        top, left, height, width: its place; a row of height 1 for arrays of one axis or none.
+        rank: the rank that wrote it, if known.
+    """
+
+    index: tuple[int, ...]
+    top: int
+    left: int
+    height: int
+    width: int
+    rank: int | None
+
+
+def drawn_axes(array: ArrayMeta) -> tuple[int | None, int | None]:
+    """The vertical and the horizontal axis of a picture: those with the most chunks, else the last
+    two; ``None`` for an axis that the array lacks."""
+    axes = len(array.shape)
+    if axes < 2:
+        return None, 0 if axes else None
+    counts = array.grid.counts
+    best = sorted(range(axes), key=lambda axis: (-counts[axis], -axis))[:2]
+    return min(best), max(best)
+
+
+def cells(array: ArrayMeta, manifest: Manifest | None) -> list[Cell]:
+    """The chunks of an array as rectangles, those at index 0 of the axes that are not drawn.
+
+    At most :data:`MAX_CELLS`: a picture of more would show nothing.
+    """
+    if array.grid.size == 0:
+        return []
+    axes = drawn_axes(array)
+    high, wide = (1 if axis is None else array.grid.counts[axis] for axis in axes)
+    high = min(high, MAX_CELLS)
+    out = []
+    for place in product(range(high), range(min(wide, MAX_CELLS // high))):
+        where = dict(zip(axes, place, strict=True))
+        index = tuple(where.get(axis, 0) for axis in range(len(array.shape)))
+        box = array.grid.box(index)
+        (top, height), (left, width) = (
+            (0, 1) if axis is None else (box.offset[axis], box.shape[axis]) for axis in axes
+        )
+        rank = None if manifest is None else manifest.writer(array, index)
+        out.append(Cell(index, top, left, height, width, rank))
+    return out
+
+
+def rank_table(record: Any) -> list[list[str]] | None:
+    """What each rank did in a save, as rows of texts; ``None`` for what no save writes.
+
+    The first row has the columns' names: rank, bytes, chunks, seconds of each stage and in all,
+    rate. A record of many ranks has the least, the median and the largest of each column alone.
+    """
+    try:
+        stages = [name for name in record if name.endswith("_s")]
+        columns = [record[name] for name in ("bytes", "chunks", *stages)]
+        is_summary = isinstance(columns[0], Mapping)
+        labels = ["min", "median", "max"] if is_summary else list(map(str, range(len(columns[0]))))
+        if is_summary:
+            columns = [[column[label] for label in labels] for column in columns]
+        named = [f"{name.removesuffix('_s')} s" for name in stages]
+        rows = [["ranks" if is_summary else "rank", "bytes", "chunks", *named, "seconds", "rate"]]
+        for label, size, chunks, *seconds in islice(zip(labels, *columns, strict=True), MAX_RANKS):
+            took = math.fsum(seconds)
+            rate = f"{human_bytes(size / took)}/s" if took and not is_summary else ""
+            texts = [f"{value:.3f}" for value in seconds] + ["" if is_summary else f"{took:.3f}"]
+            rows.append([label, human_bytes(size), f"{chunks:g}", *texts, rate])
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
+        return None
+    return rows
+
+
+def _page(
+    about: Mapping[str, Any],
+    tree: Module,
+    array_html: Callable[[str, ArrayMeta], str],
+    verified: Verified | None,
+    findings: Sequence[Finding],
+) -> str:
+    """The whole page; :func:`_array` makes the parts about arrays."""
+    url, commit = str(about["url"]), about["commit"] or {}
+    ranks = rank_table(commit.get("ranks"))
+    hidden = IN_SUMMARY | ({"ranks"} if ranks else set())
+    slowest = ""
+    if ranks and "slowest" in commit["ranks"]:
+        slowest = escape(f"rank {commit['ranks']['slowest']} took longest")
+    record = summary(about)
+    del record["checkpoint"]  # the heading
+    for name, value in commit.items():
+        if name not in hidden:
+            record[f"commit.{name}"] = value if isinstance(value, str) else json.dumps(value)
+    body = [
+        f"<h1>{escape(url)}</h1>",
+        _table("record", [[name, str(value)] for name, value in record.items() if value]),
+        *([] if ranks is None else ["<h2>Ranks</h2>", _table("ranks", ranks), slowest]),
+        "<h2>Verification</h2>",
+        _verification(verified, findings),
+        "<h2>Arrays</h2>",
+        f'<div id="tree">{_below(tree, array_html, opened=len(tree.below) == 1)}</div>',
+    ]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(url.rsplit('/', 1)[-1])} - shardstore</title><style>{STYLE}</style>"
+        f"</head>\n<body>{chr(10).join(body)}\n</body></html>\n"
+    )
+
+
+def _table(name: str, rows: Sequence[Sequence[str]]) -> str:
+    cells = ("".join(f"<td>{escape(text)}</td>" for text in row) for row in rows)
+    return f'<table id="{name}">{"".join(f"<tr>{row}</tr>" for row in cells)}</table>'
+
+
+def _verification(verified: Verified | None, findings: Sequence[Finding]) -> str:
+    if verified is None:
+        return '<p id="verification" class="dim">Not verified.</p>'
+    items = (
+        f'<li class="{finding.severity}"><b>{escape(finding.kind)}</b> '
+        f"{escape(finding.message)}</li>"
+        for finding in findings[:MAX_FINDINGS]
+    )
+    more = len(findings) - MAX_FINDINGS
+    rest = f"<p>... and {more} more.</p>" if more > 0 else ""
+    return (
+        f'<p id="verification" class="{"ok" if verified.ok else "bad"}">{verdict(verified)}</p>'
+        f'<ul id="findings">{"".join(items)}</ul>{rest}'
+    )
+
+
+def _below(
+    module: Module, array_html: Callable[[str, ArrayMeta], str], opened: bool = False
+) -> str:
+    return "".join(_node(child, array_html, opened) for child in module.below.values())
+
+
+def _node(module: Module, array_html: Callable[[str, ArrayMeta], str], opened: bool) -> str:
+    own = "" if module.array is None else array_html(module.name, module.array)
+    if not module.below:
+        return own
+    below = _below(module, array_html)
+    return (
+        f'<details class="module"{" open" if opened else ""}><summary><b>{escape(module.name)}</b> '
+        f'<span class="dim">{counted(module.arrays, "array")}</span>'
+        f'<span class="size">{human_bytes(module.bytes)}</span></summary>{own}{below}</details>'
+    )
+
+
+def _array(
+    name: str,
+    meta: ArrayMeta,
+    pictures: Mapping[str, Picture],
+    statistics: Statistics | None,
+    damage: Sequence[str],
+) -> str:
+    """The part of the page about an array.
+
+    Args:
+        name: last part of its path.
+        meta: the array.
+        pictures: kind -> picture.
+        statistics: of its values, if they were read.
+        damage: what could not be read.
+    """
+    dtype, shape, chunks, shards, size = map(escape, describe(meta))
+    bad = '<span class="bad">damaged</span>' if damage else ""
+    lines = [f"chunks: {chunks}", f"saved from: {shards}" if shards else ""]
+    lines.append(_numbers(statistics) if statistics is not None else "")
+    damaged = "".join(f'<div class="bad">{escape(line)}</div>' for line in damage)
+    figures = (
+        f'<figure class="{kind}">{_svg(*picture)}<figcaption>{escape(picture[1])}</figcaption>'
+        "</figure>"
+        for kind, picture in pictures.items()
+        if picture[0]
+    )
+    key = escape(meta.key, quote=True)
+    whole = "" if name == meta.key else f'<div class="dim">{key}</div>'
+    return (
+        f'<details class="array" data-key="{key}"><summary>{escape(name)} '
+        f'<span class="dim">{dtype} {shape}</span> {bad}<span class="size">{size}</span></summary>'
+        f"{whole}<div>{'; '.join(filter(None, lines))}</div>{damaged}"
+        f'<div class="pictures">{"".join(figures)}</div></details>'
+    )
+
+
+def _numbers(found: Statistics) -> str:
+    values = {"norm": found.norm, "mean": found.mean, "min": found.min, "max": found.max}
+    texts = [f"{name} {value:.6g}" for name, value in values.items() if value is not None]
+    counts = {"zeros": found.zeros, "NaN": found.nan, "infinite": found.inf}
+    return ", ".join(texts + [f"{n:,} {name}" for name, n in counts.items() if n])
+
+
+def _layout(meta: ArrayMeta, cells: Sequence[Cell]) -> Picture:
+    high = max((cell.top + cell.height for cell in cells), default=1)
+    wide = max((cell.left + cell.width for cell in cells), default=1)
+    ranks = sorted({cell.rank for cell in cells if cell.rank is not None})
+    # Red means damage on this page: the hues begin at blue and end before red.
+    hue = {rank: 210 - 180 * i // max(1, len(ranks) - 1) for i, rank in enumerate(ranks)}
+    shapes = []
+    for cell in cells:
+        fill = "#999" if cell.rank is None else f"hsl({hue[cell.rank]} 45% 55%)"
+        by = "" if cell.rank is None else f", rank {cell.rank}"
+        place = (
+            WIDE * cell.left / wide,
+            HIGH * cell.top / high,
+            WIDE * cell.width / wide,
+            HIGH * cell.height / high,
+        )
+        shapes.append(_rect(place, fill, f"chunk {list(cell.index)}{by}"))
+    named = ", ".join(map(str, ranks[:12])) + (" ..." if len(ranks) > 12 else "")
+    writers = f"written by rank{'s' * (len(ranks) > 1)} {named}" if ranks else "writers unknown"
+    down, across = (None if axis is None else f"axis {axis}" for axis in drawn_axes(meta))
+    axes = f"{across} across" + (f", {down} down" if down else "") if across else "one element"
+    return "".join(shapes), f"{counted(len(cells), 'chunk')}, {axes}; {writers}"
+
+
+def _histogram(counts: NDArray[np.int64], edges: NDArray[np.float64]) -> Picture:
+    step, most = WIDE / len(counts), max(1, counts.max())
+    # Square roots keep the tails in sight beside the bulk.
+    heights = [math.sqrt(count / most) * HIGH for count in counts]
+    shapes = (
+        _rect(
+            (i * step, HIGH - high, step, high),
+            COLOR,
+            f"{edges[i]:.4g} to {edges[i + 1]:.4g}: {counts[i]}",
+        )
+        for i, high in enumerate(heights)
+        if high
+    )
+    caption = f"values from {edges[0]:.4g} to {edges[-1]:.4g} (heights: square root of counts)"
+    return "".join(shapes), caption
+
+
+def _sizes(node: Module, name: str) -> Picture:
+    while len(node.below) == 1 and (only := next(iter(node.below.values()))).below:
+        node, name = only, only.name
+    bars = sorted(node.below.values(), key=lambda child: -child.bytes)
+    step = HIGH / min(BARS, max(1, len(bars)))
+    shapes = []
+    for i, child in enumerate(bars[:BARS]):
+        text = f"{clean(child.name)}: {human_bytes(child.bytes)}"
+        length = WIDE * child.bytes / max(1, bars[0].bytes)
+        shapes.append(_rect((0, i * step, length, step * 0.9), f"{COLOR}80", text))
+        size = min(12, step * 0.7)
+        shapes.append(
+            f'<text x="4" y="{(i + 0.65) * step:.2f}" font-size="{size:.2f}">{escape(text)}</text>'
+        )
+    rest = f"; {len(bars) - BARS:,} smaller ones are not shown" if len(bars) > BARS else ""
+    total = f"{human_bytes(node.bytes)} in {counted(node.arrays, 'array')}"
+    return "".join(shapes), f"{clean(name)}: {total}{rest}"
+
+
+def _rect(place: tuple[float, float, float, float], fill: str, title: str) -> str:
+    x, y, width, height = place
+    return (
+        f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="{fill}" '
+        f'stroke="#fff" stroke-width=".6"><title>{escape(title)}</title></rect>'
+    )
+
+
+def _svg(shapes: str, caption: str, title: str = "") -> str:
+    """A picture; with a title, one for a file of its own."""
+    label = escape(caption, quote=True)
+    if not title:
+        attributes = f'width="{WIDE}" height="{HIGH}" viewBox="0 0 {WIDE} {HIGH}"'
+        return f'<svg {attributes} role="img" aria-label="{label}">{shapes}</svg>'
+    attributes = f'width="{3 * WIDE}" viewBox="-8 -28 {WIDE + 16} {HIGH + 36}" font-size="8"'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {attributes} font-family="sans-serif">'
+        f'<rect x="-8" y="-28" width="100%" height="100%" fill="#fff"/>'
+        f'<text y="-16">{escape(clean(title))}</text><text y="-6">{label}</text>{shapes}</svg>\n'
+    )

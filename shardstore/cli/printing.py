@@ -1,8 +1,8 @@
 """How commands print: nothing that a terminal obeys, and lines within its width.
 
 Keys, paths and names come from files of others: :func:`clean` shows their unprintable characters as
-Python's ``repr`` does. Results go to standard output, everything else to standard error. Lines are
-folded where standard output is a terminal, and stay whole for programs that read them.
+Python's ``repr`` does. Results go to standard output, everything else to standard error. Tables
+are folded where standard output is a terminal, and stay whole for programs that read them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,6 @@ from collections.abc import Sequence
 from shardstore.inspection.opened import clean
 
 GAP = "  "
-LEAST_FIRST = 20
-"""Columns of a folded first cell; where a table leaves it less, the others go below it."""
-INDENT = 4
-_OBEYED = re.compile("[\x7f-\x9f\xad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]")
 
 
 def say(*lines: str) -> None:
@@ -48,11 +44,9 @@ class Warnings(logging.Handler):
 
 
 def emit(value: object) -> None:
-    """Print a JSON document. NaN and the infinities are the strings that Zarr has for them."""
-    encoding = (getattr(sys.stdout, "encoding", None) or "utf-8").lower()
-    strict = json.loads(json.dumps(value), parse_constant=str)
-    text = json.dumps(strict, indent=2, ensure_ascii=not encoding.startswith("utf"))
-    print(_OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
+    """Print a JSON document, in ASCII. NaN and the infinities are the strings that Zarr has for
+    them."""
+    print(json.dumps(json.loads(json.dumps(value), parse_constant=str), indent=2))
 
 
 def open_streams() -> None:
@@ -81,25 +75,10 @@ def cells(text: str) -> int:
     return cell_len(text)
 
 
-def fold(text: str, width: int | None, indent: int = INDENT) -> list[str]:
-    """A text in lines of at most ``width`` columns, all but the first indented by ``indent``."""
-    if width is None or cells(text) <= width:
-        return [text]
-    from rich.console import Console
-    from rich.text import Text
-
-    rest = text.lstrip(" ")
-    lead = " " * min(len(text) - len(rest), width // 2)
-    below = " " * min(len(lead) + indent, width // 2)
-    first, *more = Text(rest).wrap(Console(), width - len(below), overflow="fold")
-    return [lead + first.plain.rstrip(), *(below + line.plain.rstrip() for line in more)]
-
-
 def print_table(
     rows: Sequence[Sequence[str]], align: str, width: int | None, names: Sequence[str] = ()
 ) -> None:
-    """Print rows in columns, the first of them folded where the terminal is narrow; where that is
-    not enough, the other cells of each row go below its first.
+    """Print rows in columns; where they do not fit, cells are folded.
 
     Args:
         rows: all rows, of as many cells.
@@ -109,19 +88,19 @@ def print_table(
     """
     rows = [list(map(clean, row)) for row in (*([names] if names else ()), *rows)]
     widths = [max(map(cells, column)) for column in zip(*rows, strict=True)]
-    left = (width or 1 << 30) - sum(widths[1:]) - len(GAP) * (len(widths) - 1)
-    if left < min(LEAST_FIRST, widths[0]):
-        for first, *others in rows[bool(names) :]:
-            if names:
-                others = [f"{name} {cell}" for name, cell in zip(names[1:], others, strict=True)]
-            below = " " * (len(first) - len(first.lstrip(" ")) + INDENT) + GAP.join(others).strip()
-            print("\n".join([*fold(first, width, 2), *fold(below.rstrip(), width, 0)]).rstrip())
+    if width is None or sum(widths) + len(GAP) * (len(widths) - 1) <= width:
+        for row in rows:
+            spaces = [" " * (n - cells(text)) for text, n in zip(row, widths, strict=True)]
+            parts = zip(row, spaces, align, strict=True)
+            print(GAP.join(gap + t if side == ">" else t + gap for t, gap, side in parts).rstrip())
         return
-    widths[0] = min(widths[0], left)
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, len(GAP), 0, 0))
+    for side in align:
+        table.add_column(justify="right" if side == ">" else "left", overflow="fold")
     for row in rows:
-        first, *more = fold(row[0], None if width is None else widths[0], 2)
-        parts = []
-        for text, side, n in zip((first, *row[1:]), align, widths, strict=True):
-            room = n - cells(text) + len(text)
-            parts.append(text.rjust(room) if side == ">" else text.ljust(room))
-        print("\n".join([GAP.join(parts).rstrip(), *more]))
+        table.add_row(*map(Text, row))
+    Console(width=width, color_system=None).print(table)

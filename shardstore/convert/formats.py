@@ -239,8 +239,8 @@ def record_of(extras: Extras) -> StateRecord:
     Others are left out with a warning; so are tensors, which nobody would look for there."""
     values: dict[str, Any] = {}
     paths: dict[str, Any] = dict(extras.record.paths)
-    torch = sys.modules.get("torch")  # without it no value is a tensor
     for key, path, value in values_of(extras):
+        torch = sys.modules.get("torch")  # without it no value is a tensor
         try:
             if torch is not None and isinstance(value, torch.Tensor):
                 raise NotPlainError("a tensor among the values that are not sharded")

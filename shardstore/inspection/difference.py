@@ -7,11 +7,9 @@ compared bit by bit, so that 0.0 and -0.0 differ, and a NaN equals itself.
 from __future__ import annotations
 
 import threading
-import zipfile
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from io import BytesIO
 from typing import Any
 
 import numpy as np
@@ -29,8 +27,6 @@ from shardstore.inspection.statistics import (
 )
 from shardstore.storage.format.grid import Box
 from shardstore.storage.format.names import COMMON_STATE_NAME
-
-__all__ = ["ArrayDifference", "Difference", "compare"]
 
 READ_TOGETHER = 8
 """Sharded objects that are read at a time, each whole in memory."""
@@ -133,23 +129,18 @@ def compare(
             out.hashed += 1
     values = {key: Statistics() for key in suspects}
     deltas = {key: Statistics() for key in suspects}
-    touched: dict[str, set[int]] = {key: set() for key in suspects}
+    touched = dict.fromkeys(suspects, 0)
     damage: dict[str, list[str]] = {key: [] for key in suspects}
     lock = threading.Lock()
 
     def work(array: StoredArray, box: Box) -> None:
-        corner = zip(box.offset, array.chunks, strict=True)
-        chunk = array.meta.grid.linear([start // edge for start, edge in corner])
-        if chunk not in suspects[array.key]:
-            return
         mine, other = array.read_box(box), right[array.key].read_box(box)
         part, delta = _difference(mine, other)
         with lock:
             out.bytes_read += mine.nbytes + other.nbytes
             values[array.key].merge(part)
             deltas[array.key].merge(delta)
-            if delta.count:
-                touched[array.key].add(chunk)
+            touched[array.key] += delta.count > 0
 
     def failed(array: StoredArray, error: DamagedCheckpointError) -> None:
         damage[array.key].append(str(error))
@@ -163,6 +154,7 @@ def compare(
         budget_bytes=budget_bytes,
         copies=2,
         progress=progress,
+        chosen=lambda array, chunk: chunk in suspects[array.key],
     )
     for key, delta in deltas.items():
         if not delta.count and not damage[key]:
@@ -171,7 +163,7 @@ def compare(
         out.values[key] = ArrayDifference(
             elements=delta.count,
             of=left[key].size,
-            chunks=len(touched[key]),
+            chunks=touched[key],
             chunks_of=left[key].meta.grid.size,
             max_abs=delta.max or 0.0,
             norm=delta.norm,
@@ -211,8 +203,7 @@ def _difference(a: NDArray[Any], b: NDArray[Any]) -> tuple[Statistics, Statistic
         differ = (left != right).any(axis=1)
         values.add(as_float64(x))
         if differ.any():
-            with np.errstate(over="ignore", invalid="ignore"):
-                deltas.add(_delta(x[differ], y[differ]))
+            deltas.add(_delta(x[differ], y[differ]))
     return values, deltas
 
 
@@ -237,24 +228,11 @@ def _files(a: OpenCheckpoint, b: OpenCheckpoint, wants: Callable[[str], bool]) -
     return dict(sorted(out.items()))
 
 
-def _contents(ckpt: OpenCheckpoint, wants: Callable[[str], bool]) -> dict[str, object]:
-    """Path -> content of ``common.pt`` and each sharded object, in a form that can be compared."""
+def _contents(ckpt: OpenCheckpoint, wants: Callable[[str], bool]) -> dict[str, bytes]:
+    """Path -> content of ``common.pt`` and each sharded object."""
     location = ckpt.stored.location
     names = [name for key, name in ckpt.objects.names.items() if wants(key.rpartition("/")[0])]
     if location.exists(COMMON_STATE_NAME):
         names.append(COMMON_STATE_NAME)
     with ThreadPoolExecutor(READ_TOGETHER) as pool:
-        found = pool.map(lambda name: _records(location.read(name)), names)
-        return dict(zip(names, found, strict=True))
-
-
-def _records(data: bytes) -> object:
-    """Names, sizes and checksums of an archive's records; all bytes of other files."""
-    try:
-        with zipfile.ZipFile(BytesIO(data)) as file:
-            return sorted(
-                (record.filename.partition("/")[2], record.file_size, record.CRC)
-                for record in file.infolist()
-            )
-    except (zipfile.BadZipFile, NotImplementedError):  # no archive, or of a later version of ZIP
-        return data
+        return dict(zip(names, pool.map(location.read, names), strict=True))

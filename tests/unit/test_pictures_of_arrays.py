@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardstore
-from shardstore.inspection.layout import MAX_CELLS, cells, drawn_axes
+from shardstore.cli.pictures import MAX_CELLS, cells, drawn_axes
 from shardstore.inspection.opened import StoredArray
 from shardstore.inspection.statistics import histogram, measure
 from shardstore.mapping import ShardedTensor

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from shardstore.cli.page import rank_table
+from shardstore.cli.pictures import rank_table
 from shardstore.storage.format.merge import MAX_COLUMNS_RANKS, RankRow, rank_record
 
 

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardstore
+from shardstore.cli.looking import parse_selection, split_key
 from shardstore.cli.options import parse_options, parse_size
-from shardstore.cli.values import parse_selection, split_key
 from shardstore.errors import CheckpointingException
 from shardstore.mapping import ShardedTensor
 from tests.helpers.cli_checkpoints import Cli, as_float64, flip, save, values
@@ -69,7 +69,7 @@ def test_without_documents_of_the_arrays(pristine: Path, tmp_path: Path, cli: Cl
     assert figures[0] == figures[1]
     shown = [cli("show", at, "layers.0.weight[3, :5]").out for at in (pristine, place)]
     assert shown[0] == shown[1]
-    assert cli("plot", "layout", place, "layers.0.weight", "-o", tmp_path / "a.png").code == 0
+    assert cli("plot", "layout", place, "layers.0.weight", "-o", tmp_path / "a.svg").code == 0
     assert cli("report", place, "-o", tmp_path / "a.html").code == 0
     assert cli("convert", place, tmp_path / "a.safetensors").code == 0
     assert cli("convert", place, tmp_path / "again").code == 0
@@ -284,9 +284,9 @@ WRONG = [
     (["report", "PLACE", "-o", "/no/such/folder/r.html"], "is no folder"),
     (["report", "PLACE", "-o", "PLACE"], "is a folder; give the name of a file"),
     (["plot", "sizes", "PLACE", "-o", "PLACE"], "is a folder; give the name of a file"),
-    (["plot", "sizes", "PLACE", "-o", "/no/such/folder/p.png"], "is no folder"),
-    (["plot", "sizes", "PLACE", "-o", "/proc/p.png"], "writing /proc/p.png failed"),
-    (["plot", "sizes", "PLACE", "-o", "picture.jpg"], "pictures are PNG"),
+    (["plot", "sizes", "PLACE", "-o", "/no/such/folder/p.svg"], "is no folder"),
+    (["plot", "sizes", "PLACE", "-o", "/proc/p.svg"], "writing /proc/p.svg failed"),
+    (["plot", "sizes", "PLACE", "-o", "picture.jpg"], "pictures are SVG"),
     (["info", "s3:/bucket/run"], "has lost a slash"),
     (["gc", "/no/such/place"], "is no folder"),
     (["rm", "PLACE"], "--yes"),

@@ -46,4 +46,4 @@ def test_what_is_read_in_threads_ends_soon(monkeypatch: pytest.MonkeyPatch) -> N
     ckpt = OpenCheckpoint(stored, {"w": meta})
     with pytest.raises(KeyboardInterrupt):
         statistics.stream(ckpt.values(), work, lambda array, error: None)
-    assert pieces <= 3 * statistics.BATCH_PIECES
+    assert pieces <= 3 * statistics.BATCH_CHUNKS

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -225,12 +226,19 @@ def test_a_long_key_does_not_widen_the_page(tmp_path: Path, cli: Cli) -> None:
     ],
     ids=" ".join,
 )
-def test_plots_are_png(pristine: Path, tmp_path: Path, cli: Cli, arguments: list[str]) -> None:
+def test_plots_are_pictures(pristine: Path, tmp_path: Path, cli: Cli, arguments: list[str]) -> None:
     kind, *key = arguments
-    target = tmp_path / "picture.png"
+    target = tmp_path / "picture.svg"
     outcome = cli("plot", kind, pristine, *key, "-o", target)
     assert (outcome.code, outcome.err) == (0, "")
     assert outcome.out.strip() == str(target)
-    data = target.read_bytes()
-    assert data.startswith(b"\x89PNG")
-    assert len(data) > 5000
+    svg = "{http://www.w3.org/2000/svg}"
+    root = ElementTree.parse(target).getroot()
+    assert root.tag == f"{svg}svg"
+    drawn = [found.text for found in root.iterfind(f"{svg}rect/{svg}title")]
+    assert bool(drawn) == (key != ["empty"])
+    texts = [found.text for found in root.iterfind(f"{svg}text")]
+    if kind == "sizes":
+        assert len(texts) == 2 + len(drawn)
+    else:
+        assert texts[0] == key[0]

@@ -1,0 +1,310 @@
+"""Commands ``ls``, ``info``, ``stats`` and ``show``.
+
+The first two import neither NumPy nor, where lines fit, rich: ten thousand are printed at once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import typer
+
+from shardstore.cli import options as opt
+from shardstore.cli.printing import columns, complain, emit, print_table, say
+from shardstore.inspection.opened import array_bytes, counted, human_bytes
+from shardstore.storage.format.documents import ArrayMeta
+
+PRINTED = 1000
+"""Elements that are printed whole; of more, NumPy shows the ends of each axis."""
+EDGE = 3
+LINE_WIDTH = 100
+"""Where standard output is no terminal."""
+
+
+@dataclass
+class Module:
+    """A node of the tree that the dots and slashes in keys make.
+
+    Attributes:
+        name: last part of its path; several parts, if each of them has one child alone.
+        bytes, arrays: size and number of all arrays at or below it.
+        array: the array of exactly this path, if there is one.
+        below: its children by name.
+    """
+
+    name: str
+    bytes: int = 0
+    arrays: int = 0
+    array: ArrayMeta | None = None
+    below: dict[str, Module] = field(default_factory=dict)
+
+    def walk(self, depth: int = 0) -> Iterator[tuple[int, Module]]:
+        """All nodes below, parents first, with their depths."""
+        for child in self.below.values():
+            yield depth, child
+            yield from child.walk(depth + 1)
+
+
+def modules(arrays: Iterable[ArrayMeta]) -> Module:
+    """The tree of some arrays, numbers in natural order, chains of only children made one node."""
+    root = Module("")
+    for array in sorted(arrays, key=lambda meta: _natural(meta.key)):
+        size = array_bytes(array)
+        node = root
+        node.bytes += size
+        node.arrays += 1
+        for part in _parts(array.key):
+            node = node.below.setdefault(part, Module(part))
+            node.bytes += size
+            node.arrays += 1
+        node.array = array
+    for child in list(root.below.values()):
+        _join_chains(child)
+    return root
+
+
+def _join_chains(module: Module) -> None:
+    while len(module.below) == 1 and module.array is None:
+        (child,) = module.below.values()
+        module.name += ("" if module.name.endswith("/") else ".") + child.name
+        module.array, module.below = child.array, child.below
+    for child in module.below.values():
+        _join_chains(child)
+
+
+def _parts(key: str) -> list[str]:
+    """``a/b.c`` -> ``a/``, ``b``, ``c``."""
+    *folders, last = key.split("/")
+    return [f"{folder}/" for folder in folders] + last.split(".")
+
+
+def _natural(key: str) -> list[tuple[int, int, str]]:
+    return [(0, int(p), "") if p.isdecimal() and p.isascii() else (1, 0, p) for p in _parts(key)]
+
+
+def shard_counts(array: ArrayMeta) -> tuple[int, ...] | None:
+    """Number of shards along each axis that it was saved from, if known."""
+    if array.shard_shape is None or len(array.shard_shape) != len(array.shape):
+        return None
+    pairs = zip(array.shape, array.shard_shape, strict=True)
+    return tuple(max(1, -(-n // max(1, edge))) for n, edge in pairs)
+
+
+def ls(
+    checkpoint: opt.Checkpoint,
+    keys: opt.Patterns = None,
+    flat: Annotated[bool, opt.flag("--flat", "Whole keys instead of a tree.")] = False,
+    depth: Annotated[int | None, opt.value("N", "Levels of the tree.", at_least=1)] = None,
+    wide: opt.Wide = False,
+    as_json: opt.Json = False,
+    storage_option: opt.Options = None,
+) -> None:
+    """List the arrays: data type, shape, chunks, shards, size."""
+    ckpt = opt.open_checkpoint(checkpoint, storage_option)
+    arrays = {key: array.meta for key, array in opt.choose(ckpt, keys).items()}
+    size = sum(map(array_bytes, arrays.values()))
+    if as_json:
+        listed = [_entry(arrays[key]) for key in sorted(arrays)]
+        emit({"url": ckpt.url, "arrays": listed, "bytes": size})
+        return
+    rows = []
+    for level, node in modules(arrays.values()).walk():
+        is_collapsed = not flat and level + 1 == depth and bool(node.below)
+        if node.array is not None and not is_collapsed:
+            label = node.array.key if flat else "  " * level + node.name
+            about = describe(node.array)
+        elif not flat:
+            label = "  " * level + node.name
+            about = counted(node.arrays, "array"), "", "", "", human_bytes(node.bytes)
+        else:
+            continue
+        if flat or depth is None or level < depth:
+            rows.append((label, *about))
+    print_table(rows, "<<<<<>", columns(wide))
+    say(f"{counted(len(arrays), 'array')}, {human_bytes(size)}")
+
+
+def describe(meta: ArrayMeta) -> tuple[str, str, str, str, str]:
+    """Data type, shape, chunks, shards and size of an array, as texts."""
+    counts, grid = shard_counts(meta), meta.grid
+    shards = "" if counts is None else f"{'x'.join(map(str, counts))} shards"
+    if counts is not None and all(count == 1 for count in counts):
+        shards = "whole"
+    chunk = f"{grid.size} of {list(grid.chunk_shape)}" if grid.size else "no chunk"
+    return meta.dtype, str(list(meta.shape)), chunk, shards, human_bytes(array_bytes(meta))
+
+
+def _entry(meta: ArrayMeta) -> dict[str, Any]:
+    """An array, for JSON."""
+    shards = shard_counts(meta)
+    return {
+        "key": meta.key,
+        "node": meta.node,
+        "shape": list(meta.shape),
+        "dtype": meta.dtype,
+        "chunk_shape": list(meta.grid.chunk_shape),
+        "chunks": meta.grid.size,
+        "bytes": array_bytes(meta),
+        "shard_shape": None if meta.shard_shape is None else list(meta.shard_shape),
+        "shards": None if shards is None else list(shards),
+        "codecs": None if meta.codecs is None else list(meta.codecs),
+    }
+
+
+def summary(found: Mapping[str, Any]) -> dict[str, object]:
+    """What :attr:`OpenCheckpoint.info` has, as texts; empty values are to be left out."""
+    commit, config = found["commit"] or {}, found["backend"] or {}
+    by_dtype = ", ".join(
+        f"{name} {human_bytes(size)}" for name, size in found["bytes_by_dtype"].items()
+    )
+    backend = f"{config.get('sharded_backend')!r} {config.get('sharded_backend_version')}"
+    world, writers = commit.get("world_size"), found["writers"]
+    by = counted(world, "rank") if isinstance(world, int) else "ranks"
+    by += f", {writers:,} of which wrote arrays" if writers and writers != world else ""
+    by += f", shardstore {commit.get('shardstore')}"
+    return {
+        "checkpoint": found["url"],
+        "layout": f"Zarr v{found['zarr_format']}" + (f", backend {backend}" if config else ""),
+        "arrays": f"{found['arrays']:,} in {counted(found['chunks'], 'chunk')}, "
+        f"{counted(found['elements'], 'element')}",
+        "documents": not found["array_documents"] and "of the root alone, none of the arrays' own",
+        "size": human_bytes(found["bytes"]) + (f" ({by_dtype})" if by_dtype else ""),
+        "stored": found["stored_bytes"] is not None and human_bytes(found["stored_bytes"]),
+        "saved": commit.get("created"),
+        "by": commit and by,
+        "took": "seconds" in commit and f"{commit['seconds']} s",
+        "content": found["content_metadata"] and json.dumps(found["content_metadata"]),
+        "manifest": found["manifest_damage"],
+    }
+
+
+def info(
+    checkpoint: opt.Checkpoint, as_json: opt.Json = False, storage_option: opt.Options = None
+) -> None:
+    """Print what is known of a checkpoint as a whole."""
+    found = opt.open_checkpoint(checkpoint, storage_option).info
+    if as_json:
+        emit(found)
+        return
+    rows = [(name, str(value)) for name, value in summary(found).items() if value]
+    print_table(rows, "<<", columns())
+
+
+def stats(
+    checkpoint: opt.Checkpoint,
+    keys: opt.Patterns = None,
+    memory: opt.Memory = "256MiB",
+    wide: opt.Wide = False,
+    as_json: opt.Json = False,
+    storage_option: opt.Options = None,
+) -> None:
+    """Norm, mean, range, zeros, NaNs and infinities of arrays, by streaming."""
+    from shardstore.inspection.statistics import measure
+
+    ckpt = opt.open_checkpoint(checkpoint, storage_option)
+    budget = opt.parse_size(memory)
+    arrays = [array for _, array in sorted(opt.choose(ckpt, keys).items())]
+    found, damage = measure(arrays, budget_bytes=budget, progress=opt.bar(as_json))
+    if as_json:
+        entries = [
+            {
+                "key": array.key,
+                "dtype": array.meta.dtype,
+                "shape": list(array.shape),
+                **found[array.key].as_dict(),
+                "damage": damage.get(array.key, []),
+            }
+            for array in arrays
+        ]
+        emit({"url": ckpt.url, "arrays": entries})
+    else:
+        numbers = ("norm", "mean", "min", "max")
+        rows = []
+        for array in arrays:
+            s = found[array.key]
+            texts = ["-" if x is None else f"{x:.6g}" for x in map(s.as_dict().get, numbers)]
+            counts = map(str, (s.zeros, s.nan, s.inf))
+            rows.append((array.key, array.meta.dtype, str(s.count), *texts, *counts))
+        names = ("key", "dtype", "count", *numbers, "zeros", "NaN", "Inf")
+        print_table(rows, "<<" + ">" * 8, columns(wide), names)
+    for key in sorted(damage):
+        for text in damage[key]:
+            complain(text)
+    raise typer.Exit(opt.DAMAGE if damage else 0)
+
+
+def show(
+    checkpoint: opt.Checkpoint,
+    key: Annotated[str, opt.argument("KEY[SLICE]", "Such as 'w[0, :5]'.")],
+    limit: Annotated[int, opt.value("N", "Most values of --json.", at_least=1)] = 100_000,
+    wide: opt.Wide = False,
+    as_json: opt.Json = False,
+    storage_option: opt.Options = None,
+) -> None:
+    """Print values of an array, all or a slice of them."""
+    import numpy as np
+
+    ckpt = opt.open_checkpoint(checkpoint, storage_option)
+    name, inside = split_key(key, ckpt)
+    array = ckpt[name]
+    chosen = array.positions(parse_selection(inside, name))
+    size = math.prod(len(found) for found, _ in chosen)
+    shape = [len(found) for found, single in chosen if not single]
+    if as_json and size > limit:
+        raise opt.UsageProblem(
+            f"{size} values are more than --limit {limit}; choose a slice, such as '{name}[0, :10]'"
+        )
+    is_cut = not as_json and size > PRINTED
+    axes = [
+        # Only the ends of each axis are printed, so only they are read.
+        [found[: EDGE + 1], found[-EDGE:]] if is_cut and len(found) > 2 * EDGE + 1 else [found]
+        for found, _ in chosen
+    ]
+    singles = tuple(axis for axis, (_, single) in enumerate(chosen) if single)
+    values = array.select(axes).squeeze(singles)
+    if values.dtype.isbuiltin != 1:  # NumPy cannot print it; float32 holds the values exactly
+        values = values.astype(np.float32)
+    if as_json:
+        if values.dtype.kind == "c":
+            values = np.stack([values.real, values.imag], axis=-1)
+        emit({"key": name, "dtype": array.meta.dtype, "shape": shape, "values": values.tolist()})
+        return
+    width = columns(wide)
+    where = f"[{inside}]" if inside else ""
+    print_table([[f"{name}{where}  {array.meta.dtype} {shape}"]], "<", width)
+    threshold, line = 0 if is_cut else size, width or LINE_WIDTH
+    text = np.array2string(values, threshold=threshold, edgeitems=EDGE, max_line_width=line)
+    say(*text.split("\n"))
+
+
+def split_key(text: str, known: Collection[str]) -> tuple[str, str]:
+    """``KEY[0, :5]`` -> ``KEY`` and ``0, :5``; a key that has brackets itself is left whole."""
+    if text in known or not text.endswith("]") or "[" not in text:
+        return text, ""
+    key, _, inside = text[:-1].rpartition("[")
+    return key, inside
+
+
+def parse_selection(text: str, key: str) -> tuple[Any, ...]:
+    """Basic NumPy indexing: integers, slices and ellipses.
+
+    Raises:
+        UsageProblem: something else.
+    """
+    out: list[Any] = []
+    for part in map(str.strip, text.rstrip(" ,").split(",") if text.strip() else ()):
+        try:
+            ends = [int(end) if end.strip() else None for end in part.split(":")]
+            out.append(slice(*ends) if ":" in part else int(part))
+        except (ValueError, TypeError):
+            if part != "...":
+                raise opt.UsageProblem(
+                    f"{part!r} is no index: give integers and slices as in NumPy, such as "
+                    f"'{key}[0, 2:10, ::2]'"
+                ) from None
+            out.append(...)
+    return tuple(out)
