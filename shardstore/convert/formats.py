@@ -234,9 +234,9 @@ def _leaves(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str
         yield from _leaves(item, (*path, name))
 
 
-def record_of(extras: Extras) -> StateRecord:
+def record_of(extras: Extras, level: int = logging.WARNING) -> StateRecord:
     """The values that have a JSON form, for formats that hold tensors and hardly anything else.
-    Others are left out with a warning; so are tensors, which nobody would look for there."""
+    Others are left out, and logged; so are tensors, which nobody would look for there."""
     values: dict[str, Any] = {}
     paths: dict[str, Any] = dict(extras.record.paths)
     for key, path, value in values_of(extras):
@@ -247,5 +247,5 @@ def record_of(extras: Extras) -> StateRecord:
             values[key] = as_json(value)
             paths[key] = path
         except NotPlainError as reason:
-            logger.warning("%s is left out: %s", key, reason)
+            logger.log(level, "%s is left out: %s", key, reason)
     return StateRecord(paths, values)

@@ -8,6 +8,7 @@ files; a conversion needs slices, and files that grow.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import sys
@@ -293,7 +294,7 @@ class SafetensorsTarget(FileTarget):
         Raises:
             DTypeMismatchError: a data type that the format lacks.
         """
-        self._arrays, self._heads = arrays, self._headers(arrays, extras)
+        self._arrays, self._heads = arrays, self._headers(arrays, record_of(extras))
         if self._at.is_local:
             for name, head in self._heads.items():
                 with self._opened(name) as file:
@@ -303,13 +304,13 @@ class SafetensorsTarget(FileTarget):
             sizes = {name: size for name, size, _ in self._at.remote.details()}
             self._done = {name for name in self._sizes if sizes.get(name) == self._sizes[name]}
 
-    def _headers(self, arrays: Sequence[ArrayMeta], extras: Extras) -> dict[str, bytes]:
+    def _headers(self, arrays: Sequence[ArrayMeta], record: StateRecord) -> dict[str, bytes]:
         """Return the first bytes of each file; note where the tensors go, and the files' sizes."""
         file_bytes = sys.maxsize if self._single else self._file_bytes
         starts = accumulate(map(array_bytes, arrays), initial=0)
         numbered = groupby(zip(arrays, starts, strict=False), lambda one: one[1] // file_bytes)
         groups = [[meta for meta, _ in group] for _, group in numbered] or [[]]
-        metadata = {"format": "pt", STATE_METADATA: json.dumps(record_of(extras).to_json())}
+        metadata = {"format": "pt", STATE_METADATA: json.dumps(record.to_json())}
         heads = {}
         for i, group in enumerate(groups):
             name = self._single or f"model-{i + 1:05}-of-{len(groups):05}.safetensors"
@@ -378,7 +379,8 @@ class SafetensorsTarget(FileTarget):
 
     def documents(self, extras: Extras) -> Iterator[tuple[str, bytes, bytes]]:
         """The headers."""
-        for name, head in self._headers(self._arrays, extras).items():
+        again = record_of(extras, logging.DEBUG)
+        for name, head in self._headers(self._arrays, again).items():
             yield name, head, self._ranges.read(name, 0, len(head))
 
     def publish(self) -> None:
