@@ -35,6 +35,8 @@ class ZarrSource:
     def __init__(self, place: Location) -> None:
         self._place = place
         self._ckpt = opened.open(place)
+        if (root := self._ckpt.stored.root) is not None and not root.is_summed:
+            self._ckpt.stored.check_root()
         self.arrays = self._ckpt.metas
         self.read = self._ckpt.read
 

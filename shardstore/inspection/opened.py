@@ -544,13 +544,7 @@ class StoredObjects(Mapping[str, Any]):
     @cached_property
     def names(self) -> dict[str, str]:
         """Unique key -> name of the file below the checkpoint."""
-        location = self._stored.location
-        if location.is_local:
-            nodes = filter(location.is_dir, location.listing())
-            names = [f"{node}/{name}" for node in nodes for name in location.listing(node)]
-        else:
-            names = location.remote.walk()
-        split = [(*name.partition("/")[::2], name) for name in names]
+        split = [(*name.partition("/")[::2], name) for name in self._stored.object_files()]
         return {
             f"{key_of(node) or node}/{file.rpartition('.')[0]}": name
             for node, file, name in split

@@ -30,6 +30,7 @@ from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.movers.parallel import default_threads, run_batched
 from shardstore.storage.movers.verify import ChunkChecker
 from shardstore.storage.options import require_number
+from shardstore.values.record import StateRecord
 from shardstore.values.torch_archive import verify_archive
 
 __all__ = ["Finding", "Severity", "Verified", "verify"]
@@ -259,21 +260,13 @@ class _Verification:
             self._report("root-missing", "zarr.json", text)
             return self._arrays_alone(top)
         try:
-            self.root = root = self.stored.root
-            lost = [] if root is None else sorted(set(root.chunk_sums) - set(root.texts))
-            if root is not None and lost and root.consolidated:
-                text = (
-                    f"PATH has checksums of {len(lost)} array(s) that it does not describe: "
-                    f"{', '.join(lost[:SHOWN_ARRAYS])}; another program has consolidated its "
-                    "metadata anew. Load an earlier checkpoint, or put back the saved zarr.json"
-                )
-                self._report("arrays-undescribed", "zarr.json", text)
-            if root is not None:
-                return list(self.stored.arrays.values())
+            self.root = self.stored.root
+            return list(self.stored.arrays.values())
         except CheckpointingException as error:
-            self._report("root-damaged", "zarr.json", str(error))
+            lost = self.root is not None and set(self.root.chunk_sums) - set(self.root.texts)
+            kind = "arrays-undescribed" if lost else "root-damaged"
+            self._report(kind, "zarr.json", str(error))
             return self._arrays_alone(top)
-        return list(self.stored.arrays.values())
 
     def _arrays_alone(self, top: Sequence[str]) -> list[ArrayMeta]:
         self.root_is_damaged = True
@@ -317,6 +310,13 @@ class _Verification:
         except DamagedCheckpointError as error:
             self._report("manifest-damaged", MANIFEST_NAME, str(error))
             return
+        try:
+            if not self.root_is_damaged:
+                self.stored.check_root()
+        except DamagedCheckpointError as error:
+            name = str(error.url).rpartition("/")[2]
+            kind = "manifest-damaged" if name == MANIFEST_NAME else "root-damaged"
+            self._report(kind, name, str(error))
         if manifest is None:
             if self.root is not None and self.root.texts and self._is_ours:
                 text = "PATH is missing: chunks are compared with their own checksums alone"
@@ -353,6 +353,8 @@ class _Verification:
         elif not self.keys and self._is_ours and common_backend == "torch":
             text = "PATH is missing: the non-sharded part of the state is gone"
             self._report("common-missing", COMMON_STATE_NAME, text)
+        elif not self.keys and self.root is not None and not self.root.is_summed:
+            jobs.append((0, partial(self._check_values, self.root)))
         is_old_layout = self.root is None and not self.root_is_damaged
         known = {node.partition("/")[0] for node in nodes}.union(OWN_FILES)
         for name in top:
@@ -372,12 +374,22 @@ class _Verification:
         for name in () if self.root is None else self.root.file_sums:
             node, _, file = name.rpartition("/")
             key = key_of(node) or node
-            place = object_place(file)
-            if place is None or name in self.seen or not self._wants(key):
+            if name in self.seen or not self._wants(key) or self.location.exists(name):
                 continue
-            if not self.location.exists(name):
+            if place := object_place(file):
                 self._object_missing(name, place[0], key)
+            elif name != COMMON_STATE_NAME:
+                self._report("file-missing", name, "PATH is missing, and the commit names it")
         return jobs
+
+    def _check_values(self, root: RootDocument) -> None:
+        """Read the values in a root document without a checksum."""
+        try:
+            record = StateRecord.from_root(root.attributes, self.url)
+            if record is not None:
+                record.nested(self.url, {})
+        except DamagedCheckpointError as error:
+            self._report("common-damaged", "zarr.json", str(error))
 
     def _foreign(self, name: str) -> None:
         self._report("foreign", name, "PATH is no part of the checkpoint", "note")
@@ -466,7 +478,7 @@ class _Verification:
             data = self.location.read(name)
             if data == saved and root.array_documents:
                 return
-            own, copy = json.loads(data), json.loads(saved)
+            own, copy = map(_without_nothing, (data, saved))
         except FileNotFoundError:
             text = f"{path} is missing: readers that open the array alone do not find it"
             self._report("document-missing", name, text, **about)
@@ -497,6 +509,14 @@ class _Verification:
         for name in sorted(others.difference(objects, (".zattrs", ".zarray"))):
             text = f"PATH is no chunk of key {array.key!r}"
             self._report("foreign", f"{array.node}/{name}", text, "note", key=array.key)
+
+
+def _without_nothing(text: bytes) -> Any:
+    """An array's document, less what zarr adds to the root's copy though there is none of it."""
+    document = json.loads(text)
+    if isinstance(document, dict) and document.get("storage_transformers") == []:
+        del document["storage_transformers"]
+    return document
 
 
 def _do_all(jobs: Sequence[_Job]) -> None:

@@ -388,7 +388,7 @@ class CheckpointManager:
                 except Exception as problem:
                     if step is not None or ranks.is_broken:
                         raise
-                    text = agree_on_damage(ranks, problem, what)
+                    text = agree_on_damage(ranks, place, problem, what)
                     if text is None:
                         raise
                     warn_of((chosen, text), steps)

@@ -11,6 +11,7 @@ from typing import Any
 
 from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import (
+    CheckpointingException,
     DamagedCheckpointError,
     NotACheckpointError,
     RanksError,
@@ -104,16 +105,25 @@ def choose(
     return None, found
 
 
-def agree_on_damage(ranks: Ranks, problem: Exception, what: str) -> str | None:
+def agree_on_damage(ranks: Ranks, place: Location, problem: Exception, what: str) -> str | None:
     """What is damaged, if damage is all that went wrong on any rank. Called by every rank, each
     with what a load raised on it; the same answer on every rank.
 
     Args:
         ranks: all of them.
+        place: what they loaded.
         problem: what was raised on this rank.
         what: what the ranks are doing, for error texts.
     """
     kind = "other"
+    if isinstance(problem, LookupError | TypeError | ValueError):
+        # Rot in a root document without a checksum: a key, a shape or a type is another one.
+        try:
+            StoredCheckpoint(place).check_root()
+        except (DamagedCheckpointError, NotACheckpointError) as error:
+            problem = error
+        except CheckpointingException:
+            pass  # nothing is found out; what the load raised counts
     if isinstance(problem, DamagedCheckpointError | NotACheckpointError):
         kind = "damaged"
     elif isinstance(problem, RanksError):

@@ -15,6 +15,7 @@ from shardstore.storage.format.documents import (
     CHUNK_SUMS,
     ArrayMeta,
     RootDocument,
+    by_key,
     parse_array,
     parse_root,
     parse_v2_array,
@@ -26,6 +27,7 @@ from shardstore.storage.format.names import (
     MANIFEST_NAME,
     is_object_file,
     key_of,
+    node_name,
 )
 from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.stores.location import Location
@@ -39,6 +41,8 @@ __all__ = ["OWN_FILES", "StoredCheckpoint"]
 
 OWN_FILES = ("zarr.json", CONFIG_NAME, COMMON_STATE_NAME, MANIFEST_NAME, ".owner.json")
 """What the checkpoint itself keeps beside its arrays."""
+SHOWN = 4
+"""Arrays that an error about many of them names."""
 LAYOUT = ("zarr", 2)
 """Backend and version, as ``metadata.json`` has them, of checkpoints with a root document."""
 
@@ -88,17 +92,24 @@ class StoredCheckpoint:
         """The root document; ``None`` for the Zarr v2 layout, which has none.
 
         Raises:
-            DamagedCheckpointError: it is gone, and was there by what ``metadata.json`` says.
+            DamagedCheckpointError: it fails its checksum; or it is gone, or has no attributes of
+                ours, and was there with them by what ``metadata.json`` says.
         """
+        url = f"{self.location.url}/zarr.json"
         try:
             text = self.document("zarr.json")
         except FileNotFoundError:
-            self._require_no_root()
+            self._require_other_layout("is missing from")
             return None
         with collector_paused():
-            return parse_root(text, f"{self.location.url}/zarr.json")
+            root = parse_root(text, url)
+        if root.format_version is None:
+            self._require_other_layout("has no attributes of shardstore, in")
+        return root
 
-    def _require_no_root(self) -> None:
+    def _require_other_layout(self, found: str) -> None:
+        """Raise :class:`DamagedCheckpointError` if ``metadata.json`` says that there is a root
+        document of ours; ``found`` says how it is instead."""
         try:
             config = json.loads(self.document(CONFIG_NAME))
             layout = config["sharded_backend"], config["sharded_backend_version"]
@@ -107,9 +118,9 @@ class StoredCheckpoint:
         if layout == LAYOUT:
             url = f"{self.location.url}/zarr.json"
             raise DamagedCheckpointError(
-                f"{url}, the root document, is missing from a checkpoint whose {CONFIG_NAME} says "
-                f"that it has one (backend {LAYOUT}): the checkpoint is damaged, as by a deletion "
-                "that was cut short; load an earlier one",
+                f"{url}, the root document, {found} a checkpoint whose {CONFIG_NAME} says that it "
+                f"is ours (backend {LAYOUT}): the checkpoint is damaged, as by a deletion that was "
+                "cut short; load an earlier one",
                 url=url,
             )
 
@@ -120,22 +131,72 @@ class StoredCheckpoint:
         Raises:
             NotACheckpointError: nothing of ours is there.
             FormatVersionError, DTypeMismatchError: this version does not read what is there.
+            DamagedCheckpointError: two nodes have one key, or the root document has lost an array.
         """
         root = self.root
-        if root is not None and root.consolidated:
-            with collector_paused():
-                return root.arrays()
+        with collector_paused():
+            if root is not None and root.consolidated:
+                arrays = root.arrays()
+            else:
+                arrays = by_key(list(self._listed_arrays(root)), self.location.url)
+        nodes = {meta.node for meta in arrays.values()}
+        if root is not None and (lost := sorted(set(root.chunk_sums) - nodes)):
+            more = f" and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
+            raise root.damaged(
+                f"has checksums of {len(lost)} array(s) that it does not describe: "
+                f"{', '.join(lost[:SHOWN])}{more}"
+            )
+        return arrays
+
+    def _listed_arrays(self, root: RootDocument | None) -> Iterator[ArrayMeta]:
+        """All arrays from their own documents."""
         name = ".zarray" if root is None else "zarr.json"
-        documents = self._documents(name) if self.location.is_local else self._objects(name)
-        found = {}
-        for node, text in documents:
+        for node, text in self._documents(name) if self.location.is_local else self._objects(name):
             if root is None and node.endswith(".sync") and not text.strip():
                 continue  # "KEY.sync", a lock that the zarr library left behind for Megatron-Core
             url = f"{self.location.url}/{node}/{name}"
             parse = parse_v2_array if root is None else parse_array
             if (meta := parse(node, text, url)) is not None:
-                found[meta.key] = meta
-        return found
+                yield meta
+
+    def check_root(self) -> None:
+        """Hold the root document against the manifest and the commit record, by which rot in one
+        without a checksum is found. Where another program wrote it anew nothing is compared.
+
+        Raises:
+            DamagedCheckpointError: they disagree, or as :attr:`arrays`.
+        """
+        root, metas = self.root, self.arrays.values()
+        if root is None or root.format_version is None or root.is_rewritten:
+            return
+        renamed = [meta for meta in metas if node_name(meta.key) != meta.node]
+        if renamed:
+            raise root.damaged(f"has the key {renamed[0].key!r} at {renamed[0].node!r}")
+        if (manifest := self.manifest) is None:
+            return
+        from shardstore.storage.format.manifest import content_digest
+
+        sums = manifest.chunk_sums()
+        differing = [
+            meta.key
+            for meta in metas
+            if manifest.first_row(meta) is None
+            or root.chunk_sums.get(meta.node, sums[meta.node]) != sums[meta.node]
+        ]
+        commit = root.about.get("commit")
+        content = commit.get("content") if isinstance(commit, dict) else None
+        if content is not None and content != content_digest(metas, manifest):
+            differing = differing or ["the digest commit.content"]
+        if differing:
+            names = ["zarr.json", MANIFEST_NAME]
+            url, other = (
+                f"{self.location.url}/{name}" for name in sorted(names, reverse=not root.is_summed)
+            )
+            raise DamagedCheckpointError(
+                f"{url} disagrees with {other} about {', '.join(differing[:SHOWN])}: one of them "
+                "is damaged; load an earlier checkpoint",
+                url=url,
+            )
 
     def _documents(self, name: str) -> Iterator[tuple[str, bytes]]:
         """Node and document of each array in a folder."""
@@ -219,10 +280,10 @@ class StoredCheckpoint:
         for node in doomed:
             self.location.require_no_link_to(node)
         if self.root is not None and listed:
-            texts = self.root.texts.items()
-            kept = [(node, text.decode()) for node, text in texts if node not in listed]
+            nodes = {meta.node for meta in self.arrays.values()} - listed
+            kept = [(node, self.root.texts[node].decode()) for node in nodes & set(self.root.texts)]
             root = root_document(kept, self._attributes_without(listed))
-            self.location.replace("zarr.json", root.encode())
+            self.location.replace("zarr.json", root)
         self._delete_arrays(sorted(doomed))
         if manifest is not None and doomed:
             self.location.replace(MANIFEST_NAME, manifest.without(doomed).to_bytes())
@@ -284,6 +345,34 @@ class StoredCheckpoint:
             "earlier checkpoint",
             url=url,
         )
+
+    def require_unnamed(self, name: str) -> None:
+        """Raise :class:`DamagedCheckpointError` for a file that is not there, if the commit names
+        it."""
+        if self.root is not None and name in self.root.file_sums:
+            url = f"{self.location.url}/{name}"
+            raise DamagedCheckpointError(
+                f"{url} is missing, and the commit names it: the checkpoint is damaged; load an "
+                "earlier one",
+                url=url,
+            )
+
+    def object_files(self) -> list[str]:
+        """Names of all files of sharded objects, as ``NODE/FILE``.
+
+        Raises:
+            DamagedCheckpointError: one that the commit names is not there.
+        """
+        location = self.location
+        if location.is_local:
+            nodes = filter(location.is_dir, location.listing())
+            names = [f"{node}/{name}" for node in nodes for name in location.listing(node)]
+        else:
+            names = location.remote.walk()
+        committed = () if self.root is None else self.root.file_sums
+        for name in {name for name in committed if "/" in name}.difference(names):
+            self.require_unnamed(name)
+        return [name for name in names if is_object_file(name.partition("/")[2])]
 
     def require(self) -> None:
         """Raise :class:`NotACheckpointError` unless there is a checkpoint with arrays of ours."""

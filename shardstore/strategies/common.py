@@ -10,7 +10,7 @@ root document, see :mod:`shardstore.values.record`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from shardstore.errors import (
 from shardstore.loading.context import context_of, read_documents
 from shardstore.mapping import ShardedObject, ShardedStateDict, StateDict, is_main_replica
 from shardstore.saving.session import session_of
+from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.format.names import (
     COMMON_STATE_NAME,
     is_inside,
@@ -187,6 +188,7 @@ class TorchCommonLoadStrategy(ReadsOwnFormat, LoadCommonStrategy):
         try:
             data = stored.document(COMMON_STATE_FNAME)
         except FileNotFoundError:
+            stored.require_unnamed(COMMON_STATE_FNAME)
             raise NotACheckpointError(
                 f"{url} is missing: this is no whole checkpoint; it holds "
                 f"{stored.location.listing()[:8]}",
@@ -215,7 +217,7 @@ class TorchCommonLoadStrategy(ReadsOwnFormat, LoadCommonStrategy):
             if not isinstance(sharded, ShardedObject):
                 raise CheckpointingException(f"{type(sharded).__name__} is no sharded object")
         values: dict[int, Any] = {}
-        for sharded, name, data in _read_files(stored.location, objects):
+        for sharded, name, data in _read_files(stored, objects):
             stored.check_file(name, data)
             url = f"{stored.location.url}/{name}"
             values[id(sharded)] = load_file(name, data, url, sharded.unique_key)
@@ -226,9 +228,9 @@ class TorchCommonLoadStrategy(ReadsOwnFormat, LoadCommonStrategy):
 
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
         """Unique key -> sharded object without data, for each object stored."""
-        location = Location.of(checkpoint_dir)
         found: ShardedStateDict = {}
-        for node, name in _object_files(location):
+        for path in context_of(checkpoint_dir).stored.object_files():
+            node, _, name = path.partition("/")
             unique_key = f"{key_of(node) or node}/{name.rpartition('.')[0]}"
             try:
                 sharded = ShardedObject.empty_from_unique_key(unique_key)
@@ -267,20 +269,6 @@ class JsonCommonLoadStrategy(TorchCommonLoadStrategy):
         return found.nested(url, self.load_sharded_objects(wanted, checkpoint_dir))
 
 
-def _object_files(location: Location) -> Iterator[tuple[str, str]]:
-    """Node and name of all files of sharded objects."""
-    if location.is_local:
-        folders = (node for node in location.listing() if location.is_dir(node))
-        paths: Iterable[str] = (
-            f"{node}/{name}" for node in folders for name in location.listing(node)
-        )
-    else:
-        paths = location.remote.walk()  # a thousand names a request
-    for node, _, name in (path.partition("/") for path in paths):
-        if is_object_file(name):
-            yield node, name
-
-
 def _names_of(sharded: ShardedObject) -> list[str]:
     """What an object's file may be called, the most likely first."""
     names = (object_file(sharded), f"{sharded.unique_key}.pt", object_file(sharded, ".json"))
@@ -288,18 +276,21 @@ def _names_of(sharded: ShardedObject) -> list[str]:
 
 
 def _read_files(
-    location: Location, objects: Sequence[ShardedObject]
+    stored: StoredCheckpoint, objects: Sequence[ShardedObject]
 ) -> Iterator[tuple[ShardedObject, str, bytes]]:
     """Yield each object with the name and content of its file.
 
     Those of an object store are read :data:`READ_TOGETHER` at a time.
     """
+    location = stored.location
     step = 1 if location.is_local else READ_TOGETHER
     for start in range(0, len(objects), step):
         left = [(sharded, _names_of(sharded)) for sharded in objects[start : start + step]]
         while left:
             for sharded, names in left:
                 if not names:
+                    for name in _names_of(sharded):
+                        stored.require_unnamed(name)
                     raise _missing(location, sharded)
             found = read_documents(location, [names[0] for _, names in left])
             for sharded, names in left:

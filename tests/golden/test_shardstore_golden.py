@@ -238,6 +238,7 @@ def _content(path: Path, place: Path, compressed: bool) -> Any:
 def _root(document: Any, compressed: bool) -> Any:
     attributes = document["attributes"]
     about = attributes["shardstore"]
+    about.pop("root_crc32c", None)  # version 0.1.0 wrote none
     commit = about["commit"]
     for member in ("attempt", "created", "seconds", "shardstore"):
         assert commit.pop(member) is not None

@@ -35,7 +35,7 @@ metas = st.builds(
 members = st.lists(metas, max_size=6, unique_by=lambda meta: meta.node)
 
 
-def _text(found: list[ArrayMeta]) -> str:
+def _text(found: list[ArrayMeta]) -> bytes:
     sums = {m.node: b64encode(bytes(range(4 * m.grid.size))).decode() for m in found[::2]}
     about = {"format_version": 1, documents.CHUNK_SUMS: sums}
     pairs = [(m.node, array_document(m)) for m in found]
@@ -45,7 +45,7 @@ def _text(found: list[ArrayMeta]) -> str:
 @given(members, st.booleans())
 def test_a_root_gives_back_what_was_put_in(found: list[ArrayMeta], spaced: bool) -> None:
     text = _text(found)
-    parsed = parse_root(json.dumps(json.loads(text), indent=1) if spaced else text.encode(), "x")
+    parsed = parse_root(json.dumps(json.loads(text), indent=1) if spaced else text, "x")
     assert parsed.arrays() == {meta.key: meta for meta in found}
     crcs = {key: meta.crcs for key, meta in parsed.arrays().items()}
     wanted = {m.key: bytes(range(4 * m.grid.size)) if m in found[::2] else None for m in found}
@@ -61,7 +61,7 @@ def test_a_changed_character_is_read_or_an_error_of_ours(
 ) -> None:
     text = _text(found)
     at = data.draw(st.integers(0, len(text) - 1))
-    new = data.draw(st.sampled_from(["", "0", "1", "7", '"', ",", "]", "}", "{", "\\", "a", " "]))
+    new = data.draw(st.sampled_from([b"", *(bytes([c]) for c in b'017",]}{\\a ')]))
     changed = text[:at] + new + text[at + data.draw(st.integers(0, 2)) :]
     with contextlib.suppress(CheckpointingException):
         parse_root(changed, "the-url").arrays()

@@ -216,7 +216,7 @@ def commit(attempt: Attempt, options: SaveOptions, merged: Merged, about: About)
         with collector_paused():
             record = _commit_record(attempt, merged, about)
             last.append((MANIFEST_NAME, merged.manifest.to_bytes()))
-            last.append(("zarr.json", _root(merged, about, record).encode()))
+            last.append(("zarr.json", _root(merged, about, record)))
     attempt.commit(last, durable=options.durable)
     return record
 
@@ -239,7 +239,7 @@ def _commit_record(attempt: Attempt, merged: Merged, about: About) -> dict[str, 
     }
 
 
-def _root(merged: Merged, about: About, record: Mapping[str, Any]) -> str:
+def _root(merged: Merged, about: About, record: Mapping[str, Any]) -> bytes:
     """The root document, which is the commit."""
     ours: dict[str, Any] = {
         **about.record,

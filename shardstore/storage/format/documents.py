@@ -17,9 +17,15 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from shardstore.errors import FormatVersionError, NotACheckpointError
+from shardstore.errors import (
+    DamagedCheckpointError,
+    DTypeMismatchError,
+    FormatVersionError,
+    NotACheckpointError,
+)
 from shardstore.storage.format import dtypes, names
 from shardstore.storage.format.grid import Grid
+from shardstore.storage.movers.checksums import crc32c
 
 __all__ = [
     "FORMAT_VERSION",
@@ -43,6 +49,9 @@ CHUNK_SUMS = "chunk_crc32c"
 
 FILE_SUMS = "file_crc32c"
 """Beside it: the same for the files that are no chunks and that loads read."""
+
+ROOT_SUM = "root_crc32c"
+"""Beside it: the checksum of the root document itself, see :func:`root_document`."""
 
 ARRAY_DOCUMENTS = "array_documents"
 """Beside it: false where arrays have no documents of their own; else it is left out."""
@@ -207,19 +216,38 @@ def array_document(meta: ArrayMeta) -> str:
     )
 
 
-def root_document(arrays: Iterable[tuple[str, str]], attributes: Mapping[str, Any]) -> str:
-    """Text of the root group's document, the commit itself.
+_OPENING = b'{"zarr_format":3,"node_type":"group","attributes":{'
+"""Beginning of a root document as this package writes it; other programs put blanks in."""
+_SUMMED = _OPENING + b'"shardstore":{"%s":"' % ROOT_SUM.encode()
+_SUM_END = len(_SUMMED) + 8
+
+
+def root_document(arrays: Iterable[tuple[str, str]], attributes: Mapping[str, Any]) -> bytes:
+    """The root group's document, the commit itself.
+
+    If the group has attributes of ours, the document begins with :data:`_SUMMED` and the crc32c of
+    all bytes behind it: a checksum of the whole document that needs no other form of it.
 
     Args:
         arrays: ``(node, text of its document)``.
         attributes: attributes of the root group.
     """
     metadata = ",".join(f"{_dumps(node)}:{text}" for node, text in sorted(arrays))
-    return (
-        f'{{"zarr_format":3,"node_type":"group","attributes":{_dumps(attributes)},'
-        '"consolidated_metadata":{"kind":"inline","must_understand":false,'
+    behind = (
+        ',"consolidated_metadata":{"kind":"inline","must_understand":false,'
         f'"metadata":{{{metadata}}}}}}}'
     )
+    if not _dict_of(attributes, "shardstore"):
+        return _OPENING + f"{_dumps(attributes)[1:]}{behind}".encode()
+    ours = {name: value for name, value in attributes["shardstore"].items() if name != ROOT_SUM}
+    others = {name: value for name, value in attributes.items() if name != "shardstore"}
+    rest = f'"{_members_behind(ours)}{_members_behind(others)}{behind}'.encode()
+    return b"%s%08x%s" % (_SUMMED, crc32c(rest, 0), rest)
+
+
+def _members_behind(members: Mapping[str, Any]) -> str:
+    """The rest of a JSON object that has one member already."""
+    return f",{_dumps(members)[1:]}" if members else "}"
 
 
 Length = Annotated[int, msgspec.Meta(ge=0)]
@@ -314,6 +342,8 @@ def _decoded(decoder: msgspec.json.Decoder[T], text: Text, url: str) -> T:
         FormatVersionError: JSON of another form.
     """
     try:
+        if isinstance(text, bytes):
+            text.decode()  # the decoder leaves what it does not look into as it is
         try:
             return decoder.decode(text)
         except msgspec.ValidationError:
@@ -427,7 +457,24 @@ def parse_v2_array(node: str, text: Text, url: str) -> ArrayMeta:
     )
 
 
-def _dict_of(attributes: dict[str, Any], name: str) -> dict[str, Any]:
+def by_key(metas: Sequence[ArrayMeta], url: str) -> dict[str, ArrayMeta]:
+    """Arrays by key.
+
+    Raises:
+        DamagedCheckpointError: two have one key.
+    """
+    found = {meta.key: meta for meta in metas}
+    if len(found) < len(metas):
+        (node, *_) = {meta.node for meta in metas} - {meta.node for meta in found.values()}
+        raise DamagedCheckpointError(
+            f"{url} has two arrays of one key, one of them at {node!r}: the checkpoint is damaged; "
+            "load an earlier one",
+            url=url,
+        )
+    return found
+
+
+def _dict_of(attributes: Mapping[str, Any], name: str) -> dict[str, Any]:
     found = attributes.get(name)
     return found if isinstance(found, dict) else {}
 
@@ -443,6 +490,9 @@ class RootDocument:
             group.
         texts: node -> document of each member that the group lists.
         consolidated: whether the group lists its members; other programs need not.
+        is_rewritten: whether another program wrote the document, or wrote it anew: what it says
+            may have changed, and has no checksum.
+        is_summed: whether a checksum of the document was compared.
     """
 
     url: str
@@ -450,6 +500,8 @@ class RootDocument:
     format_version: int | None
     texts: dict[str, bytes]
     consolidated: bool = True
+    is_rewritten: bool = False
+    is_summed: bool = False
 
     @property
     def about(self) -> dict[str, Any]:
@@ -466,13 +518,39 @@ class RootDocument:
 
         Raises:
             FormatVersionError, DTypeMismatchError: an array uses what this version does not read.
+            DamagedCheckpointError: so it seems, in a document of version 0.1.0, all of which this
+                version reads; or a member is no array; or two have one key.
         """
         sums = self.chunk_sums
-        found = (
-            parse_array(node, text, f"{self.url}/{node}", sums.get(node))
-            for node, text in self.texts.items()
+        ours = self.format_version is not None and not self.is_rewritten
+        no_save = "describes {!r} in a way that no save does ({})"
+        found = []
+        for node, text in self.texts.items():
+            try:
+                meta = parse_array(node, text, f"{self.url}/{node}", sums.get(node))
+            except (FormatVersionError, DTypeMismatchError) as error:
+                if self.is_summed or not ours:
+                    raise
+                raise self.damaged(no_save.format(node, error)) from error
+            if ours and meta is None:
+                raise self.damaged(no_save.format(node, "a group"))
+            if ours and meta is not None and meta.codecs is None and not self.is_summed:
+                raise self.damaged(no_save.format(node, "unknown codecs"))
+            if meta is not None:
+                found.append(meta)
+        return by_key(found, self.url)
+
+    def damaged(self, what: str) -> DamagedCheckpointError:
+        """The error for a root document that is not the one that was committed.
+
+        Args:
+            what: the predicate of a sentence whose subject is the document.
+        """
+        return DamagedCheckpointError(
+            f"{self.url} {what}: it is damaged, or another program changed it; put the saved one "
+            "back, or load an earlier checkpoint",
+            url=self.url,
         )
-        return {meta.key: meta for meta in found if meta is not None}
 
     @property
     def file_sums(self) -> dict[str, int]:
@@ -490,9 +568,20 @@ def parse_root(text: str | bytes, url: str) -> RootDocument:
 
     Raises:
         NotACheckpointError: not a Zarr v3 group.
-        DamagedCheckpointError: a member's name leads out of the checkpoint.
+        DamagedCheckpointError: it fails its checksum, or a member's name leads out of the
+            checkpoint.
         FormatVersionError: written by a later format.
     """
+    text = _encoded(text)
+    if is_summed := text.startswith(_SUMMED):
+        stored, found = text[len(_SUMMED) : _SUM_END], b"%08x" % crc32c(text[_SUM_END:], 0)
+        if stored != found:
+            raise DamagedCheckpointError(
+                f"{url}, the root document, fails its checksum ({ROOT_SUM} {stored!r:.20}, found "
+                f"{found!r}): it is damaged, or another program changed it and left the checksum "
+                "in it; put the saved one back, or load an earlier checkpoint",
+                url=url,
+            )
     try:
         document = _decoded(_ROOT, text, url)
     except FormatVersionError as error:
@@ -510,13 +599,16 @@ def parse_root(text: str | bytes, url: str) -> RootDocument:
     attributes = document.attributes if isinstance(document.attributes, dict) else {}
     about = attributes.get("shardstore")
     version = about.get("format_version") if isinstance(about, dict) else None
+    is_rewritten = not text.startswith(_OPENING)
+    root = RootDocument(url, attributes, version, texts, consolidated, is_rewritten, is_summed)
     if isinstance(about, dict) and not (type(version) is int and 1 <= version <= FORMAT_VERSION):
+        if not (is_rewritten or is_summed):  # later formats have the checksum
+            raise root.damaged(f"has shardstore format version {version!r} and no checksum")
         raise FormatVersionError(
             f"{url} has shardstore format version {version!r}; this version of shardstore reads "
             f"up to {FORMAT_VERSION}: upgrade shardstore to load it",
             url=url,
         )
-    root = RootDocument(url, attributes, version, texts, consolidated)
     for name in (*texts, *root.file_sums):
         names.require_inside(name, url)
     return root
