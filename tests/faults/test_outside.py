@@ -23,7 +23,7 @@ from shardstore.errors import (
     StorageError,
 )
 from shardstore.storage.commit.checkpoints import delete_checkpoint, sweep
-from shardstore.storage.commit.folder import _note, delete
+from shardstore.storage.commit.folder import delete, owner_note
 from shardstore.storage.stores.location import Location
 
 OUTSIDE = ["../precious", "optimizer/../../precious", "a//b", "/etc", "", ".", "..", "./a", "a/"]
@@ -234,7 +234,7 @@ def test_retention_and_a_step_that_is_a_link(tmp_path: Path) -> None:
 
 
 def test_sweeps_and_an_attempt_that_is_a_link(tmp_path: Path, precious: Path) -> None:
-    (precious / ".owner.json").write_text(json.dumps({**json.loads(_note()), "started": "-"}))
+    (precious / ".owner.json").write_text(json.dumps({**json.loads(owner_note()), "started": "-"}))
     root = tmp_path / "run"
     root.mkdir()
     for folder in (precious, tmp_path / "empty"):
