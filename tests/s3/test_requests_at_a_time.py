@@ -33,8 +33,8 @@ def test_requests_stay_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> Non
     flying, peak, most = 0, 0, 0
     lock = threading.Lock()
 
-    class Counting:
-        threads = small_threads = 32
+    class Counting(object_io_module.FileSystemIO):
+        requests = small_requests = 32
 
         def __init__(self, location: Location) -> None:
             self.inner = object_io_module.object_io(location)
@@ -90,8 +90,8 @@ def test_small_objects_wait_for_no_large_one(
     small_gone = ended = 0
     watching = False
 
-    class Waiting:
-        threads = small_threads = 4
+    class Waiting(object_io_module.FileSystemIO):
+        requests = small_requests = 4
 
         def __init__(self, location: Location) -> None:
             self.inner = object_io_module.object_io(location)
@@ -150,8 +150,8 @@ def test_small_objects_have_more_requests(monkeypatch: pytest.MonkeyPatch) -> No
     under_way = {"large": 0, "small": 0}
     most = {"large": 0, "small": 0}
 
-    class Counting:
-        threads, small_threads = 2, 8
+    class Counting(object_io_module.FileSystemIO):
+        requests, small_requests = 2, 8
 
         def __init__(self, location: Location) -> None:
             pass
@@ -189,8 +189,8 @@ def test_after_an_error_none_that_waits_is_begun(monkeypatch: pytest.MonkeyPatch
     begun: list[str] = []
     both = threading.Barrier(2)
 
-    class Refusing:
-        threads, small_threads = 2, 8
+    class Refusing(object_io_module.FileSystemIO):
+        requests, small_requests = 2, 8
 
         def __init__(self, location: Location) -> None:
             self.url = location.url
@@ -221,8 +221,8 @@ def test_gathered_chunks_keep_no_memory_of_threads_that_wait(
     """What a chunk with gaps is gathered in is given back before it is sent."""
     kept: list[bool] = []
 
-    class Looking:
-        threads = small_threads = 2
+    class Looking(object_io_module.FileSystemIO):
+        requests = small_requests = 2
 
         def __init__(self, location: Location) -> None:
             pass

@@ -2,8 +2,7 @@
 
 Chunks are the same bytes as in files (the chunk, then its crc32c). A PUT creates: where an object
 of that name is there already, it is either our own (the answer to an earlier try was lost), or the
-attempt that this save is a part of decides. Each of a number of threads carries out one request
-after the other; memory for chunks under way stays within a budget.
+attempt that this save is a part of decides. Memory for chunks under way stays within a budget.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from shardstore.storage.movers.chunks import (
 )
 from shardstore.storage.movers.codecs import CRC_BYTES, EncodedChunk
 from shardstore.storage.movers.counters import counters
-from shardstore.storage.movers.parallel import run_batched
 from shardstore.storage.movers.verify import MISSING, Expected, chunk_error, receive
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES
 from shardstore.storage.stores.location import Location
@@ -37,11 +35,16 @@ from shardstore.storage.stores.object_io import (
     MAX_OBJECT_BYTES,
     ObjectIO,
     object_io,
+    run_requests,
 )
 
 __all__ = ["ObjectMover"]
 
 T = TypeVar("T", ChunkWrite, ChunkPart)
+
+_Request = Iterator[tuple[int, int] | None]
+"""A request in three steps: yields the memory and the size of its object, then begins and yields
+``None``, then waits for its end."""
 
 CONNECTION_BYTES = 512 * 1024
 """The buffer of a connection of TensorStore's; small objects fill a part of it."""
@@ -81,24 +84,21 @@ class ObjectMover:
             if _stored_bytes(item.array) > MAX_OBJECT_BYTES:
                 raise self._too_large(item)
 
-        def one(io: ObjectIO, budget: _Budget, item: ChunkWrite) -> None:
-            with budget.take(_held_bytes(item), item.array.chunk_bytes):
-                record = self._write(io, item)
-            counters.add(bytes_written=record.stored_bytes, chunks_written=1)
+        def request(io: ObjectIO, item: ChunkWrite) -> _Request:
+            yield _held_bytes(item), item.array.chunk_bytes
+            chunk = EncodedChunk(item.array, item.data())
+            (parts,) = chunk
+            free_scratch()
+            key = f"{item.array.node}/{item.array.chunk_key(item.index)}"
+            is_new = io.begin_put(key, parts, create=True)
+            yield None
+            if not is_new():
+                self._settle(io, key, parts)
+            counters.add(bytes_written=chunk.record.stored_bytes, chunks_written=1)
             with self._done:
-                done(item, record)
+                done(item, chunk.record)
 
-        self._each(writes, one)
-
-    def _write(self, io: ObjectIO, item: ChunkWrite) -> ChunkRecord:
-        chunk = EncodedChunk(item.array, item.data())
-        (parts,) = chunk
-        if item.array.chunk_bytes >= LARGE_BYTES:
-            free_scratch()  # more threads come by here than may send large objects at a time
-        key = f"{item.array.node}/{item.array.chunk_key(item.index)}"
-        if not io.put(key, parts, create=True):
-            self._settle(io, key, parts)
-        return chunk.record
+        self._each(writes, request)
 
     def _settle(self, io: ObjectIO, key: str, parts: Sequence[bytes | memoryview]) -> None:
         """There is an object of a chunk's name: ours, a leftover, or a newer attempt's."""
@@ -141,48 +141,65 @@ class ObjectMover:
         """See :meth:`Mover.read`. Whole chunks are also held against the commit, so that what a
         late writer of another save left is found."""
 
-        def one(io: ObjectIO, budget: _Budget, part: ChunkPart) -> None:
+        def request(io: ObjectIO, part: ChunkPart) -> _Request:
             array, key = part.array, f"{part.array.node}/{part.key}"
             expected = Expected.of(part, manifest)
             size = expected.last - expected.first
             is_whole = expected.sums is None and size == array.chunk_bytes
-            held = 3 * size if array.is_packed else size  # as it came, twice, and unpacked
-            with budget.take(held, size):
-                stop = None if is_whole else expected.last
-                data = io.get(key, expected.first, stop, size=size)
-                problem = MISSING if data is None else receive(part, expected, data)
-                if problem is not None:
-                    url = f"{self.location.url}/{key}"
-                    raise chunk_error(array, part.index, url, problem, manifest)
-                counters.add(bytes_read=len(data or b""), chunks_read=1)
-                del data
+            # A packed one is there as it came, twice, and unpacked.
+            yield 3 * size if array.is_packed else size, size
+            stop = None if is_whole else expected.last
+            get = io.begin_get(key, expected.first, stop, size=size)
+            yield None
+            data = get()
+            problem = MISSING if data is None else receive(part, expected, data)
+            if problem is not None:
+                url = f"{self.location.url}/{key}"
+                raise chunk_error(array, part.index, url, problem, manifest)
+            counters.add(bytes_read=len(data or b""), chunks_read=1)
+            del data
             if done is not None:
                 done(part.out.nbytes, 1)
 
-        self._each([part for read in reads for part in chunk_parts(read)], one)
+        self._each([part for read in reads for part in chunk_parts(read)], request)
 
-    def _each(self, items: Sequence[T], one: Callable[[ObjectIO, _Budget, T], None]) -> None:
+    def _each(self, items: Sequence[T], request: Callable[[ObjectIO, T], _Request]) -> None:
         """Carry out one request an item; errors of the store say which chunk they are about."""
         if not items:
             return
         io = object_io(self.location)
         sizes = {item.array.chunk_bytes for item in items}
-        budget = _Budget(self.budget_bytes, io.threads, max(sizes))
+        budget = _Budget(self.budget_bytes, io.requests, max(sizes))
 
-        def work(batch: Sequence[T]) -> None:
-            for item in batch:
-                try:
-                    one(io, budget, item)
-                except BaseException as error:
-                    budget.stop(error)
-                    if isinstance(error, StorageError) and error.key is None:
-                        error.key, error.chunk = item.array.key, item.index
-                        error.message += f" (chunk {item.index} of key {item.array.key!r})"
-                    raise
+        @contextmanager
+        def about(item: T) -> Iterator[None]:
+            try:
+                yield
+            except BaseException as error:
+                budget.stop(error)
+                if isinstance(error, StorageError) and error.key is None:
+                    error.key, error.chunk = item.array.key, item.index
+                    error.message += f" (chunk {item.index} of key {item.array.key!r})"
+                raise
 
-        threads = io.small_threads if min(sizes) < LARGE_BYTES else io.threads
+        def begin(item: T, may_wait: bool) -> Callable[[], None] | None:
+            with about(item):
+                steps = request(io, item)
+                weight = next(steps)
+                assert weight is not None
+                if not budget.take(*weight, may_wait=may_wait):
+                    return None
+                next(steps)
+
+            def finish() -> None:
+                with about(item):
+                    next(steps, None)
+                budget.give(*weight)
+
+            return finish
+
         try:
-            run_batched(items, work, threads=threads)
+            run_requests(io, items, begin, small=min(sizes) < LARGE_BYTES)
         finally:
             free_scratch()
 
@@ -227,24 +244,31 @@ class _Budget:
             self._error = self._error or error
             self._changed.notify_all()
 
-    @contextmanager
-    def take(self, held: int, size: int) -> Iterator[None]:
-        """Wait until an object of ``size`` bytes, which takes ``held`` bytes of memory, may go; it
-        is under way within."""
-        held = min(held + min(size, CONNECTION_BYTES), self._all)
-        large = int(size >= LARGE_BYTES)
+    def take(self, held: int, size: int, *, may_wait: bool) -> bool:
+        """Make room for an object of ``size`` bytes, which takes ``held`` bytes of memory, until
+        :meth:`give`; ``False``: there is none, and the caller may not wait for it."""
+        memory, large = self._of(held, size)
         with self._changed:
             self._changed.wait_for(
-                lambda: self._error or (self._free >= held and self._large >= large)
+                lambda: (
+                    not may_wait or self._error or (self._free >= memory and self._large >= large)
+                )
             )
             if self._error is not None:
                 raise self._error
-            self._free -= held
+            if self._free < memory or self._large < large:
+                return False
+            self._free -= memory
             self._large -= large
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._free += held
-                self._large += large
-                self._changed.notify_all()
+            return True
+
+    def give(self, held: int, size: int) -> None:
+        """Give back the room of an object."""
+        memory, large = self._of(held, size)
+        with self._changed:
+            self._free += memory
+            self._large += large
+            self._changed.notify_all()
+
+    def _of(self, held: int, size: int) -> tuple[int, int]:
+        return min(held + min(size, CONNECTION_BYTES), self._all), int(size >= LARGE_BYTES)

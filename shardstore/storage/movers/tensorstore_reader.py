@@ -133,7 +133,9 @@ class TensorStoreReader:
             if local:
                 future.result()
             else:
-                read.out[...] = wait(future, self.location, shared_context(), read.out.nbytes)
+                read.out[...] = wait(
+                    future, self.location.remote, shared_context(), read.out.nbytes
+                )
             error = None
         except ValueError as found:
             error = found

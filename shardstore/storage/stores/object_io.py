@@ -1,18 +1,23 @@
 """How single objects are put and got: by TensorStore on S3, by fsspec elsewhere and where
 TensorStore's driver does not take the settings.
 
-A request is a call that blocks one thread; whoever has many runs them on as many threads as the
-store takes.
+A request is begun and finished: TensorStore carries out what was begun, so that few threads have
+many requests under way. Over fsspec a request blocks a thread.
 """
 
 from __future__ import annotations
 
 import logging
+import operator
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TypeVar
 
 from shardstore.storage.movers.counters import counters
-from shardstore.storage.movers.parallel import run_batched
+from shardstore.storage.movers.parallel import default_threads, run_batched
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.remote import RemoteStore
 
@@ -24,7 +29,10 @@ __all__ = [
     "object_io",
     "put_objects",
     "read_objects",
+    "run_requests",
 ]
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +50,14 @@ class ObjectIO(ABC):
     """Puts and gets objects below one location. Any thread may call it.
 
     Attributes:
-        threads: how many requests at a time are of use.
-        small_threads: how many for objects below :data:`LARGE_BYTES`.
+        requests: how many at a time are of use.
+        small_requests: how many for objects below :data:`LARGE_BYTES`.
+        blocks: whether each takes a thread of its own.
     """
 
-    threads: int
-    small_threads: int
+    requests: int
+    small_requests: int
+    blocks = True
 
     @abstractmethod
     def put(self, key: str, parts: Sequence[bytes | memoryview], *, create: bool) -> bool:
@@ -86,11 +96,23 @@ class ObjectIO(ABC):
             StorageError: the store refused, or did not answer.
         """
 
+    def begin_put(
+        self, key: str, parts: Sequence[bytes | memoryview], *, create: bool
+    ) -> Callable[[], bool]:
+        """Begin :meth:`put`; the call of what is returned waits for its end."""
+        return partial(self.put, key, parts, create=create)
+
+    def begin_get(
+        self, key: str, start: int = 0, stop: int | None = None, *, size: int = UNKNOWN_BYTES
+    ) -> Callable[[], bytes | None]:
+        """Begin :meth:`get`; the call of what is returned waits for its end."""
+        return partial(self.get, key, start, stop, size=size)
+
 
 class FileSystemIO(ObjectIO):
     """Over a file system of fsspec: correct first, fast second."""
 
-    threads = small_threads = 8
+    requests = small_requests = 8
 
     def __init__(self, store: RemoteStore) -> None:
         self._store = store
@@ -129,6 +151,56 @@ def object_io(location: Location) -> ObjectIO:
     return FileSystemIO(store)
 
 
+def run_requests(
+    io: ObjectIO,
+    items: Sequence[T],
+    begin: Callable[[T, bool], Callable[[], None] | None],
+    *,
+    small: bool = True,
+) -> None:
+    """Carry out one request for each item, as many at a time as are of use.
+
+    Args:
+        io: puts and gets objects.
+        items: what the requests are about.
+        begin: called with an item, and whether it may wait for room. Begins a request and returns
+            the function that finishes it; ``None``: there is no room beside the other requests.
+        small: whether some objects are below :data:`LARGE_BYTES`.
+
+    Raises:
+        BaseException: the first that was raised; no request is begun after it, and all have ended.
+    """
+    most = io.small_requests if small else io.requests
+    threads = most if io.blocks else min(default_threads(), most)
+    queue = deque(items)
+
+    def work(_: Sequence[int]) -> None:
+        pending: deque[Callable[[], None]] = deque()
+        try:
+            while True:
+                finish = None
+                if len(pending) < most // threads:
+                    with suppress(IndexError):
+                        item = queue.popleft()
+                        finish = begin(item, not pending)
+                        if finish is None:
+                            queue.appendleft(item)
+                if finish is not None:
+                    pending.append(finish)
+                elif pending:
+                    pending.popleft()()
+                else:
+                    return
+        except BaseException:
+            queue.clear()
+            for finish in pending:
+                with suppress(Exception):
+                    finish()
+            raise
+
+    run_batched(range(threads), work, threads=min(threads, len(items)))
+
+
 def read_objects(location: Location, keys: Sequence[str]) -> list[bytes | None]:
     """Read many small objects in parallel; ``None`` for one that is not there.
 
@@ -141,11 +213,11 @@ def read_objects(location: Location, keys: Sequence[str]) -> list[bytes | None]:
     counters.add(documents_read=len(keys))
     io = object_io(location)
 
-    def work(batch: Sequence[tuple[int, str]]) -> None:
-        for number, key in batch:
-            found[number] = io.get(key)
+    def begin(number: int, _: bool) -> Callable[[], None]:
+        get = io.begin_get(keys[number])
+        return lambda: operator.setitem(found, number, get())
 
-    run_batched(list(enumerate(keys)), work, threads=io.small_threads)
+    run_requests(io, range(len(keys)), begin)
     return found
 
 
@@ -168,9 +240,14 @@ def put_objects(
         return
     io = object_io(location)
 
-    def work(batch: Sequence[tuple[str, bytes]]) -> None:
-        for name, data in batch:
-            if not io.put(name, [data], create=True):
+    def begin(item: tuple[str, bytes], _: bool) -> Callable[[], None]:
+        name, data = item
+        put = io.begin_put(name, [data], create=True)
+
+        def finish() -> None:
+            if not put():
                 exists(name, data)
 
-    run_batched(objects, work, threads=io.small_threads)
+        return finish
+
+    run_requests(io, objects, begin)

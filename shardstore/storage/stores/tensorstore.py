@@ -25,6 +25,7 @@ from shardstore.errors import StorageError
 from shardstore.storage.stores.errors import NO_TRUST, no_answer, remedy
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.object_io import LARGE_BYTES, UNKNOWN_BYTES, ObjectIO
+from shardstore.storage.stores.remote import RemoteStore
 from shardstore.storage.stores.s3 import S3Settings
 
 __all__ = ["KvStoreIO", "kvstore_spec", "plain_words", "shared_context", "wait"]
@@ -105,14 +106,14 @@ class Opened:
         settings: what it was made of.
         context: what it shares with others.
         spec: its specification (TensorStore documentation, "s3 Key-Value Store driver").
-        store: the store.
+        kvs: the store.
         secrets: the file that its credentials are read from, with its first request.
     """
 
     settings: S3Settings
     context: ts.Context
     spec: dict[str, Any]
-    store: ts.KvStore
+    kvs: ts.KvStore
     secrets: IO[str] | None
 
 
@@ -126,11 +127,12 @@ class KvStoreIO(ObjectIO):
         StorageError: there are no credentials, or the settings do not fit.
     """
 
-    threads = 32
-    small_threads = 64
+    requests = 32
+    small_requests = 64
+    blocks = False
 
     def __init__(self, location: Location) -> None:
-        self._location = location
+        self._location, self._remote = location, location.remote
         self._lock = threading.Lock()
         self._opened: Opened | None = None
         self._asked_at = 0.0
@@ -143,67 +145,87 @@ class KvStoreIO(ObjectIO):
             if opened is not None and now < self._asked_at + ASKED_EVERY_S:
                 settings = opened.settings
             else:
-                settings, self._asked_at = self._location.remote.s3_settings(), now
+                self._remote, self._asked_at = self._location.remote, now
+                settings = self._remote.s3_settings()
             if opened is None or settings != opened.settings or context is not opened.context:
                 self._opened = opened = _open(self._location.url, settings, context)
             return opened
 
     def put(self, key: str, parts: Sequence[bytes | memoryview], *, create: bool) -> bool:
         """See :meth:`ObjectIO.put`."""
-        condition = NOTHING_THERE if create else None
-
-        size = sum(map(len, parts))
-
-        def begin(store: ts.KvStore) -> Any:
-            return _copied(lambda: store.write(key, b"".join(parts), if_equal=condition), size)
-
-        written = self._done("writing", key, size, begin)
-        return bool(written.generation != REFUSED)
+        return self.begin_put(key, parts, create=create)()
 
     def get(
         self, key: str, start: int = 0, stop: int | None = None, *, size: int = UNKNOWN_BYTES
     ) -> bytes | None:
         """See :meth:`ObjectIO.get`."""
-        part = slice(start, stop) if (start, stop) != (0, None) else None
-        try:
-            found = self._done("reading", key, size, lambda s: s.read(key, byte_range=part))
-        except RangeError:
-            whole = self.get(key, size=size)
-            return None if whole is None else whole[start:stop]
-        if found.state == "missing":
-            return None
-        data: bytes = _copied(lambda: found.value, size)
-        return data
+        return self.begin_get(key, start, stop, size=size)()
 
-    def _done(self, doing: str, key: str, size: int, begin: Callable[[Any], Any]) -> Any:
-        """Carry a request out."""
-        opened, url = self.opened(), f"{self._location.url}/{key}"
-        try:
-            return wait(begin(opened.store), self._location, opened.context, size)
-        except ValueError as error:
-            failure = _failure(doing, url, str(error))
-        # Not while the other is handled: the store's own answer in it, which would be the context
-        # of ours, may have the access key.
-        raise failure
+    def begin_put(
+        self, key: str, parts: Sequence[bytes | memoryview], *, create: bool
+    ) -> Callable[[], bool]:
+        """See :meth:`ObjectIO.begin_put`."""
+        condition, size = NOTHING_THERE if create else None, sum(map(len, parts))
+        store = self.opened()
+        future = _copied(lambda: store.kvs.write(key, b"".join(parts), if_equal=condition), size)
+        written = self._begun("writing", key, size, store, future)
+        return lambda: bool(written().generation != REFUSED)
+
+    def begin_get(
+        self, key: str, start: int = 0, stop: int | None = None, *, size: int = UNKNOWN_BYTES
+    ) -> Callable[[], bytes | None]:
+        """See :meth:`ObjectIO.begin_get`."""
+        part, store = slice(start, stop) if (start, stop) != (0, None) else None, self.opened()
+        read = self._begun("reading", key, size, store, store.kvs.read(key, byte_range=part))
+
+        def finish() -> bytes | None:
+            try:
+                found = read()
+            except RangeError:
+                whole = self.get(key, size=size)
+                return None if whole is None else whole[start:stop]
+            data: bytes = _copied(lambda: found.value, size)
+            return None if found.state == "missing" else data
+
+        return finish
+
+    def _begun(
+        self, doing: str, key: str, size: int, opened: Opened, future: Any
+    ) -> Callable[[], Any]:
+        """Return the function that waits for a request that was begun."""
+        began, url = time.monotonic(), f"{self._location.url}/{key}"
+
+        def finish() -> Any:
+            try:
+                return wait(future, self._remote, opened.context, size, began)
+            except ValueError as error:
+                failure = _failure(doing, url, str(error))
+            # Not while the other is handled: the store's own answer in it, which would be the
+            # context of ours, may have the access key.
+            raise failure
+
+        return finish
 
 
-def wait(future: Any, location: Location, context: ts.Context, size: int) -> Any:
-    """Return the result of a request for so many bytes to S3.
+def wait(
+    future: Any, remote: RemoteStore, context: ts.Context, size: int, began: float | None = None
+) -> Any:
+    """Return the result of a request for so many bytes to S3, which began at a time of
+    :func:`time.monotonic`; ``None``: now.
 
     Raises:
         StorageError: there was no answer in time. The request is cancelled, and all others go on in
             another context, as it keeps its place among :data:`REQUESTS`.
         ValueError: any other error, in TensorStore's words.
     """
-    seconds = location.remote.deadline_s(size)
+    seconds, now = remote.deadline_s(size), time.monotonic()
     try:
-        return future.result(timeout=seconds)
+        return future.result(timeout=max(0.0, (began or now) + seconds - now))
     except TimeoutError:
         future.cancel()
         leave_context(context)
     raise StorageError(
-        f"{location.url}: no answer within {seconds:.0f} s; {no_answer(location.url)}",
-        url=location.url,
+        f"{remote.url}: no answer within {seconds:.0f} s; {no_answer(remote.url)}", url=remote.url
     )
 
 
