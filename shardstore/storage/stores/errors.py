@@ -212,6 +212,8 @@ def explained(doing: str, url: str, error: BaseException, **about: Any) -> Stora
         advice = remedy(code, doing)
     elif name in ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"):
         advice = _CREDENTIALS
+    elif "CERTIFICATE_VERIFY_FAILED" in str(error):
+        text, advice = "the connection was refused", NO_TRUST
     elif isinstance(error, PermissionError):
         advice = _DENIED if _is_s3(url) else _DENIED_ELSEWHERE
     elif isinstance(error, FileNotFoundError):

@@ -53,28 +53,31 @@ _WRITTEN_AT = ("LastModified", "last_modified", "mtime", "updated", "created")
 _FROM_LISTINGS = ("exists", "find", "info", "ls")
 """What a file system may answer from listings that it keeps."""
 
-_file_systems: dict[object, Any] = {}
+_file_systems: dict[object, tuple[object, Any]] = {}
+"""With the surroundings that each was made in."""
 _answered: set[int] = set()
 _lock = threading.Lock()
 _session_lock = threading.Lock()
 
 
 def _file_system(url: str, options: Mapping[str, Any]) -> Any:
-    """Return the file system of a URL: the same one for equal options in the same environment.
+    """Return the file system of a URL: the same one for equal options in the same surroundings.
 
     Raises:
         StorageError: no such protocol, its package is missing, or the options do not fit.
     """
     protocol = url.partition("://")[0]
     is_s3 = protocol in ("s3", "s3a")
-    surroundings = tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith("AWS_")))
+    surroundings = s3.surroundings() if is_s3 else None
     bucket = "" if is_s3 else url.split("/")[2]
     # Kept in this process only; a fork must not share connections.
-    known = (os.getpid(), protocol, bucket, repr(sorted(options.items(), key=str)), surroundings)
+    known = (os.getpid(), protocol, bucket, repr(sorted(options.items(), key=str)))
     with _lock:
-        if known not in _file_systems:
-            _file_systems[known] = _made(url, protocol, options, is_s3)
-        return _file_systems[known]
+        made_in, found = _file_systems.get(known, (None, None))
+        if found is None or made_in != surroundings:
+            found = _made(url, protocol, options, is_s3)
+            _file_systems[known] = surroundings, found
+        return found
 
 
 def _made(url: str, protocol: str, options: Mapping[str, Any], is_s3: bool) -> Any:

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,7 +19,15 @@ from fsspec.asyn import sync  # type: ignore[import-untyped]
 
 from shardstore.storage.stores.errors import CLIENT_OPTIONS, explained, keep_quiet_about
 
-__all__ = ["LIMITS", "S3Settings", "problem_of", "profile_secrets", "s3_settings", "s3fs_options"]
+__all__ = [
+    "LIMITS",
+    "S3Settings",
+    "problem_of",
+    "profile_secrets",
+    "s3_settings",
+    "s3fs_options",
+    "surroundings",
+]
 
 LIMITS = {"connect_timeout": 5, "read_timeout": 20}
 """Seconds that s3fs waits for a connection, and for an answer or its next piece."""
@@ -26,6 +35,10 @@ LIMITS = {"connect_timeout": 5, "read_timeout": 20}
 _TEXTS = ("key", "secret", "token", "profile", "endpoint_url", "region_name")
 _DICTS = ("client_kwargs", "config_kwargs", "s3_additional_kwargs")
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+_FILES = {
+    "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials",
+    "AWS_CONFIG_FILE": "~/.aws/config",
+}
 _HOST = re.compile(r"[A-Za-z0-9.-]+(:[0-9]+)?/?")
 _BUCKET = re.compile(r"(?!.*--x-s3$)[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 """Buckets that TensorStore takes; not those of directories, which have sessions of their own."""
@@ -49,6 +62,19 @@ def _in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_in_child)
+
+
+def surroundings() -> object:
+    """Return what a client finds beside its options: variables, and the files of profiles, as which
+    they are known until they are exchanged."""
+    variables = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    files = [variables.get(name, default) for name, default in _FILES.items()]
+    stamps = []
+    for file in files:
+        with suppress(OSError):
+            about = os.stat(os.path.expanduser(file))
+            stamps.append((file, about.st_ino, about.st_mtime_ns, about.st_size))
+    return variables, stamps
 
 
 def problem_of(options: Mapping[str, Any], variables: Mapping[str, str]) -> str | None:

@@ -1,0 +1,114 @@
+"""Credentials that are exchanged while a program runs, at a server that refuses the old ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+import shardstore
+from scripts.s3_servers import ROOT, S3Server
+from shardstore.errors import StorageError
+from shardstore.storage.stores import tensorstore
+from shardstore.storage.stores.location import Location
+from shardstore.storage.stores.object_io import object_io
+from tests.helpers.s3_checkpoints import state
+
+
+class Keys:
+    """Keys of the gateway's user, one at a time, beside that of the other tests."""
+
+    def __init__(self, server: S3Server) -> None:
+        self._user = json.loads(self._admin("user", "list"))
+        self._user = next(
+            name for name in self._user if server.key in self._admin("user", "info", "--uid", name)
+        )
+        self.key = self.secret = ""
+
+    def exchange(self) -> None:
+        """Make another key, and remove the one before it."""
+        old, self.key, self.secret = self.key, secrets.token_hex(10), secrets.token_hex(20)
+        about = ("--uid", self._user, "--key-type", "s3")
+        given = ("--access-key", self.key, "--secret", self.secret)
+        self._admin("key", "create", *about, *given)
+        if old:
+            self._admin("key", "rm", *about, "--access-key", old)
+
+    def _admin(self, *arguments: str) -> str:
+        folder = Path(os.environ.get("SHARDSTORE_S3_SERVER_DIR", ROOT / ".s3-server"))
+        command = ["radosgw-admin", "-c", str(folder / "ceph.conf"), "-n", "client.rgw"]
+        return subprocess.run(
+            [*command, *arguments], check=True, capture_output=True, text=True, timeout=60
+        ).stdout
+
+
+@pytest.fixture(params=["file", "program", "variables"])
+def exchange(
+    request: pytest.FixtureRequest,
+    radosgw_server: S3Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[[], None]:
+    """Give the program credentials, others with each call, and have the server refuse the last."""
+    keys = Keys(radosgw_server)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    program = tmp_path / "answer.py"
+    (tmp_path / "config").write_text(
+        f"[profile run]\ncredential_process = {sys.executable} {program}\n"
+        if request.param == "program"
+        else "[profile run]\nretry_mode = standard\n"
+    )
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    if request.param != "variables":
+        monkeypatch.setenv("AWS_PROFILE", "run")
+
+    def work() -> None:
+        keys.exchange()
+        names = ("aws_access_key_id", "aws_secret_access_key")
+        if request.param == "variables":
+            for name, value in zip(names, (keys.key, keys.secret), strict=True):
+                monkeypatch.setenv(name.upper(), value)
+        elif request.param == "program":
+            until = (datetime.now(UTC) + timedelta(minutes=5)).strftime("%Y-%m-%dT%H:%M:%SZ")
+            answer = {"Version": 1, "Expiration": until}
+            answer |= {"AccessKeyId": keys.key, "SecretAccessKey": keys.secret}
+            program.write_text(f"print({json.dumps(answer)!r})")
+        else:  # as programs do that renew it: in one step
+            text = f"[run]\n{names[0]} = {keys.key}\n{names[1]} = {keys.secret}\n"
+            (tmp_path / "fresh").write_text(text)
+            (tmp_path / "fresh").rename(tmp_path / "credentials")
+
+    return work
+
+
+def test_they_reach_both_clients(
+    exchange: Callable[[], None], radosgw_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two saves, and between two requests of one, once credentials are asked for."""
+    bucket = radosgw_server.new_bucket()
+    options = {"endpoint_url": radosgw_server.endpoint_url, "region_name": radosgw_server.region}
+    exchange()
+    url = f"s3://{bucket}/run"
+    shardstore.save(state(1), f"{url}/1", storage_options=options)
+    place = Location.of(f"{url}/chunks", **options)
+    under_way = object_io(place)
+    assert under_way.put("first", [b"x"], create=True)
+    exchange()
+    shardstore.save(state(2), f"{url}/2", storage_options=options)
+    for version in (1, 2):
+        loaded = shardstore.load(state(0), f"{url}/{version}", storage_options=options)
+        assert loaded["step"] == version
+    with pytest.raises(StorageError, match="refuses the credentials"):
+        under_way.put("second", [b"x"], create=True)
+    monkeypatch.setattr(tensorstore, "ASKED_EVERY_S", 0.0)
+    assert under_way.put("second", [b"x"], create=True)
+    assert under_way.get("first") == b"x"
