@@ -69,6 +69,7 @@ _MODULES = frozenset(
         "exchange_utils",
         "manager",
         "mapping",
+        "megatron",
         "optimizer",
         "progress",
         "serialization",

@@ -29,6 +29,8 @@ __all__ = [
 ]
 
 CONFIG_FNAME = "metadata.json"
+DCP_BACKEND = "torch_dist"
+"""Name of the backend whose files are DCP's."""
 
 
 @dataclass
@@ -126,6 +128,10 @@ def _config_of_root(stored: StoredCheckpoint) -> CheckpointingConfig | None:
 
 def _parse_config(document: object, url: str) -> CheckpointingConfig:
     known = {field.name for field in fields(CheckpointingConfig)}
+    if isinstance(document, dict) and "common_backend" not in document:
+        # Megatron-Core 0.19 keeps the common part among the objects of torch_dist.
+        is_dcp = document.get("sharded_backend") == DCP_BACKEND
+        document = {**document, **({"common_backend": DCP_BACKEND} if is_dcp else {})}
     try:
         config = msgspec.convert(document, CheckpointingConfig)
     except msgspec.ValidationError as error:

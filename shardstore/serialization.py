@@ -9,8 +9,9 @@ of a load in :mod:`shardstore.loading.run`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Any, Literal, Unpack, cast
+from typing import Any, Literal, ParamSpec, TypeVar, Unpack, cast
 
 import torch
 
@@ -43,6 +44,7 @@ from shardstore.strategies.base import (
 from shardstore.validation import (
     CkptShardedMetadata,
     StrictHandling,
+    save_integrity_manifest,
     validate_sharded_objects_handling,
 )
 
@@ -62,7 +64,24 @@ __all__ = [
     "save",
 ]
 
+P = ParamSpec("P")
+T = TypeVar("T")
 
+
+def _common_strategy_may_lack(function: Callable[P, T]) -> Callable[P, T]:
+    """Take positional arguments as Megatron-Core 0.19 has them too: without ``common_strategy``,
+    so that a bool, of ``validate_access_integrity``, is in its place."""
+
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> T:
+        if len(args) > 3 and isinstance(args[3], bool):
+            args = (*args[:3], None, *args[3:])
+        return function(*cast(Any, args), **kwargs)
+
+    return cast(Callable[P, T], called)
+
+
+@_common_strategy_may_lack
 def save(
     sharded_state_dict: ShardedStateDict,
     checkpoint_dir: str | Path,
@@ -73,6 +92,8 @@ def save(
     preprocess_common_before_consistancy_check: Callable[[CommonStateDict], StateDict]
     | None = None,
     content_metadata: dict[str, Any] | None = None,
+    async_strategy: str | None = None,
+    verify_integrity: bool = False,
     **options: Unpack[SaveKeywords],
 ) -> AsyncRequest | None:
     """Save a sharded state dict as one checkpoint, whole or not at all.
@@ -89,7 +110,9 @@ def save(
             are created; an empty folder is filled.
         sharded_strategy: how tensors are stored: a strategy, ``(backend, version)``, or the
             default ``("zarr", 2)``.
-        common_strategy: how the rest is stored; default ``("torch", 1)``.
+        common_strategy: how the rest is stored; default ``("torch", 1)``. Positional arguments may
+            leave it out, as Megatron-Core 0.19 does: a bool in its place is
+            ``validate_access_integrity``.
         validate_access_integrity: refuse the commit unless each tensor and object is covered
             exactly once, and log where a rank's common values differ from rank 0's.
         async_sharded_save: return an :class:`AsyncRequest` that does the writing; needs a strategy
@@ -98,6 +121,10 @@ def save(
             they are compared.
         content_metadata: kept in the checkpoint; its JSON-serialisable part also becomes plain
             attributes of the root group.
+        async_strategy: ``"mcore"`` or ``"nvrx"``, as Megatron-Core has it. The request is the
+            same: it runs in its queues, in those of nvidia-resiliency-ext and in this package's.
+        verify_integrity: add ``integrity.json``, the SHA-256 of each file, which ``load`` can
+            verify. Reads every file once more, after the commit, on rank 0.
         **options: how the checkpoint is written, see
             :class:`~shardstore.storage.options.SaveOptions`: ``overwrite``, ``durable``,
             ``storage_options``, ``allow_unconditional``, ``staging_budget_bytes``, ``base``,
@@ -118,6 +145,10 @@ def save(
         RanksError: another rank failed, or did not answer in time.
     """
     chosen, error = options_of("save", options, validate=validate_access_integrity)
+    if async_strategy not in (None, "mcore", "nvrx"):
+        error = error or ArgumentError(
+            f"async_strategy={async_strategy!r:.100} must be 'mcore', 'nvrx' or None"
+        )
     call = SaveCall(
         sharded_state_dict=sharded_state_dict,
         checkpoint_dir=checkpoint_dir,
@@ -129,7 +160,22 @@ def save(
         content_metadata=content_metadata,
         error=error,
     )
-    return begin_save(call)[1]
+    session, request = begin_save(call)
+    if verify_integrity:
+
+        def decide(_: list[bytes]) -> bytes:
+            save_integrity_manifest(session.target)
+            return b""
+
+        def note_files() -> None:
+            what = f"writing integrity.json of {session.target.url}"
+            session.ranks.together(what=what, decide=decide)
+
+        if request is None:
+            note_files()
+        else:
+            request.add_finalize_fn(note_files)
+    return request
 
 
 def begin_save(call: SaveCall) -> tuple[SaveSession, AsyncRequest | None]:
@@ -163,6 +209,7 @@ def _registered(given: object, action: StrategyAction, name: str) -> object:
     )
 
 
+@_common_strategy_may_lack
 def load(
     sharded_state_dict: ShardedStateDict,
     checkpoint_dir: str | Path,
@@ -170,13 +217,15 @@ def load(
     common_strategy: LoadCommonStrategy | tuple[str, int] | None = None,
     validate_access_integrity: bool = True,
     strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
+    verify_integrity: bool = False,
+    process_group: Any = None,
     *,
     storage_options: Mapping[str, Any] | None = None,
     map_location: str | torch.device | None = None,
     replica_group: Any = None,
     share_replicas: str = "auto",
     exchange_budget_bytes: int = DEFAULT_BUDGET_BYTES,
-    cast: bool = False,
+    cast: bool | Literal["warn"] = False,
     progress: ProgressCallback | Literal["bar"] | None = None,
 ) -> StateDict | tuple[StateDict, set[str], set[str]]:
     """Load a checkpoint under any layout.
@@ -190,9 +239,12 @@ def load(
             non-persistent objects.
         checkpoint_dir: a committed checkpoint, a folder or a URL.
         sharded_strategy: default: what the checkpoint's own backend needs.
-        common_strategy: the same for the common part.
+        common_strategy: the same for the common part; see :func:`save` for positional arguments.
         validate_access_integrity: check that all ranks together ask for each tensor exactly once.
         strict: what to do about keys that only one side has, see :class:`StrictHandling`.
+        verify_integrity: verify each file against ``integrity.json`` first, on the coordinator.
+        process_group: the ranks that load together; default: all. They alone call this function,
+            and each tensor is asked for once among them.
         storage_options: see :func:`save`.
         map_location: device of the tensors that are made where a sharded tensor has no data;
             default: the CPU. Tensors that are given stay where they are.
@@ -208,6 +260,8 @@ def load(
             converts them, which is an error otherwise. What loses more than precision or range (a
             float to an integer, a complex to a real number, a number to a bool: what
             ``torch.can_cast`` denies) stays one. Sharded objects and common values are as stored.
+            ``"warn"`` casts whatever ``copy_`` does, as Megatron-Core, with one warning on each
+            rank that counts its tensors.
         progress: called as this rank's tensors fill, see :func:`save`.
 
     Returns:
@@ -232,6 +286,8 @@ def load(
         common_strategy=common_strategy,
         validate_access_integrity=validate_access_integrity,
         strict=strict,
+        verify_integrity=verify_integrity,
+        process_group=process_group,
         storage_options=storage_options,
         map_location=map_location,
         replica_group=replica_group,
@@ -311,15 +367,15 @@ def _parts(
 
 
 def get_default_save_sharded_strategy(
-    backend: str = "zarr", version: int = 2
+    backend: str = "zarr", version: int | None = None
 ) -> SaveShardedStrategy:
-    """The default strategy for saving sharded tensors."""
+    """The default strategy for saving sharded tensors, of the backend's newest version."""
     found = get_default_strategy(StrategyAction.SAVE_SHARDED, backend, version)
     return cast(SaveShardedStrategy, found)
 
 
 def get_default_save_common_strategy(
-    backend: str = "torch", version: int = 1
+    backend: str = "torch", version: int | None = None
 ) -> SaveCommonStrategy:
     """The default strategy for saving the common part."""
     found = get_default_strategy(StrategyAction.SAVE_COMMON, backend, version)

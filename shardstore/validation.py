@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import pickle
@@ -20,10 +22,12 @@ from shardstore.dict_utils import (
     extract_matching_values,
     nested_values,
 )
+from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import gathered, group_rank, group_size, raise_together
 from shardstore.errors import (
     ArgumentError,
     CheckpointingException,
+    DamagedCheckpointError,
     FormatVersionError,
     MissingKeyError,
     NotACheckpointError,
@@ -37,6 +41,8 @@ from shardstore.mapping import (
     StateDict,
 )
 from shardstore.storage.commit.identity import instead
+from shardstore.storage.commit.inventory import ATTEMPTS
+from shardstore.storage.format.names import INTEGRITY_NAME, require_inside
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.base import (
     LoadCommonStrategy,
@@ -58,10 +64,13 @@ __all__ = [
     "determine_global_metadata",
     "parse_strict_flag",
     "pickled",
+    "save_integrity_manifest",
     "validate_integrity_and_strict_load",
     "validate_sharded_objects_handling",
     "validate_sharding_integrity",
+    "verify_checkpoint",
     "verify_checkpoint_and_load_strategy",
+    "verify_integrity_manifest",
 ]
 
 logger = logging.getLogger(__name__)
@@ -268,6 +277,107 @@ def compare_common(mine: StateDict, of_coordinator: bytes, rank: int) -> None:
         )
 
 
+def verify_checkpoint(checkpoint_dir: str | Path) -> CheckpointingConfig:
+    """Make sure that there is a checkpoint, and return its backends. Any rank may call it.
+
+    Raises:
+        NotACheckpointError: nothing is there, or it is not a checkpoint.
+    """
+    config = maybe_load_config(checkpoint_dir)
+    if config is None:
+        is_local = "://" not in str(checkpoint_dir)
+        if is_local and not os.path.isdir(checkpoint_dir):
+            raise NotACheckpointError(
+                f"Checkpoint directory {checkpoint_dir} does not exist", url=str(checkpoint_dir)
+            )
+        hint = instead(Location.of(checkpoint_dir)) or (
+            f"it has no readable metadata.json"
+            f"{'' if is_local else ', or not the zarr.json that commits it'}. "
+            f"A save that did not finish leaves such a directory"
+        )
+        raise NotACheckpointError(
+            f"{checkpoint_dir} is not a distributed checkpoint: {hint}",
+            url=str(checkpoint_dir),
+        )
+    return config
+
+
+def save_integrity_manifest(checkpoint_dir: str | Path | Location) -> None:
+    """Write ``integrity.json``, the SHA-256 of each file of a checkpoint. Called by one rank.
+
+    Raises:
+        StorageError: the store refused.
+    """
+    location = Location.of(checkpoint_dir)
+    if location.is_local:
+        paths = (path for path in location.path.rglob("*") if path.is_file())
+        names = [path.relative_to(location.path).as_posix() for path in paths]
+    else:
+        names = [name for name in location.remote.walk() if not name.startswith(f"{ATTEMPTS}/")]
+    files = {name: _sha256(location, name) for name in sorted(names) if name != INTEGRITY_NAME}
+    document = json.dumps({"algorithm": "sha256", "files": files}, indent=2)
+    location.replace(INTEGRITY_NAME, document.encode())
+
+
+def verify_integrity_manifest(checkpoint_dir: str | Path) -> None:
+    """Compare each file of a checkpoint with ``integrity.json``.
+
+    Called by every rank of the default process group; one reads, and all wait for it. Errors as
+    :func:`check_integrity`.
+    """
+    location = Location.of(checkpoint_dir)
+
+    def decide(_: list[bytes]) -> bytes:
+        check_integrity(location)
+        return b""
+
+    Ranks.current().together(what=f"verifying {location.url}", decide=decide)
+
+
+def check_integrity(location: Location) -> None:
+    """Compare each file of a checkpoint with ``integrity.json``, on this rank alone.
+
+    Raises:
+        NotACheckpointError: there is no ``integrity.json``.
+        DamagedCheckpointError: a file is missing or differs, or the document is malformed.
+    """
+    url = f"{location.url}/{INTEGRITY_NAME}"
+    try:
+        document = json.loads(location.read(INTEGRITY_NAME))
+        algorithm, files = document["algorithm"], dict(document["files"])
+    except FileNotFoundError:
+        raise NotACheckpointError(
+            f"{url} is missing: save with verify_integrity=True to have it, or load without",
+            url=url,
+        ) from None
+    except (ValueError, TypeError, KeyError) as error:
+        raise DamagedCheckpointError(f"{url} cannot be read ({error})", url=url) from error
+    if algorithm != "sha256":
+        raise FormatVersionError(f"{url} has {algorithm!r} hashes; only sha256 is known", url=url)
+    wrong = []
+    for name, expected in files.items():
+        try:
+            found = _sha256(location, require_inside(name, url))
+        except FileNotFoundError:
+            wrong.append(f"{name} is missing")
+            continue
+        if found != expected:
+            wrong.append(f"{name} has the SHA-256 {found[:16]}..., expected {expected[:16]}...")
+    if wrong:
+        raise DamagedCheckpointError(
+            f"{location.url}: {len(wrong)} of {len(files)} files are not as {INTEGRITY_NAME} says: "
+            f"{'; '.join(wrong[:8])}; load an earlier checkpoint",
+            url=location.url,
+        )
+
+
+def _sha256(location: Location, name: str) -> str:
+    if not location.is_local:
+        return hashlib.sha256(location.read(name)).hexdigest()
+    with open(location.path / name, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def verify_checkpoint_and_load_strategy(
     checkpoint_dir: str | Path,
     sharded_strategy: LoadShardedStrategy | tuple[str, int] | None = None,
@@ -293,22 +403,7 @@ def verify_checkpoint_and_load_strategy(
         NotACheckpointError: nothing is there, or it is not a checkpoint.
         CheckpointingException: a strategy cannot read this checkpoint.
     """
-    config = config or maybe_load_config(checkpoint_dir)
-    if config is None:
-        is_local = "://" not in str(checkpoint_dir)
-        if is_local and not os.path.isdir(checkpoint_dir):
-            raise NotACheckpointError(
-                f"Checkpoint directory {checkpoint_dir} does not exist", url=str(checkpoint_dir)
-            )
-        hint = instead(Location.of(checkpoint_dir)) or (
-            f"it has no readable metadata.json"
-            f"{'' if is_local else ', or not the zarr.json that commits it'}. "
-            f"A save that did not finish leaves such a directory"
-        )
-        raise NotACheckpointError(
-            f"{checkpoint_dir} is not a distributed checkpoint: {hint}",
-            url=str(checkpoint_dir),
-        )
+    config = config or verify_checkpoint(checkpoint_dir)
     sharded = config.sharded_backend, config.sharded_backend_version
     common = config.common_backend, config.common_backend_version
     for_sharded = _strategy_for(checkpoint_dir, "sharded", sharded_strategy, sharded)
@@ -363,14 +458,15 @@ def validate_sharded_objects_handling(
 
 
 def determine_global_metadata(
-    sharded_state_dict: ShardedStateDict,
+    sharded_state_dict: ShardedStateDict, process_group: Any = None
 ) -> tuple[LocalMetadata, GlobalMetadata]:
     """Gather the descriptions of all shards on all ranks.
 
-    Every rank calls it and waits for the others.
+    Every rank of the group calls it and waits for the others.
 
     Args:
         sharded_state_dict: this rank's state dict, factories already applied.
+        process_group: default: all ranks.
 
     Returns:
         This rank's shards without data, and those of every rank, by rank.
@@ -380,7 +476,7 @@ def determine_global_metadata(
         for value in nested_values(sharded_state_dict)
         if isinstance(value, ShardedTensor | ShardedObject)
     ]
-    return local, gathered(local)
+    return local, gathered(local, process_group)
 
 
 def validate_sharding_integrity(

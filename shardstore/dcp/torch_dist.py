@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
+from shardstore.core import DCP_BACKEND
 from shardstore.dcp.files import ORIGINAL_SHAPE, DcpFiles
 from shardstore.dcp.torch_dist_save import FilesSave
 from shardstore.dict_utils import nested_values
@@ -43,6 +44,7 @@ from shardstore.saving.replicas import without_main_replica
 from shardstore.saving.session import SaveSession, session_of
 from shardstore.saving.sources import require_plain
 from shardstore.storage.format import dtypes
+from shardstore.storage.format.names import COMMON_OBJECT, COMMON_STATE_NAME
 from shardstore.storage.movers.chunks import ReadDone, RegionRead, chunk_parts
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
@@ -51,6 +53,7 @@ from shardstore.strategies.base import (
     AsyncSaveShardedStrategy,
     LoadShardedStrategy,
     ReadsOwnFormat,
+    SaveCommonStrategy,
     StrategyAction,
     register_default_strategy,
 )
@@ -58,6 +61,7 @@ from shardstore.strategies.checkpointable import (
     CheckpointableShardedTensor,
     LocalShardsContainer,
 )
+from shardstore.strategies.common import TorchCommonLoadStrategy
 
 __all__ = [
     "TorchDistLoadShardedStrategy",
@@ -65,7 +69,7 @@ __all__ = [
     "register_default_torch_dist_strategies",
 ]
 
-BACKEND, VERSION = "torch_dist", 1
+BACKEND, VERSION = DCP_BACKEND, 1
 WRITER_THREADS = 2
 
 _Shapes = dict[str, dict[str, tuple[int, ...]]]
@@ -86,6 +90,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
             meeting of the ranks, so that nothing kept can decide what is written.
         separation_hint: tensors and objects whose key begins with it go into files of their own,
             whose names begin with it too.
+        cpu_shm_mode: accepted, and without effect: no other process writes.
 
     Raises:
         FormatVersionError: another version than 1.
@@ -101,6 +106,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
         thread_count: int = WRITER_THREADS,
         cached_metadata: bool = False,
         separation_hint: str | None = None,
+        cpu_shm_mode: bool = False,
     ) -> None:
         super().__init__(backend, version)
         if version != VERSION:
@@ -303,9 +309,26 @@ def _folded(tensor: ShardedTensor) -> ShardedTensor:
 
 
 class TorchDistLoadShardedStrategy(ReadsOwnFormat, LoadShardedStrategy):
-    """Load strategy for DCP's own files, by Megatron-Core or by this package."""
+    """Load strategy for DCP's own files, by Megatron-Core or by this package.
+
+    Args:
+        cache_metadata, stream_ckpt_dequant, checkpoint_name: Megatron-Core's, without effect: the
+            metadata is read for each load, and a quantised tensor is filled by its own ``copy_``.
+        cast: see :func:`shardstore.load`; what that is given counts first.
+    """
 
     _backend, _versions = BACKEND, (VERSION,)
+    cached_global_metadata = None
+
+    def __init__(
+        self,
+        cache_metadata: bool = False,
+        stream_ckpt_dequant: bool = True,
+        checkpoint_name: str | Path | None = None,
+        *,
+        cast: bool | Literal["warn"] = False,
+    ) -> None:
+        self.cast = cast
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -328,7 +351,7 @@ class TorchDistLoadShardedStrategy(ReadsOwnFormat, LoadShardedStrategy):
         context, url = context_of(checkpoint_dir), files.location.url
         values = list(nested_values(sharded_state_dict))
         tensors = [value for value in values if isinstance(value, ShardedTensor)]
-        plan = plan_reads(tensors, files.arrays, url, cast=context.cast)
+        plan = plan_reads(tensors, files.arrays, url, cast=context.cast or self.cast)
 
         def read(reads: Sequence[RegionRead], done: ReadDone | None) -> None:
             files.read(reads)
@@ -379,6 +402,34 @@ class TorchDistLoadShardedStrategy(ReadsOwnFormat, LoadShardedStrategy):
         )
 
 
+class TorchDistCommonSaveStrategy(SaveCommonStrategy):
+    """Leaves the common part to the sharded strategy, as an object: as Megatron-Core 0.19 does."""
+
+    object_key = COMMON_OBJECT
+
+    def save_common(self, common_state_dict: StateDict, checkpoint_dir: str | Path) -> None:
+        """Do nothing: the object is saved with the others."""
+
+
+class TorchDistCommonLoadStrategy(TorchCommonLoadStrategy):
+    """Loads the common part from DCP's files, or from ``common.pt`` where there is one."""
+
+    _backend, _versions = BACKEND, (VERSION,)
+
+    def load_common(self, checkpoint_dir: str | Path) -> StateDict:
+        """Load the common part.
+
+        Raises:
+            NotACheckpointError, DamagedCheckpointError, UnsafeObjectError: see
+                :meth:`TorchCommonLoadStrategy.load_common`.
+        """
+        if context_of(checkpoint_dir).stored.has_document(COMMON_STATE_NAME):
+            return super().load_common(checkpoint_dir)
+        key = ShardedObject(COMMON_OBJECT, None, (1,), (0,)).unique_key
+        loaded: StateDict = _unwrapped(DcpFiles.open(checkpoint_dir).read_object(key))
+        return loaded
+
+
 def _whole_tensors(files: DcpFiles) -> ShardedStateDict:
     return {
         key: whole_tensor(key, meta.shape, dtypes.torch_dtype(meta.dtype))
@@ -400,4 +451,10 @@ def register_default_torch_dist_strategies() -> None:
     )
     register_default_strategy(
         StrategyAction.LOAD_SHARDED, BACKEND, VERSION, TorchDistLoadShardedStrategy()
+    )
+    register_default_strategy(
+        StrategyAction.SAVE_COMMON, BACKEND, VERSION, TorchDistCommonSaveStrategy(BACKEND, VERSION)
+    )
+    register_default_strategy(
+        StrategyAction.LOAD_COMMON, BACKEND, VERSION, TorchDistCommonLoadStrategy()
     )

@@ -30,14 +30,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from shardstore.distributed.groups import has_ranks
+from shardstore.distributed.groups import (
+    gathered,
+    group_rank,
+    group_size,
+    has_ranks,
+    raise_together,
+)
 from shardstore.distributed.messages import Message, Messages, attempt
 from shardstore.errors import CheckpointingException, RanksError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["DEADLINE_VARIABLE", "Ranks"]
+__all__ = ["DEADLINE_VARIABLE", "GroupRanks", "Ranks"]
 
 logger = logging.getLogger(__name__)
 
@@ -406,6 +412,41 @@ class Ranks:
                 f"({_first_line(problem)})",
                 failures={rank: "no answer"},
             ) from problem
+
+
+@dataclass
+class GroupRanks(Ranks):
+    """The ranks of a process group of the caller's, over its own collectives.
+
+    They have no deadline but the group's.
+    """
+
+    group: Any = None
+
+    @classmethod
+    def of(cls, group: Any) -> Ranks:
+        """The ranks of a group; ``None``: those of the default process group."""
+        if group is None:
+            return Ranks.current()
+        return cls(group_rank(group), group_size(group), group=group)
+
+    def together(
+        self,
+        report: bytes = b"",
+        *,
+        what: str,
+        error: BaseException | None = None,
+        decide: Callable[[list[bytes]], bytes] | None = None,
+    ) -> bytes:
+        """See :meth:`Ranks.together`."""
+        with raise_together(self.group, what):
+            if error is not None:
+                raise error
+        reports, answer = gathered(report, self.group), b""
+        with raise_together(self.group, what):
+            if decide is not None and self.is_coordinator:
+                answer = decide(reports)
+        return gathered(answer, self.group)[0]
 
 
 def _as_tensor(piece: NDArray[np.uint8]) -> torch.Tensor:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardstore.core import stored_config
 from shardstore.distributed.groups import Group, raise_together
@@ -45,7 +45,7 @@ class LoadContext:
 
     Attributes:
         stored: the checkpoint.
-        cast: fill tensors of another data type than the stored one.
+        cast: fill tensors of another data type than the stored one, see :func:`shardstore.load`.
         budget_bytes: host memory for chunks on their way to other ranks or to a device, or being
             cast.
         group: process group whose ranks share the reading; ``None``: this rank reads for itself.
@@ -53,7 +53,7 @@ class LoadContext:
     """
 
     stored: StoredCheckpoint
-    cast: bool = False
+    cast: bool | Literal["warn"] = False
     budget_bytes: int = DEFAULT_BUDGET_BYTES
     group: Group = None
     meter: Meter | None = None

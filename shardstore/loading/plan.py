@@ -8,9 +8,10 @@ Flattened ranges are read as boxes, never as the whole shard. Planning moves no 
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 
@@ -41,6 +42,8 @@ __all__ = [
     "whole_tensor",
     "with_destinations",
 ]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -75,7 +78,7 @@ def plan_reads(
     arrays: Mapping[str, ArrayMeta],
     url: str,
     *,
-    cast: bool = False,
+    cast: bool | Literal["warn"] = False,
 ) -> ReadPlan:
     """Plan how sharded tensors are loaded.
 
@@ -83,7 +86,7 @@ def plan_reads(
         tensors: what is asked for.
         arrays: what is stored, by key.
         url: of the checkpoint, for error texts.
-        cast: whether tensors may be filled with values of another data type.
+        cast: whether tensors may be filled with values of another data type; ``"warn"``: of any.
 
     Raises:
         MissingKeyError: there is no array of a tensor's key.
@@ -94,13 +97,25 @@ def plan_reads(
         AccessPatternError: the shard lies outside the global shape.
         ArgumentError: the tensor given cannot be filled in place.
     """
-    return {
-        id(tensor): _plan_read(tensor, _find_array(arrays, tensor, url, cast)) for tensor in tensors
-    }
+    plan: ReadPlan = {}
+    differing: list[str] = []
+    for tensor in tensors:
+        meta = _find_array(arrays, tensor, url, cast)
+        plan[id(tensor)] = _plan_read(tensor, meta)
+        if meta.dtype != (asked := dtypes.zarr_name(tensor.dtype)):
+            differing.append(f"{tensor.key!r} ({meta.dtype} as {asked})")
+    if cast == "warn" and differing:
+        logger.warning(
+            "%d tensors of %s are stored in another data type and are cast, such as %s",
+            len(differing),
+            url,
+            differing[0],
+        )
+    return plan
 
 
 def _find_array(
-    arrays: Mapping[str, ArrayMeta], tensor: ShardedTensor, url: str, cast: bool
+    arrays: Mapping[str, ArrayMeta], tensor: ShardedTensor, url: str, cast: bool | Literal["warn"]
 ) -> ArrayMeta:
     """Return the stored array of a tensor, if it fits."""
     meta = arrays.get(tensor.key)
@@ -111,7 +126,7 @@ def _find_array(
             url,
             " A `strict` mode other than assume_ok_unexpected leaves such keys out",
         )
-    if meta.dtype != dtypes.zarr_name(tensor.dtype):
+    if cast != "warn" and meta.dtype != dtypes.zarr_name(tensor.dtype):
         _require_cast(tensor, meta, url, cast)
     has_axes = len(meta.shape) == len(tensor.global_shape)
     if meta.shape != tensor.global_shape and not (tensor.allow_shape_mismatch and has_axes):
@@ -135,7 +150,7 @@ def _missing(key: str, arrays: Mapping[str, Any], url: str, more: str = "") -> M
     )
 
 
-def _require_cast(tensor: ShardedTensor, meta: ArrayMeta, url: str, cast: bool) -> None:
+def _require_cast(tensor: ShardedTensor, meta: ArrayMeta, url: str, cast: object) -> None:
     """Raise unless a tensor may be filled with values of another data type.
 
     Within a kind (float64 to float16, int64 to int8) values that do not fit become what ``copy_``

@@ -22,7 +22,7 @@ import torch
 from shardstore.core import CONFIG_FNAME
 from shardstore.coverage.access_pattern import check_reports, report_shards, shards_of_report
 from shardstore.dict_utils import extract_matching_values, merge, nested_values
-from shardstore.distributed.coordinator import Ranks
+from shardstore.distributed.coordinator import GroupRanks
 from shardstore.distributed.groups import Group, require_group
 from shardstore.dtensor.adoption import Adopted, adopt_for_load, needs_adoption
 from shardstore.dtensor.layout import apply_claims, claims, decide_claims
@@ -41,13 +41,14 @@ from shardstore.mapping import ShardedObject, ShardedStateDict, StateDict, apply
 from shardstore.progress import Meter, ProgressCallback, callback_of, log_event, metered
 from shardstore.state_dict_utils import check_state, load_preprocess
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.format.names import COMMON_STATE_NAME
+from shardstore.storage.format.names import COMMON_OBJECT, COMMON_STATE_NAME
 from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.stores.location import Location, shown
 from shardstore.utils import extract_sharded_base
 from shardstore.validation import (
     CkptShardedMetadata,
     StrictHandling,
+    check_integrity,
     parse_strict_flag,
     validate_integrity_and_strict_load,
     validate_sharded_objects_handling,
@@ -84,12 +85,14 @@ class LoadCall:
     common_strategy: LoadCommonStrategy | tuple[str, int] | None = None
     validate_access_integrity: bool = True
     strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED
+    verify_integrity: bool = False
+    process_group: Any = None
     storage_options: Mapping[str, Any] | None = None
     map_location: str | torch.device | None = None
     replica_group: Any = None
     share_replicas: str = "auto"
     exchange_budget_bytes: int = DEFAULT_BUDGET_BYTES
-    cast: bool = False
+    cast: bool | Literal["warn"] = False
     progress: ProgressCallback | Literal["bar"] | None = None
     error: BaseException | None = None
 
@@ -165,7 +168,7 @@ def run_load(
         stored_metadata: tells what the checkpoint holds, where keys are compared.
     """
     started = perf_counter()
-    ranks = Ranks.current()
+    ranks = GroupRanks.of(call.process_group)
     error = call.error
     location, callback = Location(shown(call.checkpoint_dir)), None
     try:
@@ -254,10 +257,10 @@ def _prepare(call: LoadCall, location: Location, error: BaseException | None) ->
     require_group("replica_group", call.replica_group)
     location_of(location)
     check_state(call.sharded_state_dict)
-    if not isinstance(call.cast, bool):
+    if call.cast not in (True, False, "warn"):
         raise ArgumentError(
-            f"cast={call.cast!r:.100} must be True or False: tensors have the data types that "
-            "the state dict asks for"
+            f"cast={call.cast!r:.100} must be True, False or 'warn': tensors have the data types "
+            "that the state dict asks for"
         )
     _ = call.mode, call.device
     group = sharing_group(call.replica_group, call.share_replicas, location)
@@ -298,6 +301,8 @@ def _agree(call: LoadCall, location: Location, said: Sequence[bytes]) -> bytes:
     """
     reports, offers = zip(*map(pickle.loads, said), strict=True)
     apart = agree(offers, location.url)
+    if call.verify_integrity:
+        check_integrity(location)
     documents = read_documents(location, DOCUMENTS)
     checked: list[bytes] | None = None
     if None not in reports:
@@ -335,6 +340,7 @@ def _match(
     unexpected: set[str] = set()
     if StrictHandling.requires_explicit_ckpt_mismatch_check(call.mode):
         stored = stored_metadata(place, for_tensors, for_common)
+        stored = {name: value for name, value in stored.items() if value.key != COMMON_OBJECT}
         everyone = [shards_of_report(report) for report in reports] or None
         wanted, missing, unexpected = validate_integrity_and_strict_load(
             wanted, call.mode, False, list(nested_values(wanted)), everyone, stored

@@ -126,6 +126,8 @@ def prepare(call: SaveCall, ranks: Ranks, choose: ChooseStrategies) -> Part:
     sharded, common = save_preprocess(state_dict, validate_access_integrity=False)
     if content is not None:
         common[CONTENT_METADATA_KEY] = content
+    if (key := common_strategy.object_key) is not None:
+        sharded[key] = ShardedObject(key, common, (1,), (0,), replica_id=ranks.rank)
     part = Part(
         target=target,
         options=options,

@@ -113,6 +113,10 @@ class AsyncCallsQueue:
         # Idle threads of an executor end at interpreter exit; those at work are waited for.
         self._executor: ThreadPoolExecutor | None = None
 
+    @staticmethod
+    def warmup_persistent_caller(*args: object, **kwargs: object) -> None:
+        """Do nothing. Programs start Megatron-Core's process by it; there is none here."""
+
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
         """Stage a request in this thread, start it in the background, and return at once.
 

@@ -61,7 +61,7 @@ _BUILTIN_STRATEGIES = {
 
 
 def get_default_strategy(
-    action: StrategyAction, backend: str, version: int
+    action: StrategyAction, backend: str, version: int | None = None
 ) -> SaveStrategyBase | LoadStrategyBase:
     """Return the strategy registered for an action, backend and version.
 
@@ -70,7 +70,7 @@ def get_default_strategy(
     Args:
         action: what the strategy is to do.
         backend: backend name, for instance ``"zarr"``.
-        version: version of the backend's format.
+        version: version of the backend's format; ``None``: the newest one.
 
     Returns:
         The very object that was registered.
@@ -79,6 +79,9 @@ def get_default_strategy(
         CheckpointingException: nothing is registered for the three; the text lists what is.
     """
     known = default_strategies[action.value]
+    if version is None:
+        _register_builtin_strategies(backend)
+        version = max((number for name, number in known if name == backend), default=1)
     if (backend, version) not in known:
         _register_builtin_strategies(backend)
     if (backend, version) not in known:
@@ -305,6 +308,8 @@ class SaveCommonStrategy(SaveStrategyBase):
 
     notes_objects = False
     """Whether the session's manifest lists each sharded object that the strategy saves."""
+    object_key: str | None = None
+    """Key of the sharded object that the common part is saved as, if it is saved as one."""
 
     @abstractmethod
     def save_common(self, common_state_dict: StateDict, checkpoint_dir: str | Path) -> None:

@@ -58,6 +58,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
             all ranks.
         do_cache_distribution: keep the distribution and use it again for the next state dicts of
             the same structure (if the structure of any rank has changed, all compute it anew).
+        pg_cache_path, pg_cache_create: Megatron-Core's, without effect.
     """
 
     def __init__(
@@ -65,6 +66,8 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         strategy: SaveShardedStrategy,
         parallelization_group: Group = None,
         do_cache_distribution: bool = False,
+        pg_cache_path: object = None,
+        pg_cache_create: object = None,
     ) -> None:
         super().__init__(strategy.backend, strategy.version)
         self.base_strategy = strategy
@@ -123,6 +126,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
             ``"chunks"``: chunks are shared out, not shards, and travel in rounds within a memory
             budget while others are read (strategies of this package's Zarr backends). Replica ids
             stay as they are then.
+        pg_cache_path, pg_cache_create: Megatron-Core's, without effect.
 
     Raises:
         NotImplementedError: no such algorithm.
@@ -134,6 +138,8 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         parallelization_group: Group = None,
         do_cache_distribution: bool = False,
         exchange_algo: str = "broadcast",
+        pg_cache_path: object = None,
+        pg_cache_create: object = None,
     ) -> None:
         if exchange_algo != "chunks":
             require_known(exchange_algo)

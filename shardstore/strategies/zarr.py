@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from logging import getLogger
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -250,13 +250,16 @@ def _check_v2(options: SaveOptions) -> None:
 
 
 class ZarrLoadShardedStrategy(ReadsOwnFormat, LoadShardedStrategy):
-    """Load strategy for the Zarr backend, both versions."""
+    """Load strategy for the Zarr backend, both versions.
+
+    Args:
+        cast: see :func:`shardstore.load`; what that is given counts first.
+    """
 
     _backend, _versions = BACKEND, (V2_LAYOUT, V3_LAYOUT)
 
-    def check_backend_compatibility(self, loaded_version: str) -> None:
-        """Raise unless the checkpoint was written by the Zarr backend."""
-        super().check_backend_compatibility(loaded_version)
+    def __init__(self, *, cast: bool | Literal["warn"] = False) -> None:
+        self.cast = cast
 
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> StateDict:
         """Read the sharded tensors, into the tensors given where there are any.
@@ -280,7 +283,7 @@ class ZarrLoadShardedStrategy(ReadsOwnFormat, LoadShardedStrategy):
         with context.together():
             stored.require()
             tensors = sharded_tensors_of(sharded_state_dict)
-            plan = plan_reads(tensors, stored.arrays, url, cast=context.cast)
+            plan = plan_reads(tensors, stored.arrays, url, cast=context.cast or self.cast)
         read_chunks(context, plan)
         return assemble(plan, sharded_state_dict, url)
 

@@ -58,9 +58,9 @@ def python() -> Path:
 def run_megatron(python: Path, layout: str, *actions: str, newest: bool = False) -> None:
     environment = dict(os.environ)
     if newest:
-        where = python.parents[1] / "newest"
-        assert any(where.glob("megatron_core-*.dist-info")), "scripts/megatron_env installs it"
-        environment["PYTHONPATH"] = str(where)
+        where = python.parents[1]
+        assert (where / "0.19.2").is_dir(), "scripts/megatron_env unpacks it"
+        environment["PYTHONPATH"] = f"{where / '0.19.2'}:{where / 'triton'}"
     done = subprocess.run(
         [python, "-W", "ignore", ROOT / "tests/golden/megatron_ranks.py", layout, *actions],
         capture_output=True,

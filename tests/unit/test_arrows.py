@@ -19,7 +19,7 @@ UPWARDS = 1
 # A room imports from its own layer and from those below it. "" is the package itself.
 LAYERS = (
     "__main__ cli",
-    " convert dcp inspection manager",
+    " convert dcp inspection manager megatron",
     "serialization async_handle",
     "strategies",
     "saving loading",

@@ -18,6 +18,7 @@ from shardstore.storage.format.names import (
     COMMON_STATE_NAME,
     CONFIG_NAME,
     DCP_METADATA_NAME,
+    INTEGRITY_NAME,
     MANIFEST_NAME,
 )
 from shardstore.storage.stores.location import Location
@@ -42,7 +43,7 @@ DELETING = f"{ATTEMPTS}/deleting"
 """Mark of a deletion that is under way, or died."""
 COMMITS = ("zarr.json", CONFIG_NAME)
 
-_OWN = frozenset({*COMMITS, COMMON_STATE_NAME, MANIFEST_NAME, DCP_METADATA_NAME})
+_OWN = frozenset({*COMMITS, COMMON_STATE_NAME, MANIFEST_NAME, DCP_METADATA_NAME, INTEGRITY_NAME})
 _MARK = re.compile(rf"(?:{ATTEMPTS}/)?(\d{{6,}})\.(\w+)")
 _NODES = re.compile(rf"{ATTEMPTS}/\d{{6,}}\.nodes-\d+\.json")
 _CHUNK = re.compile(r"|c([./]\d+)*|\d+([./]\d+)*")

@@ -19,9 +19,11 @@ from urllib.parse import unquote
 from shardstore.errors import DamagedCheckpointError, KeyNameError
 
 __all__ = [
+    "COMMON_OBJECT",
     "COMMON_STATE_NAME",
     "CONFIG_NAME",
     "DCP_METADATA_NAME",
+    "INTEGRITY_NAME",
     "MANIFEST_NAME",
     "MAX_NAME_BYTES",
     "RESERVED",
@@ -36,8 +38,11 @@ __all__ = [
 
 MAX_NAME_BYTES = 200
 CONFIG_NAME = "metadata.json"
+INTEGRITY_NAME = "integrity.json"
 MANIFEST_NAME = "manifest.npz"
 COMMON_STATE_NAME = "common.pt"
+COMMON_OBJECT = "common_state"
+"""Key of the sharded object in which Megatron-Core 0.19 keeps the same."""
 DCP_METADATA_NAME = ".metadata"
 """File by which PyTorch DCP's own checkpoints are known; for programs that look for one, ours may
 have it too."""

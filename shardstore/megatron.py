@@ -1,0 +1,468 @@
+"""Megatron-Core and its trainers, unmodified, on this package.
+
+:func:`install` puts this package in the place of ``megatron.core.dist_checkpointing``, and
+``python -m shardstore.megatron TRAINER.py ARGUMENTS...`` runs a program so. Each module there is
+Megatron-Core's own, with every name that this package has replaced by this package's; what only
+Megatron-Core has (helpers of its trainer) stays its own and works on this package's classes.
+The functions and classes here take the place of those whose defaults differ.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import runpy
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import partial, wraps
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from shardstore import mapping, serialization
+from shardstore.core import DCP_BACKEND
+from shardstore.dict_utils import dict_list_map_outplace, extract_matching_values, merge
+from shardstore.errors import ArgumentError
+from shardstore.loading.context import (
+    CONTENT_METADATA_KEY,
+    LoadContext,
+    find_strategies,
+    opened,
+    using,
+)
+from shardstore.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
+from shardstore.storage.format.names import COMMON_STATE_NAME
+from shardstore.strategies import fully_parallel
+from shardstore.strategies import torch as dcp_strategies
+from shardstore.strategies.base import LoadShardedStrategy, SaveShardedStrategy
+from shardstore.strategies.zarr import BACKEND as ZARR_BACKEND
+from shardstore.strategies.zarr import ZarrSaveShardedStrategy
+
+__all__ = ["install"]
+
+ROOT = "megatron.core.dist_checkpointing"
+FORMATS = (ZARR_BACKEND, DCP_BACKEND)
+
+_format = ZARR_BACKEND
+"""What :func:`install` was given. A process has one Megatron-Core, and its signatures no format."""
+
+
+def install(format: str = ZARR_BACKEND) -> None:
+    """Put this package in the place of ``megatron.core.dist_checkpointing``.
+
+    Each process calls it once, before or after it imports Megatron-Core: names that modules took
+    from there are replaced in them, and objects made before are understood.
+
+    Args:
+        format: what ``save`` writes where a program asks for ``torch_dist``, ``zarr`` or nothing:
+            ``"zarr"`` is plain Zarr v3; ``"torch_dist"`` is Megatron-Core's own, as the version
+            that is installed writes it. A load finds out what there is.
+
+    Raises:
+        ArgumentError: there is no such format, or another was installed, or a class made before is
+            derived from one of Megatron-Core's classes, so that the call has to come earlier.
+    """
+    global _format
+    if format not in FORMATS:
+        raise ArgumentError(f"format={format!r:.100} must be one of {', '.join(FORMATS)}")
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        if format != _format:
+            raise ArgumentError(f"install() was called with {_format!r}, which {format!r} is not")
+        return
+    _format = format
+    taken = {name: sys.modules[name] for name in sys.modules if _is_below(name)}
+    names = _names_to_mend(taken)
+    sys.meta_path.insert(0, _Finder())
+    for name in taken:
+        del sys.modules[name]
+    if taken:
+        _mend(taken, names)
+
+
+def _is_below(name: str) -> bool:
+    return f"{name}.".startswith(f"{ROOT}.")
+
+
+# -- modules ---------------------------------------------------------------------------------------
+
+
+class _Finder(MetaPathFinder):
+    """Finds the modules below :data:`ROOT`."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return Megatron-Core's own module where this package has none of that name."""
+        own = PathFinder.find_spec(name, path) if _is_below(name) and name != ROOT else None
+        if own is not None and own.submodule_search_locations is not None:
+            return own
+        ours = f"shardstore{name.removeprefix(ROOT)}"
+        if not name.startswith(f"{ROOT}.") or importlib.util.find_spec(ours) is None:
+            return own
+        spec = ModuleSpec(name, _Overlay(ours, own), origin=None if own is None else own.origin)
+        spec.has_location = own is not None
+        return spec
+
+
+class _Overlay(Loader):
+    """Loads a module of Megatron-Core, if there is one, and then our names over its own."""
+
+    def __init__(self, ours: str, own: ModuleSpec | None) -> None:
+        self._ours, self._own = ours, own
+
+    def exec_module(self, module: ModuleType) -> None:
+        """See :class:`Loader`."""
+        if self._own is not None and self._own.loader is not None:
+            self._own.loader.exec_module(module)
+        ours = importlib.import_module(self._ours)
+        public = getattr(ours, "__all__", ())
+        for name, value in vars(ours).items():
+            if name in public or str(getattr(value, "__module__", "")).startswith("shardstore."):
+                setattr(module, name, value)
+        vars(module).update(_replaced(module.__name__))
+
+
+def _names_to_mend(taken: Mapping[str, ModuleType]) -> dict[int, tuple[str, str]]:
+    """``id`` of each class and function of Megatron-Core's -> module and name.
+
+    Raises:
+        ArgumentError: a class of another module is derived from one of them.
+    """
+    names = {}
+    for module in taken.values():
+        for name, value in vars(module).items():
+            if not _is_below(str(getattr(value, "__module__", ""))) or not callable(value):
+                continue
+            names[id(value)] = (value.__module__, name)
+            for derived in type.__subclasses__(value) if inspect.isclass(value) else ():
+                if not _is_below(derived.__module__):
+                    raise ArgumentError(
+                        f"{derived.__module__}.{derived.__qualname__} is derived from "
+                        f"{value.__module__}.{name}, which would stay Megatron-Core's own: call "
+                        "shardstore.megatron.install() before that module is imported"
+                    )
+    return names
+
+
+def _mend(taken: Mapping[str, ModuleType], names: Mapping[int, tuple[str, str]]) -> None:
+    """Replace the names that modules have taken from Megatron-Core."""
+    fresh = {id(module): importlib.import_module(name) for name, module in taken.items()}
+    for module in list(sys.modules.values()):
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if id(value) in fresh:
+                setattr(module, name, fresh[id(value)])
+            elif id(value) in names:
+                home, original = names[id(value)]
+                setattr(module, name, getattr(importlib.import_module(home), original, value))
+
+
+# -- objects that were made before -----------------------------------------------------------------
+
+
+def _understood(state_dict: ShardedStateDict) -> ShardedStateDict:
+    """The state dict with this package's objects for those of Megatron-Core's own classes."""
+    understood: ShardedStateDict = dict_list_map_outplace(_own_object, state_dict)
+    return understood
+
+
+def _own_object(value: Any) -> Any:
+    kind = type(value)
+    if not _is_below(kind.__module__):
+        return value
+    if kind.__name__ == "LocalNonpersistentObject":
+        return mapping.LocalNonpersistentObject(value.unwrap())
+    ours = getattr(mapping, kind.__name__, None)
+    if ours is None:
+        return value
+    given = {field.name: getattr(value, field.name, None) for field in fields(ours)}
+    if build := given.get("build_fn"):
+        given["build_fn"] = lambda *args: _understood(build(*args))
+    return ours(**given)
+
+
+def _own_strategy(given: Any, wrapper: Any, default: Callable[[], Any]) -> Any:
+    """A strategy of this package for one of Megatron-Core's own, or for none."""
+    if given is not None and not _is_below(type(given).__module__):
+        return given
+    if hasattr(given, "base_strategy"):
+        base = _own_strategy(given.base_strategy, wrapper, default)
+        return wrapper(base, given.parallelization_group, given.do_cache_distribution)
+    return default()
+
+
+# -- saving ----------------------------------------------------------------------------------------
+
+
+class PlainZarrSaveStrategy(ZarrSaveShardedStrategy):
+    """Megatron-Core's ``TorchDistSaveShardedStrategy`` for :func:`install` with ``"zarr"``.
+
+    Takes its arguments; how files are divided and what is cached has no meaning here.
+    """
+
+    def __init__(
+        self,
+        backend: str = DCP_BACKEND,
+        version: int = 1,
+        keep_only_main_replica: bool = True,
+        thread_count: int = 1,
+        cached_metadata: bool = False,
+        separation_hint: str | None = None,
+        cpu_shm_mode: bool = False,
+    ) -> None:
+        super().__init__(ZARR_BACKEND, 2)
+
+
+def get_default_save_sharded_strategy(
+    backend: str = DCP_BACKEND, version: int | None = None
+) -> SaveShardedStrategy:
+    """The default strategy for saving; of Megatron-Core's backends, in the format installed."""
+    if _format == ZARR_BACKEND and backend in FORMATS:
+        backend, version = ZARR_BACKEND, None
+    return serialization.get_default_save_sharded_strategy(backend, version)
+
+
+@wraps(serialization.save)
+def save(
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: str | Path,
+    sharded_strategy: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Save as Megatron-Core does: what is there is replaced."""
+    if isinstance(sharded_strategy, tuple):
+        sharded_strategy = get_default_save_sharded_strategy(*sharded_strategy)
+    sharded_strategy = _own_strategy(
+        sharded_strategy,
+        fully_parallel.FullyParallelSaveStrategyWrapper,
+        _replaceable("get_default_save_sharded_strategy"),
+    )
+    lacks_common = "common_strategy" not in kwargs and (not args or isinstance(args[0], bool))
+    if lacks_common and sharded_strategy.backend == DCP_BACKEND and _megatron_version() >= (0, 19):
+        args = ((DCP_BACKEND, 1), *args)
+    return serialization.save(
+        _understood(sharded_state_dict),
+        checkpoint_dir,
+        sharded_strategy,
+        *args,
+        **{"overwrite": True, **kwargs},
+    )
+
+
+def _replaceable(name: str) -> Callable[[], Any]:
+    """A function of Megatron-Core's module, which programs replace to change the defaults."""
+    found: Callable[[], Any] = getattr(importlib.import_module(f"{ROOT}.serialization"), name)
+    return found
+
+
+def _megatron_version() -> tuple[int, ...]:
+    version = str(importlib.import_module("megatron.core").__version__)
+    return tuple(int(part) for part in version.split(".")[:2])
+
+
+# -- loading ---------------------------------------------------------------------------------------
+
+
+class AnyFormatLoadStrategy(LoadShardedStrategy):
+    """Megatron-Core's ``TorchDistLoadShardedStrategy``: reads whatever format there is.
+
+    Tensors of another data type than the stored one are filled with a cast, with one warning.
+    """
+
+    cached_global_metadata = None
+
+    def __init__(
+        self,
+        cache_metadata: bool = False,
+        stream_ckpt_dequant: bool = True,
+        checkpoint_name: str | Path | None = None,
+    ) -> None:
+        self.cache_metadata = cache_metadata
+
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        """Accept every backend."""
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        """Accept every version."""
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """Yes."""
+        return True
+
+    def load(
+        self,
+        sharded_state_dict: ShardedStateDict,
+        checkpoint_dir: str | Path,
+        async_strategy: str | None = None,
+    ) -> StateDict:
+        """Read tensors and objects; errors as those of the checkpoint's own strategies."""
+        with opened(checkpoint_dir) as context, using(replace(context, cast="warn")):
+            (sharded, common), place = find_strategies(context), context.stored.location.place
+            wanted: Any = sharded_state_dict
+            if _is_old(context):
+                wanted = dict_list_map_outplace(partial(_renamed, NEW_PREFIX, OLD_PREFIX), wanted)
+            loaded: StateDict = {}
+            if not sharded.can_handle_sharded_objects:
+                objects, wanted = extract_matching_values(
+                    wanted, lambda value: isinstance(value, ShardedObject)
+                )
+                loaded = common.load_sharded_objects(objects, place)
+            merge(loaded, sharded.load(wanted, place))
+            return loaded
+
+    def load_tensors_metadata(
+        self, checkpoint_dir: str | Path, metadata: object = None
+    ) -> ShardedStateDict:
+        """See :meth:`LoadShardedStrategy.load_tensors_metadata`."""
+        found = self.load_sharded_metadata(checkpoint_dir)
+        return {key: value for key, value in found.items() if isinstance(value, ShardedTensor)}
+
+    def load_sharded_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
+        """See :meth:`LoadShardedStrategy.load_sharded_metadata`."""
+        with opened(checkpoint_dir) as context:
+            found = serialization.load_sharded_metadata(checkpoint_dir)
+            if _is_old(context):
+                renamed = (_renamed(OLD_PREFIX, NEW_PREFIX, value) for value in found.values())
+                found = {getattr(value, "unique_key", value.key): value for value in renamed}
+            return found
+
+
+@wraps(serialization.load)
+def load(
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: str | Path,
+    sharded_strategy: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Load from whatever format there is, with casts as Megatron-Core makes them."""
+    strategy = _own_strategy(
+        None if isinstance(sharded_strategy, tuple) else sharded_strategy,
+        fully_parallel.FullyParallelLoadStrategyWrapper,
+        AnyFormatLoadStrategy,
+    )
+    loaded: Any = serialization.load(
+        _understood(sharded_state_dict),
+        checkpoint_dir,
+        strategy,
+        *args,
+        **{"cast": "warn", **kwargs},
+    )
+    if _reads_no_old_states():
+        _modernise(loaded[0] if isinstance(loaded, tuple) else loaded)
+    return loaded
+
+
+def get_default_load_sharded_strategy(checkpoint_dir: object = None) -> LoadShardedStrategy:
+    """The default strategy for loading, whatever the checkpoint's format is."""
+    return AnyFormatLoadStrategy()
+
+
+def load_common_state_dict(checkpoint_dir: str | Path) -> StateDict:
+    """Load the common part alone. Any rank may call it; it waits for no other."""
+    state = serialization.load_common_state_dict(checkpoint_dir)
+    if _reads_no_old_states() and _modernise(state):
+        state.setdefault(CONTENT_METADATA_KEY, {SHARDING_TYPES[0]: NEW_SHARDING})
+    return state
+
+
+@wraps(serialization.load_content_metadata)
+def load_content_metadata(
+    checkpoint_dir: str | Path | None = None, *, preloaded_state_dict: StateDict | None = None
+) -> dict[str, Any] | None:
+    """Return the content metadata."""
+    if preloaded_state_dict is None and checkpoint_dir is not None:
+        preloaded_state_dict = load_common_state_dict(checkpoint_dir)
+    return serialization.load_content_metadata(preloaded_state_dict=preloaded_state_dict)
+
+
+# -- optimizer states of Megatron-Core before 0.14 -------------------------------------------------
+# Their tensors have the keys and shapes of today's "fully_reshardable", but for one name. What was
+# written as flattened ranges is stored in the tensors' own shapes, or is read so.
+
+SHARDING_TYPES = ("distrib_optim_sharding_type", "param_state_sharding_type")
+OLD_SHARDING, NEW_SHARDING = "fully_sharded_model_space", "fully_reshardable"
+OLD_PREFIX, NEW_PREFIX = "optimizer.state.fp32_param.", "optimizer.state.param."
+
+
+def _reads_no_old_states() -> bool:
+    return _megatron_version() >= (0, 16)
+
+
+def _is_old(context: LoadContext) -> bool:
+    """Whether a checkpoint has optimizer states that the installed Megatron-Core cannot load."""
+    if not _reads_no_old_states() or not context.stored.has_document(COMMON_STATE_NAME):
+        return False
+    return _modernise(find_strategies(context)[1].load_common(context.stored.location.place))
+
+
+def _modernise(state: Any) -> bool:
+    """Name the present form where old optimizer states are named; whether there are any."""
+    if isinstance(state, list):
+        return max(map(_modernise, state), default=False)
+    if not isinstance(state, dict):
+        return False
+    named = [name for name in SHARDING_TYPES if state.get(name) == OLD_SHARDING]
+    state.update(dict.fromkeys(named, NEW_SHARDING))
+    return max([bool(named), *map(_modernise, state.values())])
+
+
+def _renamed(before: str, after: str, value: Any) -> Any:
+    """A sharded tensor under another key, if its key begins so."""
+    if isinstance(value, ShardedTensor) and value.key.startswith(before):
+        return replace(value, key=after + value.key.removeprefix(before))
+    return value
+
+
+# -- what takes Megatron-Core's place --------------------------------------------------------------
+
+
+def get_async_strategy(async_strategy: str = "nvrx", module: str | None = None) -> tuple[str, Any]:
+    """Return Megatron-Core's own asynchronous classes, of which the queue and the request are this
+    package's, whichever was asked for."""
+    own = importlib.import_module(f"{ROOT}.strategies.torch")._import_mcore_async()
+    return "mcore", own if module is None else own[module]
+
+
+def _replaced(module: str) -> dict[str, Any]:
+    """The names of a module of Megatron-Core's that are not this package's of the same name."""
+    if module == f"{ROOT}.serialization":
+        own = save, load, load_common_state_dict, load_content_metadata
+        defaults = get_default_save_sharded_strategy, get_default_load_sharded_strategy
+        return {function.__name__: function for function in (*own, *defaults)}
+    if module == f"{ROOT}.strategies.torch":
+        saves = (
+            PlainZarrSaveStrategy
+            if _format == ZARR_BACKEND
+            else dcp_strategies.TorchDistSaveShardedStrategy
+        )
+        return {
+            "TorchDistSaveShardedStrategy": saves,
+            "TorchDistLoadShardedStrategy": AnyFormatLoadStrategy,
+            "get_async_strategy": get_async_strategy,
+        }
+    return {}
+
+
+def main() -> None:
+    """``python -m shardstore.megatron [--format FORMAT] TRAINER.py ARGUMENTS...``."""
+    arguments = sys.argv[1:]
+    chosen = ZARR_BACKEND
+    if arguments[:1] == ["--format"]:
+        chosen, arguments = "".join(arguments[1:2]), arguments[2:]
+    if not arguments or arguments[0].startswith("-"):
+        sys.exit("usage: python -m shardstore.megatron [--format zarr|torch_dist] TRAINER.py ...")
+    # Not this module, which runs as __main__: the one that everything else imports.
+    importlib.import_module("shardstore.megatron").install(chosen)
+    sys.argv = arguments
+    sys.path[0] = str(Path(arguments[0]).resolve().parent)
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

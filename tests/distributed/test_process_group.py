@@ -1,0 +1,40 @@
+"""A load by the ranks of one process group alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardstore
+from shardstore import ShardedTensor
+from shardstore.errors import AccessPatternError, MissingKeyError, RanksError
+from tests.helpers.ranks_helper import run_ranks
+
+
+def wanted(rank: int, world: int, key: str = "w") -> dict[str, Any]:
+    data = torch.zeros(8 // world, 3)
+    return {"w": ShardedTensor.from_rank_offsets(key, data, (0, rank, world)), "note": "common"}
+
+
+def load_in_groups(rank: int, world_size: int, place: Path) -> str:
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group, mine = groups[rank // 2], rank % 2
+    if rank < 2:  # the others call nothing
+        loaded = shardstore.load(wanted(mine, 2), place, process_group=group, strict="raise_all")
+        assert torch.equal(loaded["w"], torch.arange(24.0).reshape(8, 3)[4 * mine : 4 * mine + 4])
+        with pytest.raises(AccessPatternError if rank == 0 else RanksError):
+            shardstore.load(wanted(0, 2), place, process_group=group)
+        with pytest.raises(MissingKeyError if rank == 1 else RanksError):
+            shardstore.load(wanted(mine, 2, "wx"[rank]), place, None, False, process_group=group)
+    dist.barrier()
+    return "done"
+
+
+def test_one_group_loads_and_the_others_do_not(tmp_path: Path) -> None:
+    whole = ShardedTensor.from_rank_offsets("w", torch.arange(24.0).reshape(8, 3))
+    shardstore.save({"w": whole, "note": "common"}, tmp_path)
+    assert run_ranks(load_in_groups, 4, tmp_path) == ["done"] * 4

@@ -1,0 +1,85 @@
+"""A GPT of Megatron-Core's own classes, saved and loaded by its own calls, with it and with this
+package in its place, under several layouts of tensor and pipeline parallel ranks: bit for bit.
+
+Each test is one start of ``gpt.py``; later ones read what earlier ones wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+ENVIRONMENT = ROOT / ".envs" / "megatron"
+pytestmark = pytest.mark.megatron
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if not (ENVIRONMENT / ".complete").exists():
+        pytest.skip("no environment with releases of megatron-core: scripts/megatron_env makes it")
+    return tmp_path_factory.mktemp("gpt")
+
+
+def run(version: str, layout: tuple[int, int], actions: list[list[Any]], **task: Any) -> None:
+    """Run ``gpt.py`` with a release of Megatron-Core, in its environment or here to install."""
+    python = sys.executable if task.get("install") else ENVIRONMENT / "bin" / "python"
+    paths = [ROOT, ENVIRONMENT / version, ENVIRONMENT / "triton"]
+    task |= {"tp": layout[0], "pp": layout[1], "actions": [[*one, {}][:3] for one in actions]}
+    done = subprocess.run(
+        [python, Path(__file__).with_name("gpt.py"), json.dumps(task, default=str)],
+        env={**os.environ, "PYTHONPATH": ":".join(map(str, paths))},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+
+
+def test_installed_in_0_15_it_writes_torch_dist(folder: Path) -> None:
+    run("0.15.3", (1, 2), [["save_async", folder / "d15"]], install="torch_dist")
+    assert (folder / "d15" / "common.pt").exists()
+
+
+def test_installed_in_0_19_it_writes_the_common_part_as_an_object(folder: Path) -> None:
+    options = {"verify_integrity": True, "async_strategy": "mcore"}
+    actions = [
+        ["load", folder / "d15"],
+        ["save", folder / "d19", options],
+        ["load", folder / "d19", {"verify_integrity": True}],
+    ]
+    run("0.19.2", (2, 1), actions, install="torch_dist")
+    assert not (folder / "d19" / "common.pt").exists()
+
+
+def test_0_15_reads_that_and_writes(folder: Path) -> None:
+    run("0.15.3", (2, 2), [["load", folder / "d15"], ["save", folder / "own15"]])
+
+
+def test_0_19_reads_that_and_writes(folder: Path) -> None:
+    actions = [["load", folder / name] for name in ("d15", "d19", "own15")]
+    actions += [["load", folder / "d19", {"verify_integrity": True}]]
+    actions += [["save", folder / "own19", {"verify_integrity": True}]]
+    run("0.19.2", (4, 1), actions)
+
+
+def test_installed_in_0_19_it_reads_all_and_writes_zarr(folder: Path) -> None:
+    actions = [["load", folder / name] for name in ("own15", "d19")]
+    actions += [["load", folder / "own19", {"verify_integrity": True}]]
+    actions += [["save_async", folder / "z", {"verify_integrity": True}]]
+    actions += [["save", folder / "z"], ["load", folder / "z"]]
+    run("0.19.2", (1, 2), actions, install="zarr")
+    assert json.loads((folder / "z" / "zarr.json").read_text())["node_type"] == "group"
+
+
+def test_installed_after_megatron_was_imported(folder: Path) -> None:
+    actions = [["load", folder / "own19"], ["load", folder / "z"], ["save", folder / "z15"]]
+    run("0.15.3", (2, 2), [*actions, ["load", folder / "z15"]], install="zarr", late=True)
+    assert (folder / "z15" / "zarr.json").exists()
