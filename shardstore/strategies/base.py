@@ -61,7 +61,7 @@ _BUILTIN_STRATEGIES = {
 
 
 def get_default_strategy(
-    action: StrategyAction, backend: str, version: int | None = None
+    action: StrategyAction, backend: str, version: int | None
 ) -> SaveStrategyBase | LoadStrategyBase:
     """Return the strategy registered for an action, backend and version.
 
