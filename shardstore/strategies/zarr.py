@@ -261,6 +261,10 @@ class ZarrLoadShardedStrategy(ReadsOwnFormat, LoadShardedStrategy):
     def __init__(self, *, cast: bool | Literal["warn"] = False) -> None:
         self.cast = cast
 
+    def check_backend_compatibility(self, loaded_version: str) -> None:
+        """Raise unless the checkpoint was written by the Zarr backend."""
+        super().check_backend_compatibility(loaded_version)
+
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> StateDict:
         """Read the sharded tensors, into the tensors given where there are any.
 
