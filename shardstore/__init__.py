@@ -1,8 +1,7 @@
 """Sharded training checkpoints as plain Zarr.
 
-The public names are loaded on first use (PEP 562): importing the package alone imports neither
-torch nor anything else of weight, for the command line's sake and for zarr's, which imports our
-data types through their entry point.
+The public names are loaded on first use (PEP 562). Importing the package imports neither torch nor
+other slow modules, because the command line and zarr (for the data types) import it too.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Saving in the background with a handle: the simple form of an asynchronous save.
+"""Asynchronous saves with a handle.
 
-Each save has one thread, which writes from a copy of the state and then commits together with the
-same threads of the other ranks, over a gloo group that nobody else uses. So the trainer has nothing
-to poll for the save to complete, no rank waits in a collective of the trainer's, and a failure of
-any rank reaches the handle of every rank.
+Each save has one thread per rank. It writes a copy of the state and then commits together with the
+threads of the other ranks, over a separate gloo group. So the trainer need not poll, the save does
+not use the trainer's process groups, and the handle of every rank gets an error of any rank.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ logger = logging.getLogger(__name__)
 
 RANKS_PURPOSE = "background"
 ABORT_WAIT_S = 10.0
-"""Seconds that an exiting process gives an aborted save to tell the other ranks."""
+"""Seconds that an exiting process waits for an aborted save to inform the other ranks."""
 
 _latest: AsyncSave | None = None
-"""The only one that may be running."""
+"""The latest save; only this one may be running."""
 
 
 def async_save(
@@ -58,36 +57,37 @@ def async_save(
     _error: BaseException | None = None,
     **options: Unpack[SaveKeywords],
 ) -> AsyncSave:
-    """Save a sharded state dict while training goes on.
+    """Save a sharded state dict while training continues.
 
-    Called by every rank; each waits for all others once, before anything is copied (so that wrong
-    input on one rank is an error on all). When it returns the state may be changed, unless
-    ``overlap_staging``. Writing, the meeting of all ranks and the commit happen in the background;
-    a trainer that never looks at the handle gets its checkpoint too, and failures in its log. Wait
-    for the handle before ``destroy_process_group``, which would take the ranks from each other.
+    Every rank calls it and waits for all others once, before anything is copied, so that wrong
+    input on one rank is an error on all. After the call the state may be changed, unless
+    ``overlap_staging``. A thread writes the copy and commits together with the other ranks. The
+    save completes even if nobody uses the handle; a failure is then only logged. Wait for the
+    handle before ``destroy_process_group``: the ranks need their connections until the commit.
 
     Args:
         sharded_state_dict: see :func:`shardstore.save`, also for the arguments that are not
             described here.
-        sharded_strategy: must be one that can save asynchronously, as the default.
-        common_strategy: how the rest is stored; it is written before the call returns.
-        overlap_staging: return at once and copy in the background; call
-            :meth:`AsyncSave.wait_staged` before the state is changed.
-        when_busy: while the save before this one runs, wait for it, or refuse with an error.
-        at_exit: an interpreter that exits waits for the save, or aborts it (nothing is committed).
+        sharded_strategy: must support asynchronous saves, as the default does.
+        common_strategy: how the other values are stored; they are written before the call returns.
+        overlap_staging: return at once and copy in the background. Call
+            :meth:`AsyncSave.wait_staged` before changing the state.
+        when_busy: if the previous save is still running, wait for it, or refuse with an error.
+        at_exit: the interpreter waits for the save at its exit, or aborts it (nothing is
+            committed).
         **options: how the checkpoint is written, as for :func:`shardstore.save`. ``progress`` is
-            called from the background.
-        _error: an earlier error of this rank, which every rank raises.
+            called from the thread.
+        _error: an earlier error of this rank; every rank raises it.
 
     Returns:
-        A handle on the save.
+        The handle of the save on this rank.
 
     Raises:
-        SaveInProgressError: the save before this one still runs on some rank, and ``when_busy`` is
+        SaveInProgressError: the previous save is still running on some rank, and ``when_busy`` is
             ``"refuse"``; raised on every rank.
-        ArgumentError: ``when_busy`` or ``at_exit`` is none of the choices.
-        CheckpointingException: as :func:`shardstore.save`, for what is found before the background
-            begins: the target exists, the input is wrong on some rank.
+        ArgumentError: ``when_busy`` or ``at_exit`` has another value.
+        CheckpointingException: as :func:`shardstore.save`, for errors that are found before the
+            copy: the target exists, or the input is wrong on some rank.
     """
     global _latest
     error = _error
@@ -95,7 +95,7 @@ def async_save(
         ("when_busy", when_busy, ("wait", "refuse")),
         ("at_exit", at_exit, ("wait", "abort")),
     ):
-        if given not in choices:  # met by all ranks together
+        if given not in choices:  # every rank raises it, in SaveSession.begin
             error = error or ArgumentError(
                 f"{name}={given!r} must be {' or '.join(map(repr, choices))}"
             )
@@ -134,13 +134,14 @@ def async_save(
 
 
 class AsyncSave:
-    """A save in the background, on this rank. Made by :func:`async_save`.
+    """The handle of an asynchronous save on this rank. :func:`async_save` returns it.
 
-    No method talks to other ranks: any rank may call any of them at any time. In a child forked
-    while it runs, a handle has ended with a :class:`SaveInProgressError`: the save is the parent's.
+    No method communicates with other ranks: any rank may call any method at any time. In a child
+    process forked during the save, the handle has failed with :class:`SaveInProgressError`, because
+    the save belongs to the parent.
 
     Attributes:
-        url: where the checkpoint shall be.
+        url: the target of the save.
     """
 
     def __init__(self, session: SaveSession, request: AsyncRequest, at_exit: str) -> None:
@@ -150,7 +151,7 @@ class AsyncSave:
         self._error: BaseException | None = None
         self._finished = threading.Event()
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-        # A daemon: exit functions run while it does, and decide whether to wait for it.
+        # A daemon, so that the exit functions run and decide whether to wait for it.
         self._thread = threading.Thread(target=self._run, name="shardstore-save", daemon=True)
         self._aborts = at_exit == "abort"
         self._thread.start()
@@ -171,67 +172,67 @@ class AsyncSave:
             self._error = error
             logger.error("asynchronous save to %s failed: %s", self.url, error)
         finally:
-            self._running = None  # a handle may be kept for long
+            self._running = None  # frees memory: a program may keep the handle
             self._finished.set()
 
     def done(self) -> bool:
-        """Whether the save has ended: committed on all ranks, or failed on all ranks."""
+        """Return whether the save has ended: committed on all ranks, or failed on all ranks."""
         return self._finished.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the end of the save.
 
         Args:
-            timeout: seconds; ``None``: as long as it takes. The ranks wait for each other until the
-                deadline (``SHARDSTORE_DEADLINE_S``), so that it does end.
+            timeout: seconds; ``None``: no limit. The save ends in any case, because ranks wait for
+                each other at most ``SHARDSTORE_DEADLINE_S`` seconds.
 
         Returns:
-            Whether it has ended.
+            Whether the save has ended.
         """
         return self._finished.wait(timeout)
 
     def wait_staged(self, timeout: float | None = None) -> bool:
-        """Wait until the state may be changed; to be called before the next optimizer step.
+        """Wait until the state may be changed. Call it before the next optimizer step.
 
-        Device tensors cost the caller no waiting: what it queues on its current stream afterwards
-        waits for the copy on the device.
+        For device tensors the call does not block: work that the caller then queues on its current
+        stream waits for the copy on the device.
 
         Args:
-            timeout: seconds; ``None``: as long as it takes.
+            timeout: seconds; ``None``: no limit.
 
         Returns:
-            Whether the state may be changed. It may after a failure, too: nothing reads it then.
+            Whether the state may be changed. After a failure it may.
         """
         running = self._running
         staging = None if running is None else running[0].staging
         return self.done() or staging is None or staging.wait(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Why the save failed; ``None`` if it succeeded.
+        """Wait for the end of the save and return its error, ``None`` if it succeeded.
 
         Args:
-            timeout: seconds to wait for its end.
+            timeout: seconds; ``None``: no limit.
 
         Raises:
-            TimeoutError: it has not ended.
+            TimeoutError: the save has not ended within ``timeout``.
         """
         if not self.wait(timeout):
-            raise TimeoutError(f"the save to {self.url} still runs after {timeout} s")
+            raise TimeoutError(f"the save to {self.url} is still running after {timeout} s")
         return self._error
 
     def result(self, timeout: float | None = None) -> dict[str, Any]:
-        """What was committed.
+        """Wait for the end of the save and return the commit record.
 
         Args:
-            timeout: seconds to wait for its end.
+            timeout: seconds; ``None``: no limit.
 
         Returns:
             The commit record, the same on every rank: bytes, chunks, seconds, time.
 
         Raises:
-            TimeoutError: it has not ended.
-            CheckpointingException: it failed; on the rank that failed its own error, on the others
-                a :class:`RanksError` that names that rank and the cause.
+            TimeoutError: the save has not ended within ``timeout``.
+            CheckpointingException: the save failed. The failed rank raises its own error, the
+                others a :class:`RanksError` that names this rank and the cause.
         """
         error = self.exception(timeout)
         if error is not None:
@@ -239,18 +240,18 @@ class AsyncSave:
         return dict(self._record)
 
     def abort(self) -> None:
-        """Stop writing; nothing is committed, on any rank. A commit under way is not stopped."""
+        """Stop writing, so that no rank commits. A commit that has begun is not stopped."""
         running = self._running
         if running is not None and not self.done():
             running[0].abort()
 
     def _leave(self) -> None:
-        """In a forked child: the thread that saves is the parent's, and so is the save."""
+        """End the handle in a forked child: the thread and the save belong to the parent."""
         if self.done():
             return
         self._error = SaveInProgressError(
-            f"the asynchronous save to {self.url} is that of process {os.getppid()}, which this "
-            "process was forked from; wait for it there",
+            f"the asynchronous save to {self.url} belongs to the parent process {os.getppid()}; "
+            "wait for it there",
             url=self.url,
         )
         self._finished = threading.Event()  # a thread may have held the old one's lock
@@ -263,7 +264,7 @@ class AsyncSave:
 
 
 def _leave_latest() -> None:
-    # The handle is kept: the save's memory, perhaps a device driver's, is not the child's to free.
+    # Keep the handle: the child must not free the save's memory, which may be a device driver's.
     if _latest is not None:
         _latest._leave()
 
@@ -275,7 +276,7 @@ def _end_latest() -> None:
 
 os.register_at_fork(after_in_child=_leave_latest)
 atexit.register(_end_latest)
-# The module of executors is imported before: the newest exit function is called first.
+# Exit functions run newest first, so concurrent.futures must be imported before this.
 assert issubclass(ThreadPoolExecutor, Executor)
 with suppress(AttributeError, RuntimeError):  # not in the documented interface
     threading._register_atexit(_end_latest)  # type: ignore[attr-defined]

@@ -53,8 +53,8 @@ class CheckpointingConfig:
 def check_is_distributed_checkpoint(
     checkpoint_dir: str | Path, *, storage_options: Mapping[str, Any] | None = None
 ) -> bool:
-    """Whether a directory or URL holds a checkpoint, judged by its `metadata.json` (and, in an
-    object store, by the document that commits it).
+    """Return whether a directory or URL holds a checkpoint, judged by its `metadata.json` (and, in
+    an object store, by the document that commits it).
 
     Any rank may call it; it waits for no other.
 
@@ -69,7 +69,7 @@ def check_is_distributed_checkpoint(
 
 
 def maybe_load_config(checkpoint_dir: str | Path) -> CheckpointingConfig | None:
-    """Reads which backend wrote a checkpoint.
+    """Read which backend wrote a checkpoint.
 
     Any rank may call it; it waits for no other.
 
@@ -150,7 +150,7 @@ def _parse_config(document: object, url: str) -> CheckpointingConfig:
 
 
 def save_config(config: CheckpointingConfig, checkpoint_dir: str | Path) -> None:
-    """Writes which backend wrote a checkpoint, replacing what was there.
+    """Write which backend wrote a checkpoint, replacing what was there.
 
     One rank calls it.
 

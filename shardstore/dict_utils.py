@@ -21,7 +21,7 @@ def extract_matching_values(
     predicate: Callable[[Any], bool],
     return_lists_as_dicts: bool = False,
 ) -> tuple[Any, Any]:
-    """Splits a nested structure into the values that match and those that do not.
+    """Split a nested structure into the values that match and those that do not.
 
     Both parts keep the structure. Dicts and lists left without a value disappear from the matching
     part; those that were empty to begin with belong to the other.
@@ -64,7 +64,7 @@ def extract_matching_values(
 def diff(
     x1: Any, x2: Any, prefix: tuple[Any, ...] = ()
 ) -> tuple[list[Any], list[Any], list[tuple[Any, ...]]]:
-    """Compares two nested structures; lists, tuples and NumPy arrays are compared by position.
+    """Compare two nested structures; lists, tuples and NumPy arrays are compared by position.
 
     Of sharded tensors, objects and factories the data are compared, and nothing else; their type is
     part of the path to a mismatch within.
@@ -128,7 +128,7 @@ def _value_mismatch(x1: Any, x2: Any, path: tuple[Any, ...]) -> list[tuple[Any, 
 
 
 def inspect_types(x: Any, prefix: tuple[Any, ...] = (), indent: int = 4) -> None:
-    """Prints the outline of a nested structure: keys, types, and shapes of tensors.
+    """Print the outline of a nested structure: keys, types, and shapes of tensors.
 
     Args:
         x: what to outline.
@@ -154,7 +154,7 @@ def inspect_types(x: Any, prefix: tuple[Any, ...] = (), indent: int = 4) -> None
 
 
 def nested_values(x: dict[Any, Any] | list[Any]) -> Iterator[Any]:
-    """Yields every value of nested dicts and lists, in order."""
+    """Yield every value of nested dicts and lists, in order."""
     for value in x.values() if isinstance(x, dict) else x:
         if isinstance(value, dict | list):
             yield from nested_values(value)
@@ -165,7 +165,7 @@ def nested_values(x: dict[Any, Any] | list[Any]) -> Iterator[Any]:
 def nested_items_iter(
     x: dict[Any, Any] | list[Any],
 ) -> Iterator[tuple[dict[Any, Any] | list[Any], Any, Any]]:
-    """Yields ``(container, key or position, value)`` for every value of nested dicts and lists.
+    """Yield ``(container, key or position, value)`` for every value of nested dicts and lists.
 
     Assigning to the container's place while iterating is allowed.
     """
@@ -177,19 +177,19 @@ def nested_items_iter(
 
 
 def dict_map(f: Callable[[Any], Any], d: dict[Any, Any]) -> None:
-    """Replaces every value ``v`` of nested dicts and lists by ``f(v)``, in place."""
+    """Replace every value ``v`` of nested dicts and lists by ``f(v)``, in place."""
     for container, key, value in nested_items_iter(d):
         container[key] = f(value)
 
 
 def dict_map_with_key(f: Callable[[Any, Any], Any], d: dict[Any, Any]) -> None:
-    """Replaces every value ``v`` at key or position ``k`` by ``f(k, v)``, in place."""
+    """Replace every value ``v`` at key or position ``k`` by ``f(k, v)``, in place."""
     for container, key, value in nested_items_iter(d):
         container[key] = f(key, value)
 
 
 def dict_list_map_inplace(f: Callable[[Any], Any], x: Any) -> Any:
-    """Replaces every value of nested dicts and lists by ``f`` of it, in place.
+    """Replace every value of nested dicts and lists by ``f`` of it, in place.
 
     Returns:
         ``x``, or ``f(x)`` if ``x`` is itself a value.
@@ -205,7 +205,7 @@ def dict_list_map_inplace(f: Callable[[Any], Any], x: Any) -> Any:
 
 
 def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
-    """A copy of nested dicts and lists with every value replaced by ``f`` of it."""
+    """Return a copy of nested dicts and lists with every value replaced by ``f`` of it."""
     if isinstance(x, dict):
         return {key: dict_list_map_outplace(f, value) for key, value in x.items()}
     if isinstance(x, list):
@@ -214,7 +214,7 @@ def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
 
 
 def merge(x1: Any, x2: Any, key: tuple[int | str, ...] = ()) -> Any:
-    """Joins two nested structures that have no value in common, in place.
+    """Join two nested structures that have no value in common, in place.
 
     Args:
         x1: receives what ``x2`` has; dicts are united, lists must be of one length.
@@ -256,7 +256,7 @@ def map_reduce(
     value_fn: Callable[[Any], Any] = _same,
     reduce_fn: Callable[[list[Any]], Any] = _same,
 ) -> dict[Any, Any]:
-    """Groups elements by key and reduces each group.
+    """Group elements by key and reduce each group.
 
     Args:
         xs: elements.

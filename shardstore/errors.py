@@ -1,34 +1,28 @@
-"""The tree of errors.
+"""The errors of shardstore.
 
-Every error is a :class:`CheckpointingException` and, where one fits, a builtin too, so that a
-caller
-may catch either. Each carries what it is about: ``key``, ``chunk``, ``rank`` and ``url`` (``None``
-where it has no meaning), and its text names them together with the remedy::
+Every error is a :class:`CheckpointingException` and, where one fits, also a builtin exception, so
+that a caller can catch either. The attributes ``key``, ``chunk``, ``rank`` and ``url`` say what the
+error is about; they are ``None`` where they do not apply. The text names them and the remedy::
 
     CheckpointingException
-    ├── ArgumentError              (ValueError, TypeError)  an argument that makes no sense
-    │   └── IndexRangeError        (IndexError)         an index beyond the shape of an array
-    ├── NotACheckpointError        (FileNotFoundError)  nothing there, or not whole, or not ours
-    ├── FormatVersionError         (ValueError)         written by a format this version cannot read
-    ├── CheckpointExistsError      (FileExistsError)    saving over something without being asked to
-    ├── AccessPatternError         (ValueError)         shards overlap, or leave a part uncovered
-    ├── KeyNameError               (ValueError)         a key that cannot be stored, or two that
-    collide
-    ├── MissingKeyError            (KeyError)           the checkpoint lacks a requested key
-    ├── ShapeMismatchError         (ValueError)         stored and requested global shapes differ
-    ├── DTypeMismatchError         (TypeError)          stored and requested data types differ, or
-    unknown
-    ├── DamagedCheckpointError     (OSError)            bytes are not those that were written
-    │   ├── ChunkMissingError      (FileNotFoundError)
+    ├── ArgumentError           (ValueError, TypeError)  an argument has a wrong type or value
+    │   └── IndexRangeError     (IndexError)  an index is beyond the shape of an array
+    ├── NotACheckpointError     (FileNotFoundError)  no complete checkpoint of a known format
+    ├── FormatVersionError      (ValueError)  a format version that this release does not read
+    ├── CheckpointExistsError   (FileExistsError)  the target is in use; overwrite was not given
+    ├── AccessPatternError      (ValueError)  shards overlap, or leave a part uncovered
+    ├── KeyNameError            (ValueError)  a key cannot be stored, or collides with another
+    ├── MissingKeyError         (KeyError)  the checkpoint lacks a requested key
+    ├── ShapeMismatchError      (ValueError)  stored and requested global shapes differ
+    ├── DTypeMismatchError      (TypeError)  data types differ, or one cannot be stored
+    ├── DamagedCheckpointError  (OSError)  stored data is missing or damaged
+    │   ├── ChunkMissingError   (FileNotFoundError)
     │   └── ChunkCorruptError
-    ├── StructureError             (ValueError)         nested structures that do not fit together
-    ├── StorageError               (OSError)            the store refused: full disk, read-only,
-    dead
-    ├── UnsafeObjectError          (pickle.UnpicklingError)  a class that was not allowed to load
-    ├── RanksError                 (RuntimeError)       another rank failed, or did not answer in
-    │   time
-    └── SaveInProgressError        (RuntimeError)       an asynchronous save is still running, or
-        was aborted
+    ├── StructureError          (ValueError)  nested structures do not match
+    ├── StorageError            (OSError)  the store failed: full, read-only or unreachable
+    ├── UnsafeObjectError       (pickle.UnpicklingError)  a pickled class is not allowed
+    ├── RanksError              (RuntimeError)  another rank failed, or did not answer in time
+    └── SaveInProgressError     (RuntimeError)  an asynchronous save runs, or was aborted
 """
 
 from __future__ import annotations
@@ -60,16 +54,16 @@ __all__ = [
 ]
 
 
-class CheckpointingException(Exception):  # noqa: N818 (the name that callers know)
+class CheckpointingException(Exception):  # noqa: N818 (Megatron-Core's name)
     """Base of every error raised by shardstore.
 
     Args:
-        message: what happened and what to do about it.
-        details: further arguments of an exception, which its text shows beside the message.
-        key: key of the tensor or object concerned.
-        chunk: chunk index in the array's chunk grid.
-        rank: global rank that met the error or wrote the damaged part.
-        url: checkpoint, array or chunk concerned.
+        message: the problem and the remedy.
+        details: further arguments; the text shows them after the message.
+        key: key of the tensor or object.
+        chunk: index of the chunk in the array's chunk grid.
+        rank: global rank that failed, or that wrote the damaged data.
+        url: URL of the checkpoint, array or chunk.
     """
 
     def __init__(
@@ -89,7 +83,7 @@ class CheckpointingException(Exception):  # noqa: N818 (the name that callers kn
         self.url = url
 
     def __str__(self) -> str:
-        # Not the builtin's: KeyError would print the repr, OSError the errno form.
+        # The builtins print other forms: KeyError the repr, OSError the errno.
         return self.message
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -106,11 +100,11 @@ def _rebuild(
 
 
 class ArgumentError(CheckpointingException, ValueError, TypeError):
-    """An argument is of a wrong type, or has a value that it cannot have."""
+    """An argument has a wrong type or value."""
 
 
 class IndexRangeError(ArgumentError, IndexError):
-    """An index is out of the range of an axis, or there are more of them than axes."""
+    """An index is beyond the end of an axis, or there are more indices than axes."""
 
 
 class NotACheckpointError(CheckpointingException, FileNotFoundError):
@@ -118,11 +112,11 @@ class NotACheckpointError(CheckpointingException, FileNotFoundError):
 
 
 class FormatVersionError(CheckpointingException, ValueError):
-    """The checkpoint was written in a format that this version does not read."""
+    """The checkpoint has a format version that this release does not read."""
 
 
 class CheckpointExistsError(CheckpointingException, FileExistsError):
-    """The destination holds something already and overwriting was not asked for."""
+    """The target is not empty, and ``overwrite`` was not given."""
 
 
 class AccessPatternError(CheckpointingException, ValueError):
@@ -130,27 +124,27 @@ class AccessPatternError(CheckpointingException, ValueError):
 
 
 class KeyNameError(CheckpointingException, ValueError):
-    """A key cannot be stored under a safe name, or collides with another."""
+    """A key cannot be stored, or its name on disk collides with that of another key."""
 
 
 class MissingKeyError(CheckpointingException, KeyError):
-    """The checkpoint lacks a key that was asked for."""
+    """The checkpoint lacks a requested key."""
 
 
 class ShapeMismatchError(CheckpointingException, ValueError):
-    """The stored global shape differs from the one asked for."""
+    """The stored and the requested global shape differ."""
 
 
 class DTypeMismatchError(CheckpointingException, TypeError):
-    """The stored data type differs from the one asked for, or cannot be stored at all."""
+    """The stored and the requested data type differ, or a data type cannot be stored."""
 
 
 class DamagedCheckpointError(CheckpointingException, OSError):
-    """What is stored is not what was written."""
+    """Stored data is missing or differs from what was written."""
 
 
 class ChunkMissingError(DamagedCheckpointError, FileNotFoundError):
-    """A chunk of a committed checkpoint is gone."""
+    """A chunk of a committed checkpoint is missing."""
 
 
 class ChunkCorruptError(DamagedCheckpointError):
@@ -158,30 +152,30 @@ class ChunkCorruptError(DamagedCheckpointError):
 
 
 class StructureError(CheckpointingException, ValueError):
-    """Two nested structures that should fit together do not, or one cannot be taken apart."""
+    """Two nested structures do not match, or a structure cannot be flattened or rebuilt."""
 
 
 class StorageError(CheckpointingException, OSError):
-    """The store refused an operation.
+    """The store failed: it is full, read-only or unreachable, or it refused a request.
 
     Attributes:
-        errno: of the operating system, ``None`` where the store has none.
+        errno: error number of the operating system; ``None`` if there is none.
     """
 
     def __reduce__(self) -> tuple[object, ...]:
-        # The builtin keeps it outside of the instance's own dictionary.
+        # OSError keeps errno outside of the instance's __dict__.
         return _rebuild, (type(self), (self.message,), {**self.__dict__, "errno": self.errno})
 
 
 class UnsafeObjectError(CheckpointingException, pickle.UnpicklingError):
-    """A stored object needs a class that was not allowed to be loaded."""
+    """A pickled object needs a class that the program has not allowed."""
 
 
 class RanksError(CheckpointingException, RuntimeError):
     """Another rank failed, or did not answer before the deadline.
 
     Attributes:
-        failures: global rank -> text of what that rank met.
+        failures: global rank -> text of the error on that rank.
     """
 
     def __init__(self, message: str = "", *, failures: dict[int, str] | None = None) -> None:
@@ -190,5 +184,5 @@ class RanksError(CheckpointingException, RuntimeError):
 
 
 class SaveInProgressError(CheckpointingException, RuntimeError):
-    """An asynchronous save stands in the way of another, was aborted before its commit, or is that
-    of the process which this one was forked from."""
+    """An asynchronous save is still running, was aborted before its commit, or belongs to the
+    parent process of a fork."""

@@ -103,7 +103,7 @@ def distribute_shards_to_ranks(
 
 
 def _orderable(shard_id: Any) -> Any:
-    """A shard id in a form that compares: a whole shard (None) comes before its flat ranges."""
+    """Return a sort key of a shard id; a whole shard (None) comes before its flattened ranges."""
     if shard_id is None:
         return ()
     if isinstance(shard_id, tuple):
@@ -255,7 +255,8 @@ def require_known(exchange_algo: str) -> None:
 
 
 def is_float8tensor(tensor: object) -> bool:
-    """Whether this is a float8 tensor of TransformerEngine (a class that wraps scaled bytes)."""
+    """Return whether this is a float8 tensor of TransformerEngine (a class that wraps scaled
+    bytes)."""
     return type(tensor).__name__ == "Float8Tensor"
 
 

@@ -1,7 +1,8 @@
-"""How local tensors and objects map onto global ones.
+"""The mapping of local tensors and objects to global ones.
 
-:class:`ShardedTensor` says which box (or flattened range) of which global tensor a rank holds. The
-other public names come from :mod:`shardstore.sharded.base` and :mod:`shardstore.sharded.objects`.
+A :class:`ShardedTensor` names the box (or flattened range) of a global tensor that a rank holds.
+The other public names come from :mod:`shardstore.sharded.base` and
+:mod:`shardstore.sharded.objects`.
 """
 
 from __future__ import annotations
@@ -63,15 +64,15 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-# What has been remarked upon once in this process, so that it is not remarked upon for every shard.
+# Notices already logged in this process: each is logged once, not for every shard.
 _logged_deprecations: dict[str, bool] = {}
 
 
 def _require_tensor(key: str, data: object) -> None:
     if not isinstance(data, torch.Tensor):
         raise DTypeMismatchError(
-            f"the data of key {key!r} is a {type(data).__name__}, not a tensor; make it one, by "
-            "torch.as_tensor or torch.from_numpy, or leave it among the common values",
+            f"the data of key {key!r} is a {type(data).__name__}, not a tensor; convert it with "
+            "torch.as_tensor or torch.from_numpy, or save it as a common value",
             key=key,
         )
 
@@ -80,26 +81,26 @@ def _require_tensor(key: str, data: object) -> None:
 class ShardedTensor(ShardedBase):
     """A local tensor as a box of a global tensor.
 
-    Every length and offset is in elements. The global tensor has
-    ``prepend_axis_num + len(local_shape)`` axes; along each prepended axis a local tensor takes one
-    index.
+    All lengths and offsets are in elements. The global tensor has
+    ``prepend_axis_num + len(local_shape)`` axes. The box of a local tensor has length 1 along each
+    prepended axis.
 
     Attributes:
-        key: identifies the global tensor, the same on every rank.
-        data: the local tensor; ``None`` where only the description matters.
-        dtype: element type of the local and the global tensor.
+        key: identifies the global tensor; the same on every rank.
+        data: the local tensor; ``None`` if only its description is needed.
+        dtype: data type of the local and the global tensor.
         local_shape: shape of the local tensor, before any flattening.
         global_shape: shape of the global tensor.
-        global_offset: where the local tensor starts in the global one.
-        axis_fragmentations: into how many equal parts each global axis is cut; ``None`` where the
-            cut is not regular.
-        replica_id: which copy this is; exactly one rank holds the main one.
-        prepend_axis_num: number of global axes that the local tensor does not have.
-        allow_shape_mismatch: on loading, the stored global shape may be another one (padding).
+        global_offset: offset of the local tensor in the global tensor, one number per global axis.
+        axis_fragmentations: number of equal parts that each global axis is cut into; ``None`` if
+            the cut is irregular.
+        replica_id: number of this copy; exactly one rank holds the main replica.
+        prepend_axis_num: number of leading global axes that the local tensor does not have.
+        allow_shape_mismatch: a load accepts another stored global shape (padding).
         flattened_range: ``data`` holds only this range of the flattened local tensor.
 
     Raises:
-        CheckpointingException: on construction, where the attributes contradict each other.
+        CheckpointingException: on construction, if the attributes contradict each other.
     """
 
     key: str
@@ -121,33 +122,33 @@ class ShardedTensor(ShardedBase):
         if self.axis_fragmentations is not None:
             self.axis_fragmentations = ints(self.axis_fragmentations)
         if self.flattened_range is not None and "flattened_range" not in _logged_deprecations:
-            # Upstream trainers are moving away from flattened ranges; here they stay first-class.
+            # Megatron-Core deprecates flattened ranges; shardstore supports them.
             _logged_deprecations["flattened_range"] = True
-            logger.info("flattened ranges are deprecated upstream; shardstore keeps handling them")
+            logger.info("Megatron-Core deprecates flattened ranges; shardstore supports them")
         self.validate_metadata_integrity()
 
     def validate_metadata_integrity(self) -> None:
-        """Checks the attributes against each other and, where it is given, against the data.
+        """Check that the attributes are consistent with each other and with the data, if any.
 
-        What the two ``from_rank_offsets`` constructors return always passes; call it again after
-        setting attributes by hand. It looks at this shard alone: no rank waits for another.
+        The result of ``from_rank_offsets`` and ``from_rank_offsets_flat`` always passes. Call this
+        after setting attributes by hand. Any rank may call it; it waits for no other.
 
         Raises:
-            DTypeMismatchError: the data has another data type than ``dtype``.
-            ShapeMismatchError: the data has another shape than ``local_shape``, or another length
-                than ``flattened_range``.
-            AccessPatternError: ranks, offsets, fragmentations and range do not fit together.
+            DTypeMismatchError: the data type of the data is not ``dtype``.
+            ShapeMismatchError: the shape of the data is not ``local_shape``, or its length is not
+                that of ``flattened_range``.
+            AccessPatternError: shapes, offsets, fragmentations and range do not fit together.
         """
         flat, size = self.flattened_range, math.prod(self.local_shape)
         if flat is not None:
             if not isinstance(flat, slice) or flat.step is not None:
-                raise self._wrong(f"flattened_range must be a slice without a step, not {flat!r}")
+                raise self._wrong(f"flattened_range={flat!r} must be a slice without a step")
             start = 0 if flat.start is None else flat.start
             stop = size if flat.stop is None else flat.stop
             if not 0 <= start <= stop <= size:
                 raise ShapeMismatchError(
                     f"{self}: flattened_range {flat} is not within the {size} elements of the "
-                    "local tensor; count from 0 and end at its last element",
+                    f"local tensor; give 0 <= start <= stop <= {size}",
                     key=self.key,
                 )
         if self.data is not None:
@@ -161,7 +162,7 @@ class ShardedTensor(ShardedBase):
         )
         try:
             problem = misfit(*about)
-        except TypeError:  # lists, set by hand, cannot be looked up
+        except TypeError:  # lists, set by hand, are not hashable
             problem = misfit.__wrapped__(*about)
         if problem is not None:
             raise self._wrong(problem)
@@ -170,7 +171,7 @@ class ShardedTensor(ShardedBase):
         _require_tensor(self.key, data)
         if data.dtype != self.dtype:
             raise DTypeMismatchError(
-                f"{self}: the data has dtype {data.dtype}, dtype says {self.dtype}; "
+                f"{self}: the data has dtype {data.dtype}, but dtype is {self.dtype}; "
                 "convert the data or correct dtype",
                 key=self.key,
             )
@@ -180,17 +181,17 @@ class ShardedTensor(ShardedBase):
             start, stop = self._flat_bounds()
             expected = (stop - start,)
         if tuple(data.shape) != expected:
-            described = f"local_shape says {expected}"
+            described = f"local_shape is {expected}"
             if flat is not None:
                 described = f"with flattened_range {flat} it must be 1-D, {expected[0]} elements"
             raise ShapeMismatchError(
                 f"{self}: the data has shape {tuple(data.shape)}, {data.numel()} elements, but "
-                f"{described}; pass the data that the description fits",
+                f"{described}; pass data of this shape or correct the description",
                 key=self.key,
             )
 
     def without_data(self) -> ShardedTensor:
-        """A copy of the description alone, with ``data=None``."""
+        """Return a copy of the description, with ``data=None``."""
         return replace(self, data=None)
 
     @classmethod
@@ -204,27 +205,28 @@ class ShardedTensor(ShardedBase):
         flattened_range: None = None,
         **init_kwargs: Any,
     ) -> ShardedTensor:
-        """Describes a local tensor by its rank along each axis that is cut.
+        """Describe a local tensor by its part number along each cut axis.
+
+        Any rank may call it; it waits for no other.
 
         Args:
             key: identifies the global tensor.
-            data: local tensor; its shape and data type are those of the shard.
+            data: the local tensor; the shard has its shape and data type.
             rank_offsets: ``(axis, index, parts)`` for each cut axis: the global tensor consists of
-                ``parts`` equal parts along global axis ``axis``, and this is number ``index``.
-                Axes count from 0 and include prepended ones.
-            replica_id: which copy this is.
-            prepend_axis_num: number of global axes that ``data`` does not have.
+                ``parts`` equal parts along global axis ``axis``, and this is part ``index``. Axes
+                and parts count from 0. Prepended axes count too.
+            replica_id: number of this copy.
+            prepend_axis_num: number of leading global axes that ``data`` does not have.
             flattened_range: must be ``None``; see :meth:`from_rank_offsets_flat`.
             init_kwargs: further attributes of :class:`ShardedTensor`.
 
         Raises:
-            AccessPatternError: (a ``ValueError``) an axis, index or number of parts is impossible,
-                or a flattened range is given.
+            AccessPatternError: (a ``ValueError``) an axis, index or number of parts is out of
+                range, or a flattened range is given.
         """
         if flattened_range is not None:
             raise AccessPatternError(
-                f"{key}: from_rank_offsets makes no flattened ShardedTensor; "
-                "use from_rank_offsets_flat",
+                f"{key}: from_rank_offsets takes no flattened_range; use from_rank_offsets_flat",
                 key=key,
             )
         _require_tensor(key, data)
@@ -248,19 +250,21 @@ class ShardedTensor(ShardedBase):
         flattened_range: slice | None = None,
         **kwargs: Any,
     ) -> ShardedTensor:
-        """Describes a contiguous range of a flattened local tensor.
+        """Describe a contiguous range of a flattened local tensor.
+
+        Any rank may call it; it waits for no other.
 
         Args:
             key: identifies the global tensor.
-            data: 1-D, the elements of the range.
-            non_flat_local_shape: shape of the whole local tensor that the range is taken from.
-            args: as ``rank_offsets`` of :meth:`from_rank_offsets`.
-            flattened_range: which elements of the flattened local tensor ``data`` holds.
+            data: the elements of the range, 1-D.
+            non_flat_local_shape: shape of the whole local tensor.
+            args: ``rank_offsets`` of the whole local tensor, see :meth:`from_rank_offsets`.
+            flattened_range: the elements of the flattened local tensor that ``data`` holds.
             kwargs: ``replica_id``, ``prepend_axis_num``, ``allow_shape_mismatch``.
 
         Raises:
-            CheckpointingException: there is no range, the data is not 1-D or not as long as the
-                range, or the rank offsets are impossible.
+            CheckpointingException: there is no range, the data is not 1-D, its length is not that
+                of the range, or a rank offset is out of range.
         """
         if flattened_range is None:
             raise AccessPatternError(
@@ -285,7 +289,7 @@ class ShardedTensor(ShardedBase):
         return cls(key, data, data.dtype, local_shape, *position, **kwargs)
 
     def _flat_bounds(self) -> tuple[int, int]:
-        """First and last-plus-one flat element of the local tensor that the range names."""
+        """Return start and stop of the flattened range."""
         assert self.flattened_range is not None
         start, stop, _ = self.flattened_range.indices(math.prod(self.local_shape))
         return start, max(start, stop)
@@ -295,14 +299,14 @@ class ShardedTensor(ShardedBase):
 
     @property
     def has_regular_grid(self) -> bool:
-        """Whether the global tensor is cut into equal parts along each axis."""
+        """Return whether the global tensor is cut into equal parts along each axis."""
         return self.axis_fragmentations is not None
 
     def global_slice(self) -> tuple[int | slice, ...]:
-        """The box of the global tensor, ready to index it with.
+        """Return the index of this shard's box in the global tensor.
 
-        Prepended axes give integers, so that the indexed result has the local shape. A
-        flattened range plays no part: the box is the whole local tensor's.
+        Prepended axes give integers, so that ``global_tensor[index]`` has the local shape. The
+        flattened range is ignored: the box is that of the whole local tensor.
         """
         prepended = self.prepend_axis_num
         box = (
@@ -312,7 +316,7 @@ class ShardedTensor(ShardedBase):
         return (*self.global_offset[:prepended], *box)
 
     def global_coordinates(self) -> tuple[int | npt.NDArray[np.intp], ...]:
-        """Global index of each element of a flattened range.
+        """Return the global index of each element of the flattened range.
 
         Returns:
             One entry for each global axis: an integer for a prepended axis, otherwise an array as
@@ -327,7 +331,7 @@ class ShardedTensor(ShardedBase):
         return (*self.global_offset[:prepended], *shifted)
 
     def local_coordinates(self) -> tuple[npt.NDArray[np.intp], ...]:
-        """Index in the unflattened local tensor of each element of a flattened range.
+        """Return the index in the unflattened local tensor of each element of the flattened range.
 
         Returns:
             One array, as long as the range, for each local axis.
@@ -337,37 +341,37 @@ class ShardedTensor(ShardedBase):
         """
         if self.flattened_range is None:
             raise self._wrong(
-                "global_coordinates and local_coordinates need a flattened_range; use global_slice "
-                "for a whole box"
+                "global_coordinates and local_coordinates need a flattened_range; without one use "
+                "global_slice"
             )
         elements = np.arange(*self._flat_bounds())
         return tuple(np.unravel_index(elements, self.local_shape)) if self.local_shape else ()
 
     def local_chunk_offset_in_global(self) -> tuple[int, ...]:
-        """Index of this shard in the grid of shards, one number for each global axis.
+        """Return the index of this shard in the grid of shards, one number per global axis.
 
         Raises:
-            CheckpointingException: the cut is not regular and this shard does not lie at a multiple
-                of its own lengths, so that there is no such grid.
+            CheckpointingException: the cut is irregular, and the offset of this shard is not a
+                multiple of its shape.
         """
         prepended = self.prepend_axis_num
         index = []
         for offset, size in zip(self.global_offset[prepended:], self.local_shape, strict=True):
             if self.axis_fragmentations is None and offset % max(1, size):
-                raise self._wrong("an irregular cut has no grid of chunks to number this one in")
-            # A zero-length shard carries no position of its own.
+                raise self._wrong("an irregular cut has no regular grid of chunks")
+            # An empty shard has no position along this axis.
             index.append(offset // size if size else 0)
         return (*self.global_offset[:prepended], *index)
 
     def max_allowed_chunks(self) -> tuple[int, ...]:
-        """Largest chunk shape under which every shard of a regular cut is whole chunks.
+        """Return the largest chunk shape for which every shard of a regular cut is whole chunks.
 
         Returns:
-            One length in elements for each global axis.
+            Length in elements for each global axis.
 
         Raises:
-            CheckpointingException: the cut is not regular, or an axis does not divide evenly and
-                ``allow_shape_mismatch`` is not set.
+            CheckpointingException: the cut is irregular, or an axis is not divisible by its number
+                of parts and ``allow_shape_mismatch`` is not set.
         """
         if self.axis_fragmentations is None:
             raise self._wrong("an irregular cut has no common chunk shape")
@@ -385,10 +389,10 @@ class ShardedTensor(ShardedBase):
         device: str | torch.device,
         init_fn: Callable[..., torch.Tensor] = torch.empty,
     ) -> None:
-        """Gives the shard a tensor of its own, unless it has one.
+        """Allocate ``data``, unless the shard has data.
 
         Args:
-            device: where the tensor goes.
+            device: device of the tensor.
             init_fn: called as ``init_fn(local_shape, dtype=..., device=...)``.
         """
         if self.data is not None:
@@ -398,39 +402,39 @@ class ShardedTensor(ShardedBase):
             return
         start, stop = self._flat_bounds()
         if init_fn in (torch.empty, torch.zeros, torch.ones):
-            # Every element is alike, so the rest of the local tensor need not exist.
+            # Every element is equal, so only the range needs memory.
             self.data = init_fn((stop - start,), dtype=self.dtype, device=device)
             return
         whole = init_fn(self.local_shape, dtype=self.dtype, device=device)
         self.data = whole.flatten()[start:stop].clone()
 
     def narrow(self, dim: int, start: int, length: int) -> list[ShardedTensor]:
-        """``torch.narrow`` for shards: every rank keeps the same part of its local tensor.
+        """Narrow the local tensor as ``torch.narrow`` does; all ranks keep the same part.
 
-        The global tensor shrinks accordingly, as if the parts that are kept were joined.
+        The new global tensor consists of the kept parts of all shards, joined.
 
         Args:
             dim: axis of the local tensor; prepended axes do not count.
-            start: first element that is kept, along the local tensor's axis.
-            length: number of elements that are kept.
+            start: first kept element along this axis of the local tensor.
+            length: number of kept elements.
 
         Returns:
-            One shard, sharing the data's memory; none where a flattened range and the part that is
-            kept have nothing in common.
+            One shard that shares the data's memory, or none if a flattened range does not overlap
+            the kept part.
 
         Raises:
-            CheckpointingException: the part lies outside the local tensor; the cut along ``dim``
-                is not regular; or the shard is flattened and ``dim`` is not 0 (the part would
+            CheckpointingException: the part is outside of the local tensor; the cut along ``dim``
+                is irregular; or the shard is flattened and ``dim`` is not 0 (the part would
                 not be contiguous).
         """
         if self.flattened_range is not None and dim != 0:
             raise self._wrong(
-                f"a flattened shard can be narrowed along axis 0 only, not {dim}: "
-                "the elements along another axis are not contiguous"
+                f"a flattened shard can be narrowed along axis 0, not {dim}: "
+                "the elements along other axes are not contiguous"
             )
         ndim = len(self.local_shape)
         if not -ndim <= dim < ndim:
-            raise self._wrong(f"axis {dim} to narrow is not one of the {ndim} local axes")
+            raise self._wrong(f"cannot narrow axis {dim}: the local tensor has {ndim} axes")
         dim %= ndim
         axis, size = dim + self.prepend_axis_num, self.local_shape[dim]
         start += size if start < 0 else 0

@@ -34,7 +34,7 @@ KEEP_VARS_HINT = (
 
 
 def get_optim_param_to_id_map(optim_params_iter: Iterable[torch.nn.Parameter]) -> dict[int, int]:
-    """Numbers parameters as the optimizer's state dict does.
+    """Number parameters as the optimizer's state dict does.
 
     Args:
         optim_params_iter: every parameter of the optimizer, group by group.
@@ -52,7 +52,7 @@ def get_param_id_to_sharded_param_map(
     model_sharded_state_dict: ShardedStateDict,
     optim_params_iter: Iterable[torch.nn.Parameter],
 ) -> dict[int, ShardedTensor | ShardedTensorFactory]:
-    """Finds the model's shard for each parameter of the optimizer.
+    """Find the model's shard for each parameter of the optimizer.
 
     Args:
         model_sharded_state_dict: sharded tensors and factories whose ``data`` are the optimizer's
@@ -82,7 +82,7 @@ def get_param_id_to_sharded_param_map(
 def make_sharded_optimizer_tensor(
     model_param: ShardedTensor | ShardedTensorFactory, optim_param: torch.Tensor, prefix: str
 ) -> ShardedTensor | ShardedTensorFactory:
-    """Describes a tensor of optimizer state by the parameter that it belongs to.
+    """Describe a tensor of optimizer state by the parameter that it belongs to.
 
     Args:
         model_param: the parameter's shard or factory.
@@ -123,7 +123,7 @@ def optim_state_to_sharding_state(
     id_to_sharded_param_map: dict[int, Any],
     exclude_keys: tuple[str, ...] = (),
 ) -> None:
-    """Turns an optimizer's state dict into a sharded one, in place.
+    """Turn an optimizer's state dict into a sharded one, in place.
 
     Each tensor of state gets the key ``optimizer.state.<name>.<key of the parameter>``. The lists
     of parameter numbers in the groups become non-persistent, as they depend on the layout.

@@ -1,14 +1,13 @@
-"""How far a save, a load or a verification is, as events; and a bar that shows them.
+"""Progress of operations as events, a bar that shows them, and log records of operations.
 
-Progress goes to a callback or a bar: one call at a time, and a callback that fails does not end the
-operation. rich is imported when a bar is asked for.
+Progress goes to a callback or a bar, one call at a time. If a callback fails, the operation
+continues. rich is imported only for a bar.
 
-Log records go to :mod:`logging` below ``shardstore``. A record about an operation has the attribute
+Log records go to children of the logger ``shardstore``. A record of an operation has the attribute
 ``event``, one of :data:`EVENTS`, and the fields of the event as further attributes, so that a
-handler can count and chart without parsing texts. Their level is INFO; it is WARNING for
-``damaged``, ``later_steps``, ``same_content``, and for a ``delete`` by ``restore(discard_later=)``.
-Of several ranks that save or load together the coordinator alone logs them. An operation that
-fails raises, and has no event of its end.
+handler can chart them without parsing text. The level is INFO; it is WARNING for ``damaged``,
+``later_steps``, ``same_content``, and for a ``delete`` by ``restore(discard_later=)``. Only the
+coordinator logs them. An operation that fails raises an error and logs no event for its end.
 """
 
 from __future__ import annotations
@@ -41,17 +40,17 @@ EVENTS = {
     "commit": "a save is committed: url, bytes, chunks, seconds, bytes_per_second, world_size",
     "load": "a load is done: url, bytes (on rank 0), seconds, bytes_per_second, world_size",
     "verify_begin": "a verification begins: url",
-    "verify": "it is done: url, bytes, seconds, bytes_per_second, arrays, chunks, objects, damage, "
-    "notes (numbers of findings)",
+    "verify": "a verification is done: url, bytes, seconds, bytes_per_second, arrays, chunks, "
+    "objects, and the numbers of findings, damage and notes",
     "convert_begin": "a conversion begins: url (of the target), source, source_format, "
     "target_format",
-    "convert": "it is done: the same, and tensors, bytes, resumed_bytes, seconds, "
-    "bytes_per_second, verified",
+    "convert": "a conversion is done: the fields of convert_begin, tensors, bytes, resumed_bytes, "
+    "seconds, bytes_per_second, verified",
     "step": "a manager has saved a step: step, url, bytes, seconds, bytes_per_second, metrics",
     "delete": "a manager has deleted a step: step, url",
-    "damaged": "a manager passes over a damaged step: step, url",
-    "later_steps": "a run goes on from a step, of which there are later ones that it did not come "
-    "from: step, later (their numbers), url where they are looked for",
+    "damaged": "a manager skips a damaged step: step, url",
+    "later_steps": "a run went back to a step, and later steps of before exist: step, later (their "
+    "numbers), url of the folder",
     "same_content": "a step has the same tensors as an earlier one: step, earlier",
 }
 """Name -> when it is logged, and its fields: sizes in bytes, times in seconds."""
@@ -60,14 +59,14 @@ EVENTS = {
 def log_event(
     logger: logging.Logger, event: str, text: str, level: int = logging.INFO, /, **fields: Any
 ) -> None:
-    """Log an event; one with ``bytes`` and ``seconds`` has their rate too.
+    """Log an event. If it has ``bytes`` and ``seconds``, add the field ``bytes_per_second``.
 
     Args:
-        logger: of the module that tells it.
+        logger: logger of the calling module.
         event: one of :data:`EVENTS`.
-        text: for people.
-        level: of the record.
-        fields: of the event.
+        text: message of the record.
+        level: level of the record.
+        fields: fields of the event.
     """
     if "bytes" in fields and "seconds" in fields:
         seconds = fields["seconds"]
@@ -84,20 +83,20 @@ Phase: TypeAlias = Literal["begin", "move", "commit", "done", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far this rank is.
+    """The progress of an operation on this rank.
 
-    The totals are known once it is planned what moves; until then they are 0.
+    The totals are 0 until the operation is planned.
 
     Attributes:
         operation: ``"save"``, ``"load"``, ``"verify"``, ``"convert"``, ``"read"`` (statistics) or
             ``"compare"``.
         phase: ``"begin"``; ``"move"`` while chunks move; ``"commit"`` while a save waits for all
-            ranks and commits; ``"done"`` or ``"failed"``, which is the last event.
-        url: the checkpoint.
-        bytes_done: bytes of tensors that are written, or read and verified, on this rank.
-        bytes_total: of how many.
-        chunks_done: chunks, the same.
-        chunks_total: of how many.
+            ranks and commits; ``"done"`` or ``"failed"`` in the last event.
+        url: URL of the checkpoint.
+        bytes_done: bytes of tensors that this rank has written, or read and verified.
+        bytes_total: bytes that this rank will write or read.
+        chunks_done: chunks that this rank has written, or read and verified.
+        chunks_total: chunks that this rank will write or read.
     """
 
     operation: Operation
@@ -110,22 +109,22 @@ class Progress:
 
     @property
     def finished(self) -> bool:
-        """Whether no event of this operation comes after this one."""
+        """Whether this is the last event of the operation."""
         return self.phase in ("done", "failed")
 
 
 ProgressCallback: TypeAlias = Callable[[Progress], None]
-"""Called from any thread, one call at a time. What it raises is logged, and it is not called again:
-a checkpoint is worth more than a picture of it."""
+"""Called from any thread, one call at a time. If it raises an error, the error is logged, and the
+operation continues without it."""
 
 
 class Meter:
-    """Counts one operation of this rank, and tells a callback.
+    """Counts the progress of one operation on this rank and passes it to a callback.
 
     Args:
         operation: see :class:`Progress`.
         url: see :class:`Progress`.
-        callback: who is told; ``None``: nobody, and then nothing is counted chunk by chunk.
+        callback: called with each event; with ``None``, chunks are not counted.
     """
 
     def __init__(
@@ -142,16 +141,16 @@ class Meter:
 
     @property
     def add(self) -> Callable[[int, int], None] | None:
-        """To be called with bytes and chunks that are done; ``None`` where nobody wants to know."""
+        """The function that adds done bytes and chunks; ``None`` without a callback."""
         return None if self._callback is None else self.count
 
     @property
     def is_watched(self) -> bool:
-        """Whether somebody is told."""
+        """Whether there is a callback."""
         return self._callback is not None
 
     def expect(self, size: int, chunks: int = 0) -> None:
-        """So many more bytes and chunks are to come."""
+        """Add bytes and chunks to the totals."""
         with self._lock:
             self.bytes_total += size
             self._chunks_total += chunks
@@ -159,13 +158,13 @@ class Meter:
             self._tell()
 
     def enter(self, phase: Phase) -> None:
-        """Another phase begins."""
+        """Begin another phase."""
         with self._lock:
             self.phase = phase
             self._tell()
 
     def count(self, size: int, chunks: int = 1) -> None:
-        """So many more bytes and chunks are done."""
+        """Add done bytes and chunks."""
         with self._lock:
             self._bytes += size
             self._chunks += chunks
@@ -188,7 +187,7 @@ class Meter:
         except Exception as error:
             self._callback = None
             logger.warning(
-                "%s of %s goes on without its progress callback, which raised %s: %s",
+                "%s of %s continues without its progress callback, which raised %s: %s",
                 self._operation,
                 self._url,
                 type(error).__name__,
@@ -200,7 +199,7 @@ class Meter:
 def metered(
     operation: Operation, url: str, progress: ProgressCallback | Literal["bar"] | None
 ) -> Iterator[Meter]:
-    """The meter of one operation; its last event is ``"done"``, or ``"failed"`` on an error.
+    """Yield the meter of one operation. Its last event is ``"done"``, or ``"failed"`` on an error.
 
     Args:
         operation: see :class:`Progress`.
@@ -208,7 +207,7 @@ def metered(
         progress: a callback, ``"bar"``, or ``None``.
 
     Raises:
-        ArgumentError: ``progress`` is something else.
+        ArgumentError: ``progress`` is another value.
     """
     meter = Meter(operation, url, callback_of(progress))
     phase: Phase = "failed"
@@ -223,14 +222,14 @@ def metered(
 def callback_of(
     progress: ProgressCallback | Literal["bar"] | None, *, shows: bool = True
 ) -> ProgressCallback | None:
-    """The callback that a ``progress`` argument stands for.
+    """Return the callback for a ``progress`` argument.
 
     Args:
-        progress: a callback, ``"bar"``, or nothing.
-        shows: whether this rank is the one that shows the bar.
+        progress: a callback, ``"bar"`` or ``None``.
+        shows: whether this rank shows the bar.
 
     Raises:
-        ArgumentError: something else.
+        ArgumentError: ``progress`` is another value.
     """
     if progress is None or callable(progress):
         return progress
@@ -240,13 +239,13 @@ def callback_of(
 
 
 def bar(console: Console | None = None) -> ProgressCallback:
-    """A callback that draws a bar on standard error: bytes, rate, time left.
+    """Return a callback that draws a bar on standard error: bytes, rate, time left.
 
-    It may serve any number of operations, one after the other or at a time. Where standard error is
-    no terminal, each operation leaves one line at its end.
+    It can show several operations, in sequence or at the same time. If standard error is not a
+    terminal, it prints one line at the end of each operation.
 
     Args:
-        console: where to draw instead.
+        console: draw on this console instead.
     """
     return _Bar(console)
 
@@ -265,14 +264,14 @@ class _Bar:
         shown, task = self._shown[about]
         phase = self._PHASES.get(event.phase, "")
         name = event.url.rpartition("/")[2]
-        name = name if name.isprintable() else ascii(name)  # nothing that a terminal obeys
+        name = name if name.isprintable() else ascii(name)  # no control characters
         shown.update(
             task,
             description=f"{event.operation} {name} {phase}".rstrip(),
             completed=event.bytes_done,
             total=event.bytes_total if event.bytes_total or event.finished else None,
         )
-        shown.start()  # does nothing where it is shown already
+        shown.start()  # no effect if it is shown already
         if event.finished:
             del self._shown[about]
             shown.stop()

@@ -1,9 +1,8 @@
-"""Saving and loading: the entry points of trainers.
+"""Saving and loading: the entry points for trainers.
 
-The functions here define the arguments and their defaults. Every function is called by every rank
-of the default process group with its own part of the state (no process group: a world of one),
-unless its docstring says otherwise. The steps of a save are in :mod:`shardstore.saving.run`, those
-of a load in :mod:`shardstore.loading.run`.
+Every rank of the default process group calls these functions with its own part of the state, unless
+a docstring says otherwise. A process without a process group is one rank. The steps of a save are
+in :mod:`shardstore.saving.run`, those of a load in :mod:`shardstore.loading.run`.
 """
 
 from __future__ import annotations
@@ -96,52 +95,52 @@ def save(
     verify_integrity: bool = False,
     **options: Unpack[SaveKeywords],
 ) -> AsyncRequest | None:
-    """Save a sharded state dict as one checkpoint, whole or not at all.
+    """Save a sharded state dict as one checkpoint, completely or not at all.
 
-    Called by every rank, which waits for all others twice: before bytes move (so that wrong input
-    on one rank fails on all, with nothing written) and at the commit.
+    Every rank calls it and waits for all others twice: before any byte is written, so that wrong
+    input on one rank is an error on all of them and nothing is written, and at the commit.
 
     Args:
         sharded_state_dict: nested dicts and lists with sharded tensors, sharded objects,
-            factories, non-persistent objects, and common values (of which rank 0's are kept).
-            Factories in it are replaced by what they build. DTensors are taken as they are: see
+            factories, non-persistent objects, and common values (rank 0's are saved). Factories
+            are replaced by what they build. DTensors need no description: see
             :mod:`shardstore.dtensor`.
-        checkpoint_dir: where to: a folder, or a URL such as ``s3://bucket/run/step-100``. Folders
-            are created; an empty folder is filled.
+        checkpoint_dir: the target: a folder, or a URL such as ``s3://bucket/run/step-100``. Missing
+            folders are created. An existing folder must be empty, unless ``overwrite``.
         sharded_strategy: how tensors are stored: a strategy, ``(backend, version)``, or the
             default ``("zarr", 2)``.
-        common_strategy: how the rest is stored; default ``("torch", 1)``. Positional arguments may
-            leave it out, as Megatron-Core 0.19 does: a bool in its place is
+        common_strategy: how the other values are stored; default ``("torch", 1)``. Positional
+            arguments may leave it out, as in Megatron-Core 0.19: a bool in its place is
             ``validate_access_integrity``.
-        validate_access_integrity: refuse the commit unless each tensor and object is covered
-            exactly once, and log where a rank's common values differ from rank 0's.
-        async_sharded_save: return an :class:`AsyncRequest` that does the writing; needs a strategy
-            that can.
-        preprocess_common_before_consistancy_check: applied to a copy of the common values before
-            they are compared.
-        content_metadata: kept in the checkpoint; its JSON-serialisable part also becomes plain
-            attributes of the root group.
-        async_strategy: ``"mcore"`` or ``"nvrx"``, as Megatron-Core has it. The request is the
-            same: it runs in its queues, in those of nvidia-resiliency-ext and in this package's.
+        validate_access_integrity: refuse the commit unless each element of each tensor, and each
+            object, is saved exactly once; log where a rank's common values differ from rank 0's.
+        async_sharded_save: return an :class:`AsyncRequest` that writes the tensors. The strategy
+            must support this.
+        preprocess_common_before_consistancy_check: called with a copy of the common values; the
+            ranks compare its results.
+        content_metadata: a dict that is stored in the checkpoint. Its JSON-serialisable part also
+            becomes attributes of the root group.
+        async_strategy: ``"mcore"`` or ``"nvrx"``, as in Megatron-Core. Both return the same
+            request, for its queues, for those of nvidia-resiliency-ext and for this package's.
         verify_integrity: add ``integrity.json``, the SHA-256 of each file, which ``load`` can
-            verify. Reads every file once more, after the commit, on rank 0.
+            verify. Rank 0 reads every file again after the commit.
         **options: how the checkpoint is written, see
             :class:`~shardstore.storage.options.SaveOptions`: ``overwrite``, ``durable``,
             ``storage_options``, ``allow_unconditional``, ``staging_budget_bytes``, ``base``,
             ``verify_base``, ``compression``, ``array_documents``, ``replica_group``, ``progress``.
 
     Returns:
-        ``None``, or the request if ``async_sharded_save``: the state may be changed by then; an
-        :class:`AsyncCallsQueue` writes in a thread and commits where every rank polls it.
-        :func:`shardstore.async_save` is the simple form.
+        ``None``. With ``async_sharded_save``, the request: the caller may change the state at once,
+        and passes the request to an :class:`AsyncCallsQueue`, which writes in a thread and commits
+        when every rank polls it. :func:`shardstore.async_save` is simpler.
 
     Raises:
-        CheckpointExistsError: there is a checkpoint, and ``overwrite`` was not given.
+        CheckpointExistsError: the target holds a checkpoint, and ``overwrite`` was not given.
         AccessPatternError: shards overlap, leave a gap, or do not fit together.
         DTypeMismatchError, ShapeMismatchError, KeyNameError: a tensor cannot be stored as it is
             described.
-        ArgumentError: an argument makes no sense.
-        StorageError: the store refused (full, read-only, gone).
+        ArgumentError: an argument has a wrong type or value.
+        StorageError: the store failed (full, read-only, unreachable).
         RanksError: another rank failed, or did not answer in time.
     """
     chosen, error = options_of("save", options, validate=validate_access_integrity)
@@ -179,7 +178,7 @@ def save(
 
 
 def begin_save(call: SaveCall) -> tuple[SaveSession, AsyncRequest | None]:
-    """:func:`save` with the session beside the request, which has the commit record."""
+    """Do what :func:`save` does; also return the session, which has the commit record."""
     with collector_paused():
         return run_save(call, _save_strategies)
 
@@ -188,7 +187,7 @@ def _save_strategies(
     sharded: SaveShardedStrategy | tuple[str, int] | None,
     common: SaveCommonStrategy | tuple[str, int] | None,
 ) -> tuple[SaveShardedStrategy, SaveCommonStrategy]:
-    # Looked up as globals at call time: programs replace these functions to change the defaults.
+    # Looked up at call time: programs replace these functions to change the defaults.
     sharded = get_default_save_sharded_strategy() if sharded is None else sharded
     common = get_default_save_common_strategy() if common is None else common
     if not isinstance(sharded, SaveShardedStrategy):
@@ -204,7 +203,7 @@ def _registered(given: object, action: StrategyAction, name: str) -> object:
     if isinstance(given, tuple | list) and len(given) == 2:
         return get_default_strategy(action, *given)
     raise CheckpointingException(
-        f"{name}_strategy={given!r} is neither a strategy for saving nor a (backend, version) pair "
+        f"{name}_strategy={given!r} must be a strategy for saving or a (backend, version) pair "
         "such as ('zarr', 2)"
     )
 
@@ -230,53 +229,55 @@ def load(
 ) -> StateDict | tuple[StateDict, set[str], set[str]]:
     """Load a checkpoint under any layout.
 
-    Called by every rank with the layout that it wants; one rank reads the documents for all.
-    Tensors are read straight into the memory of those that the state dict holds, where it can be
-    written directly; where a sharded tensor has no data, a new tensor takes its place.
+    Every rank calls it with the layout that it wants, and waits for the others. One rank reads the
+    documents for all. Given tensors are filled in place; where their memory can be written
+    directly, chunks are read directly into it. For a sharded tensor without data, the load makes a
+    new tensor.
 
     Args:
         sharded_state_dict: nested dicts and lists with sharded tensors, objects, factories and
             non-persistent objects.
-        checkpoint_dir: a committed checkpoint, a folder or a URL.
-        sharded_strategy: default: what the checkpoint's own backend needs.
-        common_strategy: the same for the common part; see :func:`save` for positional arguments.
-        validate_access_integrity: check that all ranks together ask for each tensor exactly once.
-        strict: what to do about keys that only one side has, see :class:`StrictHandling`.
-        verify_integrity: verify each file against ``integrity.json`` first, on the coordinator.
-        process_group: the ranks that load together; default: all. They alone call this function,
-            and each tensor is asked for once among them.
+        checkpoint_dir: folder or URL of a committed checkpoint.
+        sharded_strategy: how tensors are read; default: the strategy of the checkpoint's backend.
+        common_strategy: how the other values are read; default: likewise. See :func:`save` for
+            positional arguments.
+        validate_access_integrity: check that all ranks together ask for each element of each
+            tensor exactly once.
+        strict: what to do about keys that only the checkpoint or only the state dict has, see
+            :class:`StrictHandling`.
+        verify_integrity: first verify each file by ``integrity.json``, on the coordinator.
+        process_group: the ranks that load together; default: all. Only they call this function,
+            and together they ask for each tensor once.
         storage_options: see :func:`save`.
-        map_location: device of the tensors that are made where a sharded tensor has no data;
-            default: the CPU. Tensors that are given stay where they are.
-        replica_group: a process group (this rank's data-parallel group) that may share the reading:
-            each chunk is read once in the group and sent on. All its ranks give it, with the same
-            ``share_replicas``, and load the same checkpoint.
-        share_replicas: ``"always"``, ``"never"`` or ``"auto"``: where the bytes come over a
-            network (an object store, or a group on more than one host, as ``LOCAL_WORLD_SIZE``
-            tells).
-        exchange_budget_bytes: host memory for chunks on their way to other ranks or to a device, or
-            being cast. Ranks that share go by the smallest of theirs.
-        cast: fill tensors of another data type than the stored one, values as ``Tensor.copy_``
-            converts them, which is an error otherwise. What loses more than precision or range (a
-            float to an integer, a complex to a real number, a number to a bool: what
-            ``torch.can_cast`` denies) stays one. Sharded objects and common values are as stored.
-            ``"warn"`` casts whatever ``copy_`` does, as Megatron-Core, with one warning on each
-            rank that counts its tensors.
+        map_location: device of new tensors; default: the CPU. Given tensors keep their device.
+        replica_group: a process group (this rank's data-parallel group) whose ranks share the
+            reading: one rank reads each chunk and sends it to the others. All its ranks pass it,
+            with the same ``share_replicas``, and load the same checkpoint.
+        share_replicas: ``"always"``, ``"never"`` or ``"auto"``: share if the checkpoint is in an
+            object store or the group spans hosts (as ``LOCAL_WORLD_SIZE`` says).
+        exchange_budget_bytes: host memory for chunks that are sent to other ranks, copied to a
+            device or cast. Ranks that share use the smallest of their budgets.
+        cast: allow tensors whose data type differs from the stored one; values are converted as by
+            ``Tensor.copy_``. A cast that loses more than precision or range remains an error: a
+            float to an integer, a complex to a real number, a number to a bool (whatever
+            ``torch.can_cast`` denies). Sharded objects and common values are not cast. ``"warn"``
+            allows every cast of ``Tensor.copy_``, as Megatron-Core does; each rank logs one warning
+            with the number of tensors.
         progress: called as this rank's tensors fill, see :func:`save`.
 
     Returns:
-        The common state with the loaded state merged in; with a ``RETURN_*`` mode a tuple of it,
-        the missing and the unexpected keys.
+        The common values with the loaded state merged in. With a ``RETURN_*`` mode, a tuple of
+        this, the missing keys and the unexpected keys.
 
     Raises:
-        NotACheckpointError, FormatVersionError: nothing there that can be loaded.
-        MissingKeyError, ShapeMismatchError, DTypeMismatchError: what is stored is not what is
-            asked for (the last: without ``cast``, or where it does not help).
-        ChunkMissingError, ChunkCorruptError, DamagedCheckpointError: what is stored is not what
-            was written.
-        UnsafeObjectError: a class is needed that was not allowed.
-        ArgumentError: a tensor that is given cannot be filled in place: it is sparse, or expanded.
-            Or a part of a group's ranks would share their reading, and the others would not.
+        NotACheckpointError, FormatVersionError: there is no checkpoint that can be loaded.
+        MissingKeyError, ShapeMismatchError, DTypeMismatchError: stored and requested keys, shapes
+            or data types differ (data types: without ``cast``, or if the cast is not allowed).
+        ChunkMissingError, ChunkCorruptError, DamagedCheckpointError: stored data is missing or
+            damaged.
+        UnsafeObjectError: a pickled class is not allowed.
+        ArgumentError: a given tensor cannot be filled in place because it is sparse or expanded;
+            or only some ranks of a group want to share their reading.
         RanksError: another rank failed, or did not answer in time.
     """
     call = LoadCall(
@@ -296,7 +297,7 @@ def load(
         cast=cast,
         progress=progress,
     )
-    # Looked up here at call time, as programs replace it.
+    # Looked up at call time: programs replace it.
     return run_load(call, load_sharded_metadata)
 
 
@@ -308,19 +309,21 @@ def load_plain_tensors(
     map_location: str | torch.device | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> StateDict:
-    """Load tensors by key under no sharding at all: all of them whole, or parts.
+    """Load unsharded tensors by key, whole or in part.
 
-    Called by every rank; each gets everything that it asks for. What one rank asks for in vain is
-    an error on all.
+    Every rank calls it; the ranks may ask for different keys. An error on one rank is raised on
+    all.
 
     Args:
-        checkpoint_dir: a committed checkpoint.
-        keys: tensors to load; default: all, with the common state. With keys, or a region, the
-            result is the tensors alone.
-        region: slices of leading axes, of every tensor or by key; only chunks that they touch are
-            read. Steps other than 1 are refused.
+        checkpoint_dir: folder or URL of a committed checkpoint.
+        keys: tensors to load; default: all of them and the common values.
+        region: slices of the leading axes, for every tensor or by key. Only the chunks that overlap
+            them are read. The step must be 1.
         map_location: device of the tensors; default: the CPU.
         storage_options: see :func:`save`.
+
+    Returns:
+        Key -> tensor. With neither ``keys`` nor ``region``, the common values too.
 
     Raises:
         MissingKeyError: a key is not in the checkpoint.
@@ -337,7 +340,7 @@ def load_plain_tensors(
     call = LoadCall(
         sharded_state_dict=wanted,
         checkpoint_dir=checkpoint_dir,
-        # Ranks may ask for the same: the access pattern is not a partition and is not checked.
+        # Ranks may ask for the same elements, so the access pattern is not checked.
         validate_access_integrity=False,
         storage_options=storage_options,
         map_location=map_location,
@@ -353,7 +356,7 @@ def _parts(
     region: Sequence[slice] | Mapping[str, Sequence[slice]] | None,
     storage_options: Mapping[str, Any] | None,
 ) -> tuple[ShardedStateDict, list[str] | None]:
-    """What :func:`load_plain_tensors` asks for, and which keys; ``None`` where it is everything."""
+    """Return the state dict for :func:`load_plain_tensors`, and its keys; ``None``: all keys."""
     place = Location.given(checkpoint_dir, storage_options).place
     if isinstance(keys, str) or not isinstance(keys, Iterable | None):
         raise ArgumentError(f"keys={keys!r} must be a list of keys, such as ['weight']")
@@ -369,7 +372,7 @@ def _parts(
 def get_default_save_sharded_strategy(
     backend: str = "zarr", version: int | None = None
 ) -> SaveShardedStrategy:
-    """The default strategy for saving sharded tensors, of the backend's newest version."""
+    """Return the strategy that saves sharded tensors; default: the newest version of Zarr."""
     found = get_default_strategy(StrategyAction.SAVE_SHARDED, backend, version)
     return cast(SaveShardedStrategy, found)
 
@@ -377,18 +380,22 @@ def get_default_save_sharded_strategy(
 def get_default_save_common_strategy(
     backend: str = "torch", version: int | None = None
 ) -> SaveCommonStrategy:
-    """The default strategy for saving the common part."""
+    """Return the strategy that saves common values with a backend, by default ``torch.save``."""
     found = get_default_strategy(StrategyAction.SAVE_COMMON, backend, version)
     return cast(SaveCommonStrategy, found)
 
 
-# -- queries, which any rank may make alone --------------------------------------------------------
+# -- queries: one rank can call them alone ---------------------------------------------------------
 
 
 def load_common_state_dict(
     checkpoint_dir: str | Path, *, storage_options: Mapping[str, Any] | None = None
 ) -> StateDict:
-    """Load the common part alone. Any rank may call it; it waits for no other."""
+    """Load only the common values. Any rank may call it; it waits for no other.
+
+    Raises:
+        NotACheckpointError, DamagedCheckpointError, UnsafeObjectError: as :func:`load`.
+    """
     with opened(checkpoint_dir, storage_options) as context:
         _, common_strategy = find_strategies(context)
         return common_strategy.load_common(context.stored.location.place)
@@ -400,15 +407,17 @@ def load_content_metadata(
     preloaded_state_dict: StateDict | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any] | None:
-    """Return what :func:`shardstore.save` was given as ``content_metadata``; ``None`` if nothing.
+    """Return the ``content_metadata`` of the save, ``None`` if it had none.
+
+    Any rank may call it; it waits for no other.
 
     Args:
-        checkpoint_dir: a checkpoint, unless ``preloaded_state_dict`` is given.
+        checkpoint_dir: a checkpoint; not needed with ``preloaded_state_dict``.
         preloaded_state_dict: a loaded state dict or common state dict to take it from.
         storage_options: see :func:`shardstore.save`.
 
     Raises:
-        CheckpointingException: neither was given.
+        CheckpointingException: neither of the two was given.
     """
     if preloaded_state_dict is None:
         if checkpoint_dir is None:
@@ -427,9 +436,13 @@ def load_tensors_metadata(
     *,
     storage_options: Mapping[str, Any] | None = None,
 ) -> CkptShardedMetadata:
-    """Return key -> sharded tensor without data, whole and unsharded.
+    """Return a description of each stored tensor: key -> unsharded :class:`ShardedTensor`, no data.
 
-    It can be handed to :func:`shardstore.load`. Any rank may call it; it waits for no other.
+    The result can be passed to :func:`shardstore.load`. Any rank may call it; it waits for no
+    other.
+
+    Raises:
+        NotACheckpointError, FormatVersionError, DamagedCheckpointError: as :func:`load`.
     """
     with opened(checkpoint_dir, storage_options) as context:
         strategy, _ = find_strategies(context, sharded_strategy)
@@ -443,7 +456,7 @@ def load_sharded_metadata(
     *,
     storage_options: Mapping[str, Any] | None = None,
 ) -> CkptShardedMetadata:
-    """As :func:`load_tensors_metadata`, sharded objects under their unique keys included."""
+    """Do what :func:`load_tensors_metadata` does, and add sharded objects by their unique keys."""
     with opened(checkpoint_dir, storage_options) as context:
         place = context.stored.location.place
         sharded, common = find_strategies(context, sharded_strategy, common_strategy)
@@ -460,9 +473,10 @@ def remove_sharded_tensors(
     *,
     storage_options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Remove all tensors whose key starts with a prefix. Called by one rank.
+    """Remove all tensors whose key starts with a prefix. One rank calls it.
 
-    The root document loses them first, so that no reader meets a hole.
+    It removes the tensors from the root document before it deletes their chunks, so that no reader
+    finds a tensor without its chunks.
     """
     with opened(checkpoint_dir, storage_options) as context:
         strategy, _ = find_strategies(context)
@@ -470,6 +484,6 @@ def remove_sharded_tensors(
 
 
 def get_default_load_sharded_strategy(checkpoint_dir: str | Path) -> LoadShardedStrategy:
-    """Return the strategy that a checkpoint's own backend needs for loading."""
+    """Return the strategy that loads the tensors of a checkpoint."""
     with opened(checkpoint_dir) as context:
         return find_strategies(context)[0]

@@ -33,7 +33,7 @@ def save_preprocess(
     preprocess_common_before_consistancy_check: Callable[[CommonStateDict], StateDict]
     | None = None,
 ) -> tuple[ShardedStateDict, CommonStateDict]:
-    """Builds the factories, drops what is not to be saved, and splits the rest.
+    """Build the factories, drop non-persistent objects, and split the state.
 
     Every rank calls it. With ``validate_access_integrity`` the ranks exchange descriptions of their
     shards, so each waits for all others; without it none waits.
@@ -70,7 +70,7 @@ def save_preprocess(
 def load_preprocess(
     sharded_state_dict: ShardedStateDict,
 ) -> tuple[ShardedStateDict, StateDict, StateDict]:
-    """Builds the factories and splits off what the checkpoint does not hold.
+    """Build the factories and split off what the checkpoint does not hold.
 
     No rank waits for another.
 
@@ -152,7 +152,7 @@ def check_lists(x: dict[Any, Any] | list[Any], path: tuple[Any, ...] = ()) -> tu
 def filter_out_empty_flatten_tensor(
     sharded_state_dict: dict[Any, Any] | list[Any],
 ) -> Any:
-    """A copy without the sharded tensors whose flattened range is empty.
+    """Return a copy without the sharded tensors whose flattened range is empty.
 
     Dicts and lists that hold nothing else disappear too. Empty tensors that are not flattened stay.
     """

@@ -80,7 +80,7 @@ def _extract(
 def extract_sharded_tensors(
     sharded_state_dict: ShardedStateDict,
 ) -> tuple[ShardedStateDict, StateDict]:
-    """Splits off the tensors.
+    """Split off the tensors.
 
     Returns:
         Each :class:`ShardedTensor`, and everything else; both in the original structure.
@@ -91,7 +91,7 @@ def extract_sharded_tensors(
 def extract_sharded_tensors_and_factories(
     sharded_state_dict: ShardedStateDict,
 ) -> tuple[ShardedStateDict, StateDict]:
-    """Splits off the tensors and the factories of tensors.
+    """Split off the tensors and the factories of tensors.
 
     Returns:
         Each :class:`ShardedTensor` and :class:`ShardedTensorFactory`, and everything else; both in
@@ -103,7 +103,7 @@ def extract_sharded_tensors_and_factories(
 def extract_sharded_tensors_or_nonpersistent(
     sharded_state_dict: ShardedStateDict,
 ) -> tuple[ShardedStateDict, StateDict]:
-    """Splits off the tensors, the factories of tensors, and what is not to be saved.
+    """Split off the tensors, the factories of tensors, and what is not to be saved.
 
     Returns:
         Each :class:`ShardedTensor`, :class:`ShardedTensorFactory` and
@@ -117,7 +117,7 @@ def extract_sharded_tensors_or_nonpersistent(
 def extract_sharded_base(
     sharded_state_dict: ShardedStateDict,
 ) -> tuple[ShardedStateDict, StateDict]:
-    """Splits off everything sharded: tensors, objects and factories.
+    """Split off everything sharded: tensors, objects and factories.
 
     Returns:
         Each :class:`ShardedBase`, and everything else; both in the original structure.
@@ -128,7 +128,7 @@ def extract_sharded_base(
 def extract_nonpersistent(
     sharded_state_dict: ShardedStateDict,
 ) -> tuple[ShardedStateDict, StateDict]:
-    """Splits off what is not to be saved.
+    """Split off what is not to be saved.
 
     Returns:
         Each :class:`LocalNonpersistentObject`, and everything else; both in the original structure.
@@ -137,7 +137,7 @@ def extract_nonpersistent(
 
 
 def _rename_keys(sharded_state_dict: ShardedStateDict, rename: Callable[[str], str]) -> None:
-    """Sets every sharded key to ``rename`` of it, once for each object, all of them or none."""
+    """Set every sharded key to ``rename`` of it, once for each object, all of them or none."""
     shards = {id(v): v for v in nested_values(sharded_state_dict) if isinstance(v, ShardedBase)}
     renamed = [(shard, rename(shard.key)) for shard in shards.values()]
     for shard, key in renamed:
@@ -145,7 +145,7 @@ def _rename_keys(sharded_state_dict: ShardedStateDict, rename: Callable[[str], s
 
 
 def add_prefix_for_sharding(sharded_state_dict: ShardedStateDict, prefix: str) -> None:
-    """Puts ``prefix`` before the key of everything sharded, in place.
+    """Put ``prefix`` before the key of everything sharded, in place.
 
     Keys of the state dict itself stay as they are.
     """
@@ -155,7 +155,7 @@ def add_prefix_for_sharding(sharded_state_dict: ShardedStateDict, prefix: str) -
 def replace_prefix_for_sharding(
     sharded_state_dict: ShardedStateDict, old_prefix: str, new_prefix: str
 ) -> None:
-    """Replaces the prefix of the key of everything sharded, in place.
+    """Replace the prefix of the key of everything sharded, in place.
 
     Raises:
         ValueError: a key does not begin with ``old_prefix``; then no key has been changed.
@@ -174,7 +174,7 @@ def replace_prefix_for_sharding(
 
 
 def apply_prefix_mapping(sharded_state_dict: ShardedStateDict, prefix_map: dict[str, str]) -> None:
-    """Replaces prefixes of sharded keys, in place; keys that match none stay as they are.
+    """Replace prefixes of sharded keys, in place; keys that match none stay as they are.
 
     Args:
         sharded_state_dict: state dict whose sharded keys change.
@@ -191,7 +191,7 @@ def apply_prefix_mapping(sharded_state_dict: ShardedStateDict, prefix_map: dict[
 
 
 def force_all_tensors_to_non_fp8(sharded_state_dict: ShardedStateDict) -> None:
-    """Replaces float8 tensors by tensors of a wider type, in place.
+    """Replace float8 tensors by tensors of a wider type, in place.
 
     Tensor subclasses with a ``dequantize`` of their own (as Transformer Engine has) are
     dequantized; tensors of PyTorch's float8 types become bfloat16, which holds each of their values
@@ -234,7 +234,7 @@ __LOGGER_STACK: list[logging.Logger] = []
 def logger_stack(
     name: str | None = None, current_logger: logging.Logger | None = None
 ) -> Iterator[tuple[str, logging.Logger]]:
-    """Names a scope, and sets the logger for it, for :func:`debug_msg` and :func:`debug_time`.
+    """Name a scope and set its logger, for :func:`debug_msg` and :func:`debug_time`.
 
     Scopes nest; what was current before is current again afterwards, also after an error.
 
@@ -266,7 +266,7 @@ def debug_time(
     threshold: float = float("-inf"),
     level: int | None = None,
 ) -> Iterator[None]:
-    """Logs how long a block takes, also one that ends in an error; works as a decorator too.
+    """Log how long a block takes, also one that ends in an error; works as a decorator too.
 
     Args:
         name: names the block; a scope of :func:`logger_stack`.
@@ -287,7 +287,7 @@ def debug_time(
 
 
 def debug_msg(msg: str) -> None:
-    """Logs ``msg`` at DEBUG level to the current scope's logger, after the scope's name.
+    """Log ``msg`` at DEBUG level to the current scope's logger, after the scope's name.
 
     Args:
         msg: the message.
@@ -297,7 +297,7 @@ def debug_msg(msg: str) -> None:
 
 
 def _clean_metadata_for_serialization(metadata: dict[Any, Any]) -> dict[Any, Any]:
-    """A copy without what cannot be stored: process groups, functions, handles and the like.
+    """Return a copy without what cannot be stored: process groups, functions, handles and the like.
 
     Args:
         metadata: nested dicts and lists; not changed.

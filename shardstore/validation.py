@@ -108,12 +108,12 @@ class StrictHandling(Enum):
 
     @staticmethod
     def requires_explicit_ckpt_mismatch_check(val: StrictHandling) -> bool:
-        """Whether the checkpoint's keys have to be known before loading."""
+        """Return whether the checkpoint's keys have to be known before loading."""
         return val is not StrictHandling.ASSUME_OK_UNEXPECTED
 
     @staticmethod
     def requires_global_app_metadata(val: StrictHandling) -> bool:
-        """Whether all ranks' keys have to be known before loading."""
+        """Return whether all ranks' keys have to be known before loading."""
         return val in (
             StrictHandling.IGNORE_ALL,
             StrictHandling.LOG_ALL,
@@ -123,7 +123,7 @@ class StrictHandling(Enum):
 
     @staticmethod
     def requires_returning_mismatch_keys(val: StrictHandling) -> bool:
-        """Whether loading returns the two sets of keys beside the state dict."""
+        """Return whether loading returns the two sets of keys beside the state dict."""
         return val in (StrictHandling.RETURN_UNEXPECTED, StrictHandling.RETURN_ALL)
 
 

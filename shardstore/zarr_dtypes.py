@@ -81,7 +81,8 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
 
     @classmethod
     def from_native_dtype(cls, dtype: TBaseDType) -> Self:
-        """The zarr data type of a numpy one; DataTypeValidationError where it is not this one."""
+        """Return the zarr data type of a numpy one; DataTypeValidationError where it is not this
+        one."""
         if not cls._check_native_dtype(dtype):
             raise DataTypeValidationError(f"{dtype!r} is not the numpy type {cls._zarr_v3_name}")
         return cls._from_byte_order(dtype.byteorder)
@@ -91,7 +92,7 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
         return cls()
 
     def to_native_dtype(self) -> np.dtype[Any]:
-        """The numpy data type, from ``ml_dtypes``."""
+        """Return the numpy data type, from ``ml_dtypes``."""
         return np.dtype(self._scalar)
 
     @classmethod
@@ -117,8 +118,8 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
     @overload
     def to_json(self, zarr_format: Literal[3]) -> str: ...
     def to_json(self, zarr_format: ZarrFormat) -> DTypeConfig_V2[str, None] | str:
-        """The registered name; Zarr v2 uses the same, as TensorStore and Megatron-Core write it,
-        and means little endian by it, so that big is refused."""
+        """Return the registered name; Zarr v2 uses the same, as TensorStore and Megatron-Core write
+        it, and means little endian by it, so that big is refused."""
         if zarr_format == 3:
             return self._zarr_v3_name
         if getattr(self, "endianness", "little") == "big":
@@ -131,7 +132,7 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
         return isinstance(data, str | int | float) and not isinstance(data, bool)
 
     def cast_scalar(self, data: object) -> np.generic:
-        """A number, numpy scalar, or string as in array metadata, as a scalar of this type.
+        """Return a number, numpy scalar, or string as in array metadata, as a scalar of this type.
 
         Scalars of this type keep their bits; numbers are rounded as ``ml_dtypes`` rounds them.
 
@@ -153,11 +154,12 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
         )
 
     def default_scalar(self) -> np.generic:
-        """The value whose bits are all zero; that is 0 where the type has one."""
+        """Return the value whose bits are all zero; that is 0 where the type has one."""
         return self._from_bits(0)
 
     def from_json_scalar(self, data: JSON, *, zarr_format: ZarrFormat) -> np.generic:
-        """A fill value of array metadata: a number, ``"NaN"``, an infinity, or bits in hexadecimal.
+        """Return a fill value of array metadata: a number, ``"NaN"``, an infinity, or bits in
+        hexadecimal.
 
         Raises:
             TypeError: not a number or string.
@@ -172,7 +174,7 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
         return self.cast_scalar(data)
 
     def to_json_scalar(self, data: object, *, zarr_format: ZarrFormat) -> float | str:
-        """The fill value as array metadata gives it, exact to the bit.
+        """Return the fill value as array metadata gives it, exact to the bit.
 
         Raises:
             TypeError, ValueError: as :meth:`cast_scalar`; and a NaN other than the type's ``"NaN"``
@@ -245,7 +247,7 @@ class BFloat16(_MLFloat, HasEndianness):
         return cls(endianness="little" if native == np.dtype("<u2") else "big")
 
     def to_native_dtype(self) -> np.dtype[Any]:
-        """The numpy data type, in this byte order."""
+        """Return the numpy data type, in this byte order."""
         native: np.dtype[Any] = np.dtype(self._scalar)
         # Only the machine's own order gives the dtype object that ml_dtypes itself hands out.
         return native if self.endianness == sys.byteorder else native.newbyteorder()

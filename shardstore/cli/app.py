@@ -1,7 +1,7 @@
 """The command ``shardstore``: its subcommands, and its exit codes.
 
 Every error is one line on standard error and an exit code, never a traceback. The modules of the
-commands import NumPy and whatever else takes long inside of functions: a listing needs none of it.
+commands import NumPy and other slow modules inside of functions, because a listing needs none.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from shardstore.cli.printing import Warnings, complain, open_streams
 from shardstore.errors import CheckpointingException, DamagedCheckpointError
 
 INTERRUPTED = 130
-"""Exit code that shells give to what SIGINT ended."""
+"""Exit code that shells use for a process ended by SIGINT."""
 
 app = typer.Typer(
     name="shardstore",
-    help="Look into, check, compare, convert and remove checkpoints, local or in object stores.",
+    help="Inspect, verify, compare, convert and remove checkpoints, local or in object stores.",
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -70,11 +70,11 @@ def _root(
 
 
 def run(arguments: list[str] | None = None) -> int:
-    """Carry out a command line and return its exit code."""
+    """Run a command line and return its exit code."""
     try:
         code = app(arguments, prog_name="shardstore", standalone_mode=False)
         sys.stdout.flush()
-        if code == INTERRUPTED:  # typer takes the interrupt itself, and says nothing
+        if code == INTERRUPTED:  # typer caught the interrupt and printed nothing
             complain("interrupted")
         return code if isinstance(code, int) else 0
     except (typer.Abort, KeyboardInterrupt):
@@ -83,7 +83,7 @@ def run(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:
         return _reader_left()
     except SystemExit as error:
-        # typer exits itself where the pipe breaks while it prints.
+        # typer exits by itself if the pipe breaks while it prints.
         if isinstance(error.__context__, BrokenPipeError):
             return _reader_left()
         raise
@@ -102,7 +102,7 @@ def _described(error: Exception) -> str:
     if isinstance(error, CheckpointingException):
         return str(error)
     if isinstance(error, ImportError):
-        return f"{error}; a part that this needs is not installed"
+        return f"{error}; install this package"
     if hasattr(error, "format_message"):  # typer's own, whose module differs between its versions
         path = getattr(getattr(error, "ctx", None), "command_path", "shardstore")
         return f"{error.format_message().strip().rstrip('.')}; see `{path} --help`"
@@ -113,7 +113,7 @@ def _described(error: Exception) -> str:
 
 def main() -> None:
     """Entry point of the console script."""
-    # A listing makes many objects and then ends: collecting garbage among them only costs time.
+    # A command is short: collecting garbage only costs time.
     gc_module.set_threshold(1_000_000)
     open_streams()
     logging.getLogger("shardstore").addHandler(Warnings())

@@ -1,4 +1,4 @@
-"""Commands ``convert``, ``gc`` and ``rm``. Nothing is removed that was not listed or confirmed."""
+"""Commands ``convert``, ``gc`` and ``rm``. They remove only what they list or ask about."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from shardstore.inspection.opened import array_bytes, clean, counted, human_byte
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
 
-_LOOKS = "Default: what it looks like."
-_TARGETS = "shardstore, safetensors or dcp."
-_FILES = "Of each of several safetensors files. Default: 5 GB."
-_OLD = "In object stores: not written to for so long."
-_OTHER = "Of TARGET, where its store is another one."
+_LOOKS = "Default: detected."
+_TARGETS = "shardstore, safetensors or dcp. Default: by the name."
+_FILES = "Size of each safetensors file. Default: 5 GB."
+_OLD = "In object stores: age of the remains."
+_OTHER = "Options of TARGET's store, if it differs."
 
 
 def convert(
@@ -31,14 +31,14 @@ def convert(
     target_format: Annotated[str | None, opt.value("FORMAT", _TARGETS, "--to")] = None,
     memory_budget: opt.Memory = "512MiB",
     overwrite: Annotated[bool, opt.flag("--overwrite", "Replace a checkpoint at TARGET.")] = False,
-    resume: Annotated[bool, opt.flag("--resume/--no-resume", "Go on with one that died.")] = True,
+    resume: Annotated[bool, opt.flag("--resume/--no-resume", "Continue after a crash.")] = True,
     check: Annotated[bool, opt.flag("--verify/--no-verify", "Compare both at the end.")] = True,
     file_bytes: Annotated[str | None, opt.value("SIZE", _FILES)] = None,
     as_json: opt.Json = False,
     storage_option: opt.Options = None,
     target_storage_option: Annotated[list[str] | None, opt.value("NAME=VALUE", _OTHER)] = None,
 ) -> None:
-    """Convert a checkpoint, verified at the end. One that died goes on when run again."""
+    """Convert a checkpoint and compare the result. After a crash, run it again to continue."""
     from shardstore import convert as conversion
 
     if target_storage_option is None:
@@ -72,19 +72,19 @@ def convert(
 
 
 def gc(
-    root: Annotated[str, opt.argument("ROOT", "Folder or URL below which checkpoints are saved.")],
+    root: Annotated[str, opt.argument("ROOT", "Folder or URL that holds checkpoints.")],
     delete: Annotated[bool, opt.flag("--delete", "Remove them; default: list.")] = False,
     older_than: Annotated[float, opt.value("HOURS", _OLD, at_least=0)] = 24.0,
     as_json: opt.Json = False,
     storage_option: opt.Options = None,
 ) -> None:
-    """List, and with --delete remove, what saves that died left behind."""
+    """List remains of dead saves; remove them with --delete."""
     from shardstore.storage.commit.checkpoints import sweep
 
     location = opt.locate(root, storage_option)
     if location.is_local and not location.is_dir():
         raise NotACheckpointError(
-            f"{location.url} is no folder; give the one that checkpoints are saved in",
+            f"{location.url} is not a folder; give the folder that holds the checkpoints",
             url=location.url,
         )
     found = sweep(location, dry_run=not delete, older_than=timedelta(hours=older_than))
@@ -97,7 +97,7 @@ def gc(
         about = f"{human_bytes(leftover.stored_bytes):>10}  {leftover.objects:>8} files"
         say(f"{leftover.kind:<8}{about}  {leftover.url}")
     if not found:
-        say(f"nothing left behind by dead saves below {location.url}")
+        say(f"no remains of dead saves below {location.url}")
     elif delete:
         say(f"removed {human_bytes(size)} in {len(found)} attempt(s)")
     else:
@@ -113,8 +113,8 @@ def rm(
     as_json: opt.Json = False,
     storage_option: opt.Options = None,
 ) -> None:
-    """Remove a checkpoint, its commit first; files of others in its folder stay. A symbolic link is
-    refused: name the folder that it leads to."""
+    """Remove a checkpoint. Other files in its folder stay. A symbolic link is refused: give its
+    target."""
     from shardstore.storage.commit.checkpoints import delete_checkpoint
     from shardstore.storage.commit.identity import what_else
     from shardstore.storage.commit.inventory import is_checkpoint
@@ -123,8 +123,8 @@ def rm(
     if location.is_local and location.path.is_symlink():
         target = os.path.realpath(location.url)
         raise opt.UsageProblem(
-            f"{location.url} is a symbolic link to {target}; nothing was removed: give {target} to "
-            "remove the checkpoint, or unlink the link if only that is to go"
+            f"{location.url} is a symbolic link to {target}; nothing was removed. Give {target} to "
+            "remove the checkpoint, or use unlink to remove the link"
         )
     if not is_checkpoint(location):
         instead = what_else(location)
@@ -133,7 +133,7 @@ def rm(
     what = f"{location.url}{_size(location)}"
     if not yes:
         if as_json or not sys.stdin.isatty():
-            raise opt.UsageProblem(f"nobody can be asked whether to remove {what}: give --yes")
+            raise opt.UsageProblem(f"standard input is not a terminal: give --yes to remove {what}")
         if not typer.confirm(clean(f"Remove {what}?")):
             raise opt.UsageProblem("nothing was removed")
     delete_checkpoint(location)
@@ -143,11 +143,11 @@ def rm(
         return
     say(f"removed {what}")
     if left:
-        say(f"left what is not the checkpoint's: {', '.join(left[:8])}")
+        say(f"left other files: {', '.join(left[:8])}")
 
 
 def _size(location: Location) -> str:
-    """What would be lost, for the question; a damaged checkpoint can be removed all the same."""
+    """Return the size of the checkpoint for the question; empty if it is damaged."""
     try:
         arrays = StoredCheckpoint(location).arrays.values()
     except CheckpointingException:

@@ -24,13 +24,13 @@ def verify(
     checkpoint: opt.Checkpoint,
     keys: opt.Patterns = None,
     hashes: Annotated[bool, opt.flag("--hashes", "128-bit hashes too, not only crc32c.")] = False,
-    strict: Annotated[bool, opt.flag("--strict", "Exit with 1 for foreign files too.")] = False,
+    strict: Annotated[bool, opt.flag("--strict", "Exit with 1 for notes too.")] = False,
     threads: Annotated[int | None, opt.value("N", "Threads that read.", at_least=1)] = None,
     limit: Annotated[int, opt.value("N", "Findings to print.", at_least=1)] = 100,
     as_json: opt.Json = False,
     storage_option: opt.Options = None,
 ) -> None:
-    """Verify every checksum, document and file. Exits with 1 where there is damage."""
+    """Verify every checksum, document and file. Exit code 1: damage was found."""
     from shardstore.inspection import verify as verification
 
     location = opt.locate(checkpoint, storage_option)
@@ -66,7 +66,7 @@ def verify(
 
 
 def verdict(result: Verified) -> str:
-    """What a verification covered and found, in one line."""
+    """Return the result of a verification in one line."""
     rate = result.bytes / max(result.seconds, 1e-9)
     state = "OK:" if result.ok else f"DAMAGED: {counted(result.damage, 'finding')} in"
     unchecked = f", {result.unchecked:,} without checksums" if result.unchecked else ""
@@ -89,7 +89,7 @@ def diff(
     as_json: opt.Json = False,
     storage_option: opt.Options = None,
 ) -> None:
-    """Compare two checkpoints, by hashes first. Exits with 1 where they differ."""
+    """Compare two checkpoints, by hashes first. Exit code 1: they differ."""
     from shardstore.inspection.difference import compare
 
     places = [Location.of(place, **opt.parse_options(storage_option)) for place in (a, b)]
@@ -133,10 +133,10 @@ def _summary(found: Difference) -> str:
     compared = found.equal + len(found.values) + len(found.described)
     if not compared and (found.only_a or found.only_b):
         return (
-            f"no keys in common: {counted(len(found.only_a), 'array')} in A alone, "
-            f"{counted(len(found.only_b), 'array')} in B alone"
+            f"no keys in common: {counted(len(found.only_a), 'array')} only in A, "
+            f"{counted(len(found.only_b), 'array')} only in B"
         )
-    how = f" ({found.hashed} by their hashes alone)" if found.hashed else ""
+    how = f" ({found.hashed} by hashes)" if found.hashed else ""
     read = f", {human_bytes(found.bytes_read)} of values read" if found.bytes_read else ""
     return f"{found.equal} equal{how}, {len(found.values)} with other values{read}"
 

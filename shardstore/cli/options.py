@@ -1,7 +1,6 @@
-"""Arguments and options that commands share, and opening what they name.
+"""Arguments and options that commands share.
 
-Exit codes: 0 all is well, 1 a difference or damage was found, 2 the command was used wrongly or
-could not be carried out.
+Exit codes: 0 success, 1 a difference or damage was found, 2 wrong usage or an error.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ DAMAGE = 1
 WRONG_USE = 2
 
 TEXTS = (*OPTIONS, *CLIENT_OPTIONS, "account_name", "profile", "region_name")
-"""Storage options that stay texts, even if they look like numbers."""
+"""Storage options that are text even if they look like numbers."""
 
 
 def argument(metavar: str, text: str) -> Any:
@@ -49,14 +48,14 @@ def value(metavar: str, text: str, *names: str, at_least: int | None = None) -> 
 Checkpoint = Annotated[str, argument("CKPT", "Path or URL of a checkpoint.")]
 Patterns = Annotated[
     list[str] | None,
-    argument("KEY", "Keys: whole, up to a dot, or with * and ?. Default: all."),
+    argument("KEY", "Keys, prefixes up to a dot, or patterns with * and ?. Default: all."),
 ]
 Json = Annotated[bool, flag("--json", "Print one JSON document.")]
 Options = Annotated[
     list[str] | None,
-    value("NAME=VALUE", "For an object store, such as endpoint_url=...; may be repeated."),
+    value("NAME=VALUE", "Of the object store, such as endpoint_url=...; may be repeated."),
 ]
-Wide = Annotated[bool, flag("--wide", "Whole lines, however narrow the terminal is.")]
+Wide = Annotated[bool, flag("--wide", "Do not fold lines to the terminal's width.")]
 Memory = Annotated[str, value("SIZE", "Memory for values, such as 512MiB.")]
 Output = Annotated[str, value("FILE", "File to write.", "-o", "--output")]
 
@@ -64,25 +63,25 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kmgt]?)(?:i?b)?", re.IGNORECASE)
 
 
 class UsageProblem(CheckpointingException, ValueError):  # noqa: N818 (it is the user's)
-    """The command was used wrongly; the text says how to use it."""
+    """Wrong usage of a command; the text says how to use it."""
 
 
 def bar(as_json: bool) -> Literal["bar"] | None:
-    """A progress bar, where standard error is a terminal."""
+    """Return ``"bar"`` if standard error is a terminal, and no JSON is printed."""
     return None if as_json or not sys.stderr.isatty() else "bar"
 
 
 def parse_options(given: Sequence[str] | None) -> dict[str, Any]:
-    """Storage options from ``name=value``; dots nest, and JSON values are parsed.
+    """Parse storage options ``name=value``. Dots nest; JSON values are parsed.
 
     Raises:
-        UsageProblem: not of that form.
+        UsageProblem: an option does not have this form.
     """
     out: dict[str, Any] = {}
     for text in given or ():
         name, found, value = text.partition("=")
         if not found or not name:
-            # What follows the name may be a secret.
+            # The rest may be a secret.
             names = ("key", "secret", "token", "endpoint_url", "region_name", "client_kwargs")
             shown = next((name for name in (*names, "profile") if text.startswith(name)), "")
             raise UsageProblem(
@@ -106,7 +105,7 @@ def parse_options(given: Sequence[str] | None) -> dict[str, Any]:
 
 
 def warn_of_idle_options(options: Sequence[str] | None, *locations: Location) -> None:
-    """Say that storage options have no effect if all places are local."""
+    """Print a warning that storage options have no effect if all places are local."""
     if options and all(location.is_local for location in locations):
         urls = " and ".join(location.url for location in locations)
         what = "is a local path" if len(locations) == 1 else "are local paths"
@@ -114,10 +113,10 @@ def warn_of_idle_options(options: Sequence[str] | None, *locations: Location) ->
 
 
 def locate(place: str, options: Sequence[str] | None = None) -> Location:
-    """The location of a path or URL.
+    """Return the location of a path or URL.
 
     Raises:
-        UsageProblem: a URL that names no bucket, or options of another form.
+        UsageProblem: the URL names no bucket, or an option is not NAME=VALUE.
     """
     if re.fullmatch(r"\w+:/+", place):
         raise UsageProblem(f"{place} names no bucket; give a URL such as s3://bucket/run/step-100")
@@ -127,7 +126,7 @@ def locate(place: str, options: Sequence[str] | None = None) -> Location:
 
 
 def open_checkpoint(place: str, options: Sequence[str] | None = None) -> OpenCheckpoint:
-    """The checkpoint at a path or URL; errors as :func:`shardstore.open`."""
+    """Open the checkpoint at a path or URL. Raises the errors of :func:`shardstore.open`."""
     return opened.open(locate(place, options))
 
 
@@ -139,7 +138,8 @@ def require_no_array(location: Location) -> None:
 
 
 def matcher(patterns: Sequence[str] | None) -> Callable[[str], bool]:
-    """Whether a key is chosen: by name, by prefix up to a dot, or by shell pattern; all if none."""
+    """Return whether a key is chosen: by name, by prefix up to a dot, or by shell pattern; all if
+    none."""
 
     def wanted(key: str) -> bool:
         return not patterns or any(
@@ -153,10 +153,10 @@ def matcher(patterns: Sequence[str] | None) -> Callable[[str], bool]:
 
 
 def choose(ckpt: OpenCheckpoint, patterns: Sequence[str] | None) -> dict[str, StoredArray]:
-    """The arrays that patterns choose.
+    """Return the arrays whose keys match patterns.
 
     Raises:
-        MissingKeyError: a pattern chooses nothing.
+        MissingKeyError: a pattern matches no key.
     """
     for pattern in patterns or ():
         if not any(map(matcher([pattern]), ckpt)):
@@ -165,33 +165,32 @@ def choose(ckpt: OpenCheckpoint, patterns: Sequence[str] | None) -> dict[str, St
 
 
 def require_output(output: str) -> Path:
-    """The file to write, checked before anything is read for it.
+    """Return the file to write, checked before anything is read for it.
 
     Raises:
-        UsageProblem: it is a URL or a folder, or its folder does not exist.
+        UsageProblem: ``output`` is a URL or a folder, or its folder does not exist.
     """
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", output):
         raise UsageProblem(
-            f"--output {output!r} is a URL: give the path of a file on this machine, and copy it "
-            "from there"
+            f"--output {output!r} is a URL: give the path of a local file, and upload that file"
         )
     target = Path(output)
     if not output or target.is_dir():
         raise UsageProblem(f"--output {output!r} is a folder; give the name of a file")
     if not target.parent.is_dir():
-        raise UsageProblem(f"{target.parent} is no folder; give another --output")
+        raise UsageProblem(f"{target.parent} is not a folder; give another --output")
     return target
 
 
 def parse_size(text: str) -> int:
-    """Bytes from ``512MiB``, ``2G``, ``1000``.
+    """Return the number of bytes in a text such as ``512MiB``, ``2G``, ``1000``.
 
     Raises:
-        UsageProblem: no size.
+        UsageProblem: the text is not a size.
     """
     found = _SIZE.fullmatch(text.strip())
     power = " kmgt".index(found[2].lower() or " ") if found else 0
     size = int(float(found[1]) * 1024**power) if found else 0
     if size < 1:
-        raise UsageProblem(f"{text!r} is no size; give one such as 512MiB or 2GiB")
+        raise UsageProblem(f"{text!r} is not a size; give one such as 512MiB or 2GiB")
     return size

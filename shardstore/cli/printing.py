@@ -1,4 +1,4 @@
-"""How commands print: nothing that a terminal obeys, and lines within its width.
+"""Printing of results and messages.
 
 Keys, paths and names come from files of others: :func:`clean` shows their unprintable characters as
 Python's ``repr`` does. Results go to standard output, everything else to standard error. Tables
@@ -50,7 +50,8 @@ def emit(value: object) -> None:
 
 
 def open_streams() -> None:
-    """Replace closed standard streams by the null device; escape what an encoding lacks."""
+    """Replace closed standard streams by the null device, and escape characters that their
+    encoding lacks."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:
@@ -60,14 +61,14 @@ def open_streams() -> None:
 
 
 def columns(wide: bool = False) -> int | None:
-    """Columns of the terminal; ``None`` if lines stay whole: ``wide``, or no terminal."""
+    """Return the columns of the terminal; ``None`` without a terminal or with ``wide``."""
     if wide or not sys.stdout.isatty():
         return None
     return max(1, shutil.get_terminal_size().columns)
 
 
 def cells(text: str) -> int:
-    """Columns that a text takes on a terminal."""
+    """Return the columns that a text needs on a terminal."""
     if text.isascii():
         return len(text)
     from rich.cells import cell_len
@@ -81,10 +82,10 @@ def print_table(
     """Print rows in columns; where they do not fit, cells are folded.
 
     Args:
-        rows: all rows, of as many cells.
+        rows: rows with the same number of cells.
         align: ``<`` or ``>`` for each column.
-        width: columns of the terminal; ``None``: any number.
-        names: of the columns.
+        width: columns of the terminal; ``None``: no limit.
+        names: names of the columns.
     """
     rows = [list(map(clean, row)) for row in (*([names] if names else ()), *rows)]
     widths = [max(map(cells, column)) for column in zip(*rows, strict=True)]

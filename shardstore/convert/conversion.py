@@ -229,7 +229,7 @@ def convert(
 
 
 def detect(place: Location) -> str:
-    """The format of what is at a place.
+    """Return the format of what is at a place.
 
     Raises:
         NotACheckpointError: nothing that is known.
@@ -316,8 +316,8 @@ class _Journal:
         self._count = 0
 
     def open(self) -> tuple[Any, Receipts | None]:
-        """The state that the target of an earlier run had, and what that run did; ``None`` where
-        there was none, or another conversion."""
+        """Return the state that the target of an earlier run had, and what that run did; ``None``
+        where there was none, or another conversion."""
         documents: list[Any] = []
         with suppress(ValueError):  # the last one was cut short
             for name in self._place.listing():

@@ -71,7 +71,7 @@ class DcpSource:
         return value[0] if isinstance(value, list) and len(value) == 1 else value
 
     def identity(self) -> list[Any]:
-        """The stamp of its metadata."""
+        """Return the stamp of its metadata."""
         return [self._place.stamp(METADATA_NAME)]
 
 

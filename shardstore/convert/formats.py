@@ -115,7 +115,7 @@ class Target(ABC):
 
     @abstractmethod
     def documents(self, extras: Extras) -> Iterator[tuple[str, bytes, bytes]]:
-        """The files beside the chunks, or parts of files.
+        """Yield the files beside the chunks, or parts of files.
 
         Args:
             extras: of the source, read anew.

@@ -74,7 +74,7 @@ Place = tuple[str, int]
 
 
 def _damaged(path: str, what: object) -> DamagedCheckpointError:
-    """An error that says what is wrong with a file."""
+    """Return an error that says what is wrong with a file."""
     return DamagedCheckpointError(
         f"{path} is no whole safetensors file ({what}); get it anew", url=path
     )
@@ -231,7 +231,7 @@ class SafetensorsSource:
 
 
 def _named(place: Location) -> tuple[Location, str]:
-    """The folder and the name of the file that is meant."""
+    """Return the folder and the name of the file that is meant."""
     if is_file_name(place.name):
         folder = Location(place.url.rpartition("/")[0], place.options)
         if not place.is_local or not place.is_dir():
@@ -256,7 +256,7 @@ def _named(place: Location) -> tuple[Location, str]:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a name is that of a safetensors file, or of an index of some."""
+    """Return whether a name is that of a safetensors file, or of an index of some."""
     return name.endswith((".safetensors", INDEX_SUFFIX))
 
 

@@ -47,7 +47,7 @@ class ZarrSource:
         return [grid.box(grid.index(i)) for i in range(grid.size)]
 
     def extras(self) -> Extras:
-        """The common part as it is, and sharded objects."""
+        """Return the common part as it is, and sharded objects."""
         ckpt = self._ckpt
         attributes = {name: v for name, v in ckpt.attributes.items() if name != "shardstore"}
         record = StateRecord.from_root(ckpt.attributes, ckpt.url)
@@ -89,7 +89,7 @@ class ShardstoreTarget(Target):
         self._started = perf_counter()
 
     def start(self, left: Any) -> Any:
-        """A new attempt."""
+        """Return a new attempt."""
         if left is not None and self._goal.is_local:
             checkpoints.join(self._goal, left, self._options).abandon()
         self._attempt = checkpoints.begin(self._goal, self._options)
@@ -108,7 +108,7 @@ class ShardstoreTarget(Target):
         return found
 
     def array(self, meta: ArrayMeta, boxes: Sequence[Box], most_bytes: int) -> ArrayMeta:
-        """Chunks that straddle no shard of the source."""
+        """Return the chunks that straddle no shard of the source."""
         size = dtypes.itemsize(meta.dtype)
         most = min(DEFAULT_TARGET_CHUNK_BYTES, most_bytes)
         grid, edges, straddled = grid_of(meta.shape, boxes, size, most)
@@ -133,7 +133,7 @@ class ShardstoreTarget(Target):
         files.flush()
 
     def _files(self, extras: Extras) -> Iterator[tuple[str, bytes]]:
-        """Names and contents of the files beside the chunks."""
+        """Return the names and contents of the files beside the chunks."""
         if extras.common is not None:
             yield COMMON_STATE_NAME, extras.common
         if extras.objects:

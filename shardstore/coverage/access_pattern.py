@@ -280,5 +280,5 @@ def check_object(held: Sequence[tuple[int, ShardedObject]]) -> None:
 
 
 def _ranks(held: _Tensors | _Objects) -> list[int]:
-    """The ranks that hold something, at most a handful of them."""
+    """Return the ranks that hold something, at most a handful of them."""
     return sorted({rank for rank, _ in held})[:16]

@@ -181,7 +181,7 @@ class DcpFiles:
 
     @classmethod
     def parse(cls, location: Location, data: bytes) -> DcpFiles:
-        """The checkpoint that a document of metadata describes.
+        """Return the checkpoint that a document of metadata describes.
 
         Args:
             location: where its files are.
@@ -339,7 +339,7 @@ def _parsed(location: Location, metadata: Metadata) -> DcpFiles:
 def _unfolded(
     part: StoredPart, stored_shape: tuple[int, ...], shape: Sequence[int]
 ) -> list[StoredPart]:
-    """The boxes of a tensor that one flattened range of Megatron-Core is.
+    """Return the boxes of a tensor that one flattened range of Megatron-Core is.
 
     Megatron-Core keeps flattened ranges in an array of another shape: the grid of shards, and
     behind it the elements of a flattened shard.

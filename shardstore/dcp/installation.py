@@ -40,7 +40,7 @@ _KEPT = "_reader_of_shardstore"
 
 
 def is_of_dcp(location: Location) -> bool:
-    """Whether a checkpoint that DCP's own storage wrote is at a place."""
+    """Return whether a checkpoint that DCP's own storage wrote is at a place."""
     return not is_ours(location) and location.exists(METADATA_NAME)
 
 
@@ -79,7 +79,7 @@ def handing_on(new_reader: Callable[[], StorageReader]) -> dict[tuple[Any, str],
 
 
 def _handed_on(name: str) -> Callable[..., Any]:
-    """The method of that name: ours where the metadata were ours, else as it is now."""
+    """Return the method of that name: ours where the metadata were ours, else as it is now."""
     before = getattr(FileSystemReader, name)
 
     @functools.wraps(before)

@@ -78,7 +78,7 @@ class SentItems(UserList[ReadItem]):
 
     @classmethod
     def kept(cls, items: Iterable[ReadItem]) -> SentItems:
-        """A list to be sent. Who makes it holds it until it is back."""
+        """Return a list to be sent. Who makes it holds it until it is back."""
         # A forked process has the same token to begin with, and is another home.
         token = _process + os.getpid().to_bytes(4) + next(_numbers).to_bytes(8)
         made = _at_home[token] = cls._sealed(token, b"", list(items))
@@ -119,7 +119,7 @@ def _arrived(token: bytes, packed: bytes) -> SentItems:
 
 
 def _described(dtype: torch.dtype, shape: tuple[int, ...]) -> TensorStorageMetadata:
-    """A tensor to DCP's planner: of one piece, since any region of it can be read."""
+    """Return a tensor to DCP's planner: of one piece, since any region of it can be read."""
     size = torch.Size(shape)
     whole = ChunkStorageMetadata(torch.Size([0] * len(shape)), size)
     return TensorStorageMetadata(TensorProperties(dtype), size, [whole])
@@ -168,7 +168,7 @@ class Placed:
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether a checkpoint can be there: a local path or a URL."""
+        """Return whether a checkpoint can be there: a local path or a URL."""
         return bool(os.fspath(checkpoint_id))
 
 
@@ -374,7 +374,8 @@ class StorageReader(Placed, DcpStorageReader):
         return future
 
     def _pickled(self, key: str) -> io.BytesIO:
-        """A value as the planner wants it: what ``torch.load`` reads, made anew in this process.
+        """Return a value as the planner wants it: what ``torch.load`` reads, made anew in this
+        process.
 
         Raises:
             MissingKeyError: there is none of that key.

@@ -281,7 +281,7 @@ def _for_dcp(
 
 
 def _folded(tensor: ShardedTensor) -> ShardedTensor:
-    """A flattened range as a shard of the array that Megatron-Core keeps such ranges in."""
+    """Return a flattened range as a shard of the array that Megatron-Core keeps such ranges in."""
     counts = tensor.axis_fragmentations
     if counts is None or any(n % c for n, c in zip(tensor.global_shape, counts, strict=True)):
         raise AccessPatternError(
@@ -379,7 +379,7 @@ class TorchDistLoadShardedStrategy(ReadsOwnFormat, LoadShardedStrategy):
         return _whole_tensors(DcpFiles.open(checkpoint_dir))
 
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
-        """The same, sharded objects under their unique keys included."""
+        """Return the same, sharded objects under their unique keys included."""
         files = DcpFiles.open(checkpoint_dir)
         found = _whole_tensors(files)
         for key in files.objects:

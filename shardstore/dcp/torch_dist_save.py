@@ -170,7 +170,7 @@ class FilesSave:
             staging.close()
 
     def _files(self) -> list[tuple[str, list[WriteItem]]]:
-        """Names of files, and what goes into each: about as many bytes into every one."""
+        """Return the names of files and the items of each, with about equal bytes."""
         hint, files = self._hint or "", []
         own = [item for item in self._items if hint and item.index.fqn.startswith(hint)]
         rest = [item for item in self._items if not hint or not item.index.fqn.startswith(hint)]
@@ -198,7 +198,7 @@ class FilesSave:
                     self._written.append((item.index, info))
 
     def _data(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """An item on the host, of the copy if there is one: a tensor with memory of its own."""
+        """Return an item in host memory, from the copy if there is one."""
         data = self._copies.get(item.index)
         if data is None:
             data = self._planner.resolve_data(item)
@@ -238,8 +238,8 @@ class FilesSave:
         ranks.together(report, what=f"saving to {self._url}", error=error, decide=decide)
 
     def _own(self, error: BaseException) -> BaseException:
-        """An error of the system, or one of torch over it, with rank and place in it; others as
-        they are."""
+        """Return an error of the system, or one of torch over it, with rank and place in it; others
+        as they are."""
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, OSError):
             cause = cause.__cause__ or cause.__context__

@@ -96,7 +96,7 @@ class Report:
 
 
 def with_items(rank: int, plan: SavePlan) -> SavePlan:
-    """The plan with its items, also where DCP's cache left them out.
+    """Return the plan with its items, also where DCP's cache left them out.
 
     Raises:
         CheckpointingException: they never came.
@@ -115,7 +115,7 @@ def with_items(rank: int, plan: SavePlan) -> SavePlan:
 
 
 def _sharded(item: WriteItem, flattened: bool, data: torch.Tensor | None = None) -> ShardedTensor:
-    """An item of a plan as a sharded tensor; rows of the whole as a flattened range."""
+    """Return an item of a plan as a sharded tensor; rows of the whole as a flattened range."""
     about = item.tensor_data
     assert about is not None
     key, dtype = item.index.fqn, about.properties.dtype

@@ -139,7 +139,7 @@ class Ranks:
 
     @classmethod
     def current(cls, purpose: str = "") -> Ranks:
-        """The ranks of the default process group, or a world of one.
+        """Return the ranks of the default process group, or a world of one.
 
         Called by every rank; the first call of a process group creates a gloo group of ours, which
         all ranks wait for.
@@ -158,13 +158,13 @@ class Ranks:
         return cls(dist.get_rank(), dist.get_world_size(), deadline_s, group)
 
     def lacks(self, purpose: str) -> bool:
-        """Whether this rank needs a group for a purpose and has none that works. It asks nobody:
-        of other ranks this may not be true, or not yet.
+        """Return whether this rank needs a group for a purpose and has none that works. It asks
+        nobody: of other ranks this may not be true, or not yet.
         """
         return self.world_size > 1 and _is_lacking(purpose)
 
     def over(self, purpose: str, *, anew: bool) -> Ranks:
-        """The same ranks, over the group of another purpose.
+        """Return the same ranks, over the group of another purpose.
 
         Called by every rank; with ``anew`` a group is created, which all ranks wait for.
 
@@ -466,7 +466,7 @@ def _describe(error: BaseException) -> str:
 
 
 def _portable(error: BaseException) -> CheckpointingException | None:
-    """The error itself where other ranks can rebuild it."""
+    """Return the error itself where other ranks can rebuild it."""
     if not isinstance(error, CheckpointingException):
         return None
     try:

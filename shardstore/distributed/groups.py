@@ -66,7 +66,7 @@ def raise_together(group: Group, what: str) -> Iterator[None]:
 
 
 def any_rank(flag: bool, group: Group = None) -> bool:
-    """Whether any rank of a group says so. Every rank calls it and waits for all."""
+    """Return whether any rank of a group says so. Every rank calls it and waits for all."""
     if group_size(group) == 1:
         return flag
     said = torch.tensor([int(flag)], device=exchange_device(group))
@@ -121,12 +121,12 @@ def require_group(name: str, group: object) -> None:
 
 
 def has_ranks() -> bool:
-    """Whether there is a default process group."""
+    """Return whether there is a default process group."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def group_size(group: Group) -> int:
-    """Ranks in a group; 1 without a process group, or where this rank is not a member."""
+    """Return the size of a group; 1 without a process group, or if this rank is not a member."""
     return max(1, torch.distributed.get_world_size(group)) if has_ranks() else 1
 
 
@@ -136,14 +136,15 @@ def group_rank(group: Group) -> int:
 
 
 def global_rank(group: Group, rank: int) -> int:
-    """The global number of a rank that is numbered within a group."""
+    """Return the global number of a rank that is numbered within a group."""
     if group is None or not has_ranks():
         return rank
     return torch.distributed.get_global_rank(group, rank)
 
 
 def global_ranks(group: Group) -> tuple[int, ...]:
-    """The global numbers of a group's ranks, in its order; none where this rank is no member."""
+    """Return the global numbers of a group's ranks, in its order; none where this rank is no
+    member."""
     if not has_ranks():
         return (0,)
     if torch.distributed.get_world_size(group) < 1:
@@ -152,7 +153,7 @@ def global_ranks(group: Group) -> tuple[int, ...]:
 
 
 def exchange_device(group: Group) -> torch.device:
-    """The device on which tensors must be for this group to move them."""
+    """Return the device on which tensors must be for this group to move them."""
     if has_ranks() and "nccl" in torch.distributed.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -46,7 +46,7 @@ Path = tuple[str | int, ...]
 
 
 def shard(state_dict: StateDict) -> ShardedStateDict:
-    """A sharded state dict with every tensor of a state dict, by the rule of this module.
+    """Return a sharded state dict with every tensor of a state dict, by the rule of this module.
 
     Called by every rank; it waits for none. Plain tensors are taken to be the same on all ranks of
     the DTensors' meshes, on all ranks where there are none.
@@ -66,14 +66,14 @@ def shard(state_dict: StateDict) -> ShardedStateDict:
 
 
 def adopt_for_save(state_dict: ShardedStateDict) -> ShardedStateDict:
-    """The state dict with its DTensors as sharded tensors; itself where there are none."""
+    """Return the state dict with its DTensors as sharded tensors; itself where there are none."""
     if not _dtensors(state_dict):
         return state_dict
     return _adopt(state_dict, plain=lambda key: True, loading=False).state
 
 
 def adopt_for_load(state_dict: ShardedStateDict, stored: Callable[[], Container[str]]) -> Adopted:
-    """The state dict with what is to be loaded from arrays as sharded tensors.
+    """Return the state dict with what is to be loaded from arrays as sharded tensors.
 
     Args:
         state_dict: what the caller wants.
@@ -86,12 +86,12 @@ def adopt_for_load(state_dict: ShardedStateDict, stored: Callable[[], Container[
 
 
 def keys_of_plain(state_dict: StateDict) -> frozenset[str]:
-    """Keys that the plain tensors of a state dict would have beside DTensors."""
+    """Return the keys that the plain tensors of a state dict would have beside DTensors."""
     return frozenset(_key(path) for path, value in _leaves(state_dict) if _is_plain(value))
 
 
 def needs_adoption(state_dict: ShardedStateDict) -> bool:
-    """Whether :func:`adopt_for_load` has to know what is stored."""
+    """Return whether :func:`adopt_for_load` has to know what is stored."""
     if _dtensors(state_dict):
         return True
     values = [value for _, value in _leaves(state_dict)]
@@ -140,7 +140,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _dtensor_type() -> Any:
-    """The type, if the program has imported it; else one that nothing is of."""
+    """Return the type, if the program has imported it; else one that nothing is of."""
     module = sys.modules.get("torch.distributed.tensor")
     return getattr(module, "DTensor", ())
 

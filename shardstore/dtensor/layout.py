@@ -192,8 +192,8 @@ def _shards(
     runs: Sequence[Runs],
     may_be_flat: bool,
 ) -> list[ShardedTensor]:
-    """The sharded tensors of a rank, over the local tensor's memory: a box for each combination of
-    its runs, or flattened ranges."""
+    """Return the sharded tensors of a rank, over the local tensor's memory: a box for each
+    combination of its runs, or flattened ranges."""
     fragments, edges = zip(*map(summary, shape, cuts), strict=True) if shape else ((), ())
     flat = may_be_flat and _cells_are_tiny(shape, cuts, edges, local.element_size())
     row = math.prod(shape[1:])
@@ -216,7 +216,7 @@ def _shards(
 
 
 def _with_position(runs: Runs) -> list[tuple[int, int, int]]:
-    """The runs, each with the place where it begins in the local tensor."""
+    """Return the runs, each with the place where it begins in the local tensor."""
     positions = itertools.accumulate((n for _, n in runs), initial=0)
     return [(start, n, position) for (start, n), position in zip(runs, positions, strict=False)]
 
@@ -227,7 +227,7 @@ def _cells_are_tiny(
     edges: Sequence[int],
     itemsize: int,
 ) -> bool:
-    """Whether a grid that fits all boundaries would be of very many very small chunks.
+    """Return whether a grid that fits all boundaries would be of very many very small chunks.
 
     It is so for uneven cuts of cuts (a vocabulary of 50257 over 2 x 4 ranks). Where only the first
     axis is cut, flattened ranges are the better description: their few chunks that a boundary cuts
@@ -266,7 +266,7 @@ def _spec_of(tensor: DTensor) -> Any:
 
 
 def _order(tensor: DTensor) -> list[int]:
-    """The dimensions of the mesh, those that cut an axis in the order in which they cut it.
+    """Return the dimensions of the mesh, those that cut an axis in the order in which they cut it.
 
     That is from left to right, unless the DTensor says otherwise (torch 2.10 and later,
     ``DTensorSpec.shard_order``). Strided shards say it by their stride, and go from left to right.
@@ -302,12 +302,12 @@ def claims(state: ShardedStateDict) -> bytes:
 
 
 def _is_first_copy(tensor: ClaimedTensor) -> bool:
-    """Whether this is the main replica as far as its own mesh goes."""
+    """Return whether this is the main replica as far as its own mesh goes."""
     return is_main_replica(tensor.replica_id)
 
 
 def decide_claims(reports: Sequence[bytes]) -> bytes:
-    """The lowest rank that holds each shard, from all ranks' :func:`claims`."""
+    """Return the lowest rank that holds each shard, from all ranks' :func:`claims`."""
     owners: dict[tuple[Any, ...], int] = {}
     for rank, report in enumerate(reports):
         for identity in pickle.loads(report) if report else ():

@@ -1,2 +1,2 @@
 """Inspection of stored checkpoints without ranks and without torch: verification, differences,
-statistics, layout. Nothing here prints or changes a checkpoint."""
+statistics, layout."""

@@ -29,12 +29,12 @@ from shardstore.storage.format.grid import Box
 from shardstore.storage.format.names import COMMON_STATE_NAME
 
 READ_TOGETHER = 8
-"""Sharded objects that are read at a time, each whole in memory."""
+"""Number of sharded objects that are in memory at a time."""
 
 
 @dataclass(frozen=True)
 class ArrayDifference:
-    """How the values of one key differ.
+    """The differences of the values of one key.
 
     Attributes:
         elements: number of elements whose bits differ, out of ``of``.
@@ -42,9 +42,9 @@ class ArrayDifference:
             ``chunks_of``.
         max_abs: largest absolute difference of two finite values.
         norm: Euclidean norm of the differences of finite values.
-        norm_a: Euclidean norm of the finite values of the first, over the chunks that were read.
-        nonfinite: elements that differ and are NaN or infinite on one side at least.
-        damage: what could not be read.
+        norm_a: Euclidean norm of the finite values of A, in the chunks that were read.
+        nonfinite: number of elements that differ and are NaN or infinite on one or both sides.
+        damage: texts of errors.
     """
 
     elements: int
@@ -60,16 +60,16 @@ class ArrayDifference:
 
 @dataclass
 class Difference:
-    """What differs between checkpoints A and B.
+    """The differences of checkpoints A and B.
 
     Attributes:
-        only_a, only_b: keys on one side alone.
-        described: key -> property -> both sides, where shapes or data types differ.
-        values: key -> difference, where bits differ or could not be read.
+        only_a, only_b: keys that only one side has.
+        described: key -> property -> both sides, if shapes or data types differ.
+        values: key -> difference, if bits differ or could not be read.
         files: ``common.pt`` and sharded objects that differ, or that one side lacks.
-        equal: number of keys whose values are equal.
-        hashed: number of keys of these that were told equal by hashes alone.
-        bytes_read: of values.
+        equal: number of keys with equal values.
+        hashed: number of these keys whose hashes are equal, so that no values were read.
+        bytes_read: bytes of values that were read.
     """
 
     only_a: list[str] = field(default_factory=list)
@@ -83,12 +83,12 @@ class Difference:
 
     @property
     def same(self) -> bool:
-        """Nothing differs."""
+        """Whether the checkpoints are equal."""
         found = (self.only_a, self.only_b, self.described, self.values, self.files)
         return not any(found)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the fields for JSON."""
         return {"same": self.same, **asdict(self)}
 
 
@@ -105,10 +105,10 @@ def compare(
 
     Args:
         a, b: the checkpoints.
-        wants: whether a key is to be compared.
+        wants: returns whether to compare a key.
         files: compare ``common.pt`` and the sharded objects too.
-        budget_bytes: memory for values at a time.
-        progress: a callback, or ``"bar"``, for the bytes of A's values that are compared.
+        budget_bytes: memory for values.
+        progress: a callback, or ``"bar"``; it counts the bytes of A's values.
     """
     out = Difference()
     left = {key: array for key, array in a.items() if wants(key)}
@@ -177,8 +177,8 @@ def compare(
 
 
 def _suspects(mine: StoredArray, other: StoredArray) -> Collection[int]:
-    """Numbers of the chunks that may differ: all, unless both manifests have hashes of the same
-    chunks."""
+    """Return the numbers of the chunks that may differ: all, unless both manifests have hashes for
+    the same grid."""
     grid = mine.meta.grid
     one, two = _digests(mine), _digests(other)
     if one is None or two is None or grid != other.meta.grid:
@@ -195,7 +195,7 @@ def _digests(array: StoredArray) -> NDArray[Any] | None:
 
 
 def _difference(a: NDArray[Any], b: NDArray[Any]) -> tuple[Statistics, Statistics]:
-    """Statistics of ``a``, and of the absolute differences of all elements whose bits differ."""
+    """Return statistics of ``a``, and of the absolute differences where bits differ."""
     values, deltas = Statistics(), Statistics()
     for start in range(0, a.size, BLOCK):
         x, y = (part.reshape(-1)[start : start + BLOCK] for part in (a, b))
@@ -208,11 +208,11 @@ def _difference(a: NDArray[Any], b: NDArray[Any]) -> tuple[Statistics, Statistic
 
 
 def _delta(x: NDArray[Any], y: NDArray[Any]) -> NDArray[np.float64]:
-    """Absolute differences as float64; NaN where a side is not finite."""
+    """Return absolute differences as float64; NaN where a side is not finite."""
     out: NDArray[np.float64]
     if x.dtype.kind == "c":
         out = np.abs(x.astype(np.complex128) - y.astype(np.complex128))
-    elif x.dtype.kind in "iu":  # exact, also where float64 is not
+    elif x.dtype.kind in "iu":  # exact, unlike a difference in float64
         wrapped = np.maximum(x, y) - np.minimum(x, y)
         out = wrapped.view(f"u{x.dtype.itemsize}").astype(np.float64)
     else:

@@ -1,8 +1,8 @@
 """Checkpoints, and Zarr of other programs, as read-only mappings of keys to lazy arrays.
 
-:func:`open` needs neither ranks nor torch. The commands that look into checkpoints and the
-converters read through the objects that it returns. NumPy, zarr, TensorStore and torch are imported
-by what needs them: a listing needs none.
+:func:`open` needs neither ranks nor torch. The commands that inspect checkpoints and the converters
+use the objects that it returns. NumPy, zarr, TensorStore and torch are imported only by the methods
+that need them, because a listing needs none.
 """
 
 from __future__ import annotations
@@ -52,34 +52,38 @@ if TYPE_CHECKING:
 __all__ = ["OpenCheckpoint", "StoredArray", "clean", "counted", "human_bytes", "missing", "open"]
 
 READ_TOGETHER = 8
-"""Pieces of a selection with steps that are read at a time, each at most a chunk."""
+"""Number of pieces, each at most a chunk, that a selection with steps reads at a time."""
 SHOWN = 40
-"""Arrays in the table of a checkpoint; of more, the first and the last."""
+"""Largest number of arrays in the table of a checkpoint; of more, it has the first and the last."""
 SHOWN_KEY = 60
-"""Characters of a key in the table; of a longer one, its beginning and its end."""
+"""Characters of a key in the table; of a longer key, it has the beginning and the end."""
 
 
 def open(
     place: str | os.PathLike[str] | Location, storage_options: Mapping[str, Any] | None = None
 ) -> OpenCheckpoint:
-    """Open a checkpoint for looking into it. One process calls it; it needs no ranks and no torch.
+    """Open a checkpoint to read it. One process calls it; it needs no ranks and no torch.
 
-    Opens checkpoints of this package and of Megatron-Core's zarr backend, and plain Zarr (v2 and
-    v3, a group or a single array) of any program. Documents are read now; values when an array is
-    indexed::
+    It opens checkpoints of this package and of Megatron-Core's zarr backend, and plain Zarr (v2 and
+    v3, a group or a single array) of any program. It reads the documents. Indexing an array reads
+    values::
 
         ckpt = shardstore.open("s3://bucket/run/step-100")
         ckpt["decoder.fc1.weight"][0:8]
 
     Args:
         place: a folder, or a URL such as ``s3://bucket/run/step-100``.
-        storage_options: for an object store, see :func:`shardstore.save`.
+        storage_options: options of an object store, see :func:`shardstore.save`.
+
+    Returns:
+        A mapping of keys to :class:`StoredArray`.
 
     Raises:
-        NotACheckpointError: nothing there that can be opened; the text says what is there.
-        FormatVersionError, DTypeMismatchError: an array uses what this version does not read.
-        DamagedCheckpointError: the root document is missing, or not what was committed.
-        StorageError: the store refused.
+        NotACheckpointError: there is nothing that can be opened; the text says what is there.
+        FormatVersionError, DTypeMismatchError: an array has a codec, grid or data type that this
+            version does not read.
+        DamagedCheckpointError: the root document is missing or damaged.
+        StorageError: the store failed.
     """
     location = Location.given(place, storage_options)
     stored = StoredCheckpoint(location)
@@ -99,7 +103,7 @@ def open(
 
 
 def _single(location: Location, name: str) -> OpenCheckpoint:
-    """Open one array of another program, under its own name."""
+    """Open a single array of another program; its key is the name of its folder."""
     text = location.read(name)
     if name == "zarr.json" and not is_foreign_node(text):
         raise NotACheckpointError(
@@ -127,12 +131,12 @@ def _require_zarr(location: Location) -> None:
 
 
 class OpenCheckpoint(Mapping[str, "StoredArray"]):
-    """What :func:`open` returns: key -> array, in the order in which they are stored.
+    """An open checkpoint, returned by :func:`open`: key -> array, in the order of the documents.
 
     Attributes:
-        url: where it is.
+        url: URL of the checkpoint.
         stored: its documents and chunks, for the tools of this package.
-        metas: key -> what the document of an array says.
+        metas: key -> description of the array.
     """
 
     def __init__(
@@ -143,10 +147,10 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
         self.metas = stored.arrays if metas is None else metas
 
     def __getitem__(self, key: str) -> StoredArray:
-        """Return an array, of which nothing is read yet.
+        """Return an array without reading its values.
 
         Raises:
-            MissingKeyError: there is none; the text names the nearest keys.
+            MissingKeyError: there is no such key; the text names the nearest keys.
         """
         if key not in self.metas:
             raise missing(key, self, f"key of {self.url}, which has {len(self)}")
@@ -180,13 +184,13 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
 
     @cached_property
     def common(self) -> dict[str, Any]:
-        """The common state, rank 0's plain values; empty for Zarr of other programs.
+        """The common values, which rank 0 saved; empty for Zarr of other programs.
 
-        Loading a ``common.pt`` imports torch; a common state that is JSON does without.
+        Loading a ``common.pt`` imports torch. Common values in JSON need no torch.
 
         Raises:
-            NotACheckpointError, DamagedCheckpointError: it is gone, or not what was written.
-            UnsafeObjectError: it needs a class that was not allowed to be loaded.
+            NotACheckpointError, DamagedCheckpointError: the file is missing or damaged.
+            UnsafeObjectError: a pickled class is not allowed.
         """
         from shardstore.values.record import StateRecord
 
@@ -202,17 +206,17 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
 
     @cached_property
     def objects(self) -> StoredObjects:
-        """Unique key (``rng/shard_0_4``) -> sharded object, loaded when it is asked for."""
+        """Unique key (``rng/shard_0_4``) -> sharded object, loaded on access."""
         return StoredObjects(self.stored)
 
     @property
     def content_metadata(self) -> Any:
-        """What was saved as ``content_metadata``, as far as it is JSON; ``None`` if nothing."""
+        """The JSON-serialisable part of ``content_metadata``; ``None`` if the save had none."""
         return self.attributes.get("content_metadata")
 
     @cached_property
     def info(self) -> dict[str, Any]:
-        """What is known of the checkpoint as a whole, as JSON: format, writer, sizes, metadata."""
+        """A summary of the checkpoint as JSON: format, writer, sizes, metadata."""
         stored, root, metas = self.stored, self.stored.root, self.metas.values()
         manifest, damaged = self.manifest_or_damage()
         ranks = {} if manifest is None else Counter(int(rank) for rank in manifest.rank)
@@ -246,7 +250,8 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
         }
 
     def manifest_or_damage(self) -> tuple[Manifest | None, str | None]:
-        """Return the manifest, or what is wrong with it; neither where there is none."""
+        """Return the manifest or a text that describes its damage; both ``None`` if there is no
+        manifest."""
         try:
             return self.stored.manifest, None
         except DamagedCheckpointError as error:
@@ -254,7 +259,7 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
 
     @cached_property
     def is_foreign(self) -> bool:
-        """Whether another program wrote it, with chunks of nothing but fill values left out."""
+        """Whether another program wrote it: it may lack chunks that hold only the fill value."""
         root = self.stored.root
         ours = root is not None and root.format_version is not None
         return not ours and not self.stored.has_document(CONFIG_NAME)
@@ -267,10 +272,11 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
         return self.stored.location.read(f"{meta.node}/{meta.document_name}")
 
     def read(self, reads: Sequence[RegionRead]) -> None:
-        """Read regions into their destinations, every byte that has a checksum verified.
+        """Read regions into their destinations and verify every byte that has a checksum.
 
         Raises:
-            ChunkMissingError, ChunkCorruptError: name key, chunk and writer.
+            ChunkMissingError, ChunkCorruptError: a chunk is missing or damaged; the text names key,
+                chunk and writer.
         """
         location = self.stored.location
         if not self.is_foreign:
@@ -281,12 +287,12 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
             for read in reads:
                 read.array = self._as_written(read.array)
             TensorStoreReader(location, fill_missing=True).read(reads, lambda: None)
-        else:  # a store that TensorStore has no driver for
+        else:  # TensorStore has no driver for this store
             for read in reads:
                 read.out[...] = StoredArray(self, read.array).zarr[read.box.slices]
 
     def _as_written(self, meta: ArrayMeta) -> ArrayMeta:
-        """Return an array whose document says how all of it is decoded, fill value included."""
+        """Return the description of an array with the fill value from its own document."""
         if meta.document is not None:
             return meta
         return replace(meta, codecs=None, document=self.document(meta))
@@ -309,12 +315,12 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
 
 
 class StoredArray:
-    """An array of an open checkpoint. Indexing it reads values; nothing else does.
+    """An array of an open checkpoint. It reads values only when it is indexed, or by ``torch()``.
 
     Attributes:
-        checkpoint: the checkpoint that it is in.
-        key: its key.
-        meta: what its document says, for the tools of this package.
+        checkpoint: the open checkpoint.
+        key: key of the array.
+        meta: description of the array, for the tools of this package.
     """
 
     def __init__(self, checkpoint: OpenCheckpoint, meta: ArrayMeta) -> None:
@@ -344,12 +350,12 @@ class StoredArray:
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Shape of a chunk: what is read at least."""
+        """Shape of a chunk."""
         return self.meta.grid.chunk_shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """NumPy data type; of ``ml_dtypes`` for bfloat16 and the 8-bit floats."""
+        """NumPy data type; bfloat16 and the 8-bit floats are those of ``ml_dtypes``."""
         return dtypes.numpy_dtype(self.meta.dtype)
 
     @cached_property
@@ -366,7 +372,7 @@ class StoredArray:
 
     @property
     def tensorstore(self) -> Any:
-        """TensorStore's handle on the array (``tensorstore.TensorStore``), for reading.
+        """The array as ``tensorstore.TensorStore``, opened for reading.
 
         Raises:
             StorageError: TensorStore has no driver for the store.
@@ -381,7 +387,7 @@ class StoredArray:
 
     @property
     def zarr(self) -> zarr.Array[Any]:
-        """zarr's handle on the array, for reading."""
+        """The array as ``zarr.Array``, opened for reading."""
         import zarr
 
         from shardstore import zarr_dtypes  # noqa: F401 (teaches zarr bfloat16 and float8)
@@ -402,30 +408,31 @@ class StoredArray:
 
     def __len__(self) -> int:
         if not self.shape:
-            raise TypeError(f"{self.key!r} has no axes, and so no length")
+            raise TypeError(f"{self.key!r} is a scalar and has no length")
         return self.shape[0]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         if copy is False:
-            raise ValueError(f"the values of {self.key!r} are in a store: they cannot be shared")
+            raise ValueError(f"the values of {self.key!r} are in a store: they must be copied")
         values: NDArray[Any] = self[...]
         return values if dtype is None else values.astype(dtype, copy=False)
 
     def __getitem__(self, selection: Any) -> Any:
-        """Read a part of the array, as NumPy's basic indexing selects it.
+        """Read a part of the array, selected by NumPy's basic indexing.
 
-        Only chunks that hold a part of it are read, and verified by their checksums.
+        It reads only chunks that overlap the selection, and verifies them by their checksums.
 
         Args:
-            selection: integers, slices with any steps, and one ellipsis.
+            selection: integers, slices with any steps, and at most one ellipsis.
 
         Returns:
-            An array; a scalar where all axes have an integer.
+            A NumPy array; a scalar if all axes have an integer.
 
         Raises:
-            IndexRangeError: an integer is out of range, or there are more of them than axes.
-            ArgumentError: it is of another kind, as a list of positions.
-            ChunkMissingError, ChunkCorruptError: name key, chunk and writer.
+            IndexRangeError: an integer is out of range, or there are more indices than axes.
+            ArgumentError: another kind of index, such as a list of positions.
+            ChunkMissingError, ChunkCorruptError: a chunk is missing or damaged; the text names key,
+                chunk and writer.
         """
         parts = selection if isinstance(selection, tuple) else (selection,)
         chosen = self.positions(parts)
@@ -439,11 +446,9 @@ class StoredArray:
         shown = f"{clean(self.key)!r} of shape {self.shape}"
         indices = [part for part in parts if part is not Ellipsis]
         if len(indices) > self.ndim:
-            raise IndexRangeError(
-                f"{len(indices)} indices are more axes than {shown} has", key=self.key
-            )
+            raise IndexRangeError(f"{len(indices)} indices are too many for {shown}", key=self.key)
         if len(parts) - len(indices) > 1:
-            raise ArgumentError(f"an index of {shown} has one ellipsis at most", key=self.key)
+            raise ArgumentError(f"give at most one ellipsis as index of {shown}", key=self.key)
         at = next((i for i, part in enumerate(parts) if part is Ellipsis), len(parts))
         full = [slice(None)] * (self.ndim - len(indices))
         out = []
@@ -458,8 +463,8 @@ class StoredArray:
                 position = integer(part)
             except (TypeError, ValueError):
                 raise ArgumentError(
-                    f"{part!r:.60} is no index of {shown}: give integers, slices and an ellipsis, "
-                    "and index the NumPy array that comes of it with anything else",
+                    f"{part!r:.60} is not an index of {shown}: give integers, slices and an "
+                    "ellipsis, and use other indices on the NumPy array that this returns",
                     key=self.key,
                 ) from None
             if not -length <= position < length:
@@ -473,7 +478,7 @@ class StoredArray:
         return out
 
     def read_box(self, box: Box) -> NDArray[Any]:
-        """Return the values of a box; errors as those of indexing."""
+        """Return the values of a box. Raises the errors of indexing."""
         values: NDArray[Any] = self[(*box.slices, ...)]
         return values
 
@@ -481,7 +486,7 @@ class StoredArray:
         """Return the values at the outer product of positions.
 
         Args:
-            axes: for each axis ranges of positions, one behind the other in the result.
+            axes: for each axis, ranges of positions, concatenated in the result.
         """
         import numpy as np
 
@@ -516,7 +521,7 @@ class StoredArray:
 
 
 def _pieces(ranges: Sequence[range], edge: int) -> list[tuple[range, slice]]:
-    """Cut ranges with steps at the borders of chunks; each part with its place in the result."""
+    """Cut ranges with steps at chunk borders; return each part with its slice of the result."""
     out = []
     start = 0
     for whole in ranges:
@@ -594,17 +599,17 @@ def _shortened(text: str) -> str:
 
 
 def array_bytes(meta: ArrayMeta) -> int:
-    """Bytes of the values of an array, without padding and checksums."""
+    """Return the bytes of the values of an array, without padding and checksums."""
     return math.prod(meta.shape) * dtypes.itemsize(meta.dtype)
 
 
 def missing(key: str, known: Iterable[str], what: str) -> MissingKeyError:
-    """Return the error for a key that is not there, with those that are like it.
+    """Return the error for a missing key. Its text names similar keys.
 
     Args:
-        key: what was asked for.
+        key: the missing key.
         known: all keys.
-        what: what ``key`` is not, such as ``key of /run/step-100, which has 7``.
+        what: completes "... is no", such as ``key of /run/step-100, which has 7``.
     """
     names = list(known)
     near = get_close_matches(str(key), names, n=3, cutoff=0.5)
@@ -614,7 +619,7 @@ def missing(key: str, known: Iterable[str], what: str) -> MissingKeyError:
 
 
 def clean(text: str) -> str:
-    """The text with all unprintable characters escaped: ESC is ``\\x1b``, a newline ``\\n``."""
+    """Escape all unprintable characters of a text: ESC becomes ``\\x1b``, a newline ``\\n``."""
     if text.isprintable():
         return text
     shown = (c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
@@ -622,11 +627,11 @@ def clean(text: str) -> str:
 
 
 def counted(count: int, what: str) -> str:
-    """``1 chunk``, ``2 chunks``."""
+    """Return a count with its noun: ``1 chunk``, ``2 chunks``."""
     return f"{count:,} {what}{'s' * (count != 1)}"
 
 
 def human_bytes(size: float) -> str:
-    """``1.5 GiB``."""
+    """Return a size as text: ``1.5 GiB``."""
     power = min(4, max(0, (int(size).bit_length() - 1) // 10))
     return f"{size / 1024**power:.1f} {' KMGT'[power]}iB" if power else f"{int(size)} B"

@@ -1,4 +1,4 @@
-"""Norm, range, mean and histogram of stored arrays, in float64, by streaming.
+"""Norm, range, mean and histogram of stored arrays in float64, computed piece by piece.
 
 Every value is converted to float64 exactly (bfloat16 and the 8-bit floats included; 64-bit integers
 above 2**53 are rounded). Sums of blocks are sorted before they are added, so that results do not
@@ -32,7 +32,7 @@ BLOCK = 128 * 1024
 
 
 def as_float64(values: NDArray[Any]) -> NDArray[np.float64]:
-    """Values as float64; magnitudes of complex ones."""
+    """Return values as float64; the magnitudes of complex values."""
     if values.dtype.kind == "c":
         return np.abs(values.astype(np.complex128))
     return values.astype(np.float64)
@@ -47,7 +47,7 @@ def blocks(values: NDArray[Any]) -> Iterator[NDArray[np.float64]]:
 
 @dataclass
 class Statistics:
-    """Statistics of some values. Sums, range and norm are over the finite ones.
+    """Statistics of values. Sums, range and norm are over the finite values.
 
     Attributes:
         count: number of values; ``nan`` and ``inf`` of them are not finite, ``zeros`` are 0.
@@ -62,7 +62,7 @@ class Statistics:
     _norms: list[float] = field(default_factory=list, repr=False)
 
     def add(self, block: NDArray[np.float64]) -> None:
-        """Take a block of values in."""
+        """Add a block of values."""
         self.count += block.size
         self.zeros += block.size - int(np.count_nonzero(block))
         # Not by BLAS, whose threads get in the way of those that read.
@@ -106,7 +106,7 @@ class Statistics:
         return float(np.hypot.reduce(np.sort(self._norms), initial=0.0))
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the fields for JSON."""
         names = ("count", "norm", "mean", "min", "max", "zeros", "nan", "inf")
         return {name: getattr(self, name) for name in names}
 
@@ -117,15 +117,15 @@ def measure(
     budget_bytes: int = DEFAULT_BUDGET_BYTES,
     progress: Progress = None,
 ) -> tuple[dict[str, Statistics], dict[str, list[str]]]:
-    """Statistics of stored arrays.
+    """Return statistics of stored arrays.
 
     Args:
         arrays: arrays of one checkpoint.
-        budget_bytes: memory for values at a time.
+        budget_bytes: memory for values.
         progress: a callback, or ``"bar"``.
 
     Returns:
-        Key -> statistics, over what could be read; and key -> damage, where some could not.
+        Key -> statistics of the values that could be read; and key -> texts of errors.
     """
     found = {array.key: Statistics() for array in arrays}
     damage: dict[str, list[str]] = {}
@@ -153,9 +153,9 @@ def histogram(
     *,
     budget_bytes: int = DEFAULT_BUDGET_BYTES,
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Counts of the finite values between the array's minimum and maximum, in equal bins.
+    """Return a histogram of the finite values, with equal bins between minimum and maximum.
 
-    A second pass over the array. Damaged chunks are left out, as they are in ``statistics``.
+    It reads the array again. As in ``statistics``, damaged chunks are left out.
 
     Returns:
         Counts ``(bins,)`` and edges ``(bins + 1,)``.
@@ -165,7 +165,7 @@ def histogram(
         return np.zeros(bins, np.int64), np.linspace(0.0, 1.0, bins + 1)
     if high == low:
         low, high = low - 0.5, high + 0.5
-    # The width of the range may overflow float64; then all values are halved.
+    # The width of the range may overflow float64; then halve all values.
     scale = 1.0 if math.isfinite(high - low) else 0.5
     counts = np.zeros(bins, np.int64)
     lock = threading.Lock()

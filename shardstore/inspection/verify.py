@@ -1,6 +1,6 @@
-"""Verification of a stored checkpoint: every chunk, every document, every file that belongs to it.
+"""Verification of a stored checkpoint: every chunk, document and file that belongs to it.
 
-Damage is reported, not raised, so that one run finds all of it. Neither ranks nor torch are needed.
+Damage is reported, not raised, so that one run finds all of it. It needs neither ranks nor torch.
 """
 
 from __future__ import annotations
@@ -40,29 +40,29 @@ logger = logging.getLogger(__name__)
 Severity = Literal["damage", "note"]
 
 BATCH_BYTES = 64 * 1024 * 1024
-"""Least work of a thread at a time: many small chunks are verified sooner by a single thread."""
+"""Least work for one more thread: a single thread verifies many small chunks faster."""
 RUN_BYTES = 32 * 1024 * 1024
-"""The chunks of one array are shared out to the threads in runs of about this size."""
+"""Size of the runs of chunks that threads verify."""
 RUN_CHUNKS = 256
 REMOTE_THREADS = 16
 SHOWN_ARRAYS = 4
-"""Arrays that a finding about many of them names."""
+"""Number of arrays that one finding names."""
 SHOWN_OBJECTS = 10
-"""Missing objects of one key that are reported: a file name alone can claim a grid of any size."""
+"""Number of missing objects of one key that are reported: a file name can claim any grid size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that is not as it was saved.
+    """A difference between the stored checkpoint and what was saved.
 
     Attributes:
-        kind: one word or two, such as ``chunk-missing``; does not change between versions.
-        severity: ``damage``, or ``note`` for what hinders no reader (a foreign file).
+        kind: one word or two, such as ``chunk-missing``; the same in all versions.
+        severity: ``damage``, or ``note`` if it does not disturb readers (such as a foreign file).
         message: one sentence that names key, chunk, writer and path.
-        path: file or object concerned.
+        path: path of the file or object.
         key: key of the tensor or object.
         chunk: chunk index in the array's grid.
-        rank: global rank that wrote it, where the manifest knows.
+        rank: global rank that wrote the chunk, if the manifest has it.
     """
 
     kind: str
@@ -76,15 +76,15 @@ class Finding:
 
 @dataclass
 class Verified:
-    """What a verification covered.
+    """The result of a verification.
 
     Attributes:
-        arrays, chunks, objects: how many were verified.
+        arrays, chunks, objects: number of each that were verified.
         bytes: bytes of chunks that were read.
-        unchecked: chunks without any checksum (the Zarr v2 layout), of which only presence and
-            size were compared.
-        damage, notes: findings of each severity.
-        seconds: time that it took.
+        unchecked: number of chunks without a checksum (the Zarr v2 layout): only their presence and
+            size were checked.
+        damage, notes: number of findings of each severity.
+        seconds: duration.
     """
 
     arrays: int = 0
@@ -98,11 +98,11 @@ class Verified:
 
     @property
     def ok(self) -> bool:
-        """No damage was found."""
+        """Whether no damage was found."""
         return self.damage == 0
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the fields for JSON."""
         return {"ok": self.ok, **asdict(self)}
 
 
@@ -121,15 +121,18 @@ def verify(
         stored: the checkpoint.
         found: called for each finding, from any thread, one call at a time.
         keys: patterns (``fnmatch``) of the keys to verify; all, and foreign files too, if empty.
-        hashes: compare the 128-bit hashes of the manifest beside the checksums.
-        threads: threads that read; default: one a processor, more for an object store.
+        hashes: compare the 128-bit hashes of the manifest in addition to the checksums.
+        threads: number of threads that read; default: one per processor, more for an object store.
         progress: called with a :class:`~shardstore.progress.Progress`, one call at a time; or
-            ``"bar"``, which is drawn on standard error.
+            ``"bar"``: a bar on standard error.
+
+    Returns:
+        The numbers of verified items and of findings.
 
     Raises:
         ArgumentError: ``threads`` or ``progress`` has a wrong value.
-        NotACheckpointError: no checkpoint is there.
-        StorageError: the store refused to list it.
+        NotACheckpointError: there is no checkpoint.
+        StorageError: the store cannot be listed.
     """
     require_number("threads", threads, none=True)
     url = stored.location.url
@@ -139,13 +142,13 @@ def verify(
         if not result.ok:
             meter.enter("failed")
     about = {name: n for name, n in result.as_dict().items() if name not in ("ok", "unchecked")}
-    state = "sound" if result.ok else f"{result.damage} finding(s) of damage"
+    state = "no damage" if result.ok else f"{result.damage} finding(s) of damage"
     log_event(logger, "verify", f"{url}: verified, {state}", url=url, **about)
     return result
 
 
 _Job = tuple[int, Callable[[], None]]
-"""The bytes of some chunks, and what verifies them; 0 for a file that is no chunk."""
+"""The bytes of some chunks (0 for another file), and a function that verifies them."""
 
 
 class _Verification:
@@ -167,7 +170,7 @@ class _Verification:
         self.root: RootDocument | None = None
         self.root_is_damaged = False
         self.manifest: Manifest | None = None
-        # All names in an object store, sorted: one listing, not one an array.
+        # All names in an object store, sorted: one listing instead of one per array.
         self.listed = [] if self.location.is_local else self.location.remote.walk()
         # Names of the objects' files that were verified or reported.
         self.seen: set[str] = set()
@@ -191,7 +194,7 @@ class _Verification:
         return self.result
 
     def _plan(self) -> list[_Job]:
-        """Verify the documents of the whole checkpoint, and list what else is to be verified."""
+        """Verify the documents of the checkpoint, and return jobs that verify the rest."""
         top = self._entries("")
         if not {"zarr.json", CONFIG_NAME} & set(top):
             self.stored.require()
@@ -217,8 +220,8 @@ class _Verification:
     def _report(
         self, kind: str, name: str, text: str, severity: Severity = "damage", **about: Any
     ) -> None:
-        """Report a :class:`Finding` with the fields ``about``, on the file of a name below the
-        checkpoint; the file's path stands for ``PATH`` in the text."""
+        """Report a :class:`Finding` with the fields ``about`` for the file ``name`` below the
+        checkpoint. The file's path replaces ``PATH`` in the text."""
         path = f"{self.url}/{name}"
         text = text.replace("\n", " ").replace("PATH", path, 1)
         with self.lock:
@@ -232,7 +235,7 @@ class _Verification:
         return not self.keys or any(fnmatchcase(key, pattern) for pattern in self.keys)
 
     def _names_below(self, node: str) -> Iterable[str]:
-        """Names of all files below a node, relative to it."""
+        """Return the names of all files below a node, relative to it."""
         if not self.location.is_local:
             first = bisect_left(self.listed, f"{node}/")
             last = bisect_left(self.listed, f"{node}0")  # "0" is the character after "/"
@@ -245,7 +248,7 @@ class _Verification:
         )
 
     def _entries(self, node: str) -> list[str]:
-        """Names directly below a node; none for a file."""
+        """Return the names directly below a node; none for a file."""
         if self.location.is_local:
             return self.location.listing(node)
         names = self._names_below(node) if node else self.listed
@@ -254,9 +257,9 @@ class _Verification:
     # -- documents of the whole checkpoint ------------------------------------------------------
 
     def _read_arrays(self, top: Sequence[str]) -> list[ArrayMeta]:
-        """All arrays, from their own documents where the root document is unusable."""
+        """Return all arrays, from their own documents if the root document is unusable."""
         if "zarr.json" not in top and MANIFEST_NAME in top:
-            text = "PATH is missing: without it the checkpoint does not open"
+            text = "PATH is missing: the checkpoint cannot be opened without it"
             self._report("root-missing", "zarr.json", text)
             return self._arrays_alone(top)
         try:
@@ -285,14 +288,14 @@ class _Verification:
 
     @property
     def _is_ours(self) -> bool:
-        """Whether shardstore wrote the root; a damaged one counts as ours."""
+        """Return whether shardstore wrote the root document; a damaged one counts as ours."""
         return self.root_is_damaged or self.root is None or self.root.format_version is not None
 
     def _check_config(self, top: Sequence[str]) -> object:
         """Verify ``metadata.json``; returns the name of the backend of the common state."""
         if CONFIG_NAME not in top:
             if self._is_ours:
-                text = "PATH is missing: load() does not take the folder for a checkpoint"
+                text = "PATH is missing: load() does not accept the folder as a checkpoint"
                 self._report("config-missing", CONFIG_NAME, text)
             return "torch"
         try:
@@ -319,39 +322,39 @@ class _Verification:
             self._report(kind, name, str(error))
         if manifest is None:
             if self.root is not None and self.root.texts and self._is_ours:
-                text = "PATH is missing: chunks are compared with their own checksums alone"
+                text = "PATH is missing: chunks are compared with their own checksums only"
                 self._report("manifest-missing", MANIFEST_NAME, text, "note")
             return
         for meta in arrays:
             if manifest.first_row(meta) is None:
                 text = (
-                    f"PATH does not know key {meta.key!r} as it is now: another program rewrote "
-                    "or added it, and its chunks are compared with their own checksums alone"
+                    f"PATH has no matching entry for key {meta.key!r}: another program rewrote "
+                    "or added it; its chunks are compared with their own checksums only"
                 )
                 self._report("manifest-stale", MANIFEST_NAME, text, "note", key=meta.key)
 
     def _undescribed(self, nodes: set[str]) -> set[str]:
-        """Nodes in the manifest that have no document of their own."""
+        """Return the nodes in the manifest that have no document of their own."""
         arrays = () if self.manifest is None else self.manifest.arrays
         lost = [node for node, _, _ in arrays if node not in nodes]
         if lost and not self.keys:
             text = (
-                f"{len(lost)} array(s) of PATH have no document but the root's, and their chunks "
-                f"were not verified: {', '.join(lost[:SHOWN_ARRAYS])}"
+                f"{len(lost)} array(s) of PATH are described only by the root; their chunks were "
+                f"not verified: {', '.join(lost[:SHOWN_ARRAYS])}"
             )
             self._report("arrays-unread", MANIFEST_NAME, text, "note")
         return set(lost)
 
-    # -- files that are no array's --------------------------------------------------------------
+    # -- files that do not belong to arrays -----------------------------------------------------
 
     def _file_jobs(self, top: Sequence[str], nodes: set[str], common_backend: object) -> list[_Job]:
-        """Verification of the common state and of sharded objects; reports foreign files."""
+        """Return the verification of common values and sharded objects; report foreign files."""
         jobs: list[_Job] = []
         if not self.keys and COMMON_STATE_NAME in top:
             check = partial(self._check_archive, COMMON_STATE_NAME, "common-damaged")
             jobs.append((0, check))
         elif not self.keys and self._is_ours and common_backend == "torch":
-            text = "PATH is missing: the non-sharded part of the state is gone"
+            text = "PATH is missing: the common values of the state are lost"
             self._report("common-missing", COMMON_STATE_NAME, text)
         elif not self.keys and self.root is not None and not self.root.is_summed:
             jobs.append((0, partial(self._check_values, self.root)))
@@ -370,7 +373,7 @@ class _Verification:
                 self._foreign(f"{name}/{entry}")
             if not entries:
                 self._foreign(name)
-        # Where no object of a key is left, only the commit tells that there were any.
+        # If all objects of a key are missing, only the commit names them.
         for name in () if self.root is None else self.root.file_sums:
             node, _, file = name.rpartition("/")
             key = key_of(node) or node
@@ -392,10 +395,10 @@ class _Verification:
             self._report("common-damaged", "zarr.json", str(error))
 
     def _foreign(self, name: str) -> None:
-        self._report("foreign", name, "PATH is no part of the checkpoint", "note")
+        self._report("foreign", name, "PATH is not part of the checkpoint", "note")
 
     def _object_jobs(self, node: str, key: str, files: Sequence[str]) -> list[_Job]:
-        """Verification of a key's objects, and reports of those that their file names miss."""
+        """Return the verification of a key's objects; report objects missing from their grid."""
         paths = [f"{node}/{file}" for file in files]
         with self.lock:
             self.result.objects += len(paths)
@@ -427,7 +430,7 @@ class _Verification:
             if name.endswith(".json"):
                 json.loads(data)
             elif data[:1] not in (b"P", b"\x80"):
-                raise ValueError("it is no file of torch.save")
+                raise ValueError("torch.save did not write it")
             else:
                 verify_archive(data)
             if not self.root_is_damaged:
@@ -480,7 +483,7 @@ class _Verification:
                 return
             own, copy = map(_without_nothing, (data, saved))
         except FileNotFoundError:
-            text = f"{path} is missing: readers that open the array alone do not find it"
+            text = f"{path} is missing: readers that open the array by its path do not find it"
             self._report("document-missing", name, text, **about)
             return
         except (OSError, ValueError) as error:
@@ -493,21 +496,21 @@ class _Verification:
             self._report("document-differs", name, text, **about)
         elif not root.array_documents:
             text = (
-                f"{path} is no part of the checkpoint, which was saved without array documents; "
-                "it says what the root does"
+                f"{path} is not part of the checkpoint, which was saved without array documents; "
+                "it equals the root's copy"
             )
             self._report("foreign", name, text, "note", **about)
 
     def _check_folder(self, array: ArrayMeta, names: set[str]) -> None:
         """Find sharded objects and foreign files in an array's folder."""
         if array.codecs is None:
-            return  # codecs of other programs may keep chunks under names of their own
+            return  # other programs may use other names for chunks
         indices = map(array.grid.index, range(array.grid.size))
         others = names.difference(map(array.chunk_key, indices), [array.document_name])
         objects = sorted(filter(object_place, others))
         _do_all(self._object_jobs(array.node, array.key, objects))
         for name in sorted(others.difference(objects, (".zattrs", ".zarray"))):
-            text = f"PATH is no chunk of key {array.key!r}"
+            text = f"PATH is not a chunk of key {array.key!r}"
             self._report("foreign", f"{array.node}/{name}", text, "note", key=array.key)
 
 

@@ -218,7 +218,7 @@ def held_regions(tensor: ShardedTensor, box: Box, memory: Any) -> Iterator[tuple
 
 
 def _is_inside(box: Box, shape: tuple[int, ...]) -> bool:
-    """Whether a box of as many axes lies within a shape."""
+    """Return whether a box of as many axes lies within a shape."""
     for o, s, n in zip(box.offset, box.shape, shape, strict=True):  # noqa: SIM110 - twice as fast
         if o + s > n:
             return False
@@ -240,7 +240,7 @@ def _destination(tensor: ShardedTensor) -> TensorRead:
 
 
 def goes_through_host(tensor: torch.Tensor) -> bool:
-    """Whether stored bytes cannot be read into a tensor's own memory.
+    """Return whether stored bytes cannot be read into a tensor's own memory.
 
     It is on a device, or holds other values than the tensor shows.
     """

@@ -210,7 +210,7 @@ def sharing_group(group: Group, share: str, place: Location) -> Group:
 
 
 def _is_on_several_hosts(group: Group) -> bool:
-    """Whether a group spans hosts; unknown counts as no.
+    """Return whether a group spans hosts; unknown counts as no.
 
     Launchers tell the ranks of a host (``LOCAL_WORLD_SIZE``) and number ranks host by host.
     """

@@ -288,7 +288,7 @@ def _report(call: LoadCall, wanted: ShardedStateDict | None) -> bytes | None:
 
 
 def _compares_all(call: LoadCall) -> bool:
-    """Whether what is stored is compared with what all ranks together ask for."""
+    """Return whether what is stored is compared with what all ranks together ask for."""
     return StrictHandling.requires_global_app_metadata(call.mode)
 
 

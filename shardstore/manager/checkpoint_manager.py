@@ -166,9 +166,9 @@ class CheckpointManager:
         return self._steps.committed()
 
     def latest(self) -> int | None:
-        """The newest committed step: the highest number, unless a run went back and saved lower
-        ones since; then the last of those. ``None`` if there is none. Any rank may call it; it
-        waits for no other.
+        """Return the newest committed step: the highest number, unless a run went back and saved
+        lower ones since; then the last of those. ``None`` if there is none. Any rank may call it;
+        it waits for no other.
 
         Raises:
             StorageError: the store refused.
@@ -285,7 +285,7 @@ class CheckpointManager:
             unknown = sorted(set(options) - set(given))
             if unknown:
                 raise ArgumentError(
-                    f"saving a step takes no {', '.join(unknown)}; what it takes: "
+                    f"saving a step has no keyword {', '.join(unknown)}; it takes "
                     f"{', '.join(sorted(allowed))}"
                 )
             number = number_of(step)

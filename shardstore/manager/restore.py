@@ -55,7 +55,7 @@ def choose(
     passed: Sequence[Damage],
     check: Callable[[Location], str | None] | None,
 ) -> tuple[int | None, list[Damage]]:
-    """The step to load, and those found damaged on the way to it. Called by rank 0.
+    """Return the step to load, and those found damaged on the way to it. Called by rank 0.
 
     Args:
         steps: where to look.

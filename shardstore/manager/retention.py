@@ -60,7 +60,7 @@ class Retention:
         return not (self.keep_last is None and self.keep_every is None and self.best is None)
 
     def kept(self, steps: Mapping[int, Mapping[str, float]]) -> set[int]:
-        """The steps to keep.
+        """Return the steps to keep.
 
         Args:
             steps: step -> its metrics.

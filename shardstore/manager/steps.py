@@ -93,7 +93,7 @@ def mark_of(info: StepInfo) -> dict[str, Any]:
 
 
 def number_of(step: object) -> int:
-    """A step's number as an int; raises :class:`ArgumentError` for anything else."""
+    """Return a step's number as an int; raises :class:`ArgumentError` for anything else."""
     try:
         if isinstance(step, bool):
             raise TypeError
@@ -141,7 +141,7 @@ class Steps:
         return self.root.child(f"{self.prefix}{step}")
 
     def url(self, step: int) -> str:
-        """The same as a URL."""
+        """Return the same as a URL."""
         return self.place(step).url
 
     def log(
@@ -151,7 +151,7 @@ class Steps:
         log_event(logger, event, text, level, step=step, **{"url": self.url(step), **fields})
 
     def step_of(self, name: str) -> int | None:
-        """The step of a name; ``None`` unless it is exactly the name of one."""
+        """Return the step of a name; ``None`` unless it is exactly the name of one."""
         digits = name[len(self.prefix) :]
         if not name.startswith(self.prefix) or not re.fullmatch(r"0|[1-9][0-9]{0,17}", digits):
             return None
@@ -192,8 +192,8 @@ class Steps:
         self._known[info.step] = (self.place(info.step).stamp("zarr.json"), info)
 
     def time_of_save(self) -> int:
-        """The time of a save that begins now: after all steps that are there, even if their hosts'
-        clocks were ahead. Called by the one process that saves."""
+        """Return the time of a save that begins now: after all steps that are there, even if their
+        hosts' clocks were ahead. Called by the one process that saves."""
         if self._last is None:
             with suppress(StorageError):  # what refuses will refuse the save too
                 self.infos()
@@ -305,8 +305,8 @@ class Steps:
 
 
 def what_is_missing(place: Location) -> str | None:
-    """The first thing of a managed step that is not there, or has another size than was written, in
-    words; ``None`` if nothing is missing. No chunk is read.
+    """Return the first thing of a managed step that is not there, or has another size than was
+    written, in words; ``None`` if nothing is missing. No chunk is read.
 
     Raises:
         StorageError: the store refused.

@@ -52,7 +52,7 @@ def array_meta(
     zarr_format: int = 3,
     layouts: Layouts | None = None,
 ) -> ArrayMeta:
-    """The array that a sharded tensor is a part of, the same on every rank.
+    """Return the array that a sharded tensor is a part of, the same on every rank.
 
     Raises:
         DTypeMismatchError: the data type cannot be stored.
@@ -238,7 +238,7 @@ def _plan_flat(
 def _parts_in_range(
     meta: ArrayMeta, box: Box, start: int, stop: int
 ) -> Iterator[tuple[tuple[int, ...], Box, int | None]]:
-    """The chunks of a shard that may share elements with a flat range of it.
+    """Yield the chunks of a shard that may share elements with a flat range of it.
 
     Yields:
         Index of the chunk, its box within the shard, and where it begins in the flattened shard;
@@ -278,7 +278,7 @@ def _elements_before(part: Box, shape: Sequence[int], position: int) -> int:
 
 
 def _is_contiguous(part: Box, shape: Sequence[int]) -> bool:
-    """Whether a part of a box is one range of the flattened box."""
+    """Return whether a part of a box is one range of the flattened box."""
     axis = next((axis for axis, length in enumerate(part.shape) if length != 1), len(shape))
     return part.shape[axis + 1 :] == tuple(shape[axis + 1 :])
 

@@ -53,11 +53,11 @@ class SharedWrites:
     shards: frozenset[Shard] = frozenset()
 
     def holds(self, tensor: ShardedTensor) -> bool:
-        """Whether a tensor is one that the group shares."""
+        """Return whether a tensor is one that the group shares."""
         return tensor.flattened_range is None and identity(tensor) in self.shards
 
     def own_chunks(self, shards: Mapping[Shard, tuple[ArrayMeta, Box]]) -> set[tuple[Shard, Index]]:
-        """The chunks that this rank writes, by shard and index.
+        """Return the chunks that this rank writes, by shard and index.
 
         Args:
             shards: all that the group shares, each with its array and its box.
@@ -131,7 +131,8 @@ def offer(tensors: Iterable[ShardedTensor], group: Any) -> Offer | None:
 
 
 def agree(offers: Iterable[Offer | None]) -> dict[tuple[int, ...], int]:
-    """The groups whose ranks hold the same shards -> for each a bit, whether the group writes it.
+    """Return the groups whose ranks hold the same shards -> for each a bit, whether the group
+    writes it.
 
     Called by the coordinator, with the offers of all ranks.
     """
@@ -155,7 +156,7 @@ def agree(offers: Iterable[Offer | None]) -> dict[tuple[int, ...], int]:
 def accepted(
     tensors: Iterable[ShardedTensor], group: Any, agreed: Mapping[tuple[int, ...], int], rank: int
 ) -> SharedWrites | None:
-    """The shards that this rank's group shares out; ``None`` if there are none.
+    """Return the shards that this rank's group shares out; ``None`` if there are none.
 
     Args:
         tensors: as given to :func:`offer`.
@@ -172,7 +173,8 @@ def accepted(
 
 
 def copies_of(shards: Iterable[object], *, objects: bool) -> list[str]:
-    """Keys of the tensors, and unique keys of the objects, that a rank holds as copies only.
+    """Return the keys of the tensors, and unique keys of the objects, that a rank holds as copies
+    only.
 
     Args:
         shards: of this rank; other values are ignored.
@@ -188,7 +190,7 @@ def copies_of(shards: Iterable[object], *, objects: bool) -> list[str]:
 
 
 def without_main_replica(keys: Sequence[str], rank: int) -> AccessPatternError:
-    """The error for shards that a rank holds copies of and that no rank would write."""
+    """Return the error for shards that a rank holds copies of and that no rank would write."""
     more = "" if len(keys) == 1 else f" (and {len(keys) - 1} more)"
     return AccessPatternError(
         f"Invalid access pattern: {keys[0]!r}{more} has no main replica on any rank, so that "

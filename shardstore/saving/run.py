@@ -187,7 +187,7 @@ def _write(session: SaveSession, part: Part, *, in_background: bool) -> AsyncReq
 
 
 def _meets_to_plan(strategy: object) -> bool:
-    """Whether a strategy, or the one that it wraps, has ranks meet to exchange layouts."""
+    """Return whether a strategy, or the one that it wraps, has ranks meet to exchange layouts."""
     while (base := getattr(strategy, "base_strategy", None)) is not None:
         strategy = base
     return bool(getattr(strategy, "meets_to_plan", False))

@@ -317,8 +317,8 @@ class SaveSession:
         return f"planning the save to {self.target.url}"
 
     def exchanged_layouts(self, tensors: Sequence[ShardedTensor]) -> Layouts:
-        """The layouts of tensors that no rank can place alone. Where there are any, every rank
-        calls it and waits for all others.
+        """Return the layouts of tensors that no rank can place alone. Where there are any, every
+        rank calls it and waits for all others.
 
         Raises:
             AccessPatternError: flattened ranges overlap or leave a gap; on every rank.
@@ -514,7 +514,7 @@ def _agreed(openings: Sequence[_Opening], part: Part) -> Agreement:
 
 
 def session_of(place: str | Path | Location) -> SaveSession | None:
-    """The session whose attempt is written at a place, in this process."""
+    """Return the session whose attempt is written at a place, in this process."""
     return _open.get(Location.of(place).url)
 
 

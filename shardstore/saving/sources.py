@@ -53,7 +53,7 @@ class WritePlan:
     cut: list[CutChunk] = field(default_factory=list)
 
     def written(self, rank: int) -> list[ArrayMeta]:
-        """The array of each chunk that this rank writes."""
+        """Return the array of each chunk that this rank writes."""
         owned = [cut.array for cut in self.cut if cut.owner == rank]
         return owned + [write.array for write in self.writes]
 
@@ -79,12 +79,12 @@ class DevicePart:
         return on_host(self.tensor, self.stream)
 
     def reshape(self, shape: tuple[int, ...]) -> DevicePart:
-        """The same elements in another shape."""
+        """Return the same elements in another shape."""
         return DevicePart(self.tensor.reshape(shape), self.stream)
 
 
 def fetched(source: Source) -> NDArray[Any]:
-    """The data of a source."""
+    """Return the data of a source."""
     return source() if callable(source) else source
 
 
@@ -119,7 +119,7 @@ class TensorSource:
         self._stream = stream_of(tensor.device)
 
     def part(self, slices: tuple[slice, ...] | None = None) -> NDArray[Any] | DevicePart:
-        """A part of the tensor; ``None``: all of it."""
+        """Return a part of the tensor; ``None``: all of it."""
         if self._array is None:
             tensor = self._tensor if slices is None else self._tensor[slices]
             return DevicePart(tensor, self._stream)

@@ -86,7 +86,8 @@ class HostPool:
         self._free: _Arena | None = None
 
     def take(self, size: int, *, device: torch.device | None = None) -> _Arena:
-        """An arena of at least ``size`` bytes, page-locked for CUDA if it is for a CUDA device.
+        """Return an arena of at least ``size`` bytes, page-locked for CUDA if it is for a CUDA
+        device.
 
         Raises:
             MemoryError, OSError: the system has not that much memory.
@@ -231,7 +232,7 @@ class Staging:
         return [ChunkWrite(item.array, item.index, data) for item, data in jobs]
 
     def copies(self) -> list[ChunkWrite]:
-        """The chunks that are to be written still, from the copy; waits for it.
+        """Return the chunks that are to be written still, from the copy; waits for it.
 
         Raises:
             BaseException: copying failed, or was stopped.

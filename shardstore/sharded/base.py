@@ -1,8 +1,7 @@
-"""What everything in a sharded state dict has in common, and the names of such state dicts.
+"""The base class of entries of a sharded state dict, and helpers for them.
 
-The base class of parts of global tensors and objects, which copy of a part is saved, objects that
-are kept out of a checkpoint, and where a shard lies by its rank offsets. Public as
-:mod:`shardstore.mapping`.
+It has replicas, objects that are not saved, and the position of a shard from its rank offsets. The
+public names are in :mod:`shardstore.mapping`.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ ReplicaId: TypeAlias = int | tuple[int, ...]
 
 
 class ShardedBase(ABC):
-    """Anything in a sharded state dict that stands for a part of something global.
+    """An entry of a sharded state dict: a part of a global tensor or object.
 
     Attributes:
-        key: identifies the global entity, the same on every rank.
-        data: the local part, or ``None`` where only the description matters.
-        replica_id: which copy of the local part this is (see :func:`is_main_replica`).
+        key: identifies the global tensor or object; the same on every rank.
+        data: the local part; ``None`` if only its description is needed.
+        replica_id: number of this copy of the part, see :func:`is_main_replica`.
     """
 
     __module__ = "shardstore.mapping"  # the name that programs and their pickles know it by
@@ -52,29 +51,29 @@ class ShardedBase(ABC):
 
     @abstractmethod
     def validate_metadata_integrity(self) -> None:
-        """Raises a :class:`CheckpointingException` where the attributes contradict each other."""
+        """Raise a :class:`CheckpointingException` where the attributes contradict each other."""
 
     @abstractmethod
     def without_data(self) -> ShardedBase:
-        """A copy of the description alone, with ``data=None``."""
+        """Return a copy of the description alone, with ``data=None``."""
 
 
 def is_main_replica(replica_id: ReplicaId) -> bool:
-    """Whether a replica is the one that is saved: 0, or a tuple of zeros.
+    """Return whether a replica is the main one, which is saved: 0, or a tuple of zeros.
 
-    It is the caller's part to hand out replica ids such that each shard has one main replica.
+    The caller must give exactly one rank the main replica of each shard.
     """
-    if type(replica_id) is tuple:  # what nearly all are, and each save asks of each shard
+    if type(replica_id) is tuple:  # the most frequent case first: called for each shard
         return replica_id.count(0) == len(replica_id)
     if type(replica_id) is int or isinstance(replica_id, Integral):
         return bool(replica_id == 0)
     if not isinstance(replica_id, Sequence) or isinstance(replica_id, str):
-        raise ArgumentError(f"replica_id={replica_id!r} must be a whole number, or a tuple of them")
+        raise ArgumentError(f"replica_id={replica_id!r} must be a whole number or a tuple of them")
     return all(part == 0 for part in replica_id)
 
 
 class LocalNonpersistentObject:
-    """Keeps an object out of the checkpoint; loading puts the local one back in its place."""
+    """An object that is not saved. ``load`` returns the local object in its place."""
 
     __module__ = "shardstore.mapping"  # the name that programs and their pickles know it by
 
@@ -82,7 +81,7 @@ class LocalNonpersistentObject:
         self.obj = obj
 
     def unwrap(self) -> Any:
-        """The object itself."""
+        """Return the object."""
         return self.obj
 
 
@@ -94,7 +93,10 @@ def misfit(
     axis_fragmentations: tuple[int, ...] | None,
     prepend_axis_num: int,
 ) -> str | None:
-    """What does not fit together, if anything; many shards of a model are cut alike."""
+    """Return an error text if the arguments contradict each other, else ``None``.
+
+    Cached, because many shards of a model have the same cut.
+    """
     ndim = len(global_shape)
     if len(global_offset) != ndim:
         return (
@@ -128,7 +130,7 @@ def misfit(
 
 
 def ints(values: Sequence[int]) -> tuple[int, ...]:
-    """Plain integers, whatever kind of integers was given."""
+    """Convert any kind of integers to a tuple of ``int``."""
     return tuple(int(value) for value in values)
 
 
@@ -138,7 +140,7 @@ def grid_position(
     rank_offsets: Sequence[tuple[int, int, int]],
     prepend_axis_num: int,
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Global shape, global offset and fragmentations that rank offsets stand for."""
+    """Return global shape, global offset and fragmentations for rank offsets."""
     sizes = (1,) * prepend_axis_num + local_shape
     cuts: dict[int, tuple[int, int]] = {}
     for rank_offset in rank_offsets:
@@ -152,14 +154,14 @@ def grid_position(
             ) from error
         if not 0 <= axis < len(sizes):
             raise AccessPatternError(
-                f"{key}: rank offset {rank_offset} names axis {axis}, the global tensor has "
-                f"{len(sizes)} axes ({prepend_axis_num} of them prepended); count them from 0",
+                f"{key}: rank offset {rank_offset} names axis {axis}, but the global tensor has "
+                f"{len(sizes)} axes ({prepend_axis_num} of them prepended); axes count from 0",
                 key=key,
             )
         if not 0 <= index < parts:
             raise AccessPatternError(
-                f"{key}: rank offset {rank_offset} asks for part {index} of {parts}; "
-                "parts are numbered from 0 and there must be at least one",
+                f"{key}: rank offset {rank_offset} names part {index} of {parts}; "
+                "parts count from 0, and there must be at least one",
                 key=key,
             )
         if cuts.setdefault(axis, (index, parts)) != (index, parts):

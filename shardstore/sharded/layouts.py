@@ -1,8 +1,7 @@
-"""Where a rank's part of a tensor lies, and what ranks tell each other of parts that depend on all.
+"""The layouts of irregular and flattened tensors, which ranks exchange before they plan.
 
-Only two kinds of tensor need reports of other ranks before chunks can be planned: those cut
-irregularly (their grid is made of everybody's boundaries) and those held in flattened ranges (a
-chunk that a boundary cuts has several holders).
+A rank can plan the chunks of other tensors alone. For tensors with irregular cuts, the grid depends
+on the boundaries of all ranks. For flattened ranges, several ranks may hold parts of one chunk.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ class FlatRange:
 
 @dataclass
 class Layouts:
-    """What all ranks know of the tensors that one rank cannot place alone.
+    """The layouts of all ranks, for tensors that a rank cannot plan alone.
 
     Attributes:
-        edges: key -> edges of the cells that no boundary crosses, for irregular cuts.
-        ranges: key -> shard box -> the flat ranges that it is held in, in order.
+        edges: key -> lengths of the cells that no boundary crosses, for irregular cuts.
+        ranges: key -> shard box -> the flattened ranges of this shard, in order.
     """
 
     edges: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -53,32 +52,29 @@ class Layouts:
 
 
 def local_box(tensor: ShardedTensor) -> Box:
-    """The box of the global tensor that a (whole, unflattened) local tensor is."""
+    """Return the box of the whole, unflattened local tensor in the global tensor."""
     return Box(tensor.global_offset, (1,) * tensor.prepend_axis_num + tensor.local_shape)
 
 
 def flat_bounds(tensor: ShardedTensor) -> tuple[int, int]:
-    """First and last-plus-one element of a flattened range within the flattened local tensor."""
+    """Return start and stop of the flattened range in the flattened local tensor."""
     return tensor._flat_bounds()
 
 
 def is_alone(tensor: ShardedTensor) -> bool:
-    """Whether a rank can place this shard without hearing of the others."""
+    """Return whether a rank can plan this shard without the layouts of other ranks."""
     if tensor.flattened_range is not None:
         return False
     return tensor.axis_fragmentations is not None or local_box(tensor).shape == tensor.global_shape
 
 
 def needs_layouts(tensors: Iterable[ShardedTensor]) -> bool:
-    """Whether a rank holds tensors that others must hear of: irregular cuts, flattened ranges."""
+    """Return whether the ranks must exchange layouts: irregular cuts or flattened ranges."""
     return any(is_main_replica(tensor.replica_id) and not is_alone(tensor) for tensor in tensors)
 
 
 def local_layouts(tensors: Iterable[ShardedTensor], rank: int) -> bytes:
-    """This rank's part of :class:`Layouts`, for the coordinator.
-
-    Empty where there is nothing to tell.
-    """
+    """Return this rank's part of :class:`Layouts` as a message; empty if there is none."""
     entries = []
     for tensor in tensors:
         if is_main_replica(tensor.replica_id) and not is_alone(tensor):
@@ -91,7 +87,7 @@ def local_layouts(tensors: Iterable[ShardedTensor], rank: int) -> bytes:
 
 
 def merge_layouts(reports: Sequence[bytes]) -> Layouts:
-    """Put together what all ranks told.
+    """Merge the messages of all ranks.
 
     Raises:
         AccessPatternError: ranges of a shard overlap or leave a gap; names key, shard, range and
@@ -131,7 +127,7 @@ def merge_layouts(reports: Sequence[bytes]) -> Layouts:
 
 
 def is_first(tensor: ShardedTensor) -> bool:
-    """Whether this is the main replica of the first shard, whose holder creates the array."""
+    """Return whether this is the main replica of the first shard; its rank creates the array."""
     if not is_main_replica(tensor.replica_id) or any(o != 0 for o in tensor.global_offset):
         return False
     return tensor.flattened_range is None or flat_bounds(tensor)[0] == 0

@@ -1,7 +1,7 @@
-"""Sharded objects, and factories: tensors that are saved in another form than they live in.
+"""Sharded objects, and factories: tensors that are saved in a form other than in memory.
 
-A factory's shards are built before a save or load, and what was loaded in their place is merged
-into one tensor again. Public as :mod:`shardstore.mapping`.
+A factory builds shards before a save or load. After a load it merges them into one tensor. The
+public names are in :mod:`shardstore.mapping`.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ __all__ = [
 class ShardedObject(ShardedBase):
     """A local object as one cell of a global grid of objects.
 
-    Unlike a tensor's, the cut of a global object cannot change between saving and loading.
+    It loads only under the grid that it was saved in.
 
     Attributes:
-        key: identifies the global object, the same on every rank.
-        data: the local object; ``None`` where only the description matters.
+        key: identifies the global object; the same on every rank.
+        data: the local object; ``None`` if only its description is needed.
         global_shape: shape of the grid, in objects.
         global_offset: cell of this object in the grid.
-        replica_id: which copy this is.
+        replica_id: number of this copy.
 
     Raises:
-        CheckpointingException: on construction, where shape and offset do not have as many axes.
+        CheckpointingException: on construction, if shape and offset differ in their number of axes.
     """
 
     key: str
@@ -56,7 +56,7 @@ class ShardedObject(ShardedBase):
         self.validate_metadata_integrity()
 
     def validate_metadata_integrity(self) -> None:
-        """Checks that shape and offset have as many axes.
+        """Check that shape and offset have the same number of axes.
 
         Raises:
             AccessPatternError: they do not.
@@ -64,17 +64,17 @@ class ShardedObject(ShardedBase):
         if len(self.global_shape) != len(self.global_offset):
             raise AccessPatternError(
                 f"{self}: global_offset {self.global_offset} and global_shape "
-                f"{self.global_shape} must have as many axes",
+                f"{self.global_shape} must have the same number of axes",
                 key=self.key,
             )
 
     def without_data(self) -> ShardedObject:
-        """A copy of the description alone, with ``data=None``."""
+        """Return a copy of the description, with ``data=None``."""
         return replace(self, data=None)
 
     @property
     def unique_key(self) -> str:
-        """Names this very cell: ``<key>/shard_<offset>_<shape>``, numbers joined by dots."""
+        """The name of this cell: ``<key>/shard_<offset>_<shape>``, numbers joined by dots."""
         offset = ".".join(map(str, self.global_offset))
         shape = ".".join(map(str, self.global_shape))
         return f"{self.key}/shard_{offset}_{shape}"
@@ -84,14 +84,14 @@ class ShardedObject(ShardedBase):
 
     @classmethod
     def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> ShardedObject:
-        """The description that a :attr:`unique_key` was made from, without data.
+        """Return the description for a :attr:`unique_key`, without data.
 
         Args:
             unique_key: ``<key>/shard_<offset>_<shape>``; the key itself may contain slashes.
-            replica_id: which copy the result stands for.
+            replica_id: number of the copy.
 
         Raises:
-            KeyNameError: (a ``ValueError``) the text is not of that form.
+            KeyNameError: (a ``ValueError``) the text does not have this form.
         """
         key, separator, cell = unique_key.rpartition("/shard_")
         try:
@@ -104,11 +104,11 @@ class ShardedObject(ShardedBase):
                 raise ValueError("more lengths than offsets")
         except ValueError as error:
             raise KeyNameError(
-                f"{unique_key!r} names no sharded object; expected <key>/shard_<offset>_<shape>, "
-                "numbers joined by dots",
+                f"{unique_key!r} is not the unique key of a sharded object; expected "
+                "<key>/shard_<offset>_<shape>, numbers joined by dots",
                 key=unique_key,
             ) from error
-        # Names written when only the first length was recorded leave the others unknown.
+        # Old names have only the first length of the grid; the others are unknown.
         lengths = tuple(-1 if n is None else n for _, n in zip_longest(offset, shape))
         return cls(key, None, lengths, tuple(offset), replica_id)
 
@@ -122,19 +122,19 @@ FactoryMergeFn: TypeAlias = Callable[[StateDict], torch.Tensor]
 
 @dataclass
 class ShardedTensorFactory(ShardedBase):
-    """Stands for a tensor that is saved in another form than it lives in.
+    """A tensor that is saved in a form other than in memory.
 
-    What ``build_fn`` returns must depend on its arguments alone: an optimizer calls it with other
-    keys and its own tensors, to have its state cut as the parameter is.
+    The result of ``build_fn`` must depend only on its arguments: an optimizer calls it with other
+    keys and its own tensors, so that its state is cut like the parameter.
 
     Attributes:
         key: passed to ``build_fn``.
-        data: the tensor in the form it lives in.
+        data: the tensor in its form in memory.
         build_fn: called as ``build_fn(key, data, replica_id, flattened_range)`` before saving and
             loading; returns a sharded state dict.
-        merge_fn: takes what was loaded in place of that state dict and returns one tensor.
-        replica_id: which copy this is; passed to ``build_fn``.
-        flattened_range: range of the flattened tensor that is held; passed to ``build_fn``.
+        merge_fn: takes the loaded form of that state dict and returns one tensor.
+        replica_id: number of this copy; passed to ``build_fn``.
+        flattened_range: the held range of the flattened tensor; passed to ``build_fn``.
     """
 
     key: str
@@ -145,14 +145,14 @@ class ShardedTensorFactory(ShardedBase):
     flattened_range: slice | None = None
 
     def build(self) -> ShardedStateDict:
-        """The sharded state dict that takes this factory's place."""
+        """Return the sharded state dict that replaces this factory."""
         return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
 
     def validate_metadata_integrity(self) -> None:
-        """Nothing can be checked before the factory is built."""
+        """Do nothing: a factory cannot be checked before it is built."""
 
     def without_data(self) -> ShardedTensorFactory:
-        """A copy with ``data=None``."""
+        """Return a copy with ``data=None``."""
         return replace(self, data=None)  # type: ignore[arg-type]
 
 
@@ -160,9 +160,9 @@ ShardedTensorFactory.__module__ = "shardstore.mapping"  # what programs and pick
 
 
 def apply_factories(sharded_state_dict: ShardedStateDict) -> None:
-    """Replaces every factory in nested dicts and lists by what it builds, in place.
+    """Replace every factory in nested dicts and lists by the state dict it builds, in place.
 
-    Factories inside what a factory built are left as they are.
+    Factories inside such a state dict are not replaced.
     """
 
     def built(value: Any) -> Any:
@@ -174,16 +174,16 @@ def apply_factories(sharded_state_dict: ShardedStateDict) -> None:
 def apply_factory_merges(
     x1: StateDict, x2: ShardedStateDict, key: tuple[str | int, ...] = ()
 ) -> StateDict:
-    """Turns what was loaded in place of each factory back into one tensor, in place.
+    """Merge the loaded state dict of each factory into one tensor, in place.
 
     Args:
-        x1: what was loaded.
-        x2: factories, at the places where they stood; a part of ``x1``'s structure. A dict of
-            integers in ``x2`` may stand for some elements of a list in ``x1``.
-        key: where ``x1`` and ``x2`` are within the whole; for error texts.
+        x1: the loaded state dict.
+        x2: the factories at their places in the structure of ``x1``. In ``x2``, a dict with integer
+            keys may name some elements of a list in ``x1``.
+        key: path to ``x1`` and ``x2`` in the whole state dict, for error texts.
 
     Returns:
-        ``x1``, or what the factory makes of it if ``x2`` itself is one.
+        ``x1``; if ``x2`` is a factory, the merged tensor.
 
     Raises:
         StructureError: (a ``CheckpointingException`` and ``ValueError``) the structures differ.
@@ -197,20 +197,20 @@ def _merged(x1: Any, x2: Any, at: tuple[str | int, ...]) -> Any:
         try:
             return x2.merge_fn(x1)
         except Exception as error:
-            error.add_note(f"while merging what was loaded for the factory {x2.key!r} at {at}")
+            error.add_note(f"while merging the loaded parts of the factory {x2.key!r} at {at}")
             raise
     places: Iterable[Any]
     if isinstance(x1, dict) and isinstance(x2, dict):
         absent = [k for k in x2 if k not in x1]
         if absent:
             raise StructureError(
-                f"factories at {at} stand for {absent}, which were not loaded; there is {list(x1)}"
+                f"factories at {at} need {absent}, which were not loaded; loaded are {list(x1)}"
             )
         places = list(x2)
     elif isinstance(x1, list) and isinstance(x2, list):
         if len(x1) != len(x2):
             raise StructureError(
-                f"{len(x1)} elements were loaded at {at} but the factories stand for {len(x2)}"
+                f"{len(x1)} elements were loaded at {at}, but the factories need {len(x2)}"
             )
         places = range(len(x2))
     elif isinstance(x1, list) and isinstance(x2, dict):

@@ -83,7 +83,7 @@ def write_documents(
 
 
 def read_array_meta(location: Location, key: str) -> ArrayMeta:
-    """The array of a key from its own document; from the root's where it has none.
+    """Return the array of a key from its own document; from the root's where it has none.
 
     Raises:
         MissingKeyError: there is no such array.

@@ -83,7 +83,7 @@ class StoredCheckpoint:
         return data
 
     def has_document(self, name: str) -> bool:
-        """Whether there is a document of that name."""
+        """Return whether there is a document of that name."""
         known = name in self.documents
         return self.documents[name] is not None if known else self.location.exists(name)
 
@@ -215,7 +215,7 @@ class StoredCheckpoint:
                 nodes += [f"{node}/{below}" for below in self.location.listing(node)]
 
     def _objects(self, name: str) -> Iterator[tuple[str, bytes]]:
-        """The same in an object store: one listing, then all documents at once."""
+        """Yield the same in an object store: one listing, then all documents at once."""
         from shardstore.storage.stores.object_io import read_objects
 
         wanted = [entry for entry in self.location.remote.walk() if entry.endswith(f"/{name}")]

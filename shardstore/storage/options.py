@@ -1,4 +1,4 @@
-"""Settings of a save: one object, checked when it is made and handed on whole."""
+"""The options of a save, as one object that is checked when it is made."""
 
 from __future__ import annotations
 
@@ -64,46 +64,44 @@ class SaveOptions:
     """How a checkpoint is written.
 
     Attributes:
-        overwrite: replace a checkpoint that is at the target. In a folder it stays readable until
-            the new one takes its place. In an object store it is deleted first, so that there is
-            none for a while, and never a mixed one.
+        overwrite: replace the checkpoint at the target. In a folder, the old checkpoint stays
+            readable until the new one takes its place. In an object store it is deleted first:
+            until the new commit there is no checkpoint, and never a mixed one.
         durable: wait until everything is on the disk before the commit.
-        storage_options: of an object store, by fsspec's names (``key``, ``secret``,
-            ``endpoint_url``, ``profile`` ...). Environment and profiles give the rest.
-        allow_unconditional: save to an object store even if it ignores If-None-Match. What is
-            written is checked all the same; but of two saves to one target at the same time each
-            may believe that it won, and a late writer of a dead save is not fenced off.
-        staging_budget_bytes: host memory, on each rank, for the copy that an asynchronous save
-            makes; ``None``: as much as the rank's state. With less, copying waits for writing,
-            chunk by chunk.
-        base: an earlier checkpoint. Chunks that are the same there, by a 128-bit hash, are linked,
-            or copied within the same object store by the store, and not sent again. Each
-            checkpoint is whole by itself; any may be deleted. The commit record and the log say
-            how much was saved (``reused_bytes``). A chunk that is missing there, has another size,
-            or ends in another checksum is sent, with a warning. Linked files are one file: damage
-            to one damages all.
-        verify_base: read each chunk of the base and verify its checksums before it is taken over;
-            a damaged one is sent, with a warning. Reads as many bytes as are taken over, from an
-            object store through this host.
-        compression: of each chunk: ``"zstd"`` (level 1), ``"blosc"`` (lz4 behind a bit shuffle:
-            several times as fast, and smaller for floating-point numbers), or ``None``.
-        array_documents: give each array a ``zarr.json`` of its own beside the root's copy. Without
-            them an object store takes half as many requests where each array is one chunk.
-            ``zarr.open_group`` and xarray, which read the root's consolidated metadata, find all
-            arrays all the same; ``zarr.open_array(url/node)`` and TensorStore, by an array's own
-            path, find none, and ``zarr.open_group(url, use_consolidated=False)`` shows none. The
-            Zarr v2 layout has no root document and refuses ``False``.
+        storage_options: options of the object store, with fsspec's names (``key``, ``secret``,
+            ``endpoint_url``, ``profile`` ...). Others come from the environment and profiles.
+        allow_unconditional: save to an object store that ignores If-None-Match. Commits are still
+            checked, but if two saves write to one target at the same time, each may report success,
+            and a late writer of a dead save is not kept out.
+        staging_budget_bytes: host memory on each rank for the copy of an asynchronous save;
+            ``None``: the size of the rank's state. With less, copying and writing take turns.
+        base: an earlier checkpoint. Chunks that are equal there, by a 128-bit hash, are not written
+            again: they become hard links, or copies that the object store makes. Each checkpoint is
+            complete by itself, and any may be deleted. The commit record and the log give the bytes
+            that were reused (``reused_bytes``). If a chunk of the base is missing, has another
+            size or ends in another checksum, the save writes the chunk and logs a warning. Linked
+            files are one file on the disk: damage to it affects all checkpoints that share it.
+        verify_base: read each chunk of the base and verify its checksums before it is reused. The
+            save writes a damaged chunk again and logs a warning. It reads as many bytes as are
+            reused, from an object store through this host.
+        compression: codec of each chunk: ``"zstd"`` (level 1), ``"blosc"`` (a bit shuffle, then
+            lz4; several times as fast, and smaller for floating-point numbers), or ``None``.
+        array_documents: write a ``zarr.json`` for each array in addition to the root's copy.
+            Without them, a save to an object store needs half as many requests if each array is one
+            chunk. ``zarr.open_group`` and xarray read the root's consolidated metadata and still
+            find all arrays. ``zarr.open_array(url/node)`` and TensorStore, which open an array by
+            its own path, find none, and ``zarr.open_group(url, use_consolidated=False)`` shows
+            none. The Zarr v2 layout has no root document and refuses ``False``.
         replica_group: a process group (this rank's data-parallel group) whose ranks hold the same
-            shards: they share out the chunks by size. Where they hold different shards, main
-            replicas write. With a group given, ranks whose ``replica_id`` is not the main one need
-            their data too.
+            shards: they divide the chunks by size. If they hold different shards, the main replicas
+            write. With a group, ranks that are not the main replica need their data too.
         progress: called with a :class:`shardstore.progress.Progress` as this rank's chunks are
-            written, from any thread; or ``"bar"``: a bar on standard error, on rank 0 alone.
+            written, from any thread; or ``"bar"``: a bar on standard error, on rank 0 only.
         validate: refuse the commit unless every chunk was written exactly once.
-        overlap_staging: let an asynchronous save copy in the background too.
-        target_chunk_bytes: large shards are cut into chunks of about this many bytes.
-        threads: threads that write, each rank; ``None``: one a processor, at most 8.
-        budget_bytes: memory, each rank, for chunks on their way to or from an object store.
+        overlap_staging: let an asynchronous save return before it has copied the state.
+        target_chunk_bytes: size of chunks in bytes; larger shards are cut.
+        threads: number of threads that write on each rank; ``None``: one per processor, at most 8.
+        budget_bytes: memory on each rank for chunks in transfer to or from an object store.
     """
 
     overwrite: bool = False
@@ -136,7 +134,7 @@ class SaveOptions:
         require_number("staging_budget_bytes", self.staging_budget_bytes, none=True)
 
     def of_strategy(self, strategy: SaveOptions) -> SaveOptions:
-        """These options with what the strategy decides: chunks, threads, memory."""
+        """Return these options with the strategy's chunk size, threads and memory."""
         return replace(
             self,
             target_chunk_bytes=strategy.target_chunk_bytes,
@@ -154,20 +152,22 @@ def options_of(
     error: BaseException | None = None,
     **further: Any,
 ) -> tuple[SaveOptions, BaseException | None]:
-    """The options of a save, or the error in them, which all ranks raise together.
+    """Return the options of a save and the error in them, ``None`` if there is none.
+
+    The error is returned, and not raised, so that all ranks can raise it together.
 
     Args:
-        caller: what was called, for the error text.
+        caller: name of the called function, for the error text.
         given: the caller's keyword arguments.
-        keywords: the typed dict of those that it takes.
-        error: an earlier error, which is returned in the place of a new one.
+        keywords: typed dict of the keywords that the function takes.
+        error: an earlier error, returned instead of a new one.
         further: fields of :class:`SaveOptions` that are not keywords.
     """
     known = keywords.__annotations__
     try:
         if unknown := sorted(set(given) - set(known)):
             raise ArgumentError(
-                f"{caller} takes no {', '.join(unknown)}; what it takes: {', '.join(sorted(known))}"
+                f"{caller} has no keyword {', '.join(unknown)}; it takes {', '.join(sorted(known))}"
             )
         return SaveOptions(**given, **further), error
     except (ValueError, TypeError) as problem:
@@ -178,13 +178,13 @@ def require_number(name: str, value: object, *, none: bool = False) -> None:
     """Raise :class:`ArgumentError` unless an argument is a whole number of at least 1.
 
     Args:
-        name: of the argument.
-        value: what was given.
-        none: whether it may be None, too.
+        name: name of the argument.
+        value: its value.
+        none: whether ``None`` is allowed.
     """
     if value is None and none:
         return
-    # A bool is an Integral, and nobody means 1 by it.
+    # A bool is an Integral too, but never a meant number.
     if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < 1:
         raise ArgumentError(
             f"{name}={value!r} must be a whole number of at least 1" + (", or None" if none else "")

@@ -238,7 +238,7 @@ class AsyncCaller:
         self._queue.schedule_async_request(async_req._replace(finalize_fns=[]))
 
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
-        """Whether the oldest unfinished call is done, on every rank unless ``no_dist``.
+        """Return whether the oldest unfinished call is done, on every rank unless ``no_dist``.
 
         Args:
             blocking: wait for it.
@@ -250,7 +250,8 @@ class AsyncCaller:
         return not self._queue.async_calls or self._queue._finalize_oldest(blocking, no_dist)
 
     def sync_all_async_calls(self, is_alive: int) -> bool:
-        """Whether no rank has a call in flight; every rank calls it and waits for the others.
+        """Return whether no rank has a call in flight; every rank calls it and waits for the
+        others.
 
         Args:
             is_alive: 1 if this rank's call is in flight, else 0.
@@ -296,7 +297,7 @@ def _run(
 
 
 def _current_cuda_device() -> torch.device | None:
-    """The calling thread's CUDA device: a new thread would start with device 0."""
+    """Return the calling thread's CUDA device: a new thread would start with device 0."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     return torch.device("cuda", torch.cuda.current_device())
@@ -327,7 +328,7 @@ def _agree(
     no_dist: bool,
     doing: str = "running",
 ) -> bool:
-    """Whether a call is done on every rank; raises everywhere if it failed anywhere.
+    """Return whether a call is done on every rank; raises everywhere if it failed anywhere.
 
     One reduction of four integers; only after a failure are the texts gathered.
     """

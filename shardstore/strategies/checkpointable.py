@@ -242,7 +242,7 @@ def _refused(cls: type[Any], func: object, local: str) -> NotImplementedError:
 
 
 def _stand_in(cls: type[Any], shape: Sequence[int], like: torch.Tensor) -> Any:
-    """A tensor of a subclass that has a shape and no memory."""
+    """Return a tensor of a subclass that has a shape and no memory."""
     return torch.Tensor._make_wrapper_subclass(
         cls, torch.Size(shape), dtype=like.dtype, device=like.device
     )

@@ -64,7 +64,8 @@ READ_TOGETHER = 128
 
 
 def load_file(name: str, data: bytes, url: str, key: str) -> Any:
-    """An object from what is in its file, by the file's name: JSON, or what ``torch.save`` wrote.
+    """Return an object from what is in its file, by the file's name: JSON, or what ``torch.save``
+    wrote.
 
     Raises:
         UnsafeObjectError, DamagedCheckpointError: see :func:`load_bytes`.

@@ -336,7 +336,7 @@ def _share_out(
 
 
 def _fits(distribution: ShardDistribution, state_dict: ShardedStateDict, group: Group) -> bool:
-    """Whether the shards of every rank are those that a distribution was made for.
+    """Return whether the shards of every rank are those that a distribution was made for.
 
     Every rank of the group calls it and waits for the others.
     """

@@ -350,7 +350,7 @@ def _create_or_open_zarr_arrays(
 
 
 def _should_create_array(ten: ShardedTensor) -> bool:
-    """Whether this tensor's holder creates the array: main replica of the first shard."""
+    """Return whether this tensor's holder creates the array: main replica of the first shard."""
     return is_first(ten)
 
 
@@ -423,7 +423,7 @@ def _place_of(arr: ZarrArray) -> tuple[Location, str] | None:
 
 
 def _completed(location: Location, cut: CutChunk) -> ChunkWrite:
-    """A chunk that a tensor fills in part: the rest is what is stored, or zero."""
+    """Return a chunk that a tensor fills in part: the rest is what is stored, or zero."""
     box = cut.array.grid.box(cut.index)
     data = np.zeros(box.shape, dtypes.numpy_dtype(cut.array.dtype))
     with suppress(ChunkMissingError):
@@ -495,7 +495,7 @@ def postprocess_numpy_array(
 
 
 def flatten_range(sharded_tensor: ShardedTensor, x: torch.Tensor) -> torch.Tensor:
-    """The flattened range of a whole local tensor, one-dimensional.
+    """Return the flattened range of a whole local tensor, one-dimensional.
 
     The tensor itself where there is no range.
     """
@@ -505,7 +505,7 @@ def flatten_range(sharded_tensor: ShardedTensor, x: torch.Tensor) -> torch.Tenso
 
 
 def pad_to_expected_shape(x: torch.Tensor, expected_sharded_ten: ShardedTensor) -> torch.Tensor:
-    """A tensor in the expected local shape, zero beyond the tensor's own extent.
+    """Return a tensor in the expected local shape, zero beyond the tensor's own extent.
 
     Raises:
         ShapeMismatchError: another number of axes, or the tensor is longer than expected along one.

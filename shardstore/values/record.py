@@ -147,5 +147,5 @@ def as_text(value: object) -> tuple[Any, str]:
 
 
 def is_long(text: str) -> bool:
-    """Whether a value's JSON is a file of its own, beside the root document."""
+    """Return whether a value's JSON is a file of its own, beside the root document."""
     return len(text) > MAX_INLINE_CHARACTERS

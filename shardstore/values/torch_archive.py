@@ -58,7 +58,8 @@ class Records:
         return self._entries[name].file_size
 
     def read(self, name: str, default: bytes | None = None) -> bytes | bytearray:
-        """The content of a record; errors as :meth:`start`, and ``ValueError`` if it is cut short.
+        """Return the content of a record; errors as :meth:`start`, and ``ValueError`` if it is cut
+        short.
 
         Args:
             name: of the record.

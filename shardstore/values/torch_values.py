@@ -83,7 +83,7 @@ def _full_name(module: str, name: str) -> str:
 
 
 def _of(kind: type, *allowed: type) -> Callable[..., Any]:
-    """A function that makes a value of a type from arguments of some types."""
+    """Return a function that makes a value of a type from arguments of some types."""
 
     def make(*args: Any) -> Any:
         _require(all(type(arg) in allowed for arg in args), f"arguments of {kind.__name__}")
@@ -298,7 +298,7 @@ class _Unpickler(BoundedUnpickler):
 
 
 def _filling(code: int, target: Callable[[_Unpickler], Any]) -> Callable[[_Unpickler], None]:
-    """An operation that puts items into a container, of known containers alone."""
+    """Return an operation that puts items into a container, of known containers alone."""
     plain = BoundedUnpickler.dispatch[code]
 
     def fill(self: _Unpickler) -> None:
@@ -318,7 +318,7 @@ for _code in (pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX, pickle.EXT1, pickle.EXT
 
 
 def dump_bytes(value: object) -> bytes:
-    """A value as ``torch.save`` writes it, with checksums."""
+    """Return a value as ``torch.save`` writes it, with checksums."""
     out = io.BytesIO()
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(True)  # a program may have switched them off

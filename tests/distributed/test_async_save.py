@@ -480,7 +480,7 @@ def test_a_handle_that_is_waited_for_in_vain(tmp_path: Path) -> None:
     handle = shardstore.async_save(state, tmp_path / "c", gated)
     assert not handle.wait(0)
     assert not handle.done()
-    with pytest.raises(TimeoutError, match="still runs after 0 s"):
+    with pytest.raises(TimeoutError, match="is still running after 0 s"):
         handle.result(0)
     gated.gate.set()
     handle.result(60)

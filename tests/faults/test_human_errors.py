@@ -292,7 +292,7 @@ WRONG_SAVES: dict[str, tuple[dict[str, Any], str]] = {
     "base": ({"base": ""}, "empty"),
     "documents": ({"array_documents": "no"}, "array_documents='no' must be True or False"),
     "documents, a number": ({"array_documents": 0}, "array_documents=0 must be True or False"),
-    "no keyword": ({"threads": 2}, "takes no threads; what it takes: "),
+    "no keyword": ({"threads": 2}, "has no keyword threads; it takes "),
 }
 
 

@@ -127,4 +127,4 @@ def test_defaults_are_as_told() -> None:
     chunk = rows["`ZarrSaveShardedStrategy(..., target_chunk_bytes=)`"]
     assert chunk == f"{options.target_chunk_bytes >> 20} MiB"
     assert f"at most {MAX_THREADS}" in rows["`ZarrSaveShardedStrategy(..., threads=)`"]
-    assert rows[f"`{DEADLINE_VARIABLE}` (environment)"] == str(int(DEFAULT_DEADLINE_S))
+    assert rows[f"`{DEADLINE_VARIABLE}`"] == str(int(DEFAULT_DEADLINE_S))

@@ -486,7 +486,7 @@ def test_sharded_object() -> None:
     assert str(thing) == "ShardedObject(key='a/b')"
     assert thing.without_data().data is None
     assert thing.data == {"x": 1}
-    with pytest.raises(CheckpointingException, match="as many axes"):
+    with pytest.raises(CheckpointingException, match="the same number of axes"):
         ShardedObject("a", 5, (1, 2), (0,))
 
 
@@ -513,7 +513,7 @@ def test_unique_key_with_the_first_length_alone() -> None:
     "text", ["a/b", "shard_0_1", "a/shard_x_1", "a/shard_0_1_2", "a/shard_0", "a/shard_0_1.2", ""]
 )
 def test_not_a_unique_key(text: str) -> None:
-    with pytest.raises(ValueError, match="names no sharded object") as caught:
+    with pytest.raises(ValueError, match="is not the unique key") as caught:
         ShardedObject.empty_from_unique_key(text)
     assert isinstance(caught.value, CheckpointingException)
 

@@ -29,7 +29,7 @@ class SupersededError(StorageError):
 
 
 def exists_error(place: Location, *, meanwhile: bool = False) -> CheckpointExistsError:
-    """The error of a save to a place where a checkpoint is, or was committed ``meanwhile``."""
+    """Return the error for a target that holds a checkpoint, or got one during the save."""
     what = (
         "another checkpoint was committed there while this one was being written;"
         if meanwhile

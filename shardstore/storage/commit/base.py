@@ -50,7 +50,7 @@ COPY_THREADS = 32
 
 
 def read_base(location: Location) -> dict[str, bytes]:
-    """The documents of a checkpoint that another one shall be based on. Called by one rank.
+    """Return the documents of a checkpoint that another one shall be based on. Called by one rank.
 
     Raises:
         NotACheckpointError, DamagedCheckpointError: there is no checkpoint with a manifest, or it
@@ -93,12 +93,12 @@ class BaseChunks:
         self._arrays, self._manifest = stored.arrays, stored.manifest
 
     def knows(self, array: ArrayMeta) -> bool:
-        """Whether the base has the same array: grid, data type and codecs."""
+        """Return whether the base has the same array: grid, data type and codecs."""
         theirs = self._arrays.get(array.key)
         return theirs is not None and _place(theirs) == _place(array)
 
     def record(self, array: ArrayMeta, index: Sequence[int], digest: bytes) -> ChunkRecord | None:
-        """The base's record of a chunk, if it is the same by its hash."""
+        """Return the base's record of a chunk, if it is the same by its hash."""
         manifest = self._manifest
         assert manifest is not None
         row, running = manifest.row(array, index), manifest.running_of(array, index)
@@ -115,7 +115,7 @@ class BaseChunks:
         return None if problem is None else problem.text
 
     def is_unchanged(self) -> bool:
-        """Whether the checkpoint that was read is still there.
+        """Return whether the checkpoint that was read is still there.
 
         Raises:
             StorageError: the store refused.
@@ -141,7 +141,8 @@ def reusing(
     manifest: RankManifest,
     options: SaveOptions,
 ) -> Writer:
-    """A mover that writes only what a base has not; ``mover`` itself where nothing can be reused.
+    """Return a mover that writes only what a base has not; ``mover`` itself where nothing can be
+    reused.
 
     Args:
         mover: writes the rest.
@@ -325,7 +326,7 @@ class Adopter(ABC):
 
     @abstractmethod
     def _end(self, name: str, start: int) -> bytes:
-        """A few bytes of an object that was taken over, from ``start`` on."""
+        """Return a few bytes of an object that was taken over, from ``start`` on."""
 
     @abstractmethod
     def _adopt(self, name: str) -> bool:

@@ -59,7 +59,7 @@ def begin(place: Location, options: SaveOptions) -> Attempt:
 
 
 def join(place: Location, attempt_id: str, options: SaveOptions) -> Attempt:
-    """The attempt that the coordinator began, on another rank."""
+    """Return the attempt that the coordinator began, on another rank."""
     if place.is_local:
         return folder.join(place, attempt_id, overwrite=options.overwrite)
     return objects.ObjectAttempt(place, attempt_id, options.overwrite)
@@ -120,7 +120,7 @@ def sweep(
 def latest(
     root: str | os.PathLike[str] | Location, *, storage_options: Mapping[str, Any] | None = None
 ) -> str | None:
-    """The committed checkpoint directly below a root whose name has the highest numbers
+    """Return the committed checkpoint directly below a root whose name has the highest numbers
     (``step-1000`` after ``step-200``); ``None`` if there is none. Any process may call it. It goes
     by the names alone: where a run went back, see :meth:`CheckpointManager.latest`.
 

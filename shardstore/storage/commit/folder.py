@@ -48,8 +48,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _is_taken(place: Location) -> bool:
-    """Whether anything with a checkpoint's marks is at a local place: nothing may lie there that a
-    save writes over unasked."""
+    """Return whether anything with a checkpoint's marks is at a local place: nothing may lie there
+    that a save writes over unasked."""
     return any(place.exists(name) for name in COMMITS)
 
 
@@ -190,7 +190,7 @@ def delete(place: Location) -> None:
 
 
 def _own_entries(place: Location) -> set[str]:
-    """Names of the files and folders directly below a checkpoint that are parts of it.
+    """Return the names of the files and folders directly below a checkpoint that are parts of it.
 
     Zarr arrays and groups of other programs, which may lie there too, are none.
     """
@@ -239,7 +239,7 @@ def begin(place: Location, *, overwrite: bool = False) -> FolderAttempt:
 
 
 def join(place: Location, attempt_id: str, *, overwrite: bool = False) -> FolderAttempt:
-    """The attempt that the coordinator began, on another rank."""
+    """Return the attempt that the coordinator began, on another rank."""
     return FolderAttempt(Location.of(os.path.realpath(place.url)), attempt_id, overwrite)
 
 
@@ -288,7 +288,7 @@ def _start_of(pid: int) -> str | None:
 
 
 def is_dead(attempt: Location) -> bool:
-    """Whether the process of an attempt ran on this host and is gone. A symbolic link is no
+    """Return whether the process of an attempt ran on this host and is gone. A symbolic link is no
     attempt."""
     if os.path.islink(attempt.url):
         return False

@@ -36,7 +36,7 @@ def _parsed(text: bytes) -> tuple[str | None, bool]:
 
 
 def _document(location: Location) -> tuple[str | None, bool]:
-    """The same of a place's own document.
+    """Return the same of a place's own document.
 
     Raises:
         StorageError: the store refused to tell.
@@ -68,9 +68,9 @@ def what_else(location: Location) -> str | None:
 
 
 def is_foreign_node(text: bytes) -> bool:
-    """Whether the Zarr v3 document of a folder in a checkpoint says that it is none of its arrays:
-    an array without our attributes, or a group (another program's, or a checkpoint of its own). A
-    damaged document may be ours."""
+    """Return whether the Zarr v3 document of a folder in a checkpoint says that it is none of its
+    arrays: an array without our attributes, or a group (another program's, or a checkpoint of its
+    own). A damaged document may be ours."""
     kind, ours = _parsed(text)
     return kind == "group" or (kind == "array" and not ours)
 

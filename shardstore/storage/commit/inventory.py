@@ -53,15 +53,15 @@ _OBJECT = re.compile(r"shard_[\d._]*\.(pt|json)")
 
 
 def numbers(names: Iterable[str], *kinds: str) -> list[int]:
-    """Numbers of the claims (``json``) or marks (``committing``, ``clearing``) of some kinds among
-    names."""
+    """Return the numbers of the claims (``json``) or marks (``committing``, ``clearing``) of some
+    kinds among names."""
     found = map(_MARK.fullmatch, names)
     return [int(mark[1]) for mark in found if mark is not None and mark[2] in kinds]
 
 
 def is_checkpoint(location: Location) -> bool:
-    """Whether a committed checkpoint is there (ours, or one with a ``metadata.json`` of another
-    backend).
+    """Return whether a committed checkpoint is there (ours, or one with a ``metadata.json`` of
+    another backend).
 
     An array's folder inside a checkpoint is none, nor is a Zarr group of another program.
     """
@@ -75,8 +75,8 @@ def is_checkpoint(location: Location) -> bool:
 
 
 def is_committed(location: Location, names: Collection[str] | None = None) -> bool:
-    """Whether a committed checkpoint is in an object store: ours, or one with a ``metadata.json``
-    of another backend.
+    """Return whether a committed checkpoint is in an object store: ours, or one with a
+    ``metadata.json`` of another backend.
 
     Args:
         location: the target.
@@ -105,7 +105,7 @@ def is_committed(location: Location, names: Collection[str] | None = None) -> bo
 
 
 def names_at(folder: Location) -> list[str]:
-    """Names in a local folder, and in the folders in it; ``NAME/`` for an empty one."""
+    """Return the names in a local folder, and in the folders in it; ``NAME/`` for an empty one."""
     found = []
     for name in folder.listing():
         if folder.is_dir(name) and not folder.is_link(name):

@@ -219,7 +219,7 @@ class ObjectAttempt(Attempt):
             self.target.remote.delete([self.mark("committing")])
 
     def _publish(self, name: str, data: bytes) -> bool:
-        """The conditional PUT. Whether the commit that is there then is ours."""
+        """Return the conditional PUT. Whether the commit that is there then is ours."""
         store = self.target.remote
         failure: StorageError | None = None
         try:
@@ -262,7 +262,8 @@ class ObjectAttempt(Attempt):
         return self._publish(name, data)
 
     def _look_once_more(self, name: str, data: bytes) -> list[str]:
-        """A claim that came between: it withdraws when it sees this commit, or has replaced it.
+        """Return a claim that came between: it withdraws when it sees this commit, or has replaced
+        it.
 
         Returns:
             Names of the claims and marks.
@@ -299,8 +300,8 @@ class ObjectAttempt(Attempt):
     # -- clearing ------------------------------------------------------------------------------
 
     def settled_names(self) -> list[str]:
-        """Names of all that is at the target but this claim, once no older attempt is between its
-        last look at the claims and what follows it."""
+        """Return the names of all that is at the target but this claim, once no older attempt is
+        between its last look at the claims and what follows it."""
         deadline = time.monotonic() + SETTLE_S
         while True:
             names = [name for name in self.target.remote.walk() if name != self.mark("json")]
@@ -376,7 +377,7 @@ class ObjectAttempt(Attempt):
 
 
 def _number_of(name: str) -> int:
-    """The number that a claim's or mark's name begins with; 0 for other names."""
+    """Return the number that a claim's or mark's name begins with; 0 for other names."""
     found = re.match(r"\d+", name)
     return int(found.group()) if found else 0
 
@@ -391,7 +392,7 @@ def _read_claim(target: Location, number: int) -> dict[str, object]:
 
 
 def _described(target: Location, number: int) -> str:
-    """The attempt of a claim, in words for an error."""
+    """Return the attempt of a claim, in words for an error."""
     about = _read_claim(target, number)
     return (
         f"the newer attempt {about.get('id', f'{number:06d}')} of process {about.get('pid', '?')} "

@@ -240,7 +240,7 @@ def _commit_record(attempt: Attempt, merged: Merged, about: About) -> dict[str, 
 
 
 def _root(merged: Merged, about: About, record: Mapping[str, Any]) -> bytes:
-    """The root document, which is the commit."""
+    """Return the root document, which is the commit."""
     ours: dict[str, Any] = {
         **about.record,
         **({} if about.config is None else {CONFIG: about.config}),

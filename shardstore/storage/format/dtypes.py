@@ -129,8 +129,8 @@ def itemsize(name: str) -> int:
 
 
 def v2_dtype(name: str) -> str:
-    """The ``dtype`` entry of a Zarr v2 document; foreign types by name, as Megatron-Core wrote
-    them."""
+    """Return the ``dtype`` entry of a Zarr v2 document; foreign types by name, as Megatron-Core
+    wrote them."""
     return name if name in _FOREIGN else numpy_dtype(name).str
 
 
@@ -157,8 +157,8 @@ def v2_dtype_name(code: object) -> str:
 
 
 def as_numpy(tensor: torch.Tensor) -> NDArray[Any]:
-    """A NumPy view of a CPU tensor's memory, of the same shape and strides, under its true data
-    type.
+    """Return a NumPy view of a CPU tensor's memory, of the same shape and strides, under its true
+    data type.
 
     Raises:
         DTypeMismatchError: the data type cannot be stored.
@@ -210,7 +210,7 @@ def _bits(name: str) -> tuple[torch.dtype, np.dtype[Any]]:
 
 
 def as_tensor(array: NDArray[Any]) -> torch.Tensor:
-    """A CPU tensor over a NumPy array's memory, of the same shape and strides.
+    """Return a CPU tensor over a NumPy array's memory, of the same shape and strides.
 
     Raises:
         DTypeMismatchError: torch has no such data type.

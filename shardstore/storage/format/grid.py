@@ -59,7 +59,7 @@ class Box:
         return tuple(o + s for o, s in zip(self.offset, self.shape, strict=True))
 
     def intersect(self, other: Box) -> Box | None:
-        """The common part, or ``None`` where there is none."""
+        """Return the common part, or ``None`` where there is none."""
         offset = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         end = tuple(min(a, b) for a, b in zip(self.end, other.end, strict=True))
         shape = tuple(e - o for o, e in zip(offset, end, strict=True))
@@ -68,7 +68,7 @@ class Box:
         return Box(offset, shape)
 
     def relative_to(self, origin: Sequence[int]) -> Box:
-        """The same box with ``origin`` as the zero point."""
+        """Return the same box with ``origin`` as the zero point."""
         return Box(tuple(o - z for o, z in zip(self.offset, origin, strict=True)), self.shape)
 
     @property
@@ -101,7 +101,8 @@ class Grid:
         return math.prod(self.counts)
 
     def box(self, index: Sequence[int]) -> Box:
-        """The part of the array that the chunk at ``index`` holds, cut off at the array's edge."""
+        """Return the part of the array that the chunk at ``index`` holds, cut off at the array's
+        edge."""
         offset = tuple(i * c for i, c in zip(index, self.chunk_shape, strict=True))
         shape = tuple(
             min(c, n - o) for o, c, n in zip(offset, self.chunk_shape, self.shape, strict=True)
@@ -146,7 +147,7 @@ class Grid:
         yield from product(*ranges)
 
     def is_aligned(self, region: Box) -> bool:
-        """Whether ``region`` is made of whole chunks."""
+        """Return whether ``region`` is made of whole chunks."""
         return all(
             s == 0 or (o % c == 0 and ((o + s) % c == 0 or o + s == n))
             for o, s, c, n in zip(
@@ -193,7 +194,7 @@ def plan_grid(
     *,
     leading_only: bool = False,
 ) -> Grid:
-    """The chunk grid of an array whose shards have edges ``shard_shape``.
+    """Return the chunk grid of an array whose shards have edges ``shard_shape``.
 
     Args:
         global_shape: shape of the whole array.
@@ -263,7 +264,7 @@ def _cut_columns(chunk: list[int], cut: tuple[bool, ...], itemsize: int) -> None
 
 
 def _divisor(edge: int, at_most: int, must_divide: bool) -> int:
-    """A divisor of ``edge`` near ``at_most``.
+    """Return a divisor of ``edge`` near ``at_most``.
 
     The largest one that is not above it, if that is not much smaller; else the next one above, if
     that is not much larger; else the edge stays whole and the next axis is cut instead.
@@ -343,7 +344,8 @@ STRADDLING_CHUNK_BYTES = 1024 * 1024
 def grid_of(
     shape: Sequence[int], boxes: Sequence[Box], itemsize: int, target_chunk_bytes: int
 ) -> tuple[Grid, tuple[int, ...], bool]:
-    """The chunk grid of a tensor, the edges of its shards, and whether chunks may straddle boxes.
+    """Return the chunk grid of a tensor, the edges of its shards, and whether chunks may straddle
+    boxes.
 
     No chunk straddles two boxes, unless the boundaries are such that this would take a great many
     tiny chunks (boundaries at 7 and 13 of a thousand have chunks of one): then a plain grid is

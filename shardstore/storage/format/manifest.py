@@ -137,7 +137,7 @@ class RankManifest:
         self.files[name] = crc32c(data, 0)
 
     def to_bytes(self) -> bytes:
-        """The same for the coordinator in another process, see :meth:`from_bytes`."""
+        """Return the same for the coordinator in another process, see :meth:`from_bytes`."""
         return zlib.compress(pickle.dumps(self), 1)
 
     @classmethod
@@ -214,8 +214,8 @@ class Manifest:
             boundary += chunks * boundaries
 
     def _of(self, meta: ArrayMeta) -> _Place | None:
-        """The place of an array; ``None`` too where it has another grid by now: its checksums are
-        of no use then."""
+        """Return the place of an array; ``None`` too where it has another grid by now: its
+        checksums are of no use then."""
         place = self._places.get(meta.node)
         return place if place and place[3:] == (meta.grid.size, meta.chunk_bytes) else None
 
@@ -253,7 +253,7 @@ class Manifest:
         }
 
     def without(self, nodes: set[str]) -> Manifest:
-        """The manifest less some arrays."""
+        """Return the manifest less some arrays."""
         keep = np.array([node not in nodes for node, _, _ in self.arrays], dtype=bool)
         places = self._places.values()
         rows = np.repeat(keep, [place.chunks for place in places])

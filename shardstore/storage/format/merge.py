@@ -131,7 +131,7 @@ def merge(reports: Sequence[bytes | RankManifest], *, check: bool = True) -> Mer
 
 
 def _array_documents(parts: Iterable[RankManifest]) -> bool:
-    """Whether the arrays of a save get documents of their own; the ranks have to agree."""
+    """Return whether the arrays of a save get documents of their own; the ranks have to agree."""
     ranks = {bool(part.array_documents): part.rank for part in parts}
     if len(ranks) > 1:
         raise AccessPatternError(
@@ -148,7 +148,7 @@ def _running(
     starts: NDArray[np.int64],
     chunk_bytes: Iterable[int],
 ) -> NDArray[np.uint32]:
-    """The ranks' running checksums in the order of the manifest's rows.
+    """Return the ranks' running checksums in the order of the manifest's rows.
 
     Each chunk has as many as its array says: those of one chunk stay together, and move from where
     they are in the ranks' order to where they belong.
@@ -197,7 +197,7 @@ def _disagreement(key: str, rank: int, summary: str, first: _Created) -> AccessP
 def _rows_of(
     part: RankManifest, created: Mapping[str, _Created], numbers: Mapping[str, int]
 ) -> NDArray[Any]:
-    """A rank's rows, with the arrays' numbers in the order of the keys.
+    """Return a rank's rows, with the arrays' numbers in the order of the keys.
 
     Raises:
         AccessPatternError: it wrote to an array that nobody created, or means another one than who
@@ -252,8 +252,8 @@ def _check_coverage(
 
 
 def rank_record(rows: Iterable[RankRow]) -> dict[str, Any]:
-    """The columns ``bytes``, ``chunks`` and ``NAME_s`` in the order of the ranks; of more than 256
-    ranks the least, median and largest value of each, and which rank took longest.
+    """Return the columns ``bytes``, ``chunks`` and ``NAME_s`` in the order of the ranks; of more
+    than 256 ranks the least, median and largest value of each, and which rank took longest.
 
     Args:
         rows: of each rank, in any order; several of one rank add up.

@@ -83,7 +83,7 @@ def _node_name(key: str) -> str:
 
 
 def key_of(name: str) -> str | None:
-    """The key behind a node name; ``None`` for a name that was shortened."""
+    """Return the key behind a node name; ``None`` for a name that was shortened."""
     if "%~" in name:
         return None
     return unquote(name, errors="surrogateescape")
@@ -102,13 +102,13 @@ def object_place(name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
 
 
 def is_object_file(name: str) -> bool:
-    """Whether a file in a folder of an array or object is named as one of a sharded object: what
-    ``torch.save`` wrote, or JSON."""
+    """Return whether a file in a folder of an array or object is named as one of a sharded object:
+    what ``torch.save`` wrote, or JSON."""
     return name.startswith("shard_") and name.endswith((".pt", ".json"))
 
 
 def is_inside(name: object) -> bool:
-    """Whether a name leads to something below the folder that it is relative to."""
+    """Return whether a name leads to something below the folder that it is relative to."""
     if not isinstance(name, str) or "\0" in name:
         return False
     return {"", ".", ".."}.isdisjoint(name.split("/"))

@@ -24,12 +24,13 @@ _local = threading.local()
 
 
 def as_bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
-    """The memory of a C-contiguous array as one-dimensional uint8, without a copy."""
+    """Return the memory of a C-contiguous array as one-dimensional uint8, without a copy."""
     return array.reshape(-1).view(np.uint8)
 
 
 def scratch(size: int) -> NDArray[np.uint8]:
-    """The first ``size`` bytes, at most :data:`SCRATCH_BYTES`, of this thread's scratch memory.
+    """Return the first ``size`` bytes, at most :data:`SCRATCH_BYTES`, of this thread's scratch
+    memory.
 
     Its content is valid until the next call on the same thread. It is kept until
     :func:`free_scratch`, because fresh pages cost more than the copy.
@@ -47,12 +48,12 @@ def free_scratch() -> None:
 
 
 def lies_as_chunk(data: NDArray[Any], chunk_shape: tuple[int, ...]) -> bool:
-    """Whether an array's memory is the bytes of its chunk."""
+    """Return whether an array's memory is the bytes of its chunk."""
     return data.shape == chunk_shape and data.flags.c_contiguous
 
 
 def whole_chunk(data: NDArray[Any], chunk_shape: tuple[int, ...]) -> NDArray[Any]:
-    """A chunk in one piece of memory, padded with zeros: ``data`` itself where it is that."""
+    """Return a chunk as contiguous memory, padded with zeros; ``data`` itself if it is that."""
     if lies_as_chunk(data, chunk_shape):
         return data
     size = math.prod(chunk_shape) * data.dtype.itemsize
@@ -67,7 +68,7 @@ def whole_chunk(data: NDArray[Any], chunk_shape: tuple[int, ...]) -> NDArray[Any
 def pieces(
     source: NDArray[Any], chunk_shape: tuple[int, ...], most_bytes: int = SCRATCH_BYTES
 ) -> Iterator[memoryview]:
-    """The bytes of a chunk in order, zeros where ``source`` does not reach the chunk's edge.
+    """Yield the bytes of a chunk in order, zeros where ``source`` does not reach the chunk's edge.
 
     Args:
         source: the chunk, or the part of it within the array.

@@ -41,7 +41,7 @@ class ChunkWrite:
     source: Source
 
     def data(self) -> NDArray[Any]:
-        """The source array, or what the source function returns.
+        """Return the source array, or what the source function returns.
 
         Raises:
             ValueError: it has another shape or data type than the chunk.

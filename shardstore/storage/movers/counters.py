@@ -35,7 +35,7 @@ class Counters:
                 setattr(self, name, getattr(self, name) + amount)
 
     def snapshot(self) -> dict[str, int]:
-        """The totals as a dictionary."""
+        """Return the totals as a dictionary."""
         return asdict(self)
 
     def reset(self) -> None:

@@ -34,12 +34,14 @@ PORTABLE = 1
 
 
 def stream_of(device: torch.device) -> torch.cuda.Stream | None:
-    """The stream that this thread queues work for a device on; ``None`` for one without CUDA."""
+    """Return the stream that this thread queues work for a device on; ``None`` for one without
+    CUDA."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def stream_here() -> torch.cuda.Stream | None:
-    """The stream of this thread's current device; ``None`` in a process that does not use CUDA."""
+    """Return the stream of this thread's current device; ``None`` in a process that does not use
+    CUDA."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     return torch.cuda.current_stream()
@@ -60,7 +62,7 @@ def behind(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 
 def on_host(tensor: torch.Tensor, stream: torch.cuda.Stream | None) -> NDArray[Any]:
-    """A tensor of any device as an array, copied behind what a stream has queued.
+    """Return a tensor of any device as an array, copied behind what a stream has queued.
 
     Args:
         tensor: of any strides.

@@ -35,7 +35,7 @@ def default_threads() -> int:
 
 
 def local_ranks() -> int:
-    """Ranks on this machine as the launcher says (``LOCAL_WORLD_SIZE``), at least 1."""
+    """Return the ranks on this machine as the launcher says (``LOCAL_WORLD_SIZE``), at least 1."""
     try:
         return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     except ValueError:
@@ -43,7 +43,7 @@ def local_ranks() -> int:
 
 
 def _is_bound(processors: int) -> bool:
-    """Whether this process may use fewer processors than the one that started it."""
+    """Return whether this process may use fewer processors than the one that started it."""
     try:
         return processors < len(os.sched_getaffinity(os.getppid()))
     except OSError:  # the parent has ended, or is another user's

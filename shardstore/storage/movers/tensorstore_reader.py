@@ -151,7 +151,8 @@ class TensorStoreReader:
     def _explained(
         self, read: RegionRead, text: str, manifest: Callable[[], Manifest | None]
     ) -> Exception:
-        """The error for a failed read. Only TensorStore's text says which file failed, and why."""
+        """Return the error for a failed read. Only TensorStore's text says which file failed, and
+        why."""
         array = read.array
         missing, damaged = text.startswith("NOT_FOUND"), text.startswith(_DAMAGE)
         if missing or damaged:

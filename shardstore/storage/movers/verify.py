@@ -183,7 +183,7 @@ def _mismatch(expected: int, found: int) -> Problem:
 
 
 def is_intact(read: tuple[int, int] | None, committed: int | None) -> bool:
-    """Whether the checksums of a whole chunk agree: computed, stored and committed.
+    """Return whether the checksums of a whole chunk agree: computed, stored and committed.
 
     Args:
         read: the first two, from :func:`read_chunk`.
@@ -263,7 +263,8 @@ def chunk_error(
     problem: Problem,
     manifest: Callable[[], Manifest | None],
 ) -> ChunkMissingError | ChunkCorruptError:
-    """The error for a chunk that cannot be read, with the rank that wrote it if that is known."""
+    """Return the error for a chunk that cannot be read, with the rank that wrote it if that is
+    known."""
     rank = None
     with suppress(OSError):  # of the manifest; the chunk's own damage matters more
         found = manifest()

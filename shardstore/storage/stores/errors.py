@@ -238,7 +238,7 @@ def _is_s3(url: str) -> bool:
 
 
 def code_of(error: BaseException | None) -> str | None:
-    """The store's own name for what went wrong (Amazon S3 API, "Error responses")."""
+    """Return the store's own name for what went wrong (Amazon S3 API, "Error responses")."""
     while error is not None:
         response = getattr(error, "response", None)
         if isinstance(response, dict):
@@ -249,9 +249,9 @@ def code_of(error: BaseException | None) -> str | None:
 
 
 def is_refusal(failure: BaseException) -> bool:
-    """Whether a failed request is taken as one that is not carried out, now or later: the store
-    refused its only try (HTTP 4xx), or had too much to do for the last one (``SlowDown``), or an
-    operating system refused. All else leaves it open: no answer, one of something on the way
+    """Return whether a failed request is taken as one that is not carried out, now or later: the
+    store refused its only try (HTTP 4xx), or had too much to do for the last one (``SlowDown``), or
+    an operating system refused. All else leaves it open: no answer, one of something on the way
     (HTTP 5xx), or one to a repetition, while the first try may be waiting in the store.
 
     Args:

@@ -34,12 +34,13 @@ _OF_BUCKETS = ("s3", "s3a", "gs", "gcs")
 
 
 def shown(place: object) -> str:
-    """A place as texts may name it: what stands where a URL has a user and a password is hidden."""
+    """Return a place as texts may name it: what stands where a URL has a user and a password is
+    hidden."""
     return re.sub(r"(?s)(:/+)[^/]*:.*@", r"\1***@", str(place))
 
 
 def url_of(place: object) -> str:
-    """An absolute path, or a URL without a slash at its end.
+    """Return an absolute path, or a URL without a slash at its end.
 
     Args:
         place: a path (``~`` is the home folder) or a URL.
@@ -179,7 +180,7 @@ class StoreUrl(str):
     options: Mapping[str, Any]
 
     def __new__(cls, url: str, options: Mapping[str, Any]) -> StoreUrl:
-        """A URL with options."""
+        """Return a URL with options."""
         self = super().__new__(cls, url)
         self.options = options
         return self
@@ -202,7 +203,7 @@ class Location:
 
     @classmethod
     def of(cls, place: str | os.PathLike[str] | Location, **options: Any) -> Location:
-        """A location from a path, a URL (``file://``, ``memory://``, ``s3://`` ...) or a
+        """Return a location from a path, a URL (``file://``, ``memory://``, ``s3://`` ...) or a
         location; ``options`` are storage options of fsspec. A leading ``~`` is the home folder.
 
         Raises:
@@ -218,7 +219,7 @@ class Location:
     def given(
         cls, place: str | os.PathLike[str] | Location, options: Mapping[str, Any] | None
     ) -> Location:
-        """The same with the options as callers give them, which may be none.
+        """Return the same with the options as callers give them, which may be none.
 
         Raises:
             ArgumentError: the place is none, or ``options`` is no mapping.
@@ -283,7 +284,7 @@ class Location:
         return self.url.rsplit("/", 1)[-1]
 
     def child(self, *names: str) -> Location:
-        """The location below this one."""
+        """Return the location below this one."""
         return Location("/".join([self.url, *names]), self.options)
 
     def read(self, name: str) -> bytes:
@@ -359,19 +360,20 @@ class Location:
         return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
 
     def exists(self, name: str = "") -> bool:
-        """Whether there is a document or folder of that name (default: this location itself)."""
+        """Return whether there is a document or folder of that name (default: this location
+        itself)."""
         if self.is_local:
             return os.path.lexists(os.path.join(self.url, name) if name else self.url)
         return self.remote.exists(name)
 
     def is_dir(self, name: str = "") -> bool:
-        """Whether it is a folder (a prefix with something below it)."""
+        """Return whether it is a folder (a prefix with something below it)."""
         if self.is_local:
             return os.path.isdir(os.path.join(self.url, name) if name else self.url)
         return self.remote.is_dir(name)
 
     def listing(self, name: str = "") -> list[str]:
-        """Names directly below; empty where there is nothing."""
+        """Return the names directly below; empty where there is nothing."""
         if self.is_local:
             try:
                 return sorted(os.listdir(os.path.join(self.url, name) if name else self.url))
@@ -397,7 +399,7 @@ class Location:
         self.remote.delete_tree(name)
 
     def is_link(self, name: str) -> bool:
-        """Whether a name is a symbolic link of the operating system."""
+        """Return whether a name is a symbolic link of the operating system."""
         return self.is_local and os.path.islink(f"{self.url}/{name}")
 
     def require_no_link_to(self, name: str) -> None:

@@ -136,7 +136,7 @@ class RemoteStore:
     # -- documents -----------------------------------------------------------------------------
 
     def read(self, name: str) -> bytes:
-        """A document's content.
+        """Return a document's content.
 
         Raises:
             FileNotFoundError: there is none of that name.
@@ -247,8 +247,8 @@ class RemoteStore:
             raise FileNotFoundError(f"{source.url}/{from_name}") from None
 
     def stream(self, name: str, part_bytes: int) -> Any:
-        """A file to write an object of any size to, from its beginning to its end: an upload in
-        parts of so many bytes, which is there once it is closed. Wrap writing in :meth:`errors`.
+        """Return a file to write an object of any size to, from its beginning to its end: an upload
+        in parts of so many bytes, which is there once it is closed. Wrap writing in :meth:`errors`.
 
         Raises:
             StorageError: the store refused, or did not answer.
@@ -258,7 +258,7 @@ class RemoteStore:
             return self.fs.open(self._path(name), "wb", block_size=part_bytes)
 
     def exists(self, name: str = "") -> bool:
-        """Whether there is a document, or anything below that name."""
+        """Return whether there is a document, or anything below that name."""
         return bool(self._info(name))
 
     def stamp(self, name: str) -> object | None:
@@ -274,13 +274,13 @@ class RemoteStore:
         return {}
 
     def is_dir(self, name: str = "") -> bool:
-        """Whether there is anything below that name."""
+        """Return whether there is anything below that name."""
         return bool(self.listing(name)) if name else True
 
     # -- listing and deleting ------------------------------------------------------------------
 
     def listing(self, name: str = "") -> list[str]:
-        """Names directly below; empty where there is nothing."""
+        """Return the names directly below; empty where there is nothing."""
         path, found = self._path(name), []
         with suppress(FileNotFoundError), self.errors("listing", name, absent=True):
             found = self._names(path)
@@ -295,7 +295,7 @@ class RemoteStore:
         return found
 
     def walk(self, name: str = "") -> list[str]:
-        """Names of all documents below, relative to this store's URL."""
+        """Return the names of all documents below, relative to this store's URL."""
         return [entry for entry, _, _ in self.details(name)]
 
     def details(self, name: str = "") -> list[tuple[str, int, datetime | None]]:
@@ -477,7 +477,7 @@ class RemoteStore:
 
 
 def _unless_there(write: Callable[[], None]) -> bool:
-    """Whether it wrote; ``False``: the store says that there is an object of that name."""
+    """Return whether it wrote; ``False``: the store says that there is an object of that name."""
     try:
         write()
     except FileExistsError:
@@ -499,7 +499,7 @@ def _written_at(about: Mapping[str, Any]) -> datetime | None:
 
 
 def remote_store(url: str, options: Mapping[str, Any]) -> RemoteStore:
-    """The store at a URL.
+    """Return the store at a URL.
 
     Raises:
         StorageError: no such protocol, its package is missing, or the options do not fit.

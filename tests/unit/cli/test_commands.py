@@ -270,25 +270,25 @@ WRONG = [
     (["ls", "PLACE/counts/.."], "PLACE"),
     (["ls", "PLACE", "layer.0"], "did you mean layers."),
     (["show", "PLACE", "layers.0.wieght"], "did you mean layers.0.weight"),
-    (["show", "PLACE", "layers.0.weight[a]"], "is no index"),
+    (["show", "PLACE", "layers.0.weight[a]"], "is not an index"),
     (["show", "PLACE", "layers.0.weight[64]"], "out of range for axis 0"),
     (["show", "PLACE", "layers.0.weight[0,0,0]"], "more axes"),
-    (["show", "PLACE", "layers.0.weight[::0]"], "is no index"),
+    (["show", "PLACE", "layers.0.weight[::0]"], "is not an index"),
     (["show", "PLACE", "layers.0.weight", "--json", "--limit", "10"], "--limit"),
-    (["stats", "PLACE", "--memory", "lots"], "is no size"),
+    (["stats", "PLACE", "--memory", "lots"], "is not a size"),
     (["diff", "PLACE"], "Missing argument"),
     (["diff", "PLACE", "/no/such/place"], "does not exist"),
     (["plot", "pie", "PLACE"], "pie"),
     (["plot", "layout", "PLACE"], "needs a key"),
     (["plot", "layout", "PLACE", "nothing"], "'nothing' is no key"),
-    (["report", "PLACE", "-o", "/no/such/folder/r.html"], "is no folder"),
+    (["report", "PLACE", "-o", "/no/such/folder/r.html"], "is not a folder"),
     (["report", "PLACE", "-o", "PLACE"], "is a folder; give the name of a file"),
     (["plot", "sizes", "PLACE", "-o", "PLACE"], "is a folder; give the name of a file"),
     (["plot", "sizes", "PLACE", "-o", "/no/such/folder/p.svg"], "is no folder"),
     (["plot", "sizes", "PLACE", "-o", "/proc/p.svg"], "writing /proc/p.svg failed"),
     (["plot", "sizes", "PLACE", "-o", "picture.jpg"], "pictures are SVG"),
     (["info", "s3:/bucket/run"], "has lost a slash"),
-    (["gc", "/no/such/place"], "is no folder"),
+    (["gc", "/no/such/place"], "is not a folder"),
     (["rm", "PLACE"], "--yes"),
     (["rm", "PLACE/counts", "--yes"], "not a checkpoint"),
     (["ls", "PLACE/counts"], "give the checkpoint, "),
@@ -408,7 +408,7 @@ def test_gc_takes_dead_attempts_and_nothing_else(pristine: Path, tmp_path: Path,
     found = cli("gc", "--delete", "--json", tmp_path).json
     assert [entry["url"] for entry in found["leftovers"]] == [str(attempt)]
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [other.name, "step-1"]
-    assert "nothing left behind" in cli("gc", tmp_path).out
+    assert "no remains of dead saves" in cli("gc", tmp_path).out
     assert cli("verify", tmp_path / "step-1").code == 0
 
 

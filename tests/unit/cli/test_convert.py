@@ -74,7 +74,7 @@ def test_what_the_library_has_the_command_has(pristine: Path, tmp_path: Path, cl
     assert len(list(folder.glob("*.safetensors"))) > 1
     outcome = cli("convert", "--no-resume", "--no-verify", "--json", pristine, tmp_path / "copy")
     assert (outcome.code, outcome.json["verified"]) == (0, False)
-    assert "is no size" in cli.refused("convert", "--file-bytes", "0", pristine, tmp_path / "no")
+    assert "is not a size" in cli.refused("convert", "--file-bytes", "0", pristine, tmp_path / "no")
 
 
 def test_a_damaged_source_is_not_converted(place: Path, tmp_path: Path, cli: Cli) -> None:
@@ -91,7 +91,7 @@ def test_a_damaged_source_is_not_converted(place: Path, tmp_path: Path, cli: Cli
     [
         (["--from", "tar"], "'tar'"),
         (["--to", "tar"], "'tar'"),
-        (["--memory-budget", "much"], "is no size"),
+        (["--memory-budget", "much"], "is not a size"),
     ],
 )
 def test_wrong_options(

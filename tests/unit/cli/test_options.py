@@ -114,7 +114,7 @@ def test_who_loads_is_not_told_to_save_less() -> None:
 def test_pictures_and_pages_are_local_files(place: Path, cli: Cli, command: list[str]) -> None:
     for output in ("s3://bucket/x.png", "s3:/bucket/x.png", "file:///folder/x.png"):
         line = cli.refused(*command, place, "-o", output)
-        assert "is a URL: give the path of a file on this machine" in line
+        assert "is a URL: give the path of a local file" in line
 
 
 def test_options_of_stores_have_no_effect_on_disks(place: Path, tmp_path: Path, cli: Cli) -> None:
@@ -135,7 +135,7 @@ def test_no_keys_in_common(place: Path, tmp_path: Path, cli: Cli) -> None:
     shardstore.save(state, tmp_path / "other")
     outcome = cli("diff", "--no-files", place, tmp_path / "other")
     assert outcome.code == 1
-    summary = "no keys in common: 7 arrays in A alone, 1 array in B alone"
+    summary = "no keys in common: 7 arrays only in A, 1 array only in B"
     assert outcome.out.splitlines()[-1] == summary
 
 
