@@ -1,6 +1,6 @@
 """Commands ``ls``, ``info``, ``stats`` and ``show``.
 
-The first two import neither NumPy nor, where lines fit, rich: ten thousand are printed at once.
+``ls`` and ``info`` import neither NumPy nor, if lines fit, rich, so that they start quickly.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from shardstore.inspection.opened import array_bytes, counted, human_bytes
 from shardstore.storage.format.documents import ArrayMeta
 
 PRINTED = 1000
-"""Elements that are printed whole; of more, NumPy shows the ends of each axis."""
+"""Largest number of elements that is printed in full; NumPy prints the ends of larger arrays."""
 EDGE = 3
 LINE_WIDTH = 100
-"""Where standard output is no terminal."""
+"""Width of lines without a terminal."""
 
 
 @dataclass
 class Module:
-    """A node of the tree that the dots and slashes in keys make.
+    """A node of the tree of keys, which dots and slashes separate.
 
     Attributes:
-        name: last part of its path; several parts, if each of them has one child alone.
+        name: last part of its path; several parts if each of them has only one child.
         bytes, arrays: size and number of all arrays at or below it.
         array: the array of exactly this path, if there is one.
         below: its children by name.
@@ -43,14 +43,15 @@ class Module:
     below: dict[str, Module] = field(default_factory=dict)
 
     def walk(self, depth: int = 0) -> Iterator[tuple[int, Module]]:
-        """All nodes below, parents first, with their depths."""
+        """Yield all nodes below with their depths, parents first."""
         for child in self.below.values():
             yield depth, child
             yield from child.walk(depth + 1)
 
 
 def modules(arrays: Iterable[ArrayMeta]) -> Module:
-    """The tree of some arrays, numbers in natural order, chains of only children made one node."""
+    """Return the tree of arrays, sorted with numbers in natural order. A node with only one child
+    is joined with it."""
     root = Module("")
     for array in sorted(arrays, key=lambda meta: _natural(meta.key)):
         size = array_bytes(array)
@@ -77,7 +78,7 @@ def _join_chains(module: Module) -> None:
 
 
 def _parts(key: str) -> list[str]:
-    """``a/b.c`` -> ``a/``, ``b``, ``c``."""
+    """Split a key: ``a/b.c`` -> ``a/``, ``b``, ``c``."""
     *folders, last = key.split("/")
     return [f"{folder}/" for folder in folders] + last.split(".")
 
@@ -87,7 +88,7 @@ def _natural(key: str) -> list[tuple[int, int, str]]:
 
 
 def shard_counts(array: ArrayMeta) -> tuple[int, ...] | None:
-    """Number of shards along each axis that it was saved from, if known."""
+    """Return the number of saved shards along each axis, ``None`` if unknown."""
     if array.shard_shape is None or len(array.shard_shape) != len(array.shape):
         return None
     pairs = zip(array.shape, array.shard_shape, strict=True)
@@ -129,7 +130,7 @@ def ls(
 
 
 def describe(meta: ArrayMeta) -> tuple[str, str, str, str, str]:
-    """Data type, shape, chunks, shards and size of an array, as texts."""
+    """Return data type, shape, chunks, shards and size of an array as texts."""
     counts, grid = shard_counts(meta), meta.grid
     shards = "" if counts is None else f"{'x'.join(map(str, counts))} shards"
     if counts is not None and all(count == 1 for count in counts):
@@ -139,7 +140,7 @@ def describe(meta: ArrayMeta) -> tuple[str, str, str, str, str]:
 
 
 def _entry(meta: ArrayMeta) -> dict[str, Any]:
-    """An array, for JSON."""
+    """Return the description of an array for JSON."""
     shards = shard_counts(meta)
     return {
         "key": meta.key,
@@ -156,7 +157,7 @@ def _entry(meta: ArrayMeta) -> dict[str, Any]:
 
 
 def summary(found: Mapping[str, Any]) -> dict[str, object]:
-    """What :attr:`OpenCheckpoint.info` has, as texts; empty values are to be left out."""
+    """Return :attr:`OpenCheckpoint.info` as texts; the caller leaves out empty values."""
     commit, config = found["commit"] or {}, found["backend"] or {}
     by_dtype = ", ".join(
         f"{name} {human_bytes(size)}" for name, size in found["bytes_by_dtype"].items()
@@ -171,7 +172,7 @@ def summary(found: Mapping[str, Any]) -> dict[str, object]:
         "layout": f"Zarr v{found['zarr_format']}" + (f", backend {backend}" if config else ""),
         "arrays": f"{found['arrays']:,} in {counted(found['chunks'], 'chunk')}, "
         f"{counted(found['elements'], 'element')}",
-        "documents": not found["array_documents"] and "of the root alone, none of the arrays' own",
+        "documents": not found["array_documents"] and "only in the root document",
         "size": human_bytes(found["bytes"]) + (f" ({by_dtype})" if by_dtype else ""),
         "stored": found["stored_bytes"] is not None and human_bytes(found["stored_bytes"]),
         "saved": commit.get("created"),
@@ -185,7 +186,7 @@ def summary(found: Mapping[str, Any]) -> dict[str, object]:
 def info(
     checkpoint: opt.Checkpoint, as_json: opt.Json = False, storage_option: opt.Options = None
 ) -> None:
-    """Print what is known of a checkpoint as a whole."""
+    """Print a summary of a checkpoint: its save, size and data types."""
     found = opt.open_checkpoint(checkpoint, storage_option).info
     if as_json:
         emit(found)
@@ -202,7 +203,7 @@ def stats(
     as_json: opt.Json = False,
     storage_option: opt.Options = None,
 ) -> None:
-    """Norm, mean, range, zeros, NaNs and infinities of arrays, by streaming."""
+    """Print norm, mean, range, zeros, NaNs and infinities of arrays, read in one pass."""
     from shardstore.inspection.statistics import measure
 
     ckpt = opt.open_checkpoint(checkpoint, storage_option)
@@ -240,12 +241,12 @@ def stats(
 def show(
     checkpoint: opt.Checkpoint,
     key: Annotated[str, opt.argument("KEY[SLICE]", "Such as 'w[0, :5]'.")],
-    limit: Annotated[int, opt.value("N", "Most values of --json.", at_least=1)] = 100_000,
+    limit: Annotated[int, opt.value("N", "Largest number of --json values.", at_least=1)] = 100_000,
     wide: opt.Wide = False,
     as_json: opt.Json = False,
     storage_option: opt.Options = None,
 ) -> None:
-    """Print values of an array, all or a slice of them."""
+    """Print the values of an array, or of a slice of it."""
     import numpy as np
 
     ckpt = opt.open_checkpoint(checkpoint, storage_option)
@@ -260,7 +261,7 @@ def show(
         )
     is_cut = not as_json and size > PRINTED
     axes = [
-        # Only the ends of each axis are printed, so only they are read.
+        # Only the ends of each axis are printed and read.
         [found[: EDGE + 1], found[-EDGE:]] if is_cut and len(found) > 2 * EDGE + 1 else [found]
         for found, _ in chosen
     ]
@@ -282,7 +283,7 @@ def show(
 
 
 def split_key(text: str, known: Collection[str]) -> tuple[str, str]:
-    """``KEY[0, :5]`` -> ``KEY`` and ``0, :5``; a key that has brackets itself is left whole."""
+    """Split ``KEY[0, :5]`` into ``KEY`` and ``0, :5``; a known key with brackets is not split."""
     if text in known or not text.endswith("]") or "[" not in text:
         return text, ""
     key, _, inside = text[:-1].rpartition("[")
@@ -290,10 +291,10 @@ def split_key(text: str, known: Collection[str]) -> tuple[str, str]:
 
 
 def parse_selection(text: str, key: str) -> tuple[Any, ...]:
-    """Basic NumPy indexing: integers, slices and ellipses.
+    """Parse a basic NumPy index: integers, slices and ellipses.
 
     Raises:
-        UsageProblem: something else.
+        UsageProblem: the text is not such an index.
     """
     out: list[Any] = []
     for part in map(str.strip, text.rstrip(" ,").split(",") if text.strip() else ()):
@@ -303,7 +304,7 @@ def parse_selection(text: str, key: str) -> tuple[Any, ...]:
         except (ValueError, TypeError):
             if part != "...":
                 raise opt.UsageProblem(
-                    f"{part!r} is no index: give integers and slices as in NumPy, such as "
+                    f"{part!r} is not an index: give integers and slices as in NumPy, such as "
                     f"'{key}[0, 2:10, ::2]'"
                 ) from None
             out.append(...)

@@ -59,9 +59,9 @@ def test_without_documents_of_the_arrays(pristine: Path, tmp_path: Path, cli: Cl
     listed = cli("ls", "--json", place).json["arrays"]
     assert [entry["key"] for entry in listed] == [entry["key"] for entry in ordinary]
     assert cli("info", "--json", place).json["array_documents"] is False
-    assert "root alone" in cli("info", place).out
+    assert "only in the root" in cli("info", place).out
     assert cli("info", "--json", pristine).json["array_documents"] is True
-    assert "root alone" not in cli("info", pristine).out
+    assert "only in the root" not in cli("info", pristine).out
     assert cli("verify", "--strict", "--hashes", place).code == 0
     same = cli("diff", "--no-files", pristine, place)
     assert (same.code, same.err) == (0, "")
@@ -272,7 +272,7 @@ WRONG = [
     (["show", "PLACE", "layers.0.wieght"], "did you mean layers.0.weight"),
     (["show", "PLACE", "layers.0.weight[a]"], "is not an index"),
     (["show", "PLACE", "layers.0.weight[64]"], "out of range for axis 0"),
-    (["show", "PLACE", "layers.0.weight[0,0,0]"], "more axes"),
+    (["show", "PLACE", "layers.0.weight[0,0,0]"], "too many"),
     (["show", "PLACE", "layers.0.weight[::0]"], "is not an index"),
     (["show", "PLACE", "layers.0.weight", "--json", "--limit", "10"], "--limit"),
     (["stats", "PLACE", "--memory", "lots"], "is not a size"),
@@ -284,7 +284,7 @@ WRONG = [
     (["report", "PLACE", "-o", "/no/such/folder/r.html"], "is not a folder"),
     (["report", "PLACE", "-o", "PLACE"], "is a folder; give the name of a file"),
     (["plot", "sizes", "PLACE", "-o", "PLACE"], "is a folder; give the name of a file"),
-    (["plot", "sizes", "PLACE", "-o", "/no/such/folder/p.svg"], "is no folder"),
+    (["plot", "sizes", "PLACE", "-o", "/no/such/folder/p.svg"], "is not a folder"),
     (["plot", "sizes", "PLACE", "-o", "/proc/p.svg"], "writing /proc/p.svg failed"),
     (["plot", "sizes", "PLACE", "-o", "picture.jpg"], "pictures are SVG"),
     (["info", "s3:/bucket/run"], "has lost a slash"),

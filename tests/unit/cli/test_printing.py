@@ -118,7 +118,7 @@ def test_nothing_in_errors_is_raw(odd: Path, tmp_path: Path, cli: Cli) -> None:
     (odd / "stranger\x1b[2J").write_text("")
     found = cli("verify", odd).out
     (odd / "stranger\x1b[2J").unlink()
-    assert r"stranger\x1b[2J is no part" in found
+    assert r"stranger\x1b[2J is not part" in found
     assert cli("report", odd, "-o", tmp_path / "r\x1b.html").out == f"{tmp_path}/r\\x1b.html\n"
 
 
