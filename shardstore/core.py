@@ -1,4 +1,4 @@
-"""``metadata.json``, the document that names the backends of a checkpoint: written and read."""
+"""Reads and writes ``metadata.json``, the document that names the backends of a checkpoint."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class CheckpointingConfig:
     Attributes:
         sharded_backend: name of the backend that wrote the sharded tensors, such as ``"zarr"``.
         sharded_backend_version: version of that backend's format.
-        common_backend: name of the backend that wrote the non-sharded part.
+        common_backend: name of the backend that wrote the common values.
         common_backend_version: version of that backend's format.
     """
 
@@ -53,13 +53,13 @@ class CheckpointingConfig:
 def check_is_distributed_checkpoint(
     checkpoint_dir: str | Path, *, storage_options: Mapping[str, Any] | None = None
 ) -> bool:
-    """Return whether a directory or URL holds a checkpoint, judged by its `metadata.json` (and, in
-    an object store, by the document that commits it).
+    """Return whether a folder or URL holds a checkpoint.
 
-    Any rank may call it; it waits for no other.
+    It checks for `metadata.json` and, in an object store, for the document that commits it. Any
+    rank may call it; it waits for no other.
 
     Raises:
-        DamagedCheckpointError: there is such a document but it is not JSON.
+        DamagedCheckpointError: the document exists but is not JSON.
     """
     try:
         place = Location.given(checkpoint_dir, storage_options).place
@@ -69,20 +69,20 @@ def check_is_distributed_checkpoint(
 
 
 def maybe_load_config(checkpoint_dir: str | Path) -> CheckpointingConfig | None:
-    """Read which backend wrote a checkpoint.
+    """Read the names and versions of the backends that wrote a checkpoint.
 
     Any rank may call it; it waits for no other.
 
     Args:
-        checkpoint_dir: directory of the checkpoint.
+        checkpoint_dir: folder or URL of the checkpoint.
 
     Returns:
-        The backend names and versions; ``None`` where there is no `metadata.json`, or where it lies
-        in an object store without the root document that commits it.
+        The backends; ``None`` if there is no `metadata.json`, or, in an object store, no root
+        document that commits it.
 
     Raises:
         DamagedCheckpointError: the document is not JSON.
-        NotACheckpointError: the document is JSON but not one that :func:`save_config` writes.
+        NotACheckpointError: the document is JSON, but :func:`save_config` does not write such.
     """
     return stored_config(StoredCheckpoint(Location.of(checkpoint_dir)))
 
@@ -90,8 +90,7 @@ def maybe_load_config(checkpoint_dir: str | Path) -> CheckpointingConfig | None:
 def stored_config(stored: StoredCheckpoint) -> CheckpointingConfig | None:
     """Do what :func:`maybe_load_config` does, for an opened checkpoint.
 
-    A root document that was read before and names the backends spares the request for
-    `metadata.json`.
+    If the root document has been read and names the backends, `metadata.json` is not requested.
     """
     location = stored.location
     if (config := _config_of_root(stored)) is not None:
@@ -109,13 +108,13 @@ def stored_config(stored: StoredCheckpoint) -> CheckpointingConfig | None:
     config = _parse_config(document, url)
     has_root = config.sharded_backend == "zarr" and config.sharded_backend_version >= 2
     if not location.is_local and has_root and not stored.has_document("zarr.json"):
-        # In an object store a save that is going on, or died, is at its target already.
+        # In an object store, a running or dead save has written to the target already.
         return None
     return config
 
 
 def _config_of_root(stored: StoredCheckpoint) -> CheckpointingConfig | None:
-    """Return the backends that a root document names which was read before, if it names them."""
+    """Return the backends that the root document names, if it was read before and names them."""
     if "zarr.json" not in stored.documents or CONFIG_FNAME in stored.documents:
         return None
     try:
@@ -136,30 +135,30 @@ def _parse_config(document: object, url: str) -> CheckpointingConfig:
         config = msgspec.convert(document, CheckpointingConfig)
     except msgspec.ValidationError as error:
         raise NotACheckpointError(
-            f"{url}, {document!r:.200}, does not name the sharded_backend of a distributed "
+            f"{url} ({document!r:.200}) does not name the sharded_backend of a distributed "
             f"checkpoint ({error}); give the folder that save() wrote, or restore it from a copy",
             url=url,
         ) from error
     if isinstance(document, dict) and (unknown := sorted(set(document) - known)):
         raise NotACheckpointError(
-            f"{url} has the unknown entries {unknown}: written by something else, or by a newer "
-            f"version that needs a newer reader; known are {sorted(known)}",
+            f"{url} has the unknown entries {unknown} (known are {sorted(known)}): another program "
+            "or a newer version wrote it; upgrade shardstore to read a newer version",
             url=url,
         )
     return config
 
 
 def save_config(config: CheckpointingConfig, checkpoint_dir: str | Path) -> None:
-    """Write which backend wrote a checkpoint, replacing what was there.
+    """Write the names and versions of a checkpoint's backends; replace an existing document.
 
     One rank calls it.
 
     Args:
-        config: backend names and versions.
-        checkpoint_dir: existing directory of the checkpoint.
+        config: names and versions of the backends.
+        checkpoint_dir: existing folder of the checkpoint.
 
     Raises:
-        FileNotFoundError: there is no such directory.
+        FileNotFoundError: the folder does not exist.
     """
     location, data = Location.of(checkpoint_dir), json.dumps(asdict(config)).encode()
     if location.is_local:

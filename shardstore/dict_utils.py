@@ -1,6 +1,6 @@
-"""Walking, mapping, splitting, merging and comparing nested dicts and lists.
+"""Functions that iterate over, map, split, merge and compare nested dicts and lists.
 
-Dicts and lists nested in each other are structure; everything else (tuples included) is a value.
+Dicts and lists are structure. Everything else, also a tuple, is a value.
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ def extract_matching_values(
 ) -> tuple[Any, Any]:
     """Split a nested structure into the values that match and those that do not.
 
-    Both parts keep the structure. Dicts and lists left without a value disappear from the matching
-    part; those that were empty to begin with belong to the other.
+    Both parts keep the structure. The matching part has no dicts and lists without values. Dicts
+    and lists that are empty in ``x`` belong to the other part.
 
     Args:
         x: dict or list, possibly nested; not changed.
-        predicate: asked for every value (never for a dict or list).
-        return_lists_as_dicts: lists become dicts from index to value, which keeps the positions
-            that a shortened list would lose.
+        predicate: called with every value (never with a dict or list).
+        return_lists_as_dicts: return lists as dicts from index to value, which keep the positions.
 
     Returns:
-        What matches and what does not.
+        The matching part and the other part.
 
     Raises:
         ValueError: ``x`` is neither dict nor list.
@@ -66,20 +65,20 @@ def diff(
 ) -> tuple[list[Any], list[Any], list[tuple[Any, ...]]]:
     """Compare two nested structures; lists, tuples and NumPy arrays are compared by position.
 
-    Of sharded tensors, objects and factories the data are compared, and nothing else; their type is
-    part of the path to a mismatch within.
+    For sharded tensors, objects and factories only the data are compared. Their type is part of the
+    path to a mismatch inside.
 
     Args:
         x1: left side.
         x2: right side.
-        prefix: where the two sides are within the whole.
+        prefix: path of the two sides in the whole structure.
 
     Returns:
         Three lists: paths of dict keys that only the left side has, paths that only the right side
-        has, and mismatches. Elements that only the longer of two sequences has are given as bare
-        positions. A mismatch is ``(path, left type, right type)``; for two tensors the shapes
-        follow if they differ, otherwise the number of unequal elements, the shape, and the indices
-        of those elements.
+        has, and mismatches. Elements that only the longer of two sequences has are given by their
+        positions. A mismatch is ``(path, left type, right type)``. For two tensors it also has the
+        shapes if they differ, otherwise the number of unequal elements, the shape, and the indices
+        of these elements.
     """
     if isinstance(x1, dict) and isinstance(x2, dict):
         only_left: list[Any] = [(*prefix, k) for k in x1 if k not in x2]
@@ -122,7 +121,7 @@ def _value_mismatch(x1: Any, x2: Any, path: tuple[Any, ...]) -> list[tuple[Any, 
             return []
         equal = bool(np.all(x1 == x2))
     except Exception:
-        # What cannot be compared (meta tensors, some objects) cannot be shown to be the same.
+        # Values that cannot be compared (meta tensors, some objects) count as different.
         equal = False
     return [] if equal else [types]
 
@@ -131,9 +130,9 @@ def inspect_types(x: Any, prefix: tuple[Any, ...] = (), indent: int = 4) -> None
     """Print the outline of a nested structure: keys, types, and shapes of tensors.
 
     Args:
-        x: what to outline.
-        prefix: where ``x`` is within the whole; each step indents by one level.
-        indent: spaces for each level.
+        x: the structure.
+        prefix: path of ``x`` in the whole structure; each step indents by one level.
+        indent: spaces per level.
     """
     margin = " " * (indent * len(prefix))
     if isinstance(x, dict):
@@ -167,7 +166,7 @@ def nested_items_iter(
 ) -> Iterator[tuple[dict[Any, Any] | list[Any], Any, Any]]:
     """Yield ``(container, key or position, value)`` for every value of nested dicts and lists.
 
-    Assigning to the container's place while iterating is allowed.
+    The caller may assign to this place while iterating.
     """
     for key, value in list(x.items()) if isinstance(x, dict) else enumerate(x):
         if isinstance(value, dict | list):
@@ -189,10 +188,10 @@ def dict_map_with_key(f: Callable[[Any, Any], Any], d: dict[Any, Any]) -> None:
 
 
 def dict_list_map_inplace(f: Callable[[Any], Any], x: Any) -> Any:
-    """Replace every value of nested dicts and lists by ``f`` of it, in place.
+    """Replace every value ``v`` of nested dicts and lists by ``f(v)``, in place.
 
     Returns:
-        ``x``, or ``f(x)`` if ``x`` is itself a value.
+        ``x``, or ``f(x)`` if ``x`` is a value.
     """
     if isinstance(x, dict):
         for key, value in list(x.items()):
@@ -205,7 +204,7 @@ def dict_list_map_inplace(f: Callable[[Any], Any], x: Any) -> Any:
 
 
 def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
-    """Return a copy of nested dicts and lists with every value replaced by ``f`` of it."""
+    """Return a copy of nested dicts and lists with every value ``v`` replaced by ``f(v)``."""
     if isinstance(x, dict):
         return {key: dict_list_map_outplace(f, value) for key, value in x.items()}
     if isinstance(x, list):
@@ -214,18 +213,18 @@ def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
 
 
 def merge(x1: Any, x2: Any, key: tuple[int | str, ...] = ()) -> Any:
-    """Join two nested structures that have no value in common, in place.
+    """Merge a nested structure into another one, in place. They must not share a value's place.
 
     Args:
-        x1: receives what ``x2`` has; dicts are united, lists must be of one length.
-        x2: not changed, but its parts end up in ``x1``.
-        key: where the two are within the whole; for error texts.
+        x1: receives the entries of ``x2``; dicts are united, lists must have equal lengths.
+        x2: not changed; ``x1`` refers to its parts afterwards.
+        key: path of the two in the whole structure, for error texts.
 
     Returns:
         ``x1``.
 
     Raises:
-        ValueError: both have a value at the same place, or structures that do not fit.
+        ValueError: both have a value at the same place, or their structures do not match.
     """
     if isinstance(x1, dict) and isinstance(x2, dict):
         for k, value in x2.items():
@@ -240,7 +239,7 @@ def merge(x1: Any, x2: Any, key: tuple[int | str, ...] = ()) -> Any:
             x1[i] = merge(x1[i], value, (*key, i))
     else:
         raise StructureError(
-            f"both sides of a merge have something at {key}: {x1!r} and {x2!r}; "
+            f"both sides of a merge have a value at {key}: {x1!r} and {x2!r}; "
             "only dicts with dicts and lists with lists can be merged"
         )
     return x1
@@ -260,12 +259,12 @@ def map_reduce(
 
     Args:
         xs: elements.
-        key_fn: an element's group.
-        value_fn: what of an element goes into its group.
-        reduce_fn: turns a group's list into the result for it.
+        key_fn: returns the group of an element.
+        value_fn: returns the value of an element.
+        reduce_fn: takes the list of a group's values and returns the group's result.
 
     Returns:
-        Group -> result, groups in the order of their first elements.
+        Group -> result, in the order of the groups' first elements.
     """
     groups: defaultdict[Any, list[Any]] = defaultdict(list)
     for x in xs:

@@ -1,7 +1,7 @@
-"""Optimizer state cut the way the model's parameters are.
+"""Sharded state dicts of optimizers, cut like the model's parameters.
 
-The state dict of a PyTorch optimizer numbers parameters. It becomes a sharded state dict whose
-tensors take key, shape and offset from the parameters. Any optimizer's state dict will do.
+The state dict of a PyTorch optimizer numbers the parameters. It becomes a sharded state dict whose
+tensors take key, shape and offset from the parameters. The state dict of any optimizer works.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from shardstore.utils import extract_sharded_tensors_and_factories
 logger = logging.getLogger(__name__)
 
 KEEP_VARS_HINT = (
-    " The model's state dict must hold the very torch.nn.Parameter objects that the optimizer has,"
-    " not plain tensors: get it with `.state_dict(keep_vars=True)`."
+    " The model's state dict must hold the same torch.nn.Parameter objects as the optimizer, not"
+    " plain tensors: get it with `.state_dict(keep_vars=True)`."
 )
 
 
@@ -40,7 +40,7 @@ def get_optim_param_to_id_map(optim_params_iter: Iterable[torch.nn.Parameter]) -
         optim_params_iter: every parameter of the optimizer, group by group.
 
     Returns:
-        ``id()`` of a parameter -> its number. A parameter that appears again keeps its first.
+        ``id()`` of a parameter -> its number. A repeated parameter keeps its first number.
     """
     numbers: dict[int, int] = {}
     for number, param in enumerate(optim_params_iter):
@@ -56,12 +56,12 @@ def get_param_id_to_sharded_param_map(
 
     Args:
         model_sharded_state_dict: sharded tensors and factories whose ``data`` are the optimizer's
-            own parameter objects.
+            parameter objects.
         optim_params_iter: every parameter of the optimizer, group by group.
 
     Returns:
-        Number of the parameter in the optimizer's state dict -> its shard or factory. Shards that
-        the optimizer does not know are left out; if nothing is found a warning is logged.
+        Number of the parameter in the optimizer's state dict -> its shard or factory. Shards of
+        other parameters are left out. If no shard matches, a warning is logged.
     """
     numbers = get_optim_param_to_id_map(optim_params_iter)
     found: dict[int, ShardedTensor | ShardedTensorFactory] = {}
@@ -69,7 +69,7 @@ def get_param_id_to_sharded_param_map(
     for shard in nested_values(shards):
         number = numbers.get(id(shard.data))
         if number is None:
-            logger.debug("%s is none of the optimizer's parameters", shard.key)
+            logger.debug("%s is not a parameter of the optimizer", shard.key)
         else:
             found[number] = shard
     if not found:
@@ -82,11 +82,11 @@ def get_param_id_to_sharded_param_map(
 def make_sharded_optimizer_tensor(
     model_param: ShardedTensor | ShardedTensorFactory, optim_param: torch.Tensor, prefix: str
 ) -> ShardedTensor | ShardedTensorFactory:
-    """Describe a tensor of optimizer state by the parameter that it belongs to.
+    """Describe a tensor of optimizer state by its parameter.
 
     Args:
         model_param: the parameter's shard or factory.
-        optim_param: state of the parameter's local shape; its data type may be another.
+        optim_param: state with the parameter's local shape, of any data type.
         prefix: the key becomes ``<prefix>.<key of the parameter>``.
 
     Raises:
@@ -111,8 +111,8 @@ def make_sharded_optimizer_tensor(
     if shape != expected:
         raise ShapeMismatchError(
             f"{key}: optimizer state has shape {shape}, its parameter has {expected}; "
-            "state that is not shaped like its parameter (such as a step count) must be named in "
-            "exclude_keys and kept elsewhere",
+            "name state with another shape than its parameter (such as a step count) in "
+            "exclude_keys and keep it elsewhere",
             key=key,
         )
     return replace(model_param, key=key, data=optim_param, dtype=optim_param.dtype)
@@ -129,13 +129,13 @@ def optim_state_to_sharding_state(
     of parameter numbers in the groups become non-persistent, as they depend on the layout.
 
     Args:
-        optim_state_dict: what ``optimizer.state_dict()`` returned.
+        optim_state_dict: result of ``optimizer.state_dict()``.
         id_to_sharded_param_map: from :func:`get_param_id_to_sharded_param_map`.
-        exclude_keys: names of state that is dropped, such as ``"step"``.
+        exclude_keys: names of state to drop, such as ``"step"``.
 
     Raises:
-        ValueError: there is state for a parameter that the map does not have, or it is not shaped
-            like its parameter. Then nothing has been changed.
+        ValueError: the map lacks a parameter that has state, or state has another shape than its
+            parameter. Nothing is changed.
     """
     excluded = {exclude_keys} if isinstance(exclude_keys, str) else set(exclude_keys)
     state: dict[int, dict[str, ShardedTensor | ShardedTensorFactory]] = {}
@@ -146,8 +146,8 @@ def optim_state_to_sharding_state(
                 continue
             if number not in id_to_sharded_param_map:
                 raise StructureError(
-                    f"the optimizer has state for its parameter {number}, which no shard of the "
-                    f"model's state dict stands for.{KEEP_VARS_HINT}"
+                    f"the optimizer has state for its parameter {number}, but the model's state "
+                    f"dict has no shard of it.{KEEP_VARS_HINT}"
                 )
             state[number][name] = make_sharded_optimizer_tensor(
                 id_to_sharded_param_map[number], value, prefix=f"optimizer.state.{name}"

@@ -1,6 +1,7 @@
-"""What happens to a sharded state dict before it is saved or loaded.
+"""The preparation of a sharded state dict for a save or a load.
 
-Builds factories, and splits the state into the sharded, the common and the non-persistent part.
+It builds factories, and splits the state into sharded entries, common values and non-persistent
+objects.
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ def save_preprocess(
     """Build the factories, drop non-persistent objects, and split the state.
 
     Every rank calls it. With ``validate_access_integrity`` the ranks exchange descriptions of their
-    shards, so each waits for all others; without it none waits.
+    shards, and each waits for all others. Without it, no rank waits.
 
     Args:
-        sharded_state_dict: factories in it are replaced in place by what they build.
-        validate_access_integrity: check over all ranks that each tensor is covered once, and that
-            common parts agree.
-        preprocess_common_before_consistancy_check: given a copy of the common part, returns what of
-            it is to be compared between the ranks. What is saved stays as it was.
+        sharded_state_dict: its factories are replaced in place by what they build.
+        validate_access_integrity: check that the shards of all ranks cover each tensor exactly
+            once, and that the common values of the ranks agree.
+        preprocess_common_before_consistancy_check: called with a copy of the common values; returns
+            the values that the ranks compare. The saved values do not change.
 
     Returns:
-        The sharded part (without empty flattened tensors) and the common part.
+        The sharded part (without empty flattened tensors) and the common values.
 
     Raises:
         CheckpointingException: the shards overlap, leave a gap, or contradict each other.
@@ -56,7 +57,7 @@ def save_preprocess(
     sharded, common = extract_sharded_base(persistent)
     sharded = filter_out_empty_flatten_tensor(sharded)
     if validate_access_integrity:
-        # The process group and all that comes with it are needed by this check alone.
+        # Only this check needs the process group and its modules.
         from shardstore.validation import determine_global_metadata, validate_sharding_integrity
 
         compared: StateDict = dict_list_map_outplace(lambda value: value, common)
@@ -70,23 +71,22 @@ def save_preprocess(
 def load_preprocess(
     sharded_state_dict: ShardedStateDict,
 ) -> tuple[ShardedStateDict, StateDict, StateDict]:
-    """Build the factories and split off what the checkpoint does not hold.
+    """Build the factories and split off the entries that the checkpoint does not hold.
 
-    No rank waits for another.
+    Any rank may call it; it waits for no other.
 
     Args:
-        sharded_state_dict: not changed; the tensors in it are shared with the results.
+        sharded_state_dict: not changed; the results share its tensors.
 
     Returns:
-        What is to be loaded; the local objects that take their places again after loading; and the
-        factories, without data, for :func:`shardstore.mapping.apply_factory_merges` (lists as dicts
-        from index to value).
+        The entries to load; the non-persistent local objects; and the factories, without data, for
+        :func:`shardstore.mapping.apply_factory_merges` (lists as dicts from index to value).
     """
     wanted = filter_out_empty_flatten_tensor(sharded_state_dict)
     factories, _ = extract_matching_values(
         wanted, lambda value: isinstance(value, ShardedTensorFactory), return_lists_as_dicts=True
     )
-    # The tensor that a factory stands for need not be kept alive until the merge.
+    # Free the tensor of a factory before the merge.
     dict_list_map_inplace(lambda factory: factory.without_data(), factories)
     apply_factories(wanted)
 
@@ -100,31 +100,31 @@ def load_preprocess(
 
 
 def check_state(state_dict: object) -> None:
-    """Refuse what is no state dict at all.
+    """Raise an error unless a state dict is a dict or a list.
 
     Raises:
-        StructureError: neither a dict nor a list.
+        StructureError: it is neither.
     """
     if not isinstance(state_dict, dict | list):
         a = "an" if type(state_dict).__name__[0] in "aeiou" else "a"
         raise StructureError(
-            f"the state dict is to be a dict of tensors and values, not {a} "
-            f"{type(state_dict).__name__}; for one tensor, make it {{name: tensor}}"
+            f"the state dict must be a dict of tensors and values, not {a} "
+            f"{type(state_dict).__name__}; for one tensor, pass {{name: tensor}}"
         )
 
 
 def check_lists(x: dict[Any, Any] | list[Any], path: tuple[Any, ...] = ()) -> tuple[bool, bool]:
-    """Refuse lists whose elements are in part sharded and in part common.
+    """Raise an error for lists that mix sharded and common elements.
 
-    The two parts are stored apart and put together by position, but a part of a list does not know
-    its positions: such a list would fail to load, or come back with its elements mixed up.
+    The two kinds are stored separately, without their positions in the list, so a load could not
+    rebuild such a list.
 
     Args:
-        x: nested state dict as it is given to a save. Non-persistent objects do not count.
-        path: where it is within the whole, for the error text.
+        x: the nested state dict of a save. Non-persistent objects do not count.
+        path: path of ``x`` in the whole state dict, for the error text.
 
     Returns:
-        Whether there are sharded values in it, and whether there are others.
+        Whether it holds sharded values, and whether it holds others.
 
     Raises:
         StructureError: there is such a list.
@@ -143,8 +143,7 @@ def check_lists(x: dict[Any, Any] | list[Any], path: tuple[Any, ...] = ()) -> tu
         kinds = ["both" if s and c else "sharded" if s else "common" for s, c in found]
         raise StructureError(
             f"the list at {'.'.join(map(str, path)) or 'the top'} mixes sharded values with "
-            f"others ({', '.join(kinds[:8])}), and could not be put together again on loading; "
-            "make it a dict"
+            f"others ({', '.join(kinds[:8])}), and a load could not rebuild it; make it a dict"
         )
     return sharded, common
 
@@ -154,7 +153,8 @@ def filter_out_empty_flatten_tensor(
 ) -> Any:
     """Return a copy without the sharded tensors whose flattened range is empty.
 
-    Dicts and lists that hold nothing else disappear too. Empty tensors that are not flattened stay.
+    Dicts and lists that hold nothing else are removed too. Empty tensors that are not flattened
+    stay.
     """
 
     def is_kept(value: Any) -> bool:

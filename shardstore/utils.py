@@ -1,8 +1,4 @@
-"""Helpers over sharded state dicts: splitting them, renaming keys, and timing what is done to them.
-
-Picks kinds of entries out of a nested state dict, changes prefixes of keys, and keeps the stack of
-names and loggers that debug messages carry.
-"""
+"""Helpers for sharded state dicts: split them, rename keys, log and time operations on them."""
 
 from __future__ import annotations
 
@@ -40,14 +36,14 @@ _FLOAT8_DTYPES = frozenset(
 
 
 class _UnequalLengthsError(StructureError, AssertionError):
-    """Callers of zip_strict have caught both kinds."""
+    """The error of zip_strict, for callers that catch either kind."""
 
 
 def zip_strict(*args: Iterable[Any]) -> Iterable[tuple[Any, ...]]:
     """``zip(..., strict=True)`` whose error names every length.
 
     Args:
-        args: iterables, which are read to their ends at once.
+        args: iterables; they are read to their ends.
 
     Raises:
         ValueError: (an ``AssertionError`` too) the lengths differ.
@@ -55,19 +51,19 @@ def zip_strict(*args: Iterable[Any]) -> Iterable[tuple[Any, ...]]:
     lists = [list(arg) for arg in args]
     lengths = [len(values) for values in lists]
     if len(set(lengths)) > 1:
-        raise _UnequalLengthsError(f"iterables to be zipped have different lengths: {lengths}")
+        raise _UnequalLengthsError(f"zip_strict needs iterables of equal length, not {lengths}")
     return zip(*lists, strict=True)
 
 
 def _sharded_tensor_shard_id(sharded_tensor: ShardedTensor) -> _ShardId:
-    """What tells a tensor shard from every other; the same for its replicas on all ranks."""
+    """Return the identity of a tensor shard, the same for its replicas on all ranks."""
     flat = sharded_tensor.flattened_range
     bounds = None if flat is None else (flat.start, flat.stop)
     return sharded_tensor.key, sharded_tensor.global_offset, bounds
 
 
 def _sharded_object_id(sharded_object: ShardedObject) -> _ShardId:
-    """What tells an object shard from every other; the same for its replicas on all ranks."""
+    """Return the identity of an object shard, the same for its replicas on all ranks."""
     return sharded_object.key, sharded_object.global_offset, sharded_object.global_shape
 
 
@@ -103,7 +99,7 @@ def extract_sharded_tensors_and_factories(
 def extract_sharded_tensors_or_nonpersistent(
     sharded_state_dict: ShardedStateDict,
 ) -> tuple[ShardedStateDict, StateDict]:
-    """Split off the tensors, the factories of tensors, and what is not to be saved.
+    """Split off the tensors, the factories of tensors, and non-persistent objects.
 
     Returns:
         Each :class:`ShardedTensor`, :class:`ShardedTensorFactory` and
@@ -128,7 +124,7 @@ def extract_sharded_base(
 def extract_nonpersistent(
     sharded_state_dict: ShardedStateDict,
 ) -> tuple[ShardedStateDict, StateDict]:
-    """Split off what is not to be saved.
+    """Split off the non-persistent objects.
 
     Returns:
         Each :class:`LocalNonpersistentObject`, and everything else; both in the original structure.
@@ -137,7 +133,7 @@ def extract_nonpersistent(
 
 
 def _rename_keys(sharded_state_dict: ShardedStateDict, rename: Callable[[str], str]) -> None:
-    """Set every sharded key to ``rename`` of it, once for each object, all of them or none."""
+    """Replace every sharded key by ``rename(key)``, once per object; after an error none."""
     shards = {id(v): v for v in nested_values(sharded_state_dict) if isinstance(v, ShardedBase)}
     renamed = [(shard, rename(shard.key)) for shard in shards.values()]
     for shard, key in renamed:
@@ -158,14 +154,14 @@ def replace_prefix_for_sharding(
     """Replace the prefix of the key of everything sharded, in place.
 
     Raises:
-        ValueError: a key does not begin with ``old_prefix``; then no key has been changed.
+        ValueError: a key does not begin with ``old_prefix``; no key is changed.
     """
 
     def rename(key: str) -> str:
         if not key.startswith(old_prefix):
             raise StructureError(
-                f"the key {key!r} does not begin with {old_prefix!r}, which was to be replaced by "
-                f"{new_prefix!r}; use apply_prefix_mapping to leave such keys alone",
+                f"the key {key!r} does not begin with the prefix {old_prefix!r} to replace by "
+                f"{new_prefix!r}; use apply_prefix_mapping to leave such keys unchanged",
                 key=key,
             )
         return new_prefix + key[len(old_prefix) :]
@@ -174,11 +170,11 @@ def replace_prefix_for_sharding(
 
 
 def apply_prefix_mapping(sharded_state_dict: ShardedStateDict, prefix_map: dict[str, str]) -> None:
-    """Replace prefixes of sharded keys, in place; keys that match none stay as they are.
+    """Replace prefixes of sharded keys, in place. Keys that match no prefix stay unchanged.
 
     Args:
         sharded_state_dict: state dict whose sharded keys change.
-        prefix_map: old to new prefix; the first that matches, in the map's order, is used.
+        prefix_map: old prefix -> new prefix; the first match, in the order of the dict, is used.
     """
 
     def rename(key: str) -> str:
@@ -193,13 +189,13 @@ def apply_prefix_mapping(sharded_state_dict: ShardedStateDict, prefix_map: dict[
 def force_all_tensors_to_non_fp8(sharded_state_dict: ShardedStateDict) -> None:
     """Replace float8 tensors by tensors of a wider type, in place.
 
-    Tensor subclasses with a ``dequantize`` of their own (as Transformer Engine has) are
-    dequantized; tensors of PyTorch's float8 types become bfloat16, which holds each of their values
-    exactly. Transformer Engine need not be installed. Other tensors are left alone.
+    Tensor subclasses that define ``dequantize`` (such as those of Transformer Engine) are
+    dequantized. Tensors of PyTorch's float8 types become bfloat16, which represents each of their
+    values exactly. Transformer Engine need not be installed. Other tensors do not change.
 
     Args:
-        sharded_state_dict: sharded tensors (``data`` and ``dtype``), factories and plain tensors
-            in it are changed.
+        sharded_state_dict: its sharded tensors (``data`` and ``dtype``), factories and plain
+            tensors are changed.
     """
 
     def widened(value: Any) -> Any:
@@ -236,12 +232,12 @@ def logger_stack(
 ) -> Iterator[tuple[str, logging.Logger]]:
     """Name a scope and set its logger, for :func:`debug_msg` and :func:`debug_time`.
 
-    Scopes nest; what was current before is current again afterwards, also after an error.
+    Scopes nest. At the end, also after an error, the enclosing scope is current again.
 
     Args:
-        name: joins the names of the enclosing scopes with a dot; ``None`` adds nothing.
-        current_logger: logger within the scope; the enclosing scope's if ``None``, and
-            ``fallback_logger`` outside any.
+        name: appended to the names of the enclosing scopes with a dot; ``None`` appends nothing.
+        current_logger: logger within the scope; ``None``: that of the enclosing scope, or
+            ``fallback_logger`` if there is none.
 
     Yields:
         The joined name and the logger in use.
@@ -266,13 +262,13 @@ def debug_time(
     threshold: float = float("-inf"),
     level: int | None = None,
 ) -> Iterator[None]:
-    """Log how long a block takes, also one that ends in an error; works as a decorator too.
+    """Log the duration of a block, also if it raises an error. It can be used as a decorator.
 
     Args:
-        name: names the block; a scope of :func:`logger_stack`.
-        logger: logger to use; that of the enclosing scope if ``None``.
-        threshold: seconds; a faster block is not logged.
-        level: logging level; if ``None``, WARNING where a threshold is given and DEBUG otherwise.
+        name: name of the block, a scope of :func:`logger_stack`.
+        logger: logger to use; ``None``: that of the enclosing scope.
+        threshold: seconds; the duration of a faster block is not logged.
+        level: logging level; ``None``: WARNING with a threshold, otherwise DEBUG.
     """
     if level is None:
         level = logging.DEBUG if threshold == float("-inf") else logging.WARNING
@@ -297,14 +293,13 @@ def debug_msg(msg: str) -> None:
 
 
 def _clean_metadata_for_serialization(metadata: dict[Any, Any]) -> dict[Any, Any]:
-    """Return a copy without what cannot be stored: process groups, functions, handles and the like.
+    """Return a copy without values that cannot be stored, such as process groups and functions.
 
     Args:
         metadata: nested dicts and lists; not changed.
 
     Returns:
-        The entries that can be stored, nested ones included. Elements of a list that cannot be
-        stored are left out.
+        The entries that can be stored, at any depth. Other elements of lists are left out.
     """
     clean: dict[Any, Any] = _clean(metadata)
     return clean
@@ -320,9 +315,9 @@ def _clean(value: Any) -> Any:
 
 def _is_storable(value: Any) -> bool:
     if isinstance(value, dict | list):
-        return True  # cleaned inside
+        return True  # its entries are filtered
     if callable(value):
-        return False  # functions and classes are code: their pickles are names, not data
+        return False  # functions and classes: a pickle holds only their names
     try:
         pickle.dumps(value)
     except Exception:

@@ -1,4 +1,4 @@
-"""Checks before saving and loading: access pattern, common state, matching keys, strictness."""
+"""Checks before a save or a load: access pattern, common values, keys, strictness."""
 
 from __future__ import annotations
 
@@ -81,39 +81,39 @@ GlobalMetadata: TypeAlias = list[LocalMetadata]
 
 
 class StrictHandling(Enum):
-    """What to do about keys that the state dict and the checkpoint do not have in common.
+    """What to do about keys that only the state dict or only the checkpoint has.
 
-    An *unexpected* key is asked for by this rank and not in the checkpoint. A *missing* key is in
-    the checkpoint and asked for by no rank.
+    An *unexpected* key is in this rank's state dict and not in the checkpoint. A *missing* key is
+    in the checkpoint and in no rank's state dict.
     """
 
     __module__ = "shardstore.validation"  # the name that programs and their pickles know it by
 
     ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
-    """Compare nothing; an unexpected key fails when it is read."""
+    """Do not compare keys; reading an unexpected key raises an error."""
     LOG_UNEXPECTED = "log_unexpected"
-    """Log unexpected keys and leave them out."""
+    """Log unexpected keys and do not load them."""
     LOG_ALL = "log_all"
-    """Log unexpected and missing keys and leave the unexpected ones out."""
+    """Log unexpected and missing keys; do not load the unexpected ones."""
     RAISE_UNEXPECTED = "raise_unexpected"
     """Raise if there are unexpected keys."""
     RAISE_ALL = "raise_all"
     """Raise if there are unexpected or missing keys."""
     RETURN_UNEXPECTED = "return_unexpected"
-    """Leave unexpected keys out and return them."""
+    """Do not load unexpected keys; return them."""
     RETURN_ALL = "return_all"
-    """Leave unexpected keys out, and return them and the missing ones."""
+    """Do not load unexpected keys; return them and the missing ones."""
     IGNORE_ALL = "ignore_all"
-    """Leave unexpected keys out and say nothing."""
+    """Do not load unexpected keys, without a log record."""
 
     @staticmethod
     def requires_explicit_ckpt_mismatch_check(val: StrictHandling) -> bool:
-        """Return whether the checkpoint's keys have to be known before loading."""
+        """Return whether a mode needs the checkpoint's keys before loading."""
         return val is not StrictHandling.ASSUME_OK_UNEXPECTED
 
     @staticmethod
     def requires_global_app_metadata(val: StrictHandling) -> bool:
-        """Return whether all ranks' keys have to be known before loading."""
+        """Return whether a mode needs the keys of all ranks before loading."""
         return val in (
             StrictHandling.IGNORE_ALL,
             StrictHandling.LOG_ALL,
@@ -123,7 +123,7 @@ class StrictHandling(Enum):
 
     @staticmethod
     def requires_returning_mismatch_keys(val: StrictHandling) -> bool:
-        """Return whether loading returns the two sets of keys beside the state dict."""
+        """Return whether a mode makes ``load`` return the two sets of keys too."""
         return val in (StrictHandling.RETURN_UNEXPECTED, StrictHandling.RETURN_ALL)
 
 
@@ -142,7 +142,7 @@ def parse_strict_flag(strict: str | StrictHandling) -> StrictHandling:
         return StrictHandling(strict)
     except ValueError:
         modes = ", ".join(mode.value for mode in StrictHandling)
-        raise ArgumentError(f"Invalid strict flag: {strict!r}; it is one of {modes}") from None
+        raise ArgumentError(f"Invalid strict flag: {strict!r}; give one of {modes}") from None
 
 
 def validate_integrity_and_strict_load(
@@ -153,27 +153,26 @@ def validate_integrity_and_strict_load(
     global_metadata: GlobalMetadata | None = None,
     ckpt_sharded_metadata: CkptShardedMetadata | None = None,
 ) -> tuple[ShardedStateDict, set[str], set[str]]:
-    """Check a state dict against the checkpoint and the other ranks, before anything is read.
+    """Compare a state dict with the checkpoint and the other ranks, before anything is read.
 
-    Every rank calls it; it waits for nobody: what it needs to know of others is handed in.
+    Every rank calls it; it waits for no other, because the arguments describe the other ranks.
 
     Args:
-        sharded_state_dict: what this rank wants to load; it is left as it is.
-        strict: how to treat keys that do not match.
-        validate_access_integrity: whether to check that all ranks together ask for each tensor
-            exactly once (on rank 0 alone).
-        local_metadata: this rank's shards.
-        global_metadata: those of every rank, by rank.
-        ckpt_sharded_metadata: what the checkpoint has.
+        sharded_state_dict: the state dict of this rank's load; not changed.
+        strict: what to do about keys that do not match.
+        validate_access_integrity: check, on rank 0, that all ranks together ask for each tensor
+            exactly once.
+        local_metadata: shards of this rank.
+        global_metadata: shards of every rank, by rank.
+        ckpt_sharded_metadata: tensors and objects of the checkpoint.
 
     Returns:
-        The state dict, without unexpected keys (and containers that held nothing else) where the
-        mode says so; missing keys; unexpected keys. The sets are empty where the mode does not look
-        for them.
+        The state dict, without unexpected keys (and containers that held nothing else) if the mode
+        says so; the missing keys; the unexpected keys. A set is empty if the mode does not need it.
 
     Raises:
-        CheckpointingException: the check that was asked for fails, or cannot be made because the
-            metadata it needs was not given; a :class:`MissingKeyError` for unexpected keys.
+        CheckpointingException: a check fails, or lacks the metadata that it needs; for unexpected
+            keys a :class:`MissingKeyError`.
     """
     compares = StrictHandling.requires_explicit_ckpt_mismatch_check(strict)
     all_ranks = StrictHandling.requires_global_app_metadata(strict)
@@ -199,18 +198,18 @@ def validate_integrity_and_strict_load(
     sentences = []
     if missing:
         sentences.append(
-            f"Missing keys (in the checkpoint, asked for by no rank): {sorted(missing)}."
+            f"Missing keys (in the checkpoint, in no rank's state dict): {sorted(missing)}."
         )
     if unexpected:
         sentences.append(
-            "Unexpected keys (asked for by this rank, not in the checkpoint): "
+            "Unexpected keys (in this rank's state dict, not in the checkpoint): "
             f"{sorted(unexpected)}."
         )
     text = " ".join(sentences)
     if text and strict in (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL):
         logger.warning("%s", text)
     elif text and strict in (StrictHandling.RAISE_UNEXPECTED, StrictHandling.RAISE_ALL):
-        text += " Another `strict` mode logs, returns or ignores them."
+        text += " Other `strict` modes log, return or ignore them."
         if unexpected:
             raise MissingKeyError(text, key=min(unexpected))
         raise CheckpointingException(text)
@@ -226,7 +225,7 @@ def validate_integrity_and_strict_load(
 def comparable(
     common: StateDict, preprocess: Callable[[CommonStateDict], StateDict] | None
 ) -> StateDict:
-    """Return a copy of the common state to be compared, processed if that was asked for."""
+    """Return the common values to compare: a copy, passed through ``preprocess`` if given."""
     copied = cast(StateDict, dict_list_map_outplace(lambda value: value, common))
     if preprocess is not None:
         copied = preprocess(copied)
@@ -242,7 +241,7 @@ def _on_host(value: Any) -> Any:
 
 
 def pickled(common: StateDict) -> bytes:
-    """Return the common state as bytes for the other ranks.
+    """Return the common values as bytes for the other ranks.
 
     Raises:
         CheckpointingException: a value cannot be pickled.
@@ -252,12 +251,12 @@ def pickled(common: StateDict) -> bytes:
     except Exception as error:
         raise CheckpointingException(
             f"the common (non-sharded) state cannot be pickled: {type(error).__name__}: "
-            f"{error}; keep such values out with LocalNonpersistentObject"
+            f"{error}; wrap such values in LocalNonpersistentObject to leave them out"
         ) from error
 
 
 def compare_common(mine: StateDict, of_coordinator: bytes, rank: int) -> None:
-    """Log where this rank's common state differs from the coordinator's, given as bytes."""
+    """Log the differences of this rank's common values to the coordinator's, given as bytes."""
     try:
         only_on_0, only_here, mismatched = diff(pickle.loads(of_coordinator), mine)
     except Exception as error:
@@ -385,22 +384,22 @@ def verify_checkpoint_and_load_strategy(
     *,
     config: CheckpointingConfig | None = None,
 ) -> tuple[LoadShardedStrategy, LoadCommonStrategy]:
-    """Make sure that there is a checkpoint, and find the strategies that can read it.
+    """Check that there is a checkpoint, and return the strategies that read it.
 
-    Any rank may call it; it waits for nobody.
+    Any rank may call it; it waits for no other.
 
     Args:
-        checkpoint_dir: directory or URL of the checkpoint.
-        sharded_strategy: a strategy, a ``(backend, version)`` to look one up by, or None for the
-            default one of the checkpoint's own backend.
-        common_strategy: the same for the common part.
-        config: the backends of the checkpoint, if they are known; default: they are read.
+        checkpoint_dir: folder or URL of the checkpoint.
+        sharded_strategy: a strategy, the ``(backend, version)`` of a registered one, or None for
+            the strategy of the checkpoint's backend.
+        common_strategy: the same for the common values.
+        config: the backends of the checkpoint; default: they are read.
 
     Returns:
         The sharded and the common strategy.
 
     Raises:
-        NotACheckpointError: nothing is there, or it is not a checkpoint.
+        NotACheckpointError: there is no checkpoint.
         CheckpointingException: a strategy cannot read this checkpoint.
     """
     config = config or verify_checkpoint(checkpoint_dir)
@@ -414,7 +413,7 @@ def verify_checkpoint_and_load_strategy(
 def _strategy_for(
     checkpoint_dir: str | Path, part: str, given: object, written_by: tuple[str, int]
 ) -> LoadStrategyBase:
-    """Return the strategy that was given, or the default one, if it can read the checkpoint."""
+    """Return the given or the default strategy; raise an error if it cannot read the checkpoint."""
     if given is None or isinstance(given, tuple):
         backend, version = given or written_by
         try:
@@ -427,7 +426,7 @@ def _strategy_for(
             ) from error
     if not isinstance(given, LoadShardedStrategy if part == "sharded" else LoadCommonStrategy):
         raise CheckpointingException(
-            f"{part}_strategy={given!r} is neither a strategy for loading nor a (backend, version) "
+            f"{part}_strategy={given!r} must be a strategy for loading or a (backend, version) "
             "pair such as ('zarr', 2)"
         )
     given.check_backend_compatibility(written_by[0])
@@ -439,14 +438,14 @@ def validate_sharded_objects_handling(
     sharded_strategy: SaveShardedStrategy | LoadShardedStrategy,
     common_strategy: SaveCommonStrategy | LoadCommonStrategy,
 ) -> None:
-    """Make sure that one of two strategies takes care of ShardedObjects.
+    """Check that one of two strategies handles ShardedObjects.
 
     Args:
-        sharded_strategy: asked first.
-        common_strategy: asked if the other cannot.
+        sharded_strategy: strategy of the sharded part.
+        common_strategy: strategy of the common values.
 
     Raises:
-        CheckpointingException: neither can.
+        CheckpointingException: neither does.
     """
     if not (
         sharded_strategy.can_handle_sharded_objects or common_strategy.can_handle_sharded_objects
@@ -465,11 +464,11 @@ def determine_global_metadata(
     Every rank of the group calls it and waits for the others.
 
     Args:
-        sharded_state_dict: this rank's state dict, factories already applied.
+        sharded_state_dict: state dict of this rank, after :func:`apply_factories`.
         process_group: default: all ranks.
 
     Returns:
-        This rank's shards without data, and those of every rank, by rank.
+        The shards of this rank without data, and those of every rank, by rank.
     """
     local: LocalMetadata = [
         value.without_data()
@@ -484,18 +483,18 @@ def validate_sharding_integrity(
 ) -> None:
     """Check that the main replicas of all ranks cover every tensor and object exactly once.
 
-    Every rank calls it. The check is made on rank 0 and raises there alone; the caller tells the
-    others. With a common state dict given, all wait for rank 0 and each logs its differences. Time
-    is near linear in the number of shards.
+    Every rank calls it. Only rank 0 checks and raises errors; the caller must tell the other ranks.
+    With ``common_state_dict``, all ranks wait for rank 0, and each logs its differences. The time
+    is almost linear in the number of shards.
 
     Args:
         global_metadata: shards without data of every rank, by rank.
-        common_state_dict: common part of this rank, to compare with rank 0's.
+        common_state_dict: common values of this rank, to compare with rank 0's.
 
     Raises:
-        AccessPatternError: a part is covered twice or not at all; the text names key, region and
+        AccessPatternError: a region is covered twice or not at all; the text names key, region and
             ranks.
-        ShapeMismatchError, DTypeMismatchError: ranks do not describe the same global tensor.
+        ShapeMismatchError, DTypeMismatchError: ranks describe a global tensor differently.
     """
     rank = group_rank(None)
     if common_state_dict is not None and group_size(None) > 1:
