@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from shardstore.errors import ArgumentError
@@ -25,35 +25,11 @@ from shardstore.errors import ArgumentError
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = [
-    "EVENTS",
-    "Meter",
-    "Progress",
-    "ProgressCallback",
-    "bar",
-    "callback_of",
-    "log_event",
-    "metered",
-]
-
-EVENTS = {
-    "commit": "a save is committed: url, bytes, chunks, seconds, bytes_per_second, world_size",
-    "load": "a load is done: url, bytes (on rank 0), seconds, bytes_per_second, world_size",
-    "verify_begin": "a verification begins: url",
-    "verify": "a verification is done: url, bytes, seconds, bytes_per_second, arrays, chunks, "
-    "objects, and the numbers of findings, damage and notes",
-    "convert_begin": "a conversion begins: url (of the target), source, source_format, "
-    "target_format",
-    "convert": "a conversion is done: the fields of convert_begin, tensors, bytes, resumed_bytes, "
-    "seconds, bytes_per_second, verified",
-    "step": "a manager has saved a step: step, url, bytes, seconds, bytes_per_second, metrics",
-    "delete": "a manager has deleted a step: step, url",
-    "damaged": "a manager skips a damaged step: step, url",
-    "later_steps": "a run went back to a step, and later steps of before exist: step, later (their "
-    "numbers), url of the folder",
-    "same_content": "a step has the same tensors as an earlier one: step, earlier",
-}
-"""Name -> when it is logged, and its fields: sizes in bytes, times in seconds."""
+EVENTS = (
+    "commit", "load", "verify_begin", "verify", "convert_begin", "convert", "step", "delete",
+    "damaged", "later_steps", "same_content",
+)  # fmt: skip
+"""Names of events. docs/reference/events.md says when each is logged, and lists its fields."""
 
 
 def log_event(
@@ -130,14 +106,20 @@ class Meter:
     def __init__(
         self, operation: Operation, url: str, callback: ProgressCallback | None = None
     ) -> None:
-        self.bytes_total = 0
-        self._operation: Operation = operation
-        self._url = url
+        self._now = Progress(operation, "begin", url)
         self._callback = callback
         self._lock = threading.Lock()
-        self.phase: Phase = "begin"
-        self._bytes = self._chunks = self._chunks_total = 0
         self._tell()
+
+    @property
+    def phase(self) -> Phase:
+        """The phase that the operation is in."""
+        return self._now.phase
+
+    @property
+    def bytes_total(self) -> int:
+        """Bytes that are expected."""
+        return self._now.bytes_total
 
     @property
     def add(self) -> Callable[[int, int], None] | None:
@@ -150,49 +132,34 @@ class Meter:
         return self._callback is not None
 
     def expect(self, size: int, chunks: int = 0) -> None:
-        """Add bytes and chunks to the totals."""
-        with self._lock:
-            self.bytes_total += size
-            self._chunks_total += chunks
-            self.phase = "move"
-            self._tell()
+        """So many more bytes and chunks are to come."""
+        self._tell("move", bytes_total=size, chunks_total=chunks)
 
     def enter(self, phase: Phase) -> None:
-        """Begin another phase."""
-        with self._lock:
-            self.phase = phase
-            self._tell()
+        """Another phase begins."""
+        self._tell(phase)
 
     def count(self, size: int, chunks: int = 1) -> None:
-        """Add done bytes and chunks."""
-        with self._lock:
-            self._bytes += size
-            self._chunks += chunks
-            self._tell()
+        """So many more bytes and chunks are done."""
+        self._tell(bytes_done=size, chunks_done=chunks)
 
-    def _tell(self) -> None:
-        if self._callback is None:
-            return
-        event = Progress(
-            self._operation,
-            self.phase,
-            self._url,
-            self._bytes,
-            self.bytes_total,
-            self._chunks,
-            self._chunks_total,
-        )
-        try:
-            self._callback(event)
-        except Exception as error:
-            self._callback = None
-            logger.warning(
-                "%s of %s continues without its progress callback, which raised %s: %s",
-                self._operation,
-                self._url,
-                type(error).__name__,
-                error,
-            )
+    def _tell(self, phase: Phase | None = None, **more: int) -> None:
+        with self._lock:
+            now = self._now
+            sums = {name: getattr(now, name) + n for name, n in more.items()}
+            self._now = replace(now, phase=phase or now.phase, **sums)
+            try:
+                if self._callback is not None:
+                    self._callback(self._now)
+            except Exception as error:
+                self._callback = None
+                logger.warning(
+                    "%s of %s goes on without its progress callback, which raised %s: %s",
+                    now.operation,
+                    now.url,
+                    type(error).__name__,
+                    error,
+                )
 
 
 @contextmanager
@@ -247,46 +214,35 @@ def bar(console: Console | None = None) -> ProgressCallback:
     Args:
         console: draw on this console instead.
     """
-    return _Bar(console)
+    from rich import console as consoles
+    from rich import progress as parts
 
+    shown: dict[tuple[str, str], parts.Progress] = {}
+    phases = {"begin": "planning", "commit": "committing", "done": "done", "failed": "failed"}
 
-class _Bar:
-    _PHASES = {"begin": "planning", "commit": "committing", "done": "done", "failed": "failed"}  # noqa: RUF012
-
-    def __init__(self, console: Console | None) -> None:
-        self._console = console
-        self._shown: dict[tuple[str, str], tuple[Any, Any]] = {}
-
-    def __call__(self, event: Progress) -> None:
+    def draw(event: Progress) -> None:
         about = (event.operation, event.url)
-        if about not in self._shown:
-            self._shown[about] = self._made()
-        shown, task = self._shown[about]
-        phase = self._PHASES.get(event.phase, "")
+        if about not in shown:
+            shown[about] = parts.Progress(
+                parts.TextColumn("{task.description}", markup=False),
+                parts.BarColumn(),
+                parts.DownloadColumn(binary_units=True),
+                parts.TransferSpeedColumn(),
+                parts.TimeRemainingColumn(),
+                console=console or consoles.Console(stderr=True),
+                redirect_stdout=sys.stdout is not None and sys.stdout.isatty(),
+            )
+            shown[about].add_task("", total=None)
         name = event.url.rpartition("/")[2]
-        name = name if name.isprintable() else ascii(name)  # no control characters
-        shown.update(
-            task,
-            description=f"{event.operation} {name} {phase}".rstrip(),
+        name = name if name.isprintable() else ascii(name)  # nothing that a terminal obeys
+        shown[about].update(
+            shown[about].task_ids[0],
+            description=f"{event.operation} {name} {phases.get(event.phase, '')}".rstrip(),
             completed=event.bytes_done,
             total=event.bytes_total if event.bytes_total or event.finished else None,
         )
-        shown.start()  # no effect if it is shown already
+        shown[about].start()  # does nothing where it is shown already
         if event.finished:
-            del self._shown[about]
-            shown.stop()
+            shown.pop(about).stop()
 
-    def _made(self) -> tuple[Any, Any]:
-        from rich import progress as parts
-        from rich.console import Console
-
-        shown = parts.Progress(
-            parts.TextColumn("{task.description}", markup=False),
-            parts.BarColumn(),
-            parts.DownloadColumn(binary_units=True),
-            parts.TransferSpeedColumn(),
-            parts.TimeRemainingColumn(),
-            console=self._console or Console(stderr=True),
-            redirect_stdout=sys.stdout is not None and sys.stdout.isatty(),
-        )
-        return shown, shown.add_task("", total=None)
+    return draw

@@ -30,30 +30,18 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeGuard, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeGuard
 
 import ml_dtypes
 import numpy as np
-from zarr.core.buffer.cpu import NDBuffer
+from zarr.core.buffer.cpu import NDBuffer as NDBuffer
 from zarr.core.dtype.common import HasEndianness, HasItemSize
 from zarr.dtype import DataTypeValidationError, ZDType, data_type_registry
 
 if TYPE_CHECKING:
     from zarr.core.common import JSON, ZarrFormat
-    from zarr.core.dtype.common import DTypeConfig_V2, DTypeJSON
+    from zarr.core.dtype.common import DTypeJSON
     from zarr.core.dtype.wrapper import TBaseDType
-
-__all__ = [
-    "DATA_TYPES",
-    "BFloat16",
-    "Float8E4M3FN",
-    "Float8E4M3FNUZ",
-    "Float8E5M2",
-    "Float8E5M2FNUZ",
-    "Float8E8M0FNU",
-    "NDBuffer",
-    "register",
-]
 
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -113,13 +101,9 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
         kind = f"the Zarr v{zarr_format} data type {cls._zarr_v3_name}"
         raise DataTypeValidationError(f"{data!r} is not {kind}")
 
-    @overload
-    def to_json(self, zarr_format: Literal[2]) -> DTypeConfig_V2[str, None]: ...
-    @overload
-    def to_json(self, zarr_format: Literal[3]) -> str: ...
-    def to_json(self, zarr_format: ZarrFormat) -> DTypeConfig_V2[str, None] | str:
-        """Return the registered name; Zarr v2 uses the same, as TensorStore and Megatron-Core write
-        it, and means little endian by it, so that big is refused."""
+    def to_json(self, zarr_format: ZarrFormat) -> Any:
+        """The registered name; Zarr v2 uses the same, as TensorStore and Megatron-Core write it,
+        and means little endian by it, so that big is refused."""
         if zarr_format == 3:
             return self._zarr_v3_name
         if getattr(self, "endianness", "little") == "big":
@@ -198,17 +182,14 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
         return 0.0 if bits == 0 else number
 
     @classmethod
-    def _uint(cls) -> str:
-        return f"u{np.dtype(cls._scalar).itemsize}"
-
-    @classmethod
     def _from_bits(cls, bits: int) -> np.generic:
-        scalar: np.generic = np.array([bits], cls._uint()).view(cls._scalar)[0]
+        data = bits.to_bytes(np.dtype(cls._scalar).itemsize, sys.byteorder)
+        scalar: np.generic = np.frombuffer(data, cls._scalar)[0]
         return scalar
 
     @classmethod
     def _bits(cls, scalar: np.generic) -> int:
-        return int(np.array([scalar], cls._scalar).view(cls._uint())[0])
+        return int.from_bytes(np.array(scalar, cls._scalar).tobytes(), sys.byteorder)
 
     @classmethod
     def _from_text(cls, text: str) -> np.generic:
@@ -217,11 +198,9 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
             return cls._from_number(_SPECIAL[text])
         if re.fullmatch(f"0x0*[0-9a-fA-F]{{1,{digits}}}", text):
             return cls._from_bits(int(text, 16))
-        infinities = (
-            '"NaN", "Infinity", "-Infinity"' if cls._has_infinity else '"NaN" (no infinities)'
-        )
+        infinities = ', "Infinity", "-Infinity"' if cls._has_infinity else " (no infinities)"
         raise ValueError(
-            f"{text!r} is no value of {cls._zarr_v3_name}: expected a number, {infinities}, or "
+            f'{text!r} is no value of {cls._zarr_v3_name}: expected a number, "NaN"{infinities}, or '
             f'{digits} hexadecimal digits after "0x"'
         )
 

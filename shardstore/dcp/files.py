@@ -48,8 +48,6 @@ from shardstore.storage.stores.location import Location
 from shardstore.values.torch_archive import Records
 from shardstore.values.torch_values import BoundedUnpickler, load_bytes
 
-__all__ = ["ORIGINAL_SHAPE", "DcpFiles", "StoredPart"]
-
 ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"
 """Megatron-Core's name for the shape of a tensor that is stored as flattened ranges."""
 _BATCH_BYTES = 4 * 1024 * 1024
@@ -96,21 +94,16 @@ class _Properties(_Inert):
         self.dtype = state[0]
 
 
-_RECORDS: dict[str, type] = {
-    "TensorProperties": _Properties,
-    "MCoreMetadata": Metadata,
-    **{
-        kind.__name__: kind
-        for kind in (
-            BytesStorageMetadata,
-            ChunkStorageMetadata,
-            Metadata,
-            MetadataIndex,
-            TensorStorageMetadata,
-            _StorageInfo,
-        )
-    },
-}
+_RECORDS: dict[str, type] = {"TensorProperties": _Properties, "MCoreMetadata": Metadata}
+for _kind in (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+    _StorageInfo,
+):
+    _RECORDS[_kind.__name__] = _kind
 _BUILTIN = {"Size": tuple, "OrderedDict": dict}
 _BUILTIN |= {kind.__name__: kind for kind in (dict, frozenset, list, set, tuple)}
 

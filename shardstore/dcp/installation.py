@@ -27,8 +27,6 @@ from shardstore.storage.format.names import DCP_METADATA_NAME as METADATA_NAME
 from shardstore.storage.options import WriterKeywords
 from shardstore.storage.stores.location import Location
 
-__all__ = ["Installation", "handing_on", "install", "is_of_dcp"]
-
 _METADATA = "read_metadata"
 _OTHERS = (
     "set_up_storage_reader",

@@ -54,8 +54,6 @@ from shardstore.strategies.common import object_file
 from shardstore.values.plain import NotPlainError
 from shardstore.values.record import BACKEND, MEMBER, VERSION, StateRecord, as_text, is_long
 
-__all__ = ["StorageWriter"]
-
 logger = logging.getLogger(__name__)
 
 # DCP's cached plans reach a storage writer empty: the items of each rank, as they came last.
