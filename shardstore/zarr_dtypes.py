@@ -200,8 +200,8 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
             return cls._from_bits(int(text, 16))
         infinities = ', "Infinity", "-Infinity"' if cls._has_infinity else " (no infinities)"
         raise ValueError(
-            f'{text!r} is no value of {cls._zarr_v3_name}: expected a number, "NaN"{infinities}, or '
-            f'{digits} hexadecimal digits after "0x"'
+            f'{text!r} is no value of {cls._zarr_v3_name}: expected a number, "NaN"{infinities}, '
+            f'or {digits} hexadecimal digits after "0x"'
         )
 
     @classmethod

@@ -14,7 +14,7 @@ import os
 import pickle
 import secrets
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableSequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
@@ -58,18 +58,18 @@ logger = logging.getLogger(__name__)
 _at_home: weakref.WeakValueDictionary[bytes, SentItems] = weakref.WeakValueDictionary()
 
 
-class SentItems(Sequence[ReadItem]):
+class SentItems(MutableSequence[ReadItem]):
     """A rank's items, which travel as bytes: they are unpickled only where somebody looks at them.
 
     They go to the coordinator and come back; at home they are the very items that left. Four ranks
-    load 2,000 arrays three times as fast so. A planner that changes plans makes new lists.
+    load 2,000 arrays three times as fast so.
     """
 
     def __init__(self, token: bytes, packed: bytes) -> None:
         self._token, self._packed = token, packed
 
     @classmethod
-    def kept(cls, items: Sequence[ReadItem]) -> SentItems:
+    def kept(cls, items: list[ReadItem]) -> SentItems:
         """Items to be sent. Who makes them holds them until they are back."""
         made = cls(secrets.token_bytes(16), b"")
         made._items = items
@@ -77,9 +77,9 @@ class SentItems(Sequence[ReadItem]):
         return made
 
     @cached_property
-    def _items(self) -> Sequence[ReadItem]:
+    def _items(self) -> list[ReadItem]:
         # The bytes are of the process group that this object was unpickled from a moment ago.
-        found: Sequence[ReadItem] = pickle.loads(self._packed)
+        found: list[ReadItem] = pickle.loads(self._packed)
         return found
 
     def __len__(self) -> int:
@@ -88,7 +88,19 @@ class SentItems(Sequence[ReadItem]):
     def __getitem__(self, index: Any) -> Any:
         return self._items[index]
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self._items[index] = value
+
+    def __delitem__(self, index: Any) -> None:
+        del self._items[index]
+
+    def insert(self, index: int, value: ReadItem) -> None:
+        """Insert an item."""
+        self._items.insert(index, value)
+
     def __reduce__(self) -> tuple[Any, ...]:
+        if "_items" in vars(self) and self is not _at_home.get(self._token):
+            return list, (self._items,)  # somebody has looked, and may have changed it
         self._packed = self._packed or pickle.dumps(self._items)
         return _arrived, (self._token, self._packed)
 

@@ -85,3 +85,10 @@ def test_nothing_is_kept_for_whoever_let_go() -> None:
     del items
     gc.collect()
     assert [item.name for item in pickle.loads(data)] == ["a"]
+
+
+def test_what_was_changed_abroad_is_what_arrives() -> None:
+    there = abroad(SentItems.kept([Item("a"), Item("b")]))
+    there.remove(Item("a"))
+    there.append(Item("c"))
+    assert pickle.loads(pickle.dumps(there)) == [Item("b"), Item("c")]
