@@ -5,7 +5,7 @@ Dicts and lists are structure. Everything else, also a tuple, is a value.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
@@ -42,8 +42,7 @@ def extract_matching_values(
             f"only a dict or a list can be split into matching and other values, "
             f"not a {type(x).__name__}"
         )
-    matching: dict[Any, Any] = {}
-    others: dict[Any, Any] = {}
+    matching, others = empty_like(x), empty_like(x)
     for key, value in x.items() if isinstance(x, dict) else enumerate(x):
         if isinstance(value, dict | list):
             inner_matching, inner_others = extract_matching_values(
@@ -58,6 +57,17 @@ def extract_matching_values(
     if isinstance(x, dict) or return_lists_as_dicts:
         return matching, others
     return list(matching.values()), list(others.values())
+
+
+_BUILTIN = (None, bool, dict, float, int, list, set, str, tuple)
+
+
+def empty_like(x: Any) -> dict[Any, Any]:
+    """An empty dict of the same kind: an OrderedDict, a Counter, a defaultdict of builtin types;
+    those of other classes become dicts."""
+    if type(x) is defaultdict and x.default_factory in _BUILTIN:
+        return defaultdict(x.default_factory)
+    return OrderedDict() if type(x) is OrderedDict else Counter() if type(x) is Counter else {}
 
 
 def diff(
@@ -206,10 +216,29 @@ def dict_list_map_inplace(f: Callable[[Any], Any], x: Any) -> Any:
 def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
     """Return a copy of nested dicts and lists with every value ``v`` replaced by ``f(v)``."""
     if isinstance(x, dict):
-        return {key: dict_list_map_outplace(f, value) for key, value in x.items()}
+        mapped = empty_like(x)
+        for key, value in x.items():
+            mapped[key] = dict_list_map_outplace(f, value)
+        return mapped
     if isinstance(x, list):
         return [dict_list_map_outplace(f, value) for value in x]
     return f(x)
+
+
+def ordered_like(asked: Any, found: Any) -> Any:
+    """``found`` with the keys of its nested dicts in the order of ``asked``, others after them.
+
+    Plain dicts become dicts of the kind that ``asked`` has in their places.
+    """
+    if isinstance(asked, list) and isinstance(found, list) and len(asked) == len(found):
+        return [ordered_like(one, other) for one, other in zip(asked, found, strict=True)]
+    if not isinstance(asked, dict) or not isinstance(found, dict):
+        return found
+    ordered = empty_like(asked if type(found) is dict else found)
+    for key in dict.fromkeys((*asked, *found)):
+        if key in found:
+            ordered[key] = ordered_like(asked.get(key), found[key])
+    return ordered
 
 
 def merge(x1: Any, x2: Any, key: tuple[int | str, ...] = ()) -> Any:

@@ -25,6 +25,7 @@ from shardstore.mapping import (
     StateDict,
     apply_factories,
 )
+from shardstore.sharded.layouts import is_empty_range
 from shardstore.utils import extract_nonpersistent, extract_sharded_base
 
 
@@ -137,6 +138,12 @@ def check_lists(x: dict[Any, Any] | list[Any], path: tuple[Any, ...] = ()) -> tu
                 found.append((sharded, common or not value))
         elif not isinstance(value, LocalNonpersistentObject):
             is_sharded = isinstance(value, ShardedBase)
+            if isinstance(value, tuple) and any(isinstance(item, ShardedBase) for item in value):
+                raise StructureError(
+                    f"the tuple at {'.'.join(map(str, (*path, key)))!r} has a sharded value in it, "
+                    "and tuples are stored whole, by one rank; make it a list",
+                    key=".".join(map(str, (*path, key))),
+                )
             found.append((is_sharded, not is_sharded))
     sharded, common = any(s for s, _ in found), any(c for _, c in found)
     if sharded and common and isinstance(x, list) and not all(s and c for s, c in found):
@@ -158,10 +165,7 @@ def filter_out_empty_flatten_tensor(
     """
 
     def is_kept(value: Any) -> bool:
-        if not isinstance(value, ShardedTensor) or value.flattened_range is None:
-            return True
-        start, stop = value._flat_bounds()
-        return start < stop
+        return not isinstance(value, ShardedTensor) or not is_empty_range(value)
 
     kept, _ = extract_matching_values(sharded_state_dict, is_kept)
     return kept

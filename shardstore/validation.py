@@ -53,6 +53,7 @@ from shardstore.strategies.base import (
     StrategyAction,
     get_default_strategy,
 )
+from shardstore.values.torch_values import require_loadable
 
 __all__ = [
     "CkptShardedMetadata",
@@ -249,6 +250,7 @@ def pickled(common: StateDict) -> bytes:
     try:
         return pickle.dumps(common)
     except Exception as error:
+        require_loadable(common, "the common (non-sharded) state")  # says where
         raise CheckpointingException(
             f"the common (non-sharded) state cannot be pickled: {type(error).__name__}: "
             f"{error}; wrap such values in LocalNonpersistentObject to leave them out"

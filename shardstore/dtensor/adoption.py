@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardstore.dict_utils import empty_like
 from shardstore.distributed.groups import group_rank, group_size
 from shardstore.dtensor.layout import ClaimedTensor, sharded_from_dtensor
 from shardstore.errors import AccessPatternError, KeyNameError
@@ -186,7 +187,10 @@ def _adopt(state: Any, *, plain: Callable[[str], bool], loading: bool) -> Adopte
 
     def walk(value: Any, path: Path) -> Any:
         if isinstance(value, dict):
-            return {name: walk(item, (*path, name)) for name, item in value.items()}
+            walked = empty_like(value)
+            for name, item in value.items():
+                walked[name] = walk(item, (*path, name))
+            return walked
         if not isinstance(value, list):
             return leaf(value, path)
         items = [walk(item, (*path, i)) for i, item in enumerate(value)]

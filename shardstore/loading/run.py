@@ -21,7 +21,7 @@ import torch
 
 from shardstore.core import CONFIG_FNAME
 from shardstore.coverage.access_pattern import check_reports, report_shards, shards_of_report
-from shardstore.dict_utils import extract_matching_values, merge, nested_values
+from shardstore.dict_utils import extract_matching_values, merge, nested_values, ordered_like
 from shardstore.distributed.coordinator import GroupRanks
 from shardstore.distributed.groups import Group, require_group
 from shardstore.dtensor.adoption import Adopted, adopt_for_load, needs_adoption
@@ -201,6 +201,7 @@ def run_load(
                 reports = pickle.loads(answer)
             matched, _ = step(lambda: _match(call, context, request, reports, stored_metadata))
             loaded, _ = step(lambda: _assemble(request, matched, _read(context, matched)))
+            loaded = cast(StateDict, ordered_like(call.sharded_state_dict, loaded))
     if ranks.is_coordinator:
         seconds = perf_counter() - started
         log_event(

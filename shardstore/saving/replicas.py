@@ -18,6 +18,7 @@ import xxhash
 from shardstore.errors import AccessPatternError
 from shardstore.exchange_utils import distribute_shards_to_ranks
 from shardstore.mapping import ShardedObject, ShardedTensor, is_main_replica
+from shardstore.sharded.layouts import is_empty_range
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box
 
@@ -174,7 +175,7 @@ def accepted(
 
 def copies_of(shards: Iterable[object], *, objects: bool) -> list[str]:
     """Return the keys of the tensors, and unique keys of the objects, that a rank holds as copies
-    only.
+    or as empty ranges only.
 
     Args:
         shards: of this rank; other values are ignored.
@@ -185,7 +186,9 @@ def copies_of(shards: Iterable[object], *, objects: bool) -> list[str]:
     for item in shards:
         if isinstance(item, ShardedTensor) or (objects and isinstance(item, ShardedObject)):
             name = item.key if isinstance(item, ShardedTensor) else item.unique_key
-            (main if is_main_replica(item.replica_id) else copied).add(name)
+            empty = isinstance(item, ShardedTensor) and is_empty_range(item)
+            if not (empty and 0 in item.global_shape):
+                (copied if empty or not is_main_replica(item.replica_id) else main).add(name)
     return sorted(copied - main)
 
 
@@ -194,7 +197,8 @@ def without_main_replica(keys: Sequence[str], rank: int) -> AccessPatternError:
     more = "" if len(keys) == 1 else f" (and {len(keys) - 1} more)"
     return AccessPatternError(
         f"Invalid access pattern: {keys[0]!r}{more} has no main replica on any rank, so that "
-        f"nobody would write it; rank {rank} holds a copy; give exactly one rank's replica_id=0",
+        f"nobody would write it; rank {rank} holds a copy, or an empty range; give exactly one "
+        "rank's replica_id=0",
         key=keys[0],
         rank=rank,
     )

@@ -147,7 +147,7 @@ def prepare(call: SaveCall, ranks: Ranks, choose: ChooseStrategies) -> Part:
     )
     if options.validate:
         noted = common_strategy.notes_objects and not sharded_strategy.can_handle_sharded_objects
-        part.copies = copies_of(nested_values(sharded), objects=noted)
+        part.copies = copies_of(nested_values(state_dict), objects=noted)
         if ranks.world_size > 1:
             part.compared = comparable(common, call.preprocess_common_before_consistancy_check)
             part.told = pickled(part.compared) if ranks.is_coordinator else b""

@@ -21,6 +21,7 @@ __all__ = [
     "Layouts",
     "flat_bounds",
     "is_alone",
+    "is_empty_range",
     "is_first",
     "local_box",
     "local_layouts",
@@ -59,6 +60,14 @@ def local_box(tensor: ShardedTensor) -> Box:
 def flat_bounds(tensor: ShardedTensor) -> tuple[int, int]:
     """Return start and stop of the flattened range in the flattened local tensor."""
     return tensor._flat_bounds()
+
+
+def is_empty_range(tensor: ShardedTensor) -> bool:
+    """Whether a tensor is a flattened range without elements, which is neither saved nor loaded."""
+    if tensor.flattened_range is None:
+        return False
+    start, stop = flat_bounds(tensor)
+    return start == stop
 
 
 def is_alone(tensor: ShardedTensor) -> bool:

@@ -45,7 +45,7 @@ from shardstore.strategies.base import (
 )
 from shardstore.values import plain as plain_values
 from shardstore.values import record
-from shardstore.values.torch_values import dump_bytes, load_bytes
+from shardstore.values.torch_values import dump_bytes, load_bytes, require_loadable
 
 __all__ = [
     "COMMON_STATE_FNAME",
@@ -107,6 +107,7 @@ def value_document(sharded: ShardedObject) -> tuple[str, bytes]:
 
 
 def _dumped(value: object, what: str) -> bytes:
+    require_loadable(value, what)
     try:
         return dump_bytes(value)
     except Exception as error:

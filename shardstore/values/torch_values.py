@@ -20,13 +20,19 @@ import pickle
 import types
 import uuid
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
 
-from shardstore.errors import CheckpointingException, DamagedCheckpointError, UnsafeObjectError
+from shardstore.errors import (
+    ArgumentError,
+    CheckpointingException,
+    DamagedCheckpointError,
+    UnsafeObjectError,
+)
+from shardstore.storage.format.dtypes import require_memory
 from shardstore.values.torch_archive import Records, Stream, verify_archive
 
 _BLOCKED = ("sys", "os", "posix", "nt")
@@ -35,6 +41,9 @@ _EMPTY = {bool, bytes, dict, float, int, list, str, tuple}
 """Types that a defaultdict makes. A pickle may call them without arguments only."""
 _FILLED = {list, dict, set, collections.deque, collections.defaultdict, collections.Counter}
 _FILLED |= {collections.OrderedDict}
+_NUMPY_CODES = "?bhilqBHILQefdFD"
+_SURE = {type(None), bool, int, float, complex, str, bytes, io.BytesIO}
+"""Types of values that need no proof: whatever they hold can be loaded."""
 _ATTRIBUTED = {argparse.Namespace, types.SimpleNamespace, collections.OrderedDict}
 
 
@@ -51,8 +60,8 @@ class BoundedUnpickler(pickle._Unpickler):
     }
 
 
-class _NotLoadedError(Exception):
-    """Names what a whole pickle may hold and no program can allow."""
+class _RefusedError(Exception):
+    """Says what a whole pickle needs and this program does not load, and how it could be loaded."""
 
 
 class _Unfilled:
@@ -111,8 +120,9 @@ def _bytes_io(content: bytes, position: int, _: object) -> io.BytesIO:
 
 def _numpy_dtype(code: str, align: bool, copy: bool) -> _Unfilled:
     dtype = np.dtype(code) if type(code) is str else None
-    if dtype is None or dtype.char not in "?bhilqBHILQefdFD":
-        raise _NotLoadedError(f"NumPy's data type {code!r}")
+    if dtype is None or dtype.char not in _NUMPY_CODES:
+        remedy = "read the file by torch.load(..., weights_only=False)"
+        raise _RefusedError(f"NumPy's data type {code!r}, which is not loaded", remedy)
     return _Unfilled(lambda state: dtype.newbyteorder(state[1]))
 
 
@@ -206,19 +216,14 @@ class _Unpickler(BoundedUnpickler):
     Args:
         file: the pickle.
         storage: gives a storage by its name and size in bytes.
-        refuse: makes the error for a name that is not allowed.
     """
 
     def __init__(
-        self,
-        file: io.BytesIO,
-        storage: Callable[[str, int], torch.UntypedStorage],
-        refuse: Callable[[str], Exception],
+        self, file: io.BytesIO, storage: Callable[[str, int], torch.UntypedStorage]
     ) -> None:
         super().__init__(file)
         self.memo: dict[int, Any] = _Memo()
         self._storage = storage
-        self._refuse = refuse
         self._storages: dict[str, Any] = {}
         self._allowed: dict[str, Any] = {}
         for entry in torch.serialization.get_safe_globals():
@@ -240,7 +245,8 @@ class _Unpickler(BoundedUnpickler):
             return cast(Any, torch.serialization).StorageType(name).dtype
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise self._refuse(full)
+        remedy = f"allow it before loading: torch.serialization.add_safe_globals([{full}])"
+        raise _RefusedError(f"class {full}, which was not allowed to be loaded", remedy)
 
     def persistent_load(self, pid: Any) -> Any:
         kind, dtype, name, _, count = pid
@@ -352,40 +358,18 @@ def load_bytes(
         DamagedCheckpointError: not a file of ``torch.save``, or one that no program writes.
     """
     about = f" (object {key!r})" if key is not None else ""
-
-    def refuse(name: str) -> UnsafeObjectError:
-        return UnsafeObjectError(
-            f"{url}{about} needs class {name}, which was not allowed to be loaded. If you trust "
-            "this checkpoint, allow it before loading: "
-            f"torch.serialization.add_safe_globals([{name}])",
-            key=key,
-            url=url,
-        )
-
     try:
         if isinstance(data, bytes):
             if not checked:
                 verify_archive(data)
             data = io.BytesIO(data)
-        records = Records(data)
-        _require(records.read("byteorder", b"little") == b"little", "its byte order")
-
-        def storage(name: str, nbytes: int) -> torch.UntypedStorage:
-            if meta:
-                return torch.UntypedStorage(nbytes, device="meta")  # type: ignore[no-untyped-call]
-            found = records.read(f"data/{name}")
-            _require(len(found) == nbytes, "the size of a tensor")
-            return torch.frombuffer(found or bytearray(1), dtype=torch.uint8).untyped_storage()
-
-        return _Unpickler(io.BytesIO(records.read("data.pkl")), storage, refuse).load()
+        return _unpickled(data, meta=meta)
     except (CheckpointingException, FileNotFoundError):
         raise
-    except _NotLoadedError as error:
+    except _RefusedError as error:
+        what, remedy = error.args
         raise UnsafeObjectError(
-            f"{url}{about} needs {error}, which is not loaded. If you trust this checkpoint, read "
-            "the file by torch.load(..., weights_only=False)",
-            key=key,
-            url=url,
+            f"{url}{about} needs {what}. If you trust this checkpoint, {remedy}", key=key, url=url
         ) from None
     except Exception as error:  # a damaged pickle can raise anything
         raise DamagedCheckpointError(
@@ -394,3 +378,94 @@ def load_bytes(
             key=key,
             url=url,
         ) from error
+
+
+def _unpickled(data: Stream, *, meta: bool = False) -> Any:
+    records = Records(data)
+    _require(records.read("byteorder", b"little") == b"little", "its byte order")
+
+    def storage(name: str, nbytes: int) -> torch.UntypedStorage:
+        if meta:
+            return torch.UntypedStorage(nbytes, device="meta")  # type: ignore[no-untyped-call]
+        found = records.read(f"data/{name}")
+        _require(len(found) == nbytes, "the size of a tensor")
+        return torch.frombuffer(found or bytearray(1), dtype=torch.uint8).untyped_storage()
+
+    return _Unpickler(io.BytesIO(records.read("data.pkl")), storage).load()
+
+
+# -- the proof that a save can be loaded -----------------------------------------------------------
+
+
+def require_loadable(value: object, what: str) -> None:
+    """Refuse a value that :func:`load_bytes` would not give back.
+
+    Values of other types than the plainest are written and read again, in memory.
+
+    Args:
+        value: nested dicts, lists and tuples.
+        what: names it in the error text.
+
+    Raises:
+        CheckpointingException: names the path and the type of the first such value.
+    """
+    doubtful = list(_doubtful(value, ()))
+    if _problem([found for _, found in doubtful]) is None:
+        return
+    for path, found in doubtful:
+        if (error := _problem([found])) is not None:
+            kind, place = type(found), ".".join(map(str, path))
+            why = f"it needs {error.args[0]}" if isinstance(error, _RefusedError) else str(error)
+            raise CheckpointingException(
+                f"{what}{place and f' at {place!r}'} is a {kind.__module__}.{kind.__qualname__} "
+                f"that could not be loaded again: {why}. Store plain values in its place, keep it "
+                "out with LocalNonpersistentObject, or allow its class in the programs that save "
+                "and load (torch.serialization.add_safe_globals)",
+                key=place,
+            ) from error
+
+
+def _doubtful(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield the values whose types do not say that they can be loaded, with their paths."""
+    if type(value) in (dict, collections.OrderedDict):
+        for key in value:
+            if type(key) not in _SURE:
+                yield (*path, key), key
+    elif type(value) not in (list, tuple, set, frozenset):
+        if type(value) not in _SURE and not _is_plain_array(value):
+            yield path, value
+        return
+    for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+        if type(item) not in _SURE:
+            yield from _doubtful(item, (*path, name))
+
+
+def _is_plain_array(value: Any) -> bool:
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        is_dense = value.layout is torch.strided and not value.is_meta and not value.is_quantized
+        return is_dense and not vars(value) and _freed(value) is None
+    is_numpy = type(value) is np.ndarray or isinstance(value, np.generic)
+    return is_numpy and type(value).__module__ == "numpy" and value.dtype.char in _NUMPY_CODES
+
+
+def _freed(tensor: torch.Tensor) -> Exception | None:
+    try:
+        require_memory(tensor)
+    except ArgumentError as error:
+        return error
+    return None
+
+
+def _problem(values: Sequence[Any]) -> Exception | None:
+    """Why values cannot be written and read again, if so."""
+    for value in values:
+        if type(value) is torch.Tensor and value.layout is torch.strided and _freed(value):
+            return _freed(value)
+    try:
+        found = _unpickled(io.BytesIO(dump_bytes(values))) if values else ()
+    except Exception as error:  # as a class's own functions raise
+        return error
+    for one, other in zip(values, found, strict=True):
+        if type(one) is not type(other):
+            return TypeError(f"it would be loaded as a {type(other).__name__}")
+    return None

@@ -176,6 +176,52 @@ def test_its_chunks_go_by_another_client(tmp_path: Path, s3_server: S3Server) ->
         assert torch.equal(loaded["w"], torch.arange(1000.0))
 
 
+LOADS = """
+import os, signal, sys
+import numpy as np, torch, zarr, shardstore
+from shardstore import ShardedTensor
+
+place = os.path.join(sys.argv[1], "c")
+values = torch.arange(64.0)
+if sys.argv[2] == "zarr":  # in shards, which TensorStore decodes
+    group = zarr.open_group(place)
+    array = group.create_array("w", shape=(64,), chunks=(8,), shards=(32,), dtype="f4")
+    array[:] = values.numpy()
+else:
+    tensor = ShardedTensor.from_rank_offsets("w", values)
+    shardstore.save({"w": tensor}, place, compression=sys.argv[2])
+
+def load():
+    return torch.from_numpy(np.asarray(shardstore.open(place)["w"][:]))
+
+def load_strictly():
+    tensor = ShardedTensor.from_rank_offsets("w", torch.zeros(64))
+    return shardstore.load({"w": tensor}, place)["w"]
+
+loads = [load] if sys.argv[2] == "zarr" else [load, load_strictly]
+for one in loads:
+    assert torch.equal(one(), values)
+sys.stdout.flush()
+pid = os.fork()
+if pid == 0:
+    signal.alarm(60)
+    try:
+        for one in loads:
+            assert torch.equal(one(), values)
+        print("loaded", flush=True)
+    except shardstore.CheckpointingException as error:
+        print(error, flush=True)
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+"""
+
+
+@pytest.mark.parametrize("written", ["zstd", "blosc", "zarr"])
+def test_it_loads_or_says_why_not(tmp_path: Path, written: str) -> None:
+    said = run(LOADS, tmp_path, written)
+    assert "spawn" in said if written == "zarr" else said == "loaded\n"
+
+
 COLLECTS = """
 import gc, os, sys, threading
 from shardstore.storage.movers.collector import collector_paused

@@ -31,6 +31,9 @@ from shardstore.errors import (
     UnsafeObjectError,
 )
 from shardstore.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from shardstore.saving.session import session_of
+from shardstore.strategies.common import TorchCommonSaveStrategy
+from shardstore.values.torch_values import dump_bytes
 from tests.helpers.ranks_helper import run_ranks
 from tests.helpers.scenarios import Scenario, raised, remains, run_scenarios
 
@@ -423,6 +426,15 @@ class Trap:
         return os.mkdir, (self.path,)
 
 
+class Unproved(TorchCommonSaveStrategy):
+    """Writes what the proof of a save would refuse, as another program may."""
+
+    def save_common(self, common_state_dict: Any, checkpoint_dir: str | Path) -> None:
+        session = session_of(checkpoint_dir)
+        assert session is not None
+        session.files.put("common.pt", dump_bytes(common_state_dict))
+
+
 class Items(list[int]):
     """A class that has to be filled, which ``weights_only`` can not do."""
 
@@ -434,7 +446,7 @@ class Harmless:
 
 def test_a_class_that_was_not_allowed_is_not_loaded(tmp_path: Path) -> None:
     place, sprung = tmp_path / "c", tmp_path / "sprung"
-    shardstore.save({**_one(), "trap": Trap(str(sprung))}, place)
+    shardstore.save({**_one(), "trap": Trap(str(sprung))}, place, common_strategy=Unproved())
     error = raised(lambda: shardstore.load(_one(), place))
     assert isinstance(error, UnsafeObjectError)
     assert "mkdir" in str(error)
@@ -443,7 +455,8 @@ def test_a_class_that_was_not_allowed_is_not_loaded(tmp_path: Path) -> None:
     assert not sprung.exists()
 
     place = tmp_path / "d"
-    shardstore.save({**_one(), "items": (Items([1]),)}, place)
+    with torch.serialization.safe_globals([Items]):
+        shardstore.save({**_one(), "items": (Items([1]),)}, place)
     error = raised(lambda: shardstore.load(_one(), place))
     assert isinstance(error, UnsafeObjectError)
     assert "test_wrong_input.Items" in str(error)
@@ -453,7 +466,8 @@ def test_a_class_that_was_not_allowed_is_not_loaded(tmp_path: Path) -> None:
 
     place = tmp_path / "o"
     state = {"o": ShardedObject("my.o", Harmless(), (1,), (0,))}
-    shardstore.save(state, place)
+    with torch.serialization.safe_globals([Harmless]):
+        shardstore.save(state, place)
     wanted = {"o": ShardedObject("my.o", None, (1,), (0,))}
     error = raised(lambda: shardstore.load(wanted, place))
     assert isinstance(error, UnsafeObjectError)

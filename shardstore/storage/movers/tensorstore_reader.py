@@ -21,6 +21,7 @@ from shardstore.storage.movers.chunks import ReadDone, RegionRead
 from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.verify import MISSING, Problem, chunk_error
 from shardstore.storage.stores.location import Location
+from shardstore.storage.stores.s3 import has_forked
 from shardstore.storage.stores.tensorstore import kvstore_spec, plain_words, shared_context, wait
 
 __all__ = ["TensorStoreReader", "open_array"]
@@ -45,8 +46,17 @@ def open_array(
 
     Raises:
         FormatVersionError: TensorStore does not understand the metadata.
-        StorageError: TensorStore has no driver for the store.
+        StorageError: TensorStore has no driver for the store, or this is a forked process.
     """
+    url = f"{location.url}/{array.node}"
+    if has_forked():
+        raise StorageError(
+            f"key {array.key!r} ({url}) has codecs that TensorStore decodes, and this process was "
+            "forked from one that had imported it, where using it would abort; start the process "
+            "by spawn or forkserver (multiprocessing_context='spawn' of a DataLoader)",
+            key=array.key,
+            url=url,
+        )
     dtypes.numpy_dtype(array.dtype)  # TensorStore aborts the process on some unknown names
     metadata = json.loads(array.document or documents.array_document(array))
     metadata.pop("attributes", None)
@@ -66,7 +76,6 @@ def open_array(
         how: dict[str, Any] = {"open": True, "assume_metadata": True, "read": True, "write": write}
         return ts.open(spec, context=shared_context(), **how).result()
     except ValueError as error:
-        url = f"{location.url}/{array.node}"
         raise FormatVersionError(
             f"key {array.key!r} ({url}) is described in a way that TensorStore cannot open "
             f"({str(error).splitlines()[0]}): the document is damaged, or was written by a newer "

@@ -77,6 +77,11 @@ def surroundings() -> object:
     return variables, stamps
 
 
+def has_forked() -> bool:
+    """Whether this process was forked after TensorStore's import: using it would abort."""
+    return _forked
+
+
 def problem_of(options: Mapping[str, Any], variables: Mapping[str, str]) -> str | None:
     """Say what does not fit in storage options, and what to give instead, before the client
     libraries fail in words about their own insides; ``None``: nothing that can be told.

@@ -1,0 +1,96 @@
+"""What a save could not give back is refused on every rank, and nothing is committed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shardstore
+from shardstore import CheckpointingException, ShardedObject, ShardedTensor
+from tests.helpers.ranks_helper import run_ranks
+
+
+def _weight(rank: int, world_size: int) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, rank, world_size))
+
+
+def _bad(kind: str, rank: int) -> dict[str, Any]:
+    text = np.array(["a"])
+    empty = ShardedTensor.from_rank_offsets_flat(
+        "e", torch.ones(0), (4,), replica_id=rank, flattened_range=slice(0, 0)
+    )
+    part = ShardedObject("part", text if rank else 1, (2,), (rank,))
+    return {
+        "common": {"at": [{"bad": text if rank == 0 else 1}]},
+        "object of rank 1": {"at": part},
+        "tuple of rank 1": {"at": (_weight(rank, 2),) if rank else 1},
+        "empty range": {"at": empty},
+    }[kind]
+
+
+NAMED = {
+    "common": ("at.0.bad", "numpy.ndarray"),
+    "object of rank 1": ("part/shard_1_2", "numpy.ndarray"),
+    "tuple of rank 1": ("'at'", "tuple"),
+    "empty range": ("'e'", "empty range"),
+}
+
+
+def _save(rank: int, world_size: int, place: str, later: bool) -> list[str]:
+    said = []
+    for kind in NAMED:
+        state = {"w": _weight(rank, world_size), **_bad(kind, rank)}
+        try:
+            if later:
+                shardstore.async_save(state, place).result()
+            else:
+                shardstore.save(state, place)
+            said.append("saved")
+        except CheckpointingException as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_every_rank_is_told(tmp_path: Path, later: bool) -> None:
+    for texts in run_ranks(_save, 2, str(tmp_path / "c"), later):
+        for text, words in zip(texts, NAMED.values(), strict=True):
+            for word in words:
+                assert word in text, text
+    assert not (tmp_path / "c").exists()
+
+
+def test_an_empty_range_of_a_tensor_without_elements_is_nothing(tmp_path: Path) -> None:
+    empty = ShardedTensor.from_rank_offsets_flat(
+        "e", torch.ones(0), (0, 3), flattened_range=slice(0, 0)
+    )
+    shardstore.save({"e": empty, "n": 1}, tmp_path / "c")
+    assert shardstore.load({"e": empty}, tmp_path / "c") == {"n": 1}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("backend", [("zarr", 2), ("torch_dist", 1)], ids=str)
+def test_content_metadata_is_that_of_the_call(
+    tmp_path: Path, backend: tuple[str, int], overlap: bool
+) -> None:
+    content: dict[str, Any] = {"nested": {"step": 1}, "array": np.ones(2)}
+    given = {"nested": {"step": 1}, "array": np.ones(2)}
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}
+    handle = shardstore.async_save(
+        state, tmp_path / "c", backend, content_metadata=content, overlap_staging=overlap
+    )
+    content["nested"]["step"] = 2
+    content["array"][:] = 2
+    content["later"] = 3
+    handle.result()
+    loaded = shardstore.load_content_metadata(tmp_path / "c")
+    assert loaded is not None
+    assert np.array_equal(loaded.pop("array"), given.pop("array"))
+    assert loaded == given
+    attributes = shardstore.open(tmp_path / "c").content_metadata if backend[0] == "zarr" else None
+    if attributes is not None:
+        assert attributes["nested"] == {"step": 1}
