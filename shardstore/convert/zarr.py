@@ -14,9 +14,8 @@ from shardstore.core import CONFIG_FNAME
 from shardstore.errors import StorageError
 from shardstore.inspection import opened
 from shardstore.storage import arrays as stored_arrays
-from shardstore.storage.commit import checkpoints
+from shardstore.storage.commit import checkpoints, folder
 from shardstore.storage.commit.attempt import Attempt
-from shardstore.storage.commit.folder import OWNER_NAME, owner_note
 from shardstore.storage.commit.publish import About, Files, note_arrays, publish
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import SEPARATOR, ArrayMeta
@@ -90,22 +89,23 @@ class ShardstoreTarget(Target):
 
     def start(self, left: Any) -> Any:
         """Return a new attempt."""
-        if left is not None and self._goal.is_local:
-            checkpoints.join(self._goal, left, self._options).abandon()
+        if left is not None and self._goal.is_local and (old := folder.resumed(self._goal, left)):
+            old.abandon()
         self._attempt = checkpoints.begin(self._goal, self._options)
         return self._attempt.id
 
     def resume(self, state: Any) -> bool:
         """Go on with the attempt if it is still there and owns the target."""
+        if self._goal.is_local:
+            found = folder.resumed(self._goal, state, overwrite=self._options.overwrite)
+            self._attempt = found or self._attempt
+            return found is not None
         self._attempt = checkpoints.join(self._goal, state, self._options)
         try:
             self._attempt.check()
         except StorageError:
             return False
-        found = self._attempt.location.is_dir()
-        if found and self._goal.is_local:  # it is no dead process's any more
-            self._attempt.put(OWNER_NAME, owner_note())
-        return found
+        return True
 
     def array(self, meta: ArrayMeta, boxes: Sequence[Box], most_bytes: int) -> ArrayMeta:
         """Return the chunks that straddle no shard of the source."""

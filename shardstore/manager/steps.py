@@ -295,7 +295,8 @@ class Steps:
                 continue
             with self._unused(step) as free:
                 if free and is_local:
-                    swept += folder.sweep(place)
+                    left = list(folder.leftovers(self.root.url, place.name, older_than))
+                    swept += [one.location.url for one in left if folder.sweep(one)]
                 elif free and not is_checkpoint(place):
                     swept += [
                         left.url

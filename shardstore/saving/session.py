@@ -227,20 +227,22 @@ class SaveSession:
             offer,
         )
 
+        begun: list[Attempt] = []  # on the coordinator
+
         def decide(reports: list[bytes]) -> bytes:
-            return pickle.dumps(_agreed([pickle.loads(report) for report in reports], part))
+            return pickle.dumps(_agreed([pickle.loads(report) for report in reports], part, begun))
 
         what = f"saving to {target.url}"
-        answer = ranks.together(pickle.dumps(opening), what=what, error=error, decide=decide)
-        agreed: Agreement = pickle.loads(answer)
-        attempt = checkpoints.join(target, agreed.attempt_id, part.options)
         try:
+            answer = ranks.together(pickle.dumps(opening), what=what, error=error, decide=decide)
+            agreed: Agreement = pickle.loads(answer)
+            attempt = checkpoints.join(target, agreed.attempt_id, part.options)
             then = ranks if later is None else ranks.over(later, anew=agreed.new_group)
+            session = cls(ranks, then, part, agreed, attempt)
         except BaseException:
-            if ranks.is_coordinator:
+            for attempt in begun:
                 attempt.abandon()
             raise
-        session = cls(ranks, then, part, agreed, attempt)
         if not ranks.is_coordinator:
             try:
                 attempt.require_seen()
@@ -272,6 +274,9 @@ class SaveSession:
                 request = work(self)
         except Exception as problem:
             error = problem
+        except BaseException:  # an interrupt; the other ranks find this one gone
+            self._give_up()
+            raise
         if not in_background:
             self.finish(error, about)
             return None
@@ -435,13 +440,16 @@ class SaveSession:
             what = f"committing {self.target.url}"
             self.record = json.loads(self.meet(report, what=what, error=error, decide=decide))
         except BaseException:
-            self.meter.enter("failed")
-            if self.ranks.is_coordinator:
-                self.attempt.abandon()
+            self._give_up()
             raise
         self.meter.enter("done")
         if self.ranks.is_coordinator:
             self._log_commit()
+
+    def _give_up(self) -> None:
+        self.meter.enter("failed")
+        if self.ranks.is_coordinator:
+            self.attempt.abandon()
 
     def _report(self, error: BaseException | None) -> tuple[bytes, BaseException | None]:
         """This rank's manifest, for the coordinator, or its error."""
@@ -490,11 +498,12 @@ class SaveSession:
             logger.info("%s: %d of %d bytes were taken over from %s", url, reused, size, before)
 
 
-def _agreed(openings: Sequence[_Opening], part: Part) -> Agreement:
-    """Check the ranks' openings and begin an attempt. Called by the coordinator."""
+def _agreed(openings: Sequence[_Opening], part: Part, begun: list[Attempt]) -> Agreement:
+    """Check the ranks' openings and begin an attempt, which ``begun`` gets. Called by the
+    coordinator."""
     _check_same_target(openings)
     base = None if part.base is None else read_base(part.base)
-    attempt = checkpoints.begin(part.target, part.options)
+    begun.append(attempt := checkpoints.begin(part.target, part.options))
     adopting = (rank for rank, opening in enumerate(openings) if opening.adopts)
     tellers: dict[bytes, int] = {}
     for rank, opening in enumerate(openings):

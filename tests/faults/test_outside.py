@@ -23,7 +23,7 @@ from shardstore.errors import (
     StorageError,
 )
 from shardstore.storage.commit.checkpoints import delete_checkpoint, sweep
-from shardstore.storage.commit.folder import delete, owner_note
+from shardstore.storage.commit.folder import _machine, delete
 from shardstore.storage.stores.location import Location
 
 OUTSIDE = ["../precious", "optimizer/../../precious", "a//b", "/etc", "", ".", "..", "./a", "a/"]
@@ -234,12 +234,11 @@ def test_retention_and_a_step_that_is_a_link(tmp_path: Path) -> None:
 
 
 def test_sweeps_and_an_attempt_that_is_a_link(tmp_path: Path, precious: Path) -> None:
-    (precious / ".owner.json").write_text(json.dumps({**json.loads(owner_note()), "started": "-"}))
     root = tmp_path / "run"
     root.mkdir()
-    for folder in (precious, tmp_path / "empty"):
+    for number, folder in enumerate((precious, tmp_path / "empty")):
         folder.mkdir(exist_ok=True)
-        (root / f".step-4.attempt-{folder.name}").symlink_to(folder)
+        (root / f".step-4.attempt-{_machine()}-1-1-{number:016x}").symlink_to(folder)
     before = content(precious)
     sweep(root, dry_run=False)
     shardstore.save(tensors("w"), root / "step-4")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import errno
 import os
 import resource
 import shutil
@@ -12,16 +12,18 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from shardstore.errors import CheckpointExistsError, StorageError
 from shardstore.storage.commit import folder as commit
 from shardstore.storage.commit.attempt import Attempt
-from shardstore.storage.commit.folder import begin, join, sweep
+from shardstore.storage.commit.folder import begin, join, leftovers
 from shardstore.storage.commit.inventory import is_checkpoint
 from shardstore.storage.movers.files import sync_file_system
 from shardstore.storage.stores.location import Location
@@ -31,6 +33,12 @@ def save(target: Path, text: str, *, overwrite: bool = False, durable: bool = Fa
     attempt = begin(Location.of(target), overwrite=overwrite)
     fill(attempt, text)
     attempt.commit([], durable=durable)
+
+
+def sweep(target: Path, **options: Any) -> list[str]:
+    """What was left beside a target, removed."""
+    found = list(leftovers(str(target.parent), target.name, **options))
+    return [left.location.url for left in found if commit.sweep(left)]
 
 
 def fill(attempt: Attempt, text: str) -> None:
@@ -286,40 +294,32 @@ def test_attempts_of_dead_processes_are_swept_those_of_living_ones_not(tmp_path:
         live.communicate()
     dead.communicate()
     elsewhere.communicate()
-    assert sweep(Location.of(target)) == [live_attempt]
+    assert sweep(target) == [live_attempt]
     assert not os.path.exists(live_attempt)
     assert mine.location.path.exists()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"host": "other"}, {"boot": "other"}, {"pids": "other"}, {"pid": "x"}, {"started": None}],
-)
-def test_attempts_that_may_live_elsewhere_are_left_alone(
-    tmp_path: Path, change: dict[str, object]
-) -> None:
-    target = Location.of(tmp_path / "ckpt")
-    process, url = other_process(tmp_path / "ckpt", "die")
-    process.wait()
-    process.communicate()
-    note = Path(url) / commit.OWNER_NAME
-    owner = json.loads(note.read_text())
-    if change == {"started": None}:
-        note.unlink()
-    else:
-        note.write_text(json.dumps(owner | change))
+@pytest.mark.parametrize("field", ["machine", "pid", "started"])
+def test_whose_an_attempt_is(tmp_path: Path, field: str) -> None:
+    """Of a process of another host, boot or pid namespace nobody here knows whether it lives: that
+    counts as dead once nothing was written for a day."""
+    target = tmp_path / "ckpt"
+    here = begin(Location.of(target)).location.path
     assert sweep(target) == []
-    note.write_text(json.dumps(owner))
-    assert sweep(target) == [url]
-
-
-def test_a_process_of_the_same_number_is_not_the_same(tmp_path: Path) -> None:
-    target = Location.of(tmp_path / "ckpt")
-    attempt = begin(target)
-    assert sweep(target) == []
-    note = attempt.location.path / commit.OWNER_NAME
-    note.write_text(json.dumps(json.loads(note.read_text()) | {"started": "1"}))
-    assert sweep(target) == [attempt.location.url]
+    found = commit._ATTEMPT.fullmatch(here.name)
+    assert found is not None
+    other = {"machine": "0" * 12, "pid": "4194305", "started": "1"}[field]
+    start, stop = found.span(field)
+    there = here.rename(here.parent / f"{here.name[:start]}{other}{here.name[stop:]}")
+    if field != "machine":
+        assert sweep(target) == [str(there)]
+        return
+    (there / "w").mkdir()
+    for days, old in ((0.9, False), (1.1, True)):
+        when = time.time() - days * 86400
+        for path in (there / ".owner.json", there / "w", there):
+            os.utime(path, (when, when))
+        assert sweep(target) == ([str(there)] if old else [])
 
 
 def test_what_a_commit_replaced_is_swept_if_it_dies_before_removing_it(
@@ -345,7 +345,7 @@ def test_what_a_commit_replaced_is_swept_if_it_dies_before_removing_it(
     assert process.returncode == -signal.SIGKILL
     assert content(target) == checkpoint("two")
     assert len(os.listdir(tmp_path)) == 2
-    assert len(sweep(Location.of(target))) == 1
+    assert len(sweep(target)) == 1
     assert content(target) == checkpoint("two")
     assert os.listdir(tmp_path) == ["ckpt"]
 
@@ -359,8 +359,40 @@ def test_foreign_files_survive_an_abandoned_commit_that_had_exchanged(tmp_path: 
     fill(attempt, "one")
     attempt._replace()
     attempt.abandon()
-    assert (attempt.location.path / "log").read_text() == "log"
-    assert sweep(Location.of(target)) == []
+    assert content(target) == checkpoint("one") | {"log": "log"}
+    assert os.listdir(tmp_path) == ["ckpt"]
+
+
+@pytest.mark.parametrize("order", ["ABab", "ABba", "AaBb"])
+def test_two_savers_leave_each_other_alone(tmp_path: Path, order: str) -> None:
+    """Each exchanges (capital) and removes what it replaced (small), and nothing else."""
+    target = tmp_path / "ckpt"
+    save(target, "one")
+    (target / "log").write_text("log")
+    attempts = {name: begin(Location.of(target), overwrite=True) for name in "AB"}
+    for name, attempt in attempts.items():
+        fill(attempt, name)
+    for step in order:
+        attempt = attempts[step.upper()]
+        attempt._replace() if step.isupper() else attempt.remove()
+    assert content(target) == checkpoint("B") | {"log": "log"}
+    assert os.listdir(tmp_path) == ["ckpt"]
+
+
+def test_a_last_sync_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rename is done by then: the error says that the checkpoint is there."""
+
+    def fails(_: str) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    target = tmp_path / "ckpt"
+    save(target, "one")
+    (target / "log").write_text("log")
+    monkeypatch.setattr(commit, "_fsync", fails)
+    with pytest.raises(StorageError, match=r"ckpt is committed and can be loaded, but .*power cut"):
+        save(target, "two", overwrite=True, durable=True)
+    assert content(target) == checkpoint("two") | {"log": "log"}
+    assert os.listdir(tmp_path) == ["ckpt"]
 
 
 # Stores that refuse.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -34,8 +34,6 @@ from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.remote import DEADLINE_S
 
 __all__ = ["Leftover", "begin", "delete_checkpoint", "join", "latest", "sweep"]
-
-DEFAULT_AGE = timedelta(days=1)
 
 
 def begin(place: Location, options: SaveOptions) -> Attempt:
@@ -86,7 +84,7 @@ def sweep(
     root: str | os.PathLike[str] | Location,
     *,
     dry_run: bool = True,
-    older_than: timedelta = DEFAULT_AGE,
+    older_than: timedelta = folder.DEFAULT_AGE,
     storage_options: Mapping[str, Any] | None = None,
 ) -> list[Leftover]:
     """List, and remove if asked to, what saves that did not finish left below a root. Called by one
@@ -94,8 +92,8 @@ def sweep(
 
     Checkpoints that are committed, and everything that is not ours, stay. In an object store a
     target is claimed before it is cleared, so that a save which is still going on there fails
-    instead of committing what is gone. On local disks only attempts whose process ran on this host
-    and is gone count, whatever their age.
+    instead of committing what is gone. On local disks what processes of this host left that are
+    gone counts whatever its age; what lies beside it and is no checkpoint's goes back.
 
     Args:
         root: folder or URL.
@@ -112,7 +110,7 @@ def sweep(
     place = Location.given(root, storage_options)
     place.require_no_file()
     if place.is_local:
-        return _sweep_folders(place, dry_run)
+        return _sweep_folders(place, older_than, dry_run)
     before = datetime.now(UTC) - older_than
     return _sweep_targets(place, before, dry_run) + _sweep_uploads(place, before, dry_run)
 
@@ -220,23 +218,17 @@ def _s3(fs: Any, method: str, **kwargs: Any) -> Any:
     return sync(fs.loop, fs._call_s3, method, timeout=DEADLINE_S, **kwargs)
 
 
-def _sweep_folders(place: Location, dry_run: bool) -> list[Leftover]:
+def _sweep_folders(place: Location, older_than: timedelta, dry_run: bool) -> list[Leftover]:
     found = []
     for top, names, _ in os.walk(place.url):
-        attempts = [name for name in names if re.fullmatch(r"\..+\.attempt-.+", name)]
-        names[:] = [name for name in names if name not in attempts]
-        for name in attempts:
-            attempt = Location.of(os.path.join(top, name))
-            if not folder.is_dead(attempt):
-                continue
-            files = _files(attempt.url)
-            sizes = [os.path.getsize(path) for path in files if os.path.isfile(path)]
-            found.append(Leftover(attempt.url, len(files), sum(sizes), "attempt"))
+        if not any(".attempt-" in name for name in names):
+            continue
+        lefts = list(folder.leftovers(top, older_than=older_than))
+        names[:] = {*names} - {left.location.name for left in lefts}
+        for left in lefts:
+            files = [p for p in folder.paths(left.location.url) if not os.path.isdir(p)]
+            size = sum(os.lstat(path).st_size for path in files)
+            found.append(Leftover(left.location.url, len(files), size, "attempt"))
             if not dry_run:
-                with contextlib.suppress(FileNotFoundError):
-                    folder.remove_attempt(attempt)
+                folder.sweep(left)
     return found
-
-
-def _files(top: str) -> Sequence[str]:
-    return [os.path.join(above, name) for above, _, names in os.walk(top) for name in names]

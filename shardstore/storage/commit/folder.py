@@ -3,8 +3,12 @@
 An attempt is a hidden folder beside its target, ``.NAME.attempt-ID``; publishing is one rename,
 onto nothing or onto an empty folder, or one atomic exchange with the checkpoint that is replaced
 (``renameat2(RENAME_EXCHANGE)``, Linux man-pages rename(2)), which stays readable until then. A
-reader never sees a folder that is being written. A note says whose an attempt is: those whose
-process is gone are swept by the next attempt at the same target.
+reader never sees a folder that is being written.
+
+The ID names the process that the folder belongs to, so that the next save and the sweeper find what
+a dead one left. A mark in the folder says what it is: with the mark of its own ID it is an attempt,
+and all of it can go. Without, it is what a commit replaced or a deletion took away, and what is no
+part of a checkpoint in it (a log, a config) goes back to the target first.
 """
 
 from __future__ import annotations
@@ -12,14 +16,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import json
+import hashlib
 import logging
 import os
+import re
 import secrets
 import socket
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import cache
 from pathlib import Path
 
 from shardstore.errors import CheckpointExistsError, StorageError
@@ -34,13 +41,34 @@ from shardstore.storage.commit.inventory import (
 from shardstore.storage.movers.files import sync_file_system
 from shardstore.storage.stores.location import Location, store_errors
 
-__all__ = ["FolderAttempt", "begin", "delete", "is_dead", "join", "remove_attempt", "sweep"]
+__all__ = [
+    "DEFAULT_AGE",
+    "FolderAttempt",
+    "begin",
+    "delete",
+    "join",
+    "leftovers",
+    "paths",
+    "resumed",
+    "sweep",
+]
 
 OWNER_NAME = ".owner.json"
+"""The mark in a folder; it holds the last part of an ID."""
+DEFAULT_AGE = timedelta(days=1)
+"""What another host left counts as dead once nothing was written to it for so long."""
+"""The mark in a folder; it holds the last part of an ID."""
+DEFAULT_AGE = timedelta(days=1)
+"""What another host left counts as dead once nothing was written to it for so long."""
 SEEN_S, POLL_S = 90.0, 0.2
 """For how long a folder is waited for that another machine has just made."""
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
+_ASIDE = ".replaced"
+_ATTEMPT = re.compile(
+    r"\.(?P<name>.+)\.attempt-(?P<id>(?P<machine>[0-9a-f]{12})-(?P<pid>\d+)-(?P<started>\w+)-"
+    r"(?P<last>[0-9a-f]{16}(?P<aside>\.replaced)?))"
+)
 
 logger = logging.getLogger(__name__)
 
@@ -98,31 +126,34 @@ class FolderAttempt(Attempt):
             StorageError: the store refused; the target is as it was.
         """
         self.put_all(documents)
-        if durable:
-            self.flush()
         source, target = self.location.url, self.target.url
         with store_errors("committing", target):
             replaced = os.path.isdir(target) and bool(os.listdir(target))
-            if replaced:
-                self._replace()
-            else:
-                try:
-                    os.rename(source, target)
-                except OSError as error:
-                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                        raise
-                    raise exists_error(self.target, meanwhile=True) from None
+            if not replaced:  # of what is renamed nothing has to be told from anything later
+                os.unlink(f"{source}/{OWNER_NAME}")
+        try:
+            if durable:
+                self.flush()
+            with store_errors("committing", target):
+                self._replace() if replaced else os.rename(source, target)
+        except BaseException as error:
+            if not replaced:
+                self._mark()
+            if getattr(error, "errno", None) in (errno.ENOTEMPTY, errno.EEXIST):
+                raise exists_error(self.target, meanwhile=True) from None
+            raise
+        try:
             if durable:
                 _fsync(os.path.dirname(target))
-        try:
-            if replaced:
-                self._remove_replaced()
-            else:
-                os.unlink(f"{target}/{OWNER_NAME}")
         except OSError as error:
-            logger.warning(
-                "%s is committed, but what it replaced could not be removed: %s", target, error
-            )
+            raise StorageError(
+                f"{target} is committed and can be loaded, but syncing {os.path.dirname(target)} "
+                f"failed ({error.strerror}): after a power cut it may be gone. Check the disk, and "
+                "save again elsewhere",
+                url=target,
+            ) from error
+        finally:
+            self.abandon()
 
     def _replace(self) -> None:
         source, target = self.location.url, self.target.url
@@ -134,33 +165,62 @@ class FolderAttempt(Attempt):
             _exchange(source, target)
             raise exists_error(self.target, meanwhile=True)
 
-    def _remove_replaced(self) -> None:
-        """What is no checkpoint's (a log, a config) stays where its owner put it."""
-        source, target = self.location.url, self.target.url
-        ours = _own_entries(self.location)
-        for name in os.listdir(source):
-            if name not in ours and not os.path.lexists(f"{target}/{name}"):
-                os.rename(f"{source}/{name}", f"{target}/{name}")
-        # From here on the next attempt may sweep it, should this process die on the way.
-        os.rename(f"{target}/{OWNER_NAME}", f"{source}/{OWNER_NAME}")
-        remove_attempt(self.location)
-
     def abandon(self) -> None:
-        """Remove what was written; the target is as it was. Called by one process, once all have
-        stopped writing."""
-        # Without its owner's note it is what a commit replaced, perhaps with files of others.
-        if self.location.exists(OWNER_NAME):
-            with contextlib.suppress(StorageError):
-                remove_attempt(self.location)
+        """Remove what was written, or what the commit replaced. Called by one process, once all
+        have stopped writing. What cannot be removed is left to the next save."""
+        try:
+            self.remove()
+        except OSError as error:
+            logger.warning(
+                "%s, which is no longer needed, could not be removed: %s", self.location.url, error
+            )
+
+    def remove(self) -> None:
+        """Remove the folder: the commit first, so that no reader opens what is half gone, and the
+        mark last. Of what was replaced, what is no checkpoint's goes back to the target before.
+
+        Raises:
+            OSError, StorageError: the store refused.
+        """
+        folder, target = self.location, self.target
+        if not folder.exists():
+            return
+        if not _is_marked(folder, self.id):
+            ours = _own_entries(folder)
+            for name in folder.listing():
+                if name not in ours and not target.exists(name):
+                    os.makedirs(target.url, exist_ok=True)
+                    os.rename(f"{folder.url}/{name}", f"{target.url}/{name}")
+            # From here on all of it can go, should this process die on the way.
+            if _is_marked(target, self.id):
+                os.rename(f"{target.url}/{OWNER_NAME}", f"{folder.url}/{OWNER_NAME}")
+            else:
+                self._mark()
+        for name in (*COMMITS, *folder.listing()):
+            if name != OWNER_NAME:
+                folder.delete(name)
+        folder.delete()
+
+    def taken_over(self) -> FolderAttempt:
+        """Make it this process's, in one step; raises :class:`OSError` if another did."""
+        mine = replace(self, id=f"{_owner()}-{self.id.rpartition('-')[2]}")
+        os.rename(self.location.url, mine.location.url)
+        return mine
+
+    def _mark(self) -> None:
+        with contextlib.suppress(StorageError):  # a full disk
+            self.location.write(OWNER_NAME, _mark_of(self.id))
 
 
-def remove_attempt(attempt: Location) -> None:
-    """Remove an attempt: the commit first, so that no reader opens what is half gone, the owner's
-    note last, so that the next attempt sweeps the rest if this process dies on the way."""
-    for name in (*COMMITS, *attempt.listing()):
-        if name != OWNER_NAME:
-            attempt.delete(name)
-    attempt.delete()
+def _mark_of(attempt_id: str) -> bytes:
+    return attempt_id.rpartition("-")[2].removesuffix(_ASIDE).encode()
+
+
+def _is_marked(folder: Location, attempt_id: str) -> bool:
+    try:
+        return folder.read(OWNER_NAME) == _mark_of(attempt_id)
+    except OSError:
+        return False
 
 
 def delete(place: Location) -> None:
@@ -174,14 +234,17 @@ def delete(place: Location) -> None:
         return
     ours = _own_entries(place)
     if ours.issuperset(place.listing()):
-        doomed = FolderAttempt(place, f"{_fresh_id()}.deleted").location
+        doomed = FolderAttempt(place, _fresh_id())
         try:
-            place.write(OWNER_NAME, owner_note())
-            os.rename(place.url, doomed.url)
-        except OSError:  # a full disk, a mount point
+            os.rename(place.url, doomed.location.url)
+        except OSError:  # a mount point, a folder that may not be written to
             pass
         else:
-            remove_attempt(doomed)
+            try:
+                doomed.remove()
+            except BaseException:  # an interrupt
+                doomed.abandon()
+                raise
             return
     for names in deletion_rounds({*ours, OWNER_NAME}, 1):
         place.delete(names[0])
@@ -225,16 +288,16 @@ def begin(place: Location, *, overwrite: bool = False) -> FolderAttempt:
         raise StorageError(f"{target.url} is {wrong}; save to a folder below it", url=target.url)
     if _is_taken(target) and not overwrite:
         raise exists_error(target)
-    sweep(target)
+    for left in leftovers(*os.path.split(target.url)):
+        sweep(left)
     attempt = FolderAttempt(target, _fresh_id(), overwrite)
-    location = attempt.location
-    # Under another name until its owner's note is there: an attempt without one is a dead one's
-    # last remains.
-    fresh = Location.of(f"{location.url}.begin")
-    with store_errors("creating", location.url):
-        os.makedirs(fresh.url)
-        fresh.write(OWNER_NAME, owner_note())
-        os.rename(fresh.url, location.url)
+    try:
+        with store_errors("creating", attempt.location.url):
+            os.makedirs(attempt.location.url)
+            attempt.location.write(OWNER_NAME, _mark_of(attempt.id))
+    except BaseException:
+        attempt.abandon()
+        raise
     return attempt
 
 
@@ -243,63 +306,98 @@ def join(place: Location, attempt_id: str, *, overwrite: bool = False) -> Folder
     return FolderAttempt(Location.of(os.path.realpath(place.url)), attempt_id, overwrite)
 
 
-def sweep(target: Location) -> list[str]:
-    """Remove attempts at a target whose process is gone; those of other hosts are left alone.
-    Returns their paths."""
-    parent, name = os.path.split(target.url)
-    swept = []
+def resumed(place: Location, attempt_id: str, *, overwrite: bool = False) -> FolderAttempt | None:
+    """An attempt of a process that is gone, to be gone on with by this one; ``None``: it has been
+    swept."""
+    target = Location.of(os.path.realpath(place.url))
+    last = attempt_id.rpartition("-")[2]
+    for name in Location.of(os.path.dirname(target.url)).listing():
+        if (found := _ATTEMPT.fullmatch(name)) and found["last"] == last:
+            return FolderAttempt(target, found["id"], overwrite).taken_over()
+    return None
+
+
+def leftovers(
+    parent: str, target: str | None = None, older_than: timedelta = DEFAULT_AGE
+) -> Iterator[FolderAttempt]:
+    """What dead processes left in a folder: attempts of theirs, what their commits replaced, and
+    what they were deleting. A symbolic link is none.
+
+    Args:
+        parent: the folder.
+        target: name of the target; default: of any.
+        older_than: what another host left counts once nothing was written to it for so long.
+    """
     for entry in Location.of(parent).listing():
-        attempt = Location.of(f"{parent}/{entry}")
-        if entry.startswith(f".{name}.attempt-") and is_dead(attempt):
-            with contextlib.suppress(StorageError):
-                remove_attempt(attempt)
-                swept.append(attempt.url)
-    return swept
+        found = _ATTEMPT.fullmatch(entry)
+        if found and target in (None, found["name"]):
+            attempt = FolderAttempt(Location.of(f"{parent}/{found['name']}"), found["id"])
+            if _is_dead(found, attempt.location.url, older_than):
+                yield attempt
+
+
+def sweep(left: FolderAttempt) -> bool:
+    """Remove what a dead process left; whether this process did."""
+    try:
+        if left.id.endswith(_ASIDE) and not left.target.exists():
+            # It died between the renames that make an exchange.
+            os.rename(left.location.url, left.target.url)
+        else:
+            left.taken_over().remove()
+    except OSError:  # another process was faster, or is needed for it
+        return False
+    return True
+
+
+def _is_dead(found: re.Match[str], url: str, older_than: timedelta) -> bool:
+    """Whether the process of a folder ran on this host and is gone, or ran elsewhere and has not
+    written to it for some time."""
+    if os.path.islink(url):
+        return False
+    if found["machine"] == _machine():
+        return _start_of(int(found["pid"])) != found["started"]
+    try:
+        written = max(os.lstat(path).st_mtime for path in (url, *paths(url)))
+    except OSError:  # somebody is at it
+        return False
+    return written < time.time() - older_than.total_seconds()
+
+
+def paths(top: str) -> Iterator[str]:
+    """Paths of all files and folders below one."""
+    for above, folders, files in os.walk(top):
+        yield from (os.path.join(above, name) for name in (*folders, *files))
 
 
 def _fresh_id() -> str:
-    return f"{time.time_ns():x}-{secrets.token_hex(4)}"
+    return f"{_owner()}-{secrets.token_hex(8)}"
 
 
-def owner_note() -> bytes:
-    """What tells whose an attempt is: this process's."""
+def _owner() -> str:
+    """What tells this process from any other one, on any machine, at any time."""
     pid = os.getpid()
-    return json.dumps({**_host(), "pid": pid, "started": _start_of(pid)}).encode()
+    return f"{_machine()}-{pid}-{_start_of(pid)}"
 
 
-def _host() -> dict[str, object]:
+@cache
+def _machine() -> str:
     """What tells this machine, boot and pid namespace from any other."""
-    boot = namespace = ""
+    about = [socket.gethostname()]
     with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = os.readlink("/proc/self/ns/pid")
-    return {"host": socket.gethostname(), "boot": boot, "pids": namespace}
+        about.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        about.append(os.readlink("/proc/self/ns/pid"))
+    return hashlib.sha256(" ".join(about).encode()).hexdigest()[:12]
 
 
-def _start_of(pid: int) -> str | None:
+def _start_of(pid: int) -> str:
     """Start time of a process in clock ticks since boot, which tells it from a later one of the
-    same number."""
+    same number; ``"x"``: there is none."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return None
+        return "x"
     fields = stat.rpartition(")")[2].split()
-    return fields[19] if fields[0] not in "ZX" else None
-
-
-def is_dead(attempt: Location) -> bool:
-    """Return whether the process of an attempt ran on this host and is gone. A symbolic link is no
-    attempt."""
-    if os.path.islink(attempt.url):
-        return False
-    if attempt.is_dir() and not attempt.listing():
-        return not attempt.name.endswith(".begin")
-    try:
-        owner = json.loads(attempt.read(OWNER_NAME))
-        here = {name: owner.get(name) for name in ("host", "boot", "pids")} == _host()
-        return here and _start_of(int(owner["pid"])) != owner["started"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
+    return fields[19] if fields[0] not in "ZX" else "x"
 
 
 def _exchange(source: str, target: str) -> None:
@@ -312,7 +410,7 @@ def _exchange(source: str, target: str) -> None:
         number = ctypes.get_errno()
         if number not in (errno.EINVAL, errno.ENOSYS):
             raise OSError(number, os.strerror(number), source)
-    aside = f"{source}.replaced"
+    aside = f"{source}{_ASIDE}"
     os.rename(target, aside)
     try:
         os.rename(source, target)
