@@ -29,8 +29,6 @@ from shardstore.storage.options import SaveKeywords, options_of
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import SaveCommonStrategy, SaveShardedStrategy
 
-__all__ = ["AsyncSave", "async_save"]
-
 logger = logging.getLogger(__name__)
 
 RANKS_PURPOSE = "background"

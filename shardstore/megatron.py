@@ -42,8 +42,6 @@ from shardstore.strategies.base import LoadShardedStrategy, SaveShardedStrategy
 from shardstore.strategies.zarr import BACKEND as ZARR_BACKEND
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 
-__all__ = ["install"]
-
 ROOT = "megatron.core.dist_checkpointing"
 FORMATS = (ZARR_BACKEND, DCP_BACKEND)
 

@@ -23,14 +23,6 @@ from shardstore.errors import (
 )
 from shardstore.mapping import ShardedObject, ShardedTensor, is_main_replica
 
-__all__ = [
-    "check_flat_ranges",
-    "check_object",
-    "check_reports",
-    "report_shards",
-    "shards_of_report",
-]
-
 _Tensors = list[tuple[int, ShardedTensor]]
 _Objects = list[tuple[int, ShardedObject]]
 """Shards of one key, each with the rank that holds it."""

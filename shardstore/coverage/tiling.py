@@ -14,8 +14,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["TilingFault", "find_range_fault", "find_tiling_fault"]
-
 # Cells of a compressed grid that are counted at once; above, the region is cut in two.
 _MAX_CELLS = 1 << 20
 

@@ -63,12 +63,6 @@ from shardstore.strategies.checkpointable import (
 )
 from shardstore.strategies.common import TorchCommonLoadStrategy
 
-__all__ = [
-    "TorchDistLoadShardedStrategy",
-    "TorchDistSaveShardedStrategy",
-    "register_default_torch_dist_strategies",
-]
-
 BACKEND, VERSION = DCP_BACKEND, 1
 WRITER_THREADS = 2
 

@@ -33,8 +33,6 @@ from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.parallel import run_batched
 from shardstore.storage.stores.location import Location
 
-__all__ = ["FilesSave"]
-
 _Copy: TypeAlias = torch.Tensor | io.BytesIO | ChunkWrite
 
 

@@ -43,8 +43,6 @@ from shardstore.errors import CheckpointingException, RanksError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["DEADLINE_VARIABLE", "GroupRanks", "Ranks"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

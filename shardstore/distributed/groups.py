@@ -14,21 +14,6 @@ import torch
 
 from shardstore.errors import ArgumentError, RanksError
 
-__all__ = [
-    "Group",
-    "any_rank",
-    "broadcast_bytes",
-    "exchange_device",
-    "gathered",
-    "global_rank",
-    "global_ranks",
-    "group_rank",
-    "group_size",
-    "has_ranks",
-    "raise_together",
-    "require_group",
-]
-
 T = TypeVar("T")
 
 Group = Any

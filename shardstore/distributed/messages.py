@@ -18,8 +18,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-__all__ = ["Message", "Messages", "attempt"]
-
 T = TypeVar("T")
 
 _HEAD = struct.Struct("<qq?7x")  # status, bytes of the body, whether these come down the tree

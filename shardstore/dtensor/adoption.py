@@ -34,15 +34,6 @@ from shardstore.mapping import ShardedBase, ShardedStateDict, ShardedTensor, Sta
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = [
-    "Adopted",
-    "adopt_for_load",
-    "adopt_for_save",
-    "keys_of_plain",
-    "needs_adoption",
-    "shard",
-]
-
 Path = tuple[str | int, ...]
 
 

@@ -39,17 +39,6 @@ from shardstore.mapping import (
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = [
-    "AxisCut",
-    "ClaimedTensor",
-    "apply_claims",
-    "claims",
-    "decide_claims",
-    "held",
-    "sharded_from_dtensor",
-    "summary",
-]
-
 SMALL_CELL_BYTES = 64 * 1024
 CELLS_PER_SHARD = 64
 

@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from shardstore.storage.format.manifest import Manifest
     from shardstore.storage.movers.chunks import RegionRead
 
-__all__ = ["OpenCheckpoint", "StoredArray", "clean", "counted", "human_bytes", "missing", "open"]
-
 READ_TOGETHER = 8
 """Number of pieces, each at most a chunk, that a selection with steps reads at a time."""
 SHOWN = 40

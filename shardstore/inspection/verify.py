@@ -33,8 +33,6 @@ from shardstore.storage.options import require_number
 from shardstore.values.record import StateRecord
 from shardstore.values.torch_archive import verify_archive
 
-__all__ = ["Finding", "Severity", "Verified", "verify"]
-
 logger = logging.getLogger(__name__)
 
 Severity = Literal["damage", "note"]

@@ -18,8 +18,6 @@ from shardstore.mapping import ShardedStateDict, ShardedTensor, StateDict
 from shardstore.storage.movers.chunks import chunk_parts
 from shardstore.storage.movers.parallel import default_threads
 
-__all__ = ["assemble", "read_chunks"]
-
 BYTES_A_THREAD = 32 * 1024 * 1024
 """Larger buffers gain nothing for files, and touching new memory takes time."""
 

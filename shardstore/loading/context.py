@@ -22,18 +22,6 @@ from shardstore.validation import verify_checkpoint_and_load_strategy
 if TYPE_CHECKING:
     from shardstore.strategies.base import LoadCommonStrategy, LoadShardedStrategy
 
-__all__ = [
-    "CONTENT_METADATA_KEY",
-    "DEFAULT_BUDGET_BYTES",
-    "LoadContext",
-    "context_of",
-    "find_strategies",
-    "location_of",
-    "opened",
-    "read_documents",
-    "using",
-]
-
 CONTENT_METADATA_KEY = "content_metadata"
 
 DEFAULT_BUDGET_BYTES = 256 * 1024 * 1024

@@ -22,16 +22,6 @@ from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box
 from shardstore.storage.movers.chunks import ChunkPart, ReadDone, RegionRead, chunk_parts
 
-__all__ = [
-    "HostRead",
-    "Piece",
-    "box_of",
-    "deliver",
-    "in_batches",
-    "read_ahead",
-    "read_through_host",
-]
-
 BUFFERS = 2
 ALIGNMENT = 64
 

@@ -32,17 +32,6 @@ from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box, flat_range_boxes
 from shardstore.storage.movers.chunks import RegionRead
 
-__all__ = [
-    "ReadPlan",
-    "TensorRead",
-    "held_regions",
-    "part_of",
-    "plan_reads",
-    "require_writable",
-    "whole_tensor",
-    "with_destinations",
-]
-
 logger = logging.getLogger(__name__)
 
 

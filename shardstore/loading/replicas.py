@@ -44,8 +44,6 @@ from shardstore.storage.movers.device import behind, stream_here
 from shardstore.storage.movers.parallel import local_ranks
 from shardstore.storage.stores.location import Location
 
-__all__ = ["Exchange", "Members", "Offer", "agree", "members_of", "offer", "sharing_group"]
-
 ROUND_BYTES = 16 * 1024 * 1024
 """Of one rank in a round at the most, budget or not: the next is read while one travels."""
 BUFFERS = 4

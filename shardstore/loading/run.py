@@ -57,8 +57,6 @@ from shardstore.validation import (
 if TYPE_CHECKING:
     from shardstore.strategies.base import LoadCommonStrategy, LoadShardedStrategy
 
-__all__ = ["LoadCall", "run_load"]
-
 logger = logging.getLogger(__name__)
 
 StoredMetadata: TypeAlias = Callable[

@@ -22,8 +22,6 @@ from shardstore.storage.movers.chunk_bytes import as_bytes
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.strategies.async_utils import AsyncRequest
 
-__all__ = ["ROUND_BYTES", "stage_chunks", "write_chunks"]
-
 ROUND_BYTES = 16 * 1024 * 1024
 """Cut chunks are put together in rounds of at most this many bytes; a larger one goes alone."""
 

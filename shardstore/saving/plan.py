@@ -34,8 +34,6 @@ from shardstore.storage.format.names import node_name
 from shardstore.storage.movers.chunks import ChunkWrite, Source
 from shardstore.storage.options import SaveOptions
 
-__all__ = ["array_meta", "plan_writes", "sharded_tensors_of"]
-
 CHUNKS_PER_RANGE = 4
 MIN_RANGE_CHUNK_BYTES = 256 * 1024
 

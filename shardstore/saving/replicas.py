@@ -22,18 +22,6 @@ from shardstore.sharded.layouts import is_empty_range
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box
 
-__all__ = [
-    "Offer",
-    "Shard",
-    "SharedWrites",
-    "accepted",
-    "agree",
-    "copies_of",
-    "identity",
-    "offer",
-    "without_main_replica",
-]
-
 Index = tuple[int, ...]
 Shard = tuple[str, tuple[int, ...]]
 """Key and global offset."""

@@ -40,8 +40,6 @@ from shardstore.validation import (
     validate_sharded_objects_handling,
 )
 
-__all__ = ["SaveCall", "run_save"]
-
 ChooseStrategies: TypeAlias = Callable[[Any, Any], tuple[SaveShardedStrategy, SaveCommonStrategy]]
 
 

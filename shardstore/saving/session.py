@@ -46,8 +46,6 @@ from shardstore.storage.stores.location import Location
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import SaveCommonStrategy, SaveShardedStrategy
 
-__all__ = ["Agreement", "Created", "Part", "SaveSession", "session_of"]
-
 logger = logging.getLogger(__name__)
 
 _open: dict[str, SaveSession] = {}

@@ -14,8 +14,6 @@ from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.movers.chunks import ChunkWrite, Source
 from shardstore.storage.movers.device import on_host, stream_of
 
-__all__ = ["CutChunk", "DevicePart", "TensorSource", "WritePlan", "fetched", "require_plain"]
-
 
 @dataclass(frozen=True)
 class CutChunk:

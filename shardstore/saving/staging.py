@@ -28,8 +28,6 @@ from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.device import DeviceCopies, page_lock, page_unlock
 from shardstore.storage.movers.parallel import default_threads, run_batched
 
-__all__ = ["POOL", "HostPool", "Staging", "in_rounds"]
-
 logger = getLogger(__name__)
 
 T = TypeVar("T")

@@ -15,19 +15,6 @@ from typing import Any, TypeAlias
 
 from shardstore.errors import AccessPatternError, ArgumentError
 
-__all__ = [
-    "CommonStateDict",
-    "LocalNonpersistentObject",
-    "ReplicaId",
-    "ShardedBase",
-    "ShardedStateDict",
-    "StateDict",
-    "grid_position",
-    "ints",
-    "is_main_replica",
-    "misfit",
-]
-
 StateDict: TypeAlias = dict[str, Any]
 CommonStateDict: TypeAlias = dict[str, Any]
 ShardedStateDict: TypeAlias = dict[str, Any]

@@ -16,19 +16,6 @@ from shardstore.errors import AccessPatternError
 from shardstore.mapping import ShardedTensor, is_main_replica
 from shardstore.storage.format.grid import Box, cut_gcd
 
-__all__ = [
-    "FlatRange",
-    "Layouts",
-    "flat_bounds",
-    "is_alone",
-    "is_empty_range",
-    "is_first",
-    "local_box",
-    "local_layouts",
-    "merge_layouts",
-    "needs_layouts",
-]
-
 
 @dataclass(frozen=True)
 class FlatRange:

@@ -17,15 +17,6 @@ from shardstore.dict_utils import dict_list_map_inplace
 from shardstore.errors import AccessPatternError, KeyNameError, StructureError
 from shardstore.sharded.base import ReplicaId, ShardedBase, ShardedStateDict, StateDict, ints
 
-__all__ = [
-    "FactoryBuildFn",
-    "FactoryMergeFn",
-    "ShardedObject",
-    "ShardedTensorFactory",
-    "apply_factories",
-    "apply_factory_merges",
-]
-
 
 @dataclass
 class ShardedObject(ShardedBase):

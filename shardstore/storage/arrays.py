@@ -22,14 +22,6 @@ from shardstore.storage.stores.location import Location, store_errors
 if TYPE_CHECKING:
     import zarr
 
-__all__ = [
-    "create_zarr_array",
-    "mover_for",
-    "read_array_meta",
-    "root_arrays",
-    "write_documents",
-]
-
 
 def _create(location: Location, meta: ArrayMeta, text: str | None) -> None:
     """Make an array's folder and write its document, if there is one. One process creates an array;

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from shardstore.storage.format.manifest import Manifest
     from shardstore.storage.movers.chunks import ReadDone, RegionRead
 
-__all__ = ["OWN_FILES", "StoredCheckpoint"]
-
 OWN_FILES = ("zarr.json", CONFIG_NAME, COMMON_STATE_NAME, MANIFEST_NAME, ".owner.json")
 """What the checkpoint itself keeps beside its arrays."""
 SHOWN = 4

@@ -12,16 +12,6 @@ from shardstore.errors import ArgumentError
 from shardstore.progress import ProgressCallback
 from shardstore.storage.format.grid import DEFAULT_TARGET_CHUNK_BYTES
 
-__all__ = [
-    "DEFAULT_BUDGET_BYTES",
-    "SaveKeywords",
-    "SaveOptions",
-    "StepKeywords",
-    "WriterKeywords",
-    "options_of",
-    "require_number",
-]
-
 DEFAULT_BUDGET_BYTES = 256 * 1024 * 1024
 
 

@@ -15,8 +15,6 @@ from typing import ClassVar
 from shardstore.errors import CheckpointExistsError, StorageError
 from shardstore.storage.stores.location import Location
 
-__all__ = ["Attempt", "SupersededError", "exists_error"]
-
 
 class SupersededError(StorageError):
     """A newer attempt owns the target.

@@ -41,8 +41,6 @@ from shardstore.storage.movers.verify import ChunkChecker
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 
-__all__ = ["COPY_THREADS", "BaseChunks", "ReusingMover", "Writer", "read_base", "reusing"]
-
 logger = logging.getLogger(__name__)
 
 COPY_THREADS = 32

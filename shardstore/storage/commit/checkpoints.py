@@ -33,8 +33,6 @@ from shardstore.storage.stores.errors import explained
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.remote import DEADLINE_S
 
-__all__ = ["Leftover", "begin", "delete_checkpoint", "join", "latest", "sweep"]
-
 
 def begin(place: Location, options: SaveOptions) -> Attempt:
     """Begin an attempt at a place. Called by one process, the coordinator.

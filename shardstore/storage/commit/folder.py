@@ -41,18 +41,6 @@ from shardstore.storage.commit.inventory import (
 from shardstore.storage.movers.files import sync_file_system
 from shardstore.storage.stores.location import Location, store_errors
 
-__all__ = [
-    "DEFAULT_AGE",
-    "FolderAttempt",
-    "begin",
-    "delete",
-    "join",
-    "leftovers",
-    "paths",
-    "resumed",
-    "sweep",
-]
-
 OWNER_NAME = ".owner.json"
 """The mark in a folder; it holds the last part of an ID."""
 DEFAULT_AGE = timedelta(days=1)

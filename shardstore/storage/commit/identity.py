@@ -14,8 +14,6 @@ from shardstore.errors import CheckpointingException
 from shardstore.storage.format.names import CONFIG_NAME, DCP_METADATA_NAME, key_of
 from shardstore.storage.stores.location import Location, store_errors
 
-__all__ = ["instead", "is_foreign_node", "is_ours", "node_type", "what_else"]
-
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")
 _MOST = 50
 """So many folders are looked into, at most."""

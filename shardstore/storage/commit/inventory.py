@@ -23,20 +23,6 @@ from shardstore.storage.format.names import (
 )
 from shardstore.storage.stores.location import Location
 
-__all__ = [
-    "ATTEMPTS",
-    "COMMITS",
-    "DELETING",
-    "deletion_rounds",
-    "is_checkpoint",
-    "is_committed",
-    "known_nodes",
-    "names_at",
-    "numbers",
-    "own_names",
-    "remains",
-]
-
 ATTEMPTS = ".attempts"
 """Folder of the claims and marks, below a target in an object store."""
 DELETING = f"{ATTEMPTS}/deleting"

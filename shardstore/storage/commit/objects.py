@@ -51,8 +51,6 @@ from shardstore.storage.stores.errors import is_refusal
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.object_io import object_io, put_objects
 
-__all__ = ["ObjectAttempt", "begin", "claimed", "delete"]
-
 SETTLE_S = 30.0
 """How long a new claim waits for an older attempt that is about to commit: longer than one PUT with
 all its retries usually takes. Too short costs the older attempt its success, never anybody's

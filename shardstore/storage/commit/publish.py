@@ -31,8 +31,6 @@ from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.movers.parallel import run_together
 from shardstore.storage.options import SaveOptions
 
-__all__ = ["About", "Files", "commit", "merge_reports", "note_arrays", "publish", "write_chunks"]
-
 CONFIG = "config"
 """In ``attributes.shardstore`` of the root: the content of ``metadata.json``. A reader of the root
 document needs no other."""

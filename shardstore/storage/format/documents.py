@@ -27,17 +27,6 @@ from shardstore.storage.format import dtypes, names
 from shardstore.storage.format.grid import Grid
 from shardstore.storage.movers.checksums import crc32c
 
-__all__ = [
-    "FORMAT_VERSION",
-    "ArrayMeta",
-    "RootDocument",
-    "array_document",
-    "parse_array",
-    "parse_root",
-    "parse_v2_array",
-    "root_document",
-]
-
 Text: TypeAlias = str | bytes
 T = TypeVar("T")
 

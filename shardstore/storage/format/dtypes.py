@@ -20,20 +20,6 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-__all__ = [
-    "as_numpy",
-    "as_tensor",
-    "check",
-    "itemsize",
-    "names",
-    "numpy_dtype",
-    "require_memory",
-    "torch_dtype",
-    "v2_dtype",
-    "v2_dtype_name",
-    "zarr_name",
-]
-
 _ITEMSIZES = {
     "bool": 1,
     **{f"{kind}{8 * size}": size for kind in ("int", "uint") for size in (1, 2, 4, 8)},

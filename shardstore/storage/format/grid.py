@@ -16,19 +16,6 @@ from itertools import product
 
 from shardstore.errors import AccessPatternError
 
-__all__ = [
-    "Box",
-    "Grid",
-    "block_bytes",
-    "chunk_shape_for",
-    "cut_gcd",
-    "flat_range_boxes",
-    "grid_of",
-    "inner_blocks",
-    "plan_grid",
-    "shard_edges",
-]
-
 Shape = tuple[int, ...]
 
 DEFAULT_TARGET_CHUNK_BYTES = 32 * 1024 * 1024

@@ -19,8 +19,6 @@ from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import inner_blocks
 from shardstore.storage.format.manifest import ROW, Manifest, RankManifest
 
-__all__ = ["MAX_COLUMNS_RANKS", "Merged", "RankRow", "merge", "rank_record"]
-
 MAX_COLUMNS_RANKS = 256
 """Up to so many ranks each has its number in each column of the commit record."""
 

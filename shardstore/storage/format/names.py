@@ -18,24 +18,6 @@ from urllib.parse import unquote
 
 from shardstore.errors import DamagedCheckpointError, KeyNameError
 
-__all__ = [
-    "COMMON_OBJECT",
-    "COMMON_STATE_NAME",
-    "CONFIG_NAME",
-    "DCP_METADATA_NAME",
-    "INTEGRITY_NAME",
-    "MANIFEST_NAME",
-    "MAX_NAME_BYTES",
-    "RESERVED",
-    "check_collisions",
-    "is_inside",
-    "is_object_file",
-    "key_of",
-    "node_name",
-    "object_place",
-    "require_inside",
-]
-
 MAX_NAME_BYTES = 200
 CONFIG_NAME = "metadata.json"
 INTEGRITY_NAME = "integrity.json"

@@ -18,17 +18,6 @@ from numpy.typing import NDArray
 
 from shardstore.storage.format import dtypes
 
-__all__ = [
-    "DeviceCopies",
-    "DeviceEvent",
-    "behind",
-    "on_host",
-    "page_lock",
-    "page_unlock",
-    "stream_here",
-    "stream_of",
-]
-
 PORTABLE = 1
 """cudaHostRegisterPortable: page-locked for all devices, not for one alone (CUDA runtime API)."""
 

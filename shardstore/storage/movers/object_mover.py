@@ -38,8 +38,6 @@ from shardstore.storage.stores.object_io import (
     run_requests,
 )
 
-__all__ = ["ObjectMover"]
-
 T = TypeVar("T", ChunkWrite, ChunkPart)
 
 _Request = Iterator[tuple[int, int] | None]

@@ -19,8 +19,6 @@ from shardstore.storage.format.grid import Box
 from shardstore.storage.movers.chunk_bytes import slabs, view_in_chunk
 from shardstore.storage.stores.location import Location, store_errors
 
-__all__ = ["FileRanges", "RangeFile"]
-
 BLOCK_BYTES = 64 * 1024
 """Bytes that are read at a time of the small structures in a file."""
 

@@ -24,8 +24,6 @@ from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.s3 import has_forked
 from shardstore.storage.stores.tensorstore import kvstore_spec, plain_words, shared_context, wait
 
-__all__ = ["TensorStoreReader", "open_array"]
-
 IN_FLIGHT_BYTES = 256 * 1024 * 1024
 """Bytes of the reads that run at a time."""
 

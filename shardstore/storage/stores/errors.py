@@ -12,17 +12,6 @@ from typing import Any
 
 from shardstore.errors import StorageError
 
-__all__ = [
-    "NO_TRUST",
-    "code_of",
-    "explained",
-    "is_refusal",
-    "keep_quiet_about",
-    "no_answer",
-    "remedy",
-    "scrub",
-]
-
 LIBRARIES = ("aiobotocore", "botocore", "boto3", "s3fs", "fsspec", "aiohttp", "urllib3")
 OPTIONS = ("key", "secret", "token", "username", "password", "account_key", "sas_token")
 """Storage options, and keyword arguments of the client, that are credentials or name one."""

@@ -23,8 +23,6 @@ from shardstore.storage.movers.counters import counters
 if TYPE_CHECKING:
     from shardstore.storage.stores.remote import RemoteStore
 
-__all__ = ["Location", "StoreUrl", "given_options", "shown", "store_errors", "url_of"]
-
 _FILE = "file://"
 # Of two letters at least, for drives of Windows have one.
 _SCHEME = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):(?P<slashes>/+)(?P<rest>.*)", re.DOTALL)

@@ -21,17 +21,6 @@ from shardstore.storage.movers.parallel import default_threads, run_batched
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.remote import RemoteStore
 
-__all__ = [
-    "LARGE_BYTES",
-    "MAX_OBJECT_BYTES",
-    "UNKNOWN_BYTES",
-    "ObjectIO",
-    "object_io",
-    "put_objects",
-    "read_objects",
-    "run_requests",
-]
-
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)

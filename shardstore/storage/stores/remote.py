@@ -27,8 +27,6 @@ from shardstore.storage.movers.parallel import run_batched
 from shardstore.storage.stores import s3
 from shardstore.storage.stores.errors import code_of, explained, keep_quiet_about, no_answer
 
-__all__ = ["DEADLINE_S", "RemoteStore", "remote_store"]
-
 FIRST_DEADLINE_S = 20.0
 """For a request to a store that never answered this process: a dead endpoint shows soon."""
 DEADLINE_S = 120.0

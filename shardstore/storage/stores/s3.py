@@ -19,16 +19,6 @@ from fsspec.asyn import sync  # type: ignore[import-untyped]
 
 from shardstore.storage.stores.errors import CLIENT_OPTIONS, explained, keep_quiet_about
 
-__all__ = [
-    "LIMITS",
-    "S3Settings",
-    "problem_of",
-    "profile_secrets",
-    "s3_settings",
-    "s3fs_options",
-    "surroundings",
-]
-
 LIMITS = {"connect_timeout": 5, "read_timeout": 20}
 """Seconds that s3fs waits for a connection, and for an answer or its next piece."""
 

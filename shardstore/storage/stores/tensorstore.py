@@ -28,8 +28,6 @@ from shardstore.storage.stores.object_io import LARGE_BYTES, UNKNOWN_BYTES, Obje
 from shardstore.storage.stores.remote import RemoteStore
 from shardstore.storage.stores.s3 import S3Settings
 
-__all__ = ["KvStoreIO", "kvstore_spec", "plain_words", "shared_context", "wait"]
-
 T = TypeVar("T")
 
 REQUESTS = 128
