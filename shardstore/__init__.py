@@ -85,7 +85,10 @@ __all__ = sorted(_WHERE)
 
 def __getattr__(name: str) -> object:
     if name in _WHERE:
-        value = getattr(importlib.import_module(f"shardstore.{_WHERE[name]}"), name)
+        from shardstore.storage.movers.collector import collector_paused
+
+        with collector_paused():  # two thirds of the time that a first save's imports take
+            value = getattr(importlib.import_module(f"shardstore.{_WHERE[name]}"), name)
         globals()[name] = value
         return value
     if name in _MODULES:

@@ -1,34 +1,35 @@
 """What the ranks do together: reports to one coordinator and its verdict to all, and pieces of
 chunks.
 
-The shape is a star, not a ring or a tree: every rank reports to rank 0, rank 0 answers every rank.
-A rank that died is met by the coordinator alone, at once and by name, and everybody else still gets
-an answer; in a ring the neighbours of the dead rank would fail and the others wait for a timeout.
-Only large answers go down a broadcast tree, once all ranks are known to be there. A rank that is
-silent past the deadline is named to all over the store of the process group: by then gloo has
-closed the coordinator's connections.
+The shape is a tree of two levels: each block of about the square root of the ranks reports to its
+first rank, and those report to rank 0, which decides; the answer goes down the same way. No rank
+has more connections, or receives more reports, than it has neighbours in the tree. Who waits for a
+rank that died meets its death at once, and everybody else still gets an answer that names it. A
+rank whose own way to the coordinator is lost, or that was silent past the deadline, finds the
+outcome in the store of the process group.
 
-All traffic is on CPU tensors over a gloo group of our own, so that the trainer's NCCL streams are
-never touched and its own collectives cannot be confused with ours. Without a process group there
-is one rank.
+All traffic is on CPU tensors over connections of our own (:mod:`.messages`), so that the trainer's
+NCCL streams are never touched and its own collectives cannot be confused with ours. Without a
+process group there is one rank.
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from functools import partial
+from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from shardstore.distributed.groups import (
     gathered,
@@ -37,7 +38,7 @@ from shardstore.distributed.groups import (
     has_ranks,
     raise_together,
 )
-from shardstore.distributed.messages import Message, Messages, attempt
+from shardstore.distributed.messages import GRACE_S, Asked, Channel, Message, attempt
 from shardstore.errors import CheckpointingException, RanksError
 
 if TYPE_CHECKING:
@@ -51,13 +52,9 @@ DEADLINE_VARIABLE = "SHARDSTORE_DEADLINE_S"
 """Environment variable: seconds a rank waits for another one before it gives up."""
 
 DEFAULT_DEADLINE_S = 1800.0
-GRACE_S = 5.0
-"""Seconds, beyond the deadline, in which the coordinator's verdict must arrive."""
-TREE_FROM_BYTES = 64 * 1024
-_PIECES = 1
-"""Tag of pieces of chunks: one that nobody waits for any more must not be taken for a report, of
-another size, which ends the process from within gloo."""
-_OK, _ERROR, _BROKEN = 0, 1, 2  # broken: an error, and the group is of no more use
+LEAST_BLOCK = 8
+"""So many ranks, those of a node, report to one of them even in a small world."""
+_OK, _ERROR, _BROKEN = 0, 1, 2  # broken: an error, and the connections are of no more use
 
 
 def deadline_from_environment() -> float:
@@ -77,47 +74,65 @@ def deadline_from_environment() -> float:
     return seconds
 
 
-@dataclass
-class _Control:
-    """A gloo group of ours that belongs to one default process group."""
+def neighbours(rank: int, world_size: int) -> tuple[int | None, list[int]]:
+    """To whom a rank reports, ``None`` for rank 0, and who reports to it."""
+    block = max(LEAST_BLOCK, math.isqrt(world_size - 1) + 1)
+    first = rank - rank % block
+    below = list(range(rank + 1, min(rank + block, world_size))) if rank == first else []
+    if rank == 0:
+        return None, below + list(range(block, world_size, block))
+    return (0 if rank == first else first), below
 
-    world: object
-    group: Any
-    name: str
-    number: int
-    calls: int = 0
+
+@dataclass
+class _Told:
+    """What a rank tells of itself and of those that report to it, by rank."""
+
+    reports: list[bytes] = field(default_factory=list)
+    failures: dict[int, str] = field(default_factory=dict)
+    causes: list[BaseException] = field(default_factory=list)
     broken: bool = False
 
+    def add(self, other: _Told) -> None:
+        self.reports += other.reports
+        self.failures |= other.failures
+        self.causes += other.causes
+        self.broken |= other.broken
 
-_controls: dict[str, _Control] = {}
-# Groups that outlive the interpreter's end may abort the process when their threads are torn down.
-atexit.register(_controls.clear)
+    def to_bytes(self, merge: Callable[[list[bytes]], bytes] | None) -> bytes:
+        """The same for the next rank, which needs no reports after a failure."""
+        reports: list[bytes] = []
+        if not self.failures:
+            known: dict[bytes, bytes] = {}  # pickle sends equal reports, as one object, once
+            reports = [known.setdefault(report, report) for report in self.reports]
+            if merge is not None and len(reports) > 1:
+                with suppress(Exception):  # the coordinator meets it again, and decides
+                    reports = [merge(reports)]
+        return pickle.dumps(replace(self, reports=reports))
 
 
-def _is_lacking(purpose: str) -> bool:
-    control = _controls.get(purpose)
-    return control is None or control.broken or control.world is not dist.group.WORLD
+_channels: dict[str, Channel] = {}
+# Connections that outlive the interpreter's end may abort the process when their threads end.
+atexit.register(_channels.clear)
 
 
-def _control_group(deadline_s: float, purpose: str, *, anew: bool) -> _Control:
-    control = _controls.get(purpose)
-    if control is None or anew:
-        # The coordinator gives up on a rank after the deadline. The others wait for its verdict,
-        # which it may begin to collect up to a deadline later than they do.
-        wait = timedelta(seconds=2 * deadline_s + GRACE_S)
-        number = 0 if control is None else control.number + 1
-        try:
-            group = dist.new_group(backend="gloo", timeout=wait)
-        except RuntimeError as problem:
-            raise RanksError(
-                f"rank {dist.get_rank()} could not connect to all other ranks "
-                f"({_first_line(problem)}): one of them died or is late, its log says more; "
-                f"{DEADLINE_VARIABLE} sets the wait"
-            ) from problem
-        world = dist.group.WORLD
-        control = _Control(world=world, group=group, name=f"{purpose}{number}", number=number)
-        _controls[purpose] = control
-    return control
+def _channel(purpose: str) -> Channel:
+    channel = _channels.get(purpose)
+    if channel is None or channel.world is not dist.group.WORLD:
+        channel = _channels[purpose] = Channel(purpose)
+    elif channel.is_broken:
+        channel = _channels[purpose] = Channel(purpose, after=channel)
+    return channel
+
+
+def _group_timeout_s() -> float:
+    """Seconds that the trainer gave the ranks of its process group to wait for each other."""
+    world: Any = dist.group.WORLD
+    found = [math.inf]
+    for device in world._device_types:
+        with suppress(RuntimeError, AttributeError):  # a backend of somebody else's
+            found.append(world._get_backend(device).options._timeout.total_seconds())
+    return min(found)
 
 
 @dataclass
@@ -133,59 +148,52 @@ class Ranks:
     rank: int = 0
     world_size: int = 1
     deadline_s: float = DEFAULT_DEADLINE_S
-    _group: _Control | None = field(default=None, repr=False)
+    _channel: Channel | None = field(default=None, repr=False)
 
     @classmethod
     def current(cls, purpose: str = "") -> Ranks:
-        """Return the ranks of the default process group, or a world of one.
-
-        Called by every rank; the first call of a process group creates a gloo group of ours, which
-        all ranks wait for.
+        """Return the ranks of the default process group, or a world of one. It waits for nobody.
 
         Args:
-            purpose: each purpose has a group of its own, so that a thread in the background can
-                talk to its like while the caller's thread uses another.
-
-        Raises:
-            RanksError: a rank did not come within the deadline.
+            purpose: each purpose has connections of its own, so that a thread in the background can
+                talk to its like while the caller's thread uses others.
         """
         deadline_s = deadline_from_environment()
         if not has_ranks() or dist.get_world_size() == 1:
             return cls(deadline_s=deadline_s)
-        group = _control_group(deadline_s, purpose, anew=_is_lacking(purpose))
-        return cls(dist.get_rank(), dist.get_world_size(), deadline_s, group)
+        return cls(dist.get_rank(), dist.get_world_size(), deadline_s, _channel(purpose))
 
-    def lacks(self, purpose: str) -> bool:
-        """Return whether this rank needs a group for a purpose and has none that works. It asks
-        nobody: of other ranks this may not be true, or not yet.
-        """
-        return self.world_size > 1 and _is_lacking(purpose)
+    def over(self, purpose: str) -> Ranks:
+        """Return the same ranks, over the connections of another purpose.
 
-    def over(self, purpose: str, *, anew: bool) -> Ranks:
-        """Return the same ranks, over the group of another purpose.
-
-        Called by every rank; with ``anew`` a group is created, which all ranks wait for.
+        Called by every rank, which waits for all others where they have to connect.
 
         Args:
             purpose: see :meth:`current`.
-            anew: whether any rank lacks one, as all of them have agreed.
 
         Raises:
-            RanksError: a rank did not come within the deadline.
+            RanksError: a rank did not come to connect; on every rank.
         """
         if self.world_size == 1:
             return self
-        return replace(self, _group=_control_group(self.deadline_s, purpose, anew=anew))
+        channel = _channel(purpose)
+        if channel.is_connected and channel.posted() is not None:  # another rank lost one alone
+            channel.is_broken = True
+            channel = _channel(purpose)
+        ranks = replace(self, _channel=channel)
+        if not channel.is_connected:
+            ranks.together(what=f"connecting the ranks for the {purpose}")
+        return ranks
 
     @property
     def is_coordinator(self) -> bool:
-        """Whether this rank collects the reports and decides."""
+        """Whether this rank decides."""
         return self.rank == 0
 
     @property
     def is_broken(self) -> bool:
         """Whether a rank was lost, so that there is nothing these can do together any more."""
-        return self._group is not None and self._group.broken
+        return self._channel is not None and self._channel.is_broken
 
     def together(
         self,
@@ -193,6 +201,7 @@ class Ranks:
         *,
         what: str,
         error: BaseException | None = None,
+        merge: Callable[[list[bytes]], bytes] | None = None,
         decide: Callable[[list[bytes]], bytes] | None = None,
     ) -> bytes:
         """Every rank reports, the coordinator decides, everyone gets the same answer.
@@ -204,26 +213,27 @@ class Ranks:
             what: what the ranks are doing, for the error text ("committing s3://...").
             error: what went wrong on this rank, if anything. It is raised again here, and reaches
                 the others as a :class:`RanksError` that names this rank.
-            decide: called on the coordinator alone, with the reports by rank, if no rank had an
-                error; what it raises is raised on every rank.
+            merge: makes one report of those of consecutive ranks, on the way to the coordinator.
+            decide: called on the coordinator alone, with the reports in the order of the ranks
+                (each of one rank, or merged of several), if no rank had an error; what it raises is
+                raised on every rank.
 
         Returns:
             What ``decide`` returned.
 
         Raises:
-            RanksError: another rank failed, died, or did not answer within the deadline.
+            RanksError: another rank failed, died, or did not answer within the deadline. At the
+                first meeting the deadline is that of the default process group, if it is sooner.
         """
         if self.world_size == 1:
             if error is not None:
                 raise error
             return decide([report]) if decide is not None else b""
-        assert self._group is not None
-        self._group.calls += 1
-        if self.is_coordinator:
-            answer = self._coordinate(report, what, error, decide)
-        else:
-            answer = self._report(report, what, error)
-        status, body = answer
+        told = _Told([report])
+        if error is not None:
+            shown = _portable(error)
+            told = _Told([], {self.rank: _describe(error)}, [] if shown is None else [shown])
+        status, body = self._meet(told, what, merge, decide)
         if error is not None:
             raise error
         if status != _OK:
@@ -236,6 +246,7 @@ class Ranks:
         work: Callable[[], T],
         report: Callable[[T], bytes] = lambda _: b"",
         decide: Callable[[list[bytes]], bytes] | None = None,
+        merge: Callable[[list[bytes]], bytes] | None = None,
     ) -> tuple[T, bytes]:
         """Do something on this rank, and raise on every rank if it failed on any.
 
@@ -244,6 +255,7 @@ class Ranks:
             work: what to do.
             report: makes this rank's report of its result.
             decide: makes the coordinator's answer of all reports.
+            merge: see :meth:`together`.
 
         Returns:
             What ``work`` returned on this rank, and the coordinator's answer.
@@ -256,127 +268,99 @@ class Ranks:
             said = report(done[0])
         except Exception as problem:
             error = problem
-        answer = self.together(said, what=what, error=error, decide=decide)
+        answer = self.together(said, what=what, error=error, merge=merge, decide=decide)
         return done[0], answer
 
-    # -- the two sides of the star -------------------------------------------------------------
+    # -- up and down the tree ------------------------------------------------------------------
 
-    def _coordinate(
+    def _meet(
         self,
-        report: bytes,
+        told: _Told,
         what: str,
-        error: BaseException | None,
+        merge: Callable[[list[bytes]], bytes] | None,
         decide: Callable[[list[bytes]], bytes] | None,
-    ) -> tuple[int, bytes]:
-        reports = [report]
-        failures = {} if error is None else {0: _describe(error)}
-        causes = [] if error is None else [error]
-        lost: list[int] = []
-        others = range(1, self.world_size)
-        messages = self._messages(self.deadline_s)
-        for rank, answer in messages.receive_each(others):
-            if isinstance(answer, RuntimeError):
-                # After a timeout gloo closes every pair: only the first silence is evidence.
-                if not lost or "timed out" not in failures[lost[0]].lower():
-                    failures[rank] = f"no answer ({_first_line(answer)})"
-                    lost.append(rank)
-            elif answer.status == _ERROR:
-                failures[rank], cause = pickle.loads(answer.body)
-                causes += [cause] if cause is not None else []
+    ) -> Message:
+        channel = self._channel
+        assert channel is not None
+        above, below = neighbours(self.rank, self.world_size)
+        if not channel.is_connected and (late := channel.posted()):
+            channel.is_broken = True
+            return Message(_BROKEN, late)
+        for ranks in ([] if above is None else [above], below):  # those above wait for others too
+            self.connect(ranks, "tree")
+        answer = None if above is None else channel.ask(above)
+        until = monotonic() + self.deadline_s
+        for rank, asked in [(rank, channel.ask(rank)) for rank in below]:
+            # One to whom others report may wait as long for them.
+            more_s = GRACE_S if neighbours(rank, self.world_size)[1] else 0
+            left_s = until + more_s - monotonic()
+            said = attempt(partial(channel.receive, rank, asked, left_s))
+            if isinstance(said, RuntimeError):
+                text = f"no answer ({_first_line(said)})"
+                told.add(_Told(failures={rank: text}, broken=True))
             else:
-                reports.append(answer.body)
-        status, body = _OK, b""
-        if failures:
-            status = _BROKEN if lost else _ERROR
-            body = pickle.dumps(_failure(what, failures, causes))
-        elif decide is not None:
-            try:
-                body = decide(reports)
-            except Exception as problem:
-                shown = _portable(problem) or CheckpointingException(_describe(problem))
-                status, body = _ERROR, pickle.dumps(shown)
-        if lost:
-            self._post(body)
-        tree = status == _OK and len(body) >= TREE_FROM_BYTES
-        for rank, reason in messages.send_each(others, Message(status, body), tree=tree):
-            logger.warning("rank %d could not be told the outcome of %s: %s", rank, what, reason)
-        if tree:
-            messages.broadcast(body)
-        if lost:
-            self._break()
-        return status, body
+                told.add(pickle.loads(said.body))
+        told.broken |= channel.is_broken
+        if above is None or answer is None:
+            verdict = _verdict(told, what, decide)
+            if verdict.status == _BROKEN:
+                channel.post(verdict.body)
+        else:
+            verdict = self._ask(above, answer, Message(_OK, told.to_bytes(merge)), what)
+        begun = [(rank, channel.begin(rank, verdict)) for rank in below]
+        for rank, works in begun:
+            if problem := attempt(partial(channel.sent, works, self._patience_s)):
+                logger.warning("rank %d could not be told how %s ended: %s", rank, what, problem)
+        # All that are left make new connections next time, or none does.
+        channel.is_broken |= verdict.status == _BROKEN
+        return verdict
 
-    def _report(self, report: bytes, what: str, error: BaseException | None) -> tuple[int, bytes]:
-        messages = self._messages(2 * self.deadline_s + GRACE_S)
+    def _ask(self, above: int, answer: Asked, told: Message, what: str) -> Message:
+        """Report to the rank above, and wait for the verdict."""
+        channel = self._channel
+        assert channel is not None
         try:
-            said = Message(_OK, report)
-            if error is not None:
-                said = Message(_ERROR, pickle.dumps((_describe(error), _portable(error))))
-            answer = messages.ask(0)
-            for _, problem in messages.send_each([0], said):
-                raise problem
-            status, body = messages.receive(0, answer)
-            if status == _BROKEN:
-                # All that are left make a new group next time, or none does.
-                self._break()
-            return status, body
+            channel.sent(channel.begin(above, told), self._patience_s)
+            return channel.receive(above, answer, self._patience_s)
         except RuntimeError as problem:
-            self._break()
-            posted = self._posted()
-            if posted is not None:
-                return _BROKEN, posted
-            failure = RanksError(
-                f"{what}: rank {self.rank} has no answer from the coordinator, rank 0, which "
-                "died or "
-                f"waited longer than {self.deadline_s:g} s for another rank "
-                f"({_first_line(problem)}). "
-                f"Its log says more; {DEADLINE_VARIABLE} sets the wait",
-                failures={0: "no answer"},
-            )
-            if error is None:
-                raise failure from problem
-            raise error from failure
+            posted = channel.posted(GRACE_S)
+            if posted is None:
+                failure = RanksError(
+                    f"{what}: rank {self.rank} has no answer from rank {above}, which died or "
+                    f"waited longer than {self.deadline_s:g} s for another rank "
+                    f"({_first_line(problem)}). "
+                    f"Its log says more; {DEADLINE_VARIABLE} sets the wait",
+                    failures={above: "no answer"},
+                )
+                posted = pickle.dumps(failure)
+                channel.post(posted)
+            return Message(_BROKEN, posted)
 
-    # A rank that waited in vain has closed its connections to all others, as gloo does: what it
-    # finds out can reach them only over the store of the process group.
+    @property
+    def _patience_s(self) -> float:
+        """Seconds to wait for a verdict: the coordinator gives up on a rank after the deadline, and
+        may begin to wait up to a deadline later than this rank."""
+        return 2 * (self.deadline_s + GRACE_S)
 
-    def _verdict_key(self) -> str:
-        assert self._group is not None
-        return f"shardstore/{self._group.name}/{self._group.calls}"
+    # -- connections ---------------------------------------------------------------------------
 
-    def _post(self, body: bytes) -> None:
-        try:
-            # As text: some stores end a value at a zero byte.
-            _get_default_store().set(self._verdict_key(), body.hex())
-        except Exception as problem:
-            logger.warning("the ranks cannot be told over the store: %s", problem)
+    def connect(self, ranks: Collection[int], stage: str) -> None:
+        """Connect with other ranks, who do the same in the same stage, for :meth:`exchange`.
 
-    def _posted(self) -> bytes | None:
-        key = self._verdict_key()
-        try:
-            store = _get_default_store()
-            store.wait([key], timedelta(seconds=GRACE_S))
-            return bytes.fromhex(store.get(key).decode())
-        except Exception:  # the store is gone, with the coordinator perhaps
-            return None
+        It waits for them as long as the default process group would, or until the deadline. One
+        that does not come is an error of the exchange.
+        """
+        if self._channel is not None:
+            self._channel.connect(ranks, stage, min(self.deadline_s, _group_timeout_s()))
 
-    # -- messages ------------------------------------------------------------------------------
-
-    def _messages(self, wait_s: float) -> Messages:
-        assert self._group is not None
-        return Messages(self._group.group, wait_s)
-
-    def _break(self) -> None:
-        """Forget the group: after a timeout or a death gloo's connections are of no more use."""
-        if self._group is not None:
-            self._group.broken = True
+    # -- pieces of chunks ----------------------------------------------------------------------
 
     def exchange(
         self,
         sends: Sequence[tuple[int, NDArray[np.uint8]]],
         receives: Sequence[tuple[int, NDArray[np.uint8]]],
     ) -> None:
-        """Send and receive byte pieces between ranks.
+        """Send and receive byte pieces between ranks, which are connected (:meth:`connect`).
 
         Called by every rank that has something to send or receive; waits for those alone. Between
         two ranks the order of ``sends`` on one is the order of ``receives`` on the other.
@@ -385,30 +369,28 @@ class Ranks:
             sends: ``(rank, bytes)``, one-dimensional contiguous uint8.
             receives: ``(rank, buffer)``, one-dimensional contiguous uint8, written in place.
         """
-        messages = self._messages(self.deadline_s)
-        way: Any = {"group": messages.group, "tag": _PIECES}
+        channel = self._channel
+        assert channel is not None
         # Also where a rank is gone: the others wait for our pieces, and only then for a verdict.
         begun = [
-            (rank, attempt(partial(dist.irecv, torch.from_numpy(buffer), rank, **way)))
+            (rank, channel.begin_piece(rank, torch.from_numpy(buffer), receive=True))
             for rank, buffer in receives
         ]
         begun += [
-            (rank, attempt(partial(dist.isend, _as_tensor(piece), rank, **way)))
+            (rank, channel.begin_piece(rank, _as_tensor(piece), receive=False))
             for rank, piece in sends
         ]
         lost: dict[int, RuntimeError] = {}
         for rank, work in begun:
-            ended = (
-                work if isinstance(work, RuntimeError) else attempt(partial(messages.wait, work))
-            )
-            if isinstance(ended, RuntimeError):
-                lost.setdefault(rank, ended)
-        for rank, problem in lost.items():  # the first: after a timeout gloo closes every pair
-            self._break()
+            problem = attempt(partial(channel.sent, work, self.deadline_s))
+            if problem is not None:
+                lost.setdefault(rank, problem)
+        for rank, problem in lost.items():
+            channel.is_broken = True
             raise RanksError(
                 f"rank {self.rank} lost rank {rank} while pieces of chunks were exchanged "
                 f"({_first_line(problem)})",
-                failures={rank: "no answer"},
+                failures=dict.fromkeys(lost, "no answer"),
             ) from problem
 
 
@@ -434,6 +416,7 @@ class GroupRanks(Ranks):
         *,
         what: str,
         error: BaseException | None = None,
+        merge: Callable[[list[bytes]], bytes] | None = None,
         decide: Callable[[list[bytes]], bytes] | None = None,
     ) -> bytes:
         """See :meth:`Ranks.together`."""
@@ -445,6 +428,18 @@ class GroupRanks(Ranks):
             if decide is not None and self.is_coordinator:
                 answer = decide(reports)
         return gathered(answer, self.group)[0]
+
+
+def _verdict(told: _Told, what: str, decide: Callable[[list[bytes]], bytes] | None) -> Message:
+    """The coordinator's answer to what all ranks told."""
+    if told.failures:
+        error: BaseException = _failure(what, told.failures, told.causes)
+        return Message(_BROKEN if told.broken else _ERROR, pickle.dumps(error))
+    try:
+        return Message(_OK, b"" if decide is None else decide(told.reports))
+    except Exception as problem:
+        error = _portable(problem) or CheckpointingException(_describe(problem))
+        return Message(_ERROR, pickle.dumps(error))
 
 
 def _as_tensor(piece: NDArray[np.uint8]) -> torch.Tensor:

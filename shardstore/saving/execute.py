@@ -33,6 +33,7 @@ def write_chunks(session: SaveSession, plan: WritePlan, created: Created) -> Non
     the rank that creates it. An error of this rank's disk is raised once all pieces are exchanged.
     """
     far = session.attempt.defers_documents
+    _connect(session, plan.cut)  # before the writing, which may take longer on some ranks
     error: Exception | None = None
     try:
         if not far:
@@ -52,6 +53,7 @@ def stage_chunks(session: SaveSession, plan: WritePlan, created: Created) -> Asy
     Pieces of shared chunks are exchanged now. What the budget has no room for is written now too.
     """
     options = session.options
+    _connect(session, plan.cut)
     budget, brought = options.staging_budget_bytes, list[ChunkWrite]()
     size = sum(array.chunk_bytes for array in plan.written(session.ranks.rank))
     if budget is None or size <= budget:
@@ -73,6 +75,13 @@ def stage_chunks(session: SaveSession, plan: WritePlan, created: Created) -> Asy
             staging.close()
 
     return AsyncRequest(write, (), [])
+
+
+def _connect(session: SaveSession, cut: Sequence[CutChunk]) -> None:
+    """Connect with the ranks that share chunks with this one."""
+    rank = session.ranks.rank
+    holders = {other for chunk in cut if chunk.owner == rank for other, _, _ in chunk.pieces}
+    session.ranks.connect(({chunk.owner for chunk in cut} | holders) - {rank}, "pieces")
 
 
 def _exchange(

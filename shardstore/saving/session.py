@@ -101,7 +101,6 @@ class _Opening:
     base: str | None
     needs_layouts: bool
     adopts: bool
-    lacks_group: bool
     copies: bytes
     claims: bytes
     offer: Offer | None
@@ -118,7 +117,6 @@ class Agreement:
         base_documents: of the checkpoint whose chunks are not sent again.
         shares: groups that share out the writing, see :func:`replicas.agree`.
         tellers: ranks that report their copies, the first one with each set of them.
-        new_group: whether a rank lacks the group for the background.
         rank_with_dtensors: if the coordinator's own state has none: the first rank whose state has
             some, and whose plain tensors are arrays then.
         owners: the writer of each claimed shard, see :func:`decide_claims`.
@@ -130,7 +128,6 @@ class Agreement:
     base_documents: dict[str, bytes] | None
     shares: Mapping[tuple[int, ...], int]
     tellers: Sequence[int]
-    new_group: bool
     rank_with_dtensors: int | None
     owners: bytes
 
@@ -140,7 +137,7 @@ class SaveSession:
 
     Attributes:
         ranks: who takes part.
-        later: the same, over the group that they meet in once all is planned.
+        later: the same, over the connections for when all is planned.
         target: where the checkpoint shall be.
         options: how it is written; a strategy replaces what it decides.
         attempt: where it is written until it is committed.
@@ -195,8 +192,8 @@ class SaveSession:
         Args:
             ranks: who takes part.
             part: what this rank brings.
-            later: purpose of the group that the ranks meet in once all is planned; default: they
-                stay in theirs. Where one rank lacks it, all of them make a new one.
+            later: purpose of the connections that the ranks meet over once all is planned;
+                default: they keep theirs.
 
         Raises:
             CheckpointExistsError, StorageError: on every rank.
@@ -219,7 +216,6 @@ class SaveSession:
             None if part.base is None else part.base.url,
             needs_layouts(part.tensors),
             part.adopts,
-            later is not None and ranks.lacks(later),
             xxhash.xxh3_128_digest("\n".join(part.copies).encode()) if part.copies else b"",
             part.claims,
             offer,
@@ -235,7 +231,7 @@ class SaveSession:
             answer = ranks.together(pickle.dumps(opening), what=what, error=error, decide=decide)
             agreed: Agreement = pickle.loads(answer)
             attempt = checkpoints.join(target, agreed.attempt_id, part.options)
-            then = ranks if later is None else ranks.over(later, anew=agreed.new_group)
+            then = ranks if later is None else ranks.over(later)
             session = cls(ranks, then, part, agreed, attempt)
         except BaseException:
             for attempt in begun:
@@ -514,7 +510,6 @@ def _agreed(openings: Sequence[_Opening], part: Part, begun: list[Attempt]) -> A
         base,
         replicas.agree(opening.offer for opening in openings),
         list(tellers.values()),
-        any(opening.lacks_group for opening in openings),
         None if part.adopts else next(adopting, None),
         decide_claims([opening.claims for opening in openings]),
     )

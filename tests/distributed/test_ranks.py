@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from shardstore.distributed import messages
-from shardstore.distributed.coordinator import DEADLINE_VARIABLE, TREE_FROM_BYTES, Ranks
+from shardstore.distributed.coordinator import DEADLINE_VARIABLE, Ranks
 from shardstore.errors import AccessPatternError, RanksError, StorageError
 from shardstore.saving import execute
 from shardstore.saving.sources import CutChunk
@@ -29,12 +29,13 @@ from tests.helpers.rank_server import start
 from tests.helpers.ranks_helper import run_ranks
 
 WORLD = 4
+LONG = 64 * 1024
 
 
 def _agree(rank: int, world: int) -> list[bytes]:
     ranks = Ranks.current()
     assert (ranks.rank, ranks.world_size, ranks.is_coordinator) == (rank, world, rank == 0)
-    sizes = [0, 1, TREE_FROM_BYTES - 1, TREE_FROM_BYTES, 3 * TREE_FROM_BYTES + 1]
+    sizes = [0, 1, LONG - 1, LONG, 3 * LONG + 1]
     answers = []
     for size in sizes:
         report = bytes([rank]) * size
@@ -52,14 +53,14 @@ def _agree(rank: int, world: int) -> list[bytes]:
 def test_every_rank_gets_the_same_answer(world: int) -> None:
     results = run_ranks(_agree, world)
     assert all(result == results[0] for result in results)
-    sizes = [0, 1, TREE_FROM_BYTES - 1, TREE_FROM_BYTES, 3 * TREE_FROM_BYTES + 1]
+    sizes = [0, 1, LONG - 1, LONG, 3 * LONG + 1]
     assert [len(answer) for answer in results[0]] == [*(n * world for n in sizes), 0]
 
 
 def _by_size(rank: int, world: int) -> list[bytes]:
     inline = messages._INLINE_BYTES
     answers = []
-    for size in [inline - 1, inline, inline + 1, 0, TREE_FROM_BYTES - 1, inline]:
+    for size in [inline - 1, inline, inline + 1, 0, LONG - 1, inline]:
         # Every other rank has little to say where this one has much.
         report = os.urandom(1) * (size if rank % 2 else size // 2)
         lengths = [size if r % 2 else size // 2 for r in range(world)]
@@ -75,7 +76,7 @@ def _by_size(rank: int, world: int) -> list[bytes]:
 
 def test_messages_of_one_piece_and_of_two() -> None:
     inline = messages._INLINE_BYTES
-    expected = [inline - 1, inline, inline + 1, 0, TREE_FROM_BYTES - 1, inline]
+    expected = [inline - 1, inline, inline + 1, 0, LONG - 1, inline]
     for answers in run_ranks(_by_size, WORLD):
         assert list(map(len, answers)) == expected
 
@@ -147,6 +148,7 @@ def _pieces(rank: int, world: int) -> list[bytes]:
     buffers = [(r, np.zeros(5 + rank, np.uint8)) for r in others]
     buffers += [(r, np.zeros(2000, np.uint8)) for r in others]
     sends = [(to, pieces[to]) for pieces in (first, second) for to in others]
+    ranks.connect(others, "pieces")
     ranks.exchange(sends, buffers)
     return [buffer.tobytes() for _, buffer in buffers]
 
@@ -163,6 +165,7 @@ def _piece_that_nobody_waits_for(rank: int, world: int) -> str:
     """Rank 0 gave up before it asked for the piece that rank 1 sends it."""
     os.environ[DEADLINE_VARIABLE] = "2"
     ranks = Ranks.current()
+    ranks.connect([1 - rank], "pieces")
     try:
         if rank == 1:
             ranks.exchange([(0, np.zeros(412, np.uint8))], [])
@@ -190,6 +193,7 @@ def _main(rank: int, folder: str, who: int, how: str) -> None:
     )
     ranks = Ranks.current()
     ranks.together(b"", what="beginning")
+    ranks.connect({(rank - 1) % WORLD, (rank + 1) % WORLD}, "pieces")
     if rank == who and how != "silent":
         os.kill(os.getpid(), signal.SIGKILL)
     started = time.monotonic()
@@ -208,7 +212,7 @@ def _main(rank: int, folder: str, who: int, how: str) -> None:
         outcome: Any = None
     except RanksError as error:
         outcome = (str(error), error.failures)
-    broken = ranks._group is not None and ranks._group.broken
+    broken = ranks.is_broken
     path = Path(folder, f"{rank}.tmp")
     path.write_bytes(pickle.dumps((outcome, time.monotonic() - started, broken)))
     path.rename(path.with_suffix(".outcome"))

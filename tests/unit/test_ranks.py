@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from shardstore.distributed.coordinator import (
@@ -9,6 +11,7 @@ from shardstore.distributed.coordinator import (
     Ranks,
     _failure,
     deadline_from_environment,
+    neighbours,
 )
 from shardstore.errors import CheckpointingException, RanksError, StorageError
 
@@ -56,3 +59,19 @@ def test_different_errors_are_listed_and_counted() -> None:
     assert error.failures == failures
     assert "saving to /x failed on 20 rank(s): rank 0: no 0; rank 1: no 1" in str(error)
     assert str(error).endswith("and 12 more")
+
+
+@pytest.mark.parametrize("world", [1, 2, 7, 8, 9, 64, 65, 100, 1000, 16_384, 100_000])
+def test_the_tree_has_every_rank_once_and_few_neighbours(world: int) -> None:
+    found = [neighbours(rank, world) for rank in range(world)]
+    reported = [below for _, below in found]
+    assert sorted(rank for below in reported for rank in below) == list(range(1, world))
+    for rank, (above, below) in enumerate(found):
+        assert all(found[one][0] == rank for one in below)
+        assert above is None if rank == 0 else (above == 0 or found[above][0] == 0)
+        assert len(below) <= 2 * max(8, math.isqrt(world) + 1)
+    # Put together from the lowest on, reports are in the order of the ranks.
+    order = [0]
+    for rank in found[0][1]:
+        order += [rank, *found[rank][1]]
+    assert order == list(range(world))

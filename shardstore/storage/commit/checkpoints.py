@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from fsspec.asyn import sync  # type: ignore[import-untyped]
-
 from shardstore.errors import CheckpointExistsError, NotACheckpointError
 from shardstore.storage.commit import folder, objects
 from shardstore.storage.commit.attempt import Attempt
@@ -31,7 +29,6 @@ from shardstore.storage.format.names import MANIFEST_NAME
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.errors import explained
 from shardstore.storage.stores.location import Location
-from shardstore.storage.stores.remote import DEADLINE_S
 
 
 def begin(place: Location, options: SaveOptions) -> Attempt:
@@ -213,6 +210,10 @@ def _sweep_uploads(place: Location, before: datetime, dry_run: bool) -> list[Lef
 
 
 def _s3(fs: Any, method: str, **kwargs: Any) -> Any:
+    from fsspec.asyn import sync  # type: ignore[import-untyped]
+
+    from shardstore.storage.stores.remote import DEADLINE_S
+
     return sync(fs.loop, fs._call_s3, method, timeout=DEADLINE_S, **kwargs)
 
 

@@ -14,12 +14,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.parallel import default_threads, run_batched
 from shardstore.storage.stores.location import Location
-from shardstore.storage.stores.remote import RemoteStore
+
+if TYPE_CHECKING:
+    from shardstore.storage.stores.remote import RemoteStore
 
 T = TypeVar("T")
 

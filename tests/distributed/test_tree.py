@@ -1,0 +1,179 @@
+"""The tree that ranks report along: who connects with whom, and what survivors of deaths are told.
+
+The trees are of three levels in small worlds: the least block is one rank.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from shardstore.distributed import coordinator
+from shardstore.distributed.coordinator import DEADLINE_VARIABLE, Ranks, neighbours
+from shardstore.distributed.messages import _GLOO_CONNECT_S, GRACE_S
+from shardstore.errors import RanksError
+from tests.helpers.rank_server import start
+from tests.helpers.ranks_helper import run_ranks
+
+WORLD = 7  # rank 0 leads 1 and 2, rank 3 leads 4 and 5, rank 6 leads nobody
+TIMEOUT_S = 4
+"""Of the process group; the deadline of saves is half an hour."""
+MOST_S = {"later": GRACE_S + 5, "connecting": 2 * (_GLOO_CONNECT_S + GRACE_S) + 5}
+LEADERS, LEAVES = (3, 6), (1, 2, 4, 5)
+
+
+def _merged(reports: list[bytes]) -> bytes:
+    return b"(" + b"+".join(reports) + b")"
+
+
+def _meets(rank: int, world: int) -> Any:
+    coordinator.LEAST_BLOCK = 1
+    before = len(os.listdir("/proc/self/fd"))
+    ranks = Ranks.current()
+    answers = []
+    for size in (1, 1000):
+        report = bytes([ord("a") + rank]) * size
+        answers.append(
+            ranks.together(report, what="testing", merge=_merged, decide=lambda r: b",".join(r))
+        )
+    assert ranks._channel is not None
+    return answers, sorted(ranks._channel._links), len(os.listdir("/proc/self/fd")) - before
+
+
+def test_reports_are_merged_and_only_neighbours_connect() -> None:
+    found = run_ranks(_meets, WORLD)
+    for number, (answers, links, descriptors) in enumerate(found):
+        for size, answer in zip((1, 1000), answers, strict=True):
+            told = [chr(ord("a") + rank) * size for rank in range(WORLD)]
+            a, b, c, d, e, f, g = told
+            assert answer.decode() == f"{a},{b},{c},({d}+{e}+{f}),{g}"
+        above, below = _neighbours(number)
+        assert links == sorted([*below, *([] if above is None else [above])])
+        assert descriptors <= len(links) + 4  # of the device: a listening socket, an event loop
+
+
+def _neighbours(rank: int) -> tuple[int | None, list[int]]:
+    before, coordinator.LEAST_BLOCK = coordinator.LEAST_BLOCK, 1
+    try:
+        return neighbours(rank, WORLD)
+    finally:
+        coordinator.LEAST_BLOCK = before
+
+
+# -- deaths ----------------------------------------------------------------------------------------
+
+
+def _until_an_error(
+    rank: int, folder: str, world: int, timeout_s: float, dies_after_s: float | None, when: str
+) -> None:
+    """Meet again and again, over one channel or a new one each time, until told of a death."""
+    os.environ.pop(DEADLINE_VARIABLE, None)
+    coordinator.LEAST_BLOCK = 1
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    dist.barrier()
+    if dies_after_s is not None:
+
+        def die() -> None:
+            Path(folder, f"{rank}.dead").write_text(str(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if when == "before":
+            die()
+        threading.Timer(dies_after_s, die).start()
+    outcome: Any = None
+    try:
+        for number in range(1_000_000):
+            purpose = "" if when == "later" else str(number)
+            Ranks.current(purpose).together(what="committing /x", decide=lambda _: b"x" * 1000)
+    except RanksError as error:
+        outcome = (str(error), dict(error.failures), time.monotonic())
+    path = Path(folder, f"{rank}.tmp")
+    path.write_bytes(pickle.dumps(outcome))
+    path.rename(path.with_suffix(".outcome"))
+    dead = sum(1 for _ in Path(folder).glob("*.expected"))
+    while len(list(Path(folder).glob("*.outcome"))) < world - dead:  # the store is rank 0's
+        time.sleep(0.05)
+    os._exit(0)
+
+
+def deaths(folder: Path, dying: dict[int, float], when: str, most_s: float) -> None:
+    """Let some ranks die, and check what the others are told.
+
+    Args:
+        folder: an empty one.
+        dying: rank -> seconds after which it dies.
+        when: "before" the first meeting, over connections made for each meeting ("connecting"), or
+            "later", over those of the first.
+        most_s: seconds after which every survivor must have been told.
+    """
+    for rank in dying:
+        Path(folder, f"{rank}.expected").touch()
+    calls: list[tuple[Callable[..., object], tuple[Any, ...]]] = [
+        (_until_an_error, (rank, str(folder), WORLD, TIMEOUT_S, dying.get(rank), when))
+        for rank in range(WORLD)
+    ]
+    processes = start(calls)
+    begun = time.monotonic()
+    for process in processes:
+        process.join(max(1.0, 100 - (time.monotonic() - begun)))
+        process.kill()
+        process.join()
+    died = min(float(path.read_text()) for path in folder.glob("*.dead"))
+    for rank in set(range(WORLD)) - dying.keys():
+        path = folder / f"{rank}.outcome"
+        assert path.exists(), f"rank {rank} was told nothing, {dying}, {when}"
+        text, failures, told = pickle.loads(path.read_bytes())
+        about = f"rank {rank}, {dying}, {when}, {told - died:.1f} s: {text}"
+        assert failures.keys() & dying.keys(), about
+        assert any(f"rank {one}" in text for one in dying), about
+        assert told - died < most_s, about
+
+
+@pytest.mark.parametrize("who", [0, 3, 5])
+def test_a_rank_that_dies_before_the_first_meeting(tmp_path: Path, who: int) -> None:
+    deaths(tmp_path, {who: 0}, "before", most_s=2 * (TIMEOUT_S + GRACE_S))
+
+
+@pytest.mark.parametrize("when", ["connecting", "later"])
+@pytest.mark.parametrize("seed", range(2))
+def test_leaders_and_leaves_that_die(tmp_path: Path, when: str, seed: int) -> None:
+    deaths(tmp_path, _dying(random.Random(seed)), when, MOST_S[when])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("batch", range(25))
+def test_five_hundred_deaths(tmp_path: Path, batch: int) -> None:
+    chance = random.Random(batch)
+    killed = number = 0
+    while killed < 20:
+        dying = _dying(chance)
+        killed, number = killed + len(dying), number + 1
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        when = chance.choice(["connecting", "later", "later", "later"])
+        deaths(folder, dying, when, MOST_S[when])
+
+
+def _dying(chance: random.Random) -> dict[int, float]:
+    """Leaders, leaves, or some of both, and sometimes the coordinator."""
+    kinds = [(chance.choice(LEADERS),), (chance.choice(LEAVES),), (0,)]
+    kinds.append(tuple(chance.sample(LEADERS + LEAVES, chance.randint(2, 3))))
+    chosen = chance.choices(kinds, [4, 4, 1, 3])[0]
+    return {rank: chance.uniform(0, 0.4) for rank in chosen}
