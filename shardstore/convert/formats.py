@@ -238,6 +238,7 @@ def record_of(extras: Extras, level: int = logging.WARNING) -> StateRecord:
     """The values that have a JSON form, for formats that hold tensors and hardly anything else.
     Others are left out, and logged; so are tensors, which nobody would look for there."""
     values: dict[str, Any] = {}
+    left_out: list[str] = []
     paths: dict[str, Any] = dict(extras.record.paths)
     for key, path, value in values_of(extras):
         torch = sys.modules.get("torch")  # without it no value is a tensor
@@ -247,5 +248,8 @@ def record_of(extras: Extras, level: int = logging.WARNING) -> StateRecord:
             values[key] = as_json(value)
             paths[key] = path
         except NotPlainError as reason:
-            logger.log(level, "%s is left out: %s", key, reason)
+            left_out.append(f"{key} ({reason})")
+    if left_out:
+        shown = "; ".join(left_out[:8])
+        logger.log(level, "%d value(s) without a JSON form are left out: %s", len(left_out), shown)
     return StateRecord(paths, values)

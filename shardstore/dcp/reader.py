@@ -266,14 +266,15 @@ class StorageReader(Placed, DcpStorageReader):
                     f"({error}); load it with shardstore.load",
                     url=url,
                 ) from error
-            for key in [key for key in flat if key in stored.arrays]:
+            if both := [key for key in flat if key in stored.arrays]:
                 logger.warning(
-                    "%s: the common value at %s cannot be loaded through PyTorch DCP: an array has "
-                    "the same key; load it with shardstore.load_common_state_dict",
+                    "%s: %d common value(s) cannot be loaded through PyTorch DCP, because arrays "
+                    "have the same keys: %s. Load them with shardstore.load_common_state_dict",
                     url,
-                    paths[key],
+                    len(both),
+                    ", ".join(map(repr, both[:8])),
                 )
-                del flat[key]
+            flat = {key: value for key, value in flat.items() if key not in both}
             self._tensors = {key: value for key, value in flat.items() if _is_dense(value)}
             self._values = {
                 key: partial(lambda value: value, value)

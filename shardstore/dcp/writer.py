@@ -198,14 +198,18 @@ def _write_items(
     start = perf_counter()
     manifest, report = RankManifest(task.rank), Report()
     files = Files(attempt, manifest, options.budget_bytes)
-    tensors = []
+    tensors, pickled = [], []
     for item in items:
         data = planner.resolve_data(item)
         if item.type == WriteItemType.BYTE_IO:
-            _write_value(item.index.fqn, cast(Any, data), files, report, allow_pickle)
+            if _write_value(item.index.fqn, cast(Any, data), files, report, allow_pickle):
+                pickled.append(repr(item.index.fqn))
         else:
             flattened = item.index.fqn in task.layouts.ranges
             tensors.append(_sharded(item, flattened, cast(torch.Tensor, data)))
+    if pickled:
+        shown = ", ".join(pickled[:8])
+        logger.warning("%d value(s) have no JSON form and are pickled: %s", len(pickled), shown)
     plan = plan_writes(tensors, task.rank, options, layouts=task.layouts)
     for chunk in plan.cut:
         for first, source in chunk.local.items():
@@ -219,32 +223,32 @@ def _write_items(
     return report
 
 
-def _write_value(key: str, stream: Any, files: Files, report: Report, allow_pickle: bool) -> None:
-    """A value that is no tensor: JSON for the coordinator; a large one in a file of its own."""
+def _write_value(key: str, stream: Any, files: Files, report: Report, allow_pickle: bool) -> bool:
+    """Put a value that is not a tensor into the report, or into a file if it is long or has no JSON
+    form. Return whether it is pickled."""
     sharded = ShardedObject(key, None, (1,), (0,))
     data: bytes = stream.getvalue()
     stream.seek(0)
-    # What the planner pickled a moment ago, in this process.
+    # The planner has just pickled it, in this process.
     value = torch.load(stream, map_location="cpu", weights_only=False)
     try:
         document, text = as_text(value)
         if not is_long(text):
             report.values[key] = document
-            return
+            return False
         name, data = object_file(sharded, ".json"), text.encode()
     except NotPlainError as reason:
         if not allow_pickle:
             raise CheckpointingException(
-                f"the value of key {key!r} cannot be saved: {reason}, and nothing is pickled "
-                "unasked. Put into the state dict what it is made of (a state_dict() of numbers, "
-                "text, bytes, arrays and containers of them), or allow pickles for such values: "
-                "allow_pickle=True, of shardstore.dcp.StorageWriter and install",
+                f"the value of key {key!r} cannot be saved as JSON: {reason}. Save its "
+                "state_dict() (of numbers, text, bytes, arrays and containers of them), or pass "
+                "allow_pickle=True to shardstore.dcp.StorageWriter or install",
                 key=key,
             ) from reason
-        logger.warning("the value of key %r is pickled: %s", key, reason)
         name = object_file(sharded)
     files.put(name, data)
     report.files.append(key)
+    return name.endswith(".pt")
 
 
 def _state_record(metadata: Metadata, reports: Sequence[Report]) -> StateRecord:

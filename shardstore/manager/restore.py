@@ -185,16 +185,17 @@ def discard_later_steps(ranks: Ranks, steps: Steps, chosen: int) -> None:
     it."""
 
     def work(_: list[bytes]) -> bytes:
-        infos = steps.infos()
-        for step in sorted(infos, reverse=True):  # the highest first: what is left is no gap
+        infos, kept = steps.infos(), []
+        for step in sorted(infos, reverse=True):  # the highest first, so that no gap is left
             if step <= chosen:
                 break
-            url = steps.url(step)
             if not infos[step].managed or not steps.delete(step):
-                logger.warning("step %d stays: no manager saved it, or it is in use: %s", step, url)
+                kept.append(step)
                 continue
-            text = f"step {step}, later than step {chosen} which is restored, is deleted: {url}"
+            text = f"deleted step {step}, later than the restored step {chosen}: {steps.url(step)}"
             steps.log("delete", step, text, logging.WARNING)
+        if kept:
+            logger.warning("steps %s stay: no manager saved them, or they are in use", kept)
         return b""
 
     ranks.together(what=f"deleting the steps after {chosen} below {steps.root.url}", decide=work)

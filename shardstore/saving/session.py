@@ -452,6 +452,8 @@ class SaveSession:
             return b"", error
         try:
             self.files.flush()
+            if self.base is not None:
+                self.base.warn()
             self.meter.enter("commit")
             if self.ranks.is_coordinator:
                 return b"", None  # its own manifest is not sent anywhere

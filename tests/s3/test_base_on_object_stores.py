@@ -215,7 +215,7 @@ def test_a_late_attempt_copies_nothing(place: Place) -> None:
     target = Location.of(place("b")[0], **place("b")[1])
     late = object_commit.begin(target)
     chunk = base.read("w0/c.0.0")
-    copies = Copies(base, target, late)
+    copies = Copies(base, target, late, [])
     assert copies.take("w0/c.1.0", len(chunk), None)
     newer = object_commit.begin(target)
     newer.put("w0/c.0.0", b"what the newer one wrote")

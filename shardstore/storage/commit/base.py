@@ -87,6 +87,7 @@ class BaseChunks:
 
     def __init__(self, location: Location, texts: Mapping[str, bytes]) -> None:
         self.location, self._texts = location, texts
+        self.damaged: list[str] = []
         stored = StoredCheckpoint(location, documents=texts)
         self._arrays, self._manifest = stored.arrays, stored.manifest
 
@@ -123,6 +124,17 @@ class BaseChunks:
         except FileNotFoundError:
             return False
 
+    def warn(self) -> None:
+        """Log one warning for all damaged chunks."""
+        if self.damaged:
+            logger.warning(
+                "%d chunk(s) of the base %s are missing or damaged, and were written instead of "
+                "reused, such as %s. Verify the base: it is damaged, or was replaced",
+                len(self.damaged),
+                self.location.url,
+                "; ".join(sorted(self.damaged)[:3]),
+            )
+
 
 def _place(array: ArrayMeta) -> tuple[object, ...]:
     return (array.node, array.grid, array.dtype, array.codecs, array.separator, array.zarr_format)
@@ -151,12 +163,13 @@ def reusing(
     """
     one, other = base.location, attempt.location
     if one.is_local and other.is_local:
-        return ReusingMover(mover, base, Links(one, other), manifest, options)
+        return ReusingMover(mover, base, Links(one, other, base.damaged), manifest, options)
     if not one.is_local and not other.is_local:
         # Not their own "==", which is about the thread that made them too.
         first, second = one.remote.fs, other.remote.fs
         if type(first) is type(second) and first.storage_options == second.storage_options:
-            return ReusingMover(mover, base, Copies(one, other, attempt), manifest, options)
+            adopter = Copies(one, other, attempt, base.damaged)
+            return ReusingMover(mover, base, adopter, manifest, options)
     logger.warning(
         "chunks of %s cannot be reused at %s, which is another store: everything is sent",
         one.url,
@@ -246,16 +259,17 @@ class Adopter(ABC):
     """Makes objects of a base those of another place, without sending them. Safe from any thread.
 
     Args:
-        base: where they are.
-        location: where they shall be.
+        base: the base.
+        location: the new checkpoint.
+        damaged: receives a text for each damaged object.
     """
 
     verb: str
     is_far = False
     least_bytes = CRC_BYTES
 
-    def __init__(self, base: Location, location: Location) -> None:
-        self._base, self.location = base, location
+    def __init__(self, base: Location, location: Location, damaged: list[str]) -> None:
+        self._base, self.location, self._damaged = base, location, damaged
         self._refused = threading.Event()
 
     def take(
@@ -307,13 +321,7 @@ class Adopter(ABC):
                     error.strerror or error,
                 )
         if wrong is not None:
-            logger.warning(
-                "%s/%s, which is to be taken over, %s: it is written anew here, and the checkpoint "
-                "that it is part of is damaged, or was replaced",
-                self._base.url,
-                name,
-                wrong,
-            )
+            self._damaged.append(f"{name}, which {wrong}")
         if taken:
             self.drop(name)
         return False
@@ -372,9 +380,10 @@ class Copies(Adopter):
     """Copies that an object store makes of its own objects.
 
     Args:
-        base: where they are.
-        location: where they shall be, in the same store.
-        attempt: says whether it still owns ``location``.
+        base: the base.
+        location: the new checkpoint, in the same store.
+        attempt: the attempt at ``location``, which must still own it.
+        damaged: receives a text for each damaged object.
     """
 
     verb = "copied"
@@ -382,8 +391,10 @@ class Copies(Adopter):
     least_bytes = 4096
     """Smaller chunks are sent: two requests for a copy are larger than they are."""
 
-    def __init__(self, base: Location, location: Location, attempt: Attempt) -> None:
-        super().__init__(base, location)
+    def __init__(
+        self, base: Location, location: Location, attempt: Attempt, damaged: list[str]
+    ) -> None:
+        super().__init__(base, location, damaged)
         self._attempt = attempt
         self._turn = threading.Lock()
         self._checked = -1.0

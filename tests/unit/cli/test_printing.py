@@ -128,8 +128,8 @@ def test_warnings_of_the_library_are_lines_of_the_command(tmp_path: Path) -> Non
     done = run_with("", "convert", tmp_path / "c", tmp_path / "m.safetensors")
     assert done.returncode == 0
     (line,) = done.stderr.splitlines()
-    assert line.startswith("shardstore: evil\\x1b[31m key")
-    assert "is left out" in line
+    assert "evil\\x1b[31m key" in line
+    assert "are left out" in line
     assert line.isprintable()
 
 
