@@ -5,10 +5,8 @@ The page has no scripts, fonts or requests, and texts from checkpoints are escap
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from html import escape
 from itertools import islice, product
@@ -22,6 +20,7 @@ from shardstore.cli.looking import Module, describe, modules, summary
 from shardstore.cli.printing import complain, emit, say
 from shardstore.inspection.opened import clean, counted, human_bytes
 from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.grid import Box
 from shardstore.storage.stores.location import store_errors
 
 if TYPE_CHECKING:
@@ -39,14 +38,14 @@ MAX_PICTURED = 400
 """Arrays that get a picture and a histogram, the largest ones; a page of more opens slowly."""
 MAX_FINDINGS = 500
 MAX_RANKS = 256
-IN_SUMMARY = {"created", "world_size", "seconds", "shardstore", "arrays", "chunks", "stored_bytes"}
-"""Fields of the commit record that the summary shows, or other words for the same."""
 COLOR = "#0f9488"
+MAX_CELLS = 4096
+Index = tuple[int, ...]
 Picture = tuple[str, str]
 """Shapes of an SVG of ``WIDE`` by ``HIGH``, and a caption."""
 
 STYLE = """
-:root { color-scheme: light dark; --line: #8884; --dim: #5f6b7a; --bar: #0f766e;
+:root { color-scheme: light dark; --dim: #5f6b7a; --bar: #0f766e;
   --ok: #1a7f37; --bad: #cf222e; }
 @media (prefers-color-scheme: dark) {
   :root { --dim: #a3adba; --bar: #2dd4bf; --ok: #4ade80; --bad: #ff7b72; } }
@@ -55,7 +54,6 @@ body { font: 14px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 74re
 h1 { font-size: 1.4rem; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 table { border-collapse: collapse; }
 td { padding: .15rem .8rem .15rem 0; vertical-align: top; overflow-wrap: anywhere; }
-details { border-left: 1px solid var(--line); margin-left: .3rem; padding-left: .8rem; }
 details.array { padding-bottom: .2rem; } summary { cursor: pointer; padding: .1rem 0; }
 .dim { color: var(--dim); } .size { float: right; font-variant-numeric: tabular-nums; }
 .ok { color: var(--ok); font-weight: 600; } .bad { color: var(--bad); font-weight: 600; }
@@ -99,8 +97,7 @@ def plot(
     elif key is None:
         raise opt.UsageProblem(f"plot {kind.value} needs a key; `shardstore ls` lists all keys")
     elif kind is Plot.layout:
-        meta = ckpt[key].meta
-        picture = _layout(meta, cells(meta, ckpt.stored.manifest))
+        picture = _layout(ckpt[key].meta, ckpt.stored.manifest)
     else:
         found, damage = measure([ckpt[key]])
         for text in damage.get(key, []):
@@ -141,17 +138,17 @@ def report(
         statistics, damage = measure(arrays, budget_bytes=budget, progress=progress)
     drawn = {array.key for array in arrays[:MAX_PICTURED]}
 
-    def array_html(name: str, meta: ArrayMeta) -> str:
-        found, pictures = statistics.get(meta.key), {}
-        if meta.key in drawn:
-            pictures["layout"] = _layout(meta, cells(meta, manifest))
+    parts = []
+    for depth, node in modules(ckpt.metas.values()).walk():
+        pictures = {}
+        found = statistics.get(node.array.key) if node.array else None
+        if node.array is not None and node.array.key in drawn:
+            pictures["layout"] = _layout(node.array, manifest)
             if found is not None:
-                bars = histogram(ckpt[meta.key], found, BINS, budget_bytes=budget)
+                bars = histogram(ckpt[node.array.key], found, BINS, budget_bytes=budget)
                 pictures["histogram"] = _histogram(*bars)
-        return _array(name, meta, pictures, found, damage.get(meta.key, ()))
-
-    tree = modules(ckpt.metas.values())
-    text = _page(ckpt.info, tree, array_html, verified, findings)
+        parts.append(_node(depth, node, pictures, found, damage))
+    text = _page(ckpt.info, parts, verified, findings)
     with store_errors("writing", output):
         target.write_text(text, encoding="utf-8")
     is_damaged = bool(damage) or (verified is not None and not verified.ok)
@@ -160,27 +157,6 @@ def report(
     else:
         say(f"{output}{'  (the checkpoint is DAMAGED)' if is_damaged else ''}")
     raise typer.Exit(opt.DAMAGE if is_damaged else 0)
-
-
-MAX_CELLS = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """A chunk as a rectangle, in elements of the two axes that are drawn.
-
-    Attributes:
-        index: index of the chunk.
-        top, left, height, width: its place; a row of height 1 for arrays of one axis or none.
-        rank: the rank that wrote it, if known.
-    """
-
-    index: tuple[int, ...]
-    top: int
-    left: int
-    height: int
-    width: int
-    rank: int | None
 
 
 def drawn_axes(array: ArrayMeta) -> tuple[int | None, int | None]:
@@ -194,27 +170,25 @@ def drawn_axes(array: ArrayMeta) -> tuple[int | None, int | None]:
     return min(best), max(best)
 
 
-def cells(array: ArrayMeta, manifest: Manifest | None) -> list[Cell]:
-    """The chunks of an array as rectangles, those at index 0 of the axes that are not drawn.
+def cells(array: ArrayMeta, manifest: Manifest | None) -> list[tuple[Index, Box, int | None]]:
+    """The chunks of an array, those at index 0 of the axes that are not drawn: index, rectangle in
+    elements of the two axes that are (a row of height 1 for less axes), the rank that wrote it.
 
     At most :data:`MAX_CELLS`: a picture of more would show nothing.
     """
-    if array.grid.size == 0:
-        return []
     axes = drawn_axes(array)
     high, wide = (1 if axis is None else array.grid.counts[axis] for axis in axes)
     high = min(high, MAX_CELLS)
     out = []
-    for place in product(range(high), range(min(wide, MAX_CELLS // high))):
+    for place in product(range(high), range(min(wide, MAX_CELLS // max(1, high)))):
         where = dict(zip(axes, place, strict=True))
         index = tuple(where.get(axis, 0) for axis in range(len(array.shape)))
         box = array.grid.box(index)
-        (top, height), (left, width) = (
-            (0, 1) if axis is None else (box.offset[axis], box.shape[axis]) for axis in axes
-        )
+        corner = tuple(0 if axis is None else box.offset[axis] for axis in axes)
+        shape = tuple(1 if axis is None else box.shape[axis] for axis in axes)
         rank = None if manifest is None else manifest.writer(array, index)
-        out.append(Cell(index, top, left, height, width, rank))
-    return out
+        out.append((index, Box(corner, shape), rank))
+    return out if array.grid.size else []
 
 
 def rank_table(record: Any) -> list[list[str]] | None:
@@ -244,31 +218,23 @@ def rank_table(record: Any) -> list[list[str]] | None:
 
 def _page(
     about: Mapping[str, Any],
-    tree: Module,
-    array_html: Callable[[str, ArrayMeta], str],
+    arrays: Sequence[str],
     verified: Verified | None,
     findings: Sequence[Finding],
 ) -> str:
-    """The whole page; :func:`_array` makes the parts about arrays."""
+    """The whole page; :func:`_node` makes the parts about arrays."""
     url, commit = str(about["url"]), about["commit"] or {}
-    ranks = rank_table(commit.get("ranks"))
-    hidden = IN_SUMMARY | ({"ranks"} if ranks else set())
-    slowest = ""
+    ranks, slowest = rank_table(commit.get("ranks")), ""
     if ranks and "slowest" in commit["ranks"]:
         slowest = escape(f"rank {commit['ranks']['slowest']} took longest")
-    record = summary(about)
-    del record["checkpoint"]  # the heading
-    for name, value in commit.items():
-        if name not in hidden:
-            record[f"commit.{name}"] = value if isinstance(value, str) else json.dumps(value)
+    record = [[name, str(value)] for name, value in summary(about).items() if value]
     body = [
         f"<h1>{escape(url)}</h1>",
-        _table("record", [[name, str(value)] for name, value in record.items() if value]),
+        _table("record", record[1:]),  # the first is the heading
         *([] if ranks is None else ["<h2>Ranks</h2>", _table("ranks", ranks), slowest]),
         "<h2>Verification</h2>",
         _verification(verified, findings),
-        "<h2>Arrays</h2>",
-        f'<div id="tree">{_below(tree, array_html, opened=len(tree.below) == 1)}</div>',
+        f'<h2>Arrays</h2><div id="tree">{"".join(arrays)}</div>',
     ]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -299,45 +265,36 @@ def _verification(verified: Verified | None, findings: Sequence[Finding]) -> str
     )
 
 
-def _below(
-    module: Module, array_html: Callable[[str, ArrayMeta], str], opened: bool = False
-) -> str:
-    return "".join(_node(child, array_html, opened) for child in module.below.values())
-
-
-def _node(module: Module, array_html: Callable[[str, ArrayMeta], str], opened: bool) -> str:
-    own = "" if module.array is None else array_html(module.name, module.array)
-    if not module.below:
-        return own
-    below = _below(module, array_html)
-    return (
-        f'<details class="module"{" open" if opened else ""}><summary><b>{escape(module.name)}</b> '
-        f'<span class="dim">{counted(module.arrays, "array")}</span>'
-        f'<span class="size">{human_bytes(module.bytes)}</span></summary>{own}{below}</details>'
-    )
-
-
-def _array(
-    name: str,
-    meta: ArrayMeta,
+def _node(
+    depth: int,
+    node: Module,
     pictures: Mapping[str, Picture],
     statistics: Statistics | None,
-    damage: Sequence[str],
+    damage: Mapping[str, Sequence[str]],
 ) -> str:
-    """The part of the page about an array.
+    """The part of the page about a module, or an array.
 
     Args:
-        name: last part of its path.
-        meta: the array.
-        pictures: kind -> picture.
-        statistics: of its values, if they were read.
-        damage: what could not be read.
+        depth: how far it is indented.
+        node: the module.
+        pictures: kind -> picture, of the array.
+        statistics: of the array's values, if they were read.
+        damage: key -> what could not be read.
     """
+    begin, meta, name = f'<div style="margin-left: {depth}rem">', node.array, escape(node.name)
+    if node.below:
+        begin += (
+            f'<b>{name}</b> <span class="dim">{counted(node.arrays, "array")}</span>'
+            f'<span class="size">{human_bytes(node.bytes)}</span>'
+        )
+    if meta is None:
+        return f"{begin}</div>"
+    wrong = damage.get(meta.key, ())
     dtype, shape, chunks, shards, size = map(escape, describe(meta))
-    bad = '<span class="bad">damaged</span>' if damage else ""
+    bad = '<span class="bad">damaged</span>' if wrong else ""
     lines = [f"chunks: {chunks}", f"saved from: {shards}" if shards else ""]
     lines.append(_numbers(statistics) if statistics is not None else "")
-    damaged = "".join(f'<div class="bad">{escape(line)}</div>' for line in damage)
+    damaged = "".join(f'<div class="bad">{escape(line)}</div>' for line in wrong)
     figures = (
         f'<figure class="{kind}">{_svg(*picture)}<figcaption>{escape(picture[1])}</figcaption>'
         "</figure>"
@@ -345,12 +302,11 @@ def _array(
         if picture[0]
     )
     key = escape(meta.key, quote=True)
-    whole = "" if name == meta.key else f'<div class="dim">{key}</div>'
     return (
-        f'<details class="array" data-key="{key}"><summary>{escape(name)} '
+        f'{begin}<details class="array" data-key="{key}"><summary>{name} '
         f'<span class="dim">{dtype} {shape}</span> {bad}<span class="size">{size}</span></summary>'
-        f"{whole}<div>{'; '.join(filter(None, lines))}</div>{damaged}"
-        f'<div class="pictures">{"".join(figures)}</div></details>'
+        f'<div class="dim">{key}</div><div>{"; ".join(filter(None, lines))}</div>{damaged}'
+        f'<div class="pictures">{"".join(figures)}</div></details></div>'
     )
 
 
@@ -361,28 +317,24 @@ def _numbers(found: Statistics) -> str:
     return ", ".join(texts + [f"{n:,} {name}" for name, n in counts.items() if n])
 
 
-def _layout(meta: ArrayMeta, cells: Sequence[Cell]) -> Picture:
-    high = max((cell.top + cell.height for cell in cells), default=1)
-    wide = max((cell.left + cell.width for cell in cells), default=1)
-    ranks = sorted({cell.rank for cell in cells if cell.rank is not None})
+def _layout(meta: ArrayMeta, manifest: Manifest | None) -> Picture:
+    found = cells(meta, manifest)
+    high, wide = (max((box.end[i] for _, box, _ in found), default=1) for i in (0, 1))
+    ranks = sorted({rank for _, _, rank in found if rank is not None})
     # Red means damage on this page: the hues begin at blue and end before red.
     hue = {rank: 210 - 180 * i // max(1, len(ranks) - 1) for i, rank in enumerate(ranks)}
     shapes = []
-    for cell in cells:
-        fill = "#999" if cell.rank is None else f"hsl({hue[cell.rank]} 45% 55%)"
-        by = "" if cell.rank is None else f", rank {cell.rank}"
-        place = (
-            WIDE * cell.left / wide,
-            HIGH * cell.top / high,
-            WIDE * cell.width / wide,
-            HIGH * cell.height / high,
-        )
-        shapes.append(_rect(place, fill, f"chunk {list(cell.index)}{by}"))
+    for index, box, rank in found:
+        fill = "#999" if rank is None else f"hsl({hue[rank]} 45% 55%)"
+        by = "" if rank is None else f", rank {rank}"
+        (top, left), (height, width) = box.offset, box.shape
+        place = WIDE * left / wide, HIGH * top / high, WIDE * width / wide, HIGH * height / high
+        shapes.append(_rect(place, fill, f"chunk {list(index)}{by}"))
     named = ", ".join(map(str, ranks[:12])) + (" ..." if len(ranks) > 12 else "")
     writers = f"written by rank{'s' * (len(ranks) > 1)} {named}" if ranks else "writers unknown"
     down, across = (None if axis is None else f"axis {axis}" for axis in drawn_axes(meta))
     axes = f"{across} across" + (f", {down} down" if down else "") if across else "one element"
-    return "".join(shapes), f"{counted(len(cells), 'chunk')}, {axes}; {writers}"
+    return "".join(shapes), f"{counted(len(found), 'chunk')}, {axes}; {writers}"
 
 
 def _histogram(counts: NDArray[np.int64], edges: NDArray[np.float64]) -> Picture:

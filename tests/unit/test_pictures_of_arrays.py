@@ -18,7 +18,7 @@ from shardstore.inspection.opened import StoredArray
 from shardstore.inspection.statistics import histogram, measure
 from shardstore.mapping import ShardedTensor
 from shardstore.storage.format.documents import ArrayMeta
-from shardstore.storage.format.grid import Grid
+from shardstore.storage.format.grid import Box, Grid
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 
 
@@ -28,13 +28,13 @@ def array_of(shape: tuple[int, ...], chunk: tuple[int, ...]) -> ArrayMeta:
 
 def test_cells_are_where_the_chunks_are() -> None:
     found = cells(array_of((5, 7), (2, 4)), None)
-    assert [(c.index, c.top, c.left, c.height, c.width, c.rank) for c in found] == [
-        ((0, 0), 0, 0, 2, 4, None),
-        ((0, 1), 0, 4, 2, 3, None),
-        ((1, 0), 2, 0, 2, 4, None),
-        ((1, 1), 2, 4, 2, 3, None),
-        ((2, 0), 4, 0, 1, 4, None),
-        ((2, 1), 4, 4, 1, 3, None),
+    assert found == [
+        ((0, 0), Box((0, 0), (2, 4)), None),
+        ((0, 1), Box((0, 4), (2, 3)), None),
+        ((1, 0), Box((2, 0), (2, 4)), None),
+        ((1, 1), Box((2, 4), (2, 3)), None),
+        ((2, 0), Box((4, 0), (1, 4)), None),
+        ((2, 1), Box((4, 4), (1, 3)), None),
     ]
 
 
@@ -55,11 +55,11 @@ def test_the_axes_that_are_cut_are_drawn(
     array = array_of(shape, chunk)
     assert drawn_axes(array) == axes
     rows, columns = axes
-    for cell in cells(array, None):
-        box = array.grid.box(cell.index)
+    for index, cell, _ in cells(array, None):
+        box = array.grid.box(index)
         down = (0, 1) if rows is None else (box.offset[rows], box.shape[rows])
         across = (0, 1) if columns is None else (box.offset[columns], box.shape[columns])
-        assert ((cell.top, cell.height), (cell.left, cell.width)) == (down, across)
+        assert [*zip(cell.offset, cell.shape, strict=True)] == [down, across]
 
 
 @given(
@@ -75,10 +75,10 @@ def test_cells_cover_the_face_that_is_drawn_once(
     high = 1 if rows is None else array.shape[rows]
     wide = 1 if columns is None else array.shape[columns]
     face = np.zeros((high, wide), int)
-    for cell in cells(array, None):
-        face[cell.top : cell.top + cell.height, cell.left : cell.left + cell.width] += 1
+    for index, cell, _ in cells(array, None):
+        face[cell.slices] += 1
         others = set(range(len(array.shape))) - {rows, columns}
-        assert all(cell.index[axis] == 0 for axis in others)
+        assert all(index[axis] == 0 for axis in others)
     assert (face == 1).all()
 
 
