@@ -27,7 +27,6 @@ from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box, Grid
 from shardstore.storage.movers.chunk_bytes import as_bytes
 from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
-from shardstore.storage.movers.parallel import default_threads, run_batched
 from shardstore.storage.movers.ranges import FileRanges
 from shardstore.storage.stores.location import Location, store_errors
 from shardstore.values.record import MEMBER, StateRecord
@@ -40,7 +39,6 @@ MAX_PARTS = 9000
 """Of an upload; S3 takes 10,000 (Amazon S3 user guide, "Multipart upload limits")."""
 MIN_PART_BYTES = 8 * 1024 * 1024
 MAX_PART_BYTES = 64 * 1024 * 1024
-_BATCH_BYTES = 4 * 1024 * 1024
 MAX_HEADER_BYTES = 100_000_000
 METADATA = "__metadata__"
 
@@ -186,29 +184,18 @@ class SafetensorsSource:
         Raises:
             DamagedCheckpointError: a file is gone, or truncated.
         """
+        self._ranges.read_all(reads, self._read_one)
 
-        def work(batch: Sequence[RegionRead]) -> None:
-            for read in batch:
-                key = read.array.key
-                name, start = self._places[key]
-                try:
-                    shape = self.arrays[key].shape
-                    self._ranges.read_box(name, start, shape, read.box, read.out)
-                except (FileNotFoundError, ValueError) as error:
-                    path = self._ranges.path(name)
-                    raise DamagedCheckpointError(
-                        f"key {key!r}: {path} changed while it was read ({error})",
-                        key=key,
-                        url=path,
-                    ) from error
-
-        run_batched(
-            reads,
-            work,
-            threads=default_threads(),
-            weight=lambda read: read.out.nbytes,
-            batch_weight=_BATCH_BYTES,
-        )
+    def _read_one(self, read: RegionRead) -> None:
+        key = read.array.key
+        name, start = self._places[key]
+        try:
+            self._ranges.read_box(name, start, self.arrays[key].shape, read.box, read.out)
+        except (FileNotFoundError, ValueError) as error:
+            path = self._ranges.path(name)
+            raise DamagedCheckpointError(
+                f"key {key!r}: {path} changed while it was read ({error})", key=key, url=path
+            ) from error
 
     def extras(self) -> Extras:
         """Return the metadata, and values that a conversion put there."""

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardstore.errors import (
+    CheckpointingException,
     ChunkMissingError,
     DamagedCheckpointError,
     FormatVersionError,
@@ -42,7 +43,6 @@ from shardstore.storage.format.grid import Box, Grid, flat_range_boxes
 from shardstore.storage.format.names import DCP_METADATA_NAME as METADATA_NAME
 from shardstore.storage.format.names import require_inside
 from shardstore.storage.movers.chunks import RegionRead
-from shardstore.storage.movers.parallel import default_threads, run_batched
 from shardstore.storage.movers.ranges import FileRanges, RangeFile
 from shardstore.storage.stores.location import Location
 from shardstore.values.torch_archive import Records
@@ -50,7 +50,6 @@ from shardstore.values.torch_values import BoundedUnpickler, load_bytes
 
 ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"
 """Megatron-Core's name for the shape of a tensor that is stored as flattened ranges."""
-_BATCH_BYTES = 4 * 1024 * 1024
 
 
 class Extent(NamedTuple):
@@ -120,19 +119,6 @@ class _Unpickler(BoundedUnpickler):
         raise pickle.UnpicklingError("a reference to something outside of the file")
 
 
-def _unpickled(data: bytes, url: str) -> Metadata:
-    try:
-        found = _Unpickler(io.BytesIO(data)).load()
-    except Exception as error:  # a damaged pickle can raise anything
-        raise DamagedCheckpointError(
-            f"{url} cannot be read ({type(error).__name__}: {error}); load an earlier checkpoint",
-            url=url,
-        ) from error
-    if not isinstance(found, Metadata) or not isinstance(found.state_dict_metadata, dict):
-        raise NotACheckpointError(f"{url} is not the metadata of a DCP checkpoint", url=url)
-    return found
-
-
 @dataclass
 class DcpFiles:
     """A DCP checkpoint in files.
@@ -183,15 +169,21 @@ class DcpFiles:
         Raises: as :meth:`open`.
         """
         url = f"{location.url}/{METADATA_NAME}"
-        metadata = _unpickled(data, url)
         try:
-            return _parsed(location, metadata)
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            metadata = _Unpickler(io.BytesIO(data)).load()
+            if isinstance(metadata, Metadata) and isinstance(metadata.state_dict_metadata, dict):
+                return _parsed(location, metadata)
+        except CheckpointingException:
+            raise
+        except Exception as error:  # a damaged pickle can raise anything
             raise DamagedCheckpointError(
-                f"{url} is not as DCP writes it ({type(error).__name__}: {error})", url=url
+                f"{url} cannot be read ({type(error).__name__}: {error}); load an earlier "
+                "checkpoint",
+                url=url,
             ) from error
+        raise NotACheckpointError(f"{url} is not the metadata of a DCP checkpoint", url=url)
 
-    def read(self, reads: Sequence[RegionRead], *, threads: int | None = None) -> None:
+    def read(self, reads: Sequence[RegionRead]) -> None:
         """Read regions of tensors into their destinations.
 
         Raises:
@@ -199,18 +191,7 @@ class DcpFiles:
             DamagedCheckpointError: a file is not what the metadata says, or parts of a region are
                 not stored.
         """
-
-        def work(batch: Sequence[RegionRead]) -> None:
-            for read in batch:
-                self._read_one(read)
-
-        run_batched(
-            reads,
-            work,
-            threads=threads or default_threads(),
-            weight=lambda read: read.out.nbytes,
-            batch_weight=_BATCH_BYTES,
-        )
+        self._ranges.read_all(reads, self._read_one)
 
     def _read_one(self, read: RegionRead) -> None:
         key, box = read.array.key, read.box

@@ -90,12 +90,6 @@ def _handed_on(name: str) -> Callable[..., Any]:
     return method
 
 
-_CHOICE = "_storage_setup"
-_PROCESS = "_ProcessBasedAsyncCheckpointExecutor"
-_SAVES = (state_dict_saver, _CHOICE)
-_LOADS = (state_dict_loader, _CHOICE)
-_SAVES_IN_A_PROCESS = (state_dict_saver, _PROCESS)
-
 Place = str | os.PathLike[str]
 
 
@@ -160,8 +154,16 @@ def install(
 
     # Wrong options are told here, not at the first save.
     new_writer()
-    _require()
-    before: Callable[..., Any] = getattr(state_dict_saver, _CHOICE)
+    saver: Any = state_dict_saver
+    loader: Any = state_dict_loader
+    try:
+        before, _ = saver._storage_setup, loader._storage_setup
+        process = saver._ProcessBasedAsyncCheckpointExecutor
+    except AttributeError as error:
+        raise CheckpointingException(
+            f"PyTorch {torch.__version__} chooses its storage in another way ({error}): give each "
+            "call a shardstore.dcp.StorageWriter or StorageReader instead, or upgrade shardstore"
+        ) from error
 
     def choose(storage: Any, checkpoint_id: Place | None, reader: bool = False) -> Any:
         if storage is not None or not checkpoint_id:
@@ -172,9 +174,7 @@ def install(
         chosen.reset(checkpoint_id)
         return chosen
 
-    process: Any = getattr(state_dict_saver, _PROCESS)
-
-    class InAProcess(process):  # type: ignore[misc]
+    class InAProcess(process):  # type: ignore[misc, valid-type]
         """The process that saves knows nothing of this one's choice: it is handed the writer."""
 
         def execute_save(
@@ -192,15 +192,9 @@ def install(
                 **options,
             )
 
-    choices = {_SAVES: choose, _LOADS: choose, _SAVES_IN_A_PROCESS: InAProcess}
+    choices: dict[tuple[Any, str], Any] = {
+        (state_dict_saver, "_storage_setup"): choose,
+        (state_dict_loader, "_storage_setup"): choose,
+        (state_dict_saver, "_ProcessBasedAsyncCheckpointExecutor"): InAProcess,
+    }
     return Installation({**choices, **handing_on(new_reader)})
-
-
-def _require() -> None:
-    for module, name in (_SAVES, _LOADS, _SAVES_IN_A_PROCESS):
-        if not hasattr(module, name):
-            raise CheckpointingException(
-                f"PyTorch {torch.__version__} chooses its storage in another way "
-                f"({module.__name__}.{name} is not there): give each call a "
-                "shardstore.dcp.StorageWriter or StorageReader instead, or upgrade shardstore"
-            )

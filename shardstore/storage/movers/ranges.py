@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,8 +17,11 @@ from numpy.typing import NDArray
 from shardstore.errors import StorageError
 from shardstore.storage.format.grid import Box
 from shardstore.storage.movers.chunk_bytes import slabs, view_in_chunk
+from shardstore.storage.movers.chunks import RegionRead
+from shardstore.storage.movers.parallel import default_threads, run_batched
 from shardstore.storage.stores.location import Location, store_errors
 
+BATCH_BYTES = 4 * 1024 * 1024
 BLOCK_BYTES = 64 * 1024
 """Bytes that are read at a time of the small structures in a file."""
 
@@ -41,25 +44,14 @@ class FileRanges:
             FileNotFoundError: there is none of that name.
             StorageError: the store refused.
         """
-        if name not in self._sizes:
-            self._sizes[name] = int(self.stamp(name)[1])
-        return self._sizes[name]
-
-    def stamp(self, name: str) -> list[Any]:
-        """Name, size and time, which together identify a version of the file.
-
-        Raises:
-            FileNotFoundError: there is none of that name.
-            StorageError: the store refused.
-        """
-        if self.location.is_local:
+        if name not in self._sizes and self.location.is_local:
             with _reading(self.path(name)):
-                status = os.stat(self.path(name))
-            return [name, status.st_size, status.st_mtime_ns]
-        for entry, size, when in self.location.remote.details(name):
-            if entry == name:
-                return [name, size, None if when is None else when.isoformat()]
-        raise FileNotFoundError(self.path(name))
+                self._sizes[name] = os.stat(self.path(name)).st_size
+        elif name not in self._sizes:
+            self._sizes.update((entry, n) for entry, n, _ in self.location.remote.details(name))
+        if name not in self._sizes:
+            raise FileNotFoundError(self.path(name))
+        return self._sizes[name]
 
     def path(self, name: str) -> str:
         """URL of a file."""
@@ -112,6 +104,25 @@ class FileRanges:
             if len(data) != last - first:
                 raise ValueError(f"it ends at byte {first + len(data)}")
             target[...] = view_in_chunk(np.frombuffer(data, np.uint8), target, shape)
+
+    def read_all(
+        self,
+        reads: Sequence[RegionRead],
+        read: Callable[[RegionRead], None],
+    ) -> None:
+        """Call ``read`` for each region, from several threads."""
+
+        def work(batch: Sequence[RegionRead]) -> None:
+            for region in batch:
+                read(region)
+
+        run_batched(
+            reads,
+            work,
+            threads=default_threads(),
+            weight=lambda region: region.out.nbytes,
+            batch_weight=BATCH_BYTES,
+        )
 
     def _mapped(
         self, name: str, start: int, shape: tuple[int, ...], dtype: np.dtype[Any]
