@@ -39,7 +39,7 @@ from shardstore.storage.commit.base import BaseChunks, Writer, read_base, reusin
 from shardstore.storage.commit.publish import About, Files, commit, merge_reports
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.manifest import ChunkRecord, RankManifest
-from shardstore.storage.format.merge import Merged
+from shardstore.storage.format.merge import Merged, join
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
@@ -300,12 +300,13 @@ class SaveSession:
         *,
         what: str,
         error: BaseException | None = None,
+        merge: Callable[[list[bytes]], bytes] | None = None,
         decide: Callable[[list[bytes]], bytes] | None = None,
     ) -> bytes:
         """As :meth:`Ranks.together`. A rank with an error goes to the next meeting, whatever it is
         about, and that is the last one for all."""
         try:
-            return self.ranks.together(report, what=what, error=error, decide=decide)
+            return self.ranks.together(report, what=what, error=error, merge=merge, decide=decide)
         except BaseException as problem:
             self.over = problem
             raise
@@ -432,7 +433,8 @@ class SaveSession:
             if self.over is not None:
                 raise error or self.over
             what = f"committing {self.target.url}"
-            self.record = json.loads(self.meet(report, what=what, error=error, decide=decide))
+            answer = self.meet(report, what=what, error=error, merge=join, decide=decide)
+            self.record = json.loads(answer)
         except BaseException:
             self._give_up()
             raise

@@ -17,13 +17,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardstore.errors import DamagedCheckpointError
+from shardstore.errors import AccessPatternError, DamagedCheckpointError
 from shardstore.storage.commit import folder as commit
 from shardstore.storage.commit.publish import About, publish
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Grid, inner_blocks
 from shardstore.storage.format.manifest import ChunkRecord, Manifest, RankManifest
-from shardstore.storage.format.merge import merge
+from shardstore.storage.format.merge import join, merge
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 
@@ -181,3 +181,56 @@ def test_the_coordinators_own_report_needs_no_packing() -> None:
         assert merged.manifest.to_bytes() == sent.manifest.to_bytes()
         for name in ("documents", "arrays", "objects", "files", "copies", "ranks", "reused_bytes"):
             assert getattr(merged, name) == getattr(sent, name), name
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 5), st.sampled_from([1, 2000])), min_size=1, max_size=4),
+    st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=3), min_size=1, max_size=4),
+    st.randoms(use_true_random=False),
+)
+def test_a_merge_in_parts_is_the_merge(
+    arrays: list[tuple[int, int]], blocks: list[list[int]], random: Any
+) -> None:
+    """Whichever neighbours are joined first, and however many of them know of an array."""
+    metas = [
+        ArrayMeta(f"w{i}", f"w{i}", Grid((count * size,), (size,)), "float32")
+        for i, (count, size) in enumerate(arrays)
+    ]
+    manifests = [RankManifest(rank) for rank in range(sum(map(sum, blocks)))]
+    for number, meta in enumerate(metas):
+        for index in range(meta.grid.size):
+            manifest = random.choice(manifests)
+            manifest.add_array(meta, created=index == 0)
+            running = [random.randrange(9) for _ in range(inner_blocks(meta.chunk_bytes))]
+            record = ChunkRecord(4 + number, index, bytes(16), running)
+            manifest.add_chunk(meta, (index,), record)
+    for manifest in manifests:
+        manifest.objects = [f"o{random.randrange(3)}"]
+        manifest.files = {f"f{manifest.rank}": manifest.rank}
+        manifest.copies = ["c"] * random.randrange(2)
+        manifest.reused_bytes, manifest.seconds = manifest.rank, {"write": manifest.rank / 2}
+    reports = [manifest.to_bytes() for manifest in manifests]
+    left, parts = iter(reports), []
+    for block in blocks:
+        parts.append(join([join([next(left) for _ in range(size)]) for size in block]))
+    at_once, in_parts = merge(reports), merge(parts)
+    assert at_once.manifest.to_bytes() == in_parts.manifest.to_bytes()
+    for name in at_once.__dataclass_fields__.keys() - {"manifest"}:
+        assert getattr(at_once, name) == getattr(in_parts, name), name
+
+
+def test_an_error_that_a_merge_in_parts_finds_names_the_rank_itself() -> None:
+    one, other = (ArrayMeta("w", "w", Grid((4,), (2,)), dtype) for dtype in ("float32", "int32"))
+    record = ChunkRecord(4, 5, bytes(16), ())
+    manifests = [RankManifest(rank) for rank in range(6)]
+    for rank, meta, index in ((1, one, 0), (4, other, 1), (5, other, 1)):
+        manifests[rank].add_array(meta, created=rank == 1)
+        manifests[rank].add_chunk(meta, (index,), record)
+    reports = [manifest.to_bytes() for manifest in manifests]
+    with pytest.raises(ValueError, match="w"):
+        join(reports)
+    for parts in (reports, [join(reports[:3]), join(reports[3:])]):
+        with pytest.raises(AccessPatternError, match=r"rank 4 has .*int32.*rank 1 has .*float32"):
+            merge(parts)
+    with pytest.raises(AccessPatternError, match="rank 4 wrote a part of key 'w', but no rank"):
+        merge([join(reports[2:])])

@@ -20,7 +20,7 @@ import zlib
 from array import array
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -85,6 +85,7 @@ class RankManifest:
         created: key -> array and document text, of those that it creates.
         rows: a :data:`ROW` each chunk.
         running: the running checksums of the chunks, in the order of ``rows``.
+        others: further ranks whose arrays and chunks are among these, see :meth:`join`.
     """
 
     rank: int
@@ -99,6 +100,7 @@ class RankManifest:
     created: dict[str, tuple[ArrayMeta, str]] = field(default_factory=dict)
     rows: bytearray = field(default_factory=bytearray)
     running: array[int] = field(default_factory=lambda: array("I"))
+    others: list[RankManifest] = field(default_factory=list)
 
     def add_array(self, meta: ArrayMeta, *, created: bool) -> str:
         """Note an array that this rank writes to, and whether it is the one that creates it.
@@ -135,6 +137,30 @@ class RankManifest:
     def add_file(self, name: str, data: bytes) -> None:
         """Note a file that is no chunk, by its name below the root."""
         self.files[name] = crc32c(data, 0)
+
+    def join(self, other: RankManifest) -> None:
+        """Take over the arrays and chunks of another rank, for :func:`.merge.merge`.
+
+        Raises:
+            ValueError: the ranks do not agree about an array.
+        """
+        numbers = []
+        for key, summary in zip(other.keys, other.summaries, strict=True):
+            numbers.append(self.keys.setdefault(key, len(self.keys)))
+            if numbers[-1] == len(self.summaries):
+                self.summaries.append(summary)
+            elif self.summaries[numbers[-1]] != summary:
+                raise ValueError(key)
+        for key, created in other.created.items():
+            if self.created.setdefault(key, created)[1] != created[1]:
+                raise ValueError(key)
+        rows = np.frombuffer(other.rows, ROW).copy()
+        rows["array"] = np.array(numbers, np.int64)[rows["array"]]
+        self.rows += rows.tobytes()
+        self.running += other.running
+        nothing = RankManifest(other.rank)
+        alone = {name: getattr(nothing, name) for name in _JOINED}
+        self.others += [replace(other, **alone), *other.others]
 
     def to_bytes(self) -> bytes:
         """Return the same for the coordinator in another process, see :meth:`from_bytes`."""
@@ -315,6 +341,7 @@ class Manifest:
         return manifest
 
 
+_JOINED = ("keys", "summaries", "created", "rows", "running", "others")
 _COLUMNS = ("stored", "crc", "digest", "rank", "running")
 
 

@@ -85,14 +85,11 @@ def merge(reports: Sequence[bytes | RankManifest], *, check: bool = True) -> Mer
         AccessPatternError: "Invalid access pattern", with key, region and ranks; or the ranks do
             not agree whether arrays get documents of their own.
     """
-    parts = [
-        RankManifest.from_bytes(report, number) if isinstance(report, bytes) else report
-        for number, report in enumerate(reports)
-    ]
+    parts = _parts(reports)
+    everyone = [one for part in parts for one in (part, *part.others)]
     created = _created(parts)
     numbers = {key: number for number, key in enumerate(created)}
-    given = [_rows_of(part, created, numbers) for part in parts]
-    rows = np.concatenate([np.zeros(0, ROW), *given])
+    rows = np.concatenate([np.zeros(0, ROW), *(_rows_of(part, created, numbers) for part in parts)])
     metas = [first.meta for first in created.values()]
     entries = [(meta.node, meta.grid.size, meta.chunk_bytes) for meta in metas]
     starts = np.cumsum([0, *(chunks for _, chunks, _ in entries)], dtype=np.int64)
@@ -102,7 +99,7 @@ def merge(reports: Sequence[bytes | RankManifest], *, check: bool = True) -> Mer
     ordered = np.zeros(int(starts[-1]), ROW)
     ordered[position] = rows
     objects: dict[str, list[int]] = {}
-    for part in parts:
+    for part in everyone:
         for unique_key in part.objects:
             objects.setdefault(unique_key, []).append(part.rank)
     return Merged(
@@ -117,15 +114,40 @@ def merge(reports: Sequence[bytes | RankManifest], *, check: bool = True) -> Mer
         [(first.meta.node, first.text) for first in created.values()],
         metas,
         objects,
-        {name: crc for part in parts for name, crc in part.files.items()},
-        {part.rank: part.copies for part in parts if part.copies},
-        sum(part.reused_bytes for part in parts),
-        _array_documents(parts),
-        [
-            RankRow(part.rank, int(some["stored"].sum()), len(some), part.seconds)
-            for part, some in zip(parts, given, strict=True)
-        ],
+        {name: crc for part in everyone for name, crc in part.files.items()},
+        {part.rank: part.copies for part in everyone if part.copies},
+        sum(part.reused_bytes for part in everyone),
+        _array_documents(everyone),
+        _rank_rows(everyone, rows),
     )
+
+
+def join(reports: Sequence[bytes]) -> bytes:
+    """Make one report of those of several ranks, for :func:`merge`: the same, in parts.
+
+    Raises:
+        Exception: the reports do not fit together; :func:`merge` of the reports says why.
+    """
+    whole, *others = _parts(reports)
+    for other in others:
+        whole.join(other)
+    return whole.to_bytes()
+
+
+def _parts(reports: Iterable[bytes | RankManifest]) -> list[RankManifest]:
+    return [
+        RankManifest.from_bytes(report, number) if isinstance(report, bytes) else report
+        for number, report in enumerate(reports)
+    ]
+
+
+def _rank_rows(parts: Iterable[RankManifest], rows: NDArray[Any]) -> list[RankRow]:
+    """Return what each rank wrote; a rank that sent several reports has it in its first row."""
+    chunks = np.bincount(rows["rank"])
+    stored = np.zeros(len(chunks), np.int64)
+    np.add.at(stored, rows["rank"], rows["stored"].astype(np.int64))
+    wrote = dict(enumerate(zip(stored.tolist(), chunks.tolist(), strict=True)))
+    return [RankRow(part.rank, *wrote.pop(part.rank, (0, 0)), part.seconds) for part in parts]
 
 
 def _array_documents(parts: Iterable[RankManifest]) -> bool:
@@ -164,7 +186,7 @@ def _running(
 class _Created(NamedTuple):
     """An array, as the rank that creates it describes it."""
 
-    rank: int
+    by: RankManifest
     meta: ArrayMeta
     text: str
     summary: str
@@ -176,16 +198,26 @@ def _created(parts: Iterable[RankManifest]) -> dict[str, _Created]:
     for part in parts:
         for key, (meta, text) in part.created.items():
             summary = part.summaries[part.keys[key]]
-            first = found.setdefault(key, _Created(part.rank, meta, text, summary))
+            first = found.setdefault(key, _Created(part, meta, text, summary))
             if first.text != text:
-                raise _disagreement(key, part.rank, summary, first)
+                raise _disagreement(key, part, summary, first)
     return dict(sorted(found.items()))
 
 
-def _disagreement(key: str, rank: int, summary: str, first: _Created) -> AccessPatternError:
+def _writer(part: RankManifest, key: str) -> int:
+    """Return a rank that wrote to an array, of those whose chunks a report has."""
+    rows = np.frombuffer(part.rows, ROW)
+    ranks = rows["rank"][rows["array"] == part.keys[key]]
+    return int(ranks[0]) if len(ranks) else part.rank
+
+
+def _disagreement(
+    key: str, part: RankManifest, summary: str, first: _Created
+) -> AccessPatternError:
+    rank, creator = _writer(part, key), _writer(first.by, key)
     return AccessPatternError(
-        f"Invalid access pattern: rank {rank} and rank {first.rank} describe key {key!r} "
-        f"differently: rank {rank} has {summary}; rank {first.rank} has {first.summary}; "
+        f"Invalid access pattern: rank {rank} and rank {creator} describe key {key!r} "
+        f"differently: rank {rank} has {summary}; rank {creator} has {first.summary}; "
         "give both the same",
         key=key,
         rank=rank,
@@ -204,15 +236,16 @@ def _rows_of(
     for key, summary in zip(part.keys, part.summaries, strict=True):
         first = created.get(key)
         if first is None:
+            rank = _writer(part, key)
             raise AccessPatternError(
-                f"Invalid access pattern: rank {part.rank} wrote a part of key {key!r}, but no "
+                f"Invalid access pattern: rank {rank} wrote a part of key {key!r}, but no "
                 "rank holds its first shard (offset 0 along every axis) as main replica; check "
                 "offsets and replica ids",
                 key=key,
-                rank=part.rank,
+                rank=rank,
             )
         if summary != first.summary:
-            raise _disagreement(key, part.rank, summary, first)
+            raise _disagreement(key, part, summary, first)
     rows = np.frombuffer(part.rows, ROW).copy()
     rows["array"] = np.array([numbers[key] for key in part.keys], np.int64)[rows["array"]]
     return rows
