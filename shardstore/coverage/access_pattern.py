@@ -60,13 +60,24 @@ def report_shards(shards: Iterable[Any]) -> bytes:
                 numbers.append(cuts.setdefault(cut, len(cuts)))
         elif isinstance(item, ShardedObject):
             objects.append(item.without_data())
-    return pickle.dumps((keys, numbers, list(cuts), objects))
+    return pickle.dumps([(tuple(keys), tuple(numbers), list(cuts), objects)])
 
 
-def shards_of_report(report: bytes) -> list[ShardedTensor | ShardedObject]:
-    """Return the shards that a report describes, without data."""
-    parsed = pickle.loads(report)
-    return [*_tensors(parsed, set(parsed[0])), *parsed[3]]
+def join_reports(reports: Iterable[bytes]) -> bytes:
+    """Make one report of those of several ranks: what they describe alike is in it once."""
+    known: dict[Any, Any] = {}
+    parsed = [one for report in reports for one in pickle.loads(report)]
+    return pickle.dumps(
+        [
+            (known.setdefault(keys, keys), known.setdefault(numbers, numbers), *rest)
+            for keys, numbers, *rest in parsed
+        ]
+    )
+
+
+def shards_of_report(report: bytes) -> list[list[ShardedTensor | ShardedObject]]:
+    """Return the shards that a report describes, without data, of each of its ranks."""
+    return [[*_tensors(one, set(one[0])), *one[3]] for one in pickle.loads(report)]
 
 
 def _tensors(parsed: Any, of: set[str]) -> Iterator[ShardedTensor]:
@@ -86,14 +97,15 @@ def check_reports(reports: Sequence[bytes]) -> None:
     that ranks cut in the same way are checked once.
 
     Args:
-        reports: what :func:`report_shards` returned on every rank, by rank.
+        reports: what :func:`report_shards` returned on every rank, in the order of the ranks; some
+            may be joined.
 
     Raises:
         AccessPatternError: a part is covered twice or not at all; the text names key, region and
             ranks.
         ShapeMismatchError, DTypeMismatchError: ranks do not describe the same global tensor.
     """
-    parsed = [pickle.loads(report) for report in reports]
+    parsed = [one for report in reports for one in pickle.loads(report)]
     known: dict[tuple[Any, ...], int] = {}
     held: dict[str, list[int]] = defaultdict(list)  # the number of each holder's cut, by rank
     objects: dict[str, _Objects] = defaultdict(list)

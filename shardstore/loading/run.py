@@ -20,7 +20,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 import torch
 
 from shardstore.core import CONFIG_FNAME
-from shardstore.coverage.access_pattern import check_reports, report_shards, shards_of_report
+from shardstore.coverage.access_pattern import (
+    check_reports,
+    join_reports,
+    report_shards,
+    shards_of_report,
+)
 from shardstore.dict_utils import extract_matching_values, merge, nested_values, ordered_like
 from shardstore.distributed.coordinator import GroupRanks
 from shardstore.distributed.groups import Group, require_group
@@ -178,8 +183,9 @@ def run_load(
     with metered("load", location.url, callback) as meter, collector_paused():
         request, answer = step(
             lambda: _prepare(call, location, error),
-            lambda request: pickle.dumps((_report(call, request.wanted), request.offer)),
+            lambda request: pickle.dumps((_report(call, request.wanted), [request.offer])),
             lambda said: _agree(call, location, said),
+            _joined,
         )
         context, reports = open_checkpoint(call, location, request, answer, meter)
         with using(context):
@@ -291,6 +297,13 @@ def _compares_all(call: LoadCall) -> bool:
     return StrictHandling.requires_global_app_metadata(call.mode)
 
 
+def _joined(said: Sequence[bytes]) -> bytes:
+    """Make one report of those of several ranks."""
+    reports, offers = zip(*map(pickle.loads, said), strict=True)
+    report = None if None in reports else join_reports(reports)
+    return pickle.dumps((report, [one for some in offers for one in some]))
+
+
 def _agree(call: LoadCall, location: Location, said: Sequence[bytes]) -> bytes:
     """Read the documents for all ranks, and check what they ask for. Called on the coordinator.
 
@@ -299,7 +312,7 @@ def _agree(call: LoadCall, location: Location, said: Sequence[bytes]) -> bytes:
         shards of a rank are not known yet; the groups that share nothing.
     """
     reports, offers = zip(*map(pickle.loads, said), strict=True)
-    apart = agree(offers, location.url)
+    apart = agree([one for some in offers for one in some], location.url)
     if call.verify_integrity:
         check_integrity(location)
     documents = read_documents(location, DOCUMENTS)
@@ -340,7 +353,7 @@ def _match(
     if StrictHandling.requires_explicit_ckpt_mismatch_check(call.mode):
         stored = stored_metadata(place, for_tensors, for_common)
         stored = {name: value for name, value in stored.items() if value.key != COMMON_OBJECT}
-        everyone = [shards_of_report(report) for report in reports] or None
+        everyone = [one for report in reports for one in shards_of_report(report)] or None
         wanted, missing, unexpected = validate_integrity_and_strict_load(
             wanted, call.mode, False, list(nested_values(wanted)), everyone, stored
         )

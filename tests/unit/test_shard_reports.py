@@ -20,12 +20,18 @@ def shard(
 
 
 def outcome(ranks: list[list[ShardedTensor | ShardedObject]]) -> str:
-    """What the check says."""
-    try:
-        access_pattern.check_reports([access_pattern.report_shards(r) for r in ranks])
-    except CheckpointingException as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    """What the check says, of the reports of all ranks, joined or not."""
+    reports = [access_pattern.report_shards(r) for r in ranks]
+    joined = [reports[0], access_pattern.join_reports(reports[1:])]
+    said = []
+    for told in (reports, joined, [access_pattern.join_reports(joined)]):
+        try:
+            access_pattern.check_reports(told)
+            said.append("")
+        except CheckpointingException as error:
+            said.append(f"{type(error).__name__}: {error}")
+    assert len(set(said)) == 1
+    return said[0]
 
 
 def test_tensors_that_are_cut_alike_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +44,7 @@ def test_tensors_that_are_cut_alike_are_looked_at_once(monkeypatch: pytest.Monke
 
     ranks = [[row("a", r, 3), row("b", r, 3), row("c", r, 5)] for r in range(4)]
     assert outcome(ranks) == ""
-    assert [[(rank, item.key) for rank, item in one] for one in looked] == [
+    assert [[(rank, item.key) for rank, item in one] for one in looked] == 3 * [
         [(rank, key) for rank in range(4)] for key in "ac"
     ]
     del ranks[3][1]
@@ -65,4 +71,15 @@ def test_what_comes_back_is_what_was_described() -> None:
     )
     thing = ShardedObject("o", 5, (2,), (1,), 1)
     found = access_pattern.shards_of_report(access_pattern.report_shards([tensor, 7, thing]))
-    assert found == [tensor.without_data(), thing.without_data()]
+    assert found == [[tensor.without_data(), thing.without_data()]]
+
+
+def test_joined_reports_grow_with_the_cuts_alone() -> None:
+    def of_rank(rank: int) -> bytes:
+        return access_pattern.report_shards(
+            replace(shard((rank, 0), (1, 4), (64, 4)), key=f"model.layers.{i}.weight")
+            for i in range(1000)
+        )
+
+    reports = [of_rank(rank) for rank in range(64)]
+    assert len(access_pattern.join_reports(reports)) < 2 * len(reports[0])
