@@ -127,7 +127,11 @@ def locate(place: str, options: Sequence[str] | None = None) -> Location:
 
 def open_checkpoint(place: str, options: Sequence[str] | None = None) -> OpenCheckpoint:
     """Open the checkpoint at a path or URL. Raises the errors of :func:`shardstore.open`."""
-    return opened.open(locate(place, options))
+    ckpt = opened.open(locate(place, options))
+    if ckpt.refused:
+        others = f" (and {len(ckpt.refused) - 1} more)" if len(ckpt.refused) > 1 else ""
+        complain(f"left out an array{others}: {next(iter(ckpt.refused.values()))}")
+    return ckpt
 
 
 def require_no_array(location: Location) -> None:

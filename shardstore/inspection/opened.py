@@ -78,13 +78,15 @@ def open(
 
     Raises:
         NotACheckpointError: there is nothing that can be opened; the text says what is there.
-        FormatVersionError, DTypeMismatchError: an array has a codec, grid or data type that this
-            version does not read.
+        FormatVersionError, DTypeMismatchError: an array of a checkpoint has a codec, grid or data
+            type that this version does not read. In Zarr of other programs, indexing the result
+            with the key of such an array raises it.
         DamagedCheckpointError: the root document is missing or damaged.
         StorageError: the store failed.
     """
     location = Location.given(place, storage_options)
     stored = StoredCheckpoint(location)
+    stored.refused = {}
     try:
         root = stored.root
     except NotACheckpointError:
@@ -135,6 +137,8 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
         url: URL of the checkpoint.
         stored: its documents and chunks, for the tools of this package.
         metas: key -> description of the array.
+        refused: key -> error of each array that this version cannot read, in Zarr of other
+            programs. Iteration leaves them out.
     """
 
     def __init__(
@@ -143,13 +147,17 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
         self.url = stored.location.url
         self.stored = stored
         self.metas = stored.arrays if metas is None else metas
+        self.refused = stored.refused or {}
 
     def __getitem__(self, key: str) -> StoredArray:
         """Return an array without reading its values.
 
         Raises:
             MissingKeyError: there is no such key; the text names the nearest keys.
+            FormatVersionError, DTypeMismatchError: this version cannot read the array.
         """
+        if key in self.refused:
+            raise self.refused[key]
         if key not in self.metas:
             raise missing(key, self, f"key of {self.url}, which has {len(self)}")
         return StoredArray(self, self.metas[key])
@@ -309,6 +317,7 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
         if len(self) > SHOWN:
             lines.insert(1 + SHOWN // 2, f"... {len(self) - SHOWN:,} more")
         total = f"{counted(len(self), 'array')}, {human_bytes(self.nbytes)}"
+        lines += [f"not readable: {clean(str(error))}" for error in _ends([*self.refused.values()])]
         return "\n".join([f"{clean(self.url)}: {total}", *lines])
 
 

@@ -9,11 +9,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from shardstore.errors import DamagedCheckpointError, NotACheckpointError
+from shardstore.errors import (
+    DamagedCheckpointError,
+    DTypeMismatchError,
+    FormatVersionError,
+    NotACheckpointError,
+)
 from shardstore.storage.commit.identity import instead
 from shardstore.storage.format.documents import (
     CHUNK_SUMS,
     ArrayMeta,
+    Refused,
     RootDocument,
     by_key,
     parse_array,
@@ -64,6 +70,7 @@ class StoredCheckpoint:
     ) -> None:
         self.location = location
         self.documents = documents or {}
+        self.refused: Refused | None = None
         self._threads = threads
         self._lock = threading.Lock()
 
@@ -134,7 +141,7 @@ class StoredCheckpoint:
         root = self.root
         with collector_paused():
             if root is not None and root.consolidated:
-                arrays = root.arrays()
+                arrays = root.arrays(self.refused)
             else:
                 arrays = by_key(list(self._listed_arrays(root)), self.location.url)
         nodes = {meta.node for meta in arrays.values()}
@@ -154,8 +161,13 @@ class StoredCheckpoint:
                 continue  # "KEY.sync", a lock that the zarr library left behind for Megatron-Core
             url = f"{self.location.url}/{node}/{name}"
             parse = parse_v2_array if root is None else parse_array
-            if (meta := parse(node, text, url)) is not None:
-                yield meta
+            try:
+                if (meta := parse(node, text, url)) is not None:
+                    yield meta
+            except (FormatVersionError, DTypeMismatchError) as error:
+                if self.refused is None:
+                    raise
+                self.refused[key_of(node) or node] = error
 
     def check_root(self) -> None:
         """Hold the root document against the manifest and the commit record, by which rot in one

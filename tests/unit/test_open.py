@@ -20,6 +20,7 @@ import shardstore
 from shardstore.errors import (
     ArgumentError,
     ChunkCorruptError,
+    DTypeMismatchError,
     IndexRangeError,
     MissingKeyError,
     NotACheckpointError,
@@ -217,6 +218,24 @@ def test_zarr_of_other_programs(tmp_path: Path, zarr_format: Any, store: str) ->
     assert alone["filled"][2] == 9
     if store == "folder":
         assert ckpt["filled"].tensorstore[7].read().result() == 9
+
+
+@pytest.mark.parametrize("consolidated", [False, True])
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_an_array_of_an_unknown_type(tmp_path: Path, zarr_format: Any, consolidated: bool) -> None:
+    """Of another program: the others open, and its own entry raises an error."""
+    group = zarr.create_group(tmp_path / "z", zarr_format=zarr_format)
+    group.create_array("a", data=np.arange(4.0))
+    group.create_array("when", data=np.zeros(3, "datetime64[s]"))
+    group.create_array("b", data=np.ones((2, 2), "f4"))
+    if consolidated:
+        zarr.consolidate_metadata(tmp_path / "z", zarr_format=zarr_format)
+    opened = shardstore.open(tmp_path / "z")
+    assert sorted(opened) == ["a", "b"]
+    assert (opened["a"][:] == np.arange(4.0)).all()
+    with pytest.raises(DTypeMismatchError, match=r"when.*(datetime64|<M8)"):
+        opened["when"]
+    assert "not readable" in repr(opened)
 
 
 def test_without_documents_of_the_arrays(tmp_path: Path) -> None:

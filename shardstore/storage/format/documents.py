@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 import msgspec
 
 from shardstore.errors import (
+    CheckpointingException,
     DamagedCheckpointError,
     DTypeMismatchError,
     FormatVersionError,
@@ -376,7 +377,7 @@ def parse_array(node: str, text: Text, url: str, sums: object = None) -> ArrayMe
         raise FormatVersionError(
             f"{url} is no array that this version of shardstore reads: {error}", url=url
         ) from error
-    dtypes.check(document.data_type)
+    dtypes.check(document.data_type, url)
     try:
         own = _ATTRIBUTES.decode(document.attributes).shardstore or _Own()
     except msgspec.ValidationError:
@@ -438,7 +439,7 @@ def parse_v2_array(node: str, text: Text, url: str) -> ArrayMeta:
         key=names.key_of(node) or node,
         node=node,
         grid=Grid(document.shape, tuple(max(1, n) for n in document.chunks)),
-        dtype=dtypes.v2_dtype_name(document.dtype),
+        dtype=dtypes.v2_dtype_name(document.dtype, url),
         codecs=() if plain else None,
         zarr_format=2,
         separator=document.dimension_separator,
@@ -466,6 +467,10 @@ def by_key(metas: Sequence[ArrayMeta], url: str) -> dict[str, ArrayMeta]:
 def _dict_of(attributes: Mapping[str, Any], name: str) -> dict[str, Any]:
     found = attributes.get(name)
     return found if isinstance(found, dict) else {}
+
+
+Refused: TypeAlias = dict[str, CheckpointingException]
+"""Key -> error of an array of another program that this version cannot read."""
 
 
 @dataclass(frozen=True)
@@ -502,8 +507,12 @@ class RootDocument:
         """Whether arrays have documents of their own, as far as this one says."""
         return self.about.get(ARRAY_DOCUMENTS) is not False
 
-    def arrays(self) -> dict[str, ArrayMeta]:
-        """All arrays by key.
+    def arrays(self, refused: Refused | None = None) -> dict[str, ArrayMeta]:
+        """Return all arrays by key.
+
+        Args:
+            refused: receives the errors of arrays in a group of another program, instead of
+                raising them.
 
         Raises:
             FormatVersionError, DTypeMismatchError: an array uses what this version does not read.
@@ -518,6 +527,9 @@ class RootDocument:
             try:
                 meta = parse_array(node, text, f"{self.url}/{node}", sums.get(node))
             except (FormatVersionError, DTypeMismatchError) as error:
+                if refused is not None and self.format_version is None:
+                    refused[names.key_of(node) or node] = error
+                    continue
                 if self.is_summed or not ours:
                     raise
                 raise self.damaged(no_save.format(node, error)) from error

@@ -82,12 +82,18 @@ def zarr_name(dtype: torch.dtype | np.dtype[Any]) -> str:
     return name
 
 
-def check(name: object) -> None:
+def check(name: object, url: str | None = None) -> None:
     """Raise :class:`DTypeMismatchError` unless this version reads a Zarr name."""
     if not isinstance(name, str) or name not in _ITEMSIZES:
-        raise DTypeMismatchError(
-            f"stored data type {name!r} is not one that this version reads; known: {_known()}"
-        )
+        raise _unknown(url, name)
+
+
+def _unknown(url: str | None, name: object) -> DTypeMismatchError:
+    return DTypeMismatchError(
+        f"{url or 'an array'} has data type {name!r}, which this version does not read; known: "
+        f"{_known()}",
+        url=url,
+    )
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
@@ -120,11 +126,11 @@ def v2_dtype(name: str) -> str:
     return name if name in _FOREIGN else numpy_dtype(name).str
 
 
-def v2_dtype_name(code: object) -> str:
-    """Zarr name behind the ``dtype`` entry of a Zarr v2 document.
+def v2_dtype_name(code: object, url: str | None = None) -> str:
+    """Return the Zarr name for the ``dtype`` entry of a Zarr v2 document.
 
     Raises:
-        DTypeMismatchError: structured, big-endian or unknown.
+        DTypeMismatchError: the data type is structured, big-endian or unknown.
     """
     if isinstance(code, str):
         if code in _FOREIGN:
@@ -137,9 +143,7 @@ def v2_dtype_name(code: object) -> str:
             name = None
         if name is not None:
             return name
-    raise DTypeMismatchError(
-        f"stored Zarr v2 data type {code!r} is not one that this version reads; known: {_known()}"
-    )
+    raise _unknown(url, code)
 
 
 def as_numpy(tensor: torch.Tensor) -> NDArray[Any]:
