@@ -8,12 +8,17 @@ not use the trainer's process groups, and the handle of every rank gets an error
 from __future__ import annotations
 
 import atexit
+import gc
+import io
 import logging
 import os
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -60,8 +65,9 @@ def async_save(
     Every rank calls it and waits for all others once, before anything is copied, so that wrong
     input on one rank is an error on all. After the call the state may be changed, unless
     ``overlap_staging``. A thread writes the copy and commits together with the other ranks. The
-    save completes even if nobody uses the handle; a failure is then only logged. Wait for the
-    handle before ``destroy_process_group``: the ranks need their connections until the commit.
+    save completes even if nobody uses the handle. If the last save of a program failed and nobody
+    asked its handle, the program prints the error and exits with 1. Wait for the handle before
+    ``destroy_process_group``: the ranks need their connections until the commit.
 
     Args:
         sharded_state_dict: see :func:`shardstore.save`, also for the arguments that are not
@@ -147,6 +153,7 @@ class AsyncSave:
         self._running: tuple[SaveSession, AsyncRequest] | None = (session, request)
         self._record: dict[str, Any] = {}
         self._error: BaseException | None = None
+        self._is_seen = False
         self._finished = threading.Event()
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
         # A daemon, so that the exit functions run and decide whether to wait for it.
@@ -216,6 +223,7 @@ class AsyncSave:
         """
         if not self.wait(timeout):
             raise TimeoutError(f"the save to {self.url} is still running after {timeout} s")
+        self._is_seen = True
         return self._error
 
     def result(self, timeout: float | None = None) -> dict[str, Any]:
@@ -241,10 +249,12 @@ class AsyncSave:
         """Stop writing, so that no rank commits. A commit that has begun is not stopped."""
         running = self._running
         if running is not None and not self.done():
+            self._is_seen = True
             running[0].abort()
 
     def _leave(self) -> None:
         """End the handle in a forked child: the thread and the save belong to the parent."""
+        self._is_seen = True
         if self.done():
             return
         self._error = SaveInProgressError(
@@ -260,6 +270,19 @@ class AsyncSave:
             self.abort()
         self._finished.wait(ABORT_WAIT_S if self._aborts else None)
 
+    def _tell(self) -> None:
+        """At the exit, print an error that the program never asked for, and have it exit with 1."""
+        if self._error is not None and not self._is_seen:
+            print(f"the asynchronous save to {self.url} failed:", file=sys.stderr)
+            traceback.print_exception(self._error)
+            for file in gc.get_objects():  # not all are closed before the end
+                if isinstance(file, io.TextIOBase | io.BufferedIOBase):
+                    with suppress(Exception):
+                        file.flush()
+            # Deleted after all exit functions and all other modules: it refers to none of them.
+            leave = {"__del__": staticmethod(partial(os._exit, 1))}
+            sys.shardstore_exit = type("Exit", (), leave)()  # type: ignore[attr-defined]
+
 
 def _leave_latest() -> None:
     # Keep the handle: the child must not free the save's memory, which may be a device driver's.
@@ -272,7 +295,13 @@ def _end_latest() -> None:
         _latest._at_exit()
 
 
+def _tell_latest() -> None:
+    if _latest is not None:
+        _latest._tell()
+
+
 os.register_at_fork(after_in_child=_leave_latest)
+atexit.register(_tell_latest)  # after _end_latest: the last to be registered is the first
 atexit.register(_end_latest)
 # Exit functions run newest first, so concurrent.futures must be imported before this.
 assert issubclass(ThreadPoolExecutor, Executor)

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from shardstore.dict_utils import dict_list_map_outplace
-from shardstore.errors import CheckpointingException
+from shardstore.errors import ArgumentError, CheckpointingException
 from shardstore.loading.context import LoadContext
 from shardstore.loading.host import Read, read_through_host
 from shardstore.loading.plan import ReadPlan
@@ -87,9 +87,22 @@ def assemble(
                 "common strategy loads other objects"
             )
         read = plan[id(value)]
-        if read.staged is not None:
+        if read.tied:
+            if not torch.equal(_bits(read.target), _bits(read.result)):
+                raise ArgumentError(
+                    f"keys {read.tied!r} and {value.key!r} are loaded into the same memory, and "
+                    f"their stored values in {url} differ; give each a tensor of its own (clone() "
+                    "makes a copy)",
+                    key=value.key,
+                    url=url,
+                )
+        elif read.staged is not None:
             with torch.no_grad():
                 read.result.copy_(read.staged)
         return read.result
 
     return cast(StateDict, dict_list_map_outplace(loaded, sharded_state_dict))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)

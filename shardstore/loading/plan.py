@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import difflib
 import logging
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, cast
 
+import numpy as np
 import torch
 
 from shardstore.dict_utils import dict_list_map_outplace
@@ -45,12 +47,14 @@ class TensorRead:
         staged: host memory that is read into and copied to ``result`` at the end, where parts of
             ``result`` cannot be written.
         is_padded: some of it is not stored, and becomes zero.
+        tied: key of a tensor that is loaded into ``result`` too; what is ``staged`` is compared.
     """
 
     result: torch.Tensor
     regions: list[RegionRead] = field(default_factory=list)
     staged: torch.Tensor | None = None
     is_padded: bool = False
+    tied: str = ""
 
     @property
     def target(self) -> torch.Tensor:
@@ -84,13 +88,15 @@ def plan_reads(
         ShapeMismatchError: it is of another global shape, without ``allow_shape_mismatch``; or the
             tensor given is not of the shape described.
         AccessPatternError: the shard lies outside the global shape.
-        ArgumentError: the tensor given cannot be filled in place.
+        ArgumentError: the tensor given cannot be filled in place, or shares memory with another.
     """
     plan: ReadPlan = {}
     differing: list[str] = []
+    tensors = list({id(tensor): tensor for tensor in tensors}.values())
+    tied = _tied(tensors)
     for tensor in tensors:
         meta = _find_array(arrays, tensor, url, cast)
-        plan[id(tensor)] = _plan_read(tensor, meta)
+        plan[id(tensor)] = _plan_read(tensor, meta, tied=tied.get(id(tensor), ""))
         if meta.dtype != (asked := dtypes.zarr_name(tensor.dtype)):
             differing.append(f"{tensor.key!r} ({meta.dtype} as {asked})")
     if cast == "warn" and differing:
@@ -101,6 +107,76 @@ def plan_reads(
             differing[0],
         )
     return plan
+
+
+_Span: TypeAlias = tuple[int, int, ShardedTensor, torch.Tensor]
+
+
+def _tied(tensors: Sequence[ShardedTensor]) -> dict[int, str]:
+    """Find tensors that are to be loaded into the very memory of another, as tied weights are.
+
+    Returns:
+        ``id`` of the sharded tensor -> key of the other.
+
+    Raises:
+        ArgumentError: two tensors share a part of their memory, so that one would overwrite the
+            other.
+    """
+    spans: list[_Span] = []
+    for tensor in tensors:
+        data: Any = tensor.data
+        if type(data) in (torch.Tensor, torch.nn.Parameter) and data.layout is torch.strided:
+            extent = data.numel()
+            if not data.is_contiguous():
+                extent = 1 + sum(
+                    s * (n - 1) for s, n in zip(data.stride(), data.shape, strict=True)
+                )
+            start = data.data_ptr()  # 0: a tensor without memory
+            if start and data.numel():
+                spans.append((start, start + extent * data.element_size(), tensor, data))
+    spans.sort(key=operator.itemgetter(0))
+    tied: dict[int, str] = {}
+    before: list[_Span] = []
+    for span in spans:
+        start, _, tensor, data = span
+        before = [other for other in before if other[1] > start]
+        for _, _, other, memory in before:
+            if _elements(data) == _elements(memory):
+                if _region(tensor) != _region(other):
+                    tied.setdefault(id(tensor), other.key)
+            elif np.shares_memory(np.asarray(_Memory(data)), np.asarray(_Memory(memory))):
+                raise ArgumentError(
+                    f"keys {other.key!r} and {tensor.key!r} are to be loaded into tensors of shape "
+                    f"{tuple(memory.shape)} and {tuple(data.shape)} that share a part of their "
+                    "memory, so that one would overwrite the other; nothing was loaded. Give each "
+                    "memory of its own (clone() makes a copy)",
+                    key=tensor.key,
+                )
+        before.append(span)
+    return tied
+
+
+def _elements(data: torch.Tensor) -> tuple[Any, ...]:
+    return data.data_ptr(), data.shape, data.stride(), data.dtype
+
+
+def _region(tensor: ShardedTensor) -> tuple[Any, ...]:
+    flat = tensor.flattened_range
+    return tensor.key, local_box(tensor), None if flat is None else flat_bounds(tensor)
+
+
+class _Memory:
+    """Where the elements of a tensor lie, on any device, for NumPy, which never looks at them."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        size = data.element_size()
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": f"|V{size}",
+            "shape": tuple(data.shape),
+            "strides": tuple(stride * size for stride in data.stride()),
+            "data": (data.data_ptr(), True),
+        }
 
 
 def _find_array(
@@ -159,8 +235,9 @@ def _require_cast(tensor: ShardedTensor, meta: ArrayMeta, url: str, cast: object
     )
 
 
-def _plan_read(tensor: ShardedTensor, meta: ArrayMeta) -> TensorRead:
-    """Plan how one sharded tensor is loaded from its array."""
+def _plan_read(tensor: ShardedTensor, meta: ArrayMeta, *, tied: str = "") -> TensorRead:
+    """Plan how one sharded tensor is loaded from its array; ``tied``: key of another tensor that is
+    loaded into the same memory."""
     tensor.validate_metadata_integrity()
     box = local_box(tensor)
     is_whole = box.shape == tensor.global_shape and not any(box.offset)
@@ -171,6 +248,8 @@ def _plan_read(tensor: ShardedTensor, meta: ArrayMeta) -> TensorRead:
             key=tensor.key,
         )
     read = _destination(tensor)
+    if tied:
+        read.staged, read.tied = torch.empty(data_shape(tensor), dtype=tensor.dtype), tied
     read.is_padded = meta.shape != tensor.global_shape and not _is_inside(box, meta.shape)
     name = dtypes.zarr_name(tensor.dtype)
     target = read.target

@@ -241,3 +241,69 @@ def test_what_verify_takes(saved: Path) -> None:
     seen: list[Progress] = []
     _verify(saved, progress=seen.append)
     assert (seen[-1].phase, seen[-1].bytes_done, seen[-1].bytes_total) == ("done", 24, 24)
+
+
+# -- tensors to be loaded that share memory ----------------------------------------------------
+
+
+def _views(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    memory = torch.zeros(4, 12)
+    return {
+        "parts that overlap": (memory[:3], memory[1:]),
+        "transposed": (memory[:, :4], memory[:, :4].T),
+        "another shape": (memory.reshape(48), memory),
+        "columns that overlap": (memory[:, :8], memory[:, 4:]),
+        "other bits": (memory[0].view(torch.int32), memory[0]),
+    }[kind]
+
+
+def _saved(place: Path, *tensors: torch.Tensor) -> None:
+    fills = [torch.full(t.shape, i + 1, dtype=t.dtype) for i, t in enumerate(tensors)]
+    shardstore.save(_asked(*fills), place)
+
+
+def _asked(*tensors: torch.Tensor) -> dict[str, Any]:
+    return {
+        f"t{i}": ShardedTensor.from_rank_offsets(f"t{i}", tensor)
+        for i, tensor in enumerate(tensors)
+    }
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["parts that overlap", "transposed", "another shape", "columns that overlap", "other bits"],
+)
+def test_targets_that_share_memory(tmp_path: Path, kind: str) -> None:
+    views = _views(kind)
+    _saved(tmp_path / "c", *views)
+    with pytest.raises(ArgumentError, match=r"'t[01]' and 't[01]'.*share a part of their memory"):
+        shardstore.load(_asked(*views), tmp_path / "c")
+    assert not any(view.any() for view in views)
+    by_dcp = StorageReader(tmp_path / "c")
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load({f"t{i}": v for i, v in enumerate(views)}, storage_reader=by_dcp, no_dist=True)
+    assert "share a part of their memory" in str(caught.value.failures[0][0])
+
+
+def test_views_that_share_no_element(tmp_path: Path) -> None:
+    memory = torch.zeros(4, 12)
+    views = [memory[:, :4], memory[:, 4:8], memory[:2, 8:], memory[2:, 8::2], memory[2:, 9::2]]
+    _saved(tmp_path / "c", *views)
+    shardstore.load(_asked(*views), tmp_path / "c")
+    assert [float(view.mean()) for view in views] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_tied_tensors(tmp_path: Path, dtype: torch.dtype) -> None:
+    """One tensor under two keys: what is stored under both has to be the same."""
+    tied = torch.zeros(2, 3, dtype=dtype)
+    values = torch.tensor([[1, 2, 3], [4, 5, 6]]).to(dtype)
+    if dtype.is_floating_point:
+        values[0, 0] = torch.nan
+    shardstore.save(_asked(values, values), tmp_path / "same")
+    loaded: Any = shardstore.load(_asked(tied, tied), tmp_path / "same")
+    assert torch.equal(tied.view(torch.uint8), values.view(torch.uint8))
+    assert loaded["t0"].data_ptr() == loaded["t1"].data_ptr() == tied.data_ptr()
+    shardstore.save(_asked(values, values * 2), tmp_path / "other")
+    with pytest.raises(ArgumentError, match=r"'t0' and 't1'.*same memory.*differ"):
+        shardstore.load(_asked(tied, tied), tmp_path / "other")

@@ -1,0 +1,76 @@
+"""A program exits with 1, and says why, if its last asynchronous save failed and it never asked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import atexit, os, sys, torch
+atexit.register(print, "a hook from before the import")
+late = open(sys.argv[1] + ".late", "w")
+late.write("written in a buffer")
+import shardstore
+from shardstore import ShardedTensor
+
+atexit.register(print, "a hook from after the import")
+
+def begin(fails, **options):
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}
+    if fails:
+        state["refused"] = print
+    return shardstore.async_save(state, sys.argv[1], overwrite=True, **options)
+
+def seen():
+    handle.wait()
+    assert handle.exception() is not None
+
+mode = sys.argv[2]
+handle = begin(mode != "succeeds", at_exit="abort" if mode == "aborts" else "wait")
+if mode == "seen":
+    seen()
+if mode == "seen by a hook":
+    atexit.register(seen)
+if mode == "aborted":
+    handle.abort()
+if mode == "another":
+    handle = begin(False)
+print("the end of the program")
+if mode == "raises":
+    raise SystemExit(3)
+"""
+CODES = {
+    "fails": 1,
+    "raises": 1,
+    "succeeds": 0,
+    "seen": 0,
+    "seen by a hook": 0,
+    "another": 0,
+}
+
+
+@pytest.mark.parametrize("mode", CODES)
+def test_the_exit_code(tmp_path: Path, mode: str) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "program.py", tmp_path / "c", mode],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == CODES[mode], done.stderr
+    assert done.stdout.splitlines() == [
+        "the end of the program",
+        "a hook from after the import",
+        "a hook from before the import",
+    ]
+    assert (tmp_path / "c.late").read_text() == "written in a buffer"
+    if CODES[mode]:
+        assert "'refused' is a builtins.builtin_function" in done.stderr
+        assert f"save to {tmp_path / 'c'} failed" in done.stderr
