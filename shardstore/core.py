@@ -10,23 +10,14 @@ from typing import Any
 
 import msgspec
 
+from shardstore.errors import CheckpointingException as CheckpointingException
 from shardstore.errors import (
-    CheckpointingException,
     DamagedCheckpointError,
     FormatVersionError,
     NotACheckpointError,
 )
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
-
-__all__ = [
-    "CONFIG_FNAME",
-    "CheckpointingConfig",
-    "CheckpointingException",
-    "check_is_distributed_checkpoint",
-    "maybe_load_config",
-    "save_config",
-]
 
 CONFIG_FNAME = "metadata.json"
 DCP_BACKEND = "torch_dist"

@@ -31,28 +31,6 @@ import pickle
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = [
-    "AccessPatternError",
-    "ArgumentError",
-    "CheckpointExistsError",
-    "CheckpointingException",
-    "ChunkCorruptError",
-    "ChunkMissingError",
-    "DTypeMismatchError",
-    "DamagedCheckpointError",
-    "FormatVersionError",
-    "IndexRangeError",
-    "KeyNameError",
-    "MissingKeyError",
-    "NotACheckpointError",
-    "RanksError",
-    "SaveInProgressError",
-    "ShapeMismatchError",
-    "StorageError",
-    "StructureError",
-    "UnsafeObjectError",
-]
-
 
 class CheckpointingException(Exception):  # noqa: N818 (Megatron-Core's name)
     """Base of every error raised by shardstore.

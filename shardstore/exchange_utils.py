@@ -24,20 +24,6 @@ from shardstore.errors import CheckpointingException
 from shardstore.mapping import ShardedStateDict, ShardedTensor, is_main_replica
 from shardstore.utils import _sharded_tensor_shard_id, _ShardId
 
-__all__ = [
-    "ShardDistribution",
-    "data_shape",
-    "determine_main_replica_uniform_distribution",
-    "distribute_shards_to_ranks",
-    "exchange_by_distribution",
-    "exchange_loaded_objects_gather_object",
-    "exchange_loaded_tensors_broadcast",
-    "exchange_loaded_tensors_gather_object",
-    "exchange_loaded_tensors_gather_rounds",
-    "is_float8tensor",
-    "require_known",
-]
-
 T = TypeVar("T", bound=Hashable)
 
 

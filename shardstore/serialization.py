@@ -40,28 +40,12 @@ from shardstore.strategies.base import (
     StrategyAction,
     get_default_strategy,
 )
+from shardstore.validation import CkptShardedMetadata as CkptShardedMetadata
 from shardstore.validation import (
-    CkptShardedMetadata,
     StrictHandling,
     save_integrity_manifest,
     validate_sharded_objects_handling,
 )
-
-__all__ = [
-    "CkptShardedMetadata",
-    "begin_save",
-    "get_default_load_sharded_strategy",
-    "get_default_save_common_strategy",
-    "get_default_save_sharded_strategy",
-    "load",
-    "load_common_state_dict",
-    "load_content_metadata",
-    "load_plain_tensors",
-    "load_sharded_metadata",
-    "load_tensors_metadata",
-    "remove_sharded_tensors",
-    "save",
-]
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -55,25 +55,6 @@ from shardstore.strategies.base import (
 )
 from shardstore.values.torch_values import require_loadable
 
-__all__ = [
-    "CkptShardedMetadata",
-    "GlobalMetadata",
-    "LocalMetadata",
-    "StrictHandling",
-    "comparable",
-    "compare_common",
-    "determine_global_metadata",
-    "parse_strict_flag",
-    "pickled",
-    "save_integrity_manifest",
-    "validate_integrity_and_strict_load",
-    "validate_sharded_objects_handling",
-    "validate_sharding_integrity",
-    "verify_checkpoint",
-    "verify_checkpoint_and_load_strategy",
-    "verify_integrity_manifest",
-]
-
 logger = logging.getLogger(__name__)
 
 CkptShardedMetadata: TypeAlias = dict[str, Any]

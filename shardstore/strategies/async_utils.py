@@ -20,14 +20,6 @@ from shardstore.distributed.groups import exchange_device, group_rank, has_ranks
 from shardstore.errors import CheckpointingException, RanksError
 from shardstore.storage.movers.parallel import yield_to_others
 
-__all__ = [
-    "AsyncCaller",
-    "AsyncCallsQueue",
-    "AsyncRequest",
-    "PersistentAsyncCaller",
-    "TemporalAsyncCaller",
-]
-
 
 class AsyncRequest(NamedTuple):
     """What is left to do of a save: one function for the background, some for afterwards.

@@ -19,22 +19,6 @@ from shardstore.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 if TYPE_CHECKING:
     from shardstore.mapping import ShardedStateDict, StateDict
 
-__all__ = [
-    "AsyncSaveShardedStrategy",
-    "LoadCommonStrategy",
-    "LoadShardedStrategy",
-    "LoadStrategyBase",
-    "ReadsOwnFormat",
-    "SaveCommonStrategy",
-    "SaveShardedStrategy",
-    "SaveStrategyBase",
-    "StrategyAction",
-    "async_calls",
-    "default_strategies",
-    "get_default_strategy",
-    "register_default_strategy",
-]
-
 
 class StrategyAction(Enum):
     """What a strategy does: load or save, the common or the sharded part."""

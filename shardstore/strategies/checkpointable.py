@@ -21,8 +21,6 @@ from shardstore.errors import CheckpointingException
 from shardstore.mapping import ShardedTensor
 from shardstore.sharded.layouts import local_box
 
-__all__ = ["CheckpointableShardedTensor", "LocalShardsContainer"]
-
 
 class CheckpointableShardedTensor(torch.Tensor):
     """One local shard, which DCP takes for its global tensor.

@@ -47,14 +47,6 @@ from shardstore.values import plain as plain_values
 from shardstore.values import record
 from shardstore.values.torch_values import dump_bytes, load_bytes, require_loadable
 
-__all__ = [
-    "COMMON_STATE_FNAME",
-    "JsonCommonLoadStrategy",
-    "TorchCommonLoadStrategy",
-    "TorchCommonSaveStrategy",
-    "register_default_common_strategies",
-]
-
 logger = getLogger(__name__)
 
 COMMON_STATE_FNAME = COMMON_STATE_NAME

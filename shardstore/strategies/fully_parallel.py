@@ -39,12 +39,6 @@ from shardstore.strategies.base import (
 )
 from shardstore.utils import _sharded_object_id, _sharded_tensor_shard_id, _ShardId
 
-__all__ = [
-    "FullyParallelLoadStrategyWrapper",
-    "FullyParallelSaveStrategyWrapper",
-    "distribute_main_replicas_with_precomputed_distribution",
-]
-
 T = TypeVar("T", bound=ShardedBase)
 
 

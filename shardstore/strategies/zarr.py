@@ -64,18 +64,6 @@ from shardstore.strategies.base import (
 if TYPE_CHECKING:
     import zarr
 
-__all__ = [
-    "ZarrLoadShardedStrategy",
-    "ZarrSaveShardedStrategy",
-    "flatten_range",
-    "load_zarr_based_sharded_metadata",
-    "numpy_to_torch_dtype_dict",
-    "pad_to_expected_shape",
-    "postprocess_numpy_array",
-    "register_default_zarr_strategies",
-    "torch_to_numpy_dtype_dict",
-]
-
 logger = getLogger(__name__)
 
 numpy_to_torch_dtype_dict: dict[Any, torch.dtype] = {
