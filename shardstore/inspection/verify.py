@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from shardstore.errors import CheckpointingException, DamagedCheckpointError
 from shardstore.progress import Meter, ProgressCallback, log_event, metered
-from shardstore.storage.checkpoint import OWN_FILES, StoredCheckpoint
+from shardstore.storage.checkpoint import OWN_FILES, ReplacedError, StoredCheckpoint
 from shardstore.storage.format.documents import ArrayMeta, RootDocument, parse_array
 from shardstore.storage.format.grid import Grid
 from shardstore.storage.format.manifest import MANIFEST_NAME, Manifest
@@ -130,13 +130,18 @@ def verify(
     Raises:
         ArgumentError: ``threads`` or ``progress`` has a wrong value.
         NotACheckpointError: there is no checkpoint.
-        StorageError: the store cannot be listed.
+        StorageError: the store cannot be listed, or the checkpoint was replaced twice meanwhile.
     """
     require_number("threads", threads, none=True)
     url = stored.location.url
     log_event(logger, "verify_begin", f"{url}: verifying", url=url)
     with metered("verify", url, progress) as meter:
-        result = _Verification(stored, found, keys, hashes, threads, meter).run()
+        try:
+            result = _Verification(stored, found, keys, hashes, threads, meter).run()
+        except ReplacedError as error:
+            logger.warning("%s; verifying what is there now", error)
+            stored = StoredCheckpoint(stored.location)
+            result = _Verification(stored, found, keys, hashes, threads, meter).run()
         if not result.ok:
             meter.enter("failed")
     about = {name: n for name, n in result.as_dict().items() if name not in ("ok", "unchecked")}
@@ -188,6 +193,8 @@ class _Verification:
             batch_weight=BATCH_BYTES if is_local else 1,
             batch_items=len(jobs) + 1 if is_local else 1,
         )
+        if not self.result.ok:
+            self.stored.require_unchanged()
         self.result.seconds = perf_counter() - start
         return self.result
 
@@ -224,6 +231,8 @@ class _Verification:
         text = text.replace("\n", " ").replace("PATH", path, 1)
         with self.lock:
             if severity == "damage":
+                if self.result.damage.bit_count() <= 1:  # after 0, 1, 2, 4, 8 ... findings
+                    self.stored.require_unchanged()
                 self.result.damage += 1
             else:
                 self.result.notes += 1

@@ -27,11 +27,11 @@ from shardstore.coverage.access_pattern import (
     shards_of_report,
 )
 from shardstore.dict_utils import extract_matching_values, merge, nested_values, ordered_like
-from shardstore.distributed.coordinator import GroupRanks
+from shardstore.distributed.coordinator import GroupRanks, Ranks
 from shardstore.distributed.groups import Group, require_group
 from shardstore.dtensor.adoption import Adopted, adopt_for_load, needs_adoption
 from shardstore.dtensor.layout import apply_claims, claims, decide_claims
-from shardstore.errors import ArgumentError
+from shardstore.errors import ArgumentError, RanksError
 from shardstore.loading.context import (
     DEFAULT_BUDGET_BYTES,
     LoadContext,
@@ -45,7 +45,7 @@ from shardstore.loading.replicas import Offer, agree, offer, sharing_group
 from shardstore.mapping import ShardedObject, ShardedStateDict, StateDict, apply_factory_merges
 from shardstore.progress import Meter, ProgressCallback, callback_of, log_event, metered
 from shardstore.state_dict_utils import check_state, load_preprocess
-from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.checkpoint import ReplacedError, StoredCheckpoint
 from shardstore.storage.format.names import COMMON_OBJECT, COMMON_STATE_NAME
 from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.stores.location import Location, shown
@@ -170,8 +170,36 @@ def run_load(
         call: what this rank gives.
         stored_metadata: tells what the checkpoint holds, where keys are compared.
     """
-    started = perf_counter()
     ranks = GroupRanks.of(call.process_group)
+    try:
+        return _run_once(call, stored_metadata, ranks)
+    except Exception as problem:
+        if not _was_replaced(ranks, problem):
+            raise
+        logger.warning("%s; loading what is there now", problem)
+    return _run_once(call, stored_metadata, ranks)
+
+
+def _was_replaced(ranks: Ranks, problem: Exception) -> bool:
+    """Return whether a load failed because the checkpoint was replaced, and for no other reason on
+    any rank. Called by every rank, with what it raised there."""
+    kind = "replaced" if isinstance(problem, ReplacedError) else "other"
+    kind = "ranks" if isinstance(problem, RanksError) else kind
+
+    def decide(kinds: list[bytes]) -> bytes:
+        return b"yes" if b"replaced" in kinds and b"other" not in kinds else b""
+
+    try:
+        answer = b"" if ranks.is_broken else ranks.together(kind.encode(), what="", decide=decide)
+    except Exception:  # a rank was lost: what was raised before counts
+        return False
+    return answer == b"yes"
+
+
+def _run_once(
+    call: LoadCall, stored_metadata: StoredMetadata, ranks: Ranks
+) -> StateDict | tuple[StateDict, set[str], set[str]]:
+    started = perf_counter()
     error = call.error
     location, callback = Location(shown(call.checkpoint_dir)), None
     try:
@@ -188,11 +216,12 @@ def run_load(
             _joined,
         )
         context, reports = open_checkpoint(call, location, request, answer, meter)
+        watched = context.stored.unless_replaced()
         with using(context):
             if reports is None:
                 # Every rank finds the stored arrays of its plain tensors and DTensors.
                 request, owners = step(
-                    lambda: _adopt(call, context, request),
+                    watched(lambda: _adopt(call, context, request)),
                     lambda request: claims(request.wanted or {}),
                     decide_claims,
                 )
@@ -203,8 +232,10 @@ def run_load(
                     lambda said: pickle.dumps(_checked(call, [pickle.loads(one) for one in said])),
                 )
                 reports = pickle.loads(answer)
-            matched, _ = step(lambda: _match(call, context, request, reports, stored_metadata))
-            loaded, _ = step(lambda: _assemble(request, matched, _read(context, matched)))
+            matched, _ = step(
+                watched(lambda: _match(call, context, request, reports, stored_metadata))
+            )
+            loaded, _ = step(watched(lambda: _assemble(request, matched, _read(context, matched))))
             loaded = cast(StateDict, ordered_like(call.sharded_state_dict, loaded))
     if ranks.is_coordinator:
         seconds = perf_counter() - started

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from shardstore.errors import (
     DTypeMismatchError,
     FormatVersionError,
     NotACheckpointError,
+    StorageError,
 )
 from shardstore.storage.commit.identity import instead
 from shardstore.storage.format.documents import (
@@ -51,6 +53,10 @@ LAYOUT = ("zarr", 2)
 """Backend and version, as ``metadata.json`` has them, of checkpoints with a root document."""
 
 
+class ReplacedError(StorageError):
+    """The checkpoint was replaced or deleted while it was read."""
+
+
 class StoredCheckpoint:
     """What is stored at a location.
 
@@ -73,6 +79,8 @@ class StoredCheckpoint:
         self.refused: Refused | None = None
         self._threads = threads
         self._lock = threading.Lock()
+        text = self.documents.get("zarr.json")
+        self._seen = None if text is None else hash(text)  # the root document that was read
 
     def document(self, name: str) -> bytes:
         """Return a small document.
@@ -81,11 +89,37 @@ class StoredCheckpoint:
             FileNotFoundError: there is none of that name.
             StorageError: the store refused.
         """
-        if name not in self.documents:
-            return self.location.read(name)
-        if (data := self.documents[name]) is None:
+        data = self.documents[name] if name in self.documents else self.location.read(name)
+        if data is None:
             raise FileNotFoundError(f"{self.location.url}/{name}")
+        if name == "zarr.json":
+            self._seen = hash(data)
         return data
+
+    def require_unchanged(self) -> None:
+        """Raise :class:`ReplacedError` if the root document is not the one that was read."""
+        try:
+            changed = self._seen not in (None, hash(self.location.read("zarr.json")))
+        except FileNotFoundError:
+            changed = self._seen is not None
+        except StorageError:
+            return
+        if changed:
+            url = self.location.url
+            raise ReplacedError(
+                f"{url} was replaced while it was read: another save wrote over it, or it was "
+                "deleted. Read it again, or read a checkpoint that nobody writes over",
+                url=url,
+            )
+
+    @contextmanager
+    def unless_replaced(self) -> Iterator[None]:
+        """Raise :class:`ReplacedError` in place of another error where that is the cause."""
+        try:
+            yield
+        except Exception:
+            self.require_unchanged()
+            raise
 
     def has_document(self, name: str) -> bool:
         """Return whether there is a document of that name."""
@@ -250,22 +284,24 @@ class StoredCheckpoint:
 
         Raises:
             ChunkMissingError, ChunkCorruptError: name key, chunk and the rank that wrote it.
+            ReplacedError: the checkpoint was replaced.
         """
         own = [read for read in reads if read.array.codecs is not None]
         other = [read for read in reads if read.array.codecs is None]
         # Each mover is imported where it is needed: TensorStore alone takes half a second.
-        if own and self.location.is_local:
-            from shardstore.storage.movers.files import FileMover
+        with self.unless_replaced():
+            if own and self.location.is_local:
+                from shardstore.storage.movers.files import FileMover
 
-            FileMover(self.location, threads=self._threads).read(own, self._manifest, done)
-        elif own:
-            from shardstore.storage.movers.object_mover import ObjectMover
+                FileMover(self.location, threads=self._threads).read(own, self._manifest, done)
+            elif own:
+                from shardstore.storage.movers.object_mover import ObjectMover
 
-            ObjectMover(self.location).read(own, self._manifest, done)
-        if other:
-            from shardstore.storage.movers.tensorstore_reader import TensorStoreReader
+                ObjectMover(self.location).read(own, self._manifest, done)
+            if other:
+                from shardstore.storage.movers.tensorstore_reader import TensorStoreReader
 
-            TensorStoreReader(self.location).read(other, self._manifest, done)
+                TensorStoreReader(self.location).read(other, self._manifest, done)
 
     def _manifest(self) -> Manifest | None:
         with self._lock:  # one of the threads that read asks the store, the others wait

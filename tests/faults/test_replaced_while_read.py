@@ -1,0 +1,213 @@
+"""A checkpoint that is replaced or deleted while it is read is not called damaged.
+
+The moment is the opening of the n-th file of the checkpoint; what happens there is another save.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardstore
+from shardstore.errors import NotACheckpointError
+from shardstore.inspection.verify import Finding, verify
+from shardstore.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from shardstore.storage.checkpoint import ReplacedError, StoredCheckpoint
+from shardstore.storage.movers import checksums, files
+from shardstore.storage.movers import verify as verifying
+from shardstore.storage.stores.location import Location
+from shardstore.strategies.zarr import ZarrSaveShardedStrategy
+from tests.helpers.rank_server import start
+
+KEYS = 4
+_doing: list[Callable[[str], None]] = []
+
+
+def _hook(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "open" and _doing and isinstance(arguments[0], str):
+        _doing[0](arguments[0])
+
+
+sys.addaudithook(_hook)
+
+
+@contextmanager
+def at_open(folder: Path, number: int, work: Callable[[], None]) -> Iterator[list[str]]:
+    """Do some work right before the n-th opening of a file below a folder; yields their names."""
+    calls, names = itertools.count(), list[str]()
+
+    def opened(path: str) -> None:
+        if path.startswith(f"{folder}/"):
+            names.append(path)
+            if next(calls) == number:
+                todo, _doing[:] = list(_doing), []
+                work()
+                _doing[:] = todo
+
+    def read_chunk(path: str, *arguments: Any) -> Any:  # opens it in compiled code
+        _hook("open", (path,))
+        return checksums.read_chunk(path, *arguments)
+
+    _doing[:] = [opened]
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (files, verifying):
+            patch.setattr(module, "read_chunk", read_chunk)
+        yield names
+    _doing.clear()
+
+
+def state(version: int, parts: int = 1, rank: int = 0) -> dict[str, Any]:
+    found: dict[str, Any] = {"step": version, "o": ShardedObject("o", [version], (1,), (0,))}
+    for i in range(KEYS):
+        part = torch.full((6 * parts, 64), float(10 * version + i)).chunk(parts)[rank].clone()
+        found[f"w{i}"] = ShardedTensor.from_rank_offsets(f"w{i}", part, (0, rank, parts))
+
+    def build(key: str, value: torch.Tensor, *_: object) -> Any:
+        return {"twice": ShardedTensor.from_rank_offsets(key, 2 * value, (0, rank, parts))}
+
+    half = torch.full((4,), float(version))
+    found["f"] = ShardedTensorFactory("f", half, build, lambda parts: parts["twice"] / 2)
+    return found
+
+
+def save(place: Path, version: int) -> None:
+    strategy = ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=512)
+    shardstore.save(state(version), place, strategy, overwrite=True, durable=False)
+
+
+def version_of(loaded: Any, parts: int = 1) -> int:
+    version: int = loaded["step"]
+    assert loaded["o"] == [version]
+    assert torch.equal(loaded["f"], torch.full((4,), float(version)))
+    for i in range(KEYS):
+        assert torch.equal(loaded[f"w{i}"], torch.full((6, 64), float(10 * version + i)))
+    return version
+
+
+def every_opening(place: Path, read: Callable[[], object]) -> Iterator[tuple[int, list[str]]]:
+    with at_open(place, -1, lambda: None) as names:
+        read()
+    assert len(names) > 12
+    yield from ((number, names) for number in range(len(names)))
+
+
+def test_a_load(tmp_path: Path) -> None:
+    """It loads the new one, whichever it began with."""
+    place = tmp_path / "c"
+    save(place, 1)
+    found = []
+    for moment, _ in every_opening(place, lambda: shardstore.load(state(0), place)):
+        save(place, 1)
+        with at_open(place, moment, lambda: save(place, 2)):
+            found.append(version_of(shardstore.load(state(0), place)))
+    assert set(found) == {2}
+
+
+def test_a_load_of_what_is_deleted(tmp_path: Path) -> None:
+    place = tmp_path / "c"
+    save(place, 1)
+    for moment, _ in every_opening(place, lambda: shardstore.load(state(0), place)):
+        save(place, 1)
+        with (
+            at_open(place, moment, lambda: shutil.rmtree(place)),
+            pytest.raises(NotACheckpointError, match="does not exist"),
+        ):
+            shardstore.load(state(0), place)
+
+
+def test_a_load_of_what_is_replaced_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, versions = tmp_path / "c", itertools.count(2)
+    save(place, 1)
+    read = StoredCheckpoint.read
+
+    def overtaken(*args: Any, **kwargs: Any) -> None:
+        save(place, next(versions))
+        read(*args, **kwargs)
+
+    monkeypatch.setattr(StoredCheckpoint, "read", overtaken)
+    with pytest.raises(ReplacedError, match="was replaced while it was read"):
+        shardstore.load(state(0), place)
+    assert next(versions) == 4
+
+
+def test_a_verification(tmp_path: Path) -> None:
+    place = tmp_path / "c"
+    save(place, 1)
+    findings: list[Finding] = []
+
+    def look() -> bool:
+        return verify(StoredCheckpoint(Location.of(place)), findings.append, threads=1).ok
+
+    for moment, _ in every_opening(place, look):
+        save(place, 1)
+        with at_open(place, moment, lambda: save(place, 2)):
+            assert look()
+    assert findings == []
+
+
+def test_an_open_checkpoint(tmp_path: Path) -> None:
+    place = tmp_path / "c"
+    save(place, 1)
+    opened = shardstore.open(place)
+    save(place, 2)
+    with pytest.raises(ReplacedError, match="was replaced while it was read"):
+        opened["w0"][:]
+    assert opened["w0"].shape == (6, 64)
+    (place / "w1" / "c.0.0").unlink()
+    with pytest.raises(shardstore.errors.ChunkMissingError):
+        shardstore.open(place)["w1"][:]
+
+
+def _rank(rank: int, place: str, rendezvous: str, victim: int) -> None:
+    torch.set_num_threads(1)
+    os.environ["SHARDSTORE_DEADLINE_S"] = "30"
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{rendezvous}/store",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
+    )
+
+    def replace() -> None:
+        if rank == victim:
+            os.rename(Path(place, "c"), Path(place, "old"))
+            os.rename(Path(place, "new"), Path(place, "c"))
+
+    with at_open(Path(place, "c", "w1"), 0, replace):
+        wanted = {k: v for k, v in state(0, 2, rank).items() if k.startswith("w")}
+        loaded: Any = shardstore.load(wanted, Path(place, "c"))
+    assert torch.equal(loaded["w1"], torch.full((6, 64), 21.0))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_ranks_go_on_together(tmp_path: Path, victim: int) -> None:
+    """One of them meets the replacement."""
+    for name, version in (("c", 1), ("new", 2)):
+        whole = {}
+        for i in range(KEYS):
+            value = torch.full((12, 64), float(10 * version + i))
+            whole[f"w{i}"] = ShardedTensor.from_rank_offsets(f"w{i}", value)
+        shardstore.save(whole, tmp_path / name, durable=False)
+    with tempfile.TemporaryDirectory() as rendezvous:
+        arguments = (str(tmp_path), rendezvous, victim)
+        ranks = start((_rank, (rank, *arguments)) for rank in range(2))
+        for process in ranks:
+            process.join(120)
+    assert [process.exitcode for process in ranks] == [0, 0]
