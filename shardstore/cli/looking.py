@@ -55,14 +55,13 @@ def modules(arrays: Iterable[ArrayMeta]) -> Module:
     root = Module("")
     for array in sorted(arrays, key=lambda meta: _natural(meta.key)):
         size = array_bytes(array)
-        node = root
-        node.bytes += size
-        node.arrays += 1
+        path = [root]
         for part in _parts(array.key):
-            node = node.below.setdefault(part, Module(part))
+            path.append(path[-1].below.setdefault(part, Module(part)))
+        for node in path:
             node.bytes += size
             node.arrays += 1
-        node.array = array
+        path[-1].array = array
     for child in list(root.below.values()):
         _join_chains(child)
     return root

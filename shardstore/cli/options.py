@@ -81,12 +81,8 @@ def parse_options(given: Sequence[str] | None) -> dict[str, Any]:
     for text in given or ():
         name, found, value = text.partition("=")
         if not found or not name:
-            # The rest may be a secret.
-            names = ("key", "secret", "token", "endpoint_url", "region_name", "client_kwargs")
-            shown = next((name for name in (*names, "profile") if text.startswith(name)), "")
-            raise UsageProblem(
-                f"--storage-option '{shown}...': give NAME=VALUE, such as "
-                "endpoint_url=http://host:9000"
+            raise UsageProblem(  # without the text, which may be a secret
+                "--storage-option: give NAME=VALUE, such as endpoint_url=http://host:9000"
             )
         try:
             parsed = json.loads(value)

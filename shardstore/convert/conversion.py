@@ -323,12 +323,12 @@ class _Journal:
             for name in self._place.listing():
                 documents.append(json.loads(self._place.read(name)))
         self._count = len(documents)
-        if not documents:
-            return None, None
-        same, state = documents[0]
-        rows = [row for document in documents[1:] for row in document]
-        found = {(key, tuple(index)): receipt for key, index, receipt in rows}
-        return state, found if same == self._same else None
+        with suppress(ValueError, TypeError, IndexError):  # there is none, or none of ours
+            same, state = documents[0]
+            rows = [row for document in documents[1:] for row in document]
+            found = {(key, tuple(index)): receipt for key, index, receipt in rows}
+            return state, found if same == self._same else None
+        return None, None
 
     def start(self, state: Any) -> None:
         """Begin with nothing done."""

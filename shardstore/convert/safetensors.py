@@ -310,9 +310,8 @@ class SafetensorsTarget(FileTarget):
         return heads
 
     def _opened(self, name: str) -> Any:
-        return os.fdopen(
-            os.open(f"{self._at.url}/{name}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b"
-        )
+        path = f"{self._at.url}/{name}"
+        return open(path, "r+b" if os.path.exists(path) else "w+b")
 
     def restore(self, array: ArrayMeta, index: tuple[int, ...], receipt: Receipt) -> bool:
         """Return whether the chunk is there, which in an object store all of its file has to be."""
