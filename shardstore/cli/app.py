@@ -106,7 +106,7 @@ def _described(error: Exception) -> str:
     if hasattr(error, "format_message"):  # typer's own, whose module differs between its versions
         path = getattr(getattr(error, "ctx", None), "command_path", "shardstore")
         return f"{error.format_message().strip().rstrip('.')}; see `{path} --help`"
-    if isinstance(error, OSError | ValueError):
+    if isinstance(error, OSError | ValueError | MemoryError):
         return f"{type(error).__name__}: {error}"
     return f"unexpected {type(error).__name__}: {error}; please report this"
 

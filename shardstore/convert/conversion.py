@@ -46,6 +46,7 @@ FORMATS = ("shardstore", "megatron-zarr", "torch_dist", "dcp", "safetensors")
 TARGET_FORMATS = ("shardstore", "safetensors", "dcp")
 DEFAULT_MEMORY_BUDGET = 512 * 1024 * 1024
 DEFAULT_FILE_BYTES = 5 * 1000**3
+MOST_CHUNKS = 4 * 1024 * 1024
 SLAB_BYTES = 1024 * 1024
 _Chunk = tuple[ArrayMeta, tuple[int, ...]]
 """An array of the target, and the index of a chunk of it."""
@@ -162,6 +163,12 @@ def convert(
         built.array(meta, opened.boxes(key), batch_bytes)
         for key, meta in sorted(opened.arrays.items())
     ]
+    if (count := sum(array.grid.size for array in arrays)) > MOST_CHUNKS:
+        raise DamagedCheckpointError(
+            f"{place.url} describes arrays of {count} chunks, more than the {MOST_CHUNKS} that a "
+            "conversion takes: its documents are damaged, or its chunks much too small",
+            url=place.url,
+        )
     chunks = [(array, array.grid.index(i)) for array in arrays for i in range(array.grid.size)]
     total = sum(map(_chunk_bytes, chunks))
 

@@ -36,13 +36,16 @@ class ZarrSource:
         self._ckpt = opened.open(place)
         if (root := self._ckpt.stored.root) is not None and not root.is_summed:
             self._ckpt.stored.check_root()
+        for meta in self._ckpt.metas.values():
+            self._ckpt.stored.require_chunks(meta)
         self.arrays = self._ckpt.metas
         self.read = self._ckpt.read
 
     def boxes(self, key: str) -> list[Box]:
-        """One box a shard, or a chunk where shards are not known."""
+        """One box a shard, or a chunk where shards are not known or more than chunks."""
         meta = self.arrays[key]
-        grid = Grid(meta.shape, meta.shard_shape or meta.grid.chunk_shape)
+        shards = Grid(meta.shape, meta.shard_shape or meta.grid.chunk_shape)
+        grid = min(shards, meta.grid, key=lambda grid: grid.size)
         return [grid.box(grid.index(i)) for i in range(grid.size)]
 
     def extras(self) -> Extras:
@@ -57,8 +60,9 @@ class ZarrSource:
             # Their files are listed with the sharded objects.
             return Extras(None, StateRecord(record.paths, record.values), objects, attributes)
         common = None
-        if self._place.exists(COMMON_STATE_NAME):
-            common = self._place.read(COMMON_STATE_NAME)
+        with suppress(FileNotFoundError):
+            common = ckpt.stored.document(COMMON_STATE_NAME)
+            ckpt.stored.check_file(COMMON_STATE_NAME, common)
         return Extras(common, objects=objects, attributes=attributes)
 
     def identity(self) -> list[Any]:

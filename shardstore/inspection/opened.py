@@ -571,7 +571,10 @@ class StoredObjects(Mapping[str, Any]):
         from shardstore.strategies.common import load_file
 
         name = self.names[key]
-        data = self._stored.document(name)
+        try:
+            data = self._stored.document(name)
+        except FileNotFoundError as error:
+            raise DamagedCheckpointError(f"{error}: it is listed, and no file", key=key) from None
         self._stored.check_file(name, data)
         return load_file(name, data, f"{self._stored.location.url}/{name}", key)
 

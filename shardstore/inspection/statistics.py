@@ -206,6 +206,8 @@ def stream(
         progress: a callback, or ``"bar"``.
         chosen: whether a chunk is one of those, by its number.
     """
+    for array in arrays:
+        array.checkpoint.stored.require_chunks(array.meta)
     chunks = [
         (array, box, box.size * array.dtype.itemsize)
         for array in arrays

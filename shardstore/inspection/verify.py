@@ -18,7 +18,11 @@ from itertools import islice
 from time import perf_counter
 from typing import Any, Literal
 
-from shardstore.errors import CheckpointingException, DamagedCheckpointError
+from shardstore.errors import (
+    CheckpointingException,
+    ChunkMissingError,
+    DamagedCheckpointError,
+)
 from shardstore.progress import Meter, ProgressCallback, log_event, metered
 from shardstore.storage.checkpoint import OWN_FILES, ReplacedError, StoredCheckpoint
 from shardstore.storage.format.documents import ArrayMeta, RootDocument, parse_array
@@ -213,6 +217,12 @@ class _Verification:
         jobs = self._file_jobs(top, nodes, common_backend)
         wanted = [meta for meta in arrays if self._wants(meta.key)]
         self.result.arrays = len(wanted)
+        for array in list(wanted):
+            try:
+                self.stored.require_chunks(array)
+            except ChunkMissingError as error:
+                self._report("chunk-missing", array.node, str(error), key=array.key)
+                wanted.remove(array)
         for array in wanted:
             size, count = array.chunk_bytes, array.grid.size
             step = max(1, min(RUN_CHUNKS, RUN_BYTES // size))

@@ -21,6 +21,7 @@ from shardstore.dict_utils import dict_list_map_outplace
 from shardstore.errors import (
     AccessPatternError,
     ArgumentError,
+    CheckpointingException,
     DTypeMismatchError,
     MissingKeyError,
     ShapeMismatchError,
@@ -297,7 +298,14 @@ def _destination(tensor: ShardedTensor) -> TensorRead:
     """Return the tensor given, if it has memory, or a new one."""
     data = tensor.data
     if data is None or data.is_meta:
-        return TensorRead(torch.empty(data_shape(tensor), dtype=tensor.dtype))
+        try:
+            return TensorRead(torch.empty(data_shape(tensor), dtype=tensor.dtype))
+        except RuntimeError as error:
+            raise CheckpointingException(
+                f"key {tensor.key!r} of shape {data_shape(tensor)} and type {tensor.dtype} takes "
+                "more memory than there is: load parts of it, or on more ranks",
+                key=tensor.key,
+            ) from error
     require_writable(data, tensor.key)
     if type(data) in (torch.Tensor, torch.nn.Parameter):
         return TensorRead(data.detach())

@@ -4,6 +4,7 @@ through a mover."""
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from shardstore.errors import (
+    ChunkMissingError,
     DamagedCheckpointError,
     DTypeMismatchError,
     FormatVersionError,
@@ -49,6 +51,8 @@ OWN_FILES = ("zarr.json", CONFIG_NAME, COMMON_STATE_NAME, MANIFEST_NAME, ".owner
 """What the checkpoint itself keeps beside its arrays."""
 SHOWN = 4
 """Arrays that an error about many of them names."""
+MANY_CHUNKS = 100_000
+"""Of an array, from which on they are counted before anything is made for each of them."""
 LAYOUT = ("zarr", 2)
 """Backend and version, as ``metadata.json`` has them, of checkpoints with a root document."""
 
@@ -87,11 +91,17 @@ class StoredCheckpoint:
 
         Raises:
             FileNotFoundError: there is none of that name.
+            DamagedCheckpointError: there is none, and the commit names it.
             StorageError: the store refused.
         """
-        data = self.documents[name] if name in self.documents else self.location.read(name)
-        if data is None:
-            raise FileNotFoundError(f"{self.location.url}/{name}")
+        try:
+            data = self.documents[name] if name in self.documents else self.location.read(name)
+            if data is None:
+                raise FileNotFoundError(f"{self.location.url}/{name}")
+        except FileNotFoundError:
+            if name not in ("zarr.json", CONFIG_NAME, MANIFEST_NAME):
+                self.require_unnamed(name)
+            raise
         if name == "zarr.json":
             self._seen = hash(data)
         return data
@@ -185,7 +195,31 @@ class StoredCheckpoint:
                 f"has checksums of {len(lost)} array(s) that it does not describe: "
                 f"{', '.join(lost[:SHOWN])}{more}"
             )
+        if root is not None and not root.is_rewritten:
+            for meta in arrays.values():
+                if meta.crcs is None and meta.node in root.chunk_sums:
+                    raise root.damaged(f"has no checksum for each chunk of key {meta.key!r}")
         return arrays
+
+    def require_chunks(self, array: ArrayMeta) -> None:
+        """Raise :class:`ChunkMissingError` if an array's document says that there are very many
+        chunks, no commit does, and hardly any file is there: nothing is made for each of them."""
+        count = array.grid.size
+        if array.crcs is not None or count <= MANY_CHUNKS:
+            return
+        if self.location.is_local:
+            top = f"{self.location.url}/{array.node}"
+            files = sum(len(names) for _, _, names in os.walk(top))
+        else:
+            files = len(self.location.remote.walk(array.node))
+        if count > 100 * files:
+            url = f"{self.location.url}/{array.node}"
+            raise ChunkMissingError(
+                f"at least {count - files} of {count} chunks of key {array.key!r} are missing: "
+                f"{url}; the checkpoint is damaged, load an earlier one",
+                key=array.key,
+                url=url,
+            )
 
     def _listed_arrays(self, root: RootDocument | None) -> Iterator[ArrayMeta]:
         """All arrays from their own documents."""
@@ -286,6 +320,8 @@ class StoredCheckpoint:
             ChunkMissingError, ChunkCorruptError: name key, chunk and the rank that wrote it.
             ReplacedError: the checkpoint was replaced.
         """
+        for array in {read.array.node: read.array for read in reads}.values():
+            self.require_chunks(array)
         own = [read for read in reads if read.array.codecs is not None]
         other = [read for read in reads if read.array.codecs is None]
         # Each mover is imported where it is needed: TensorStore alone takes half a second.

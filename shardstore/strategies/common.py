@@ -182,7 +182,6 @@ class TorchCommonLoadStrategy(ReadsOwnFormat, LoadCommonStrategy):
         try:
             data = stored.document(COMMON_STATE_FNAME)
         except FileNotFoundError:
-            stored.require_unnamed(COMMON_STATE_FNAME)
             raise NotACheckpointError(
                 f"{url} is missing: this is no whole checkpoint; it holds "
                 f"{stored.location.listing()[:8]}",

@@ -85,6 +85,8 @@ def verify_archive(data: bytes) -> None:
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as file:
             records = file.infolist()
+            if sum(record.file_size for record in records) > len(data):
+                raise ValueError("records that are larger than the file")
             damaged = [record.filename for record in records if not _is_whole(file, record)]
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, OSError) as error:
         raise ValueError(str(error)) from error

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import pickle
 
-from shardstore.errors import CheckpointingException
+from shardstore.errors import CheckpointingException, DamagedCheckpointError
 from shardstore.storage.format.names import CONFIG_NAME, DCP_METADATA_NAME, key_of
 from shardstore.storage.stores.location import Location, store_errors
 
@@ -42,7 +42,7 @@ def _document(location: Location) -> tuple[str | None, bool]:
     with store_errors("reading", f"{location.url}/zarr.json"):
         try:
             return _parsed(location.read("zarr.json"))
-        except FileNotFoundError:
+        except (FileNotFoundError, DamagedCheckpointError):
             return None, False
 
 

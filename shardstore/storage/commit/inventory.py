@@ -153,6 +153,8 @@ def _read(location: Location, names: Sequence[str]) -> Sequence[bytes | None]:
             found.append(location.read(name))
         except FileNotFoundError:
             found.append(None)
+        except DamagedCheckpointError:
+            found.append(b"")
     return found
 
 

@@ -50,6 +50,9 @@ SEPARATOR = "."
 """Of chunk keys: ``c.0.1`` needs no folders below the array's own (a third of the creations of a
 small array)."""
 
+MAX_AXES, MAX_ELEMENTS = 64, 2**59 - 1
+"""What NumPy and torch can address, for elements of up to 16 bytes."""
+
 CRC32C = "crc32c"
 COMPRESSORS: dict[str, dict[str, Any]] = {
     "zstd": {"level": 1, "checksum": False},
@@ -389,7 +392,7 @@ def parse_array(node: str, text: Text, url: str, sums: object = None) -> ArrayMe
         document.data_type,
         codecs,
         separator=separator,
-        shard_shape=own.shard_shape,
+        shard_shape=_shards(own.shard_shape, grid),
         document=_encoded(text) if codecs is None else None,
         crcs=_crcs(sums, grid) if isinstance(sums, str) else None,
     )
@@ -402,6 +405,7 @@ def _layout(
     """Grid, :attr:`ArrayMeta.codecs` and separator of chunk keys."""
     if len(chunk_shape) != len(shape) or 0 in chunk_shape:
         raise ValueError(f"chunk shape {chunk_shape} for shape {shape}")
+    _require_possible(shape, chunk_shape)
     separator = (_ENCODING.decode(encoding).configuration or {}).get("separator", "/")
     if separator not in (".", "/"):  # another text could lead out of the checkpoint
         raise ValueError(f"separator {separator!r}")
@@ -410,6 +414,18 @@ def _layout(
     chain = tuple(codec.name for codec in others)
     known = first.name == "bytes" and little and chain in _CHAINS
     return Grid(shape, chunk_shape), chain if known else None, separator
+
+
+def _shards(shape: Shape | None, grid: Grid) -> Shape | None:
+    """Edges of shards, if they fit an array."""
+    fits = shape is not None and len(shape) == len(grid.shape) and 0 not in shape
+    return shape if fits else None
+
+
+def _require_possible(*shapes: Shape) -> None:
+    for shape in shapes:
+        if len(shape) > MAX_AXES or math.prod(max(1, n) for n in shape) > MAX_ELEMENTS:
+            raise ValueError(f"a shape of {len(shape)} axes, {shape!r:.60}, that has no memory")
 
 
 def _crcs(sums: str, grid: Grid) -> bytes | None:
@@ -434,6 +450,10 @@ def parse_v2_array(node: str, text: Text, url: str) -> ArrayMeta:
             f"{url} is no Zarr v2 array: chunks {document.chunks} for shape {document.shape}",
             url=url,
         )
+    try:
+        _require_possible(document.shape, document.chunks)
+    except ValueError as error:
+        raise FormatVersionError(f"{url} describes {error}", url=url) from None
     plain = document.compressor is None and not document.filters
     return ArrayMeta(
         key=names.key_of(node) or node,

@@ -16,6 +16,7 @@ import json
 import pickle
 import struct
 import sys
+import zipfile
 import zlib
 from array import array
 from base64 import b64encode
@@ -47,6 +48,8 @@ ROW = np.dtype(
 )
 """A chunk as ranks report it: number of its array, position in C order over the grid, and the
 columns of :class:`Manifest`."""
+MOST_PACKED = 100
+"""The member ``arrays`` is compressed to no less than one part in so many, but for 64 KiB."""
 _PACK_ROW = struct.Struct("<qqQII16s").pack
 
 
@@ -318,10 +321,15 @@ class Manifest:
         """
         names = ("stored_bytes", "crc32c", "xxh3_128", "rank", "running_crc32c")
         try:
+            with zipfile.ZipFile(io.BytesIO(data)) as file:
+                if sum(member.file_size for member in file.infolist()) > len(data):
+                    raise ValueError("members that are larger than the file")
             with np.load(io.BytesIO(data), allow_pickle=False) as columns:
+                packed = columns["arrays"].tobytes()
+                text = zlib.decompressobj().decompress(packed, MOST_PACKED * len(packed) + 65536)
                 arrays = [
                     (require_inside(node, url), int(n), int(size))
-                    for node, n, size in json.loads(zlib.decompress(columns["arrays"].tobytes()))
+                    for node, n, size in json.loads(text)
                 ]
                 manifest = cls(arrays, *(columns[name] for name in names))
             if any(n < 0 or size < 1 for _, n, size in arrays):

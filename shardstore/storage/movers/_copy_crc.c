@@ -253,11 +253,12 @@ static int read_file(const char *name, struct target *to, size_t bytes, uint32_t
 {
     _Alignas(LINE) uint8_t piece[PIECE_BYTES];
     struct stat about;
-    int done = 0, fd = open(name, O_RDONLY | O_CLOEXEC);
+    /* Without waiting for who writes to a FIFO of its name. */
+    int done = 0, fd = open(name, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
 
     if (fd < 0)
         return 0;
-    if (!fstat(fd, &about) && (size_t)about.st_size == bytes + CRC_BYTES) {
+    if (!fstat(fd, &about) && S_ISREG(about.st_mode) && (size_t)about.st_size == bytes + CRC_BYTES) {
         done = take_mapped(fd, to, bytes, crc, stored);
         for (size_t at = 0; !done;) {
             const size_t size = bytes - at < PIECE_BYTES ? bytes - at : PIECE_BYTES;

@@ -34,6 +34,11 @@ def stored_bytes(array: ArrayMeta) -> int | None:
     return array.chunk_bytes + (CRC_BYTES if array.has_crc else 0)
 
 
+def most_packed_bytes(array: ArrayMeta) -> int:
+    """Bytes that a compressed chunk takes at most; no compressor adds more than this."""
+    return array.chunk_bytes + array.chunk_bytes // 64 + 4096
+
+
 class EncodedChunk:
     """The stored bytes of one chunk, made while they are iterated over.
 
@@ -85,13 +90,27 @@ def decompress(array: ArrayMeta, packed: memoryview) -> bytes:
     Raises:
         ValueError: says what is wrong with the compressed bytes.
     """
+    assert array.codecs is not None
+    # Before anything is allocated: a few bytes may claim to be gigabytes.
+    if (size := _unpacked_bytes(array.codecs[0], bytes(packed[:18]))) != array.chunk_bytes:
+        raise ValueError(f"decompresses to {size} bytes, not {array.chunk_bytes}")
     try:
         chunk: bytes = _compressor(array.codecs).decode(packed)
     except (RuntimeError, ValueError, SystemError, MemoryError) as error:  # as numcodecs raises
         raise ValueError(f"cannot be decompressed ({error})") from None
-    if len(chunk) != array.chunk_bytes:
-        raise ValueError(f"decompresses to {len(chunk)} bytes, not {array.chunk_bytes}")
     return chunk
+
+
+def _unpacked_bytes(codec: str, header: bytes) -> int:
+    """Bytes of a chunk before its compression, as the compressed one begins (RFC 8878, "Frame
+    Header"; c-blosc, "Blosc Header Format"); 0 if it does not say."""
+    if codec == "blosc":
+        return int.from_bytes(header[4:8], "little")
+    flags = header[4] if header.startswith(b"\x28\xb5\x2f\xfd") and len(header) > 4 else 0
+    is_single = flags >> 5 & 1
+    length = (is_single, 2, 4, 8)[flags >> 6]
+    start = 6 - is_single + (0, 1, 2, 4)[flags & 3]
+    return int.from_bytes(header[start : start + length], "little") + 256 * (length == 2)
 
 
 def _compress(array: ArrayMeta, chunk: NDArray[Any]) -> bytes:

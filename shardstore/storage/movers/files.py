@@ -11,7 +11,6 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -35,11 +34,12 @@ from shardstore.storage.movers.codecs import CRC_BYTES, EncodedChunk
 from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.parallel import default_threads, run_batched
 from shardstore.storage.movers.verify import (
-    MISSING,
     Expected,
+    Problem,
     chunk_error,
     is_intact,
     read_file,
+    read_packed,
     receive,
 )
 from shardstore.storage.stores.location import Location, store_errors
@@ -224,10 +224,9 @@ def _read_chunk(path: str, part: ChunkPart, manifest: Callable[[], Manifest | No
     """
     array, expected = part.array, Expected.of(part, manifest)
     if array.is_packed:
-        try:
-            data = Path(path).read_bytes()
-        except (FileNotFoundError, NotADirectoryError):
-            raise chunk_error(array, part.index, path, MISSING, manifest) from None
+        data = read_packed(path, array)
+        if isinstance(data, Problem):
+            raise chunk_error(array, part.index, path, data, manifest)
         size, problem = len(data), receive(part, expected, data)
     else:
         size, problem = read_file(path, array, expected, _targets(part, expected))

@@ -24,7 +24,14 @@ from shardstore.storage.format.manifest import Manifest
 from shardstore.storage.movers.checksums import Sums, crc32c, read_chunk
 from shardstore.storage.movers.chunk_bytes import pieces, scratch, span, view_in_chunk
 from shardstore.storage.movers.chunks import ChunkPart, RegionRead
-from shardstore.storage.movers.codecs import CRC, CRC_BYTES, decompress, stored_bytes
+from shardstore.storage.movers.codecs import (
+    CRC,
+    CRC_BYTES,
+    decompress,
+    most_packed_bytes,
+    stored_bytes,
+)
+from shardstore.storage.stores.location import open_regular
 
 if TYPE_CHECKING:
     from shardstore.storage.checkpoint import StoredCheckpoint
@@ -49,6 +56,7 @@ class Problem:
 
 
 MISSING = Problem("missing", "is missing")
+NO_FILE = Problem("size", "is no regular file")
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +202,9 @@ def is_intact(read: tuple[int, int] | None, committed: int | None) -> bool:
 
 def size_problem(array: ArrayMeta, found: int) -> Problem | None:
     """Compare the size of a chunk's file or object with the size it must have."""
-    stored = stored_bytes(array)
+    stored, most = stored_bytes(array), most_packed_bytes(array)
+    if stored is None and found > most:
+        return Problem("size", f"has {found} bytes, and compressed chunks at most {most}")
     if stored in (None, found):
         return None
     return Problem("size", f"has {found} bytes, not {stored}")
@@ -216,9 +226,11 @@ def read_file(
         Number of bytes read, and what is wrong, ``None`` for nothing.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_regular(path)
     except (FileNotFoundError, NotADirectoryError):
         return 0, MISSING
+    except (IsADirectoryError, DamagedCheckpointError):
+        return 0, NO_FILE
     verifier = ChunkVerifier(array, expected)
     try:
         if (problem := size_problem(array, os.fstat(fd).st_size)) is not None:
@@ -231,6 +243,18 @@ def read_file(
     finally:
         os.close(fd)
     return verifier.count, verifier.finish()
+
+
+def read_packed(path: str, array: ArrayMeta) -> bytes | Problem:
+    """Read the file of a compressed chunk, or say what is wrong with it."""
+    try:
+        fd = open_regular(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return MISSING
+    except (IsADirectoryError, DamagedCheckpointError):
+        return NO_FILE
+    with open(fd, "rb", buffering=0) as file:
+        return size_problem(array, os.fstat(fd).st_size) or file.read()
 
 
 def _fill(fd: int, view: memoryview, offset: int) -> int:

@@ -11,13 +11,19 @@ import errno
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardstore.errors import ArgumentError, CheckpointingException, StorageError
+from shardstore.errors import (
+    ArgumentError,
+    CheckpointingException,
+    DamagedCheckpointError,
+    StorageError,
+)
 from shardstore.storage.movers.counters import counters
 
 if TYPE_CHECKING:
@@ -124,6 +130,7 @@ _REMEDIES = {
     errno.EPERM: "the operation is not permitted: check the owner and mode of the folder",
     errno.EMFILE: "too many files are open: raise the limit (ulimit -n)",
     errno.ELOOP: "a symbolic link leads to itself, or is where a file is to be written: remove it",
+    errno.ENXIO: "a FIFO, a device or a socket is where a file is to be written: remove it",
     errno.ENAMETOOLONG: "the path is too long: shorten the key or the folder",
     errno.ENOENT: "the folder is not there: it cannot be made, or something removed it "
     "while it was in use",
@@ -151,7 +158,35 @@ def store_errors(doing: str, url: str, *, key: str | None = None) -> Iterator[No
 
 
 def _open_no_link(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+
+
+def open_regular(path: str) -> int:
+    """Open a file for reading. Whoever waits for a writer that there is not, or reads a device that
+    never ends, does not end either.
+
+    Raises:
+        DamagedCheckpointError: a FIFO, a device or the like has its name.
+        IsADirectoryError, OSError: of the system.
+    """
+    mode = 0
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO):  # a link to itself, a socket
+            raise
+    else:
+        mode = os.fstat(fd).st_mode
+        if stat.S_ISREG(mode):
+            return fd
+        os.close(fd)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    raise DamagedCheckpointError(
+        f"{path} is no regular file (a FIFO, a device, a link to itself), and no save writes such: "
+        "the checkpoint is damaged; load an earlier one",
+        url=path,
+    )
 
 
 def given_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -295,11 +330,14 @@ class Location:
         counters.add(documents_read=1)
         if self.is_local:
             try:
-                return (self.path / name).read_bytes()
+                with open(open_regular(f"{self.url}/{name}"), "rb") as file:
+                    return file.read()
             except (FileNotFoundError, NotADirectoryError):
                 raise FileNotFoundError(f"{self.url}/{name}") from None
             except IsADirectoryError:
                 raise FileNotFoundError(f"{self.url}/{name} is a folder") from None
+            except DamagedCheckpointError:
+                raise
             except OSError as error:
                 with store_errors("reading", f"{self.url}/{name}"):
                     raise error
