@@ -56,7 +56,7 @@ class Problem:
 
 
 MISSING = Problem("missing", "is missing")
-NO_FILE = Problem("size", "is no regular file")
+NO_FILE = Problem("unreadable", "cannot be read: it is no regular file")
 
 
 @dataclass(frozen=True, slots=True)
