@@ -155,7 +155,7 @@ DAMAGE: dict[str, tuple[set[str], Callable[[Path], object]]] = {
     "another chunk": ({"chunk-manifest"}, exchange),
     "a longer chunk": ({"chunk-size"}, lambda f: chunk_of(f).open("ab").write(b"x")),
     "no chunk": ({"chunk-missing"}, lambda f: chunk_of(f).unlink()),
-    "a folder for a chunk": ({"chunk-size"}, to_folder),
+    "a folder for a chunk": ({"chunk-unreadable"}, to_folder),
     "a file too many": ({"foreign"}, lambda f: (f / "x").write_bytes(b"")),
     "another name": ({"foreign", "chunk-missing"}, lambda f: chunk_of(f).rename(f / "d")),
     "a bit of the document": ({"document-damaged"}, lambda f: flip(f / "zarr.json", 0)),
