@@ -83,3 +83,22 @@ def test_installed_after_megatron_was_imported(folder: Path) -> None:
     actions = [["load", folder / "own19"], ["load", folder / "z"], ["save", folder / "z15"]]
     run("0.15.3", (2, 2), [*actions, ["load", folder / "z15"]], install="zarr", late=True)
     assert (folder / "z15" / "zarr.json").exists()
+
+
+OLD = {"sharding": "fully_sharded_model_space"}
+
+
+def test_0_14_writes_optimizer_states_as_flattened_ranges(folder: Path) -> None:
+    actions = [
+        ["save", folder / "old-dist", OLD],
+        # As before 0.13: without content metadata, in the format of that time.
+        ["save", folder / "old-zarr", {**OLD, "old": True, "sharded_strategy": ["zarr", 1]}],
+    ]
+    run("0.14.0", (1, 2), actions, dp=2, optimizer=True)
+
+
+def test_installed_in_0_19_it_loads_those_states_under_another_layout(folder: Path) -> None:
+    new = {"sharding": "fully_reshardable"}
+    actions = [["load", folder / "old-dist"], ["load", folder / "old-zarr"]]
+    actions += [["save", folder / "new", new], ["load", folder / "new"]]
+    run("0.19.2", (2, 1), actions, dp=2, optimizer=True, install="zarr")
