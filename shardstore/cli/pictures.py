@@ -6,7 +6,7 @@ The page has no scripts, fonts or requests, and texts from checkpoints are escap
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 from html import escape
 from itertools import islice, product
@@ -36,10 +36,14 @@ BINS = 48
 BARS = 25
 MAX_PICTURED = 400
 """Arrays that get a picture and a histogram, the largest ones; a page of more opens slowly."""
+MAX_OPENED = 50
+"""Largest number of arrays of a page on which all modules are unfolded."""
 MAX_FINDINGS = 500
 MAX_RANKS = 256
 COLOR = "#0f9488"
 MAX_CELLS = 4096
+MAX_LABELS = 16
+"""Largest number of ranks whose first chunks are labelled."""
 Index = tuple[int, ...]
 Picture = tuple[str, str]
 """Shapes of an SVG of ``WIDE`` by ``HIGH``, and a caption."""
@@ -54,9 +58,12 @@ body { font: 14px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 74re
 h1 { font-size: 1.4rem; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 table { border-collapse: collapse; }
 td { padding: .15rem .8rem .15rem 0; vertical-align: top; overflow-wrap: anywhere; }
-details.array { padding-bottom: .2rem; } summary { cursor: pointer; padding: .1rem 0; }
-.dim { color: var(--dim); } .size { float: right; font-variant-numeric: tabular-nums; }
+summary { cursor: pointer; padding: .1rem 0; overflow: hidden; }
+details details { margin-left: 1rem; }
+.dim { color: var(--dim); }
+.size { float: right; margin-left: .6rem; font-variant-numeric: tabular-nums; }
 .ok { color: var(--ok); font-weight: 600; } .bad { color: var(--bad); font-weight: 600; }
+.damage b { color: var(--bad); }
 .pictures { display: flex; flex-wrap: wrap; gap: 1.5rem; margin: .4rem 0; }
 figure { margin: 0; } figcaption { color: var(--dim); font-size: .85em; max-width: 360px; }
 #tree { overflow-wrap: anywhere; }
@@ -64,6 +71,8 @@ figure { margin: 0; } figcaption { color: var(--dim); font-size: .85em; max-widt
 #ranks { display: block; overflow-x: auto; }
 #ranks td { text-align: right; padding-left: .8rem; white-space: nowrap; }
 svg { display: block; background: #8881; max-width: 100%; } li { overflow-wrap: anywhere; }
+@media (max-width: 40rem) { #ranks td { padding: 0 0 0 .3rem; font-size: .68rem; }
+  details details { margin-left: .6rem; } }
 """
 
 
@@ -93,7 +102,7 @@ def plot(
         raise opt.UsageProblem(f"pictures are SVG: give a name such as {output}.svg, not {output}")
     if kind is Plot.sizes:
         chosen = opt.choose(ckpt, [key] if key else [])
-        picture = _sizes(modules(found.meta for found in chosen.values()), key or "all arrays")
+        picture = _sizes(modules(found.meta for found in chosen.values()))
     elif key is None:
         raise opt.UsageProblem(f"plot {kind.value} needs a key; `shardstore ls` lists all keys")
     elif kind is Plot.layout:
@@ -137,18 +146,22 @@ def report(
     if values:
         statistics, damage = measure(arrays, budget_bytes=budget, progress=progress)
     drawn = {array.key for array in arrays[:MAX_PICTURED]}
+    findings.sort(key=lambda finding: (finding.severity, finding.path))
+    wrong = {(finding.key, finding.chunk) for finding in findings if finding.severity == "damage"}
 
-    parts = []
+    parts, level = [], 0
     for depth, node in modules(ckpt.metas.values()).walk():
         pictures = {}
         found = statistics.get(node.array.key) if node.array else None
         if node.array is not None and node.array.key in drawn:
-            pictures["layout"] = _layout(node.array, manifest)
+            pictures["layout"] = _layout(node.array, manifest, wrong)
             if found is not None:
                 bars = histogram(ckpt[node.array.key], found, BINS, budget_bytes=budget)
                 pictures["histogram"] = _histogram(*bars)
-        parts.append(_node(depth, node, pictures, found, damage))
-    text = _page(ckpt.info, parts, verified, findings)
+        opened = depth == 0 or len(arrays) <= MAX_OPENED
+        parts.append("</details>" * (level - depth) + _node(node, opened, pictures, found, damage))
+        level = depth + bool(node.below)
+    text = _page(ckpt.info, [*parts, "</details>" * level], verified, findings)
     with store_errors("writing", output):
         target.write_text(text, encoding="utf-8")
     is_damaged = bool(damage) or (verified is not None and not verified.ok)
@@ -225,8 +238,8 @@ def _page(
     """The whole page; :func:`_node` makes the parts about arrays."""
     url, commit = str(about["url"]), about["commit"] or {}
     ranks, slowest = rank_table(commit.get("ranks")), ""
-    if ranks and "slowest" in commit["ranks"]:
-        slowest = escape(f"rank {commit['ranks']['slowest']} took longest")
+    if ranks and len(ranks) > 2 and "slowest" in commit["ranks"]:
+        slowest = f'<p class="dim">Rank {escape(str(commit["ranks"]["slowest"]))} took longest.</p>'
     record = [[name, str(value)] for name, value in summary(about).items() if value]
     body = [
         f"<h1>{escape(url)}</h1>",
@@ -266,29 +279,30 @@ def _verification(verified: Verified | None, findings: Sequence[Finding]) -> str
 
 
 def _node(
-    depth: int,
     node: Module,
+    opened: bool,
     pictures: Mapping[str, Picture],
     statistics: Statistics | None,
     damage: Mapping[str, Sequence[str]],
 ) -> str:
-    """The part of the page about a module, or an array.
+    """Return the part of the page about a module (which the caller closes), and its array.
 
     Args:
-        depth: how far it is indented.
         node: the module.
+        opened: whether it is unfolded.
         pictures: kind -> picture, of the array.
         statistics: of the array's values, if they were read.
-        damage: key -> what could not be read.
+        damage: key -> texts of errors.
     """
-    begin, meta, name = f'<div style="margin-left: {depth}rem">', node.array, escape(node.name)
+    begin, meta, name = "", node.array, escape(node.name)
     if node.below:
-        begin += (
-            f'<b>{name}</b> <span class="dim">{counted(node.arrays, "array")}</span>'
+        begin = (
+            f"<details{' open' if opened else ''}><summary>"
             f'<span class="size">{human_bytes(node.bytes)}</span>'
+            f'<b>{name}</b> <span class="dim">{counted(node.arrays, "array")}</span></summary>'
         )
     if meta is None:
-        return f"{begin}</div>"
+        return begin
     wrong = damage.get(meta.key, ())
     dtype, shape, chunks, shards, size = map(escape, describe(meta))
     bad = '<span class="bad">damaged</span>' if wrong else ""
@@ -303,10 +317,10 @@ def _node(
     )
     key = escape(meta.key, quote=True)
     return (
-        f'{begin}<details class="array" data-key="{key}"><summary>{name} '
-        f'<span class="dim">{dtype} {shape}</span> {bad}<span class="size">{size}</span></summary>'
-        f'<div class="dim">{key}</div><div>{"; ".join(filter(None, lines))}</div>{damaged}'
-        f'<div class="pictures">{"".join(figures)}</div></details></div>'
+        f'{begin}<details class="array" data-key="{key}"><summary>'
+        f'<span class="size">{size}</span>{name} <span class="dim">{dtype} {shape}</span> {bad}'
+        f'</summary><div class="dim">{key}</div><div>{"; ".join(filter(None, lines))}</div>'
+        f'{damaged}<div class="pictures">{"".join(figures)}</div></details>'
     )
 
 
@@ -317,19 +331,29 @@ def _numbers(found: Statistics) -> str:
     return ", ".join(texts + [f"{n:,} {name}" for name, n in counts.items() if n])
 
 
-def _layout(meta: ArrayMeta, manifest: Manifest | None) -> Picture:
+def _layout(
+    meta: ArrayMeta,
+    manifest: Manifest | None,
+    damaged: Collection[tuple[str | None, Index | None]] = (),
+) -> Picture:
     found = cells(meta, manifest)
     high, wide = (max((box.end[i] for _, box, _ in found), default=1) for i in (0, 1))
     ranks = sorted({rank for _, _, rank in found if rank is not None})
     # Red means damage on this page: the hues begin at blue and end before red.
     hue = {rank: 210 - 180 * i // max(1, len(ranks) - 1) for i, rank in enumerate(ranks)}
-    shapes = []
+    shapes, labels = [], dict[int, str]()
     for index, box, rank in found:
         fill = "#999" if rank is None else f"hsl({hue[rank]} 45% 55%)"
         by = "" if rank is None else f", rank {rank}"
+        if (meta.key, index) in damaged:
+            fill, by = "#cf222e", f"{by}, damaged"
         (top, left), (height, width) = box.offset, box.shape
         place = WIDE * left / wide, HIGH * top / high, WIDE * width / wide, HIGH * height / high
         shapes.append(_rect(place, fill, f"chunk {list(index)}{by}"))
+        if rank is not None and len(ranks) <= MAX_LABELS:
+            label = f"rank {rank}" if place[2] > 40 else str(rank)
+            labels.setdefault(rank, _text(place[0] + 3, place[1] + 6, label, 9))
+    shapes += labels.values()
     named = ", ".join(map(str, ranks[:12])) + (" ..." if len(ranks) > 12 else "")
     writers = f"written by rank{'s' * (len(ranks) > 1)} {named}" if ranks else "writers unknown"
     down, across = (None if axis is None else f"axis {axis}" for axis in drawn_axes(meta))
@@ -354,30 +378,35 @@ def _histogram(counts: NDArray[np.int64], edges: NDArray[np.float64]) -> Picture
     return "".join(shapes), caption
 
 
-def _sizes(node: Module, name: str) -> Picture:
+def _sizes(node: Module) -> Picture:
+    name = ""
     while len(node.below) == 1 and (only := next(iter(node.below.values()))).below:
-        node, name = only, only.name
+        node, name = only, f"{clean(only.name)}: "
     bars = sorted(node.below.values(), key=lambda child: -child.bytes)
-    step = HIGH / min(BARS, max(1, len(bars)))
+    step = HIGH / min(BARS, max(10, len(bars)))
     shapes = []
     for i, child in enumerate(bars[:BARS]):
         text = f"{clean(child.name)}: {human_bytes(child.bytes)}"
         length = WIDE * child.bytes / max(1, bars[0].bytes)
         shapes.append(_rect((0, i * step, length, step * 0.9), f"{COLOR}80", text))
-        size = min(12, step * 0.7)
-        shapes.append(
-            f'<text x="4" y="{(i + 0.65) * step:.2f}" font-size="{size:.2f}">{escape(text)}</text>'
-        )
+        shapes.append(_text(4, (i + 0.45) * step, text, min(8, step * 0.7)))
     rest = f"; {len(bars) - BARS:,} smaller ones are not shown" if len(bars) > BARS else ""
     total = f"{human_bytes(node.bytes)} in {counted(node.arrays, 'array')}"
-    return "".join(shapes), f"{clean(name)}: {total}{rest}"
+    return "".join(shapes), f"{name}{total}{rest}"
+
+
+def _text(x: float, y: float, text: str, size: float) -> str:
+    return (
+        f'<text x="{x:.2f}" y="{y:.2f}" font-size="{size:.2f}" dominant-baseline="central" '
+        f'fill="#000">{escape(text)}</text>'
+    )
 
 
 def _rect(place: tuple[float, float, float, float], fill: str, title: str) -> str:
     x, y, width, height = place
     return (
         f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="{fill}" '
-        f'stroke="#fff" stroke-width=".6"><title>{escape(title)}</title></rect>'
+        f'stroke="#fff9" stroke-width=".6"><title>{escape(title)}</title></rect>'
     )
 
 

@@ -88,7 +88,7 @@ def check_ranks(page: Page) -> None:
         parts = [float(row[i]) for i, name in enumerate(head) if name.endswith(" s")]
         assert float(row[head.index("seconds")]) == pytest.approx(sum(parts), abs=0.01)
     assert '"slowest"' not in page.text
-    assert re.search("rank [01] took longest", page.text)
+    assert re.search("Rank [01] took longest", page.text)
 
 
 def test_report_is_one_file_that_asks_for_nothing(pristine: Path, tmp_path: Path, cli: Cli) -> None:
