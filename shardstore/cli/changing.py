@@ -113,8 +113,7 @@ def rm(
     as_json: opt.Json = False,
     storage_option: opt.Options = None,
 ) -> None:
-    """Remove a checkpoint. Other files in its folder stay. A symbolic link is refused: give its
-    target."""
+    """Remove a checkpoint. Other files in its folder stay. Refuses symbolic links."""
     from shardstore.storage.commit.checkpoints import delete_checkpoint
     from shardstore.storage.commit.identity import what_else
     from shardstore.storage.commit.inventory import is_checkpoint

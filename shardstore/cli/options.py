@@ -160,7 +160,7 @@ def choose(ckpt: OpenCheckpoint, patterns: Sequence[str] | None) -> dict[str, St
     """
     for pattern in patterns or ():
         if not any(map(matcher([pattern]), ckpt)):
-            raise opened.missing(pattern, ckpt, f"key of {ckpt.url}, which has {len(ckpt)}")
+            raise opened.missing(pattern, ckpt, f"a key in {ckpt.url} ({len(ckpt)} keys)")
     return {key: ckpt[key] for key in filter(matcher(patterns), ckpt)}
 
 

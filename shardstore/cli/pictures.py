@@ -35,7 +35,7 @@ WIDE, HIGH = 360, 150
 BINS = 48
 BARS = 25
 MAX_PICTURED = 400
-"""Arrays that get a picture and a histogram, the largest ones; a page of more opens slowly."""
+"""Number of arrays, the largest ones, that get a picture and a histogram."""
 MAX_OPENED = 50
 """Largest number of arrays of a page on which all modules are unfolded."""
 MAX_FINDINGS = 500
@@ -92,14 +92,14 @@ def plot(
     as_json: opt.Json = False,
     storage_option: opt.Options = None,
 ) -> None:
-    """Draw an SVG: how an array is cut over ranks and chunks, its values, or sizes by module."""
+    """Draw an SVG: chunks and ranks of an array, a histogram of its values, or sizes by module."""
     from shardstore.inspection.statistics import histogram, measure
 
     ckpt = opt.open_checkpoint(checkpoint, storage_option)
     output = output or f"{kind.value}.svg"
     target = opt.require_output(output)
     if not output.endswith(".svg"):
-        raise opt.UsageProblem(f"pictures are SVG: give a name such as {output}.svg, not {output}")
+        raise opt.UsageProblem(f"pictures are SVG files: give a name such as {output}.svg")
     if kind is Plot.sizes:
         chosen = opt.choose(ckpt, [key] if key else [])
         picture = _sizes(modules(found.meta for found in chosen.values()))
@@ -173,8 +173,8 @@ def report(
 
 
 def drawn_axes(array: ArrayMeta) -> tuple[int | None, int | None]:
-    """The vertical and the horizontal axis of a picture: those with the most chunks, else the last
-    two; ``None`` for an axis that the array lacks."""
+    """Return the vertical and the horizontal axis of a picture: the two axes with the most chunks,
+    or the last two; ``None`` for an axis that the array lacks."""
     axes = len(array.shape)
     if axes < 2:
         return None, 0 if axes else None
@@ -184,10 +184,10 @@ def drawn_axes(array: ArrayMeta) -> tuple[int | None, int | None]:
 
 
 def cells(array: ArrayMeta, manifest: Manifest | None) -> list[tuple[Index, Box, int | None]]:
-    """The chunks of an array, those at index 0 of the axes that are not drawn: index, rectangle in
-    elements of the two axes that are (a row of height 1 for less axes), the rank that wrote it.
+    """Return index, rectangle and writer of the chunks at index 0 of the axes that are not drawn.
 
-    At most :data:`MAX_CELLS`: a picture of more would show nothing.
+    Rectangles are in elements of the two drawn axes; their height is 1 for arrays with fewer axes.
+    At most the first :data:`MAX_CELLS`, because a picture cannot show more.
     """
     axes = drawn_axes(array)
     high, wide = (1 if axis is None else array.grid.counts[axis] for axis in axes)
@@ -205,10 +205,10 @@ def cells(array: ArrayMeta, manifest: Manifest | None) -> list[tuple[Index, Box,
 
 
 def rank_table(record: Any) -> list[list[str]] | None:
-    """What each rank did in a save, as rows of texts; ``None`` for what no save writes.
+    """Return the work of each rank in a save as rows of texts; ``None`` for an invalid record.
 
-    The first row has the columns' names: rank, bytes, chunks, seconds of each stage and in all,
-    rate. A record of many ranks has the least, the median and the largest of each column alone.
+    The first row holds the names of the columns: rank, bytes, chunks, seconds of each stage and in
+    total, rate. For many ranks, the rows are minimum, median and maximum of each column.
     """
     try:
         stages = [name for name in record if name.endswith("_s")]
@@ -235,7 +235,7 @@ def _page(
     verified: Verified | None,
     findings: Sequence[Finding],
 ) -> str:
-    """The whole page; :func:`_node` makes the parts about arrays."""
+    """Return the page; :func:`_node` makes the parts about arrays."""
     url, commit = str(about["url"]), about["commit"] or {}
     ranks, slowest = rank_table(commit.get("ranks")), ""
     if ranks and len(ranks) > 2 and "slowest" in commit["ranks"]:
@@ -339,7 +339,7 @@ def _layout(
     found = cells(meta, manifest)
     high, wide = (max((box.end[i] for _, box, _ in found), default=1) for i in (0, 1))
     ranks = sorted({rank for _, _, rank in found if rank is not None})
-    # Red means damage on this page: the hues begin at blue and end before red.
+    # Red means damage, so ranks have no red hues.
     hue = {rank: 210 - 180 * i // max(1, len(ranks) - 1) for i, rank in enumerate(ranks)}
     shapes, labels = [], dict[int, str]()
     for index, box, rank in found:
@@ -363,7 +363,7 @@ def _layout(
 
 def _histogram(counts: NDArray[np.int64], edges: NDArray[np.float64]) -> Picture:
     step, most = WIDE / len(counts), max(1, counts.max())
-    # Square roots keep the tails in sight beside the bulk.
+    # Square roots keep small counts visible.
     heights = [math.sqrt(count / most) * HIGH for count in counts]
     shapes = (
         _rect(
@@ -411,7 +411,7 @@ def _rect(place: tuple[float, float, float, float], fill: str, title: str) -> st
 
 
 def _svg(shapes: str, caption: str, title: str = "") -> str:
-    """A picture; with a title, one for a file of its own."""
+    """Return a picture for the page; with a title, for a separate file."""
     label = escape(caption, quote=True)
     if not title:
         attributes = f'width="{WIDE}" height="{HIGH}" viewBox="0 0 {WIDE} {HIGH}"'

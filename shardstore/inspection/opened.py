@@ -159,7 +159,7 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
         if key in self.refused:
             raise self.refused[key]
         if key not in self.metas:
-            raise missing(key, self, f"key of {self.url}, which has {len(self)}")
+            raise missing(key, self, f"a key in {self.url} ({len(self)} keys)")
         return StoredArray(self, self.metas[key])
 
     def __contains__(self, key: object) -> bool:
@@ -566,7 +566,7 @@ class StoredObjects(Mapping[str, Any]):
     def __getitem__(self, key: str) -> Any:
         if key not in self.names:
             raise missing(
-                key, self, f"object of {self._stored.location.url}, which has {len(self)}"
+                key, self, f"an object in {self._stored.location.url} ({len(self)} objects)"
             )
         from shardstore.strategies.common import load_file
 
@@ -619,13 +619,13 @@ def missing(key: str, known: Iterable[str], what: str) -> MissingKeyError:
     Args:
         key: the missing key.
         known: all keys.
-        what: completes "... is no", such as ``key of /run/step-100, which has 7``.
+        what: the place of the keys, such as ``a key in /run/step-100 (7 keys)``.
     """
     names = list(known)
     near = get_close_matches(str(key), names, n=3, cutoff=0.5)
     near = near or [name for name in names if str(key).lower() in name.lower()][:3]
     hint = f"did you mean {', '.join(map(clean, near))}?" if near else "`shardstore ls` lists all"
-    return MissingKeyError(f"{key!r} is no {what}; {hint}", key=key)
+    return MissingKeyError(f"{key!r} is not {what}; {hint}", key=key)
 
 
 def clean(text: str) -> str:

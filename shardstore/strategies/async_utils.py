@@ -1,9 +1,9 @@
-"""Requests that run in the background, and a queue that finalises them on all ranks.
+"""Asynchronous requests, and a queue that finalises them on all ranks.
 
-A request runs in a **thread** of this process (the work is TensorStore's and the kernel's, outside
-the interpreter lock; TensorStore does not survive a fork) and needs no collective operation. It is
-finalised only where the trainer polls, and only once it is done on **every** rank. A failure on any
-rank is raised on every rank, by the poll that finds it.
+A request runs in a **thread** of this process, because TensorStore does not survive a fork and does
+its work outside of the interpreter lock. It needs no collective operation. When the trainer polls,
+the queue finalises requests that are done on **every** rank. A poll raises an error of any rank on
+every rank.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ from shardstore.storage.movers.parallel import yield_to_others
 
 
 class AsyncRequest(NamedTuple):
-    """What is left to do of a save: one function for the background, some for afterwards.
+    """The rest of a save: a function for the background, and functions that finalise the save.
 
     Attributes:
-        async_fn: runs in the background, on this rank alone; it must not use collectives. None
-            when this rank has nothing to write.
+        async_fn: runs in the background; it must not use collectives. None if this rank has nothing
+            to write.
         async_fn_args: its positional arguments.
-        finalize_fns: run in order, without arguments, on every rank, once ``async_fn`` is done on
-            all of them; they may use collectives.
+        finalize_fns: called in order, without arguments, on every rank, after ``async_fn`` is done
+            on all of them; they may use collectives.
         async_fn_kwargs: its keyword arguments.
-        preload_fn: if given, it is called in the caller's thread when the request is scheduled
-            (staging of device data belongs here), and what it returns takes the place of
-            ``async_fn_args[1]``.
-        is_frozen: whether the request is closed to further finalisation functions.
+        preload_fn: called in the caller's thread when the request is scheduled, for example to copy
+            device data. Its result replaces ``async_fn_args[1]``.
+        is_frozen: whether further finalisation functions are refused.
         call_idx: number of the request in its queue, set when it is scheduled.
     """
 
@@ -53,7 +52,7 @@ class AsyncRequest(NamedTuple):
             fn: takes no arguments.
 
         Raises:
-            RuntimeError: the request is frozen, which it is from the moment it is scheduled.
+            RuntimeError: the request is frozen, because it has been scheduled.
         """
         if self.is_frozen:
             raise RuntimeError(
@@ -63,7 +62,7 @@ class AsyncRequest(NamedTuple):
         self.finalize_fns.append(fn)
 
     def execute_sync(self) -> None:
-        """Do everything at once in the caller's thread; every rank calls it and waits for all.
+        """Run all functions in the caller's thread. Every rank calls it and waits for all others.
 
         Raises:
             RanksError: the function failed on some rank; raised on every rank.
@@ -89,20 +88,20 @@ class _Call(NamedTuple):
 
 
 class AsyncCallsQueue:
-    """Requests in the background, finalised in the order in which they were scheduled.
+    """Runs requests in the background and finalises them in the order of their scheduling.
 
     Every rank must schedule the same requests and poll at the same points of its program.
 
     Args:
-        persistent: run all requests one after the other in one thread that stays; otherwise each
-            has a thread of its own, so that several can be in flight at a time.
+        persistent: run all requests in sequence in one thread; otherwise each request has its own
+            thread, and several can run at the same time.
     """
 
     def __init__(self, persistent: bool = False) -> None:
         self.persistent = persistent
         self.async_calls: deque[_Call] = deque()
         self.call_idx = -1
-        # Idle threads of an executor end at interpreter exit; those at work are waited for.
+        # At exit, the interpreter ends idle threads of an executor and waits for busy ones.
         self._executor: ThreadPoolExecutor | None = None
 
     @staticmethod
@@ -110,16 +109,16 @@ class AsyncCallsQueue:
         """Do nothing. Programs start Megatron-Core's process by it; there is none here."""
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
-        """Stage a request in this thread, start it in the background, and return at once.
+        """Run ``preload_fn`` in this thread, start the request in the background, and return.
 
-        Every rank calls it; it waits for nobody.
+        Every rank calls it; it waits for no other.
 
         Args:
-            async_request: what to run. It is frozen: later additions are refused.
+            async_request: the request. It is frozen: later additions are refused.
 
         Returns:
-            The number of the request in this queue, from 0. A failure of ``preload_fn`` is raised
-            by the next poll, on every rank.
+            The number of the request in this queue, from 0. The next poll raises an error of
+            ``preload_fn``, on every rank.
         """
         request = async_request.freeze()._replace(call_idx=self.call_idx + 1)
         self.async_calls.append(_Call(request, self._start(request)))
@@ -134,7 +133,7 @@ class AsyncCallsQueue:
         try:
             args = _staged_args(request)
         except Exception as error:
-            # Raised here it would be this rank's alone, and the others' next poll would hang.
+            # Raised here, only this rank would see it, and the others' next poll would hang.
             future.set_exception(error)
             return future
         executor = self._executor or ThreadPoolExecutor(
@@ -152,20 +151,20 @@ class AsyncCallsQueue:
     ) -> list[int]:
         """Finalise the requests that are done on every rank, oldest first.
 
-        Every rank calls it and waits for the others (one reduction of a few integers for each
-        request looked at), unless ``no_dist`` or without a process group.
+        Every rank calls it and waits for the others (one reduction of a few integers per request),
+        unless ``no_dist`` or without a process group.
 
         Args:
-            blocking: wait for all requests in flight.
-            no_dist: look at this rank alone; for callers that know that the others agree.
+            blocking: wait for all running requests.
+            no_dist: check only this rank; for callers that know that the others agree.
 
         Returns:
-            Numbers of the requests finalised by this call.
+            Numbers of the requests that this call finalised.
 
         Raises:
-            RanksError: a request failed on some rank, in the background or at finalisation. It is
-                raised on every rank, names the ranks and causes, and the request is dropped: the
-                next poll goes on with the one after it.
+            RanksError: a request failed on some rank, in the background or at finalisation. Every
+                rank raises it; it names the ranks and causes. The request is dropped, and the next
+                poll continues with the request after it.
         """
         finalized: list[int] = []
         while self.async_calls and self._finalize_oldest(blocking, no_dist):
@@ -187,18 +186,18 @@ class AsyncCallsQueue:
         return True
 
     def get_num_unfinalized_calls(self) -> int:
-        """Number of requests scheduled and not finalised yet."""
+        """Return the number of requests that are scheduled and not finalised."""
         return len(self.async_calls)
 
     def close(self, abort: bool = False) -> None:
-        """Finalise what is in flight and end the thread.
+        """Finalise all requests and end the thread. Every rank calls it.
 
         Args:
-            abort: finalise nothing and wait for nobody: for a rank that is about to give up. A
-                request that runs goes on, and never becomes visible.
+            abort: finalise nothing and wait for no rank. A running request continues, but its save
+                is never committed.
 
         Raises:
-            RanksError: the first failure among the requests, once all have been looked at.
+            RanksError: the first error of a request, after all requests have ended.
         """
         first_error: CheckpointingException | None = None
         while self.async_calls and not abort:
@@ -215,9 +214,9 @@ class AsyncCallsQueue:
 
 
 class AsyncCaller:
-    """Runs requests in the background; their finalisation is the caller's.
+    """Runs requests in the background without finalising them.
 
-    :class:`AsyncCallsQueue` without it. Every rank schedules the same requests.
+    Every rank schedules the same requests. :class:`AsyncCallsQueue` finalises them too.
     """
 
     _persistent = True
@@ -226,18 +225,18 @@ class AsyncCaller:
         self._queue = AsyncCallsQueue(self._persistent)
 
     def schedule_async_call(self, async_req: AsyncRequest) -> None:
-        """Stage a request (``preload_fn``) and start its function; does not wait for it."""
+        """Call ``preload_fn`` and start the request in the background."""
         self._queue.schedule_async_request(async_req._replace(finalize_fns=[]))
 
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
         """Return whether the oldest unfinished call is done, on every rank unless ``no_dist``.
 
         Args:
-            blocking: wait for it.
-            no_dist: ask this rank alone; otherwise every rank calls this and waits for the others.
+            blocking: wait for the call.
+            no_dist: check only this rank; otherwise every rank calls this and waits for the others.
 
         Raises:
-            RanksError: the call failed, on any of the ranks asked.
+            RanksError: the call failed on a checked rank.
         """
         return not self._queue.async_calls or self._queue._finalize_oldest(blocking, no_dist)
 
@@ -256,17 +255,17 @@ class AsyncCaller:
 
 
 class TemporalAsyncCaller(AsyncCaller):
-    """Runs each request in a thread of its own, which ends with it."""
+    """Runs each request in its own thread, which ends with the request."""
 
     _persistent = False
 
 
 class PersistentAsyncCaller(AsyncCaller):
-    """Runs requests one after the other in a single thread that stays until :meth:`close`."""
+    """Runs requests in sequence in one thread, until :meth:`close`."""
 
 
 def _staged_args(request: AsyncRequest) -> tuple[Any, ...]:
-    """Positional arguments of the background function, with staged data put in."""
+    """Call ``preload_fn``, and return the positional arguments of the background function."""
     args = tuple(request.async_fn_args)
     if request.async_fn is None or request.preload_fn is None:
         return args
@@ -296,7 +295,7 @@ def _current_cuda_device() -> torch.device | None:
 
 
 def _finalize(request: AsyncRequest, no_dist: bool) -> None:
-    """Run the finalisation functions, then make sure that they succeeded on every rank."""
+    """Run the finalisation functions, and raise an error if they failed on any rank."""
     error: BaseException | None = None
     try:
         for finalize_fn in request.finalize_fns:
@@ -320,9 +319,9 @@ def _agree(
     no_dist: bool,
     doing: str = "running",
 ) -> bool:
-    """Return whether a call is done on every rank; raises everywhere if it failed anywhere.
+    """Return whether a call is done on every rank; raise an error on every rank if it failed.
 
-    One reduction of four integers; only after a failure are the texts gathered.
+    It reduces four integers. After a failure it also gathers the error texts.
     """
     rank = group_rank(None)
     in_flight, newest, minus_oldest = int(not done), call_idx, -call_idx
@@ -344,13 +343,13 @@ def _agree(
         listed = "; ".join(f"rank {r}: {text}" for r, text in sorted(failures.items()))
         raise RanksError(
             f"Asynchronous save, {doing} call {call_idx}, failed on {listed}. "
-            f"Nothing of this save will become visible; the checkpoint before it stands.",
+            f"It was not committed; the checkpoint before it is unchanged.",
             failures=failures,
         ) from error
     if newest != -minus_oldest:
         raise RanksError(
-            f"The ranks look at different asynchronous calls: rank {rank} at call {call_idx}, "
-            f"others between {-minus_oldest} and {newest}. Schedule and poll the same requests "
+            f"The ranks poll different asynchronous calls: rank {rank} polls call {call_idx}, "
+            f"others calls {-minus_oldest} to {newest}. Schedule and poll the same requests "
             f"on every rank."
         )
     return not in_flight

@@ -1,6 +1,6 @@
-"""The interfaces of save and load strategies, and the registry of default ones.
+"""The interfaces of save and load strategies, and the registry of default strategies.
 
-The built-in strategies are imported when a look-up first needs them.
+The first look-up that needs a built-in strategy imports it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class StrategyAction(Enum):
-    """What a strategy does: load or save, the common or the sharded part."""
+    """The action of a strategy: load or save, the common values or the sharded part."""
 
     LOAD_COMMON = "load_common"
     LOAD_SHARDED = "load_sharded"
@@ -33,7 +33,7 @@ default_strategies: defaultdict[str, dict[tuple[str, int], Any]] = defaultdict(d
 """Value of a :class:`StrategyAction` -> ``(backend, version)`` -> strategy."""
 
 async_calls = AsyncCallsQueue()
-"""The queue used by callers that keep none of their own."""
+"""The queue of callers without their own queue."""
 
 _BUILTIN_STRATEGIES = {
     "zarr": ("shardstore.strategies.zarr", "register_default_zarr_strategies"),
@@ -49,18 +49,18 @@ def get_default_strategy(
 ) -> SaveStrategyBase | LoadStrategyBase:
     """Return the strategy registered for an action, backend and version.
 
-    Any rank may call this at any time; it waits for nobody.
+    Any rank may call this at any time; it waits for no other.
 
     Args:
-        action: what the strategy is to do.
+        action: action of the strategy.
         backend: backend name, for instance ``"zarr"``.
         version: version of the backend's format; ``None``: the newest one.
 
     Returns:
-        The very object that was registered.
+        The registered object.
 
     Raises:
-        CheckpointingException: nothing is registered for the three; the text lists what is.
+        CheckpointingException: there is none; the text lists the registered ones.
     """
     known = default_strategies[action.value]
     if version is None:
@@ -90,20 +90,19 @@ def register_default_strategy(
 ) -> None:
     """Make a strategy the default for an action, backend and version.
 
-    A later registration replaces an earlier one; built-in strategies never replace one that was
-    registered by hand.
+    A later registration replaces an earlier one. Built-in strategies never replace others.
 
     Args:
-        action: what the strategy does.
-        backend: backend that it becomes the default for.
-        version: version that it becomes the default for.
+        action: action of the strategy.
+        backend: name of the backend.
+        version: version of the backend's format.
         strategy: the strategy object.
     """
     default_strategies[action.value][(backend, version)] = strategy
 
 
 def _register_builtin_strategies(backend: str) -> None:
-    """Register this package's strategies of a backend; those that are registered stay."""
+    """Register this package's strategies of a backend, unless others are registered."""
     if backend not in _BUILTIN_STRATEGIES:
         return
     module_name, function_name = _BUILTIN_STRATEGIES[backend]
@@ -119,7 +118,7 @@ def _register_builtin_strategies(backend: str) -> None:
 
 
 class LoadStrategyBase(ABC):
-    """What every load strategy has: it says which checkpoints it can read."""
+    """Base of load strategies. Its methods say which checkpoints the strategy can read."""
 
     @abstractmethod
     def check_backend_compatibility(self, loaded_backend: str) -> None:
@@ -148,22 +147,22 @@ class ReadsOwnFormat(LoadStrategyBase):
         """Raise :class:`NotACheckpointError` unless this backend wrote the checkpoint."""
         if loaded_backend != self._backend:
             raise NotACheckpointError(
-                f"{self._what} was written by backend {loaded_backend!r}, this strategy reads "
-                f"{self._backend!r}; leave {self._argument} out to have the right one chosen"
+                f"{self._what} was written by backend {loaded_backend!r}, but this strategy reads "
+                f"{self._backend!r}; leave {self._argument} out to get the right strategy"
             )
 
     def check_version_compatibility(self, loaded_version: int) -> None:
         """Raise :class:`FormatVersionError` unless this strategy reads the version."""
         if loaded_version not in self._versions:
             raise FormatVersionError(
-                f"{self._what} has version {loaded_version!r} of the {self._backend!r} backend, "
-                f"this version of shardstore reads {' and '.join(map(str, self._versions))}: "
+                f"{self._what} has version {loaded_version!r} of backend {self._backend!r}, but "
+                f"this version of shardstore reads {' and '.join(map(str, self._versions))}; "
                 "upgrade shardstore to load it"
             )
 
 
 class SaveStrategyBase(ABC):  # noqa: B024 (what it demands, its subclasses declare)
-    """What every save strategy has: the backend and version of what it writes.
+    """Base of save strategies, with the backend and version of the format that they write.
 
     Args:
         backend: backend name, recorded in the checkpoint.
@@ -184,11 +183,11 @@ class SaveStrategyBase(ABC):  # noqa: B024 (what it demands, its subclasses decl
 
 
 class LoadCommonStrategy(LoadStrategyBase):
-    """Loads the common (non-sharded) part and, where asked, sharded objects."""
+    """Loads common values and, if :attr:`can_handle_sharded_objects`, sharded objects."""
 
     @abstractmethod
     def load_common(self, checkpoint_dir: str | Path) -> StateDict:
-        """Load the common part. Any rank may call it; it waits for no other.
+        """Load the common values. Any rank may call it; it waits for no other.
 
         Args:
             checkpoint_dir: checkpoint to read.
@@ -220,7 +219,7 @@ class LoadCommonStrategy(LoadStrategyBase):
             checkpoint_dir: checkpoint to read.
 
         Returns:
-            Unique key -> ShardedObject without data; empty unless a subclass knows better.
+            Unique key -> ShardedObject without data; empty unless a subclass overrides this.
         """
         return {}
 
@@ -250,8 +249,8 @@ class LoadShardedStrategy(LoadStrategyBase):
             checkpoint_dir: checkpoint to read.
 
         Returns:
-            Tensor key -> ShardedTensor without data that stands for the whole global tensor: only
-            its global shape and dtype carry information.
+            Tensor key -> unsharded ShardedTensor without data; only its global shape and dtype are
+            meaningful.
         """
         raise NotImplementedError
 
@@ -270,7 +269,7 @@ class LoadShardedStrategy(LoadStrategyBase):
         if self.can_handle_sharded_objects:
             raise NotImplementedError(
                 f"{type(self).__name__} handles sharded objects and must therefore define "
-                f"load_sharded_metadata itself: tensors alone would be an incomplete answer"
+                f"load_sharded_metadata; this method lists only tensors"
             )
         return self.load_tensors_metadata(checkpoint_dir)
 
@@ -282,13 +281,13 @@ class LoadShardedStrategy(LoadStrategyBase):
             key_prefix: prefix of the keys to remove.
 
         Raises:
-            NotImplementedError: the strategy offers no removal.
+            NotImplementedError: the strategy cannot remove tensors.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot remove sharded tensors")
 
 
 class SaveCommonStrategy(SaveStrategyBase):
-    """Saves the common (non-sharded) part and, where asked, sharded objects."""
+    """Saves common values and, if :attr:`can_handle_sharded_objects`, sharded objects."""
 
     notes_objects = False
     """Whether the session's manifest lists each sharded object that the strategy saves."""
@@ -297,7 +296,7 @@ class SaveCommonStrategy(SaveStrategyBase):
 
     @abstractmethod
     def save_common(self, common_state_dict: StateDict, checkpoint_dir: str | Path) -> None:
-        """Save the common part.
+        """Save the common values.
 
         Args:
             common_state_dict: state dict without sharded leaves.
@@ -315,7 +314,7 @@ class SaveCommonStrategy(SaveStrategyBase):
             checkpoint_dir: directory to write to.
 
         Raises:
-            NotImplementedError: the strategy cannot hold sharded objects.
+            NotImplementedError: the strategy cannot save sharded objects.
         """
         raise NotImplementedError(f"{self} cannot save sharded objects")
 
@@ -336,15 +335,15 @@ class SaveShardedStrategy(SaveStrategyBase):
 
 
 class AsyncSaveShardedStrategy(SaveShardedStrategy):
-    """Saves sharded tensors in two steps: stage now, write in the background."""
+    """Saves sharded tensors in two steps: copy them at once, write them in the background."""
 
     @abstractmethod
     def async_save(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path
     ) -> AsyncRequest:
-        """Stage the shards and describe the work that is left.
+        """Copy the shards, and return the rest of the save.
 
-        Every rank calls it. Nothing is scheduled: that is the caller's part, for instance with
+        Every rank calls it. The caller schedules the result, for instance with
         :meth:`AsyncCallsQueue.schedule_async_request`.
 
         Args:
@@ -357,6 +356,6 @@ class AsyncSaveShardedStrategy(SaveShardedStrategy):
         raise NotImplementedError
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
-        """Save at once: :meth:`async_save`, executed in the foreground on every rank."""
+        """Save synchronously: run the result of :meth:`async_save` on every rank."""
         async_request = self.async_save(sharded_state_dict, checkpoint_dir)
         async_request.execute_sync()

@@ -1,8 +1,8 @@
-"""Strategies using Zarr as the underlying format, and the same for single tensors and arrays.
+"""Strategies of the Zarr backend, and functions that save and load single tensors.
 
-Backend ``("zarr", 2)`` is Zarr v3 and the default; ``("zarr", 1)`` is the Zarr v2 layout of
-Megatron-Core up to 0.15. The strategies plan all arrays and move the chunks of all at once; the
-functions below them do so for one tensor, with the same planner, writer and reader.
+Backend ``("zarr", 2)`` is Zarr v3 and the default. ``("zarr", 1)`` is the Zarr v2 layout of
+Megatron-Core up to 0.15. The functions for single tensors use the same planner, writer and reader
+as the strategies.
 """
 
 from __future__ import annotations
@@ -90,20 +90,19 @@ def register_default_zarr_strategies() -> None:
 
 
 class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
-    """Save strategy for the Zarr backend, at once or in the background.
+    """Save strategy of the Zarr backend, synchronous or asynchronous.
 
     Args:
         backend: ``"zarr"``.
         version: 2 for Zarr v3, 1 for the Zarr v2 layout of Megatron-Core.
-        target_chunk_bytes: large shards are cut into chunks of about this many bytes (version 2).
-        threads: threads that write, on each rank.
+        target_chunk_bytes: size of chunks in bytes; larger shards are cut (version 2).
+        threads: number of threads that write on each rank.
         budget_bytes: see :attr:`SaveOptions.budget_bytes`.
-        array_documents: see :attr:`SaveOptions.array_documents`; what :func:`shardstore.save` is
-            given counts too, and ``False`` of either is enough (version 2).
+        array_documents: see :attr:`SaveOptions.array_documents`. Documents are left out if this or
+            the argument of :func:`shardstore.save` is ``False`` (version 2).
 
     Raises:
-        FormatVersionError: there is no such version, or arrays of version 1 were to have no
-            documents.
+        FormatVersionError: there is no such version, or ``array_documents=False`` with version 1.
     """
 
     meets_to_plan: ClassVar[bool] = True
@@ -136,36 +135,36 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
         """Write this rank's part of the sharded tensors.
 
-        Called by every rank. Within :func:`shardstore.save` it writes into the attempt and
-        returns; called by
-        itself it also waits for all ranks and commits the arrays (a root group and nothing else).
+        Every rank calls it. Called by :func:`shardstore.save`, it writes into the attempt and
+        returns. Called directly, it also waits for all ranks and commits a checkpoint of the arrays
+        only.
 
         Args:
             sharded_state_dict: nested state dict with sharded tensors.
-            checkpoint_dir: where to.
+            checkpoint_dir: folder or URL to write to.
 
         Raises:
-            AccessPatternError, DTypeMismatchError, KeyNameError, StorageError: as the package's
-                errors say.
+            AccessPatternError, DTypeMismatchError, KeyNameError, StorageError: as
+                :func:`shardstore.save`.
         """
         self._run(sharded_state_dict, checkpoint_dir, write_chunks)
 
     def async_save(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path
     ) -> AsyncRequest:
-        """Copy this rank's part of the sharded tensors, and describe the writing that is left.
+        """Copy this rank's part of the sharded tensors, and return a request that writes it.
 
-        Called by every rank. The state may be changed when it returns, unless the save overlaps its
-        copying (:func:`shardstore.async_save`). Pieces of chunks that ranks share are exchanged
-        here; the background speaks to nobody. Called by itself it commits the arrays, like
-        :meth:`save`, when the request is finalised.
+        Every rank calls it. After the call the state may be changed, unless the copy overlaps
+        (``overlap_staging`` of :func:`shardstore.async_save`). The call exchanges pieces of chunks
+        that ranks share; the background communicates with no rank. Called directly, the request
+        commits the arrays, like :meth:`save`, when it is finalised.
 
         Args:
             sharded_state_dict: nested state dict with sharded tensors.
-            checkpoint_dir: where to.
+            checkpoint_dir: folder or URL to write to.
 
         Returns:
-            The writing, for a thread, and the commit, for every rank together.
+            A request: its function writes in a thread, its finalisation commits on every rank.
         """
         request = self._run(sharded_state_dict, checkpoint_dir, stage_chunks)
         return cast(AsyncRequest, request)
@@ -183,7 +182,7 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
 
         if (session := session_of(place)) is not None:
             return work(session)
-        # No save calls the strategy: it has one of its own.
+        # The strategy is called directly: begin a save.
         part = Part(target=Location.of(place), options=self.options, tensors=tensors)
         session = SaveSession.begin(Ranks.current(), part)
         session.plans = session.agreed.exchange_layouts
@@ -220,7 +219,7 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
         except Exception as problem:
             error = problem
         if session.agreed.exchange_layouts:
-            # Before pieces travel, so that nobody waits for a rank that could not plan.
+            # Before pieces are sent, so that no rank waits for one that could not plan.
             session.meet(what=session.planning, error=error)
             session.plans = False
         if error is not None:
@@ -232,8 +231,8 @@ def _check_v2(options: SaveOptions) -> None:
     if options.compression is not None or not options.array_documents:
         name = "array_documents" if options.compression is None else "compression"
         raise FormatVersionError(
-            "the Zarr v2 layout of Megatron-Core is never compressed, and has no root document "
-            f"that could describe its arrays: leave {name} out, or save with backend ('zarr', 2)"
+            "the Zarr v2 layout of Megatron-Core has no compression and no root document that "
+            f"describes its arrays: leave {name} out, or save with backend ('zarr', 2)"
         )
 
 
@@ -254,7 +253,7 @@ class ZarrLoadShardedStrategy(ReadsOwnFormat, LoadShardedStrategy):
         super().check_backend_compatibility(loaded_version)
 
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> StateDict:
-        """Read the sharded tensors, into the tensors given where there are any.
+        """Read the sharded tensors; fill given tensors in place.
 
         Any rank may call it; it waits for no other, unless its group shares the reading.
 
@@ -266,9 +265,9 @@ class ZarrLoadShardedStrategy(ReadsOwnFormat, LoadShardedStrategy):
             The same structure, with tensors.
 
         Raises:
-            MissingKeyError, ShapeMismatchError, DTypeMismatchError: what is stored is not what is
-                asked for.
-            ChunkMissingError, ChunkCorruptError: what is stored is not what was written.
+            MissingKeyError, ShapeMismatchError, DTypeMismatchError: stored and requested keys,
+                shapes or data types differ.
+            ChunkMissingError, ChunkCorruptError: stored data is missing or damaged.
         """
         context = context_of(checkpoint_dir)
         stored, url = context.stored, context.stored.location.url
@@ -280,7 +279,7 @@ class ZarrLoadShardedStrategy(ReadsOwnFormat, LoadShardedStrategy):
         return assemble(plan, sharded_state_dict, url)
 
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
-        """Key -> sharded tensor without data, whole, for each stored array."""
+        """Return key -> unsharded ShardedTensor without data, for each stored array."""
         stored = context_of(checkpoint_dir).stored
         stored.require()
         return {
@@ -289,7 +288,7 @@ class ZarrLoadShardedStrategy(ReadsOwnFormat, LoadShardedStrategy):
         }
 
     def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
-        """Remove all tensors whose key starts with a prefix. Called by one rank."""
+        """Remove all tensors whose key starts with a prefix. One rank calls it."""
         stored = StoredCheckpoint(Location.of(checkpoint_dir))
         stored.require()
         stored.remove(key_prefix)
@@ -301,17 +300,17 @@ class ZarrLoadShardedStrategy(ReadsOwnFormat, LoadShardedStrategy):
 def _create_or_open_zarr_arrays(
     sharded_tensors: list[ShardedTensor], checkpoint_dir: str | Path
 ) -> list[ZarrArray | None]:
-    """Zarr arrays for a rank's sharded tensors: created by the main replica of the first shard,
-    opened by other main replicas.
+    """Return Zarr arrays for a rank's sharded tensors. The main replica of the first shard creates
+    an array, and other main replicas open it.
 
-    Called by every rank of the process group, if there is one. The ranks tell each other of
-    irregular and flattened shards, and those that open wait for those that create.
+    Every rank of the process group calls it. The ranks exchange the layouts of irregular and
+    flattened shards. Ranks that open arrays wait for those that create them.
 
     Returns:
-        One entry a tensor; ``None`` for replicas, which write nothing.
+        One entry per tensor; ``None`` for replicas, which write nothing.
 
     Raises:
-        CheckpointExistsError: an array exists; on every rank an error.
+        CheckpointExistsError: an array exists; every rank raises an error.
     """
     ranks, location = Ranks.current(), Location.of(checkpoint_dir)
     what = f"creating arrays below {location.url}"
@@ -338,7 +337,7 @@ def _create_or_open_zarr_arrays(
 
 
 def _should_create_array(ten: ShardedTensor) -> bool:
-    """Return whether this tensor's holder creates the array: main replica of the first shard."""
+    """Return whether this rank creates the array: it holds the main replica of the first shard."""
     return is_first(ten)
 
 
@@ -349,11 +348,11 @@ def _create_zarr_array(
 
     Args:
         sharded_tensor: the tensor.
-        checkpoint_dir: where to.
-        layouts: what other ranks hold of irregular and flattened shards; default: nothing.
+        checkpoint_dir: folder or URL to write to.
+        layouts: irregular and flattened shards of other ranks; default: none.
 
     Raises:
-        CheckpointExistsError: it exists.
+        CheckpointExistsError: the array exists.
     """
     meta = array_meta(sharded_tensor, SaveOptions(), layouts=layouts)
     return arrays.create_zarr_array(Location.of(checkpoint_dir), meta)
@@ -362,9 +361,9 @@ def _create_zarr_array(
 def _save_to_existing_array(sharded_tensor: ShardedTensor, arr: ZarrArray | None) -> None:
     """Write a local tensor to its place in an array; replicas (and ``None``) write nothing.
 
-    A chunk that the tensor fills in part is read first, and written whole. So two ranks must not
-    write to one chunk at the same time. Arrays that another program made, with codecs or chunks
-    that a save would not write, are written by zarr.
+    If the tensor fills a part of a chunk, the chunk is read, changed and written. So two ranks must
+    not write to one chunk at the same time. zarr writes arrays that another program made with other
+    codecs or chunks than a save.
     """
     if arr is None or not is_main_replica(sharded_tensor.replica_id):
         return
@@ -377,7 +376,7 @@ def _save_to_existing_array(sharded_tensor: ShardedTensor, arr: ZarrArray | None
     meta = None if place is None else arrays.read_array_meta(place[0], place[1])
     if place is None or meta is None or meta.codecs is None or not meta.grid.is_aligned(box):
         data = dtypes.as_numpy(sharded_tensor.data.detach().cpu())
-        arr = arr.with_config({"write_empty_chunks": True})  # else chunks of zeros would be missing
+        arr = arr.with_config({"write_empty_chunks": True})  # write chunks of zeros too
         for region, piece in held_regions(sharded_tensor, box, data):
             if region.size:
                 arr[region.slices or ...] = piece
@@ -389,13 +388,13 @@ def _save_to_existing_array(sharded_tensor: ShardedTensor, arr: ZarrArray | None
         layouts.ranges[key] = {box: [FlatRange(*range_) for range_ in bounds]}
     plan = plan_writes([sharded_tensor], 0, SaveOptions(), layouts=layouts, known={key: meta})
     writes = [*plan.writes, *(_completed(place[0], cut) for cut in plan.cut)]
-    if not place[0].is_local:  # where a save never writes over an object
+    if not place[0].is_local:  # a save never overwrites an object
         place[0].remote.delete([f"{meta.node}/{meta.chunk_key(item.index)}" for item in writes])
     arrays.mover_for(place[0], SaveOptions(durable=False)).write(writes, lambda *_: None)
 
 
 def _place_of(arr: ZarrArray) -> tuple[Location, str] | None:
-    """Where an array lies, and its node there; ``None``: where saves do not write."""
+    """Return location and node of an array; ``None`` if saves do not write there."""
     store = cast(Any, arr.store)
     if hasattr(store, "root"):
         url, options = str(store.root), {}
@@ -411,7 +410,7 @@ def _place_of(arr: ZarrArray) -> tuple[Location, str] | None:
 
 
 def _completed(location: Location, cut: CutChunk) -> ChunkWrite:
-    """Return a chunk that a tensor fills in part: the rest is what is stored, or zero."""
+    """Return a chunk that a tensor fills in part; the rest comes from the store, or is zero."""
     box = cut.array.grid.box(cut.index)
     data = np.zeros(box.shape, dtypes.numpy_dtype(cut.array.dtype))
     with suppress(ChunkMissingError):
@@ -433,12 +432,12 @@ def _load_from_array(sharded_tensor: ShardedTensor, checkpoint_dir: str | Path) 
 
 
 def _open_zarr_array_verbose(path: str | Path, mode: str, **open_kwargs: Any) -> ZarrArray:
-    """Open an array with zarr; where that fails, say what is there instead.
+    """Open an array with zarr.
 
     Raises:
-        NotACheckpointError: there is no array, or nothing at all.
+        NotACheckpointError: there is no array; the text lists the files that are there.
     """
-    import zarr  # takes a quarter of a second, which saves and loads do without
+    import zarr  # slow; saves and loads do not need it
 
     from shardstore import zarr_dtypes  # noqa: F401 (teaches zarr bfloat16 and float8)
 
@@ -450,8 +449,8 @@ def _open_zarr_array_verbose(path: str | Path, mode: str, **open_kwargs: Any) ->
     except (FileNotFoundError, KeyError, ValueError) as error:
         above = Location(location.url.rpartition("/")[0], location.options)
         raise NotACheckpointError(
-            f"Array {path} could not be opened: {type(error).__name__}: {error} (below it are "
-            f"{location.listing()[:8]}, beside it {sorted(above.listing())[:8]})",
+            f"Array {path} could not be opened: {type(error).__name__}: {error} (it contains "
+            f"{location.listing()[:8]}, its folder contains {sorted(above.listing())[:8]})",
             url=location.url,
         ) from error
 
@@ -459,16 +458,15 @@ def _open_zarr_array_verbose(path: str | Path, mode: str, **open_kwargs: Any) ->
 def postprocess_numpy_array(
     loaded_array: NDArray[Any], sharded_tensor: ShardedTensor, apply_flattened_range: bool = True
 ) -> torch.Tensor:
-    """Turn a NumPy array of a whole shard into the torch tensor that is asked for.
+    """Convert a NumPy array of a whole shard to the requested torch tensor.
 
     Args:
-        loaded_array: the shard as it was stored, of the local shape unless
-            ``allow_shape_mismatch``.
-        sharded_tensor: what is asked for.
-        apply_flattened_range: cut out the flattened range, if there is one.
+        loaded_array: the stored shard, with the local shape unless ``allow_shape_mismatch``.
+        sharded_tensor: the requested shard.
+        apply_flattened_range: return only the flattened range, if there is one.
 
     Raises:
-        ShapeMismatchError: another shape, without ``allow_shape_mismatch``.
+        ShapeMismatchError: the shape differs, without ``allow_shape_mismatch``.
     """
     x = dtypes.as_tensor(np.ascontiguousarray(loaded_array).reshape(loaded_array.shape))
     if tuple(x.shape) != sharded_tensor.local_shape:
@@ -483,26 +481,23 @@ def postprocess_numpy_array(
 
 
 def flatten_range(sharded_tensor: ShardedTensor, x: torch.Tensor) -> torch.Tensor:
-    """Return the flattened range of a whole local tensor, one-dimensional.
-
-    The tensor itself where there is no range.
-    """
+    """Return the flattened range of a whole local tensor, 1-D; the tensor if there is no range."""
     if sharded_tensor.flattened_range is None:
         return x
     return x.reshape(-1)[sharded_tensor.flattened_range]
 
 
 def pad_to_expected_shape(x: torch.Tensor, expected_sharded_ten: ShardedTensor) -> torch.Tensor:
-    """Return a tensor in the expected local shape, zero beyond the tensor's own extent.
+    """Return a tensor padded with zeros to the expected local shape.
 
     Raises:
-        ShapeMismatchError: another number of axes, or the tensor is longer than expected along one.
+        ShapeMismatchError: the number of axes differs, or the tensor is larger along an axis.
     """
     shape, expected = tuple(x.shape), expected_sharded_ten.local_shape
     if len(shape) != len(expected) or any(a > b for a, b in zip(shape, expected, strict=True)):
         raise ShapeMismatchError(
-            f"key {expected_sharded_ten.key!r}: loaded {shape}, expected {expected}; padding adds "
-            "zeros, it changes no number of axes and drops no data: expect at least what is stored",
+            f"key {expected_sharded_ten.key!r}: loaded {shape}, expected {expected}; padding "
+            "cannot change the number of axes or drop data: expect at least the stored shape",
             key=expected_sharded_ten.key,
         )
     if shape == expected:
@@ -516,15 +511,15 @@ def load_zarr_based_sharded_metadata(
     checkpoint_dir: str | Path,
     get_shape_dtype_fn: Callable[[str], tuple[tuple[int, ...], np.dtype[Any]]],
 ) -> ShardedStateDict:
-    """Metadata of the Zarr arrays below a folder, of either format.
+    """Return the metadata of the Zarr arrays below a folder, of either Zarr format.
 
     Args:
         checkpoint_dir: root of the checkpoint.
-        get_shape_dtype_fn: path of an array -> its shape and NumPy data type. Not asked about
-            arrays that only the root's document describes.
+        get_shape_dtype_fn: returns shape and NumPy data type for the path of an array. It is not
+            called for arrays that only the root document describes.
 
     Returns:
-        Key -> sharded tensor without data, whole.
+        Key -> unsharded ShardedTensor without data.
     """
     found = {}
     root = Location.of(checkpoint_dir)

@@ -279,7 +279,7 @@ WRONG = [
     (["diff", "PLACE", "/no/such/place"], "does not exist"),
     (["plot", "pie", "PLACE"], "pie"),
     (["plot", "layout", "PLACE"], "needs a key"),
-    (["plot", "layout", "PLACE", "nothing"], "'nothing' is no key"),
+    (["plot", "layout", "PLACE", "nothing"], "'nothing' is not a key"),
     (["report", "PLACE", "-o", "/no/such/folder/r.html"], "is not a folder"),
     (["report", "PLACE", "-o", "PLACE"], "is a folder; give the name of a file"),
     (["plot", "sizes", "PLACE", "-o", "PLACE"], "is a folder; give the name of a file"),
