@@ -162,6 +162,13 @@ def test_an_object_io_creates_once_and_reads_ranges(s3_server: S3Server) -> None
         assert io.put("large", [large], create=True)
         assert io.get("large", 0, None) == large
         assert io.get("large", 5, 2 << 20) == large[5 : 2 << 20]
+        # Read in parts, and some of them are not there.
+        assert io.get("large", size=40 << 20) == large
+        assert io.get("large", 5, 40 << 20, size=40 << 20) == large[5:]
+        assert io.get("none", size=40 << 20) is None
+        assert io.put("larger", [large] * 12, create=True)
+        assert io.get("larger", size=36 << 20) == large * 12
+        assert io.get("larger", 5, (36 << 20) - 5, size=36 << 20) == (large * 12)[5:-5]
         for name in ("layers%2F0.b~x", "%5F_a", "\u00e4 b"):
             assert io.put(name, [name.encode()], create=True)
             assert place.read(name) == io.get(name) == name.encode()

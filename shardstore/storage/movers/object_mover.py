@@ -150,6 +150,7 @@ class ObjectMover:
             get = io.begin_get(key, expected.first, stop, size=size)
             yield None
             data = get()
+            del get  # and TensorStore's copy
             problem = MISSING if data is None else receive(part, expected, data)
             if problem is not None:
                 url = f"{self.location.url}/{key}"

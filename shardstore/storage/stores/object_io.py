@@ -8,7 +8,6 @@ many requests under way. Over fsspec a request blocks a thread.
 from __future__ import annotations
 
 import logging
-import operator
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -70,7 +69,7 @@ class ObjectIO(ABC):
     @abstractmethod
     def get(
         self, key: str, start: int = 0, stop: int | None = None, *, size: int = UNKNOWN_BYTES
-    ) -> bytes | None:
+    ) -> bytes | memoryview | None:
         """Return an object, or a part of it.
 
         Args:
@@ -95,7 +94,7 @@ class ObjectIO(ABC):
 
     def begin_get(
         self, key: str, start: int = 0, stop: int | None = None, *, size: int = UNKNOWN_BYTES
-    ) -> Callable[[], bytes | None]:
+    ) -> Callable[[], bytes | memoryview | None]:
         """Begin :meth:`get`; the call of what is returned waits for its end."""
         return partial(self.get, key, start, stop, size=size)
 
@@ -118,7 +117,7 @@ class FileSystemIO(ObjectIO):
 
     def get(
         self, key: str, start: int = 0, stop: int | None = None, *, size: int = UNKNOWN_BYTES
-    ) -> bytes | None:
+    ) -> bytes | memoryview | None:
         """See :meth:`ObjectIO.get`."""
         return self._store.read_range(key, start, stop, size)
 
@@ -206,7 +205,12 @@ def read_objects(location: Location, keys: Sequence[str]) -> list[bytes | None]:
 
     def begin(number: int, _: bool) -> Callable[[], None]:
         get = io.begin_get(keys[number])
-        return lambda: operator.setitem(found, number, get())
+
+        def finish() -> None:
+            data = get()
+            found[number] = None if data is None else bytes(data)
+
+        return finish
 
     run_requests(io, range(len(keys)), begin)
     return found

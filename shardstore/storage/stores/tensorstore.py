@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import IO, Any, TypeVar
 
+import numpy as np
 import tensorstore as ts
 
 from shardstore.errors import StorageError
@@ -33,6 +34,13 @@ T = TypeVar("T")
 REQUESTS = 128
 """Under way at a time, each process."""
 RETRIES = 8
+KEPT_BYTES = 32 * 1024 * 1024 - 64 * 1024
+"""A block that is freed before the first request: from then on glibc keeps blocks up to its size
+for the next request (Linux man-pages, mallopt(3), M_MMAP_THRESHOLD). Fresh pages for each object
+would take as much processor time as all else that a load does."""
+PART_BYTES = 16 * 1024 * 1024
+"""Objects that are larger than :data:`KEPT_BYTES` are read in parts of so many bytes at least."""
+MOST_PARTS = 8
 ASKED_EVERY_S = 30.0
 """How often botocore is asked for credentials, which it renews some minutes before they end."""
 NOTHING_THERE = b"\x02"
@@ -65,6 +73,7 @@ def shared_context() -> ts.Context:
     global _context
     with _lock:
         if _context is None:
+            bytes(KEPT_BYTES)
             _context = ts.Context(
                 {
                     "cache_pool": {"total_bytes_limit": 0},
@@ -155,7 +164,7 @@ class KvStoreIO(ObjectIO):
 
     def get(
         self, key: str, start: int = 0, stop: int | None = None, *, size: int = UNKNOWN_BYTES
-    ) -> bytes | None:
+    ) -> bytes | memoryview | None:
         """See :meth:`ObjectIO.get`."""
         return self.begin_get(key, start, stop, size=size)()
 
@@ -171,8 +180,27 @@ class KvStoreIO(ObjectIO):
 
     def begin_get(
         self, key: str, start: int = 0, stop: int | None = None, *, size: int = UNKNOWN_BYTES
-    ) -> Callable[[], bytes | None]:
+    ) -> Callable[[], bytes | memoryview | None]:
         """See :meth:`ObjectIO.begin_get`."""
+        if size <= KEPT_BYTES:
+            return self._begin_range(key, start, stop, size)
+        starts = range(start, start + size, max(PART_BYTES, -(-size // MOST_PARTS)))
+        ranges = zip(starts, [*starts[1:], stop], strict=True)
+        parts = [self._begin_range(key, *part, size) for part in ranges]
+
+        def finish() -> memoryview | None:
+            found = [parts.pop(0)() for _ in starts]  # TensorStore's copy goes with each
+            whole = [np.frombuffer(data, np.uint8) for data in found if data is not None]
+            if len(whole) < len(found):
+                return None
+            # numpy asks for large pages, few of which have to be made.
+            return _copied(lambda: np.concatenate(whole).data, size)
+
+        return finish
+
+    def _begin_range(
+        self, key: str, start: int, stop: int | None, size: int
+    ) -> Callable[[], bytes | None]:
         part, store = slice(start, stop) if (start, stop) != (0, None) else None, self.opened()
         read = self._begun("reading", key, size, store, store.kvs.read(key, byte_range=part))
 
@@ -180,7 +208,7 @@ class KvStoreIO(ObjectIO):
             try:
                 found = read()
             except RangeError:
-                whole = self.get(key, size=size)
+                whole = self._begin_range(key, 0, None, size)()
                 return None if whole is None else whole[start:stop]
             data: bytes = _copied(lambda: found.value, size)
             return None if found.state == "missing" else data
