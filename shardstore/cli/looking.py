@@ -209,32 +209,30 @@ def stats(
     budget = opt.parse_size(memory)
     arrays = [array for _, array in sorted(opt.choose(ckpt, keys).items())]
     found, damage = measure(arrays, budget_bytes=budget, progress=opt.bar(as_json))
+    entries = [
+        {
+            "key": array.key,
+            "dtype": array.meta.dtype,
+            "shape": list(array.shape),
+            **found[array.key].as_dict(),
+            "damage": damage.get(array.key, []),
+        }
+        for array in arrays
+    ]
     if as_json:
-        entries = [
-            {
-                "key": array.key,
-                "dtype": array.meta.dtype,
-                "shape": list(array.shape),
-                **found[array.key].as_dict(),
-                "damage": damage.get(array.key, []),
-            }
-            for array in arrays
-        ]
         emit({"url": ckpt.url, "arrays": entries})
     else:
-        numbers = ("norm", "mean", "min", "max")
-        rows = []
-        for array in arrays:
-            s = found[array.key]
-            texts = ["-" if x is None else f"{x:.6g}" for x in map(s.as_dict().get, numbers)]
-            counts = map(str, (s.zeros, s.nan, s.inf))
-            rows.append((array.key, array.meta.dtype, str(s.count), *texts, *counts))
-        names = ("key", "dtype", "count", *numbers, "zeros", "NaN", "Inf")
-        print_table(rows, "<<" + ">" * 8, columns(wide), names)
+        names = ("key", "dtype", "count", "norm", "mean", "min", "max", "zeros", "nan", "inf")
+        rows = [[_shown(entry[name]) for name in names] for entry in entries]
+        print_table(rows, "<<" + ">" * 8, columns(wide), (*names[:-2], "NaN", "Inf"))
     for key in sorted(damage):
         for text in damage[key]:
             complain(text)
     raise typer.Exit(opt.DAMAGE if damage else 0)
+
+
+def _shown(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str("-" if value is None else value)
 
 
 def show(

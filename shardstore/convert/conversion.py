@@ -139,20 +139,11 @@ def convert(
     )
     # Where a result is verified, two buffers of a batch exist at a time.
     batch_bytes = max(1, memory_budget // 2)
-    built: Target
-    work = beside.child(f".{goal.name}.convert")
     if wanted == "shardstore":
-        built = ShardstoreTarget(goal, found, overwrite, batch_bytes)
-    elif wanted == "dcp":
-        from shardstore.convert.dcp import DcpTarget  # imports torch
-
-        built = DcpTarget(work, goal)
-    elif wanted == "safetensors":
-        built = SafetensorsTarget(work, goal, file_bytes, batch_bytes)
+        built: Target = ShardstoreTarget(goal, found, overwrite, batch_bytes)
     else:
-        raise CheckpointingException(
-            f"target_format={wanted!r} is not one of {', '.join(TARGET_FORMATS)}"
-        )
+        work = beside.child(f".{goal.name}.convert")
+        built = _files_target(wanted, work, goal, file_bytes, batch_bytes)
     about = {"source": place.url, "source_format": found, "target_format": wanted}
     log_event(logger, "convert_begin", f"{goal.url}: converting", url=goal.url, **about)
     started = perf_counter()
@@ -281,6 +272,20 @@ def open_source(place: Location, source_format: str) -> Source:
         return SafetensorsSource.open(place)
     raise CheckpointingException(
         f"source_format={source_format!r} is not one of {', '.join(FORMATS)}"
+    )
+
+
+def _files_target(
+    target_format: str, work: Location, goal: Location, file_bytes: int, budget_bytes: int
+) -> Target:
+    if target_format == "safetensors":
+        return SafetensorsTarget(work, goal, file_bytes, budget_bytes)
+    if target_format == "dcp":
+        from shardstore.convert.dcp import DcpTarget  # imports torch
+
+        return DcpTarget(work, goal)
+    raise CheckpointingException(
+        f"target_format={target_format!r} is not one of {', '.join(TARGET_FORMATS)}"
     )
 
 
