@@ -288,7 +288,7 @@ def save_integrity_manifest(checkpoint_dir: str | Path | Location) -> None:
     """Write ``integrity.json``, the SHA-256 of each file of a checkpoint. Called by one rank.
 
     Raises:
-        StorageError: the store refused.
+        StorageError: the store failed.
     """
     location = Location.of(checkpoint_dir)
     if location.is_local:

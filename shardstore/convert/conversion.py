@@ -231,7 +231,7 @@ def detect(place: Location) -> str:
 
     Raises:
         NotACheckpointError: nothing that is known.
-        StorageError: the store refused.
+        StorageError: the store failed.
     """
     if is_file_name(place.name) or (place.is_local and place.path.is_file()):
         return "safetensors"
@@ -352,7 +352,7 @@ class _Journal:
         """Note the chunks of a batch: key, index and receipt of each.
 
         Raises:
-            StorageError: the store refused.
+            StorageError: the store failed.
         """
         self._place.write(f"{self._count:08d}.json", json.dumps(document).encode())
         self._count += 1

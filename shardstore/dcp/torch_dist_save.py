@@ -149,7 +149,7 @@ class FilesSave:
         """Write this rank's files, from the copy if there is one; it speaks to no other rank.
 
         Raises:
-            StorageError: the store refused.
+            StorageError: the store failed.
         """
         try:
             if self.staging is not None:

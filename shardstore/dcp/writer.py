@@ -286,7 +286,7 @@ def _put_together(
 
     Raises:
         AccessPatternError: the ranks together gave less than a whole chunk.
-        StorageError: the store refused.
+        StorageError: the store failed.
     """
     start = perf_counter()
     chunks: dict[tuple[str, tuple[int, ...]], tuple[CutChunk, dict[int, bytes]]] = {}

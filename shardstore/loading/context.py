@@ -90,7 +90,7 @@ def read_documents(location: Location, names: Sequence[str]) -> dict[str, bytes 
         Name -> content, ``None`` where there is no such document.
 
     Raises:
-        StorageError: the store refused.
+        StorageError: the store failed.
     """
 
     if not location.is_local:

@@ -1,4 +1,4 @@
-"""The checkpoints of one training run: saved by step, old ones deleted, the newest restored."""
+"""Manages the checkpoints of a training run: saves steps, deletes old ones, restores the newest."""
 
 from shardstore.manager.checkpoint_manager import CheckpointManager as CheckpointManager
 from shardstore.manager.restore import Restored as Restored

@@ -1,7 +1,6 @@
-"""The checkpoints of one training run: saved by step, old ones deleted, the newest restored.
+"""Manages the checkpoints of a training run: saves steps, deletes old ones, restores the newest.
 
-:class:`CheckpointManager` keeps no state beside the checkpoints: what is there is what was
-committed.
+:class:`CheckpointManager` stores no state other than the checkpoints.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from shardstore.strategies.base import SaveCommonStrategy, SaveShardedStrategy
 
 
 class SaveArguments(StepKeywords, total=False):
-    """What :meth:`CheckpointManager.save` hands on; see :func:`shardstore.save`."""
+    """Arguments that :meth:`CheckpointManager.save` passes to :func:`shardstore.save`."""
 
     sharded_strategy: SaveShardedStrategy | tuple[str, int] | None
     common_strategy: SaveCommonStrategy | tuple[str, int] | None
@@ -56,7 +55,7 @@ class SaveArguments(StepKeywords, total=False):
 
 
 class AsyncSaveArguments(SaveArguments, total=False):
-    """What :meth:`CheckpointManager.async_save` hands on; see :func:`shardstore.async_save`."""
+    """Arguments of :meth:`CheckpointManager.async_save` for :func:`shardstore.async_save`."""
 
     overlap_staging: bool
     staging_budget_bytes: int | None
@@ -72,14 +71,14 @@ def _metrics_of(metrics: Mapping[str, Any] | None) -> dict[str, float]:
         try:
             found[str(name)] = float(value)
         except (TypeError, ValueError, RuntimeError):
-            raise ArgumentError(f"metric {name!r} is {value!r}, which is not one number") from None
+            raise ArgumentError(f"metric {name!r}={value!r} must be one number") from None
     return found
 
 
 def _without_mark(
     preprocess: Callable[[CommonStateDict], StateDict] | None,
 ) -> Callable[[CommonStateDict], StateDict]:
-    """Metrics may differ between ranks; rank 0's count, and nobody is told of the others'."""
+    """Leave the metrics out of the comparison of ranks: they may differ, and rank 0's are saved."""
 
     def process(common: CommonStateDict) -> StateDict:
         about = dict(common.get("content_metadata") or {})
@@ -94,35 +93,35 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointManager:
-    """Saves, keeps and restores the checkpoints of one run. Every rank makes one, alike.
+    """Saves, keeps and restores the checkpoints of one run. Every rank makes one, with equal
+    arguments.
 
-    Steps lie directly below the root, named by number. What is not exactly so named, or was not
-    saved by a manager, is never deleted. Deleting goes on in the background of rank 0: never the
-    newest whole step, never one that this manager is writing, basing a save on, or restoring. One
-    manager (one run) at a time writes below a root; a reader elsewhere may find a step gone that it
-    is still reading, unless the policy keeps it.
+    Steps are folders directly below the root, named by number. The manager never deletes a folder
+    with another name, or one that no manager saved. Rank 0 deletes steps in the background. It
+    never deletes the newest complete step, or a step that this manager is writing, restoring or
+    using as base. Only one manager (one run) at a time may write below a root. A step that another
+    process reads may be deleted, unless the policy keeps it.
 
-    A run may go back: restore an earlier step by its number, and save lower numbers than are there.
-    From the first such save on, the run is where that save is: :meth:`latest` and a
-    :meth:`restore` without a step give it, and the policy counts the steps up to it. Higher numbers
-    that were saved before it stay, whatever the policy, until the run has come past them; see
-    ``discard_later`` of :meth:`restore`.
+    A run may go back: restore an earlier step by its number, and then save numbers lower than those
+    that exist. From the first such save on, :meth:`latest` and a :meth:`restore` without a step
+    return the steps of the new branch, and the policy counts only these. Steps with higher numbers
+    from before stay until the run has passed them; see ``discard_later`` of :meth:`restore`.
 
     Args:
         root: folder or URL.
-        keep_last: keep the newest so many steps. With no rule at all everything is kept.
-        keep_every: keep each step that is divisible by this.
-        best: keep the best so many by ``metric``.
-        metric: name of one of the metrics given to :meth:`save`.
-        mode: ``"min"`` if the least is best, ``"max"`` if the greatest.
-        prefix: of the names of steps.
-        storage_options: of an object store, see :func:`shardstore.save`.
-        sweep_after: in an object store: remove what a save left that did not finish, once nothing
-            was written to it for so long. On local disks: at once, if its process ran on this host
-            and is gone.
+        keep_last: number of newest steps to keep. Without any rule, all steps are kept.
+        keep_every: keep each step that is divisible by this number.
+        best: number of best steps by ``metric`` to keep.
+        metric: name of one of the metrics of :meth:`save`.
+        mode: ``"min"`` if the smallest value is best, ``"max"`` if the greatest is.
+        prefix: prefix of the names of steps.
+        storage_options: options of an object store, see :func:`shardstore.save`.
+        sweep_after: in an object store, remove the remains of an unfinished save after nothing was
+            written to it for this time. On local disks they are removed at once if the process of
+            the save ran on this host and is dead.
 
     Raises:
-        ArgumentError: a policy or prefix that makes no sense.
+        ArgumentError: a rule or the prefix has a wrong type or value.
     """
 
     def __init__(
@@ -149,38 +148,40 @@ class CheckpointManager:
         _managers.add(self)
 
     def _begin(self) -> None:
-        """Begin with nothing in the background; again in a forked child, whose parent does it."""
+        """Begin without background work; also in a forked child, whose parent does the work."""
         self._steps = Steps(self.root, self._prefix)
-        # Exit functions of saves in the background run before the interpreter waits for its job.
+        # Exit functions of asynchronous saves run before the interpreter waits for this job.
         self._background = ThreadPoolExecutor(1, "shardstore-manager", yield_to_others)
         self._last: Future[None] | None = None
 
-    # -- what is there -------------------------------------------------------------------------
+    # -- steps ---------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """All committed steps, ascending. Any rank may call it; it waits for no other.
+        """Return all committed steps, ascending. Any rank may call it; it waits for no other.
 
         Raises:
-            StorageError: the store refused.
+            StorageError: the store failed.
         """
         return self._steps.committed()
 
     def latest(self) -> int | None:
-        """Return the newest committed step: the highest number, unless a run went back and saved
-        lower ones since; then the last of those. ``None`` if there is none. Any rank may call it;
-        it waits for no other.
+        """Return the newest committed step, ``None`` if there is none. Any rank may call it; it
+        waits for no other.
+
+        The newest step is the one with the highest number, unless the run went back and saved lower
+        numbers since; then it is the last of those.
 
         Raises:
-            StorageError: the store refused.
+            StorageError: the store failed.
         """
         current, _ = branches(self._steps.infos())
         return current[-1] if current else None
 
     def url(self, step: int) -> str:
-        """Where a step is, or would be.
+        """Return the folder or URL of a step, which need not exist.
 
         Raises:
-            ArgumentError: no whole number, or a negative one.
+            ArgumentError: the step is not a whole number of at least 0.
         """
         return self._steps.url(number_of(step))
 
@@ -194,23 +195,25 @@ class CheckpointManager:
         metrics: Mapping[str, Any] | None = None,
         **options: Unpack[SaveArguments],
     ) -> dict[str, Any]:
-        """Save a step, and have old ones deleted in the background. Called by every rank, which
-        waits for all others as in :func:`shardstore.save`.
+        """Save a step; rank 0 then deletes old steps in the background. Every rank calls it and
+        waits for all others, as in :func:`shardstore.save`.
 
-        A step that :meth:`restore` found damaged is replaced; any other that is there already only
-        with ``overwrite=True``.
+        An existing step is replaced if :meth:`restore` found it damaged, or with
+        ``overwrite=True``.
 
         Args:
-            step: its number, the same on every rank.
+            step: number of the step, the same on every rank.
             state: see :func:`shardstore.save`.
-            metrics: name -> number; rank 0's are kept, in the checkpoint.
+            metrics: name -> number; rank 0's are stored in the checkpoint.
             **options: see :func:`shardstore.save`.
 
         Returns:
-            The commit record, the same on every rank: bytes, chunks, seconds, what each rank did.
+            The commit record, the same on every rank: bytes, chunks, seconds, the work of each
+                rank.
 
         Raises:
-            ValueError, TypeError: the step, a metric or an option; on every rank an error.
+            ValueError, TypeError: the step, a metric or an option has a wrong type or value; raised
+                on every rank.
             CheckpointingException: as :func:`shardstore.save`.
         """
         place, about, given, error = self._prepare(step, metrics, options, SaveArguments)
@@ -240,22 +243,22 @@ class CheckpointManager:
         metrics: Mapping[str, Any] | None = None,
         **options: Unpack[AsyncSaveArguments],
     ) -> AsyncSave:
-        """As :meth:`save`, in the background, as :func:`shardstore.async_save`. Called by every
-        rank. Old steps are deleted once it is committed.
+        """Save a step asynchronously, see :func:`shardstore.async_save`. Every rank calls it. Rank
+        0 deletes old steps after the commit.
 
         Returns:
-            A handle on the save.
+            The handle of the save.
 
         Raises:
-            ValueError, TypeError, CheckpointingException: see :meth:`save`; what goes wrong in the
-                background is the handle's.
+            ValueError, TypeError, CheckpointingException: see :meth:`save`. The handle raises
+                errors of the background.
         """
         place, about, given, error = self._prepare(step, metrics, options, AsyncSaveArguments)
         with ExitStack() as stack:
             stack.enter_context(self._steps.using(self._used_by(place, given)))
             handle = async_save(state, place.place, **given, _error=error)
             used = stack.pop_all()
-        first = self._is_first  # now: by the time of the job the process group may be gone
+        first = self._is_first  # the process group may be destroyed when the job runs
 
         def job() -> None:
             with used:
@@ -276,7 +279,7 @@ class CheckpointManager:
         options: Mapping[str, Any],
         known: type,
     ) -> tuple[Location, StepInfo, dict[str, Any], BaseException | None]:
-        """Place, step and arguments of a save, and what is wrong with them on this rank."""
+        """Return place, step and arguments of a save, and the error in them on this rank."""
         error: BaseException | None = None
         place, about = self._steps.place(0), StepInfo(0)
         allowed: Collection[str] = known.__annotations__
@@ -293,7 +296,7 @@ class CheckpointManager:
             if number in self._steps.damaged:
                 given["overwrite"] = True
             content = given.get("content_metadata") or {}
-            if self._is_first and isinstance(content, dict):  # else the save says what is wrong
+            if self._is_first and isinstance(content, dict):  # else save() raises the error
                 saved = self._steps.time_of_save()
                 about = StepInfo(number, True, _metrics_of(metrics), saved=saved)
                 given["content_metadata"] = {**content, MARK: mark_of(about)}
@@ -306,7 +309,7 @@ class CheckpointManager:
         return place, about, given, error
 
     def _used_by(self, place: Location, given: Mapping[str, Any]) -> set[int]:
-        """Steps that must not go while a save runs: its own, and its base."""
+        """Return the steps that must not be deleted during a save: its own, and its base."""
         steps = {self._steps.step_of(place.name)}
         if given.get("base") is not None:
             base = Location.of(given["base"])
@@ -326,34 +329,35 @@ class CheckpointManager:
         progress: ProgressCallback | Literal["bar"] | None = None,
         **options: Any,
     ) -> Restored | None:
-        """Load the newest step (see :meth:`latest`), or the newest before it that is not damaged.
+        """Load the newest undamaged step, see :meth:`latest`.
 
-        Called by every rank, which waits for all others. Every byte that is loaded is verified;
-        where that fails on any rank, all of them warn, naming what is damaged, and go back to the
-        step before together. The tensors given may hold a part of a damaged step meanwhile, and
-        do if an error is raised in the end.
+        Every rank calls it and waits for all others. Every loaded byte is verified. If this fails
+        on any rank, all ranks log a warning that names the damage, and load the step before. While
+        this goes on, and if an error is raised in the end, the given tensors may hold a part of a
+        damaged step.
 
         Args:
             state: see :func:`shardstore.load`.
-            step: this step and no other; then damage is an error.
-            verify_first: rank 0 reads all of a checkpoint, also what no rank asks for, before
-                anything is loaded; the others wait for it (``SHARDSTORE_DEADLINE_S``).
-            discard_later: once it is loaded, delete the steps of higher numbers that managers saved
-                (rank 0's word counts; the others wait for it, ``SHARDSTORE_DEADLINE_S``). Otherwise
-                they stay, and rank 0 warns of them: until a step is saved, the next run that names
-                no step resumes there, and saving one of their numbers needs ``overwrite=True``.
+            step: load only this step; damage is then an error.
+            verify_first: rank 0 first verifies the whole checkpoint; the others wait for it
+                (``SHARDSTORE_DEADLINE_S`` seconds at most).
+            discard_later: after the load, delete the steps with higher numbers that managers saved.
+                Rank 0 decides and deletes; the others wait for it (``SHARDSTORE_DEADLINE_S``).
+                Otherwise these steps stay, and rank 0 logs a warning: until a step is saved, a run
+                that restores without a step continues from them, and saving one of their numbers
+                needs ``overwrite=True``.
             progress: see :func:`shardstore.save`.
             **options: see :func:`shardstore.load`.
 
         Returns:
-            What was restored; ``None`` where there is no step at all (and none was asked for).
+            The restored step; ``None`` if there are no steps and ``step`` was not given.
 
         Raises:
-            NotACheckpointError: the step asked for is not there.
-            DamagedCheckpointError: the step asked for, or every one, is damaged.
+            NotACheckpointError: ``step`` does not exist.
+            DamagedCheckpointError: ``step`` is damaged, or every step is.
             StorageError: a later step could not be deleted; the state is loaded.
-            CheckpointingException: as :func:`shardstore.load`; what is no damage (another shape, a
-                store that does not answer) is never fallen back from.
+            CheckpointingException: as :func:`shardstore.load`. Only damage makes it go back to an
+                earlier step; a shape mismatch or a dead store does not.
         """
         self._open()
         steps, ranks = self._steps, Ranks.current()
@@ -367,7 +371,7 @@ class CheckpointManager:
             error = problem
         check = partial(damage_of, callback=callback) if verify_first else None
         passed: list[Damage] = []
-        with ExitStack() as used:  # by rank 0: what is restored is not deleted meanwhile
+        with ExitStack() as used:  # keeps rank 0 from deleting the step meanwhile
 
             def decide(_: list[bytes]) -> bytes:
                 chosen = choose(steps, used, step, passed, check)
@@ -403,19 +407,19 @@ class CheckpointManager:
     # -- the background --------------------------------------------------------------------------
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the background has nothing left to do: saves of this manager committed, old
-        steps deleted. Any rank may call it; it waits for no other.
+        """Wait until all saves of this manager are committed and old steps are deleted. Any rank
+        may call it; it waits for no other.
 
         Args:
-            timeout: seconds; ``None``: as long as it takes.
+            timeout: seconds; ``None``: no limit.
 
         Returns:
-            Whether nothing is left to do.
+            Whether all background work has ended.
         """
         return self._last is None or not wait([self._last], timeout).not_done
 
     def close(self) -> None:
-        """The same as :meth:`wait` with no limit; the manager can still be used afterwards."""
+        """Do :meth:`wait` without a limit. The manager can still be used afterwards."""
         self.wait()
 
     def __enter__(self) -> CheckpointManager:
@@ -431,30 +435,30 @@ class CheckpointManager:
 
     @property
     def _is_first(self) -> bool:
-        """Whether this is rank 0, which alone changes what is there."""
+        """Whether this is rank 0, the only rank that deletes steps."""
         return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
     def _open(self) -> None:
-        """Once: have what dead saves left swept."""
+        """Sweep the remains of dead saves, once."""
         if self._swept or not self._is_first:
             return
         self._swept = True
 
         def job() -> None:
             for url in self._steps.sweep(self._sweep_after):
-                logger.info("removed what a save that did not finish left: %s", url)
+                logger.info("removed the remains of an unfinished save: %s", url)
 
         self._later(job)
 
     def _later(self, job: Callable[[], None]) -> None:
-        """Run a job in the background, after those before it. If it fails, that is logged."""
+        """Run a job in the background, after earlier jobs. Log its error."""
 
         def run() -> None:
             try:
                 job()
             except Exception as error:
                 logger.warning(
-                    "background work on %s failed and is tried again after the next save: %s: %s",
+                    "background work on %s failed; it is repeated after the next save: %s: %s",
                     self.root.url,
                     type(error).__name__,
                     error,
@@ -462,7 +466,7 @@ class CheckpointManager:
 
         try:
             self._last = self._background.submit(run)
-        except RuntimeError:  # an exit function of the program saves: no more threads are started
+        except RuntimeError:  # at interpreter exit, no more threads can be started
             run()
 
 

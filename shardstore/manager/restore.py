@@ -1,4 +1,4 @@
-"""Restores the newest step that is not damaged; all ranks load the same step."""
+"""Restores the newest undamaged step; all ranks load the same step."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from shardstore.storage.commit.inventory import is_checkpoint
 from shardstore.storage.stores.location import Location
 
 SHOWN = 3
-"""Findings of a damaged checkpoint that a text names."""
+"""Number of findings that a text names."""
 
 Damage = tuple[int, str]
-"""A step, and what is damaged in it."""
+"""A step, and a text of its damage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What was restored.
+    """A restored step.
 
     Attributes:
-        step: which step.
-        state: what :func:`shardstore.load` returned.
-        url: the checkpoint.
-        damaged: newer steps that are damaged and were passed over, newest first.
+        step: number of the step.
+        state: result of :func:`shardstore.load`.
+        url: URL of the checkpoint.
+        damaged: newer, damaged steps that were skipped, newest first.
     """
 
     step: int
@@ -55,22 +55,22 @@ def choose(
     passed: Sequence[Damage],
     check: Callable[[Location], str | None] | None,
 ) -> tuple[int | None, list[Damage]]:
-    """Return the step to load, and those found damaged on the way to it. Called by rank 0.
+    """Return the step to load, and the damaged steps that were skipped. Rank 0 calls it.
 
     Args:
-        steps: where to look.
-        used: holds what keeps the step from being deleted.
-        wanted: this one and no other; ``None``: the newest, see
+        steps: the steps of the run.
+        used: keeps the step from being deleted until it is closed.
+        wanted: number of the only step to consider; ``None``: the newest, see
             :func:`~shardstore.manager.steps.branches`.
         passed: steps that are known to be damaged.
-        check: what is damaged in a step, if it shall be looked at before it is loaded.
+        check: verifies a step before it is loaded; returns a text of its damage.
 
     Returns:
-        ``None`` as the step where there is none at all.
+        The step is ``None`` if there are no steps.
 
     Raises:
-        NotACheckpointError: the step that is wanted is not there.
-        DamagedCheckpointError: no step is left.
+        NotACheckpointError: the wanted step does not exist.
+        DamagedCheckpointError: every step is damaged.
     """
     found: list[Damage] = []
     there = steps.infos()
@@ -81,7 +81,7 @@ def choose(
         if step not in there or any(step == number for number, _ in passed):
             continue
         used.enter_context(steps.using([step]))
-        if not is_checkpoint(steps.place(step)):  # it has been deleted meanwhile
+        if not is_checkpoint(steps.place(step)):  # deleted meanwhile
             continue
         text = None if check is None else check(steps.place(step))
         if text is None:
@@ -98,7 +98,7 @@ def choose(
         )
     if wanted is not None:
         raise NotACheckpointError(
-            f"there is no step {wanted} below {steps.root.url}; there are these: "
+            f"there is no step {wanted} below {steps.root.url}; existing steps: "
             f"{', '.join(map(str, there)) or 'none'}",
             url=steps.url(wanted),
         )
@@ -142,7 +142,7 @@ def agree_on_damage(ranks: Ranks, place: Location, problem: Exception, what: str
 
 
 def damage_of(place: Location, callback: ProgressCallback | None) -> str | None:
-    """What is damaged in a checkpoint, by reading all of it; ``None`` if nothing is."""
+    """Verify a checkpoint and return a text of its damage, ``None`` if there is none."""
     findings: list[Finding] = []
     try:
         verify(StoredCheckpoint(place), findings.append, progress=callback)
@@ -156,23 +156,23 @@ def damage_of(place: Location, callback: ProgressCallback | None) -> str | None:
 
 
 def warn_of_later(steps: Steps, chosen: int, damaged: Sequence[int]) -> None:
-    """Warn of steps of higher numbers than the one that was restored. Called by rank 0."""
+    """Log a warning about steps with higher numbers than the restored one. Rank 0 calls it."""
     try:
         there = {step: info for step, info in steps.infos().items() if step not in damaged}
-    except StorageError as error:  # what was asked for is done
-        logger.warning("whether there are steps after %d is not known: %s", chosen, error)
+    except StorageError as error:  # the step is restored; do not fail
+        logger.warning("steps after %d could not be listed: %s", chosen, error)
         return
     later = [step for step in there if step > chosen]
     if not later:
         return
     latest = branches(there)[0][-1]
-    resumes = f"until a step is saved, a run that names no step resumes at step {latest}; "
+    resumes = f"Until a step is saved, a restore without a step loads step {latest}. "
     steps.log(
         "later_steps",
         chosen,
-        f"step {chosen} is restored, and there are later steps below {steps.root.url}: "
-        f"{', '.join(map(str, later))}. They stay: {'' if latest == chosen else resumes}"
-        "saving one of their numbers again needs overwrite=True. "
+        f"restored step {chosen}; later steps exist below {steps.root.url}: "
+        f"{', '.join(map(str, later))}. {'' if latest == chosen else resumes}"
+        "Saving one of their numbers again needs overwrite=True. "
         f"restore(..., step={chosen}, discard_later=True) deletes them",
         logging.WARNING,
         later=later,
@@ -181,8 +181,7 @@ def warn_of_later(steps: Steps, chosen: int, damaged: Sequence[int]) -> None:
 
 
 def discard_later_steps(ranks: Ranks, steps: Steps, chosen: int) -> None:
-    """Delete the managed steps of higher numbers, on rank 0. Called by every rank, which waits for
-    it."""
+    """Delete the managed steps with higher numbers, on rank 0. Every rank calls it and waits."""
 
     def work(_: list[bytes]) -> bytes:
         infos, kept = steps.infos(), []
@@ -202,13 +201,12 @@ def discard_later_steps(ranks: Ranks, steps: Steps, chosen: int) -> None:
 
 
 def warn_of(damage: Damage, steps: Steps) -> None:
-    """Note that a step is damaged, and warn of it. Called by every rank."""
+    """Mark a step as damaged, and log a warning. Every rank calls it."""
     number, text = damage
     steps.damaged.add(number)
     steps.log(
         "damaged",
         number,
-        f"step {number} below {steps.root.url} is damaged and is passed over for the one before "
-        f"it: {text}",
+        f"step {number} below {steps.root.url} is damaged and is skipped: {text}",
         logging.WARNING,
     )

@@ -1,7 +1,7 @@
-"""Which steps of a run are kept, and what rank 0 does in the background after each save.
+"""The retention policy, and the work of rank 0 in the background after each save.
 
 :class:`Retention` is the policy, a pure function of numbers and metrics. :func:`note_save` logs a
-new step, compares it with earlier ones, and deletes what the policy does not keep.
+new step, compares it with earlier ones, and deletes the steps that the policy does not keep.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from shardstore.manager.steps import StepInfo, Steps, branches, logger, what_is_
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """Keeps the steps that any of the rules keeps, and always the newest one. It is not asked about
-    steps that a run left when it went back (:func:`~shardstore.manager.steps.branches`).
+    """A step is kept if any rule keeps it; the newest step is always kept. Callers leave out the
+    steps of branches that the run left (:func:`~shardstore.manager.steps.branches`).
 
     Attributes:
-        keep_last: the newest so many. ``None``: all, unless another rule is given.
-        keep_every: each step that is divisible by it.
-        best: the best so many by ``metric``. Steps without it, or with one that is not a number,
-            are not among them. Of equals the later is better.
+        keep_last: number of newest steps to keep. ``None``: all, unless another rule is given.
+        keep_every: keep each step that is divisible by this number.
+        best: number of best steps by ``metric`` to keep. Steps whose metric is missing or NaN are
+            not counted. Of steps with equal metrics, the later one is better.
         metric: name of a metric.
-        mode: whether the least (``"min"``) or the greatest (``"max"``) is best.
+        mode: ``"min"`` if the smallest value is best, ``"max"`` if the greatest is.
 
     Raises:
-        ArgumentError: a number below 1, another mode, ``best`` without ``metric`` or the reverse.
+        ArgumentError: a number is below 1, the mode is another one, or only one of ``best`` and
+            ``metric`` is given.
     """
 
     keep_last: int | None = None
@@ -50,13 +51,13 @@ class Retention:
             raise ArgumentError(f"mode={self.mode!r} must be 'min' or 'max'")
         if (self.best is None) != (self.metric is None):
             raise ArgumentError(
-                f"best={self.best} and metric={self.metric!r} belong together: give both, such as "
-                "best=2, metric='loss', or none"
+                f"best={self.best} and metric={self.metric!r} must be given together, such as "
+                "best=2, metric='loss'"
             )
 
     @property
     def deletes(self) -> bool:
-        """Whether any rule is given, so that there can be steps which are not kept."""
+        """Whether any rule is given."""
         return not (self.keep_last is None and self.keep_every is None and self.best is None)
 
     def kept(self, steps: Mapping[int, Mapping[str, float]]) -> set[int]:
@@ -73,7 +74,7 @@ class Retention:
             keep.update(step for step in steps if step % self.keep_every == 0)
         if self.best is not None and self.metric is not None:
             ranked = [s for s in newest_first if math.isfinite(steps[s].get(self.metric, math.nan))]
-            # Stable, so that the later of two equals comes first, whichever the mode.
+            # A stable sort: the later of two equal steps comes first in both modes.
             sign = 1.0 if self.mode == "min" else -1.0
             ranked.sort(key=lambda step: sign * steps[step][self.metric or ""])
             keep.update(ranked[: self.best])
@@ -81,20 +82,20 @@ class Retention:
 
 
 def note_save(steps: Steps, policy: Retention, about: StepInfo, record: Mapping[str, Any]) -> None:
-    """Log a step that was committed, compare it with earlier ones, and delete what the policy does
-    not keep. Called in the background of rank 0.
+    """Log a committed step, compare it with earlier ones, and delete the steps that the policy does
+    not keep. Rank 0 calls it in the background.
 
     Args:
-        steps: of the run.
-        policy: which of them to keep.
-        about: what the save knew of the new step.
-        record: of its commit.
+        steps: steps of the run.
+        policy: the retention policy.
+        about: the new step.
+        record: its commit record.
     """
     step, size = about.step, record.get("stored_bytes", 0)
     steps.log(
         "step",
         step,
-        f"step {step} is saved: {steps.url(step)}",
+        f"saved step {step}: {steps.url(step)}",
         bytes=size,
         seconds=record.get("seconds", 0.0),
         metrics=dict(about.metrics),
@@ -107,9 +108,9 @@ def note_save(steps: Steps, policy: Retention, about: StepInfo, record: Mapping[
             steps.log(
                 "same_content",
                 step,
-                f"every tensor of step {step} is the same as in step {earlier} "
-                f"({steps.url(earlier)}): was the model trained in between, and is it the live "
-                "state that is saved?",
+                f"all tensors of step {step} are equal to those of step {earlier} "
+                f"({steps.url(earlier)}). Check that the model was trained in between, and that "
+                "its current state is saved",
                 logging.WARNING,
                 earlier=earlier,
             )
@@ -120,10 +121,10 @@ def note_save(steps: Steps, policy: Retention, about: StepInfo, record: Mapping[
         steps.log(
             "later_steps",
             step,
-            f"step {step} is saved below {steps.root.url}, where there are higher ones that were "
-            f"saved before it: {', '.join(map(str, left))}. Did the run go back, or is it another "
-            "run? They are not restored from any more, and stay until the run has come past them; "
-            "saving one of their numbers needs overwrite=True",
+            f"saved step {step} below {steps.root.url}, but steps with higher numbers were saved "
+            f"before it: {', '.join(map(str, left))}. Check whether another run saves there. These "
+            "steps are no longer restored, and stay until the run has passed them; saving one of "
+            "their numbers needs overwrite=True",
             logging.WARNING,
             later=left,
             url=steps.root.url,
@@ -133,17 +134,16 @@ def note_save(steps: Steps, policy: Retention, about: StepInfo, record: Mapping[
 
 
 def _retain(steps: Steps, policy: Retention, infos: Mapping[int, StepInfo]) -> None:
-    """Delete what the policy does not keep, and only steps before the newest whole one.
+    """Delete the steps before the newest complete one that the policy does not keep.
 
-    Those that the run left when it went back stay: they are no part of what it is on, and who went
-    back may want them.
+    Steps of branches that the run left stay, because the user may want them.
     """
     whole = {step: info for step, info in infos.items() if step not in steps.damaged}
     managed = [step for step in branches(whole)[0] if infos[step].managed]
     while managed and (missing := what_is_missing(steps.place(managed[-1]))) is not None:
         step = managed.pop()
-        logger.warning("step %d is not whole, and does not count as kept: %s", step, missing)
+        logger.warning("step %d is incomplete and is not counted as kept: %s", step, missing)
     keep = policy.kept({step: infos[step].metrics for step in managed})
     for step in managed:
         if step not in keep and steps.delete(step):
-            steps.log("delete", step, f"step {step} is deleted: {steps.url(step)}")
+            steps.log("delete", step, f"deleted step {step}: {steps.url(step)}")

@@ -1,6 +1,6 @@
 """The committed steps of one run: folders named by number directly below a root.
 
-A name that is not exactly the one this run would give belongs to somebody else and is not touched.
+Folders with other names belong to other programs and are not changed.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from shardstore.storage.stores.location import Location
 logger = logging.getLogger("shardstore.manager")
 
 MARK = "checkpoint_manager"
-"""In the content metadata of a checkpoint: its step and metrics, when its save began, and that a
-manager may delete it."""
+"""Member of a checkpoint's content metadata: step, metrics and time of the save. A manager deletes
+only checkpoints that have it."""
 READS = 16
-"""Commits that are read at a time from an object store."""
+"""Number of commits that are read at a time from an object store."""
 
 _ATTEMPT = re.compile(r"\.(.+)\.attempt-.+")
 _PREFIX = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*|")
@@ -47,15 +47,15 @@ _PREFIX = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*|")
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
-    """What is known of one step.
+    """The description of a step.
 
     Attributes:
-        step: its number.
-        managed: whether a manager saved it; it is never deleted otherwise.
-        metrics: given at the save.
-        content: digest of all arrays, see :func:`content_digest`; ``None`` where there is none.
-        saved: when its save began, in nanoseconds since 1970; of two saves of managers the later
-            one has the greater, whatever the clocks say. ``None``: no manager saved it.
+        step: number of the step.
+        managed: whether a manager saved it; otherwise it is never deleted.
+        metrics: metrics of the save.
+        content: digest of all arrays, see :func:`content_digest`; ``None`` if there is none.
+        saved: time when the save began, in nanoseconds since 1970, greater for later saves even if
+            clocks differ. ``None``: no manager saved it.
     """
 
     step: int
@@ -66,14 +66,16 @@ class StepInfo:
 
 
 def branches(infos: Mapping[int, StepInfo]) -> tuple[list[int], list[int]]:
-    """Tell the steps that a run is on from those that it left: a lower number was saved after them.
-    A step of which nobody knows when it was saved counts as saved right after the one before it.
+    """Return the steps of the run's branch, and the steps of branches that it left.
+
+    A run left a step if it saved a lower number after it. A step without a known time counts as
+    saved directly after the step before it.
 
     Args:
-        infos: what is known of each step.
+        infos: step -> description.
 
     Returns:
-        Both ascending. The last of the first is the last that was saved.
+        Two lists, ascending. The last step of the first list was saved last.
     """
     current: list[int] = []
     abandoned: list[int] = []
@@ -87,7 +89,7 @@ def branches(infos: Mapping[int, StepInfo]) -> tuple[list[int], list[int]]:
 
 
 def mark_of(info: StepInfo) -> dict[str, Any]:
-    """What is kept in the content metadata. JSON has neither NaN nor infinities: they are text."""
+    """Return the member for the content metadata. NaN and infinities are text, for JSON."""
     metrics = {name: v if math.isfinite(v) else str(v) for name, v in info.metrics.items()}
     return {"step": info.step, "metrics": metrics, "saved_ns": info.saved}
 
@@ -106,25 +108,25 @@ def number_of(step: object) -> int:
 
 
 class Steps:
-    """The steps below a root. Any process may make one and ask; what changes anything says so.
+    """The steps below a root. Any process may use it, except where a method says otherwise.
 
     Args:
         root: folder or URL.
-        prefix: of the names; step 100 is ``PREFIX100``.
+        prefix: prefix of the names; step 100 is ``PREFIX100``.
 
     Attributes:
         damaged: steps that were found damaged.
-        told: steps that a run left, and that a warning named.
+        told: steps of branches that the run left, already named in a warning.
 
     Raises:
-        ArgumentError: a prefix that could not be told from other names, or leads elsewhere.
+        ArgumentError: the prefix has characters that are not allowed.
     """
 
     def __init__(self, root: Location, prefix: str) -> None:
         if not isinstance(prefix, str) or not _PREFIX.fullmatch(prefix):
             raise ArgumentError(
-                f"prefix={prefix!r} must be of letters, digits, '_', '-' and '.', and begin with "
-                "neither of the last two"
+                f"prefix={prefix!r} may have letters, digits, '_', '-' and '.', and must not "
+                "begin with '-' or '.'"
             )
         self.root = root
         self.prefix = prefix
@@ -137,11 +139,11 @@ class Steps:
         self._going: set[int] = set()
 
     def place(self, step: int) -> Location:
-        """Where a step is, or would be."""
+        """Return the location of a step, which need not exist."""
         return self.root.child(f"{self.prefix}{step}")
 
     def url(self, step: int) -> str:
-        """Return the same as a URL."""
+        """Return the URL of a step, which need not exist."""
         return self.place(step).url
 
     def log(
@@ -151,28 +153,28 @@ class Steps:
         log_event(logger, event, text, level, step=step, **{"url": self.url(step), **fields})
 
     def step_of(self, name: str) -> int | None:
-        """Return the step of a name; ``None`` unless it is exactly the name of one."""
+        """Return the step of a folder's name, ``None`` for other names."""
         digits = name[len(self.prefix) :]
         if not name.startswith(self.prefix) or not re.fullmatch(r"0|[1-9][0-9]{0,17}", digits):
             return None
         return int(digits)
 
     def committed(self) -> list[int]:
-        """All committed steps, ascending.
+        """Return all committed steps, ascending.
 
         Raises:
-            StorageError: the store refused.
+            StorageError: the store failed.
         """
         self.root.require_no_file()
         steps = [step for step in map(self.step_of, self.root.listing()) if step is not None]
         return sorted(step for step in steps if is_checkpoint(self.place(step)))
 
     def infos(self) -> dict[int, StepInfo]:
-        """What is known of each committed step, ascending. A commit is read again only if it is
-        another than before.
+        """Return the description of each committed step, ascending. A commit is read again only if
+        it changed.
 
         Raises:
-            StorageError: the store refused.
+            StorageError: the store failed.
         """
 
         def work(batch: Sequence[int]) -> None:
@@ -188,23 +190,24 @@ class Steps:
         return found
 
     def note(self, info: StepInfo) -> None:
-        """Take what the save of a step knew of it: its commit need not be read."""
+        """Store the description of a saved step, so that its commit need not be read."""
         self._known[info.step] = (self.place(info.step).stamp("zarr.json"), info)
 
     def time_of_save(self) -> int:
-        """Return the time of a save that begins now: after all steps that are there, even if their
-        hosts' clocks were ahead. Called by the one process that saves."""
+        """Return a time for a save that begins now, later than those of all steps, even if clocks
+        differ. The process that saves calls it."""
         if self._last is None:
-            with suppress(StorageError):  # what refuses will refuse the save too
+            with suppress(StorageError):  # the save will raise it
                 self.infos()
         self._last = max(time.time_ns(), (self._last or 0) + 1)
         return self._last
 
     def info(self, step: int) -> StepInfo:
-        """What is known of a step; of one that cannot be read, or is of another layout, nothing.
+        """Return the description of a step, an empty one if it cannot be read or has another
+        layout.
 
         Raises:
-            StorageError: the store refused.
+            StorageError: the store failed.
         """
         stored = StoredCheckpoint(self.place(step))
         try:
@@ -230,7 +233,7 @@ class Steps:
 
     @contextmanager
     def using(self, steps: Collection[int]) -> Iterator[None]:
-        """Keep steps from being deleted by this process; waits while one of them is."""
+        """Keep this process from deleting steps; wait while it deletes one of them."""
         with self._changed:
             self._changed.wait_for(lambda: self._going.isdisjoint(steps))
             self._used.update(steps)
@@ -242,7 +245,7 @@ class Steps:
 
     @contextmanager
     def _unused(self, step: int) -> Iterator[bool]:
-        """Keep a step from being used, unless it is: yields whether it is not."""
+        """Keep a step from being used; yield ``False`` if it is in use."""
         with self._changed:
             free = self._used[step] == 0
             if free:
@@ -255,33 +258,34 @@ class Steps:
                 self._changed.notify_all()
 
     def delete(self, step: int) -> bool:
-        """Delete a committed step, unless it is in use: its commit first, then its data. Foreign
-        files in it stay. Called by one process.
+        """Delete a committed step, unless it is in use. Files of other programs in it stay. One
+        process calls it.
 
         Returns:
-            Whether it is gone.
+            Whether the step was deleted.
 
         Raises:
-            StorageError: the store refused.
+            StorageError: the store failed.
         """
         with self._unused(step) as free:
             if free:
-                with suppress(NotACheckpointError):  # another thread was faster
+                with suppress(NotACheckpointError):  # another thread deleted it
                     checkpoints.delete_checkpoint(self.place(step))
                 self._known.pop(step, None)
             return free
 
     def sweep(self, older_than: timedelta) -> list[str]:
-        """Remove what saves of steps that did not finish left. Called by one process.
+        """Remove the remains of unfinished saves of steps. One process calls it.
 
-        On local disks: attempts whose process ran on this host and is gone. In an object store:
-        steps without a commit to which nothing was written for a time, by the store's clock.
+        On local disks it removes attempts whose process ran on this host and is dead. In an object
+        store it removes steps without a commit to which nothing was written for ``older_than``, by
+        the store's clock.
 
         Returns:
-            What was removed.
+            URLs of the removed attempts.
 
         Raises:
-            StorageError: the store refused.
+            StorageError: the store failed.
         """
         swept: list[str] = []
         is_local = self.root.is_local
@@ -290,7 +294,7 @@ class Steps:
             names = [found[1] for found in map(_ATTEMPT.fullmatch, names) if found]
         for step in {step for step in map(self.step_of, names) if step is not None}:
             place = self.place(step)
-            # Asked before it is kept from others, too: somebody may be about to read it.
+            # Also checked before it is locked: another thread may be about to read it.
             if not is_local and is_checkpoint(place):
                 continue
             with self._unused(step) as free:
@@ -306,11 +310,11 @@ class Steps:
 
 
 def what_is_missing(place: Location) -> str | None:
-    """Return the first thing of a managed step that is not there, or has another size than was
-    written, in words; ``None`` if nothing is missing. No chunk is read.
+    """Return a text about the first missing file of a managed step, or the first with a wrong size;
+    ``None`` if the step is complete. No chunk is read.
 
     Raises:
-        StorageError: the store refused.
+        StorageError: the store failed.
     """
     stored = StoredCheckpoint(place)
     try:

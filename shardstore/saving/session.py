@@ -350,7 +350,7 @@ class SaveSession:
         """Write chunks, beside the other files that are kept, and note them.
 
         Raises:
-            StorageError: the store refused.
+            StorageError: the store failed.
         """
         with self.timed("write"):
             self.files.flush_beside(lambda: self.mover.write(chunks, self._written))

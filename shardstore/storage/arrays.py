@@ -28,7 +28,7 @@ def _create(location: Location, meta: ArrayMeta, text: str | None) -> None:
     others write chunks.
 
     Raises:
-        StorageError: the store refused.
+        StorageError: the store failed.
     """
     if not location.is_local:
         if text is not None:
@@ -57,7 +57,7 @@ def write_documents(
     their own, which makes their folders.
 
     Raises:
-        StorageError: the store refused.
+        StorageError: the store failed.
     """
     own = options.array_documents
     if not attempt.location.is_local:

@@ -92,7 +92,7 @@ class StoredCheckpoint:
         Raises:
             FileNotFoundError: there is none of that name.
             DamagedCheckpointError: there is none, and the commit names it.
-            StorageError: the store refused.
+            StorageError: the store failed.
         """
         try:
             data = self.documents[name] if name in self.documents else self.location.read(name)

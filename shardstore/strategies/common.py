@@ -128,7 +128,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
 
         Raises:
             CheckpointingException: something in it cannot be pickled.
-            StorageError: the store refused.
+            StorageError: the store failed.
         """
         if not Ranks.current().is_coordinator:
             return
@@ -142,7 +142,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
 
         Raises:
             CheckpointingException: an object cannot be pickled.
-            StorageError: the store refused.
+            StorageError: the store failed.
         """
         session, write = session_of(checkpoint_dir), _writer(checkpoint_dir)
         for sharded in nested_values(sharded_objects_state_dict):

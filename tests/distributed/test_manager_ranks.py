@@ -226,7 +226,7 @@ def all_ranks_go_back_together(rank: int, world_size: int, folder: Path) -> None
     state = state_of(rank, world_size, -1)
     with logged() as texts:
         assert manager.restore(state, 1) is not None
-    assert [": 2, 3. They stay" in text for text in texts] == [True] * (rank == 0)
+    assert [": 2, 3. Until" in text for text in texts] == [True] * (rank == 0)
     manager.save(0, state_of(rank, world_size, 0))
     dist.barrier()
     same_everywhere((manager.latest(), manager.steps()))

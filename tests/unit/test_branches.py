@@ -34,7 +34,7 @@ def test_a_run_that_went_back_goes_on_from_there(
         (text,) = warnings_of(caplog)
         assert "later steps" in text
         assert ": 300. " in text
-        assert "resumes at step 300" in text
+        assert "loads step 300" in text
         assert "discard_later=True" in text
         for step in (210, 220):
             manager.save(step, state_of(step))

@@ -78,7 +78,7 @@ class Attempt(ABC):
         target already. Called by each rank, once.
 
         Raises:
-            StorageError: the store refused.
+            StorageError: the store failed.
         """
 
     @abstractmethod

@@ -117,7 +117,7 @@ class BaseChunks:
         """Return whether the checkpoint that was read is still there.
 
         Raises:
-            StorageError: the store refused.
+            StorageError: the store failed.
         """
         try:
             return self.location.read("zarr.json") == self._texts["zarr.json"]

@@ -36,7 +36,7 @@ def begin(place: Location, options: SaveOptions) -> Attempt:
 
     Raises:
         CheckpointExistsError: a checkpoint, an array or a file is there and may not be replaced.
-        StorageError: the store refused.
+        StorageError: the store failed.
     """
     if options.overwrite and node_type(place) == "array":
         raise CheckpointExistsError(
@@ -100,7 +100,7 @@ def sweep(
         What was found, and removed unless ``dry_run``.
 
     Raises:
-        StorageError: the store refused.
+        StorageError: the store failed.
     """
     place = Location.given(root, storage_options)
     place.require_no_file()
@@ -118,7 +118,7 @@ def latest(
     by the names alone: where a run went back, see :meth:`CheckpointManager.latest`.
 
     Raises:
-        StorageError: the store refused.
+        StorageError: the store failed.
     """
     place = Location.given(root, storage_options)
     place.require_no_file()

@@ -69,7 +69,7 @@ def is_committed(location: Location, names: Collection[str] | None = None) -> bo
         names: what lies below it, where that is known already.
 
     Raises:
-        StorageError: the store refused.
+        StorageError: the store failed.
     """
     store = location.remote
     if names is None:
@@ -113,7 +113,7 @@ def known_nodes(location: Location, names: Collection[str]) -> tuple[set[str], s
         names: all object names below it, or :func:`names_at` it.
 
     Raises:
-        StorageError: the store refused.
+        StorageError: the store failed.
     """
     documented = _documented(names)
     parts = (name.partition("/") for name in names)

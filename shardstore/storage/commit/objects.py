@@ -106,7 +106,7 @@ class ObjectAttempt(Attempt):
         """Who owns the target in the place of this attempt, in words; ``None``: it does itself.
 
         Raises:
-            StorageError: the store refused.
+            StorageError: the store failed.
         """
         there, own = run_together(
             lambda: self.target.remote.listing(ATTEMPTS),

@@ -152,7 +152,7 @@ def write_chunks(
         writes: whole chunks.
 
     Raises:
-        StorageError: the store refused.
+        StorageError: the store failed.
     """
     manifest.array_documents = options.array_documents
     created = note_arrays(manifest, metas)

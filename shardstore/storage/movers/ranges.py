@@ -42,7 +42,7 @@ class FileRanges:
 
         Raises:
             FileNotFoundError: there is none of that name.
-            StorageError: the store refused.
+            StorageError: the store failed.
         """
         if name not in self._sizes and self.location.is_local:
             with _reading(self.path(name)):
@@ -62,7 +62,7 @@ class FileRanges:
 
         Raises:
             FileNotFoundError: there is no such file.
-            StorageError: the store refused.
+            StorageError: the store failed.
         """
         if not self.location.is_local:
             # A store refuses ranges that begin behind the end.
@@ -91,7 +91,7 @@ class FileRanges:
         Raises:
             FileNotFoundError: there is no such file.
             ValueError: the file ends before the array does.
-            StorageError: the store refused.
+            StorageError: the store failed.
         """
         if not out.size:
             return

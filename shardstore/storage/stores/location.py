@@ -325,7 +325,7 @@ class Location:
 
         Raises:
             FileNotFoundError: there is none of that name.
-            StorageError: the store refused.
+            StorageError: the store failed.
         """
         counters.add(documents_read=1)
         if self.is_local:
@@ -347,7 +347,7 @@ class Location:
         """Write a small document whole, folders included, and never through a symbolic link.
 
         Raises:
-            StorageError: the store refused.
+            StorageError: the store failed.
         """
         if self.is_local:
             path = self._own_path(name)
@@ -385,7 +385,7 @@ class Location:
         """Something that is another once a document was replaced; ``None``: there is none.
 
         Raises:
-            StorageError: the store refused.
+            StorageError: the store failed.
         """
         if not self.is_local:
             return self.remote.stamp(name)

@@ -195,7 +195,7 @@ def read_objects(location: Location, keys: Sequence[str]) -> list[bytes | None]:
     """Read many small objects in parallel; ``None`` for one that is not there.
 
     Raises:
-        StorageError: the store refused.
+        StorageError: the store failed.
     """
     found: list[bytes | None] = [None] * len(keys)
     if not keys:
@@ -229,7 +229,7 @@ def put_objects(
         exists: called for each of whose name there is one already.
 
     Raises:
-        StorageError: the store refused.
+        StorageError: the store failed.
     """
     if not objects:
         return
