@@ -388,7 +388,7 @@ def test_a_last_sync_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     target = tmp_path / "ckpt"
     save(target, "one")
     (target / "log").write_text("log")
-    monkeypatch.setattr(commit, "_fsync", fails)
+    monkeypatch.setattr(commit, "fsync", fails)
     with pytest.raises(StorageError, match=r"ckpt is committed and can be loaded, but .*power cut"):
         save(target, "two", overwrite=True, durable=True)
     assert content(target) == checkpoint("two") | {"log": "log"}

@@ -39,7 +39,7 @@ from shardstore.storage.commit.inventory import (
     own_names,
 )
 from shardstore.storage.movers.files import sync_file_system
-from shardstore.storage.stores.location import Location, store_errors
+from shardstore.storage.stores.location import Location, fsync, store_errors
 
 OWNER_NAME = ".owner.json"
 """The mark in a folder; it holds the last part of an ID."""
@@ -132,7 +132,7 @@ class FolderAttempt(Attempt):
             raise
         try:
             if durable:
-                _fsync(os.path.dirname(target))
+                fsync(os.path.dirname(target))
         except OSError as error:
             raise StorageError(
                 f"{target} is committed and can be loaded, but syncing {os.path.dirname(target)} "
@@ -141,7 +141,7 @@ class FolderAttempt(Attempt):
                 url=target,
             ) from error
         finally:
-            self.abandon()
+            self.abandon(durable=durable)
 
     def _replace(self) -> None:
         source, target = self.location.url, self.target.url
@@ -153,19 +153,22 @@ class FolderAttempt(Attempt):
             _exchange(source, target)
             raise exists_error(self.target, meanwhile=True)
 
-    def abandon(self) -> None:
+    def abandon(self, *, durable: bool = True) -> None:
         """Remove what was written, or what the commit replaced. Called by one process, once all
         have stopped writing. What cannot be removed is left to the next save."""
         try:
-            self.remove()
+            self.remove(durable=durable)
         except OSError as error:
             logger.warning(
                 "%s, which is no longer needed, could not be removed: %s", self.location.url, error
             )
 
-    def remove(self) -> None:
+    def remove(self, *, durable: bool = True) -> None:
         """Remove the folder: the commit first, so that no reader opens what is half gone, and the
         mark last. Of what was replaced, what is no checkpoint's goes back to the target before.
+
+        Args:
+            durable: each step is on the disk before the next one destroys what it was taken from.
 
         Raises:
             OSError, StorageError: the store refused.
@@ -175,15 +178,21 @@ class FolderAttempt(Attempt):
             return
         if not _is_marked(folder, self.id):
             ours = _own_entries(folder)
-            for name in folder.listing():
-                if name not in ours and not target.exists(name):
-                    os.makedirs(target.url, exist_ok=True)
-                    os.rename(f"{folder.url}/{name}", f"{target.url}/{name}")
+            foreign = [n for n in folder.listing() if n not in ours and not target.exists(n)]
+            for name in foreign:
+                os.makedirs(target.url, exist_ok=True)
+                os.rename(f"{folder.url}/{name}", f"{target.url}/{name}")
+            if foreign and durable:
+                fsync(target.url)
             # From here on all of it can go, should this process die on the way.
             if _is_marked(target, self.id):
                 os.rename(f"{target.url}/{OWNER_NAME}", f"{folder.url}/{OWNER_NAME}")
             else:
                 self._mark()
+            if durable:
+                with contextlib.suppress(FileNotFoundError):
+                    fsync(f"{folder.url}/{OWNER_NAME}")
+                fsync(folder.url)
         for name in (*COMMITS, *folder.listing()):
             if name != OWNER_NAME:
                 folder.delete(name)
@@ -229,6 +238,7 @@ def delete(place: Location) -> None:
             pass
         else:
             try:
+                fsync(os.path.dirname(place.url))
                 doomed.remove()
             except BaseException:  # an interrupt
                 doomed.abandon()
@@ -406,11 +416,3 @@ def _exchange(source: str, target: str) -> None:
         os.rename(aside, target)
         raise
     os.rename(aside, source)
-
-
-def _fsync(folder: str) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

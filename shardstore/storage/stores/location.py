@@ -189,6 +189,15 @@ def open_regular(path: str) -> int:
     )
 
 
+def fsync(path: str) -> None:
+    """Wait until a file, or the entries of a folder, are on the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def given_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
     """Storage options as callers give them, which may be none.
 
@@ -376,6 +385,7 @@ class Location:
                     file.flush()
                     os.fsync(file.fileno())
                 os.replace(fresh, path)
+                fsync(os.path.dirname(path))
             except OSError:
                 with suppress(OSError):
                     os.unlink(fresh)
