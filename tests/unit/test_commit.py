@@ -382,8 +382,12 @@ def test_two_savers_leave_each_other_alone(tmp_path: Path, order: str) -> None:
 def test_a_last_sync_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rename is done by then: the error says that the checkpoint is there."""
 
-    def fails(_: str) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    sync = commit.fsync
+
+    def fails(path: str) -> None:
+        if path == str(tmp_path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(path)
 
     target = tmp_path / "ckpt"
     save(target, "one")

@@ -185,14 +185,14 @@ class FolderAttempt(Attempt):
             if foreign and durable:
                 fsync(target.url)
             # From here on all of it can go, should this process die on the way.
-            if _is_marked(target, self.id):
-                os.rename(f"{target.url}/{OWNER_NAME}", f"{folder.url}/{OWNER_NAME}")
-            else:
-                self._mark()
+            self._mark()
             if durable:
                 with contextlib.suppress(FileNotFoundError):
                     fsync(f"{folder.url}/{OWNER_NAME}")
                 fsync(folder.url)
+        if _is_marked(target, self.id):
+            with contextlib.suppress(FileNotFoundError):  # another save has just replaced it
+                os.unlink(f"{target.url}/{OWNER_NAME}")
         for name in (*COMMITS, *folder.listing()):
             if name != OWNER_NAME:
                 folder.delete(name)
