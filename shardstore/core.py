@@ -124,7 +124,7 @@ def _parse_config(document: object, url: str) -> CheckpointingConfig:
         document = {**document, **({"common_backend": DCP_BACKEND} if is_dcp else {})}
     try:
         config = msgspec.convert(document, CheckpointingConfig)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
         raise NotACheckpointError(
             f"{url} ({document!r:.200}) does not name the sharded_backend of a distributed "
             f"checkpoint ({error}); give the folder that save() wrote, or restore it from a copy",

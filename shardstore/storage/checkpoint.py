@@ -39,6 +39,7 @@ from shardstore.storage.format.names import (
     key_of,
     node_name,
 )
+from shardstore.storage.movers.checksums import crc32c
 from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.stores.location import Location
 
@@ -84,7 +85,7 @@ class StoredCheckpoint:
         self._threads = threads
         self._lock = threading.Lock()
         text = self.documents.get("zarr.json")
-        self._seen = None if text is None else hash(text)  # the root document that was read
+        self._seen = None if text is None else crc32c(text, 0)  # the root document that was read
 
     def document(self, name: str) -> bytes:
         """Return a small document.
@@ -103,13 +104,13 @@ class StoredCheckpoint:
                 self.require_unnamed(name)
             raise
         if name == "zarr.json":
-            self._seen = hash(data)
+            self._seen = crc32c(data, 0)
         return data
 
     def require_unchanged(self) -> None:
         """Raise :class:`ReplacedError` if the root document is not the one that was read."""
         try:
-            changed = self._seen not in (None, hash(self.location.read("zarr.json")))
+            changed = self._seen not in (None, crc32c(self.location.read("zarr.json"), 0))
         except FileNotFoundError:
             changed = self._seen is not None
         except StorageError:
@@ -414,9 +415,6 @@ class StoredCheckpoint:
         known = None if self.root is None else self.root.file_sums.get(name)
         if not isinstance(known, int):
             return False
-        # A listing checks nothing, and need not wait for the library that would.
-        from shardstore.storage.movers.checksums import crc32c
-
         found = crc32c(data, 0)
         if known == found:
             return True

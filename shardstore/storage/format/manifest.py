@@ -336,9 +336,11 @@ class Manifest:
                 raise ValueError("an array of impossible size")
             rows = sum(n for _, n, _ in arrays)
             boundaries = sum(n * inner_blocks(size) for _, n, size in arrays)
-            found = [getattr(manifest, name).shape for name in _COLUMNS]
-            if found != [(rows,), (rows,), (rows, 16), (rows,), (boundaries,)]:
-                raise ValueError("columns differ in length")
+            wanted = [(rows,), (rows,), (rows, 16), (rows,), (boundaries,)]
+            for (name, kind), shape in zip(_COLUMNS.items(), wanted, strict=True):
+                column = getattr(manifest, name)
+                if (column.shape, column.dtype) != (shape, np.dtype(kind)):
+                    raise ValueError(f"{column.dtype} of shape {column.shape} as column {name}")
         except DamagedCheckpointError:
             raise
         except Exception as error:  # np.load raises many kinds on damaged input
@@ -350,7 +352,8 @@ class Manifest:
 
 
 _JOINED = ("keys", "summaries", "created", "rows", "running", "others")
-_COLUMNS = ("stored", "crc", "digest", "rank", "running")
+_COLUMNS = {"stored": "u8", "crc": "u4", "digest": "u1", "rank": "u4", "running": "u4"}
+"""Attributes of a manifest, and the data types that are NumPy's."""
 
 
 def content_digest(arrays: Iterable[ArrayMeta], manifest: Manifest) -> str | None:
