@@ -507,7 +507,8 @@ class _Verification:
             self._report("document-damaged", name, f"{path} is damaged: {error}", **about)
             return
         if own != copy:
-            parts = sorted(set(own) | set(copy)) if isinstance(own, dict) else []
+            dicts = isinstance(own, dict) and isinstance(copy, dict)
+            parts = sorted(set(own) | set(copy)) if dicts else []
             differ = ", ".join(part for part in parts if own.get(part) != copy.get(part))
             text = f"{path} differs from the root's copy in {differ or 'everything'}"
             self._report("document-differs", name, text, **about)

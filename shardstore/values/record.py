@@ -24,6 +24,9 @@ MEMBER = "state_dict"
 MAX_INLINE_CHARACTERS = 64 * 1024
 """Of a value's JSON in the root document, which everybody reads; longer ones are files."""
 
+MOST_DEEP = 500
+"""Dicts and lists in each other that a value lies in."""
+
 StatePath = tuple[str | int, ...]
 
 
@@ -58,9 +61,9 @@ class StateRecord:
         if found is None:
             return None
         try:
-            paths = {str(key): tuple(path) for key, path in found["paths"].items()}
+            paths = {str(key): _path(path) for key, path in found["paths"].items()}
             return cls(paths, dict(found["values"]), [str(key) for key in found["files"]])
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DamagedCheckpointError(
                 f"{url}/zarr.json: the record of the state dict is malformed "
                 f"({type(error).__name__}: {error}); load an earlier checkpoint",
@@ -94,8 +97,18 @@ class StateRecord:
         """
         state: StateDict = {}
         known = {**{key: self.value(key, url) for key in self.values}, **objects}
-        for key, value in known.items():
-            _set(state, self.paths.get(key, (key,)), value)
+        try:
+            for key, value in known.items():
+                _set(state, self.paths.get(key, (key,)), value)
+            return self._restored(state, known)
+        except (AttributeError, TypeError, RecursionError) as error:
+            raise DamagedCheckpointError(
+                f"{url}/zarr.json: the paths of the state dict contradict each other ({error}); "
+                "load an earlier checkpoint",
+                url=url,
+            ) from error
+
+    def _restored(self, state: StateDict, known: Container[str]) -> StateDict:
         mixed = {
             path[:i]
             for key, path in self.paths.items()
@@ -104,6 +117,12 @@ class StateRecord:
             if isinstance(name, int)
         }
         return {name: _lists_restored(value, (name,), mixed) for name, value in state.items()}
+
+
+def _path(path: Any) -> StatePath:
+    if not 0 < len(path) <= MOST_DEEP or not all(type(name) in (str, int) for name in path):
+        raise TypeError(f"{path!r:.60} is no path")
+    return tuple(path)
 
 
 class _Listed(dict[int, Any]):

@@ -123,7 +123,7 @@ def _numpy_dtype(code: str, align: bool, copy: bool) -> _Unfilled:
     if dtype is None or dtype.char not in _NUMPY_CODES:
         remedy = "read the file by torch.load(..., weights_only=False)"
         raise _RefusedError(f"NumPy's data type {code!r}, which is not loaded", remedy)
-    return _Unfilled(lambda state: dtype.newbyteorder(state[1]))
+    return _Unfilled(lambda state: np.dtype(dtype.newbyteorder(state[1]).str))
 
 
 def _numpy_array(shape: tuple[int, ...], dtype: np.dtype[Any], data: bytes, order: Any) -> Any:

@@ -326,7 +326,10 @@ class Manifest:
                     raise ValueError("members that are larger than the file")
             with np.load(io.BytesIO(data), allow_pickle=False) as columns:
                 packed = columns["arrays"].tobytes()
-                text = zlib.decompressobj().decompress(packed, MOST_PACKED * len(packed) + 65536)
+                unpacked = zlib.decompressobj()
+                text = unpacked.decompress(packed, MOST_PACKED * len(packed) + 65536)
+                if not unpacked.eof:
+                    raise ValueError("a list of arrays that is cut short, or far too long")
                 arrays = [
                     (require_inside(node, url), int(n), int(size))
                     for node, n, size in json.loads(text)

@@ -1,0 +1,90 @@
+"""Version 0.1.0 reads what is written now: the package as it was, from the history of git."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tarfile
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.golden.make_shardstore import write_all
+
+COMMIT = "7853ef5"
+"""Of version 0.1.0."""
+NAMES = ["plain", "chunked", "flattened", "objects", "common", "zstd", "no-array-documents"]
+ROOT = Path(__file__).parents[2]
+
+PROGRAM = """
+import hashlib, json, sys, warnings
+import torch
+warnings.filterwarnings("ignore")
+import shardstore
+from shardstore.cli.app import run
+
+def exact(value):
+    if isinstance(value, torch.Tensor):
+        raw = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return [str(value.dtype), list(value.shape), hashlib.sha256(raw).hexdigest()]
+    if isinstance(value, dict):
+        return {repr(key): exact(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [type(value).__name__, *map(exact, value)]
+    return repr(value) if not hasattr(value, "__dict__") else exact(vars(value))
+
+found = {"file": shardstore.__file__}
+for place in sys.argv[1:]:
+    found[place] = {
+        "tensors": exact(shardstore.load_plain_tensors(place)),
+        "objects": sorted(shardstore.load_sharded_metadata(place)),
+        "verify": run(["verify", place]),
+    }
+print("FOUND" + json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package of version 0.1.0, if this checkout has it."""
+    command = ["git", "-C", str(ROOT), "archive", COMMIT, "shardstore"]
+    try:
+        made = subprocess.run(command, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("there is no git here")
+    if made.returncode:
+        pytest.skip(f"this checkout is no repository with commit {COMMIT}: {made.stderr[:200]!r}")
+    folder = tmp_path_factory.mktemp("old")
+    with tarfile.open(fileobj=BytesIO(made.stdout)) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+def answers(package: Path, places: list[str]) -> dict[str, Any]:
+    """What a version of the package, in a process of its own, finds in checkpoints."""
+    environment = {"PYTHONPATH": str(package), "PATH": "/usr/bin:/bin", "HOME": str(package)}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *places],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=package,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.rsplit("FOUND", 1)[1])
+    assert found.pop("file").startswith(str(package))
+    return found
+
+
+def test_it_reads_what_is_written_now(old: Path, tmp_path: Path) -> None:
+    write_all(NAMES, tmp_path)
+    places = [str(tmp_path / name) for name in NAMES]
+    before, now = answers(old, places), answers(ROOT, places)
+    assert before.keys() == now.keys() == set(places)
+    for place in places:
+        assert before[place] == now[place]
+        assert before[place]["verify"] == 0
+        assert before[place]["tensors"]
