@@ -43,7 +43,7 @@ from shardstore.storage.format.merge import Merged, join
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
-from shardstore.strategies.async_utils import AsyncRequest
+from shardstore.strategies.async_utils import AsyncRequest, OwnProcessCall
 from shardstore.strategies.base import SaveCommonStrategy, SaveShardedStrategy
 
 logger = logging.getLogger(__name__)
@@ -291,6 +291,11 @@ class SaveSession:
 
         self.ranks = self.later
         request = request._replace(async_fn=guarded)
+        if not (request.async_fn_args or request.async_fn_kwargs):
+            call = OwnProcessCall(guarded)
+            request = request._replace(
+                async_fn=call, finalize_fns=[call.join, *request.finalize_fns]
+            )
         request.add_finalize_fn(partial(self.finish, None, about))
         return request
 

@@ -8,9 +8,15 @@ every rank.
 
 from __future__ import annotations
 
+import fcntl
+import os
+import sys
+import tempfile
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +25,12 @@ import torch.distributed as dist
 from shardstore.distributed.groups import exchange_device, group_rank, has_ranks
 from shardstore.errors import CheckpointingException, RanksError
 from shardstore.storage.movers.parallel import yield_to_others
+
+_QUEUES = (
+    "nvidia_resiliency_ext.checkpointing.async_ckpt.core",
+    "megatron.core.dist_checkpointing.strategies.async_utils",
+)
+"""Modules of queues that have worker processes."""
 
 
 class AsyncRequest(NamedTuple):
@@ -75,9 +87,92 @@ class AsyncRequest(NamedTuple):
         _agree(done=True, error=error, call_idx=self.call_idx, no_dist=False)
         _finalize(self, no_dist=False)
 
+    def execute_finalize_fns(self, validate_matching_call_idx: bool = True) -> int:
+        """Run the finalisation functions, and return :attr:`call_idx`; every rank calls it.
+
+        Args:
+            validate_matching_call_idx: make sure that all ranks succeeded, and finalise the same.
+        """
+        _finalize(self, no_dist=not validate_matching_call_idx)
+        return self.call_idx
+
     def freeze(self) -> AsyncRequest:
-        """Return the same request, closed to further finalisation functions."""
+        """Return the same request, closed to further finalisation functions.
+
+        Queues of other packages call it before they call the function in another process: what a
+        :class:`OwnProcessCall` does starts here.
+        """
+        if isinstance(self.async_fn, OwnProcessCall):
+            self.async_fn.start()
         return self._replace(is_frozen=True)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _request_elsewhere, (*self[:2], [], *self[3:])
+
+
+def _request_elsewhere(*values: Any) -> Any:
+    """A request in a worker process, of the class that the queue there knows."""
+    known = (sys.modules.get(name) for name in _QUEUES)
+    kinds = [module.AsyncRequest for module in known if module is not None]
+    return (kinds or [AsyncRequest])[0](*values)
+
+
+class OwnProcessCall:
+    """A function that runs in the process that made it, whichever process a queue calls it in.
+
+    What a save writes from, and what it notes, are this process's. In another process, forked or
+    given a pickle, a call waits until the function is done here, or this process is.
+
+    Args:
+        function: runs once; it raises nothing.
+    """
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function, self._pid = function, os.getpid()
+        self._done: Future[None] | None = None
+        self._path = ""
+
+    def start(self) -> None:
+        """Begin in a thread, and hold a file locked until the function is done."""
+        if self._done is not None:
+            return
+        file, self._path = tempfile.mkstemp(prefix="shardstore-save-")
+        fcntl.lockf(file, fcntl.LOCK_EX)  # which a forked process has not
+
+        def run() -> None:
+            try:
+                self._function()
+            finally:
+                os.unlink(self._path)
+                os.close(file)
+
+        executor = ThreadPoolExecutor(1, initializer=yield_to_others)
+        self._done = executor.submit(run)
+        executor.shutdown(wait=False)
+
+    def join(self) -> None:
+        """Wait for what was started."""
+        if self._done is not None:
+            self._done.result()
+
+    def __call__(self) -> None:
+        """Do it, or wait until it is done."""
+        if os.getpid() != self._pid:
+            _wait_for(self._path)
+        elif self._done is None:
+            self._function()
+        else:
+            self.join()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self.start()
+        return partial, (_wait_for, self._path)
+
+
+def _wait_for(path: str) -> None:
+    """Wait until another process unlocks a file."""
+    with suppress(FileNotFoundError), open(path, "r+b") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
 
 
 class _Call(NamedTuple):
@@ -120,7 +215,7 @@ class AsyncCallsQueue:
             The number of the request in this queue, from 0. The next poll raises an error of
             ``preload_fn``, on every rank.
         """
-        request = async_request.freeze()._replace(call_idx=self.call_idx + 1)
+        request = async_request._replace(is_frozen=True, call_idx=self.call_idx + 1)
         self.async_calls.append(_Call(request, self._start(request)))
         self.call_idx = request.call_idx
         return request.call_idx
