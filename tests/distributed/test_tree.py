@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,8 @@ def _until_an_error(
         timeout=timedelta(seconds=timeout_s),
     )
     dist.barrier()
+    if when == "later":
+        Ranks.current().together(what="beginning")
     if dies_after_s is not None:
 
         def die() -> None:
@@ -161,14 +164,15 @@ def test_leaders_and_leaves_that_die(tmp_path: Path, when: str, seed: int) -> No
 @pytest.mark.parametrize("batch", range(25))
 def test_five_hundred_deaths(tmp_path: Path, batch: int) -> None:
     chance = random.Random(batch)
-    killed = number = 0
-    while killed < 20:
-        dying = _dying(chance)
-        killed, number = killed + len(dying), number + 1
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        when = chance.choice(["connecting", "later", "later", "later"])
-        deaths(folder, dying, when, MOST_S[when])
+    worlds: list[tuple[Path, dict[int, float], str]] = []
+    while sum(len(dying) for _, dying, _ in worlds) < 20:
+        when = chance.choice(["connecting", *["later"] * 4])
+        worlds.append((tmp_path / str(len(worlds)), _dying(chance), when))
+        worlds[-1][0].mkdir()
+    with ThreadPoolExecutor(4) as side_by_side:
+        ended = [side_by_side.submit(deaths, *world, MOST_S[world[-1]]) for world in worlds]
+    for one in ended:
+        one.result()
 
 
 def _dying(chance: random.Random) -> dict[int, float]:

@@ -1,0 +1,198 @@
+"""What ranks tell each other before a commit, in worlds of up to 100,000 ranks: a simulation.
+
+`measure N` starts N real ranks and prints what a meeting costs the coordinator. `draw FILE`
+simulates one save, with costs that were fitted to such runs, and draws it beside what PyTorch DCP
+and Megatron-Core gather. The tree is the package's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import socket
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shardstore.distributed.coordinator import Ranks, neighbours
+
+WORLDS = (8, 64, 256, 1024, 4096, 16_384, 100_000)
+LATENCY_S, NETWORK_BYTES_PER_S = 50e-6, 1.25e9
+"""Of the network; assumed."""
+MESSAGE_S, BYTE_S = 1.0e-4, 1.5e-9
+"""Processor time of who receives a message and answers it: fitted to `measure` (see scale.md)."""
+OPENING_BYTES = 300
+MANIFEST_BYTES, JOINED_BYTES, JOIN_S, MERGE_S = 3260, 2370, 1.25e-4, 0.38e-4
+"""Of 100 tensors a rank: a report, its part of a joined one, and a rank's share of both merges."""
+PLAN_BYTES, PLAN_S, RESULT_BYTES, RESULT_S = 16_400, 1.95e-3, 9_900, 1.9e-4
+"""Of 100 tensors a rank: what DCP gathers, and what rank 0 spends on it for each rank."""
+SHARDS_BYTES, SHARDS_S = 9_400, 1.76e-4
+"""Of 100 tensors a rank: what Megatron-Core gathers on every rank, and what unpacking it costs."""
+
+
+def received(arrivals: Sequence[float], size: int) -> float:
+    """When a rank has taken messages of one size, which come at these times."""
+    done = 0.0
+    for arrival in sorted(arrivals):
+        done = max(done, arrival + size / NETWORK_BYTES_PER_S) + MESSAGE_S + size * BYTE_S
+    return done
+
+
+def meeting(world: int, size: int, joined: int, join_s: float, merge_s: float) -> float:
+    """Seconds from the reports of all ranks to the answer on the last one.
+
+    Args:
+        world: number of ranks.
+        size: of a rank's report, in bytes.
+        joined: of its part in a report that a leader has joined.
+        join_s: what a leader spends on it.
+        merge_s: what the coordinator spends on it.
+    """
+    _, below = neighbours(0, world)
+    own = [rank for rank in below if not neighbours(rank, world)[1]]
+    leaders = [rank for rank in below if neighbours(rank, world)[1]]
+    done = received([LATENCY_S] * len(own), size)
+    down = 2 * LATENCY_S + len(below) * MESSAGE_S / 2
+    if leaders:
+        each = len(neighbours(leaders[0], world)[1])
+        ready = received([LATENCY_S] * each, size) + (each + 1) * join_s
+        done = max(done, received([ready + LATENCY_S] * len(leaders), joined * (each + 1)))
+        down += each * MESSAGE_S / 2
+    return done + world * merge_s + down
+
+
+def shardstore(world: int) -> float:
+    """Agree to begin, and commit."""
+    opening = meeting(world, OPENING_BYTES, OPENING_BYTES, 0, 1e-5)
+    return opening + meeting(world, MANIFEST_BYTES, JOINED_BYTES, JOIN_S, MERGE_S)
+
+
+def star(world: int) -> float:
+    """The same with every rank reporting to rank 0, as before 0.2."""
+    sizes = (OPENING_BYTES, MANIFEST_BYTES)
+    told = sum(received([LATENCY_S] * (world - 1), size) for size in sizes)
+    return told + world * (1e-5 + 0.95e-4 + MESSAGE_S)
+
+
+def dcp(world: int) -> float:
+    """Plans gathered on rank 0, the global plan scattered, and what was written gathered."""
+    plans = received([LATENCY_S] * (world - 1), PLAN_BYTES) + world * PLAN_S
+    scattered = world * (MESSAGE_S / 2 + PLAN_BYTES * (1 / NETWORK_BYTES_PER_S + BYTE_S))
+    return plans + scattered + received([LATENCY_S] * (world - 1), RESULT_BYTES) + world * RESULT_S
+
+
+def megatron(world: int) -> float:
+    """Descriptions of all shards gathered on every rank, in a ring."""
+    step = LATENCY_S + SHARDS_BYTES * (1 / NETWORK_BYTES_PER_S + BYTE_S)
+    return (world - 1) * step + world * SHARDS_S
+
+
+LINES = {
+    "shardstore": (shardstore, "#0f766e"),
+    "before 0.2: all ranks to rank 0": (star, "#5eb5aa"),
+    "DCP: plans and results through rank 0": (dcp, "#94a3b8"),
+    "Megatron-Core: all shards to all ranks": (megatron, "#b45309"),
+}
+
+
+def draw(output: Path) -> None:
+    """Print the simulated seconds, and draw them."""
+    width, height, left, top, right = 760, 340, 60, 20, 270
+    lows, highs = (math.log10(WORLDS[0]), -3.0), (math.log10(WORLDS[-1]), 3.0)
+
+    def place(world: float, seconds: float) -> tuple[float, float]:
+        x = (math.log10(world) - lows[0]) / (highs[0] - lows[0])
+        y = (math.log10(seconds) - lows[1]) / (highs[1] - lows[1])
+        return left + x * (width - left - right), top + (1 - y) * (height - top - 40)
+
+    parts = []
+    for world in WORLDS:
+        x, y = place(world, 1e-3)
+        parts.append(f'<text x="{x:.0f}" y="{y + 18:.0f}" text-anchor="middle">{world:,}</text>')
+    for power in range(-3, 4):
+        x, y = place(WORLDS[0], 10.0**power)
+        parts.append(f'<path d="M{x:.0f} {y:.0f}H{width - right}" stroke="#dbe2ea"/>')
+        parts.append(
+            f'<text x="{x - 8:.0f}" y="{y + 4:.0f}" text-anchor="end">{10.0**power:g} s</text>'
+        )
+    labels = []
+    for name, (model, colour) in LINES.items():
+        found = [model(world) for world in WORLDS]
+        times = list(zip(WORLDS, found, strict=True))
+        print(name, *(f"{world:,}: {seconds:.3g} s" for world, seconds in times), sep="\n  ")
+        points = [place(*point) for point in times]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        labels.append((points[-1][1], colour, name))
+    y = 0.0
+    for at, colour, name in sorted(labels):
+        y = max(at, y + 15)
+        parts.append(f'<text x="{width - right + 8}" y="{y + 4:.0f}" fill="{colour}">{name}</text>')
+    x, y = place(WORLDS[3], 1e-3)
+    parts.append(f'<text x="{x:.0f}" y="{y + 36:.0f}" text-anchor="middle">ranks</text>')
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+    style = 'font-family="DejaVu Sans, Helvetica, Arial, sans-serif" font-size="12" fill="#1f2937">'
+    output.write_text("\n".join([head + style, *parts, "</svg>"]) + "\n")
+
+
+def measure(world: int) -> None:
+    """Run real ranks, forked from this process; rank 0 prints a line for each size of reports."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    started = []
+    for rank in range(world):
+        started.append(os.fork())
+        if not started[-1]:
+            _meet(rank, world, port)
+            os._exit(0)
+    for process in started:
+        os.waitpid(process, 0)
+
+
+def _meet(rank: int, world: int, port: int) -> None:
+    torch.set_num_threads(1)
+    address = f"tcp://127.0.0.1:{port}"
+    wait = timedelta(minutes=10)
+    dist.init_process_group("gloo", address, rank=rank, world_size=world, timeout=wait)
+    dist.barrier()
+    before = len(os.listdir("/proc/self/fd"))
+    ranks = Ranks.current()
+    ranks.together(what="measuring")
+    added = len(os.listdir("/proc/self/fd")) - before
+    for size in (100, 20_000, 400_000):
+        report, spent, took = os.urandom(size), [], []
+        for _ in range(12):
+            dist.barrier()
+            processor, clock = time.process_time(), time.perf_counter()
+            ranks.together(report, what="measuring", decide=lambda reports: b"")
+            spent.append(time.process_time() - processor)
+            took.append(time.perf_counter() - clock)
+        if rank == 0:
+            of_0 = {"processor_s": sorted(spent)[3], "clock_s": sorted(took)[3]}
+            about = {"ranks": world, "report_bytes": size, "descriptors": added}
+            print(json.dumps(about | of_0), flush=True)
+    dist.barrier()
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(required=True, dest="command")
+    commands.add_parser("measure").add_argument("ranks", type=int)
+    commands.add_parser("draw").add_argument("file", type=Path)
+    options = parser.parse_args()
+    if options.command == "measure":
+        measure(options.ranks)
+    else:
+        draw(options.file)
+
+
+if __name__ == "__main__":
+    main()
