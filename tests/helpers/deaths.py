@@ -1,0 +1,82 @@
+"""Kills a process in the middle of its work, at a call to the file system or a request to S3."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tests.helpers.s3_proxy import Fault, FaultProxy, Rule
+
+EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.link")
+
+
+@dataclass(kw_only=True)
+class Kills(Rule):
+    """Kills a process at a request, which never reaches the server.
+
+    Attributes:
+        pid: whom.
+    """
+
+    pid: int = 0
+
+    def takes(self, head: Any) -> bool:
+        if not super().takes(head):
+            return False
+        os.kill(self.pid, signal.SIGKILL)
+        return True
+
+
+def dies(
+    work: Callable[[], object], after: int, root: str, proxy: FaultProxy | None = None
+) -> bool:
+    """Do work in a forked process, and kill that one after so many calls or requests.
+
+    Args:
+        work: what it does.
+        after: calls to the file system about ``root``, or requests that pass ``proxy``.
+        root: a folder.
+        proxy: between the process and an S3 server.
+
+    Returns:
+        Whether it died; otherwise it ended the work before.
+    """
+    ready, go = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.read(ready, 1)
+            if proxy is None:
+                _die_at(after, root)
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    if proxy is not None:
+        proxy.rules.append(Kills(fault=Fault.SILENCE, pid=pid, skip=after))
+    os.write(go, b"x")
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    os.close(ready)
+    os.close(go)
+    if proxy is not None:
+        proxy.rules.clear()
+    assert status in (0, -signal.SIGKILL), status
+    return status != 0
+
+
+def _die_at(calls: int, root: str) -> None:
+    left = calls
+
+    def count(event: str, args: tuple[Any, ...]) -> None:
+        nonlocal left
+        if event in EVENTS and any(isinstance(arg, str) and root in arg for arg in args[:2]):
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)

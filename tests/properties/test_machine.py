@@ -1,0 +1,337 @@
+"""A manager and what it does to a place, in any order, against a dict of steps."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsspec
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+import shardstore
+from scripts.s3_servers import S3Server
+from shardstore import CheckpointManager, ShardedObject, ShardedTensor
+from shardstore.convert import convert
+from shardstore.errors import CheckpointingException, DamagedCheckpointError
+from shardstore.storage.commit import objects as object_commit
+from shardstore.storage.stores.location import Location
+from tests.faults.test_crash_at_every_request import Killed, MortalFileSystem
+from tests.helpers.deaths import dies
+from tests.helpers.s3_proxy import FaultProxy
+
+steps = st.integers(0, 5)
+values = st.integers(1, 3)
+
+
+def state(value: int) -> dict[str, Any]:
+    return {
+        "w": ShardedTensor.from_rank_offsets("w", torch.full((6, 8), float(value))),
+        "frozen": ShardedTensor.from_rank_offsets("frozen", torch.arange(16.0)),
+        f"only-{value}": ShardedTensor.from_rank_offsets(f"only-{value}", torch.ones(value)),
+        "o": ShardedObject("o", {"value": value}, (1,), (0,)),
+        "value": value,
+    }
+
+
+class Machine(RuleBasedStateMachine):
+    """Steps of a manager; ``model`` has the value of each, in the order of their saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model: dict[int, int] = {}
+        self.options: dict[str, Any] = {}
+        self.root = self.new_root()
+        self.manager = CheckpointManager(self.root, storage_options=self.options or None)
+
+    # -- what the places differ in ---------------------------------------------------------------
+
+    replaces_at_once = False
+
+    def new_root(self) -> str:
+        raise NotImplementedError
+
+    def killed(self, work: Callable[[], object], after: int) -> bool:
+        raise NotImplementedError
+
+    # -- what is done ------------------------------------------------------------------------------
+
+    @rule(step=steps, value=values, later=st.booleans(), base=steps, packed=st.booleans())
+    def save(self, step: int, value: int, later: bool, base: int, packed: bool) -> None:
+        self.do_save(step, value, later, base, packed)
+        self.saved(step, value)
+
+    def do_save(self, step: int, value: int, later: bool, base: int, packed: bool) -> None:
+        options: dict[str, Any] = {"overwrite": True, "compression": "zstd" if packed else None}
+        if base in self.model and base != step:
+            options["base"] = self.manager.url(base)
+        if later:
+            self.manager.async_save(step, state(value), **options).result()
+        else:
+            self.manager.save(step, state(value), **options)
+        self.manager.wait()
+
+    def saved(self, step: int, value: int) -> None:
+        self.model.pop(step, None)
+        self.model[step] = value
+
+    @rule(step=steps, value=values, later=st.booleans(), base=steps, after=st.integers(0, 60))
+    def die_in_a_save(self, step: int, value: int, later: bool, base: int, after: int) -> None:
+        if not self.killed(lambda: self.do_save(step, value, later, base, False), after):
+            self.saved(step, value)
+            return
+        found = self.found(step)
+        before = self.model.get(step)
+        allowed = {before, value} if self.replaces_at_once else {before, value, None}
+        assert found in allowed, (found, allowed)
+        if found is None:
+            self.model.pop(step, None)
+        elif found != before:
+            self.saved(step, value)
+        elif before == value and self.newest_first() != list(self.manager._steps.committed()):
+            self.settle(step, value)
+
+    def settle(self, step: int, value: int) -> None:
+        """Whether the old or the new one is there cannot be told by the value: save it again."""
+        self.do_save(step, value, False, step, False)
+        self.saved(step, value)
+
+    def newest_first(self) -> list[int]:
+        return list(self.model)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), after=st.integers(0, 20))
+    def die_in_a_deletion(self, data: st.DataObject, after: int) -> None:
+        step = data.draw(st.sampled_from(sorted(self.model)))
+        url, options = self.manager.url(step), self.options or None
+        self.killed(lambda: shardstore.delete_checkpoint(url, storage_options=options), after)
+        if self.found(step) is None:
+            del self.model[step]
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def delete(self, data: st.DataObject) -> None:
+        step = data.draw(st.sampled_from(sorted(self.model)))
+        shardstore.delete_checkpoint(self.manager.url(step), storage_options=self.options or None)
+        del self.model[step]
+
+    @rule()
+    def sweep(self) -> None:
+        for dry_run in (False, True):
+            left = shardstore.sweep(
+                self.root,
+                older_than=timedelta(0),
+                dry_run=dry_run,
+                storage_options=self.options or None,
+            )
+        assert not left
+
+    @rule()
+    def restore(self) -> None:
+        restored = self.manager.restore(self.asked())
+        assert (restored and restored.step) == self.latest()
+        if restored is not None:
+            self.check(restored.state, self.model[restored.step])
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), discard=st.booleans())
+    def go_back(self, data: st.DataObject, discard: bool) -> None:
+        step = data.draw(st.sampled_from(sorted(self.model)))
+        restored = self.manager.restore(self.asked(), step=step, discard_later=discard)
+        assert restored is not None
+        self.check(restored.state, self.model[step])
+        if discard:
+            self.model = {s: value for s, value in self.model.items() if s <= step}
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), where=st.integers(0, 10**6), bit=st.integers(0, 7))
+    def flip_a_byte(self, data: st.DataObject, where: int, bit: int) -> None:
+        step = data.draw(st.sampled_from(sorted(self.model)))
+        place = Location.of(self.manager.url(step), **self.options)
+        name = next(f"w/{name}" for name in place.listing("w") if name.startswith("c"))
+        chunk = bytearray(place.read(name))
+        chunk[where % len(chunk)] ^= 1 << bit
+        place.delete(name)  # of other checkpoints that have the file too it is the same as before
+        place.write(name, bytes(chunk))
+        with pytest.raises(CheckpointingException) as caught:
+            self.manager.restore(self.asked(), step=step)
+        assert isinstance(caught.value, DamagedCheckpointError), caught.value
+        value = self.model.pop(step)
+        newest = self.latest()
+        try:
+            restored = self.manager.restore(self.asked())
+        except DamagedCheckpointError:
+            assert not self.model
+        else:
+            assert restored is not None
+            # Those that the damaged step came after are older than what it abandoned.
+            assert restored.step in self.model
+            self.check(restored.state, self.model[restored.step])
+        self.do_save(step, value, False, step, False)
+        self.saved(step, value)
+        assert newest is None or newest in self.model
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def convert(self, data: st.DataObject) -> None:
+        step = data.draw(st.sampled_from(sorted(self.model)))
+        target = f"{self.root}-converted/{uuid.uuid4().hex}"
+        options = self.options or None
+        source = self.manager.url(step)
+        convert(source, target, source_options=options, target_options=options)
+        loaded = shardstore.load_plain_tensors(target, storage_options=options)
+        self.check(loaded, self.model[step])
+        shardstore.delete_checkpoint(target, storage_options=options)
+
+    # -- what is there -----------------------------------------------------------------------------
+
+    @invariant()
+    def every_step_is_there(self) -> None:
+        assert self.manager.steps() == sorted(self.model)
+        assert self.manager.latest() == self.latest()
+        for step, value in self.model.items():
+            assert self.found(step) == value
+
+    def latest(self) -> int | None:
+        """The newest, of the branch that was saved last."""
+        branch: list[int] = []
+        for step in self.model:
+            branch = [*(other for other in branch if other < step), step]
+        return branch[-1] if branch else None
+
+    def found(self, step: int) -> int | None:
+        if step not in self.manager.steps():
+            return None
+        url = self.manager.url(step)
+        loaded = shardstore.load_plain_tensors(url, storage_options=self.options or None)
+        self.check(loaded, loaded["value"])
+        return int(loaded["value"])
+
+    def asked(self) -> dict[str, Any]:
+        everything = state(1)
+        return {name: everything[name] for name in ("w", "frozen", "o")}
+
+    def check(self, loaded: Any, value: int) -> None:
+        assert loaded["value"] == value
+        assert torch.equal(loaded["w"], torch.full((6, 8), float(value)))
+        assert torch.equal(loaded["frozen"], torch.arange(16.0))
+        assert loaded.get("o", {"value": value}) == {"value": value}
+        assert [key for key in loaded if key.startswith("only-")] in ([], [f"only-{value}"])
+
+    def teardown(self) -> None:
+        self.manager.close()
+
+
+class InMemory(Machine):
+    """On a store in memory that lets no request through any more when it dies."""
+
+    def new_root(self) -> str:
+        MortalFileSystem.store.clear()
+        MortalFileSystem.pseudo_dirs[:] = [""]
+        return "mortal://runs"
+
+    def killed(self, work: Callable[[], object], after: int) -> bool:
+        MortalFileSystem.left = after
+        try:
+            work()
+        except Killed:
+            return True
+        finally:
+            MortalFileSystem.left = None
+        return False
+
+
+class OnDisk(Machine):
+    """In a folder; processes are killed at a call of the file system."""
+
+    replaces_at_once = True
+
+    def new_root(self) -> str:
+        folder = tempfile.mkdtemp(prefix="machine-", dir=os.environ.get("SHARDSTORE_MACHINE_DIR"))
+        return os.path.join(folder, "run")
+
+    def killed(self, work: Callable[[], object], after: int) -> bool:
+        return dies(work, after, self.root)
+
+    def teardown(self) -> None:
+        super().teardown()
+        shutil.rmtree(Path(self.root).parent)
+
+
+class OnS3(Machine):
+    """In a bucket, behind a proxy; processes are killed at a request."""
+
+    server: ClassVar[S3Server]
+    proxy: ClassVar[FaultProxy]
+    bucket: ClassVar[str]
+
+    def new_root(self) -> str:
+        self.options = self.server.at(self.proxy.endpoint_url).storage_options
+        return f"s3://{self.bucket}/{uuid.uuid4().hex}"
+
+    def killed(self, work: Callable[[], object], after: int) -> bool:
+        return dies(work, after, self.root, self.proxy)
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_commit, "SETTLE_S", 0.0)
+    fsspec.register_implementation("mortal", MortalFileSystem, clobber=True)
+    logging.getLogger("shardstore").setLevel(logging.CRITICAL)
+
+
+def run(machine: type[Machine], examples: int, count: int) -> None:
+    chosen = settings(
+        max_examples=int(os.environ.get("SHARDSTORE_MACHINE_EXAMPLES", examples)),
+        stateful_step_count=int(os.environ.get("SHARDSTORE_MACHINE_STEPS", count)),
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    run_state_machine_as_test(machine, settings=chosen)
+
+
+def test_in_memory() -> None:
+    run(InMemory, 10, 15)
+
+
+def test_on_disk() -> None:
+    run(OnDisk, 5, 10)
+
+
+def test_on_s3(s3_server: S3Server) -> None:
+    on_s3(s3_server, 2, 8)
+
+
+def on_s3(server: S3Server, examples: int, count: int) -> None:
+    with FaultProxy(server.endpoint_url) as OnS3.proxy:
+        OnS3.server, OnS3.bucket = server, server.new_bucket()
+        run(OnS3, examples, count)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(0)
+def test_long_on_s3(s3_server: S3Server) -> None:
+    on_s3(s3_server, 50, 50)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("machine", [InMemory, OnDisk])
+def test_long(machine: type[Machine]) -> None:
+    run(machine, 1000, 200)
