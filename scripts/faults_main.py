@@ -167,7 +167,7 @@ def in_a_child(work: Callable[[], Any], strike: Callable[[int], Any] | None = No
     if pid == 0:
         said: Any = ["failed", "?"]
         try:
-            os.read(ready, 1)
+            wait_for(ready)
             said = ["done", work()]
         except CheckpointingException as error:
             said = ["refused", str(error)]
@@ -198,6 +198,15 @@ def in_a_child(work: Callable[[], Any], strike: Callable[[int], Any] | None = No
     if after is not None:
         after()
     return json.loads(text) if text else ["died", ""]
+
+
+def wait_for(ready: int) -> None:
+    while True:  # strace may let this fail, too
+        try:
+            os.read(ready, 1)
+            return
+        except OSError:
+            pass
 
 
 def by_strace(inject: str, log: Path) -> Callable[[int], Any]:

@@ -107,7 +107,7 @@ def prepare(call: SaveCall, ranks: Ranks, choose: ChooseStrategies) -> Part:
     if options.base is not None:
         base = Location.of(options.base)
         if not base.options:
-            base = Location.given(base, options.storage_options)
+            base = Location.given(base, target.options)
     require_group("replica_group", options.replica_group)
     check_state(call.sharded_state_dict)
     if not isinstance(content, dict | None):

@@ -338,6 +338,20 @@ def test_a_program_that_ends_leaves_nothing_undone(tmp_path: Path, last: str) ->
     assert ended.stderr == ""
 
 
+def test_a_step_of_a_store_is_the_base_of_the_next(s3_server: S3Server) -> None:
+    """By its URL alone: the options are the manager's."""
+    place = f"s3://{s3_server.new_bucket()}/run", s3_server.storage_options
+    with managed(place, keep_last=1) as manager:
+        manager.save(1, state_of(1.0))
+        record = manager.save(2, state_of(1.0), base=manager.url(1))
+        assert record["reused_bytes"] > 0
+        manager.async_save(3, state_of(1.0), base=manager.url(2)).result()
+        manager.wait()
+        restored = manager.restore(wanted()[0])
+        assert restored is not None
+        assert (restored.step, manager.steps()) == (3, [3])
+
+
 def test_an_interrupted_save_to_a_store_is_swept(s3_server: S3Server) -> None:
     url, options = f"s3://{s3_server.new_bucket()}/run", s3_server.storage_options
     root = Location.of(url, **options)
