@@ -17,7 +17,7 @@ from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.manifest import ChunkRecord, Manifest
-from shardstore.storage.movers.chunk_bytes import free_scratch, lies_as_chunk
+from shardstore.storage.movers.chunk_bytes import lies_as_chunk
 from shardstore.storage.movers.chunks import (
     ChunkPart,
     ChunkWrite,
@@ -86,7 +86,6 @@ class ObjectMover:
             yield _held_bytes(item), item.array.chunk_bytes
             chunk = EncodedChunk(item.array, item.data())
             (parts,) = chunk
-            free_scratch()
             key = f"{item.array.node}/{item.array.chunk_key(item.index)}"
             is_new = io.begin_put(key, parts, create=True)
             yield None
@@ -197,10 +196,7 @@ class ObjectMover:
 
             return finish
 
-        try:
-            run_requests(io, items, begin, small=min(sizes) < LARGE_BYTES)
-        finally:
-            free_scratch()
+        run_requests(io, items, begin, small=min(sizes) < LARGE_BYTES)
 
 
 def _stored_bytes(array: ArrayMeta) -> int:
@@ -248,18 +244,15 @@ class _Budget:
         :meth:`give`; ``False``: there is none, and the caller may not wait for it."""
         memory, large = self._of(held, size)
         with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    not may_wait or self._error or (self._free >= memory and self._large >= large)
-                )
-            )
-            if self._error is not None:
-                raise self._error
-            if self._free < memory or self._large < large:
-                return False
-            self._free -= memory
-            self._large -= large
-            return True
+            while self._error is None:
+                if self._free >= memory and self._large >= large:
+                    self._free -= memory
+                    self._large -= large
+                    return True
+                if not may_wait:
+                    return False
+                self._changed.wait()
+            raise self._error
 
     def give(self, held: int, size: int) -> None:
         """Give back the room of an object."""

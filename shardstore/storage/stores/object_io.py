@@ -8,7 +8,6 @@ many requests under way. Over fsspec a request blocks a thread.
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -36,8 +35,10 @@ UNKNOWN_BYTES = 16 * 1024 * 1024
 _said: set[tuple[str, str]] = set()
 
 
-class ObjectIO(ABC):
+class ObjectIO:
     """Puts and gets objects below one location. Any thread may call it.
+
+    A class of these has ``put`` and ``get``, or ``begin_put`` and ``begin_get``; the others follow.
 
     Attributes:
         requests: how many at a time are of use.
@@ -49,7 +50,6 @@ class ObjectIO(ABC):
     small_requests: int
     blocks = True
 
-    @abstractmethod
     def put(self, key: str, parts: Sequence[bytes | memoryview], *, create: bool) -> bool:
         """Write an object.
 
@@ -65,8 +65,8 @@ class ObjectIO(ABC):
         Raises:
             StorageError: the store refused, or did not answer.
         """
+        return self.begin_put(key, parts, create=create)()
 
-    @abstractmethod
     def get(
         self, key: str, start: int = 0, stop: int | None = None, *, size: int = UNKNOWN_BYTES
     ) -> bytes | memoryview | None:
@@ -85,6 +85,7 @@ class ObjectIO(ABC):
         Raises:
             StorageError: the store refused, or did not answer.
         """
+        return self.begin_get(key, start, stop, size=size)()
 
     def begin_put(
         self, key: str, parts: Sequence[bytes | memoryview], *, create: bool

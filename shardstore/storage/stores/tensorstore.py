@@ -158,16 +158,6 @@ class KvStoreIO(ObjectIO):
                 self._opened = opened = _open(self._location.url, settings, context)
             return opened
 
-    def put(self, key: str, parts: Sequence[bytes | memoryview], *, create: bool) -> bool:
-        """See :meth:`ObjectIO.put`."""
-        return self.begin_put(key, parts, create=create)()
-
-    def get(
-        self, key: str, start: int = 0, stop: int | None = None, *, size: int = UNKNOWN_BYTES
-    ) -> bytes | memoryview | None:
-        """See :meth:`ObjectIO.get`."""
-        return self.begin_get(key, start, stop, size=size)()
-
     def begin_put(
         self, key: str, parts: Sequence[bytes | memoryview], *, create: bool
     ) -> Callable[[], bool]:
