@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from shardstore.convert.formats import Receipt, Source, Target
+from shardstore.convert.formats import Receipts, Source, Target
 from shardstore.convert.safetensors import SafetensorsSource, SafetensorsTarget, is_file_name
 from shardstore.convert.zarr import ShardstoreTarget, ZarrSource
 from shardstore.core import maybe_load_config
@@ -50,8 +50,6 @@ MOST_CHUNKS = 4 * 1024 * 1024
 SLAB_BYTES = 1024 * 1024
 _Chunk = tuple[ArrayMeta, tuple[int, ...]]
 """An array of the target, and the index of a chunk of it."""
-Receipts = dict[tuple[str, tuple[int, ...]], Receipt]
-"""Key and index of a chunk -> its receipt."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +160,7 @@ def convert(
         )
     chunks = [(array, array.grid.index(i)) for array in arrays for i in range(array.grid.size)]
     total = sum(map(_chunk_bytes, chunks))
+    receipts: Receipts = {}
 
     def stage(
         operation: Operation, left: Sequence[_Chunk], work: Callable[[list[ChunkWrite]], None]
@@ -175,8 +174,10 @@ def convert(
                 meter.count(sum(map(_chunk_bytes, batch)), len(batch))
 
     def write(batch: list[ChunkWrite]) -> None:
-        written = zip(batch, built.write(batch), strict=True)
-        journal.add([(chunk.array.key, chunk.index, receipt) for chunk, receipt in written])
+        places = [(chunk.array.key, chunk.index) for chunk in batch]
+        written = dict(zip(places, built.write(batch), strict=True))
+        journal.add([(*place, receipt) for place, receipt in written.items()])
+        receipts.update(written)
 
     def compare(batch: list[ChunkWrite]) -> None:
         copies = _read([(chunk.array, chunk.index) for chunk in batch], built.read)
@@ -186,18 +187,14 @@ def convert(
                 raise _differs(what, place, goal, key=chunk.array.key, chunk=chunk.index)
 
     try:
-        state, receipts = journal.open()
-        if not resume or receipts is None or not built.resume(state):
+        state, known = journal.open()
+        if not resume or known is None or not built.resume(state):
             journal.start(built.start(state))
-            receipts = {}
-        built.begin(arrays, opened.extras())
-        left = []
-        for array, index in chunks:
-            known = (array.key, index) in receipts
-            if not (known and built.restore(array, index, receipts[array.key, index])):
-                left.append((array, index))
+            known = {}
+        receipts.update(built.begin(arrays, opened.extras(), known))
+        left = [(array, index) for array, index in chunks if (array.key, index) not in receipts]
         stage("convert", left, write)
-        built.finish()
+        built.finish(receipts)
         if verify:
             stage("verify", chunks, compare)
             # Opened anew: what the first one has read it may have kept.

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardstore.convert.formats import Extras, FileTarget, Receipt, values_of
+from shardstore.convert.formats import Arrays, Extras, FileTarget, Receipts, values_of
 from shardstore.dcp.files import DcpFiles
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
@@ -89,58 +89,53 @@ class DcpTarget(FileTarget):
 
     def __init__(self, work: Location, goal: Location) -> None:
         super().__init__(work, goal, METADATA_NAME, r"__0_\d+\.distcp")
-        self._stored: dict[MetadataIndex, _StorageInfo] = {}
         self._next = 0
         self._metadata = b""
 
-    def begin(self, arrays: Sequence[ArrayMeta], extras: Extras) -> None:
-        """Nothing to write."""
+    def begin(self, arrays: Arrays, extras: Extras, known: Receipts) -> Receipts:
+        """Write nothing. Files have other names than those of an earlier run."""
         self._arrays, self._extras = arrays, extras
+        self._next = 1 + max((number for number, _, _ in known.values()), default=-1)
+        return known
 
-    def write(self, chunks: Sequence[ChunkWrite]) -> list[Receipt]:
-        """Write items to a file of their own; their places are the receipts."""
-        items = [_item(chunk.array, chunk.index) for chunk in chunks]
-        return self._put(items, [dtypes.as_tensor(chunk.data()) for chunk in chunks])
+    def write(self, chunks: Sequence[ChunkWrite]) -> list[Any]:
+        """Write items to a file of their own. A receipt is the file's number, offset and length."""
+        return self._put([dtypes.as_tensor(chunk.data()) for chunk in chunks])
 
-    def _put(self, items: Sequence[MetadataIndex], values: Sequence[object]) -> list[Receipt]:
-        number, file, receipts = self._next, io.BytesIO(), []
-        for item, value in zip(items, values, strict=True):
+    def _put(self, values: Sequence[object]) -> list[Any]:
+        file, places = io.BytesIO(), []
+        for value in values:
             start = file.tell()
             torch.save(value, file)
-            receipts.append([number, start, file.tell() - start])
-            self._note(item, receipts[-1])
-        if receipts:
-            self._at.write(_file_name(number), file.getvalue())
-        return receipts
+            places.append((self._next, start, file.tell() - start))
+        if places:
+            self._at.write(_file_name(self._next), file.getvalue())
+            self._next += 1
+        return places
 
-    def _note(self, item: MetadataIndex, receipt: Receipt) -> None:
-        number, start, length = receipt
-        self._stored[item] = _StorageInfo(_file_name(number), start, length)
-        self._next = max(self._next, number + 1)
-
-    def restore(self, array: ArrayMeta, index: tuple[int, ...], receipt: Receipt) -> bool:
-        """Note where an item is; files that come later have other names."""
-        self._note(_item(array, index), receipt)
-        return True
-
-    def finish(self) -> None:
+    def finish(self, receipts: Receipts) -> None:
         """Write what is no tensor, and make the metadata."""
-        about: dict[str, Any] = {}
-        paths = {
-            meta.key: self._extras.record.paths.get(meta.key, (meta.key,)) for meta in self._arrays
-        }
-        for meta in self._arrays:
-            boxes = [meta.grid.box(meta.grid.index(i)) for i in range(meta.grid.size)]
-            about[meta.key] = TensorStorageMetadata(
-                TensorProperties(dtypes.torch_dtype(meta.dtype)),
-                torch.Size(meta.shape),
-                [ChunkStorageMetadata(torch.Size(b.offset), torch.Size(b.shape)) for b in boxes],
+        arrays = {meta.key: meta for meta in self._arrays}
+        paths: dict[str, Any] = {key: self._extras.record.paths.get(key, (key,)) for key in arrays}
+        about: dict[str, Any] = {
+            key: TensorStorageMetadata(
+                TensorProperties(dtypes.torch_dtype(meta.dtype)), torch.Size(meta.shape), []
             )
+            for key, meta in arrays.items()
+        }
+        stored: dict[MetadataIndex, Any] = {}
+        for (key, index), place in sorted(receipts.items()):
+            box = arrays[key].grid.box(index)
+            chunk = ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
+            about[key].chunks.append(chunk)
+            stored[MetadataIndex(key, box.offset)] = place
         values = list(values_of(self._extras))
-        self._put([MetadataIndex(key) for key, _, _ in values], [value for _, _, value in values])
-        about.update((key, BytesStorageMetadata()) for key, _, _ in values)
-        paths.update((key, path) for key, path, _ in values)
-        self._metadata = pickle.dumps(Metadata(about, paths, self._stored, version="1.0.0"))
+        places = self._put([value for _, _, value in values])
+        for (key, path, _), place in zip(values, places, strict=True):
+            about[key], paths[key] = BytesStorageMetadata(), path
+            stored[MetadataIndex(key)] = place
+        infos = {item: _StorageInfo(_file_name(n), *place) for item, (n, *place) in stored.items()}
+        self._metadata = pickle.dumps(Metadata(about, paths, infos, version="1.0.0"))
         self._files = DcpFiles.parse(self._at, self._metadata)
 
     def read(self, reads: Sequence[RegionRead]) -> None:
@@ -163,10 +158,6 @@ class DcpTarget(FileTarget):
             CheckpointExistsError: there is one.
         """
         self.complete(METADATA_NAME, self._metadata)
-
-
-def _item(array: ArrayMeta, index: tuple[int, ...]) -> MetadataIndex:
-    return MetadataIndex(array.key, array.grid.box(index).offset)
 
 
 def _file_name(number: int) -> str:

@@ -23,8 +23,9 @@ from shardstore.values.record import StateRecord, as_json
 
 logger = logging.getLogger(__name__)
 
-Receipt = Any
-"""Small JSON value by which a target recognises a chunk that an earlier run wrote."""
+Arrays = Sequence[ArrayMeta]
+Receipts = dict[tuple[str, tuple[int, ...]], Any]
+"""Key and index of a chunk that is written -> small JSON value by which the target finds it."""
 
 
 @dataclass
@@ -92,22 +93,26 @@ class Target(ABC):
         """Return whether this run can continue the one that had this state."""
 
     @abstractmethod
-    def begin(self, arrays: Sequence[ArrayMeta], extras: Extras) -> None:
-        """Make what is needed before the first chunk; what is there already stays."""
+    def begin(self, arrays: Arrays, extras: Extras, known: Receipts) -> Receipts:
+        """Make what is needed before the first chunk; what is there already stays.
 
-    def restore(self, array: ArrayMeta, index: tuple[int, ...], receipt: Receipt) -> bool:
-        """Take over a chunk that an earlier run wrote; False: it has to be written again.
+        Args:
+            arrays: all tensors, on the target's grid.
+            extras: what is no tensor.
+            known: receipts of the chunks that an earlier run wrote. A chunk is written before its
+                receipt, and the comparison finds one that is damaged.
 
-        A chunk is written before its receipt, and the comparison finds one that is damaged.
+        Returns:
+            The receipts of the chunks that need not be written again.
         """
-        return True
 
     @abstractmethod
-    def write(self, chunks: Sequence[ChunkWrite]) -> list[Receipt]:
+    def write(self, chunks: Sequence[ChunkWrite]) -> list[Any]:
         """Write chunks; one receipt each, in order."""
 
-    def finish(self) -> None:  # noqa: B027 (chunks of Zarr are complete)
-        """Complete the files, so that they can be read."""
+    @abstractmethod
+    def finish(self, receipts: Receipts) -> None:
+        """Complete the files, so that they can be read. All chunks are written."""
 
     @abstractmethod
     def read(self, reads: Sequence[RegionRead]) -> None:

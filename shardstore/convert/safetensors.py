@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from shardstore.convert.formats import Extras, FileTarget, Receipt, record_of
+from shardstore.convert.formats import Arrays, Extras, FileTarget, Receipts, record_of
 from shardstore.errors import DamagedCheckpointError, DTypeMismatchError, NotACheckpointError
 from shardstore.inspection.opened import array_bytes
 from shardstore.storage.commit.identity import instead
@@ -275,7 +275,7 @@ class SafetensorsTarget(FileTarget):
         self._name = ""
         self._stream: Any = None
 
-    def begin(self, arrays: Sequence[ArrayMeta], extras: Extras) -> None:
+    def begin(self, arrays: Arrays, extras: Extras, known: Receipts) -> Receipts:
         """Lay the tensors out over the files, in the order given, and find out which are complete.
 
         Raises:
@@ -287,9 +287,10 @@ class SafetensorsTarget(FileTarget):
                 with self._opened(name) as file:
                     file.write(head)
                     file.truncate(self._sizes[name])
-        else:
-            sizes = {name: size for name, size, _ in self._at.remote.details()}
-            self._done = {name for name in self._sizes if sizes.get(name) == self._sizes[name]}
+            return known
+        sizes = {name: size for name, size, _ in self._at.remote.details()}
+        self._done = {name for name in self._sizes if sizes.get(name) == self._sizes[name]}
+        return {at: row for at, row in known.items() if self._places[at[0]][0] in self._done}
 
     def _headers(self, arrays: Sequence[ArrayMeta], record: StateRecord) -> dict[str, bytes]:
         """Return the first bytes of each file; note where the tensors go, and the files' sizes."""
@@ -313,11 +314,7 @@ class SafetensorsTarget(FileTarget):
         path = f"{self._at.url}/{name}"
         return open(path, "r+b" if os.path.exists(path) else "w+b")
 
-    def restore(self, array: ArrayMeta, index: tuple[int, ...], receipt: Receipt) -> bool:
-        """Return whether the chunk is there, which in an object store all of its file has to be."""
-        return self._at.is_local or self._places[array.key][0] in self._done
-
-    def write(self, chunks: Sequence[ChunkWrite]) -> list[Receipt]:
+    def write(self, chunks: Sequence[ChunkWrite]) -> list[Any]:
         """Write ranges to their places; chunks come in the order of the files."""
         for chunk in chunks:
             name, start = self._places[chunk.array.key]
@@ -351,7 +348,7 @@ class SafetensorsTarget(FileTarget):
                 self._stream = None
                 self._done.add(name)
 
-    def finish(self) -> None:
+    def finish(self, receipts: Receipts) -> None:
         """Write files that hold no elements, and open all by their headers."""
         if not self._at.is_local:
             for name in self._sizes.keys() - self._done:

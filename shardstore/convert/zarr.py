@@ -9,7 +9,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from shardstore.convert.formats import Extras, Receipt, Target
+from shardstore.convert.formats import Arrays, Extras, Receipts, Target
 from shardstore.core import CONFIG_FNAME
 from shardstore.errors import StorageError
 from shardstore.inspection import opened
@@ -83,6 +83,7 @@ class ShardstoreTarget(Target):
     """
 
     _attempt: Attempt
+    _arrays: dict[str, ArrayMeta]
     _extras: Extras
 
     def __init__(self, goal: Location, source: str, overwrite: bool, budget_bytes: int) -> None:
@@ -125,9 +126,9 @@ class ShardstoreTarget(Target):
             shard_shape=None if straddled else edges,
         )
 
-    def begin(self, arrays: Sequence[ArrayMeta], extras: Extras) -> None:
-        """Array documents, and what is no tensor."""
-        self._extras = extras
+    def begin(self, arrays: Arrays, extras: Extras, known: Receipts) -> Receipts:
+        """Write array documents, and what is no tensor."""
+        self._extras, self._arrays = extras, {meta.key: meta for meta in arrays}
         created = note_arrays(self._manifest, [(meta, True) for meta in arrays])
         if not self._attempt.defers_documents:
             stored_arrays.write_documents(self._attempt, self._options, created)
@@ -135,6 +136,7 @@ class ShardstoreTarget(Target):
         for name, data in self._files(extras):
             files.put(name, data)
         files.flush()
+        return known
 
     def _files(self, extras: Extras) -> Iterator[tuple[str, bytes]]:
         """Return the names and contents of the files beside the chunks."""
@@ -151,9 +153,9 @@ class ShardstoreTarget(Target):
                 sharded.data = value()
                 yield document(sharded)
 
-    def write(self, chunks: Sequence[ChunkWrite]) -> list[Receipt]:
+    def write(self, chunks: Sequence[ChunkWrite]) -> list[Any]:
         """Write chunks; their records are the receipts."""
-        found: dict[tuple[str, tuple[int, ...]], Receipt] = {}
+        found: Receipts = {}
 
         def done(item: ChunkWrite, record: ChunkRecord) -> None:
             running = [int(n) for n in record.running]
@@ -162,17 +164,13 @@ class ShardstoreTarget(Target):
 
         mover = stored_arrays.mover_for(self._attempt.location, self._options, self._attempt)
         mover.write(chunks, done)
-        receipts = [found[chunk.array.key, chunk.index] for chunk in chunks]
-        for chunk, receipt in zip(chunks, receipts, strict=True):
-            self.restore(chunk.array, chunk.index, receipt)
-        return receipts
+        return [found[chunk.array.key, chunk.index] for chunk in chunks]
 
-    def restore(self, array: ArrayMeta, index: tuple[int, ...], receipt: Receipt) -> bool:
-        """Add a row to the manifest."""
-        stored, crc, digest, running = receipt
-        record = ChunkRecord(stored, crc, bytes.fromhex(digest), running)
-        self._manifest.add_chunk(array, index, record)
-        return True
+    def finish(self, receipts: Receipts) -> None:
+        """Note the chunks in the manifest."""
+        for (key, index), (stored, crc, digest, running) in receipts.items():
+            record = ChunkRecord(stored, crc, bytes.fromhex(digest), running)
+            self._manifest.add_chunk(self._arrays[key], index, record)
 
     def read(self, reads: Sequence[RegionRead]) -> None:
         """Read regions of what was written, with their checksums verified."""
