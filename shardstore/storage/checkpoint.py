@@ -169,8 +169,8 @@ class StoredCheckpoint:
             url = f"{self.location.url}/zarr.json"
             raise DamagedCheckpointError(
                 f"{url}, the root document, {found} a checkpoint whose {CONFIG_NAME} says that it "
-                f"is ours (backend {LAYOUT}): the checkpoint is damaged, as by a deletion or, in an "
-                "object store, a save that was cut short or goes on; load an earlier one",
+                f"is ours (backend {LAYOUT}): the checkpoint is damaged, as by a deletion (in an "
+                "object store also by a save) that was cut short or goes on; load an earlier one",
                 url=url,
             )
 

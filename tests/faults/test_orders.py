@@ -243,8 +243,8 @@ def read(place: Location) -> int | None:
         return None
     except DamagedCheckpointError as error:
         # In an object store metadata.json is put before the root document, and goes after it.
-        assert not place.is_local
-        assert "a save that was cut short" in str(error)
+        if place.is_local or "that was cut short or goes on" not in error.message:
+            raise
         return None
     version = int(out[0, 0])
     assert (out == version).all(), out
