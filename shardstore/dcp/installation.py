@@ -1,9 +1,10 @@
-"""shardstore under programs that give PyTorch DCP a place and no storage.
+"""Makes programs that give PyTorch DCP only a ``checkpoint_id`` use shardstore.
 
-torchtitan and Lightning's FSDP2 call ``dcp.save(state, checkpoint_id=path)`` somewhere inside, with
-no way to hand in a storage writer. :func:`install` changes what DCP chooses in that case; a call
-that names its storage keeps it. It touches three private names of ``torch.distributed.checkpoint``,
-and says so where a PyTorch does not have them; and the methods of DCP's own reader.
+torchtitan and Lightning's FSDP2 call ``dcp.save(state, checkpoint_id=path)`` and offer no way to
+pass a storage writer. :func:`install` changes the storage that DCP chooses in this case; a call
+that names its storage keeps it. It replaces three private names of
+``torch.distributed.checkpoint``, and raises an error if this PyTorch lacks them, and the methods of
+DCP's own reader.
 """
 
 from __future__ import annotations
@@ -38,31 +39,32 @@ _KEPT = "_reader_of_shardstore"
 
 
 def is_of_dcp(location: Location) -> bool:
-    """Return whether a checkpoint that DCP's own storage wrote is at a place."""
+    """Return whether a place holds a checkpoint that DCP's own storage wrote."""
     return not is_ours(location) and location.exists(METADATA_NAME)
 
 
 def handing_on(new_reader: Callable[[], StorageReader]) -> dict[tuple[Any, str], Any]:
-    """What to change in DCP's ``FileSystemReader`` so that it loads checkpoints of ours too.
+    """Return the new methods of DCP's ``FileSystemReader``, with which it loads our checkpoints
+    too.
 
-    Each load begins with the metadata, and there the place is looked at anew, so that it does not
-    matter when a reader was made or where it was sent by ``reset``. A reader over another file
-    system than the machine's (``FsspecReader``) stays as it is.
+    Each load begins with the metadata. There the method checks the format at the place again, so
+    that it may differ from that at the construction of the reader or at ``reset``. Readers of other
+    file systems (``FsspecReader``) do not change.
 
     Args:
-        new_reader: makes a reader of ours, without a place.
+        new_reader: makes a :class:`StorageReader` without a place.
 
     Returns:
-        The class and the name of each method, and what it is to be.
+        (class, name of the method) -> new method.
     """
     read_before = getattr(FileSystemReader, _METADATA)
 
     @functools.wraps(read_before)
     def read_metadata(self: FileSystemReader, *args: Any, **kwargs: Any) -> Metadata:
         vars(self).pop(_KEPT, None)
-        # Metadata of one rank is asked for where there is none of all ranks: DCP alone writes it.
+        # Metadata of one rank: only DCP writes it.
         if kwargs.get("rank") is None and type(self.fs) is FileSystem:
-            # As DCP takes it: neither a URL nor the home folder.
+            # As in DCP: no URL, and ~ is not expanded.
             place = os.path.abspath(self.path)
             if is_ours(Location.of(place)):
                 reader = new_reader()
@@ -77,7 +79,7 @@ def handing_on(new_reader: Callable[[], StorageReader]) -> dict[tuple[Any, str],
 
 
 def _handed_on(name: str) -> Callable[..., Any]:
-    """Return the method of that name: ours where the metadata were ours, else as it is now."""
+    """Return a method that calls ours if the metadata were ours, else DCP's."""
     before = getattr(FileSystemReader, name)
 
     @functools.wraps(before)
@@ -94,7 +96,7 @@ Place = str | os.PathLike[str]
 
 
 class Installation(ExitStack):
-    """What :func:`install` changed; as a context manager it is taken back at the end."""
+    """The changes of :func:`install`; as a context manager it undoes them at the end."""
 
     def __init__(self, changes: Mapping[tuple[Any, str], Any]) -> None:
         super().__init__()
@@ -103,8 +105,8 @@ class Installation(ExitStack):
             setattr(module, name, value)
 
     def uninstall(self) -> None:
-        """DCP chooses as it did before, and its reader, whenever it was made, reads DCP's own files
-        alone. Of several installations the last one goes first."""
+        """Undo the changes, also for readers that exist. Uninstall several installations in reverse
+        order."""
         self.close()
 
 
@@ -114,31 +116,30 @@ def install(
     cast: bool = False,
     **options: Unpack[WriterKeywords],
 ) -> Installation:
-    """Have DCP use shardstore wherever a program names a ``checkpoint_id`` and no storage.
+    """Make DCP use shardstore for calls that name a ``checkpoint_id`` and no storage.
 
-    From then on ``torch.distributed.checkpoint.save``, ``async_save`` (both of its forms) and
-    ``load`` write and read checkpoints of ours, by path or URL, in this process. Checkpoints that
-    DCP's own storage wrote are still loaded by it, so a run goes on from its last one. Programs
-    that name DCP's ``FileSystemReader`` when they load (Lightning's ``FSDPStrategy`` does, for
-    optimizers) read ours by it, in local folders; who names a writer of DCP gets DCP's own files.
-    What is saved also gets a file ``.metadata`` (a line of text): programs look for it to tell a
-    folder that DCP has finished from one that it has not. Called by all ranks, once, before the
-    first save.
+    After it, ``torch.distributed.checkpoint.save``, ``async_save`` (both forms) and ``load`` of
+    this process write and read our checkpoints, by path or URL. DCP still loads the checkpoints
+    that its own storage wrote, so a run continues from its last one. Programs that load with DCP's
+    ``FileSystemReader`` (Lightning's ``FSDPStrategy`` does, for optimizers) read ours from local
+    folders. Programs that name a writer of DCP write DCP's own files. Each save also writes a file
+    ``.metadata`` (a line of text), because programs look for it to find complete checkpoints. All
+    ranks call this once, before the first save; no rank waits.
 
     Args:
-        allow_pickle: as :class:`StorageWriter`.
-        cast: as :class:`StorageReader`.
-        **options: as :class:`StorageWriter`; ``threads`` and ``storage_options`` are the reader's
-            too. ``overwrite`` is on by default: DCP's own storage overwrites, and programs rely on
-            it when they save a step again. In a folder the old checkpoint stays readable until the
-            new one takes its place; an object store has none for a while.
+        allow_pickle: see :class:`StorageWriter`.
+        cast: see :class:`StorageReader`.
+        **options: see :class:`StorageWriter`; the reader uses ``threads`` and ``storage_options``
+            too. ``overwrite`` is on by default, because DCP's own storage overwrites, and programs
+            rely on it when they save a step again. In a folder, the old checkpoint stays readable
+            until the new one takes its place; an object store has no checkpoint in between.
 
     Returns:
-        A handle to take it back with; it may be dropped.
+        A handle that can undo the installation.
 
     Raises:
-        ArgumentError: a number makes no sense, or the storage options are no mapping.
-        CheckpointingException: this PyTorch chooses its storage in another way.
+        ArgumentError: an option has a wrong type or value.
+        CheckpointingException: this version of PyTorch chooses its storage in another way.
     """
 
     storage_options = options.get("storage_options")
@@ -152,7 +153,7 @@ def install(
             cast=cast, threads=options.get("threads"), storage_options=storage_options
         )
 
-    # Wrong options are told here, not at the first save.
+    # Raises errors in the options now, not at the first save.
     new_writer()
     saver: Any = state_dict_saver
     loader: Any = state_dict_loader
@@ -175,7 +176,7 @@ def install(
         return chosen
 
     class InAProcess(process):  # type: ignore[misc, valid-type]
-        """The process that saves knows nothing of this one's choice: it is handed the writer."""
+        """Passes the writer to the process that saves, where nothing is installed."""
 
         def execute_save(
             self,

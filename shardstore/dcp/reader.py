@@ -1,9 +1,8 @@
 """The storage reader for PyTorch DCP: ``dcp.load(state, storage_reader=StorageReader(url))``.
 
-Reads what :class:`shardstore.dcp.StorageWriter` wrote, and the tensors and values of any other
-shardstore checkpoint, under any layout: regions go straight into the memory of the tensors that the
-planner names. Nothing that is stored is unpickled, except objects that had no JSON form, and those
-with ``weights_only``.
+It reads all shardstore checkpoints, written by :class:`shardstore.dcp.StorageWriter` or otherwise,
+under any layout. Regions are read directly into the memory of the planner's tensors. Only common
+values and objects without a JSON form are unpickled, with ``weights_only``.
 """
 
 from __future__ import annotations
@@ -59,10 +58,10 @@ _at_home: weakref.WeakValueDictionary[bytes, SentItems] = weakref.WeakValueDicti
 
 
 class SentItems(MutableSequence[ReadItem]):
-    """A rank's items, which travel as bytes: they are unpickled only where somebody looks at them.
+    """A rank's items, sent as bytes that are unpickled only on access.
 
-    They go to the coordinator and come back; at home they are the very items that left. Four ranks
-    load 2,000 arrays three times as fast so.
+    They go to the coordinator and come back; on the own rank they are the original items. With
+    this, four ranks load 2,000 arrays three times as fast.
     """
 
     def __init__(self, token: bytes, packed: bytes) -> None:
@@ -78,7 +77,7 @@ class SentItems(MutableSequence[ReadItem]):
 
     @cached_property
     def _items(self) -> list[ReadItem]:
-        # The bytes are of the process group that this object was unpickled from a moment ago.
+        # The bytes come from the process group, like this object.
         found: list[ReadItem] = pickle.loads(self._packed)
         return found
 
@@ -100,7 +99,7 @@ class SentItems(MutableSequence[ReadItem]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         if "_items" in vars(self) and self is not _at_home.get(self._token):
-            return list, (self._items,)  # somebody has looked, and may have changed it
+            return list, (self._items,)  # accessed, and perhaps changed
         self._packed = self._packed or pickle.dumps(self._items)
         return _arrived, (self._token, self._packed)
 
@@ -110,21 +109,21 @@ def _arrived(token: bytes, packed: bytes) -> SentItems:
 
 
 def _described(dtype: torch.dtype, shape: tuple[int, ...]) -> TensorStorageMetadata:
-    """Return a tensor to DCP's planner: of one piece, since any region of it can be read."""
+    """Describe a tensor to DCP's planner, as one piece, because any region can be read."""
     size = torch.Size(shape)
     whole = ChunkStorageMetadata(torch.Size([0] * len(shape)), size)
     return TensorStorageMetadata(TensorProperties(dtype), size, [whole])
 
 
 class Placed:
-    """A place that is given at the beginning, or by DCP as ``checkpoint_id``.
+    """The place of a checkpoint, given at construction or by DCP as ``checkpoint_id``.
 
     Args:
-        url: the place; ``None`` if DCP is to name it.
-        storage_options: options of the store behind the URL.
+        url: folder or URL; ``None`` if DCP passes a ``checkpoint_id``.
+        storage_options: options of the store of the URL.
 
     Raises:
-        ArgumentError: they are no mapping, or the place is none.
+        ArgumentError: an argument has a wrong type or value.
     """
 
     _purpose: ClassVar[str]
@@ -149,25 +148,25 @@ class Placed:
                 f"the {type(self).__name__} has no place to {verb}: give it a URL, or give "
                 f"torch.distributed.checkpoint.{function} a checkpoint_id"
             )
-        # A location that was pickled, for DCP's process that saves, has left its options behind.
+        # A pickled location (for DCP's process that saves) has no options.
         return Location.of(self._location, **self._storage_options)
 
     @property
     def checkpoint_id(self) -> str:
-        """Where the checkpoint is."""
+        """Folder or URL of the checkpoint."""
         return self._place.url
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether a checkpoint can be there: a local path or a URL."""
+        """Return whether a checkpoint id is a local path or a URL."""
         return bool(os.fspath(checkpoint_id))
 
 
 def forget_listings(place: Location) -> None:
-    """Have the program's own fsspec file system list the folders above a place anew.
+    """Make the program's fsspec file system list the folders above a place again.
 
-    It keeps listings for ever, except of what it wrote itself (as DCP's own storage does by it): a
-    trainer that looks for its steps there would see those of its first look.
+    It caches listings without a limit, so a trainer that looks for its steps would not see new
+    ones.
     """
     if place.is_local:
         return
@@ -182,18 +181,17 @@ def forget_listings(place: Location) -> None:
 class StorageReader(Placed, DcpStorageReader):
     """Reads a shardstore checkpoint for ``torch.distributed.checkpoint.load``.
 
-    DCP calls each method on the ranks that its docstring names; no method waits for other ranks.
+    DCP calls each method on the ranks that its docstring names. No method waits for other ranks.
     Every byte that is read is verified.
 
     Args:
-        url: where from; ``None`` if DCP is given a ``checkpoint_id`` instead.
-        cast: copy into tensors of another data type than the stored one, which is refused
-            otherwise.
-        threads: threads that read, each rank; default: one a processor, at most 8.
-        storage_options: options of the store behind the URL.
+        url: folder or URL of the checkpoint; ``None`` if DCP passes a ``checkpoint_id``.
+        cast: allow tensors whose data type differs from the stored one, as ``load(cast=)`` does.
+        threads: number of threads that read on each rank; default: one per processor, at most 8.
+        storage_options: options of the store of the URL.
 
     Raises:
-        ArgumentError: ``threads`` is no number of at least 1.
+        ArgumentError: an argument has a wrong type or value.
     """
 
     _purpose = "read from:load"
@@ -216,18 +214,18 @@ class StorageReader(Placed, DcpStorageReader):
         self._sent: SentItems | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another load. Called by all ranks."""
+        """Begin another load. All ranks call it."""
         if checkpoint_id is not None:
             self._go_to(checkpoint_id)
         self._stored = self._sent = None
 
     def read_metadata(self) -> Metadata:
-        """What is stored: one document. Called by all ranks.
+        """Return the metadata of the checkpoint, from one document. All ranks call it.
 
         Raises:
-            NotACheckpointError: nothing there that can be loaded.
-            KeyNameError: values at two paths have one flat key.
-            UnsafeObjectError: the common part needs a class that was not allowed.
+            NotACheckpointError: there is no checkpoint that can be loaded.
+            KeyNameError: values at two paths have the same flat key.
+            UnsafeObjectError: a pickled class of the common values is not allowed.
         """
         stored = StoredCheckpoint(self._place, threads=self._threads)
         stored.require()
@@ -247,8 +245,8 @@ class StorageReader(Placed, DcpStorageReader):
         )
 
     def _find_values(self, stored: StoredCheckpoint) -> Mapping[str, StatePath]:
-        """Find everything that is no array, by flat keys: tensors of the common part, and functions
-        that give a value. Return the paths of the keys in the nested state dict."""
+        """Find tensors of the common values, and functions that return other values, by flat keys.
+        Return the paths of the keys in the nested state dict."""
         url, place = stored.location.url, stored.location.place
         root, record = stored.root, None
         if root is not None and (record := StateRecord.from_root(root.attributes, url)):
@@ -281,7 +279,7 @@ class StorageReader(Placed, DcpStorageReader):
                 for key, value in flat.items()
                 if key not in self._tensors
             }
-            # Of an object in one part the key says all; parts have names of their own.
+            # An object with one part is named by its key, others by their unique keys.
             objects = {
                 sharded.key if sharded.global_shape == (1,) else unique_key: sharded
                 for unique_key, sharded in common.load_sharded_metadata(place).items()
@@ -299,27 +297,25 @@ class StorageReader(Placed, DcpStorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Nothing to do: the checkpoint was opened for its metadata. Called by all ranks."""
+        """Do nothing: :meth:`read_metadata` opened the checkpoint. All ranks call it."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Nothing to add; but the items go to the coordinator as bytes, and are kept here. Called
-        by all ranks."""
+        """Return the plan with items that are sent as bytes. All ranks call it."""
         self._sent = SentItems.kept(plan.items)
         return replace(plan, items=cast(list[ReadItem], self._sent))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Nothing to add. Called by the coordinator."""
+        """Return the plans unchanged. The coordinator calls it."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read this rank's items into the planner's tensors. Called by all ranks.
+        """Read this rank's items into the planner's tensors. All ranks call it.
 
         Raises:
-            DTypeMismatchError: a tensor has another data type than what is stored, without
-                ``cast``.
-            ArgumentError: a tensor cannot be filled in place: it is sparse, or expanded.
-            ChunkMissingError, ChunkCorruptError: what is stored is not what was written.
-            UnsafeObjectError: an object needs a class that was not allowed.
+            DTypeMismatchError: stored and requested data types differ, without ``cast``.
+            ArgumentError: a tensor cannot be filled in place because it is sparse or expanded.
+            ChunkMissingError, ChunkCorruptError: stored data is missing or damaged.
+            UnsafeObjectError: a pickled class is not allowed.
         """
         assert self._stored is not None
         arrays, url = self._stored.arrays, self.checkpoint_id
@@ -366,12 +362,11 @@ class StorageReader(Placed, DcpStorageReader):
         return future
 
     def _pickled(self, key: str) -> io.BytesIO:
-        """Return a value as the planner wants it: what ``torch.load`` reads, made anew in this
-        process.
+        """Return a value in the form that the planner reads, pickled in this process.
 
         Raises:
-            MissingKeyError: there is none of that key.
-            UnsafeObjectError: it needs a class that was not allowed.
+            MissingKeyError: there is no value with this key.
+            UnsafeObjectError: a pickled class is not allowed.
         """
         url = self.checkpoint_id
         if key not in self._values:

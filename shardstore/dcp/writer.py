@@ -1,9 +1,9 @@
 """The storage writer for PyTorch DCP: ``dcp.save(state, storage_writer=StorageWriter(url))``.
 
-DCP brings the ranks and their collectives, the planner says what each rank writes; this module
-turns that into chunks of Zarr arrays and commits them. Nothing is pickled unasked: values that are
-no tensors go into the root document as JSON, long ones into JSON files of their own, and a value
-without a JSON form is refused.
+DCP runs the collectives, and its planner decides what each rank writes. The writer makes chunks of
+Zarr arrays from the plan and commits them. Values that are not tensors are stored as JSON, in the
+root document or, if they are long, in separate files. A value without a JSON form is refused,
+unless ``allow_pickle=True``.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ from shardstore.values.record import BACKEND, MEMBER, VERSION, StateRecord, as_t
 
 logger = logging.getLogger(__name__)
 
-# DCP's cached plans reach a storage writer empty: the items of each rank, as they came last.
+# The last items of each rank: DCP passes empty plans to the writer if it has cached them.
 _known_items: dict[int, list[WriteItem]] = {}
 
 
 @dataclass(frozen=True)
 class Task:
-    """What the coordinator tells a rank, beside its items.
+    """The coordinator's message to a rank, in addition to the items.
 
     Attributes:
         rank: position of the rank's plan.
         attempt_id: the attempt that all ranks write to.
-        layouts: how all ranks together cut the rank's tensors.
+        layouts: layouts of the rank's tensors on all ranks.
     """
 
     rank: int
@@ -77,14 +77,14 @@ class Task:
 
 @dataclass
 class Report:
-    """What a rank wrote, for the coordinator.
+    """A rank's report to the coordinator.
 
     Attributes:
-        manifest: its chunks, :meth:`RankManifest.to_bytes`.
-        pieces: parts of chunks that it did not write, as other ranks hold parts of them too: the
-            chunk, the first element of the part, its elements.
-        values: flat key -> JSON form of what is no tensor.
-        files: flat keys of what lies in a file: what is long, or has no such form.
+        manifest: the chunks that it wrote, :meth:`RankManifest.to_bytes`.
+        pieces: parts of chunks that it shares with other ranks: the chunk, the first element of the
+            part, the elements.
+        values: flat key -> JSON form of a value that is not a tensor.
+        files: flat keys of values in separate files.
     """
 
     manifest: bytes = b""
@@ -94,10 +94,10 @@ class Report:
 
 
 def with_items(rank: int, plan: SavePlan) -> SavePlan:
-    """Return the plan with its items, also where DCP's cache left them out.
+    """Return the plan with its items, also if DCP's cache left them out.
 
     Raises:
-        CheckpointingException: they never came.
+        CheckpointingException: this writer never received the items.
     """
     if getattr(plan, "usable", True):
         _known_items[rank] = plan.items
@@ -105,8 +105,8 @@ def with_items(rank: int, plan: SavePlan) -> SavePlan:
     items = _known_items.get(rank)
     if items is None:
         raise CheckpointingException(
-            f"DCP's planner sent no plan for rank {rank}, trusting in a plan cached by another "
-            "storage writer; save once with enable_plan_caching=False",
+            f"DCP's planner sent no plan for rank {rank}, because another storage writer cached "
+            "it; save once with enable_plan_caching=False",
             rank=rank,
         )
     return replace(plan, items=items, usable=True)
@@ -134,11 +134,11 @@ def _sharded(item: WriteItem, flattened: bool, data: torch.Tensor | None = None)
 
 
 def _layouts(plans: Sequence[SavePlan], target_chunk_bytes: int) -> list[Layouts]:
-    """How the ranks together cut their tensors; for each rank, of those that it holds.
+    """Return for each rank the layouts of the tensors that it holds.
 
-    Tensors of whole rows whose boundaries have only tiny cells in common (boundaries at 7 and 13 of
-    a thousand) are taken for flattened ranges: few of their chunks are cut by a boundary, and the
-    coordinator puts these together.
+    Tensors of whole rows whose boundaries have only tiny common cells (boundaries at 7 and 13 of a
+    thousand) are handled as flattened ranges: a boundary cuts few of their chunks, and the
+    coordinator merges these.
 
     Raises:
         DTypeMismatchError, KeyNameError: a tensor cannot be stored.
@@ -187,13 +187,13 @@ def _write_items(
     """Write a rank's items. It waits for no other rank.
 
     Args:
-        items: the rank's.
-        planner: gives their data.
-        task: what the coordinator says of them.
-        attempt: where to.
-        options: how.
+        items: items of the rank.
+        planner: returns their data.
+        task: the coordinator's message.
+        attempt: the attempt to write to.
+        options: options of the save.
         allow_pickle: write values that have no JSON form as pickles.
-        plan_seconds: what the rank has done for this save so far, for the commit record.
+        plan_seconds: seconds of planning, for the commit record.
     """
     start = perf_counter()
     manifest, report = RankManifest(task.rank), Report()
@@ -252,11 +252,11 @@ def _write_value(key: str, stream: Any, files: Files, report: Report, allow_pick
 
 
 def _state_record(metadata: Metadata, reports: Sequence[Report]) -> StateRecord:
-    """Values, files and paths of the state dict, from what each rank wrote of it.
+    """Return values, files and paths of the state dict, from the reports of all ranks.
 
     Raises:
-        AccessPatternError: something in the metadata was written by nobody.
-        KeyNameError: a path is not made of text and numbers.
+        AccessPatternError: no rank wrote a value that the metadata names.
+        KeyNameError: a path does not consist of text and numbers.
     """
     values: dict[str, Any] = {}
     files: list[str] = []
@@ -281,11 +281,11 @@ def _state_record(metadata: Metadata, reports: Sequence[Report]) -> StateRecord:
 def _put_together(
     reports: Sequence[Report], manifest: RankManifest, attempt: Attempt, options: SaveOptions
 ) -> None:
-    """Write the chunks that several ranks hold parts of, and note them in the coordinator's
-    manifest. Called by the coordinator.
+    """Write the chunks that several ranks hold parts of, and add them to the coordinator's
+    manifest. The coordinator calls it.
 
     Raises:
-        AccessPatternError: the ranks together gave less than a whole chunk.
+        AccessPatternError: the ranks together hold less than a whole chunk.
         StorageError: the store failed.
     """
     start = perf_counter()
@@ -304,7 +304,7 @@ def _joined(chunk: CutChunk, pieces: Mapping[int, bytes]) -> NDArray[Any]:
     found = np.frombuffer(data, np.uint8).view(dtypes.numpy_dtype(chunk.array.dtype))
     if found.size != math.prod(chunk.shape):
         raise AccessPatternError(
-            f"Invalid access pattern: the ranks together gave {found.size} of the "
+            f"Invalid access pattern: the ranks together hold {found.size} of the "
             f"{math.prod(chunk.shape)} elements of key {chunk.array.key!r}, chunk {chunk.index}",
             key=chunk.array.key,
             chunk=chunk.index,
@@ -315,31 +315,30 @@ def _joined(chunk: CutChunk, pieces: Mapping[int, bytes]) -> NDArray[Any]:
 MARKER = (
     b"not a file of PyTorch DCP: a checkpoint of shardstore, for shardstore.dcp.StorageReader\n"
 )
-"""No pickle begins so: whoever takes it for DCP's own is told by an error."""
+"""Not a pickle, so that a program that reads it as DCP's metadata gets an error."""
 
 
 class StorageWriter(Placed, DcpStorageWriter):
-    """Writes a DCP checkpoint as plain Zarr, whole or not at all.
+    """Writes a DCP checkpoint as plain Zarr, completely or not at all.
 
-    For ``torch.distributed.checkpoint.save`` and ``async_save``. The arrays have the keys that DCP
-    gives the tensors (``model.layers.0.weight``); any Zarr reader opens them, and so does
-    :func:`shardstore.load`. DCP calls each method on the ranks that its docstring names; no method
-    waits for other ranks.
+    It is for ``torch.distributed.checkpoint.save`` and ``async_save``. The keys of the arrays are
+    DCP's (``model.layers.0.weight``). Zarr readers and :func:`shardstore.load` read them. DCP calls
+    each method on the ranks that its docstring names. No method waits for other ranks.
 
     Args:
-        url: where to; ``None`` if DCP is given a ``checkpoint_id`` instead.
-        allow_pickle: write values that have no JSON form (objects of a class of somebody's own) as
-            pickles, in files of their own. They are loaded with ``weights_only``: their classes
-            are to be allowed then (``torch.serialization.add_safe_globals``). Without it such a
-            value is an error.
-        dcp_marker: after the commit leave a file ``.metadata``, a line of text, for programs that
-            take a folder without one for a checkpoint that DCP did not finish.
+        url: folder or URL to write to; ``None`` if DCP passes a ``checkpoint_id``.
+        allow_pickle: write values that have no JSON form (objects of your own classes) as pickles,
+            in separate files. They are loaded with ``weights_only``, so their classes must be
+            allowed then (``torch.serialization.add_safe_globals``). Without it, such a value is an
+            error.
+        dcp_marker: after the commit write a file ``.metadata``, a line of text, for programs that
+            take a folder without one for an incomplete checkpoint.
         **options: how the checkpoint is written, see
             :class:`~shardstore.storage.options.SaveOptions`: ``overwrite``, ``durable``,
             ``target_chunk_bytes``, ``threads``, ``array_documents``, ``storage_options``.
 
     Raises:
-        ArgumentError: a number or a choice makes no sense.
+        ArgumentError: an argument has a wrong type or value.
     """
 
     _purpose = "write to:save"
@@ -366,47 +365,47 @@ class StorageWriter(Placed, DcpStorageWriter):
         self._rank = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Where and how to write; an attempt stays with the process that began it."""
+        """Return place and options; an attempt stays in the process that began it."""
         return {**self.__dict__, "_attempt": None, "_abandon": None}
 
     def storage_meta(self) -> StorageMeta | None:
-        """For planners that want to know where the checkpoint goes."""
+        """Return the place of the checkpoint, for planners."""
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another save. Called by all ranks."""
+        """Begin another save. All ranks call it."""
         if checkpoint_id is not None:
             self._go_to(checkpoint_id)
         self._give_up()
 
     def _give_up(self) -> None:
-        """Remove what a save that failed has left. All ranks have stopped writing by then."""
+        """Remove the remains of a failed save, after all ranks have stopped writing."""
         if self._abandon is not None:
             self._abandon()
         self._attempt = self._abandon = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Check how the ranks are coordinated. Called by all ranks.
+        """Check that DCP coordinates the ranks. All ranks call it.
 
         Raises:
-            CheckpointingException: they are not (``use_collectives=False``).
+            CheckpointingException: ``use_collectives=False``.
         """
         self._started = perf_counter()
         if not kwargs.get("use_collectives", True) and group_size(None) > 1:
             raise CheckpointingException(
-                "use_collectives=False has every rank write a checkpoint of its own, with nobody "
-                f"to commit {self.checkpoint_id} as a whole; leave it out"
+                "use_collectives=False makes every rank write a separate checkpoint, so that none "
+                f"can commit {self.checkpoint_id}; leave it out"
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Nothing to add. Called by all ranks."""
+        """Return the plan unchanged. All ranks call it."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Choose chunk grids and begin an attempt. Called by the coordinator.
+        """Choose chunk grids and begin an attempt. The coordinator calls it.
 
         Raises:
-            CheckpointExistsError: there is a checkpoint, and ``overwrite`` was not given.
+            CheckpointExistsError: the target holds a checkpoint, and ``overwrite`` was not given.
             DTypeMismatchError, KeyNameError: a tensor cannot be stored.
         """
         plans = [with_items(rank, plan) for rank, plan in enumerate(plans)]
@@ -421,18 +420,18 @@ class StorageWriter(Placed, DcpStorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's items. Called by all ranks.
+        """Write this rank's items. All ranks call it.
 
         Raises:
-            StorageError: the store refused, or is not the one that the coordinator sees.
-            DTypeMismatchError: a tensor has no plain memory.
+            StorageError: the store failed, or is not the coordinator's store.
+            DTypeMismatchError: a tensor is not dense memory.
             CheckpointingException: a value has no JSON form, and ``allow_pickle`` was not given.
         """
         task = plan.storage_data
         if not isinstance(task, Task):
             raise CheckpointingException(
-                "the plan of this rank was made by another storage writer; save without a cached "
-                "plan (enable_plan_caching=False)"
+                "another storage writer made the plan of this rank; save without a cached plan "
+                "(enable_plan_caching=False)"
             )
         attempt = checkpoints.join(self._place, task.attempt_id, self.options)
         if self._attempt is None:
@@ -450,31 +449,29 @@ class StorageWriter(Placed, DcpStorageWriter):
         )
         if self.options.durable and self._attempt is None:
             attempt.flush()
-        # One result for all items: nobody else reads them, and every rank's go to the coordinator.
+        # One result for all items: only the coordinator's finish() reads them.
         future: Future[list[WriteResult]] = Future()
         future.set_result([WriteResult(MetadataIndex(""), 0, report)])
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Put together what several ranks hold of one chunk, and commit. Called by the coordinator.
+        """Merge chunks that several ranks hold, and commit. The coordinator calls it.
 
         Raises:
-            AccessPatternError: something in the metadata was not written, or not exactly once.
-            StorageError: the store refused; what was at the target is as it was.
+            AccessPatternError: a part of the metadata was not written exactly once.
+            StorageError: the store failed; the target is unchanged.
         """
         try:
             self._commit(metadata, results)
         except BaseException:
-            # At once: this object may live on, and who saves there next would wait for it.
+            # At once, because the next save to the place would wait for the attempt.
             self._give_up()
             raise
 
     def _commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         attempt = self._attempt
         if attempt is None:
-            raise CheckpointingException(
-                f"no save to {self.checkpoint_id} was begun by this process"
-            )
+            raise CheckpointingException(f"this process has begun no save to {self.checkpoint_id}")
         reports = [
             result.storage_data
             for of_rank in results
@@ -496,12 +493,12 @@ class StorageWriter(Placed, DcpStorageWriter):
             self._abandon.detach()
         self._attempt = self._abandon = None
         if self._marker:
-            # Not a moment before: whoever looks for it takes the folder for a whole checkpoint.
+            # After the commit, because programs take a folder with it for a complete checkpoint.
             self._place.replace(METADATA_NAME, MARKER)
             forget_listings(self._place)
 
 
 def _abandon(attempt: Attempt, process: int) -> None:
-    """Give an attempt up, but not its parent's in a process that was forked off."""
+    """Abandon an attempt, unless this is a forked child of the process that began it."""
     if os.getpid() == process:
         attempt.abandon()

@@ -1,1 +1,1 @@
-"""How a checkpoint appears whole or not at all, and how it goes."""
+"""Attempts, the commit, and the deletion of checkpoints."""

@@ -1,8 +1,8 @@
-"""What a save needs of an attempt, whether it is a folder or lies in an object store.
+"""The interface of an attempt, in a folder or in an object store.
 
-One process begins an attempt and commits it; the others join it. A place holds a checkpoint or
-none, and beside that attempts, each of which is being written, committed (then it is the
-checkpoint), or remains of a dead one, which the next attempt clears.
+One process begins an attempt and commits it; the others join it. A place holds at most one
+checkpoint, and attempts that are being written or whose process died. The next attempt clears dead
+ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class SupersededError(StorageError):
     """A newer attempt owns the target.
 
     Attributes:
-        by: that attempt, in words.
+        by: a text that names the newer attempt.
     """
 
     by = ""
@@ -42,14 +42,14 @@ def exists_error(place: Location, *, meanwhile: bool = False) -> CheckpointExist
 
 @dataclass(frozen=True)
 class Attempt(ABC):
-    """One try at writing a checkpoint.
+    """An attempt to write a checkpoint.
 
     Attributes:
-        target: where the checkpoint shall be.
-        id: its own name, agreed by all ranks.
+        target: the target of the save.
+        id: unique name of the attempt, the same on all ranks.
         overwrite: whether a checkpoint at the target may be replaced.
-        defers_documents: whether it is written at its target, so that the documents of arrays,
-            which others could open, have to wait until all manifests are checked.
+        defers_documents: whether the attempt is written at its target, so that the documents of
+            arrays are written last, because other programs could open them.
     """
 
     target: Location
@@ -60,22 +60,23 @@ class Attempt(ABC):
     @property
     @abstractmethod
     def location(self) -> Location:
-        """Where this attempt is written."""
+        """The folder or prefix that this attempt is written to."""
 
     def check(self) -> None:  # noqa: B027 (nobody else writes to a folder of an attempt)
         """Raise :class:`SupersededError` if a newer attempt took the target over."""
 
     @abstractmethod
     def require_seen(self) -> None:
-        """Called by every other rank before it writes, with the attempt that the coordinator began.
+        """Check that this rank sees the coordinator's attempt. Every other rank calls it before it
+        writes.
 
         Raises:
-            StorageError: it is not where this rank would write: another store, or another disk.
+            StorageError: this rank would write to another store or disk.
         """
 
     def announce(self, nodes: Iterable[str], rank: int) -> None:  # noqa: B027 (as above)
-        """Before chunks of layout 1 are written: leave word whose they are, where they lie at the
-        target already. Called by each rank, once.
+        """Store the names of this rank's arrays before it writes chunks of layout 1 directly to the
+        target. Each rank calls it once.
 
         Raises:
             StorageError: the store failed.
@@ -86,28 +87,29 @@ class Attempt(ABC):
         """Write a small document or object of this attempt. Any rank may call it.
 
         Raises:
-            StorageError: the store refused, or a newer attempt took the target over.
+            StorageError: the store failed, or a newer attempt owns the target.
         """
 
     def put_all(self, documents: Sequence[tuple[str, bytes]]) -> None:
-        """Write many, in parallel where that helps; errors as :meth:`put`."""
+        """Write many documents, in parallel if that is faster. Raises the errors of :meth:`put`."""
         for name, data in documents:
             self.put(name, data)
 
     def flush(self) -> None:  # noqa: B027 (what a store acknowledged is durable)
-        """Wait until what this rank wrote is durable."""
+        """Wait until everything that this rank wrote is durable."""
 
     @abstractmethod
     def commit(self, documents: Sequence[tuple[str, bytes]], *, durable: bool) -> None:
-        """Write the last documents, the one that commits last of all. Called by one process.
+        """Write the last documents, and the one that commits after all others. One process calls
+        it.
 
         Raises:
-            CheckpointExistsError: another checkpoint was committed there in the meantime.
-            StorageError: the store refused; the target is as it was. Or an object store did not
-                say whether it committed, which the text says then.
+            CheckpointExistsError: another save has committed a checkpoint there.
+            StorageError: the store failed, and the target is unchanged; or an object store gave no
+                answer, and the text says that the commit is uncertain.
         """
 
     @abstractmethod
     def abandon(self) -> None:
-        """Give up. Called by one process, once all have stopped writing. Nothing goes where the
-        commit may still come."""
+        """Remove the attempt, unless its commit may still arrive. One process calls it, after all
+        ranks have stopped writing."""

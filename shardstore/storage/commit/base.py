@@ -1,15 +1,14 @@
-"""Chunks that an earlier checkpoint has already: linked or copied by the store, not sent again.
+"""Reuse of chunks of an earlier checkpoint (the base): they are linked or copied, not written.
 
-A chunk is the earlier one where both lie at the same place of the same grid, are encoded alike, and
-have the same 128-bit hash (xxh3, kept in the manifest; a 32-bit checksum would be no proof). On one
-file system it becomes a hard link, in one object store a copy that the store makes: each checkpoint
-is whole by itself, and any may be deleted. The base may be damaged, and may be replaced or deleted
-while this save goes on, so it is the link or copy that is checked: its size and stored checksum
-always, its bytes where that is asked for. Afterwards the root of the base must still be the one
-that was read.
+A chunk is reused if it has the same index, grid, encoding and 128-bit hash (xxh3, from the
+manifest; 32-bit checksums collide too often). On one file system it becomes a hard link, in one
+object store a copy made by the store. So each checkpoint is complete by itself, and any may be
+deleted. The base may be damaged, and may be replaced or deleted during the save. So the save checks
+the links and copies: always their size and stored checksum, and their bytes if asked to. At the end
+the root of the base must still be the one that was read.
 
-A copy must not replace what a newer attempt wrote, just as a PUT must not. Few stores copy on
-condition, so the claims are looked at before each copy.
+A copy must not replace objects of a newer attempt. Few stores support conditional copies, so the
+claims are read before each copy.
 """
 
 from __future__ import annotations
@@ -44,15 +43,15 @@ from shardstore.storage.stores.location import Location
 logger = logging.getLogger(__name__)
 
 COPY_THREADS = 32
-"""Requests for copies under way: each waits for the store, and holds no data."""
+"""Number of concurrent requests for copies; they hold no data."""
 
 
 def read_base(location: Location) -> dict[str, bytes]:
-    """Return the documents of a checkpoint that another one shall be based on. Called by one rank.
+    """Return the documents of a base. One rank calls it.
 
     Raises:
-        NotACheckpointError, DamagedCheckpointError: there is no checkpoint with a manifest, or it
-            cannot be read.
+        NotACheckpointError, DamagedCheckpointError: the base is not a checkpoint with a manifest,
+            or cannot be read.
     """
     found = {}
     for name in ("zarr.json", MANIFEST_NAME):
@@ -69,7 +68,7 @@ def read_base(location: Location) -> dict[str, bytes]:
 
 
 class Writer(Protocol):
-    """What writes chunks: to files, or to an object store."""
+    """Writes chunks to files or to an object store."""
 
     def write(
         self, writes: Sequence[ChunkWrite], done: Callable[[ChunkWrite, ChunkRecord], None]
@@ -78,11 +77,14 @@ class Writer(Protocol):
 
 
 class BaseChunks:
-    """What is known of the chunks of a base.
+    """The chunks of a base.
 
     Args:
         location: the base.
         texts: its documents, see :func:`read_base`.
+
+    Attributes:
+        damaged: texts about damaged chunks.
     """
 
     def __init__(self, location: Location, texts: Mapping[str, bytes]) -> None:
@@ -97,7 +99,7 @@ class BaseChunks:
         return theirs is not None and _place(theirs) == _place(array)
 
     def record(self, array: ArrayMeta, index: Sequence[int], digest: bytes) -> ChunkRecord | None:
-        """Return the base's record of a chunk, if it is the same by its hash."""
+        """Return the base's record of a chunk if the hashes are equal, else ``None``."""
         manifest = self._manifest
         assert manifest is not None
         row, running = manifest.row(array, index), manifest.running_of(array, index)
@@ -107,14 +109,14 @@ class BaseChunks:
         return ChunkRecord(stored, crc, digest, running[:-1].tolist())
 
     def damage(self, array: ArrayMeta, index: tuple[int, ...], place: Location) -> str | None:
-        """Read a chunk that was taken over to a place: what is wrong with it, if anything."""
+        """Verify a chunk that was linked or copied to a place; return a text of its damage."""
         checker = ChunkChecker(StoredCheckpoint(place, documents=self._texts), self._manifest)
         size, problem = checker.check(self._arrays[array.key], index)
         counters.add(bytes_read=size)
         return None if problem is None else problem.text
 
     def is_unchanged(self) -> bool:
-        """Return whether the checkpoint that was read is still there.
+        """Return whether the base is still the checkpoint that was read.
 
         Raises:
             StorageError: the store failed.
@@ -151,27 +153,26 @@ def reusing(
     manifest: RankManifest,
     options: SaveOptions,
 ) -> Writer:
-    """Return a mover that writes only what a base has not; ``mover`` itself where nothing can be
-    reused.
+    """Return a mover that writes only chunks that the base lacks; ``mover`` if none can be reused.
 
     Args:
-        mover: writes the rest.
-        base: what is there already.
-        attempt: what is written.
-        manifest: gets the bytes that were not sent.
-        options: of the save.
+        mover: writes the other chunks.
+        base: the base.
+        attempt: the attempt of the save.
+        manifest: receives the number of reused bytes.
+        options: options of the save.
     """
     one, other = base.location, attempt.location
     if one.is_local and other.is_local:
         return ReusingMover(mover, base, Links(one, other, base.damaged), manifest, options)
     if not one.is_local and not other.is_local:
-        # Not their own "==", which is about the thread that made them too.
+        # Not "==" of the file systems, which compares their threads too.
         first, second = one.remote.fs, other.remote.fs
         if type(first) is type(second) and first.storage_options == second.storage_options:
             adopter = Copies(one, other, attempt, base.damaged)
             return ReusingMover(mover, base, adopter, manifest, options)
     logger.warning(
-        "chunks of %s cannot be reused at %s, which is another store: everything is sent",
+        "chunks of %s cannot be reused at %s, which is another store; all chunks are written",
         one.url,
         other.url,
     )
@@ -180,7 +181,7 @@ def reusing(
 
 @dataclass
 class ReusingMover:
-    """See :func:`reusing`; ``adopter`` brings an object of the base to its new place."""
+    """See :func:`reusing`. ``adopter`` links or copies objects of the base."""
 
     mover: Writer
     base: BaseChunks
@@ -197,7 +198,7 @@ class ReusingMover:
         """See :meth:`Writer.write`."""
         rest: list[ChunkWrite] = []
         taken: list[tuple[ChunkWrite, ChunkRecord]] = []
-        # As many chunks are in memory at a time as the budget has room for.
+        # The budget limits the number of chunks in memory.
         largest = max((item.array.chunk_bytes for item in writes), default=1)
         self._hashing = threading.Semaphore(max(1, self.options.budget_bytes // largest))
 
@@ -219,7 +220,7 @@ class ReusingMover:
         )
         if taken and not self.base.is_unchanged():
             logger.warning(
-                "%s was replaced or deleted while its chunks were taken over: all are written anew",
+                "%s was replaced or deleted while its chunks were reused; all chunks are written",
                 self.base.location.url,
             )
             for item, _ in taken:
@@ -233,7 +234,7 @@ class ReusingMover:
         self.mover.write(rest, done)
 
     def _taken_over(self, item: ChunkWrite) -> ChunkRecord | None:
-        """Take a chunk over from the base, if it has the same and gives it."""
+        """Reuse a chunk of the base, if it has the same one; return its record."""
         array, hasher = item.array, xxhash.xxh3_128()
         if not self.base.knows(array):
             return None
@@ -256,7 +257,7 @@ class ReusingMover:
 
 
 class Adopter(ABC):
-    """Makes objects of a base those of another place, without sending them. Safe from any thread.
+    """Links or copies objects of a base to a new checkpoint. Safe from any thread.
 
     Args:
         base: the base.
@@ -279,20 +280,20 @@ class Adopter(ABC):
         tail: bytes | None,
         damage: Callable[[], str | None] = lambda: None,
     ) -> bool:
-        """Take an object over, and check what was taken: the base may change at any time.
+        """Link or copy an object, and check the result, because the base may change at any time.
 
         Args:
-            name: its name below both places.
+            name: name of the object below both places.
             stored_bytes: its size.
-            tail: its last four bytes; ``None``: not known.
-            damage: says what else is wrong with it.
+            tail: its last four bytes; ``None``: unknown.
+            damage: verifies the object; returns a text of its damage.
 
         Returns:
-            Whether it is at its new place. ``False``: it has to be sent.
+            Whether the object was reused; otherwise it must be written.
 
         Raises:
-            SupersededError: a newer attempt took the target over.
-            StorageError: what is of no use could not be removed.
+            SupersededError: a newer attempt owns the target.
+            StorageError: a damaged copy could not be removed.
         """
         if self._refused.is_set() or stored_bytes < self.least_bytes:
             return False
@@ -314,7 +315,7 @@ class Adopter(ABC):
             if not self._refused.is_set():
                 self._refused.set()
                 logger.warning(
-                    "chunks of %s cannot be %s to %s (%s): they are sent",
+                    "chunks of %s cannot be %s to %s (%s); they are written",
                     self._base.url,
                     self.verb,
                     self.location.url,
@@ -327,20 +328,20 @@ class Adopter(ABC):
         return False
 
     def drop(self, name: str) -> None:
-        """Remove an object that was taken over: a link is never written into."""
+        """Remove a linked or copied object. (A link is never written into.)"""
         self.location.delete(name)
 
     @abstractmethod
     def _end(self, name: str, start: int) -> bytes:
-        """Return a few bytes of an object that was taken over, from ``start`` on."""
+        """Return a few bytes of a linked or copied object, from ``start`` on."""
 
     @abstractmethod
     def _adopt(self, name: str) -> bool:
-        """Make it the other place's, unless there is one of its name."""
+        """Link or copy an object, unless the new place has one of this name."""
 
 
 def _damage(found: bytes, stored_bytes: int, tail: bytes | None) -> str | None:
-    """What is wrong with an object, by what is there of its last bytes and after them."""
+    """Return a text of an object's damage, from the bytes at its expected end."""
     if len(found) != CRC_BYTES:
         more = "more" if len(found) > CRC_BYTES else "fewer"
         return f"has {more} than its {stored_bytes} bytes"
@@ -350,8 +351,7 @@ def _damage(found: bytes, stored_bytes: int, tail: bytes | None) -> str | None:
 
 
 class Links(Adopter):
-    """Hard links from one local folder to another. A symbolic link in the base is not taken over:
-    what it leads to is not the base's."""
+    """Makes hard links. Symbolic links are not reused: they may lead out of the base."""
 
     verb = "linked"
 
@@ -377,7 +377,7 @@ class Links(Adopter):
 
 
 class Copies(Adopter):
-    """Copies that an object store makes of its own objects.
+    """Has the object store copy objects.
 
     Args:
         base: the base.
@@ -389,7 +389,7 @@ class Copies(Adopter):
     verb = "copied"
     is_far = True
     least_bytes = 4096
-    """Smaller chunks are sent: two requests for a copy are larger than they are."""
+    """Smaller chunks are written, because the two requests of a copy cost more."""
 
     def __init__(
         self, base: Location, location: Location, attempt: Attempt, damaged: list[str]
@@ -407,8 +407,8 @@ class Copies(Adopter):
         return self.location.remote.copy_from(self._base.remote, name, name, create=True)
 
     def _check(self) -> None:
-        """Ask for the claims. What threads ask at the same time is asked once: a question that was
-        put after a thread came here counts for it."""
+        """Read the claims. Threads share a request: one that began after a thread came here serves
+        it."""
         asked = time.monotonic()
         with self._turn:
             if self._checked < asked:

@@ -32,7 +32,7 @@ from shardstore.storage.stores.location import Location
 
 
 def begin(place: Location, options: SaveOptions) -> Attempt:
-    """Begin an attempt at a place. Called by one process, the coordinator.
+    """Begin an attempt at a place. The coordinator calls it.
 
     Raises:
         CheckpointExistsError: a checkpoint, an array or a file is there and may not be replaced.
@@ -40,7 +40,7 @@ def begin(place: Location, options: SaveOptions) -> Attempt:
     """
     if options.overwrite and node_type(place) == "array":
         raise CheckpointExistsError(
-            f"{place.url} is a single array, not a checkpoint, and is not written over: give the "
+            f"{place.url} is a single array, not a checkpoint, and is not overwritten: give the "
             "folder of a checkpoint, or save elsewhere",
             url=place.url,
         )
@@ -82,22 +82,23 @@ def sweep(
     older_than: timedelta = folder.DEFAULT_AGE,
     storage_options: Mapping[str, Any] | None = None,
 ) -> list[Leftover]:
-    """List, and remove if asked to, what saves that did not finish left below a root. Called by one
-    process.
+    """List the remains of dead saves below a root, and remove them if asked to. One process calls
+    it.
 
-    Checkpoints that are committed, and everything that is not ours, stay. In an object store a
-    target is claimed before it is cleared, so that a save which is still going on there fails
-    instead of committing what is gone. On local disks what processes of this host left that are
-    gone counts whatever its age; what lies beside it and is no checkpoint's goes back.
+    Committed checkpoints and files of other programs stay. In an object store, the sweep claims a
+    target before it clears it, so that a save which is still running there fails and does not
+    commit missing chunks. On local disks, remains of dead processes of this host are found at any
+    age, and files of other programs in them go back to the target's folder.
 
     Args:
         root: folder or URL.
-        dry_run: list only.
-        older_than: leave alone what was written to since (by the store's clock).
-        storage_options: of an object store.
+        dry_run: only list the remains.
+        older_than: leave remains alone that were written to within this time (by the store's
+        clock).
+        storage_options: options of an object store.
 
     Returns:
-        What was found, and removed unless ``dry_run``.
+        The remains; they are removed unless ``dry_run``.
 
     Raises:
         StorageError: the store failed.
@@ -114,8 +115,9 @@ def latest(
     root: str | os.PathLike[str] | Location, *, storage_options: Mapping[str, Any] | None = None
 ) -> str | None:
     """Return the committed checkpoint directly below a root whose name has the highest numbers
-    (``step-1000`` after ``step-200``); ``None`` if there is none. Any process may call it. It goes
-    by the names alone: where a run went back, see :meth:`CheckpointManager.latest`.
+    (``step-1000`` after ``step-200``); ``None`` if there is none. Any process may call it.
+
+    It compares only the names. If a run went back, use :meth:`CheckpointManager.latest`.
 
     Raises:
         StorageError: the store failed.
@@ -131,16 +133,17 @@ def latest(
 def delete_checkpoint(
     place: str | os.PathLike[str] | Location, *, storage_options: Mapping[str, Any] | None = None
 ) -> None:
-    """Delete a checkpoint: its commit first, so that no reader opens what is half gone, then its
-    data. Foreign files stay. Of a symbolic link the link alone is removed. Called by one process.
+    """Delete a checkpoint. One process calls it.
 
-    In an object store the place is claimed before, as by a save. Of a deletion and a save at the
-    same time the one that claimed later goes on.
+    It deletes the commit first, so that no reader opens a half-deleted checkpoint. Files of other
+    programs stay. Of a symbolic link, only the link is removed. In an object store it first claims
+    the place, as a save does. If a deletion and a save run at the same time, the one with the later
+    claim continues.
 
     Raises:
-        NotACheckpointError: there is none; what is there instead (an array of a checkpoint, a group
-            of another program) is left as it is.
-        StorageError: the store refused, or the place was claimed anew before anything was deleted.
+        NotACheckpointError: there is no checkpoint; anything else at the place is unchanged.
+        StorageError: the store failed, or another process claimed the place before anything was
+            deleted.
     """
     location = Location.given(place, storage_options)
     if not is_checkpoint(location):
