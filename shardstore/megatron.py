@@ -1,10 +1,10 @@
-"""Megatron-Core and its trainers, unmodified, on this package.
+"""Makes unmodified Megatron-Core and its trainers use this package.
 
-:func:`install` puts this package in the place of ``megatron.core.dist_checkpointing``, and
-``python -m shardstore.megatron TRAINER.py ARGUMENTS...`` runs a program so. Each module there is
-Megatron-Core's own, with every name that this package has replaced by this package's; what only
-Megatron-Core has (helpers of its trainer) stays its own and works on this package's classes.
-The functions and classes here take the place of those whose defaults differ.
+:func:`install` replaces ``megatron.core.dist_checkpointing`` by this package.
+``python -m shardstore.megatron TRAINER.py ARGUMENTS...`` runs a program after it. In each module
+there, the names that this package has are replaced. Names that only Megatron-Core has (helpers of
+its trainer) stay, and work on this package's classes. The functions and classes below replace those
+whose defaults differ.
 """
 
 from __future__ import annotations
@@ -46,30 +46,31 @@ ROOT = "megatron.core.dist_checkpointing"
 FORMATS = (ZARR_BACKEND, DCP_BACKEND)
 
 _format = ZARR_BACKEND
-"""What :func:`install` was given. A process has one Megatron-Core, and its signatures no format."""
+"""Format given to :func:`install`; global, because Megatron-Core's signatures have no format."""
 
 
 def install(format: str = ZARR_BACKEND) -> None:
-    """Put this package in the place of ``megatron.core.dist_checkpointing``.
+    """Replace ``megatron.core.dist_checkpointing`` by this package.
 
-    Each process calls it once, before or after it imports Megatron-Core: names that modules took
-    from there are replaced in them, and objects made before are understood.
+    Each process calls it once, before or after it imports Megatron-Core. It also replaces names
+    that other modules have imported from there. Objects that were made before still work.
 
     Args:
-        format: what ``save`` writes where a program asks for ``torch_dist``, ``zarr`` or nothing:
-            ``"zarr"`` is plain Zarr v3; ``"torch_dist"`` is Megatron-Core's own, as the version
-            that is installed writes it. A load finds out what there is.
+        format: the format that ``save`` writes if a program asks for ``torch_dist``, ``zarr`` or no
+            backend: ``"zarr"`` is plain Zarr v3; ``"torch_dist"`` is the format of the installed
+            Megatron-Core. A load detects the format.
 
     Raises:
-        ArgumentError: there is no such format, or another was installed, or a class made before is
-            derived from one of Megatron-Core's classes, so that the call has to come earlier.
+        ArgumentError: there is no such format; another format was installed; or a class that
+            exists is derived from one of Megatron-Core's classes, so that the call must come
+            earlier.
     """
     global _format
     if format not in FORMATS:
         raise ArgumentError(f"format={format!r:.100} must be one of {', '.join(FORMATS)}")
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         if format != _format:
-            raise ArgumentError(f"install() was called with {_format!r}, which {format!r} is not")
+            raise ArgumentError(f"install({format!r}): {_format!r} is installed already")
         return
     _format = format
     taken = {name: sys.modules[name] for name in sys.modules if _is_below(name)}
@@ -94,7 +95,7 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return Megatron-Core's own module where this package has none of that name."""
+        """Return Megatron-Core's own module if this package has none of that name."""
         own = PathFinder.find_spec(name, path) if _is_below(name) and name != ROOT else None
         if own is not None and own.submodule_search_locations is not None:
             return own
@@ -107,7 +108,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Overlay(Loader):
-    """Loads a module of Megatron-Core, if there is one, and then our names over its own."""
+    """Loads a module of Megatron-Core, if there is one, and replaces its names by ours."""
 
     def __init__(self, ours: str, own: ModuleSpec | None) -> None:
         self._ours, self._own = ours, own
@@ -231,7 +232,7 @@ def save(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Save as Megatron-Core does: what is there is replaced."""
+    """Save as Megatron-Core does: an existing checkpoint is replaced."""
     if isinstance(sharded_strategy, tuple):
         sharded_strategy = get_default_save_sharded_strategy(*sharded_strategy)
     sharded_strategy = _own_strategy(
@@ -266,9 +267,9 @@ def _megatron_version() -> tuple[int, ...]:
 
 
 class AnyFormatLoadStrategy(LoadShardedStrategy):
-    """Megatron-Core's ``TorchDistLoadShardedStrategy``: reads whatever format there is.
+    """Megatron-Core's ``TorchDistLoadShardedStrategy``: it reads every format.
 
-    Tensors of another data type than the stored one are filled with a cast, with one warning.
+    Tensors whose data type differs from the stored one are cast, with one warning.
     """
 
     cached_global_metadata = None
@@ -338,7 +339,7 @@ def load(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Load from whatever format there is, with casts as Megatron-Core makes them."""
+    """Load from any format, with the casts that Megatron-Core makes."""
     strategy = _own_strategy(
         None if isinstance(sharded_strategy, tuple) else sharded_strategy,
         fully_parallel.FullyParallelLoadStrategyWrapper,
@@ -362,7 +363,7 @@ def get_default_load_sharded_strategy(checkpoint_dir: object = None) -> LoadShar
 
 
 def load_common_state_dict(checkpoint_dir: str | Path) -> StateDict:
-    """Load the common part alone. Any rank may call it; it waits for no other."""
+    """Load only the common values. Any rank may call it; it waits for no other."""
     state = serialization.load_common_state_dict(checkpoint_dir)
     if _reads_no_old_states() and _modernise(state):
         state.setdefault(CONTENT_METADATA_KEY, {SHARDING_TYPES[0]: NEW_SHARDING})

@@ -1,10 +1,9 @@
 """Conversion between checkpoint formats: without ranks, piece by piece, resumable, verified.
 
-Tensors go through buffers of a bounded size and never exist as a whole. What is written lies beside
-the target, or in an object store where no reader takes it for a checkpoint yet, with a journal of
-what is done; a conversion that died goes on from there when it is started again. Before the result
-takes its place it is read back and compared with the source to the bit. Torch is imported where a
-format or a value is torch's, and else not.
+Tensors pass through buffers of bounded size. The conversion writes beside the target, or in an
+object store to a prefix without a commit, and keeps a journal. After a crash, the next call
+continues from the journal. Before the result takes its place, it is read back and compared with the
+source bit for bit. torch is imported only for formats and values of torch.
 """
 
 from __future__ import annotations
@@ -54,14 +53,14 @@ _Chunk = tuple[ArrayMeta, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a conversion did.
+    """The result of a conversion.
 
     Attributes:
-        source_format: as found or given.
-        target_format: as chosen or given.
+        source_format: format of the source.
+        target_format: format of the target.
         tensors: number of tensors.
-        total_bytes: of all tensors.
-        resumed_bytes: of these, what an earlier run had written.
+        total_bytes: bytes of all tensors.
+        resumed_bytes: bytes of these that an earlier run wrote.
         verified: whether the result was compared with the source.
     """
 
@@ -88,35 +87,35 @@ def convert(
     source_options: Mapping[str, Any] | None = None,
     target_options: Mapping[str, Any] | None = None,
 ) -> Conversion:
-    """Convert a checkpoint. Called by one process; it needs no ranks.
+    """Convert a checkpoint to another format. One process calls it; it needs no ranks.
 
     Args:
-        source: a checkpoint: a folder, a safetensors file or its index; a path or a URL.
-        target: where to: a folder, or for safetensors a file ``NAME.safetensors``; a path or a URL.
-        source_format: one of :data:`FORMATS`; default: what it looks like.
-        target_format: one of :data:`TARGET_FORMATS`; default: safetensors for a target of such a
-            name, else shardstore.
-        memory_budget: bytes of tensors in memory at a time, at most; at least one chunk is.
-        progress: called with how far it is, see :class:`shardstore.progress.Progress`; or
-            ``"bar"``. The operation is ``"convert"``, and then ``"verify"``.
+        source: path or URL of a folder, a safetensors file or its index.
+        target: path or URL of a folder, or of a file ``NAME.safetensors``.
+        source_format: one of :data:`FORMATS`; default: detected.
+        target_format: one of :data:`TARGET_FORMATS`; default: safetensors for a target named
+            ``*.safetensors``, else shardstore.
+        memory_budget: largest number of bytes of tensors in memory (but at least one chunk).
+        progress: called with a :class:`shardstore.progress.Progress`; or ``"bar"``. The operation
+            is ``"convert"``, and then ``"verify"``.
         overwrite: replace a checkpoint at the target (shardstore only).
-        resume: go on with a conversion of the same source that died.
-        verify: read the result back and compare it with the source before it takes its place:
-            tensors, common values and sharded objects, each to the bit.
-        file_bytes: size of each of several safetensors files, about.
-        source_options: storage options of the store behind the source's URL.
-        target_options: the same of the target's.
+        resume: continue an interrupted conversion of the same source.
+        verify: read the result back and compare it with the source, bit for bit, before it takes
+            its place: tensors, common values and sharded objects.
+        file_bytes: approximate size of each of several safetensors files.
+        source_options: storage options of the source.
+        target_options: storage options of the target.
 
     Returns:
-        What was done.
+        Formats, numbers of tensors and bytes, and whether the result was verified.
 
     Raises:
-        NotACheckpointError, DamagedCheckpointError: the source is not there, or not whole.
-        CheckpointExistsError: something is at the target.
-        ArgumentError: the target is the source, or one of them lies in the other.
+        NotACheckpointError, DamagedCheckpointError: the source is missing or incomplete.
+        CheckpointExistsError: the target exists.
+        ArgumentError: the target is the source, or one of them is inside of the other.
         DTypeMismatchError: the target's format lacks a data type.
-        UnsafeObjectError: an object of the source needs a class that was not allowed.
-        StorageError: a disk or a store refused. What was done is kept for the next run.
+        UnsafeObjectError: a pickled class of the source is not allowed.
+        StorageError: a disk or a store failed. The next run continues the work.
     """
     for name, size in (("memory_budget", memory_budget), ("file_bytes", file_bytes)):
         if not isinstance(size, int) or size < 1:
@@ -128,7 +127,7 @@ def convert(
     parent, _, name = goal.url.rpartition("/")
     if not name or (not goal.is_local and parent.endswith("/")):
         raise CheckpointingException(
-            f"{goal.url} is all of a store: name a folder in it to convert to", url=goal.url
+            f"{goal.url} is a whole store: name a folder in it as the target", url=goal.url
         )
     beside = Location(parent or "/", goal.options)
     found = source_format or detect(place)
@@ -224,10 +223,10 @@ def convert(
 
 
 def detect(place: Location) -> str:
-    """Return the format of what is at a place.
+    """Detect the format of the checkpoint at a place.
 
     Raises:
-        NotACheckpointError: nothing that is known.
+        NotACheckpointError: there is no checkpoint of a known format.
         StorageError: the store failed.
     """
     if is_file_name(place.name) or (place.is_local and place.path.is_file()):
@@ -247,8 +246,8 @@ def detect(place: Location) -> str:
     if any(is_file_name(name) for name in names):
         return "safetensors"
     raise NotACheckpointError(
-        f"{place.url} is no checkpoint of a known format ({', '.join(FORMATS)}); if it is one, "
-        "name its folder or file itself",
+        f"{place.url} is not a checkpoint of a known format ({', '.join(FORMATS)}); if it is one, "
+        "name its folder or file",
         url=place.url,
     )
 

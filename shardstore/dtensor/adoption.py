@@ -1,19 +1,18 @@
-"""State dicts of PyTorch as they are: DTensors and plain tensors become sharded tensors.
+"""Conversion of DTensors and plain tensors in state dicts to sharded tensors.
 
-The rule, for :func:`shardstore.save` and :func:`shardstore.load` alike:
+:func:`shardstore.save` and :func:`shardstore.load` follow the same rules:
 
-- A **DTensor** anywhere in nested dicts and lists is a sharded tensor, whose key is the path of
-  dict keys and list positions that leads to it, joined by dots (``model.layers.0.weight``).
-- A **plain tensor** is common state, of which rank 0's is kept, as programs written for
-  ``core.dist_checkpointing`` expect, unless the state dict holds DTensors: then it is an array too,
-  taken to be the same on all ranks of those DTensors' meshes. When loading, a plain tensor also
-  takes the array stored under its path if the state dict holds no sharded types at all; so what was
-  trained under FSDP2 loads into a model that is not sharded.
-- Everything else is common state.
+- A **DTensor** in nested dicts and lists is a sharded tensor. Its key is its path of dict keys and
+  list positions, joined by dots (``model.layers.0.weight``).
+- A **plain tensor** is a common value, and rank 0's is saved, as in ``core.dist_checkpointing``. If
+  the state dict holds DTensors, a plain tensor is an array too, and must be equal on all ranks of
+  the DTensors' meshes. A load also fills a plain tensor from the array stored under its path if the
+  state dict has no sharded types; so a checkpoint of FSDP2 loads into an unsharded model.
+- All other values are common values.
 
-:func:`shard` applies the same by hand, to every tensor. DTensors are loaded in place.
-:mod:`~shardstore.dtensor.layout` cuts a DTensor into shards, and decides which of the ranks that
-hold a shard writes it.
+:func:`shard` makes a sharded tensor of every tensor. DTensors are loaded in place.
+:mod:`~shardstore.dtensor.layout` cuts a DTensor into shards, and decides which rank writes a shard
+that several ranks hold.
 """
 
 from __future__ import annotations
@@ -38,17 +37,18 @@ Path = tuple[str | int, ...]
 
 
 def shard(state_dict: StateDict) -> ShardedStateDict:
-    """Return a sharded state dict with every tensor of a state dict, by the rule of this module.
+    """Return a sharded state dict that describes every tensor of a state dict.
 
-    Called by every rank; it waits for none. Plain tensors are taken to be the same on all ranks of
-    the DTensors' meshes, on all ranks where there are none.
+    Every rank calls it; it waits for no other. The key of a tensor is its path, joined by dots.
+    Plain tensors must be equal on all ranks of the DTensors' meshes, or, without DTensors, on all
+    ranks.
 
     Args:
         state_dict: nested dicts and lists with DTensors, plain tensors and other values; not
             changed. The result shares the tensors' memory.
 
     Returns:
-        What :func:`shardstore.save` and :func:`shardstore.load` take.
+        A sharded state dict for :func:`shardstore.save` and :func:`shardstore.load`.
 
     Raises:
         AccessPatternError: a DTensor has partial placements, or is inside a tuple.
@@ -58,18 +58,18 @@ def shard(state_dict: StateDict) -> ShardedStateDict:
 
 
 def adopt_for_save(state_dict: ShardedStateDict) -> ShardedStateDict:
-    """Return the state dict with its DTensors as sharded tensors; itself where there are none."""
+    """Return the state dict with DTensors as sharded tensors; itself if it has none."""
     if not _dtensors(state_dict):
         return state_dict
     return _adopt(state_dict, plain=lambda key: True, loading=False).state
 
 
 def adopt_for_load(state_dict: ShardedStateDict, stored: Callable[[], Container[str]]) -> Adopted:
-    """Return the state dict with what is to be loaded from arrays as sharded tensors.
+    """Return the state dict with the tensors that are loaded from arrays as sharded tensors.
 
     Args:
-        state_dict: what the caller wants.
-        stored: gives the keys that are stored; called only if there are tensors to ask for.
+        state_dict: the state dict of the load.
+        stored: returns the keys of the stored arrays; called only if there are plain tensors.
     """
     if not needs_adoption(state_dict):
         return Adopted(state_dict)
@@ -78,12 +78,12 @@ def adopt_for_load(state_dict: ShardedStateDict, stored: Callable[[], Container[
 
 
 def keys_of_plain(state_dict: StateDict) -> frozenset[str]:
-    """Return the keys that the plain tensors of a state dict would have beside DTensors."""
+    """Return the keys that the plain tensors of a state dict have if it also holds DTensors."""
     return frozenset(_key(path) for path, value in _leaves(state_dict) if _is_plain(value))
 
 
 def needs_adoption(state_dict: ShardedStateDict) -> bool:
-    """Return whether :func:`adopt_for_load` has to know what is stored."""
+    """Return whether :func:`adopt_for_load` needs the stored keys."""
     if _dtensors(state_dict):
         return True
     values = [value for _, value in _leaves(state_dict)]
@@ -92,7 +92,7 @@ def needs_adoption(state_dict: ShardedStateDict) -> bool:
 
 @dataclass
 class Adopted:
-    """A state dict made ready.
+    """A converted state dict.
 
     Attributes:
         state: the sharded state dict.
@@ -103,7 +103,7 @@ class Adopted:
     lists: dict[Path, int] = field(default_factory=dict)
 
     def restore(self, loaded: StateDict) -> StateDict:
-        """Lists as lists again, in what was loaded."""
+        """Convert the dicts back to lists in a loaded state dict."""
         for path in sorted(self.lists, key=len, reverse=True):
             place: Any = loaded
             for name in path[:-1]:
@@ -115,7 +115,7 @@ class Adopted:
 
 
 def _leaves(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Every value of nested dicts, lists and tuples, with its path."""
+    """Yield every value of nested dicts, lists and tuples, with its path."""
     if isinstance(state, dict | list | tuple):
         for name, value in state.items() if isinstance(state, dict) else enumerate(state):
             yield from _leaves(value, (*path, name))
@@ -132,7 +132,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _dtensor_type() -> Any:
-    """Return the type, if the program has imported it; else one that nothing is of."""
+    """Return the DTensor type if the program has imported it, else a type without instances."""
     module = sys.modules.get("torch.distributed.tensor")
     return getattr(module, "DTensor", ())
 
@@ -166,8 +166,8 @@ def _adopt(state: Any, *, plain: Callable[[str], bool], loading: bool) -> Adopte
     def leaf(value: Any, path: Path) -> Any:
         if isinstance(value, tuple) and _dtensors(value):
             raise AccessPatternError(
-                f"there is a DTensor inside the tuple at {path}, which stays as it is; make it a "
-                "list",
+                f"there is a DTensor inside the tuple at {path}; tuples are not searched for "
+                "tensors, so make it a list",
                 key=_key(path),
             )
         if isinstance(value, kind):

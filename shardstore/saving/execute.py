@@ -1,6 +1,6 @@
 """Carry out a plan on one rank: write documents and chunks, exchange pieces of chunks.
 
-At once, or from a copy in the background. The background speaks to no other rank: pieces are
+At once, or from a copy in the background. The background communicates with no rank: pieces are
 exchanged in the caller's thread, and the manifest is handed in afterwards. Ranks exchange in one
 order, whatever fails on one of them.
 """

@@ -2,7 +2,7 @@
 
 The ranks meet three times at the most: they agree to begin, which also tells every rank of wrong
 input on any of them before a byte is written; they exchange the layouts of flattened and irregular
-tensors, where there are any; and they hand in their manifests, whereupon the coordinator commits.
+tensors, if there are any; and they send their manifests to the coordinator, which commits.
 A strategy finds the session of the folder that it is told to write to by :func:`session_of`; called
 by itself it opens one of its own.
 """

@@ -1,2 +1,2 @@
-"""The storage engine: arrays, chunks, bytes and URLs. It knows no process group and no state
+"""The storage engine: arrays, chunks, bytes and URLs. It uses no process group and no state
 dict."""
