@@ -1,6 +1,6 @@
-"""Sharing out the shards of a process group, and sending what one rank loaded to the others.
+"""Functions that distribute the shards of a process group over its ranks, and exchange loaded ones.
 
-Ranks are numbered within the group throughout.
+All rank numbers are numbers within the group.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ShardDistribution(NamedTuple):
 
     Attributes:
         main_rank_for_shard: shard -> the rank (in the group) that saves or loads it.
-        shards_in_this_group: shards that this group is responsible for.
+        shards_in_this_group: shards that this group saves or loads.
         shard_to_metadata: shard -> ShardedTensor without data, for all shards that any rank holds.
         all_ranks_for_shard: shard -> the ranks (in the group) that hold it, ascending.
     """
@@ -49,23 +49,23 @@ def distribute_shards_to_ranks(
     num_ranks: int,
     cross_parallelization_group_loads: set[T],
 ) -> dict[T, int]:
-    """Give each shard to one of the ranks that hold it, so that the bytes are spread evenly.
+    """Assign each shard to one of the ranks that hold it, with about equal bytes for each rank.
 
-    Greedy and deterministic: shards with the fewest candidates first, then the largest, then by
-    shard id, each to the candidate with the least so far (the lowest number among equals).
+    The algorithm is greedy and deterministic: shards with the fewest candidates come first, then
+    the largest, then by shard id. Each goes to the candidate with the fewest bytes (of equals, the
+    one with the lowest number).
 
     Args:
-        shard_to_ranks: shard -> ranks that hold it, none of them empty.
+        shard_to_ranks: shard -> ranks that hold it; no list is empty.
         shard_to_size: shard -> size in bytes.
         num_ranks: number of ranks.
-        cross_parallelization_group_loads: shards that other groups are responsible for; they come
-            after all others, so that they even out what is left.
+        cross_parallelization_group_loads: shards of other groups; they are assigned last.
 
     Returns:
-        Shard -> rank, in the order in which the shards were given out.
+        Shard -> rank, in the order of the assignment.
 
     Raises:
-        CheckpointingException: a shard has no candidate.
+        CheckpointingException: no rank holds a shard.
     """
     load_bytes = [0] * num_ranks
     assignment: dict[T, int] = {}
@@ -81,7 +81,7 @@ def distribute_shards_to_ranks(
     for shard in sorted(shard_to_ranks, key=order):
         candidates = shard_to_ranks[shard]
         if not candidates:
-            raise CheckpointingException(f"No rank holds shard {shard!r}, so none can be given it")
+            raise CheckpointingException(f"No rank holds shard {shard!r}; name a rank that does")
         rank = min(candidates, key=lambda candidate: (load_bytes[candidate], candidate))
         assignment[shard] = rank
         load_bytes[rank] += shard_to_size[shard]
@@ -98,7 +98,7 @@ def _orderable(shard_id: Any) -> Any:
 
 
 def data_shape(sh_ten: ShardedTensor) -> tuple[int, ...]:
-    """Shape of a shard's local data: flat for a flattened range."""
+    """Return the shape of a shard's local data; 1-D for a flattened range."""
     if sh_ten.flattened_range is not None:
         start, stop, _ = sh_ten.flattened_range.indices(math.prod(sh_ten.local_shape))
         return (max(0, stop - start),)
@@ -110,18 +110,18 @@ def determine_main_replica_uniform_distribution(
     parallelization_group: Group,
     ignore_groups: bool = False,
 ) -> ShardDistribution | None:
-    """Share the shards of a group out among its ranks by size.
+    """Distribute the shards of a group over its ranks by size.
 
     Every rank of the group calls it and waits for the others (one gather of descriptions).
 
     Args:
-        sharded_state_dict: this rank's state dict; leaves other than ShardedTensors are ignored.
+        sharded_state_dict: this rank's state dict; only its ShardedTensors are used.
         parallelization_group: ranks that share the work; None for all.
-        ignore_groups: share out every shard, also those whose main replica is in another group.
-            That is what loading needs; for saving only one group may write a shard.
+        ignore_groups: also distribute shards whose main replica is in another group. Loads need
+            this; in a save only one group may write a shard.
 
     Returns:
-        The distribution, equal on all ranks, or None for a group of one rank.
+        The distribution, equal on all ranks; None for a group of one rank.
     """
     if group_size(parallelization_group) <= 1:
         return None
@@ -169,25 +169,24 @@ def exchange_by_distribution(
 ) -> dict[_ShardId, torch.Tensor]:
     """Send the tensors that each rank loaded to the ranks that hold the same shard.
 
-    Every rank of the group calls it with the same distribution and waits for all: one broadcast for
-    each shard that more than one rank holds. Memory above the results: the largest shard that this
-    rank does not hold itself.
+    Every rank of the group calls it with the same distribution and waits for all others: one
+    broadcast for each shard that several ranks hold. It needs memory for the results and for the
+    largest shard that this rank does not hold.
 
     Args:
-        loaded_tensors: what this rank loaded.
-        unloaded_shards: what this rank wants from others. What is received is written into the
-            ``data`` of a shard where that is contiguous.
-        shard_distribution: who loaded what.
-        parallelization_group: ranks among which to exchange; None for all.
-        exchange_algo: ``"broadcast"``; ``"gather_rounds"`` and ``"gather_object"``, which programs
-            may be set to, do the same.
+        loaded_tensors: tensors that this rank loaded.
+        unloaded_shards: shards that other ranks loaded for this rank. They are received into the
+            ``data`` of a shard if it is contiguous.
+        shard_distribution: the rank that loaded each shard.
+        parallelization_group: ranks of the exchange; None for all.
+        exchange_algo: ``"broadcast"``; ``"gather_rounds"`` and ``"gather_object"`` do the same.
 
     Returns:
-        What this rank loaded or wanted, by shard id.
+        Shard id -> tensor that this rank loaded or received.
 
     Raises:
-        NotImplementedError: no such algorithm.
-        RanksError: on some rank, what was loaded does not fit the shard's description, or is
+        NotImplementedError: there is no such algorithm.
+        RanksError: on some rank, a loaded tensor does not match the shard's description or is
             missing; raised on every rank of the group.
     """
     require_known(exchange_algo)
@@ -196,7 +195,7 @@ def exchange_by_distribution(
     shared = [key for key in main_ranks if len(shard_distribution.all_ranks_for_shard[key]) > 1]
     with raise_together(parallelization_group, "Exchange of loaded tensors"):
         problems = [
-            f"{shard_id} is wanted, but no rank was given it to load"
+            f"{shard_id} is wanted, but the distribution names no rank that loads it"
             for shard_id in unloaded_shards.keys() - main_ranks.keys()
         ]
         for shard_id in shared:
@@ -218,7 +217,7 @@ def exchange_by_distribution(
         tensor = loaded_tensors.get(shard_id)
         if tensor is None:
             tensor = _receiving(unloaded_shards.get(shard_id, described[shard_id]))
-        # Not reshape: a single element may keep a stride, and then has no view of its bytes.
+        # Not reshape: a single element with a stride has no view as bytes.
         flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
         broadcast_bytes(flat.view(torch.uint8), main_ranks[shard_id], parallelization_group)
         if shard_id in unloaded_shards:
@@ -232,7 +231,7 @@ exchange_loaded_tensors_gather_object = exchange_by_distribution
 
 
 def require_known(exchange_algo: str) -> None:
-    """Raise :class:`NotImplementedError` unless an exchange algorithm is known."""
+    """Raise :class:`NotImplementedError` for an unknown exchange algorithm."""
     known = ("broadcast", "gather_rounds", "gather_object")
     if exchange_algo not in known:
         raise NotImplementedError(
@@ -247,7 +246,7 @@ def is_float8tensor(tensor: object) -> bool:
 
 
 def _receiving(wanted: ShardedTensor) -> torch.Tensor:
-    """Return the data of a shard if bytes can be received into it, else a new tensor."""
+    """Return the data of a shard if it can receive bytes, else a new tensor."""
     data = wanted.data
     if data is None or data.is_meta or not data.is_contiguous():
         return torch.empty(data_shape(wanted), dtype=wanted.dtype)
@@ -257,15 +256,15 @@ def _receiving(wanted: ShardedTensor) -> torch.Tensor:
 def exchange_loaded_objects_gather_object(
     loaded_objects: dict[_ShardId, Any],
 ) -> dict[_ShardId, Any]:
-    """Give every rank of the default process group all objects that any of them loaded.
+    """Gather the objects that all ranks of the default process group loaded, on every rank.
 
-    Every rank calls it and waits for all.
+    Every rank calls it and waits for all others.
 
     Args:
-        loaded_objects: what this rank loaded.
+        loaded_objects: objects that this rank loaded.
 
     Returns:
-        What all ranks loaded.
+        Objects that all ranks loaded.
 
     Raises:
         CheckpointingException: two ranks loaded the same object; raised on every rank.

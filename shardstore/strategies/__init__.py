@@ -1,4 +1,4 @@
-"""Save and load strategies: policy over :mod:`shardstore.storage`.
+"""Save and load strategies, the interface of Megatron-Core.
 
-Imports nothing by itself, so that ``import shardstore`` stays free of torch.
+This module imports nothing, so that ``import shardstore`` does not import torch.
 """

@@ -1,7 +1,7 @@
-"""ShardedTensors as PyTorch Distributed Checkpoint (DCP) sees them.
+"""Wrappers that make ShardedTensors usable in PyTorch Distributed Checkpoint (DCP).
 
 They implement ``torch.distributed._checkpointable._Checkpointable``, so that
-``torch.distributed.checkpoint.save`` and ``load`` accept shards of any grid, several to a rank.
+``torch.distributed.checkpoint.save`` and ``load`` accept shards of any grid, and several per rank.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from shardstore.sharded.layouts import local_box
 
 
 class CheckpointableShardedTensor(torch.Tensor):
-    """One local shard, which DCP takes for its global tensor.
+    """One local shard, which DCP handles as the global tensor.
 
-    Shape and dtype are the global tensor's; it has no memory of its own and supports no operation
-    on tensors. DCP reads and writes the local data in place.
+    It has the shape and dtype of the global tensor, but no memory, and supports no tensor
+    operations. DCP reads and writes the local data in place.
 
     Args:
-        data: local data of the shard; None for a description alone.
-        sh_ten: which part of which global tensor it is.
+        data: local data of the shard; None for a description.
+        sh_ten: description of the shard.
     """
 
     _data: torch.Tensor
@@ -51,11 +51,11 @@ class CheckpointableShardedTensor(torch.Tensor):
     def __create_write_items__(
         self, fqn: str, sh_ten: CheckpointableShardedTensor, index: int | None = None
     ) -> list[WriteItem]:
-        """Describe to DCP what this rank has to write.
+        """Return the items that this rank writes.
 
         Args:
             fqn: name of the tensor in the DCP checkpoint.
-            sh_ten: the same object again.
+            sh_ten: this object.
             index: position in a :class:`LocalShardsContainer`, which speeds up the look-up later.
 
         Returns:
@@ -79,11 +79,11 @@ class CheckpointableShardedTensor(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Describe to DCP which part of the global tensor is here.
+        """Return the part of the global tensor that this rank holds.
 
         Returns:
-            One chunk, or none for a shard without elements of a tensor that has some: its offset
-            would be taken for that of the shard beside it.
+            One chunk, or none for an empty shard of a tensor with elements, whose offset equals
+            that of the next shard.
 
         Raises:
             CheckpointingException: the shard is a flattened range, which DCP has no form for.
@@ -104,7 +104,7 @@ class CheckpointableShardedTensor(torch.Tensor):
         """Return the local data (a view with the prepended axes, if there are any).
 
         Args:
-            index: not looked at, there is one shard.
+            index: ignored, because there is one shard.
         """
         if self._sh_ten.prepend_axis_num:
             return self._data.view(local_box(self._sh_ten).shape)
@@ -135,9 +135,9 @@ class CheckpointableShardedTensor(torch.Tensor):
 
 
 class LocalShardsContainer(torch.Tensor):
-    """All local shards of one global tensor, which DCP takes for that tensor.
+    """All local shards of one global tensor, which DCP handles as that tensor.
 
-    DCP wants one tensor for each name on a rank; a rank may hold several shards of it.
+    DCP needs one tensor per name on each rank, but a rank may hold several shards.
 
     Args:
         local_shards: at least one :class:`CheckpointableShardedTensor`, all of one global tensor.
@@ -179,11 +179,11 @@ class LocalShardsContainer(torch.Tensor):
     def __create_write_items__(
         self, fqn: str, local_shards_cont: LocalShardsContainer
     ) -> list[object]:
-        """Describe to DCP what this rank has to write: the items of all shards.
+        """Return the items that this rank writes, of all shards.
 
         Args:
             fqn: name of the tensor in the DCP checkpoint.
-            local_shards_cont: the same object again.
+            local_shards_cont: this object.
 
         Returns:
             DCP write items, each with the position of its shard as index.
@@ -195,14 +195,14 @@ class LocalShardsContainer(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Describe to DCP which parts of the global tensor are here."""
+        """Return the parts of the global tensor that this rank holds."""
         return [c for shard in self._local_shards for c in shard.__create_chunk_list__()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         """Find a shard by its offset.
 
         Args:
-            index: names the offset; its position, if it has one, is tried first.
+            index: has the offset; its position, if it has one, is tried first.
 
         Returns:
             The local data of the shard.
@@ -217,7 +217,7 @@ class LocalShardsContainer(torch.Tensor):
         offset = torch.Size(index.offset)
         shards = self._local_shards
         if index.index is not None and 0 <= index.index < len(shards):
-            # A hint is looked at first, the others after it.
+            # Try the hint first, then the other positions.
             shards = [shards[index.index], *shards]
         for shard in shards:
             if any(chunk.offsets == offset for chunk in shard.__create_chunk_list__()):

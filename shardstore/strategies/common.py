@@ -1,8 +1,8 @@
-"""Strategies for the common (non-sharded) part and for sharded objects.
+"""Strategies for common values and sharded objects.
 
-Backend ``("torch", 1)``: ``common.pt`` is rank 0's; a sharded object is one file,
-``<key>/shard_<offset>_<shape>.pt``, of the rank that holds it as main replica. They are files of
-``torch.save``, see :mod:`shardstore.values.torch_values`. Backend
+Backend ``("torch", 1)``: rank 0 writes ``common.pt``. The main replica of a sharded object writes
+``<key>/shard_<offset>_<shape>.pt``. ``torch.save`` writes both, see
+:mod:`shardstore.values.torch_values`. Backend
 ``("json", 1)``, which PyTorch DCP's writer and the converters write: the common part is JSON in the
 root document, see :mod:`shardstore.values.record`.
 """
@@ -52,7 +52,7 @@ logger = getLogger(__name__)
 COMMON_STATE_FNAME = COMMON_STATE_NAME
 BACKEND, VERSION = "torch", 1
 READ_TOGETHER = 128
-"""Objects whose files are held in memory at a time, beside what was made of them."""
+"""Number of objects whose files are in memory at a time."""
 
 
 def load_file(name: str, data: bytes, url: str, key: str) -> Any:
@@ -110,7 +110,7 @@ def _dumped(value: object, what: str) -> bytes:
 
 
 class TorchCommonSaveStrategy(SaveCommonStrategy):
-    """Save strategy for the common part and sharded objects."""
+    """Save strategy for common values and sharded objects."""
 
     notes_objects = True
 
@@ -123,11 +123,11 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
         return True
 
     def save_common(self, common_state_dict: StateDict, checkpoint_dir: str | Path) -> None:
-        """Write the common part; only the coordinator's is kept. Every rank may call it; it waits
-        for none.
+        """Write the common values, on the coordinator only. Every rank may call it; it waits for no
+        other.
 
         Raises:
-            CheckpointingException: something in it cannot be pickled.
+            CheckpointingException: a value cannot be pickled.
             StorageError: the store failed.
         """
         if not Ranks.current().is_coordinator:

@@ -1,6 +1,6 @@
-"""Wrappers that share the saving and loading of replicated shards among the ranks of a group.
+"""Wrappers that divide the saving and loading of replicated shards among the ranks of a group.
 
-Each shard is saved, or read from storage, by one rank, which hands what it read to the others.
+One rank saves each shard, or reads it and sends it to the others.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
     def async_save(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path
     ) -> AsyncRequest:
-        """Share out the shards, then let the wrapped strategy stage them.
+        """Distribute the shards, then call ``async_save`` of the wrapped strategy.
 
         Raises:
             CheckpointingException: the wrapped strategy cannot save asynchronously.
@@ -86,12 +86,12 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         return self.base_strategy.async_save(sharded_state_dict, checkpoint_dir)
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
-        """Share out the shards, then let the wrapped strategy save them."""
+        """Distribute the shards, then call ``save`` of the wrapped strategy."""
         self.apply_saving_parallelization(sharded_state_dict)
         return self.base_strategy.save(sharded_state_dict, checkpoint_dir)
 
     def apply_saving_parallelization(self, sharded_state_dict: ShardedStateDict) -> None:
-        """Make each shard of the group the main replica of exactly one of its ranks.
+        """Make exactly one rank of the group the main replica of each shard.
 
         Every rank of the group calls it and waits for the others.
 
@@ -108,7 +108,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
 
 
 class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
-    """Reads each shard of a group from storage once and hands it to the other ranks.
+    """Reads each shard once in a group and sends it to the other ranks.
 
     Args:
         strategy: strategy that reads.
@@ -144,7 +144,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         self.cached_distribution: ShardDistribution | None = None
 
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> StateDict:
-        """Share out the reading, read, exchange.
+        """Distribute the shards, read them, and exchange them.
 
         Every rank of the group calls it and waits for the others (every rank of the default group,
         if the wrapped strategy loads sharded objects).
@@ -174,7 +174,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         objects: dict[_ShardId, ShardedObject] = {}
         if self.can_handle_sharded_objects:
             objects, _ = _by_reader(values, ShardedObject, _sharded_object_id)
-        # An empty request goes through too: a strategy may wait for all ranks.
+        # Also for an empty request, because a strategy may wait for all ranks.
         wanted = {str(n): item for n, item in enumerate([*tensors.values(), *objects.values()])}
         group = None if self.can_handle_sharded_objects else self.parallelization_group
         with raise_together(group, f"Loading from {checkpoint_dir}"):
@@ -240,7 +240,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
     def apply_loading_parallelization(
         self, sharded_state_dict: ShardedStateDict
     ) -> ShardDistribution | None:
-        """Give each shard to exactly one rank of the group to read.
+        """Choose the rank of the group that reads each shard.
 
         Every rank of the group calls it and waits for the others.
 
@@ -284,13 +284,13 @@ def distribute_main_replicas_with_precomputed_distribution(
     parallelization_group: Group,
     precomputed_distribution: ShardDistribution | None,
 ) -> None:
-    """Set the replica ids of a state dict's tensors as a distribution says.
+    """Set the replica ids of a state dict's tensors by a distribution.
 
     Args:
-        sharded_state_dict: each of its ShardedTensors gets a ``replica_id`` of 0, if the
+        sharded_state_dict: each of its ShardedTensors gets a ``replica_id`` of 0 if the
             distribution names this rank for it, else 1, in place.
-        parallelization_group: group whose ranks the distribution numbers.
-        precomputed_distribution: None, for a group of one rank, changes nothing.
+        parallelization_group: the group of the distribution.
+        precomputed_distribution: the distribution; None changes nothing.
     """
     if precomputed_distribution is None or group_size(parallelization_group) <= 1:
         return
@@ -300,7 +300,7 @@ def distribute_main_replicas_with_precomputed_distribution(
         if not isinstance(sh_ten, ShardedTensor):
             continue
         shard_id = _sharded_tensor_shard_id(sh_ten)
-        # A state dict may name a shard twice; one of them is the main one.
+        # If a state dict holds a shard twice, only one is the main replica.
         is_main = (
             shard_id in precomputed_distribution.shards_in_this_group
             and precomputed_distribution.main_rank_for_shard[shard_id] == rank
@@ -316,7 +316,7 @@ def _share_out(
     *,
     ignore_groups: bool,
 ) -> ShardDistribution | None:
-    """Set the replica ids by the distribution that the wrapper keeps, or by a new one."""
+    """Set the replica ids by the wrapper's cached distribution, or by a new one."""
     group = wrapper.parallelization_group
     distribution = wrapper.cached_distribution
     if distribution is None or not _fits(distribution, sharded_state_dict, group):
@@ -330,7 +330,7 @@ def _share_out(
 
 
 def _fits(distribution: ShardDistribution, state_dict: ShardedStateDict, group: Group) -> bool:
-    """Return whether the shards of every rank are those that a distribution was made for.
+    """Return whether a distribution was made for the shards of every rank.
 
     Every rank of the group calls it and waits for the others.
     """
@@ -363,18 +363,18 @@ def _by_reader(
 
 
 def _found(wanted: ShardedBase, shard_id: _ShardId, loaded: Mapping[_ShardId, Any]) -> Any:
-    """Return what was loaded for an item."""
+    """Return the loaded value of an item."""
     if shard_id not in loaded:
         raise CheckpointingException(
-            f"{type(wanted).__name__} {shard_id} was loaded by no rank: no rank has its main "
-            f"replica. Wanted as {wanted.without_data()}",
+            f"{type(wanted).__name__} {shard_id} was not loaded, because no rank has its main "
+            f"replica: {wanted.without_data()}",
             key=wanted.key,
         )
     return loaded[shard_id]
 
 
 def _in_place(wanted: ShardedTensor, loaded: torch.Tensor) -> torch.Tensor:
-    """Copy a loaded tensor into the tensor that was given, if it fits, and return that."""
+    """Copy a loaded tensor into the given tensor, if it fits, and return that."""
     given = wanted.data
     if given is None or given.is_meta or (given.dtype, given.shape) != (loaded.dtype, loaded.shape):
         return loaded

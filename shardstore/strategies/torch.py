@@ -1,7 +1,4 @@
-"""The ``torch_dist`` strategies under the module name that programs import them from.
-
-They are :mod:`shardstore.dcp.torch_dist`'s.
-"""
+"""The ``torch_dist`` strategies of :mod:`shardstore.dcp.torch_dist`, under Megatron-Core's name."""
 
 from __future__ import annotations
 
