@@ -1,1 +1,1 @@
-"""The steps of a save on each rank: agreement, plan, staging, writing, commit."""
+"""The steps of a save on each rank: agreement, plan, copy, writing, commit."""

@@ -1,4 +1,4 @@
-"""Carry out a plan on one rank: write documents and chunks, exchange pieces of chunks.
+"""Executes a plan on one rank: writes documents and chunks, exchanges pieces of chunks.
 
 At once, or from a copy in the background. The background communicates with no rank: pieces are
 exchanged in the caller's thread, and the manifest is handed in afterwards. Ranks exchange in one
@@ -23,14 +23,15 @@ from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.strategies.async_utils import AsyncRequest
 
 ROUND_BYTES = 16 * 1024 * 1024
-"""Cut chunks are put together in rounds of at most this many bytes; a larger one goes alone."""
+"""Largest number of bytes of a round of shared chunks; a larger chunk is a round by itself."""
 
 
 def write_chunks(session: SaveSession, plan: WritePlan, created: Created) -> None:
-    """Create the arrays, write this rank's chunks, and put cut chunks together.
+    """Create the arrays, write this rank's chunks, and merge and write shared chunks.
 
-    In an object store, where others could open it, an array's document comes after the chunks of
-    the rank that creates it. An error of this rank's disk is raised once all pieces are exchanged.
+    Every rank calls it. Ranks that share chunks wait for each other's pieces. In an object store,
+    an array's document is written after the chunks of the rank that creates it, because others
+    could open it. An error of this rank's disk is raised after all pieces are exchanged.
     """
     far = session.attempt.defers_documents
     _connect(session, plan.cut)  # before the writing, which may take longer on some ranks
@@ -38,7 +39,7 @@ def write_chunks(session: SaveSession, plan: WritePlan, created: Created) -> Non
     try:
         if not far:
             session.write_documents(created)
-        # The largest first: threads then end at about the same time.
+        # The largest first, so that threads end at about the same time.
         session.write(sorted(plan.writes, key=lambda write: -write.array.chunk_bytes))
     except Exception as problem:
         error = problem
@@ -48,9 +49,10 @@ def write_chunks(session: SaveSession, plan: WritePlan, created: Created) -> Non
 
 
 def stage_chunks(session: SaveSession, plan: WritePlan, created: Created) -> AsyncRequest:
-    """Copy what this rank writes, and return the writing.
+    """Copy the chunks that this rank writes, and return a request that writes the copy.
 
-    Pieces of shared chunks are exchanged now. What the budget has no room for is written now too.
+    Every rank calls it. Pieces of shared chunks are exchanged in this call. Chunks for which the
+    budget has no room are written in this call too.
     """
     options = session.options
     _connect(session, plan.cut)
@@ -61,7 +63,7 @@ def stage_chunks(session: SaveSession, plan: WritePlan, created: Created) -> Asy
     else:
         _exchange(session, plan.cut, session.write, most_bytes=min(ROUND_BYTES, budget))
     staging = Staging(plan.writes, budget_bytes=budget, threads=options.threads)
-    plan.writes.clear()  # their memory is the caller's
+    plan.writes.clear()  # they refer to the caller's memory
     session.staging = staging
     with session.timed("stage"):
         staging.start(session.write, overlap=options.overlap_staging)
@@ -92,18 +94,18 @@ def _exchange(
     most_bytes: int | None = None,
     error: Exception | None = None,
 ) -> None:
-    """Put the cut chunks that this rank owns together, round by round.
+    """Merge the shared chunks that this rank owns, round by round.
 
-    The rounds need not be the same on all ranks: each waits for chunks in the order that all
-    follow. After an error of this rank, or where a rank is lost, the pieces of later rounds still
-    go to the others, who wait for them. The first error is raised at the end.
+    The rounds may differ between ranks, because all ranks exchange chunks in the same order. After
+    an error of this rank, or if a rank is lost, the pieces of later rounds are still sent, because
+    other ranks wait for them. The first error is raised at the end.
 
     Args:
         session: the save.
         cut: the chunks that this rank shares.
-        take: called with the chunks of each round.
-        most_bytes: of a round; default: :data:`ROUND_BYTES`.
-        error: an earlier error: no chunks are taken any more.
+        take: called with the merged chunks of each round.
+        most_bytes: size of a round; default: :data:`ROUND_BYTES`.
+        error: an earlier error: pieces are sent, but no chunks are written.
     """
     for batch in in_rounds(cut, lambda chunk: chunk.array.chunk_bytes, most_bytes or ROUND_BYTES):
         try:
@@ -118,14 +120,15 @@ def _exchange(
 
 
 def _put_together(ranks: Ranks, chunks: Sequence[CutChunk]) -> list[ChunkWrite]:
-    """Send pieces to the owners of their chunks, receive those of the chunks that this rank owns.
+    """Send pieces to the owners of their chunks, and receive those of the chunks that this rank
+    owns.
 
-    Every rank goes through its chunks in the same global order, so that no two wait for each other.
+    All ranks use the same global order of chunks, so that no two wait for each other.
 
     Raises:
         RanksError: a rank is lost.
-        Exception: the first error of this rank's own sources, at the end. Zeros are sent in the
-            place of their data: the owner waits for it, and is told before any commit.
+        Exception: the first error of this rank's sources, at the end. Zeros are sent instead of
+            their data, because the owner waits for it; it learns of the error before the commit.
     """
     failed: list[Exception] = []
 
@@ -135,8 +138,8 @@ def _put_together(ranks: Ranks, chunks: Sequence[CutChunk]) -> list[ChunkWrite]:
             if data.size == size:
                 return data
             raise ValueError(
-                f"{data.size} bytes were given of key {chunk.array.key!r}, chunk {chunk.index}, "
-                f"where {size} were announced"
+                f"key {chunk.array.key!r}, chunk {chunk.index}: a piece has {data.size} bytes, but "
+                f"{size} were announced"
             )
         except Exception as problem:
             failed.append(problem)

@@ -1,7 +1,7 @@
-"""From sharded tensors to chunks: the arrays that this rank creates and the chunks it writes.
+"""Plans a save: the arrays that this rank creates and the chunks that it writes.
 
-Each rank plans alone, and all of them alike. :mod:`shardstore.sharded.layouts` has what it must
-hear of other ranks first.
+Each rank plans alone, by the same rules. For irregular and flattened tensors it first needs the
+layouts of other ranks (:mod:`shardstore.sharded.layouts`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MIN_RANGE_CHUNK_BYTES = 256 * 1024
 
 
 def sharded_tensors_of(state_dict: ShardedStateDict) -> list[ShardedTensor]:
-    """All sharded tensors of a nested state dict."""
+    """Return all sharded tensors of a nested state dict."""
     return [value for value in nested_values(state_dict) if isinstance(value, ShardedTensor)]
 
 
@@ -50,7 +50,7 @@ def array_meta(
     zarr_format: int = 3,
     layouts: Layouts | None = None,
 ) -> ArrayMeta:
-    """Return the array that a sharded tensor is a part of, the same on every rank.
+    """Return the array of a sharded tensor, the same on every rank.
 
     Raises:
         DTypeMismatchError: the data type cannot be stored.
@@ -65,7 +65,7 @@ def array_meta(
     else:
         edges = layouts.edges.get(tensor.key, tuple(max(1, n) for n in shape))
     if zarr_format == 2:
-        # The layout of Megatron-Core: a shard is a chunk.
+        # In Megatron-Core's layout, a shard is a chunk.
         return ArrayMeta(
             tensor.key, node_name(tensor.key), Grid(shape, edges), name, codecs=(), zarr_format=2
         )
@@ -97,21 +97,22 @@ def plan_writes(
     shared: SharedWrites | None = None,
     known: Mapping[str, ArrayMeta] | None = None,
 ) -> WritePlan:
-    """Plan what a rank does with its sharded tensors. Pure: every rank decides alike.
+    """Plan the writes of a rank's sharded tensors. A pure function; it waits for no rank.
 
     Args:
-        tensors: all of this rank's, replicas included (only main replicas are written).
+        tensors: all sharded tensors of this rank, replicas included.
         rank: this rank.
         options: chunk size and compression.
         zarr_format: 3 or 2.
-        layouts: what :func:`merge_layouts` made of all ranks' reports.
-        shared: the shards whose chunks this rank's group shares out; other shards are written by
-            their main replica.
-        known: arrays that exist, by key; others are as :func:`array_meta` has them.
+        layouts: layouts of all ranks, from :func:`merge_layouts`.
+        shared: the shards whose chunks this rank's group divides; the main replica writes others.
+        known: arrays that exist, by key; others are made by :func:`array_meta`.
+
+    Returns:
+        The arrays that this rank writes to, the chunks that it writes, and those that it shares.
 
     Raises:
-        AccessPatternError: a shard is not made of whole chunks of the grid that its sharding
-            announces.
+        AccessPatternError: a shard does not consist of whole chunks of the grid of its sharding.
         CheckpointingException: a main replica has no data.
     """
     plan, layouts = WritePlan(), layouts or Layouts()
@@ -125,7 +126,7 @@ def plan_writes(
         meta = (known or {}).get(tensor.key)
         meta = meta or array_meta(tensor, options, zarr_format=zarr_format, layouts=layouts)
         box = local_box(tensor)
-        # Most tensors are one chunk, for which nothing has to be worked out.
+        # A short path, because most tensors are one chunk.
         whole = meta.grid.chunk_at(box) if tensor.flattened_range is None else None
         if whole is None:
             _check_place(tensor, meta, box)
@@ -141,7 +142,7 @@ def plan_writes(
     for tensor, meta, box, whole in found:
         if tensor.data is None:
             raise CheckpointingException(
-                f"key {tensor.key!r} has no data on rank {rank}, which is to write it; give "
+                f"key {tensor.key!r} has no data on rank {rank}, which must write it; give "
                 "every main replica its tensor",
                 key=tensor.key,
                 rank=rank,
@@ -169,10 +170,9 @@ def _check_place(tensor: ShardedTensor, meta: ArrayMeta, box: Box) -> None:
     wrong = f"reaches beyond the global shape {shape}"
     if is_inside:
         wrong = (
-            f"does not fit the sharding that axis_fragmentations={tensor.axis_fragmentations} of "
-            f"global shape {shape} announces (shards of "
-            f"{meta.shard_shape or meta.grid.chunk_shape}); pass axis_fragmentations=None for an "
-            "irregular cut"
+            f"does not match axis_fragmentations={tensor.axis_fragmentations} of global shape "
+            f"{shape} (shards of {meta.shard_shape or meta.grid.chunk_shape}); pass "
+            "axis_fragmentations=None for an irregular cut"
         )
     raise AccessPatternError(
         f"Invalid access pattern: key {tensor.key!r}, offset {box.offset}, shape {box.shape} "
@@ -192,18 +192,18 @@ def _plan_flat(
     box: Box,
     ranges: Sequence[FlatRange],
 ) -> None:
-    """Plan the chunks that a flattened range touches.
+    """Plan the chunks that overlap a flattened range.
 
-    A chunk that lies wholly in the range is this rank's own. A chunk that a boundary cuts has one
-    owner, which all ranks work out alike.
+    This rank writes a chunk that is inside of the range. If a boundary cuts a chunk, all ranks
+    compute the same owner for it.
 
     Args:
-        writes: gets the whole chunks.
-        cut: gets the chunks that are cut, by key and index.
+        writes: receives the whole chunks.
+        cut: receives the shared chunks, by key and index.
         tensor: the range.
         meta: its array.
-        box: the shard that the range is a part of.
-        ranges: of all ranks in that shard.
+        box: the shard of the range.
+        ranges: ranges of all ranks in this shard.
     """
     assert tensor.data is not None
     start, stop = flat_bounds(tensor)
@@ -236,11 +236,11 @@ def _plan_flat(
 def _parts_in_range(
     meta: ArrayMeta, box: Box, start: int, stop: int
 ) -> Iterator[tuple[tuple[int, ...], Box, int | None]]:
-    """Yield the chunks of a shard that may share elements with a flat range of it.
+    """Yield the chunks of a shard that may overlap a flattened range of it.
 
     Yields:
-        Index of the chunk, its box within the shard, and where it begins in the flattened shard;
-        ``None`` where it is not one range of it.
+        Index of the chunk, its box within the shard, and its start in the flattened shard, ``None``
+        if it is not contiguous there.
     """
     grid = meta.grid
     indices = list(grid.overlapping(box))
@@ -251,7 +251,7 @@ def _parts_in_range(
 
     contiguous = _is_contiguous(grid.box(indices[0]), box.shape)
     if contiguous:
-        # Then the chunks lie end to end, in this order: the others need not be looked at.
+        # The chunks are contiguous and in order: skip those before and after the range.
         first = bisect_right(indices, start, key=begin) - 1
         indices = indices[first : bisect_left(indices, stop, key=begin)]
     for index in indices:
@@ -260,8 +260,7 @@ def _parts_in_range(
 
 
 def _elements_before(part: Box, shape: Sequence[int], position: int) -> int:
-    """How many elements of a part of a box of some shape come before a position in the flattened
-    box."""
+    """Return how many elements of a part of a box come before a position in the flattened box."""
     if position >= math.prod(shape):
         return part.size
     before, inside, row = 0, part.size, math.prod(shape)
@@ -290,7 +289,7 @@ def _gathered(
     last: int,
     shape: tuple[int, ...],
 ) -> NDArray[Any]:
-    """Elements ``first:last`` of a part with gaps, out of a flat range that begins at ``start``."""
+    """Return elements ``first:last`` of a part with gaps, from a range that begins at ``start``."""
     positions = np.zeros((), np.int64)
     for offset, length, extent in zip(part.offset, part.shape, extents, strict=True):
         positions = positions[..., None] * extent + np.arange(offset, offset + length)

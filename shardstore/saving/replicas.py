@@ -1,9 +1,9 @@
-"""Replicas share the writing, and what no main replica writes is found.
+"""Divides the writing among replicas, and finds shards that no main replica writes.
 
-In the agreement that begins every save the ranks of a group tell whether they hold the same shards,
-and which of them have a main replica in the group. From there on each rank works out alone which
-chunks it writes. The manifests prove, as in every save, that each chunk is written exactly once.
-Where the ranks of a group hold different shards, main replicas write.
+At the beginning of a save, the ranks of a group report whether they hold the same shards, and which
+of these have a main replica in the group. Each rank then computes which chunks it writes. As in
+every save, the manifests prove that each chunk is written exactly once. If the ranks of a group
+hold different shards, main replicas write.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Shard = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class SharedWrites:
-    """The shards that a rank's group shares out.
+    """The shards that the ranks of a group divide.
 
     Attributes:
-        position: this rank's number in the group.
-        size: ranks in the group.
-        shards: of whom one of the group's ranks is the main replica.
+        position: number of this rank in the group.
+        size: number of ranks in the group.
+        shards: shards that have their main replica in the group.
     """
 
     position: int
@@ -42,14 +42,14 @@ class SharedWrites:
     shards: frozenset[Shard] = frozenset()
 
     def holds(self, tensor: ShardedTensor) -> bool:
-        """Return whether a tensor is one that the group shares."""
+        """Return whether the group divides the chunks of a tensor."""
         return tensor.flattened_range is None and identity(tensor) in self.shards
 
     def own_chunks(self, shards: Mapping[Shard, tuple[ArrayMeta, Box]]) -> set[tuple[Shard, Index]]:
         """Return the chunks that this rank writes, by shard and index.
 
         Args:
-            shards: all that the group shares, each with its array and its box.
+            shards: shards of the group, each with its array and its box.
         """
         sizes = {
             (shard, index): meta.chunk_bytes
@@ -63,18 +63,18 @@ class SharedWrites:
 
 
 def identity(tensor: ShardedTensor) -> Shard:
-    """What tells a shard from all others: its key and its offset."""
+    """Return the identity of a shard: its key and its offset."""
     return (tensor.key, tensor.global_offset)
 
 
 @dataclass(frozen=True)
 class Offer:
-    """What a rank tells of its group.
+    """A rank's report about its group.
 
     Attributes:
         members: global ranks of the group.
-        digest: of the shards that the rank holds.
-        main: for each a bit, whether the rank is its main replica.
+        digest: digest of the shards that the rank holds.
+        main: one bit per shard: whether the rank holds its main replica.
     """
 
     members: tuple[int, ...]
@@ -83,7 +83,7 @@ class Offer:
 
 
 def _shareable(tensors: Iterable[ShardedTensor]) -> list[ShardedTensor]:
-    """Shards that any holder could write alone, sorted, each once."""
+    """Return the distinct shards that any holder can write alone, sorted."""
     found: dict[Shard, ShardedTensor] = {}
     for tensor in tensors:
         regular = tensor.flattened_range is None and tensor.axis_fragmentations is not None
@@ -95,14 +95,14 @@ def _shareable(tensors: Iterable[ShardedTensor]) -> list[ShardedTensor]:
 
 
 def offer(tensors: Iterable[ShardedTensor], group: Any) -> Offer | None:
-    """This rank's group, the shards that it holds, and those that it is the main replica of.
+    """Return this rank's report about its group.
 
     Args:
-        tensors: all of this rank's sharded tensors.
+        tensors: all sharded tensors of this rank.
         group: a process group; ``None``: no sharing.
 
     Returns:
-        ``None`` where there is nothing to share.
+        ``None`` if there is nothing to share.
     """
     if group is None or not dist.is_initialized() or dist.get_world_size(group) < 2:
         return None
@@ -120,10 +120,10 @@ def offer(tensors: Iterable[ShardedTensor], group: Any) -> Offer | None:
 
 
 def agree(offers: Iterable[Offer | None]) -> dict[tuple[int, ...], int]:
-    """Return the groups whose ranks hold the same shards -> for each a bit, whether the group
-    writes it.
+    """Return group -> one bit per shard (whether the group writes it), for groups whose ranks hold
+    the same shards.
 
-    Called by the coordinator, with the offers of all ranks.
+    The coordinator calls it with the reports of all ranks.
     """
     groups: dict[tuple[int, ...], list[Offer]] = {}
     for one in offers:
@@ -137,7 +137,7 @@ def agree(offers: Iterable[Offer | None]) -> dict[tuple[int, ...], int]:
         for one in of_group:
             twice |= written & one.main
             written |= one.main
-        if not twice:  # two main replicas are an error to be found
+        if not twice:  # two main replicas are an error, found at the commit
             found[members] = written
     return found
 
@@ -145,12 +145,12 @@ def agree(offers: Iterable[Offer | None]) -> dict[tuple[int, ...], int]:
 def accepted(
     tensors: Iterable[ShardedTensor], group: Any, agreed: Mapping[tuple[int, ...], int], rank: int
 ) -> SharedWrites | None:
-    """Return the shards that this rank's group shares out; ``None`` if there are none.
+    """Return the shards that this rank's group divides; ``None`` if there are none.
 
     Args:
-        tensors: as given to :func:`offer`.
-        group: as given to :func:`offer`.
-        agreed: what :func:`agree` returned.
+        tensors: the argument of :func:`offer`.
+        group: the argument of :func:`offer`.
+        agreed: the result of :func:`agree`.
         rank: this rank.
     """
     members = tuple(dist.get_process_group_ranks(group)) if agreed and group is not None else ()
@@ -181,7 +181,7 @@ def copies_of(shards: Iterable[object], *, objects: bool) -> list[str]:
 
 
 def without_main_replica(keys: Sequence[str], rank: int) -> AccessPatternError:
-    """Return the error for shards that a rank holds copies of and that no rank would write."""
+    """Return the error for shards that have copies, but no main replica on any rank."""
     more = "" if len(keys) == 1 else f" (and {len(keys) - 1} more)"
     return AccessPatternError(
         f"Invalid access pattern: {keys[0]!r}{more} has no main replica on any rank, so that "

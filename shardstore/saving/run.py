@@ -1,4 +1,4 @@
-"""The steps of a save on each rank: prepare, agree, write, commit; at once or in the background.
+"""The steps of a synchronous or asynchronous save on each rank: prepare, agree, write, commit.
 
 Every rank learns of an error on any rank before a byte is written, and again at the commit.
 """
@@ -45,13 +45,12 @@ ChooseStrategies: TypeAlias = Callable[[Any, Any], tuple[SaveShardedStrategy, Sa
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class SaveCall:
-    """The arguments of a save on one rank, whichever function starts it.
+    """The arguments of a save on one rank.
 
     Attributes:
         options: how the checkpoint is written.
         error: an earlier error of this rank, which every rank raises.
-        later: purpose of the group in which the ranks meet for the commit; default: that of the
-            call.
+        later: purpose of the process group for the commit; default: that of the call.
 
     :func:`shardstore.save` describes the others.
     """
@@ -69,11 +68,11 @@ class SaveCall:
 
 
 def run_save(call: SaveCall, choose: ChooseStrategies) -> tuple[SaveSession, AsyncRequest | None]:
-    """Save, or begin an asynchronous save. Called by every rank, see :func:`shardstore.save`.
+    """Save, or begin an asynchronous save. Every rank calls it, see :func:`shardstore.save`.
 
     Args:
         call: the arguments of this rank.
-        choose: makes strategies of those arguments, which may be ``None``.
+        choose: returns the strategies for these arguments, which may be ``None``.
 
     Returns:
         The session, and the request that writes and commits if the save is asynchronous.
@@ -94,10 +93,10 @@ def run_save(call: SaveCall, choose: ChooseStrategies) -> tuple[SaveSession, Asy
 
 
 def prepare(call: SaveCall, ranks: Ranks, choose: ChooseStrategies) -> Part:
-    """Check the arguments, build factories, and split the state.
+    """Check the arguments, build factories, and split the state. It waits for no rank.
 
     Raises:
-        CheckpointingException: an argument is wrong, or what is in the state.
+        CheckpointingException: an argument or a value of the state is wrong.
     """
     options, content = call.options, call.content_metadata
     target = Location.given(call.checkpoint_dir, options.storage_options)
@@ -117,7 +116,7 @@ def prepare(call: SaveCall, ranks: Ranks, choose: ChooseStrategies) -> Part:
     if call.async_sharded_save and not isinstance(sharded_strategy, AsyncSaveShardedStrategy):
         raise CheckpointingException(
             f"Cannot apply async_save to non-async strategy {sharded_strategy}; leave "
-            "async_sharded_save out"
+            "async_sharded_save out or use another strategy"
         )
     state_dict = adopt_for_save(call.sharded_state_dict)
     check_lists(state_dict)
@@ -153,7 +152,7 @@ def prepare(call: SaveCall, ranks: Ranks, choose: ChooseStrategies) -> Part:
 
 
 def _write(session: SaveSession, part: Part, *, in_background: bool) -> AsyncRequest | None:
-    """Write this rank's part of everything by the strategies; the request that is left of it."""
+    """Write this rank's part by the strategies. For an asynchronous save, return the request."""
     assert part.strategies is not None  # else begin() has raised this rank's error
     sharded_strategy, common_strategy = part.strategies
     agreed, place = session.agreed, session.attempt.location.place
@@ -174,7 +173,7 @@ def _write(session: SaveSession, part: Part, *, in_background: bool) -> AsyncReq
             if objects is not None:
                 common_strategy.save_sharded_objects(objects, place)
     except Exception as problem:
-        # The ranks may meet in the strategy, which tells the others of this error.
+        # The ranks may meet in the strategy, which then reports this error to them.
         session.failure = problem
     if in_background:
         return cast(AsyncSaveShardedStrategy, sharded_strategy).async_save(tensors, place)
@@ -185,14 +184,14 @@ def _write(session: SaveSession, part: Part, *, in_background: bool) -> AsyncReq
 
 
 def _meets_to_plan(strategy: object) -> bool:
-    """Return whether a strategy, or the one that it wraps, has ranks meet to exchange layouts."""
+    """Return whether a strategy, or the one that it wraps, makes ranks exchange layouts."""
     while (base := getattr(strategy, "base_strategy", None)) is not None:
         strategy = base
     return bool(getattr(strategy, "meets_to_plan", False))
 
 
 def _attributes(content_metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON-serialisable part of ``content_metadata``; texts of what has no JSON form."""
+    """Return ``content_metadata`` as JSON, with the texts of values that have no JSON form."""
     kept = {}
     for name, value in content_metadata.items():
         try:

@@ -1,4 +1,4 @@
-"""The plan of a save as a value, and tensors as sources of chunks."""
+"""The plan of a save, and the tensors that its chunks are copied from."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class CutChunk:
     """A chunk whose elements several ranks hold.
 
     Attributes:
-        array: its array.
-        index: its index in the grid.
-        shape: shape of the part within the array.
-        owner: rank that writes it.
-        pieces: ``(rank, start, stop)`` in elements of the chunk's part: what each rank gives.
+        array: the array of the chunk.
+        index: index of the chunk in the grid.
+        shape: shape of the part of the chunk that is inside of the array.
+        owner: rank that writes the chunk.
+        pieces: ``(rank, start, stop)`` in elements of this part: the piece of each rank.
         local: start of each piece of this rank -> source of its elements.
     """
 
@@ -38,12 +38,12 @@ class CutChunk:
 
 @dataclass
 class WritePlan:
-    """What one rank does.
+    """The plan of one rank.
 
     Attributes:
-        arrays: arrays that it writes to, and whether it creates them.
+        arrays: arrays that the rank writes to, and whether it creates them.
         writes: chunks that it writes alone.
-        cut: chunks that it shares with others, in an order that all ranks follow.
+        cut: chunks that it shares with others, in the same order on all ranks.
     """
 
     arrays: list[tuple[ArrayMeta, bool]] = field(default_factory=list)
@@ -58,11 +58,11 @@ class WritePlan:
 
 @dataclass(frozen=True)
 class DevicePart:
-    """Part of a tensor on a device, fetched when it is called.
+    """Part of a tensor on a device; calling it copies the part to the host.
 
     Attributes:
         tensor: the part.
-        stream: of the thread that has the tensor; what is queued there comes before the copy.
+        stream: stream of the tensor's thread; the copy waits for work queued there.
     """
 
     tensor: torch.Tensor
@@ -87,9 +87,9 @@ def fetched(source: Source) -> NDArray[Any]:
 
 
 def require_plain(tensor: torch.Tensor, key: str) -> None:
-    """Raise :class:`DTypeMismatchError` for a tensor whose elements do not lie in memory."""
+    """Raise :class:`DTypeMismatchError` for a tensor that is not dense memory."""
     if tensor.layout is torch.strided and tensor.device.type != "meta":
-        # Only the storage of a FakeTensor is on meta.
+        # Of a FakeTensor, only the storage is on the meta device.
         is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
         if is_plain or tensor.untyped_storage().device.type != "meta":
             return
@@ -101,12 +101,12 @@ def require_plain(tensor: torch.Tensor, key: str) -> None:
 
 
 class TensorSource:
-    """A local tensor as the source of chunks: views on the host, fetched parts on a device.
+    """A local tensor as source of chunks: views on the host, :class:`DevicePart` on a device.
 
     Args:
         tensor: the data.
-        key: for error texts.
-        prepended: axes of length 1 that the chunks have before the tensor's own.
+        key: key of the tensor, for error texts.
+        prepended: number of axes of length 1 that the chunks have before the tensor's axes.
     """
 
     def __init__(self, tensor: torch.Tensor, key: str, prepended: int = 0) -> None:

@@ -198,7 +198,7 @@ def told_of_pieces(rank: int, world: int, root: str) -> list[str]:
     os.environ[DEADLINE_VARIABLE] = str(DEADLINE_S)
     wrong = []
     cases = (
-        (SourceFallsShort("zarr", 2), "bytes were given of key 'f', chunk (", "announced"),
+        (SourceFallsShort("zarr", 2), "key 'f', chunk (", "announced"),
         (WritesFailFirst("zarr", 2), "chunk", "Fails"),
     )
     for number, (strategy, *expected) in enumerate(cases):
