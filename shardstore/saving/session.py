@@ -56,21 +56,21 @@ Created: TypeAlias = Sequence[tuple[ArrayMeta, str]]
 
 @dataclass(kw_only=True)
 class Part:
-    """One rank's part of a save, ready to be written.
+    """One rank's part of a save.
 
     Attributes:
-        target: where the checkpoint shall be.
-        options: how it is written.
-        error: an error in the rank's preparation; then every rank raises.
-        sharded: tensors and objects, factories replaced by what they build.
-        tensors: the tensors in it.
-        common: the rest.
-        compared: the common values that are compared with the coordinator's.
-        strategies: write the tensors, and the rest.
-        about: what the root document says beside the arrays.
-        base: a committed checkpoint whose chunks are not sent again.
+        target: target of the save.
+        options: options of the save.
+        error: an error in the rank's preparation; every rank raises an error then.
+        sharded: tensors and objects, with factories built.
+        tensors: the tensors in ``sharded``.
+        common: common values.
+        compared: common values that are compared with the coordinator's.
+        strategies: the strategies for tensors and for common values.
+        about: further content of the root document.
+        base: a committed checkpoint whose chunks are reused.
         told: on the coordinator: ``compared``, pickled for the other ranks.
-        copies: shards that the rank holds as copies only; an error if nobody writes them.
+        copies: shards of which the rank holds only copies; an error if no rank writes them.
         claims: shards of DTensors that other ranks may hold too, see :mod:`.dtensor.layout`.
         adopts: whether plain tensors of the rank are arrays, because it has DTensors too.
         meter: counts for a progress callback.
@@ -95,7 +95,7 @@ class Part:
 
 @dataclass(frozen=True)
 class _Opening:
-    """A rank's report for the agreement."""
+    """A rank's report at the beginning of a save."""
 
     target: str
     base: str | None
@@ -205,8 +205,8 @@ class SaveSession:
             offer = replicas.offer(part.tensors, part.options.replica_group)
             if ranks.world_size > 1 and target.url.startswith("memory://"):
                 raise StorageError(
-                    f"{target.url} is the memory of one process, but {ranks.world_size} ranks "
-                    "save; give a folder or an object store that all of them see",
+                    f"{target.url} is memory of one process, but {ranks.world_size} ranks save; "
+                    "give a folder or an object store that all of them see",
                     url=target.url,
                 )
         except Exception as problem:
@@ -240,7 +240,7 @@ class SaveSession:
         if not ranks.is_coordinator:
             try:
                 attempt.require_seen()
-            except Exception as problem:  # met where the ranks meet next
+            except Exception as problem:  # raised at the next meeting of the ranks
                 session.failure = problem
         return session
 
@@ -251,13 +251,13 @@ class SaveSession:
         *,
         in_background: bool,
     ) -> AsyncRequest | None:
-        """Write this rank's part and commit; called by every rank, which waits for all others.
+        """Write this rank's part and commit. Every rank calls it and waits for all others.
 
         Args:
-            work: writes, or returns the writing that is left.
-            about: what the root document says beside the arrays.
-            in_background: whether to return what is left to do. Errors are raised by that, as they
-                would reach this rank alone here.
+            work: writes, or returns a request that writes.
+            about: further content of the root document.
+            in_background: return a request that writes and commits. It raises errors, which only
+                this rank would see here.
 
         Raises:
             CheckpointingException: see :meth:`finish`.
@@ -277,7 +277,7 @@ class SaveSession:
         request = request or AsyncRequest(None, (), [])
         if error is not None:
             self.failure = error
-            if self.plans and self.over is None:  # ranks wait for this one to plan
+            if self.plans and self.over is None:  # other ranks wait for this one's plan
                 with suppress(Exception):
                     self.meet(what=self.planning, error=error)
         function = request.async_fn
@@ -308,8 +308,8 @@ class SaveSession:
         merge: Callable[[list[bytes]], bytes] | None = None,
         decide: Callable[[list[bytes]], bytes] | None = None,
     ) -> bytes:
-        """As :meth:`Ranks.together`. A rank with an error goes to the next meeting, whatever it is
-        about, and that is the last one for all."""
+        """Do :meth:`Ranks.together`. A rank with an error raises it at the next meeting, which is
+        the last one for all ranks."""
         try:
             return self.ranks.together(report, what=what, error=error, merge=merge, decide=decide)
         except BaseException as problem:
@@ -318,12 +318,12 @@ class SaveSession:
 
     @property
     def planning(self) -> str:
-        """What ranks do that meet before they write, for the text of an error."""
+        """Return the operation of a meeting before the writing, for error texts."""
         return f"planning the save to {self.target.url}"
 
     def exchanged_layouts(self, tensors: Sequence[ShardedTensor]) -> Layouts:
-        """Return the layouts of tensors that no rank can place alone. Where there are any, every
-        rank calls it and waits for all others.
+        """Return the layouts of irregular and flattened tensors of all ranks. If there are any,
+        every rank calls it and waits for all others.
 
         Raises:
             AccessPatternError: flattened ranges overlap or leave a gap; on every rank.
@@ -345,14 +345,14 @@ class SaveSession:
 
     @cached_property
     def mover(self) -> Writer:
-        """Writes chunks, but for those that a base has already."""
+        """The writer of chunks; it reuses chunks of the base, if one was given."""
         mover = arrays.mover_for(self.attempt.location, self.options, self.attempt)
         if self.base is None:
             return mover
         return reusing(mover, self.base, self.attempt, self.manifest, self.options)
 
     def write(self, chunks: Sequence[ChunkWrite]) -> None:
-        """Write chunks, beside the other files that are kept, and note them.
+        """Write chunks, at the same time as other pending files, and add them to the manifest.
 
         Raises:
             StorageError: the store failed.
@@ -361,13 +361,13 @@ class SaveSession:
             self.files.flush_beside(lambda: self.mover.write(chunks, self._written))
 
     def write_documents(self, created: Created) -> None:
-        """Write the documents of arrays that this rank creates. Errors as :meth:`write`."""
+        """Write the documents of arrays that this rank creates; see :meth:`write` for errors."""
         with self.timed("write"):
             arrays.write_documents(self.attempt, self.options, created)
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Add the seconds that the block takes to this rank's part of the commit record."""
+        """Add the duration of the block to this rank's part of the commit record."""
         start = perf_counter()
         try:
             yield
@@ -376,8 +376,11 @@ class SaveSession:
             seconds[name] = seconds.get(name, 0.0) + perf_counter() - start
 
     def expect(self, metas: Iterable[ArrayMeta]) -> None:
-        """Announce the chunks that this rank is going to write to the progress callback, by the
-        array of each."""
+        """Add the chunks that this rank will write to the totals of the progress callback.
+
+        Args:
+            metas: the array of each chunk.
+        """
         if self.meter.is_watched:
             sizes = [array.chunk_bytes for array in metas]
             self.meter.expect(sum(sizes), len(sizes))
@@ -391,7 +394,7 @@ class SaveSession:
 
     @contextmanager
     def _active(self) -> Iterator[None]:
-        """Strategies that write to the attempt's folder find this session within."""
+        """Make :func:`session_of` return this session for the attempt's folder."""
         _open[self.attempt.location.url] = self
         try:
             yield
@@ -399,10 +402,10 @@ class SaveSession:
             _open.pop(self.attempt.location.url, None)
 
     def abort(self) -> None:
-        """Stop a save in the background at its next chunk."""
+        """Stop an asynchronous save at its next chunk."""
         error = SaveInProgressError(
             f"the asynchronous save to {self.target.url} was aborted before its commit; "
-            "what was there is as it was",
+            "the target is unchanged",
             rank=self.ranks.rank,
             url=self.target.url,
         )
@@ -411,16 +414,17 @@ class SaveSession:
             self.staging.fail(error)
 
     def finish(self, error: BaseException | None, about: About) -> None:
-        """Hand in the manifest, and commit. Called by every rank, which waits for all others.
+        """Send the manifest to the coordinator, which commits. Every rank calls it and waits for
+        all others.
 
         Args:
-            error: an error of this rank; then nothing is committed, and every rank raises.
-            about: what the root document says beside the arrays.
+            error: an error of this rank; nothing is committed then, and every rank raises an error.
+            about: further content of the root document.
 
         Raises:
             AccessPatternError: the shards of all ranks do not cover each tensor exactly once.
             RanksError: another rank failed.
-            StorageError: the commit failed; what was at the target is as it was.
+            StorageError: the commit failed; the target is unchanged.
         """
         report, error = self._report(error)
 
@@ -453,7 +457,7 @@ class SaveSession:
             self.attempt.abandon()
 
     def _report(self, error: BaseException | None) -> tuple[bytes, BaseException | None]:
-        """This rank's manifest, for the coordinator, or its error."""
+        """Return this rank's manifest for the coordinator, or its error."""
         error = error if error is not None else self.failure
         if error is not None:
             return b"", error
@@ -463,7 +467,7 @@ class SaveSession:
                 self.base.warn()
             self.meter.enter("commit")
             if self.ranks.is_coordinator:
-                return b"", None  # its own manifest is not sent anywhere
+                return b"", None  # the coordinator's own manifest is not sent
             if self.options.durable:
                 self.attempt.flush()
             return self.manifest.to_bytes(), None
@@ -471,7 +475,7 @@ class SaveSession:
             return b"", problem
 
     def _merged(self, reports: list[bytes]) -> Merged:
-        """All ranks' manifests as one, checked. Called by the coordinator."""
+        """Merge and check the manifests of all ranks. The coordinator calls it."""
         merged = merge_reports([self.manifest, *reports[1:]], self.options)
         if self.options.validate:
             _check_objects(merged)
@@ -498,7 +502,7 @@ class SaveSession:
         )
         if self.base is not None and self.record:
             reused, before = self.record["reused_bytes"], self.base.location.url
-            logger.info("%s: %d of %d bytes were taken over from %s", url, reused, size, before)
+            logger.info("%s: %d of %d bytes were reused from %s", url, reused, size, before)
 
 
 def _agreed(openings: Sequence[_Opening], part: Part, begun: list[Attempt]) -> Agreement:
@@ -530,7 +534,7 @@ def session_of(place: str | Path | Location) -> SaveSession | None:
 
 
 def _check_same_target(openings: Sequence[_Opening]) -> None:
-    """All ranks save to one place, upon one base."""
+    """Check that all ranks save to the same place, with the same base."""
     said = [(f"to {opening.target}", f"with base={opening.base}") for opening in openings]
     for rank, words in enumerate(said):
         for first, other in zip(said[0], words, strict=True):
@@ -543,8 +547,8 @@ def _check_same_target(openings: Sequence[_Opening]) -> None:
 
 
 def _check_objects(merged: Merged) -> None:
-    """Each sharded object is written once, each grid of objects complete, and no key a tensor's
-    too: loading could not tell which is meant."""
+    """Check that each sharded object is written once, that grids of objects are complete, and that
+    no key names both an object and a tensor."""
     held: dict[str, list[tuple[int, ShardedObject]]] = {}
     for unique_key, ranks in merged.objects.items():
         item = ShardedObject.empty_from_unique_key(unique_key)
@@ -561,12 +565,12 @@ def _check_objects(merged: Merged) -> None:
 
 
 def _check_common(merged: Merged, common_keys: frozenset[str], rank: int | None) -> None:
-    """Nothing is both an array and common state: it could not be loaded.
+    """Check that no key is both an array and a common value, which could not be loaded.
 
     Args:
-        merged: what was written.
-        common_keys: keys of plain tensors that the coordinator keeps in the common state.
-        rank: one whose state has DTensors, so that its plain tensors are arrays.
+        merged: the merged manifests.
+        common_keys: keys of plain tensors among the coordinator's common values.
+        rank: a rank whose state has DTensors, so that its plain tensors are arrays.
     """
     both = sorted({meta.key for meta in merged.arrays} & common_keys)
     if both:

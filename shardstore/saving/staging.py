@@ -1,4 +1,4 @@
-"""A copy of the chunks to be written, in host memory that is kept from save to save.
+"""A copy of the chunks to write, in host memory that is reused from save to save.
 
 Once every chunk has been copied the state may be changed. Where the budget has room for all chunks
 they are copied first, at full speed, and written afterwards. Otherwise the memory is filled and
@@ -40,8 +40,8 @@ _WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 class _Arena:
     """Fresh memory, page-locked if it is for a CUDA device.
 
-    Where the system refuses to page-lock it, it is ordinary memory, with a warning. Huge pages,
-    where there are any, cost a fraction at the first touch.
+    If the system refuses to page-lock it, it is ordinary memory, and a warning is logged. It uses
+    huge pages if possible, because their first touch costs less.
     """
 
     def __init__(self, size: int, device: torch.device | None) -> None:
@@ -63,20 +63,20 @@ class _Arena:
             )
 
     def unlock(self) -> None:
-        """Undo the page-locking, before the memory goes."""
+        """Undo the page-locking, before the memory is freed."""
         if self._pinned and self.device is not None:
             self._pinned = False
             if code := page_unlock(self.memory, self.device):
                 raise StorageError(
-                    f"giving back page-locked memory failed with CUDA error {code}: the device is "
-                    "in no state to be used"
+                    f"unlocking pinned memory failed with CUDA error {code}: the device cannot "
+                    "be used"
                 )
 
 
 class HostPool:
-    """Host memory that is reused: its pages are touched, and pinned, once.
+    """Host memory that is reused, so that its pages are touched and pinned once.
 
-    Safe from any thread. Keeps one arena between saves, the last one given back.
+    Safe from any thread. It keeps one arena between saves, the last one that was given back.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class HostPool:
             if serves and size <= len(arena.memory) <= max(2 * size, 1 << 20):
                 return arena
             arena.unlock()
-            del arena  # its memory goes before the new one comes
+            del arena  # free its memory before allocating
         return _Arena(size, device)
 
     def give_back(self, arena: _Arena | None) -> None:
@@ -108,33 +108,33 @@ class HostPool:
             old.unlock()
 
     def clear(self) -> None:
-        """Give the memory that is kept back to the system."""
+        """Free the kept memory."""
         self.give_back(None)
 
     @property
     def kept_bytes(self) -> int:
-        """Memory kept for the next save."""
+        """Bytes of memory kept for the next save."""
         arena = self._free
         return 0 if arena is None else len(arena.memory)
 
 
 POOL = HostPool()
-"""The pool of this process: its memory is kept from save to save."""
+"""The pool of this process, global because saves share its memory."""
 
 
 class Staging:
-    """The copy of one save's chunks. Whatever happens, :meth:`close` gives its memory back.
+    """The copy of one save's chunks. :meth:`close` must be called to give its memory back.
 
     Args:
-        writes: what is to be written, out of the state's own memory.
-        budget_bytes: most host memory to use; ``None``: as much as the chunks need. A chunk larger
-            than that raises it to its own size.
-        threads: threads that copy.
-        pool: where memory comes from.
+        writes: the chunks to write, from the state's own memory.
+        budget_bytes: largest host memory to use; ``None``: as much as the chunks need. It is raised
+            to the size of the largest chunk.
+        threads: number of threads that copy.
+        pool: pool of the memory.
 
     Attributes:
         arena_bytes: host memory used.
-        error: why the copy failed, if it did.
+        error: error of the copy, if it failed.
     """
 
     def __init__(
@@ -153,8 +153,8 @@ class Staging:
             self.arena_bytes = max(budget_bytes, largest)
             if largest > budget_bytes:
                 logger.warning(
-                    "a chunk of %d bytes does not fit the staging budget of %d bytes, which is "
-                    "raised for it; save with a smaller target_chunk_bytes",
+                    "a chunk of %d bytes is larger than the staging budget of %d bytes, which is "
+                    "raised to it; save with a smaller target_chunk_bytes",
                     largest,
                     budget_bytes,
                 )
@@ -172,10 +172,10 @@ class Staging:
     def start(
         self, write: Callable[[Sequence[ChunkWrite]], None] | None = None, *, overlap: bool = False
     ) -> None:
-        """Copy everything, once. An error is kept for :meth:`copies`, and not raised.
+        """Copy all chunks. :meth:`copies` raises an error of the copy.
 
         Args:
-            write: writes copies that have to make room for others; needed with a budget.
+            write: writes copies to make room for others; needed with a budget.
             overlap: copy in a thread, and return at once.
         """
         if overlap:
@@ -194,7 +194,7 @@ class Staging:
                 self._last = self._copied(self._rounds.popleft())
         except BaseException as error:
             self.fail(error)
-            self._rounds.clear()  # the state's memory is the caller's again
+            self._rounds.clear()  # drop references to the caller's memory
         finally:
             self._complete.set()
 
@@ -230,7 +230,7 @@ class Staging:
         return [ChunkWrite(item.array, item.index, data) for item, data in jobs]
 
     def copies(self) -> list[ChunkWrite]:
-        """Return the chunks that are to be written still, from the copy; waits for it.
+        """Wait for the copy, and return its chunks that are not yet written.
 
         Raises:
             BaseException: copying failed, or was stopped.
@@ -245,13 +245,12 @@ class Staging:
         """Wait until the state may be changed.
 
         Args:
-            timeout: seconds; ``None``: as long as it takes.
-            host: wait for device copies too; else only what is queued on the caller's current
-                streams from here on waits for them, which costs the caller no time.
+            timeout: seconds; ``None``: no limit.
+            host: block until device copies are complete. Otherwise only work that is queued later
+                on the caller's current streams waits for them.
 
         Returns:
-            Whether the copy is complete. After an error it is as good as complete: nothing reads
-            the state any more.
+            Whether the state may be changed. After an error it may.
         """
         if not self._complete.wait(timeout):
             return False
@@ -267,7 +266,9 @@ class Staging:
         self.error = self.error or error
 
     def close(self) -> None:
-        """Give the memory back. Called once nothing reads the copy; waits for the copier."""
+        """Wait for the copying thread and give the memory back. Call it when nothing reads the
+        copy.
+        """
         self.wait(host=True)
         arena, self._arena = self._arena, None
         if arena is not None:
@@ -275,7 +276,7 @@ class Staging:
 
 
 def in_rounds(items: Iterable[T], size: Callable[[T], int], most_bytes: int) -> Iterator[list[T]]:
-    """Yield items in rounds of at most so many bytes; a larger one goes alone."""
+    """Yield items in rounds of at most ``most_bytes``; a larger item is a round by itself."""
     batch: list[T] = []
     total = 0
     for item in items:
@@ -289,14 +290,14 @@ def in_rounds(items: Iterable[T], size: Callable[[T], int], most_bytes: int) -> 
 
 
 def _size(item: ChunkWrite) -> int:
-    """Bytes of the arena that a chunk takes."""
+    """Return the bytes of the arena that a chunk needs."""
     shape = item.array.grid.box(item.index).shape
     data_bytes = math.prod(shape) * dtypes.itemsize(item.array.dtype)
     return -(-data_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def _copy_bits(target: NDArray[Any], source: NDArray[Any]) -> None:
-    """Copy bits: foreign data types would be copied element by element, under the GIL."""
+    """Copy bits, because NumPy copies foreign data types element by element, under the GIL."""
     word = _WORDS.get(target.dtype.itemsize)
     if word is not None:
         target, source = target.view(word), source.view(word)

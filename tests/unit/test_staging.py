@@ -140,7 +140,7 @@ def test_a_copy_that_is_stopped_while_it_is_made() -> None:
 def test_a_chunk_larger_than_the_budget_raises_it(caplog: pytest.LogCaptureFixture) -> None:
     staging = Staging(writes_of(2, 4096), pool=HostPool(), budget_bytes=100)
     assert staging.arena_bytes == 4096
-    assert "4096 bytes does not fit the staging budget of 100 bytes" in caplog.text
+    assert "4096 bytes is larger than the staging budget of 100 bytes" in caplog.text
     staging.start(lambda _: None)
     staging.close()
 
