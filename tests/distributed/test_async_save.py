@@ -198,7 +198,7 @@ def wrong_input_of_one_rank_fails_on_all(rank: int, world_size: int, folder: Pat
     handle = shardstore.async_save(state, folder / "c")
     error = handle.exception(60)
     assert isinstance(error, CheckpointingException)
-    assert "does not fit the sharding" in str(error)
+    assert "does not match axis_fragmentations" in str(error)
     budget = -1 if rank == 2 else None
     with pytest.raises(
         ValueError if rank == 2 else RanksError, match="staging_budget_bytes=-1 must be"

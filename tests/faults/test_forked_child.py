@@ -78,7 +78,7 @@ def ask():
         handle.result()
     except shardstore.CheckpointingException as error:
         text = str(error)
-        assert handle.url in text and f"process {os.getppid()}, which" in text, text
+        assert handle.url in text and f"process {os.getppid()}" in text, text
     else:
         raise AssertionError("it knows nothing of its parent's save")
     sys.exit()
