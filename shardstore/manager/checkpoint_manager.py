@@ -262,12 +262,12 @@ class CheckpointManager:
 
         def job() -> None:
             with used:
-                failed = handle.exception() is not None
-            if failed:
+                handle.wait()
+            if handle._error is not None:  # not by exception(): the program has not asked
                 return
             self._steps.damaged.discard(about.step)
             if first:
-                note_save(self._steps, self.policy, about, handle.result())
+                note_save(self._steps, self.policy, about, handle._record)
 
         self._later(job)
         return handle
