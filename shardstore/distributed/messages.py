@@ -28,8 +28,9 @@ T = TypeVar("T")
 
 GRACE_S = 5.0
 """Seconds, beyond a deadline, in which what another rank decided at its deadline must arrive."""
-_GLOO_CONNECT_S = 30.0
-"""Seconds after which gloo gives up on a rank that died while it connected, whatever it is told."""
+_CONNECT_S = 4.0
+"""Seconds to connect with a rank that is about to do so too. If it dies at that moment, gloo gives
+up after five times as long at the most."""
 _HEAD = struct.Struct("<qq")  # status, bytes of the body
 _HEAD_BYTES = 512
 _INLINE_BYTES = _HEAD_BYTES - _HEAD.size
@@ -134,12 +135,16 @@ class Channel:
 
     def _link(self, rank: int, wait_s: float) -> Any:
         low, high = sorted((self.rank, rank))
+        pair = PrefixStore(f"{low}-{high}", self._store)
+        if self.rank == low:
+            pair.set("ready", "")
+        else:
+            others_s = wait_s + GRACE_S + 5 * _CONNECT_S
+            pair.wait(["ready"], timedelta(seconds=wait_s + others_s))
         options = self._gloo._Options()
         options._devices, options._threads = [self._device], 0
-        most_s = wait_s if self.rank == low else 2 * (max(wait_s, _GLOO_CONNECT_S) + GRACE_S)
-        options._timeout = timedelta(seconds=most_s)
-        store = PrefixStore(f"{low}-{high}", self._store)
-        return self._gloo(store, int(self.rank == high), 2, options)
+        options._timeout = timedelta(seconds=_CONNECT_S)
+        return self._gloo(pair, int(self.rank == high), 2, options)
 
     # -- what is told where connections are lost -----------------------------------------------
 

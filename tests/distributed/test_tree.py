@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from shardstore.distributed import coordinator
 from shardstore.distributed.coordinator import DEADLINE_VARIABLE, Ranks, neighbours
-from shardstore.distributed.messages import _GLOO_CONNECT_S, GRACE_S
+from shardstore.distributed.messages import _CONNECT_S, GRACE_S
 from shardstore.errors import RanksError
 from tests.helpers.rank_server import start
 from tests.helpers.ranks_helper import run_ranks
@@ -30,7 +30,7 @@ from tests.helpers.ranks_helper import run_ranks
 WORLD = 7  # rank 0 leads 1 and 2, rank 3 leads 4 and 5, rank 6 leads nobody
 TIMEOUT_S = 4
 """Of the process group; the deadline of saves is half an hour."""
-MOST_S = {"later": GRACE_S + 5, "connecting": 2 * (_GLOO_CONNECT_S + GRACE_S) + 5}
+MOST_S = {"later": GRACE_S + 5, "connecting": 2 * (TIMEOUT_S + GRACE_S + 5 * _CONNECT_S) + 5}
 LEADERS, LEAVES = (3, 6), (1, 2, 4, 5)
 
 
