@@ -1,1 +1,1 @@
-"""The steps of a load on each rank: documents, plan, reads, assembly."""
+"""The steps of a load on each rank: documents, plan, reading, assembly."""

@@ -1,4 +1,4 @@
-"""The end of a load: read what is planned, and put the tensors in their places."""
+"""The end of a load: reads the planned regions, and puts the tensors in their places."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from shardstore.storage.movers.chunks import chunk_parts
 from shardstore.storage.movers.parallel import default_threads
 
 BYTES_A_THREAD = 32 * 1024 * 1024
-"""Larger buffers gain nothing for files, and touching new memory takes time."""
+"""Size of buffers for files; larger ones are not faster, and touching new memory takes time."""
 
 
 def read_chunks(context: LoadContext, plan: ReadPlan, *, read: Read | None = None) -> None:
-    """Read what is planned, together with the load's group if there is one.
+    """Read the planned regions. If the load has a group, its ranks share the reading and wait for
+    each other.
 
     Args:
-        context: the load.
-        plan: what this rank wants.
-        read: reads regions, and no group shares them; default: reads chunks of the checkpoint.
+        context: the context of the load.
+        plan: the plan of this rank.
+        read: reads regions, without sharing; default: reads chunks of the checkpoint.
 
     Raises:
         RanksError: another rank of the group failed.
@@ -65,13 +66,13 @@ def assemble(
     url: str,
     objects: Mapping[int, Any] | None = None,
 ) -> StateDict:
-    """Return the state dict with tensors in the place of sharded tensors.
+    """Return the state dict with tensors instead of sharded tensors.
 
     Args:
-        plan: was read.
-        sharded_state_dict: what was asked for.
-        url: of the checkpoint, for the error text.
-        objects: ``id`` of what else is in it -> its value.
+        plan: the plan, after :func:`read_chunks`.
+        sharded_state_dict: the state dict of the load.
+        url: URL of the checkpoint, for error texts.
+        objects: ``id`` of other entries -> their values.
 
     Raises:
         CheckpointingException: there is something else in it.

@@ -1,4 +1,4 @@
-"""What one load hands from step to step: the opened checkpoint, and what the caller asked for."""
+"""The context of a load: the opened checkpoint and the caller's options."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class LoadContext:
     Attributes:
         stored: the checkpoint.
         cast: fill tensors of another data type than the stored one, see :func:`shardstore.load`.
-        budget_bytes: host memory for chunks on their way to other ranks or to a device, or being
+        budget_bytes: host memory for chunks that are sent to other ranks, copied to a device or
             cast.
-        group: process group whose ranks share the reading; ``None``: this rank reads for itself.
-        meter: counts what is read.
+        group: process group whose ranks share the reading; ``None``: no sharing.
+        meter: counts the read bytes.
     """
 
     stored: StoredCheckpoint
@@ -47,19 +47,19 @@ class LoadContext:
     meter: Meter | None = None
 
     def together(self) -> AbstractContextManager[None]:
-        """Raise what is raised within on every rank that shares the reading."""
+        """Raise an error of the block on every rank that shares the reading."""
         if self.group is None:
             return nullcontext()
         return raise_together(self.group, f"loading {self.stored.location.url} together")
 
 
-# Strategies have the original's signature, load(sharded_state_dict, checkpoint_dir).
+# A ContextVar, because strategies have Megatron-Core's signature load(state_dict, checkpoint_dir).
 _current: ContextVar[LoadContext | None] = ContextVar("load_context", default=None)
 
 
 @contextmanager
 def using(context: LoadContext) -> Iterator[None]:
-    """Hand a context to the strategies that are called within."""
+    """Pass a context to the strategies that the block calls."""
     token = _current.set(context)
     try:
         yield
@@ -84,10 +84,10 @@ def context_of(place: str | Path | Location) -> LoadContext:
 
 
 def read_documents(location: Location, names: Sequence[str]) -> dict[str, bytes | None]:
-    """Read small documents, from an object store all at a time.
+    """Read small documents, concurrently from an object store.
 
     Returns:
-        Name -> content, ``None`` where there is no such document.
+        Name -> content, ``None`` if there is no such document.
 
     Raises:
         StorageError: the store failed.
@@ -106,9 +106,9 @@ def read_documents(location: Location, names: Sequence[str]) -> dict[str, bytes 
 def opened(
     checkpoint_dir: str | Path, storage_options: Mapping[str, Any] | None = None
 ) -> Iterator[LoadContext]:
-    """Open a checkpoint for the strategies that are called within.
+    """Open a checkpoint for the strategies that the block calls.
 
-    In an object store the root document, which answers most queries, is requested once.
+    In an object store, the root document is requested once.
     """
     location = location_of(checkpoint_dir, storage_options)
     context = context_of(location)
@@ -124,9 +124,9 @@ def find_strategies(
     sharded_strategy: LoadShardedStrategy | tuple[str, int] | None = None,
     common_strategy: LoadCommonStrategy | tuple[str, int] | None = None,
 ) -> tuple[LoadShardedStrategy, LoadCommonStrategy]:
-    """Find the strategies that can read a checkpoint.
+    """Return the strategies that read a checkpoint.
 
-    Errors as :func:`shardstore.validation.verify_checkpoint_and_load_strategy`.
+    Raises the errors of :func:`shardstore.validation.verify_checkpoint_and_load_strategy`.
     """
     return verify_checkpoint_and_load_strategy(
         context.stored.location.place,
@@ -142,7 +142,7 @@ def location_of(
     """Return the location of a path or URL.
 
     Raises:
-        NotACheckpointError: it is a file.
+        NotACheckpointError: the path is a file.
     """
     location = Location.given(checkpoint_dir, storage_options)
     if location.is_local and location.path.is_file():

@@ -1,8 +1,7 @@
-"""Reads that go through host memory: into tensors on a device, of another data type, or of other
-ranks.
+"""Reads through host memory: into tensors on a device, of another data type, or of other ranks.
 
-The stored bytes go, verified, through two buffers: one is read while the other is converted, copied
-or sent. The buffers together take no more memory than the budget.
+Verified bytes pass through two buffers: one is read while the other is converted, copied or sent.
+The buffers together use at most the budget.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Read = Callable[[Sequence[RegionRead], ReadDone | None], None]
 
 @dataclass(slots=True)
 class HostRead(RegionRead):
-    """A region that is read into host memory, and from there copied to its destination.
+    """A region that is read into host memory and then copied to its destination.
 
     Attributes:
         out: a tensor of the region's shape, on any device and of any data type.
@@ -47,13 +46,13 @@ class HostRead(RegionRead):
 
 
 class Piece(NamedTuple):
-    """A box of an array that is read into a buffer at once.
+    """A box of an array that is read into a buffer.
 
     Attributes:
-        array: the array to read from.
-        box: the part of it.
-        targets: the part of the box that goes to each destination, and that array or tensor.
-        chunks: how many chunks are complete with each target.
+        array: the array.
+        box: box of the array.
+        targets: for each destination its part of the box, and the array or tensor.
+        chunks: number of chunks that are complete with each target.
     """
 
     array: ArrayMeta
@@ -63,7 +62,7 @@ class Piece(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that it takes in a buffer of several."""
+        """Bytes of the piece in a buffer with several pieces."""
         return -(-self.box.size * dtypes.itemsize(self.array.dtype) // ALIGNMENT) * ALIGNMENT
 
 
@@ -77,10 +76,10 @@ def read_through_host(
 
     Args:
         read: reads regions into arrays of the stored data types.
-        regions: what is wanted.
-        budget_bytes: for the buffers. A chunk that cannot be read in parts, as it is compressed,
-            may take more.
-        done: told as the regions fill, in bytes of their destinations.
+        regions: the wanted regions.
+        budget_bytes: memory for the buffers. A compressed chunk, which cannot be read in parts, may
+            need more.
+        done: called as the regions fill, with bytes of their destinations.
 
     Raises:
         ChunkMissingError, ChunkCorruptError: as ``read``.
@@ -102,9 +101,9 @@ def read_through_host(
 def read_ahead(
     read: Read, batches: Sequence[Sequence[Piece]], *, pinned: bool = False
 ) -> Iterator[NDArray[np.uint8]]:
-    """Yield a buffer with what is stored of each batch; the next batch is read meanwhile.
+    """Yield a buffer with the stored bytes of each batch, while the next batch is read.
 
-    A buffer is used again for the batch after the next.
+    A buffer is reused for the batch after the next.
     """
     sizes = [sum(piece.size_bytes for piece in batch) for batch in batches]
     buffers = [
@@ -129,7 +128,7 @@ def read_ahead(
 
 
 def deliver(buffer: NDArray[np.uint8], batch: Sequence[Piece], done: ReadDone | None) -> None:
-    """Copy what was read of a batch to its destinations."""
+    """Copy the bytes of a batch to their destinations."""
     for piece, view in zip(batch, _views(buffer, batch), strict=True):
         for where, out in piece.targets:
             target = out if isinstance(out, torch.Tensor) else dtypes.as_tensor(out)
@@ -151,7 +150,7 @@ def _views(buffer: NDArray[np.uint8], batch: Sequence[Piece]) -> list[NDArray[An
 
 
 def in_batches(pieces: Iterable[Piece], limit_bytes: int) -> list[list[Piece]]:
-    """Cut pieces into batches that fit into a buffer, or are a single piece."""
+    """Divide pieces into batches that fit into a buffer or consist of one piece."""
     batches: list[list[Piece]] = []
     room = -1
     for piece in pieces:
@@ -164,7 +163,7 @@ def in_batches(pieces: Iterable[Piece], limit_bytes: int) -> list[list[Piece]]:
 
 
 def _pieces(region: HostRead, limit_bytes: int) -> Iterator[Piece]:
-    """Cut a region along the chunk grid, and where that is not enough along its axes."""
+    """Cut a region along the chunk grid and, if that is not enough, along its axes."""
     array = region.array
     most = max(1, limit_bytes // dtypes.itemsize(array.dtype))
     for part in chunk_parts(region):
@@ -177,7 +176,7 @@ def _pieces(region: HostRead, limit_bytes: int) -> Iterator[Piece]:
 
 
 def box_of(part: ChunkPart) -> Box:
-    """Return which part of its array a part of a chunk is."""
+    """Return the box of the array that a part of a chunk covers."""
     corner = part.array.grid.box(part.index).offset
     offset = tuple(a + b for a, b in zip(corner, part.within.offset, strict=True))
     return Box(offset, part.within.shape)

@@ -1,8 +1,8 @@
-"""From sharded tensors to regions: which part of which array goes where in memory.
+"""Plans a load: the regions of arrays to read, and their destinations in memory.
 
-A region is read straight into the tensor that was given, where its memory can be written; else
-through host memory. A new tensor is made where none was given, or one on the meta device.
-Flattened ranges are read as boxes, never as the whole shard. Planning moves no bytes.
+A region is read directly into the given tensor if its memory can be written, else through host
+memory. If no tensor is given, or one on the meta device, a new tensor is made. Flattened ranges are
+read as boxes, without the rest of the shard. Planning reads no bytes.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class TensorRead:
 
 
 ReadPlan: TypeAlias = dict[int, TensorRead]
-"""``id`` of a sharded tensor -> how it is loaded."""
+"""``id`` of a sharded tensor -> its plan."""
 
 
 def plan_reads(
@@ -74,12 +74,12 @@ def plan_reads(
     *,
     cast: bool | Literal["warn"] = False,
 ) -> ReadPlan:
-    """Plan how sharded tensors are loaded.
+    """Plan the load of sharded tensors. A pure function; it waits for no rank.
 
     Args:
-        tensors: what is asked for.
-        arrays: what is stored, by key.
-        url: of the checkpoint, for error texts.
+        tensors: the wanted tensors.
+        arrays: key -> stored array.
+        url: URL of the checkpoint, for error texts.
         cast: whether tensors may be filled with values of another data type; ``"warn"``: of any.
 
     Raises:
@@ -183,7 +183,7 @@ class _Memory:
 def _find_array(
     arrays: Mapping[str, ArrayMeta], tensor: ShardedTensor, url: str, cast: bool | Literal["warn"]
 ) -> ArrayMeta:
-    """Return the stored array of a tensor, if it fits."""
+    """Return the stored array of a tensor; raise an error if it does not match."""
     meta = arrays.get(tensor.key)
     if meta is None:
         raise _missing(
@@ -217,10 +217,10 @@ def _missing(key: str, arrays: Mapping[str, Any], url: str, more: str = "") -> M
 
 
 def _require_cast(tensor: ShardedTensor, meta: ArrayMeta, url: str, cast: object) -> None:
-    """Raise unless a tensor may be filled with values of another data type.
+    """Raise an error unless a tensor may be filled with values of another data type.
 
-    Within a kind (float64 to float16, int64 to int8) values that do not fit become what ``copy_``
-    makes of them.
+    Within a kind (float64 to float16, int64 to int8), values out of range are converted as by
+    ``copy_``.
     """
     remedy = "which loses more than precision and is never done for you:"
     if torch.can_cast(dtypes.torch_dtype(meta.dtype), tensor.dtype):
@@ -272,8 +272,8 @@ def held_regions(tensor: ShardedTensor, box: Box, memory: Any) -> Iterator[tuple
 
     Args:
         tensor: the shard.
-        box: what :func:`local_box` returned for it.
-        memory: an array or tensor of the shape of the shard's data.
+        box: result of :func:`local_box`.
+        memory: an array or tensor with the shape of the shard's data.
     """
     if tensor.flattened_range is None:
         prepended = (None,) * tensor.prepend_axis_num
@@ -287,7 +287,7 @@ def held_regions(tensor: ShardedTensor, box: Box, memory: Any) -> Iterator[tuple
 
 
 def _is_inside(box: Box, shape: tuple[int, ...]) -> bool:
-    """Return whether a box of as many axes lies within a shape."""
+    """Return whether a box is inside of a shape with the same number of axes."""
     for o, s, n in zip(box.offset, box.shape, shape, strict=True):  # noqa: SIM110 - twice as fast
         if o + s > n:
             return False
@@ -295,7 +295,7 @@ def _is_inside(box: Box, shape: tuple[int, ...]) -> bool:
 
 
 def _destination(tensor: ShardedTensor) -> TensorRead:
-    """Return the tensor given, if it has memory, or a new one."""
+    """Return the given tensor, if it has memory, or a new one."""
     data = tensor.data
     if data is None or data.is_meta:
         try:
@@ -316,9 +316,8 @@ def _destination(tensor: ShardedTensor) -> TensorRead:
 
 
 def goes_through_host(tensor: torch.Tensor) -> bool:
-    """Return whether stored bytes cannot be read into a tensor's own memory.
-
-    It is on a device, or holds other values than the tensor shows.
+    """Return whether stored bytes cannot be read into a tensor's memory: it is on a device, or a
+    conjugated or negated view.
     """
     return not tensor.is_cpu or tensor.is_conj() or tensor.is_neg()
 
@@ -327,8 +326,8 @@ def require_writable(tensor: torch.Tensor, key: str) -> None:
     """Raise :class:`ArgumentError` unless every element of a tensor has memory of its own.
 
     Args:
-        tensor: is to be filled by a load; on any device.
-        key: of it, for the text.
+        tensor: a tensor that a load fills, on any device.
+        key: key of the tensor, for the error text.
     """
     if tensor.layout is not torch.strided:
         what = f"of layout {tensor.layout}, which has no plain memory to be filled"
@@ -356,20 +355,20 @@ def _overlaps_itself(data: torch.Tensor) -> bool:
         return False
     extent = 1
     for stride, size in sorted(zip(data.stride(), data.shape, strict=True)):
-        if stride < extent and size != 1:  # axes reach into each other
+        if stride < extent and size != 1:  # axes overlap
             return True
         extent += stride * (size - 1)
     return False
 
 
 def whole_tensor(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> ShardedTensor:
-    """Return a stored tensor as a sharded tensor without data, whole and unsharded."""
+    """Return an unsharded ShardedTensor without data for a stored tensor."""
     zeros, ones = (0,) * len(shape), (1,) * len(shape)
     return ShardedTensor(key, None, dtype, shape, shape, zeros, ones)
 
 
 def with_destinations(wanted: ShardedStateDict, device: torch.device) -> ShardedStateDict:
-    """Return the state dict with new tensors on a device where sharded tensors have no data."""
+    """Return the state dict with new tensors on a device for sharded tensors without data."""
 
     def given(value: Any) -> Any:
         if not isinstance(value, ShardedTensor) or value.data is not None:
@@ -388,14 +387,14 @@ def part_of(
     """Return a stored tensor, or a region of it, as a sharded tensor without data.
 
     Args:
-        tensors: key -> whole tensor without data.
-        key: which.
+        tensors: key -> unsharded tensor without data.
+        key: key of the tensor.
         region: slices of leading axes, for all keys or by key.
-        url: where, for the error text.
+        url: URL of the checkpoint, for the error text.
 
     Raises:
-        MissingKeyError: no such key.
-        ArgumentError: a step other than 1, a bound that is no number, or more slices than axes.
+        MissingKeyError: there is no such key.
+        ArgumentError: a step is not 1, a bound is not a number, or there are more slices than axes.
     """
     if key not in tensors:
         raise _missing(key, tensors, url)

@@ -1,9 +1,10 @@
-"""Replicas share the reading: each chunk is read once in a group of ranks, and sent on.
+"""Replicas share the reading: one rank of a group reads each chunk and sends it to the others.
 
-Every rank of the group says which chunks it wants (a digest, where all want the same), and computes
-by itself which rank reads which. A chunk that one rank alone wants is read by it, straight to its
-place. All others are read whole, verified, by one of those that want them, and broadcast in rounds
-within a memory budget; while one round travels the next is read.
+Every rank of the group reports which chunks it wants (a digest, if all want the same), and computes
+which rank reads which chunk. If only one rank wants a chunk, it reads the chunk directly to its
+destination. One of the ranks that want another chunk reads and verifies the whole chunk, and
+broadcasts it. This happens in rounds within a memory budget; the next round is read while one is
+sent.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ from shardstore.storage.movers.parallel import local_ranks
 from shardstore.storage.stores.location import Location
 
 ROUND_BYTES = 16 * 1024 * 1024
-"""Of one rank in a round at the most, budget or not: the next is read while one travels."""
+"""Largest number of bytes of one rank in a round, so that reading and sending overlap."""
 BUFFERS = 4
-"""A rank holds at a time: what it sends, what it receives, what it reads for the next round, and
-what it reads alone to convert."""
+"""Number of buffers of a rank: to send, to receive, to read the next round, and to convert chunks
+that only it wants."""
 
 _ChunkId: TypeAlias = tuple[str, int]
 """Key of the array, and the chunk's position in the grid."""
@@ -57,13 +58,13 @@ _Round: TypeAlias = list[list[Piece]]
 
 
 class Exchange:
-    """One load of one rank of a group.
+    """The shared reading of one rank of a group.
 
     Args:
-        context: the load, with the group whose ranks share the reading; each of them makes an
-            exchange and runs it. The smallest budget of the group counts.
-        regions: what this rank wants.
-        done: told as the regions fill.
+        context: the context of the load, with the group. Each rank of the group makes an exchange
+            and runs it. The smallest budget of the group is used.
+        regions: the regions that this rank wants.
+        done: called as the regions fill.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Exchange:
                 self._parts.setdefault((part.array.key, part.number), []).append(part)
 
     def run(self) -> None:
-        """Read and exchange. Called by every rank of the group.
+        """Read and exchange. Every rank of the group calls it and waits for the others.
 
         Raises:
             RanksError: another rank of the group failed.
@@ -108,7 +109,7 @@ class Exchange:
                     broadcast_bytes(torch.from_numpy(buffer), source, self._group)
                     try:
                         deliver(buffer, batch, self._done)
-                    except Exception as problem:  # the others wait for the next broadcast
+                    except Exception as problem:  # continue: the others wait for the next broadcast
                         failed = failed or problem
         with self._context.together():
             if failed is not None:
@@ -116,8 +117,8 @@ class Exchange:
             reading_alone.result()
 
     def _wanted_by_rank(self) -> list[list[_ChunkId]]:
-        """Gather the chunks that each rank wants, and the smallest of all limits: ranks cut the
-        same rounds. Where all want the same, every entry is the same object."""
+        """Gather the chunks that each rank wants, and the smallest limit, so that all ranks form
+        the same rounds. If all want the same chunks, every entry is the same object."""
         wanted = sorted(self._parts)
         about = pickle.dumps((self._stored.location.url, wanted))
         told = gathered((xxhash.xxh3_64_intdigest(about), self._limit_bytes), self._group)
@@ -129,8 +130,7 @@ class Exchange:
     def _plan(
         self, wanted: Sequence[Sequence[_ChunkId]], mine: int
     ) -> tuple[list[_ChunkId], list[_Round]]:
-        """Return the chunks that this rank reads for itself, and the rounds, which are the same on
-        every rank."""
+        """Return the chunks that only this rank wants, and the rounds, the same on every rank."""
         ranks = list(range(len(wanted)))
         holders: dict[_ChunkId, list[int]] = {}
         if all(other is wanted[0] for other in wanted):
@@ -153,7 +153,7 @@ class Exchange:
         return [chunk for chunk, holding in holders.items() if holding == [mine]], rounds
 
     def _piece(self, chunk: _ChunkId) -> Piece:
-        """Return a whole chunk with what this rank wants of it."""
+        """Return a whole chunk with the parts that this rank wants."""
         key, number = chunk
         array = self._stored.arrays[key]
         parts = self._parts.get(chunk, ())
@@ -161,8 +161,8 @@ class Exchange:
         return Piece(array, array.grid.box(array.grid.index(number)), targets)
 
     def _read_alone(self, chunks: Sequence[_ChunkId]) -> None:
-        """Read what no other rank wants. In another thread than the caller's: onto a device behind
-        what the caller has queued there."""
+        """Read the chunks that no other rank wants. It runs in another thread; copies to a device
+        wait for work that the caller has queued there."""
         reads: list[RegionRead] = []
         several: list[Piece] = []
         for chunk in chunks:
@@ -184,19 +184,19 @@ class Exchange:
 
 
 def sharing_group(group: Group, share: str, place: Location) -> Group:
-    """Return the group that this rank would share its reading with, ``None`` for none.
+    """Return the group that this rank wants to share its reading with, ``None`` for none.
 
-    All ranks of the group have to want it, see :func:`agree`.
+    All ranks of the group must want it, see :func:`agree`.
 
     Args:
         group: the group, ``None`` for none.
-        share: ``"always"``, ``"never"``, or ``"auto"``: where bytes come over a network, from an
-            object store or to more than this host. From a local disk they do not: the page cache
-            hands a chunk to a second rank of the host faster than the first rank could send it.
+        share: ``"always"``, ``"never"`` or ``"auto"``: share if the checkpoint is in an object
+            store or the group spans hosts. For a local disk on one host, reading from the page
+            cache is faster than sending.
         place: the checkpoint.
 
     Raises:
-        ArgumentError: no such choice.
+        ArgumentError: ``share`` is another value.
     """
     if share not in ("auto", "always", "never"):
         raise ArgumentError(f"share_replicas={share!r} must be 'auto', 'always' or 'never'")
@@ -208,9 +208,9 @@ def sharing_group(group: Group, share: str, place: Location) -> Group:
 
 
 def _is_on_several_hosts(group: Group) -> bool:
-    """Return whether a group spans hosts; unknown counts as no.
+    """Return whether a group spans hosts; ``False`` if unknown.
 
-    Launchers tell the ranks of a host (``LOCAL_WORLD_SIZE``) and number ranks host by host.
+    Launchers set the number of ranks per host (``LOCAL_WORLD_SIZE``), and number ranks by host.
     """
     if not os.environ.get("LOCAL_WORLD_SIZE"):
         return False
@@ -219,7 +219,7 @@ def _is_on_several_hosts(group: Group) -> bool:
 
 
 Members: TypeAlias = range | tuple[int, ...]
-"""Global numbers of a group's ranks; evenly spaced ones take few bytes."""
+"""Global numbers of a group's ranks; a range, if they are evenly spaced, to send few bytes."""
 
 Offer: TypeAlias = tuple[Members, str, bool] | None
 """A rank's group, its ``share_replicas``, and whether it would share. ``None``: it gave no group,
@@ -229,19 +229,19 @@ _NAMED = 8
 
 
 def offer(group: Group, share: str, shares: bool) -> Offer:
-    """Return what the coordinator is told of this rank's group.
+    """Return this rank's report about its group for the coordinator.
 
     Args:
         group: a process group, ``None`` for none.
         share: ``share_replicas``.
-        shares: whether it would share.
+        shares: whether this rank wants to share.
     """
     members = () if group is None else global_ranks(group)
     return (members_of(members), share, shares) if members else None
 
 
 def members_of(ranks: tuple[int, ...]) -> Members:
-    """Return the shortest form of a group's ranks, the same for the same ranks."""
+    """Return the shortest form of a group's ranks; equal for equal ranks."""
     if len(ranks) > 1 and ranks[0] < ranks[1]:
         regular = range(ranks[0], ranks[-1] + 1, ranks[1] - ranks[0])
         if tuple(regular) == ranks:
@@ -250,9 +250,8 @@ def members_of(ranks: tuple[int, ...]) -> Members:
 
 
 def agree(offers: Sequence[Offer], url: str) -> frozenset[Members]:
-    """Return the groups that do not share: with ``"auto"``, if some of their ranks would not.
-
-    Called by the coordinator.
+    """Return the groups that do not share, because with ``"auto"`` some of their ranks do not want
+    it. The coordinator calls it.
 
     Args:
         offers: by rank.

@@ -77,9 +77,9 @@ class LoadCall:
     """The arguments of :func:`shardstore.load` on one rank.
 
     Attributes:
-        error: what went wrong on this rank before; it is raised on every rank.
+        error: an earlier error of this rank; every rank raises an error then.
 
-    All others are described at :func:`shardstore.load`.
+    :func:`shardstore.load` describes all others.
     """
 
     sharded_state_dict: ShardedStateDict
@@ -101,38 +101,38 @@ class LoadCall:
 
     @property
     def mode(self) -> StrictHandling:
-        """How keys that do not match are treated."""
+        """The mode for keys that do not match."""
         return parse_strict_flag(self.strict)
 
     @property
     def device(self) -> torch.device | None:
-        """Where tensors are made; ``None``: on the host."""
+        """Device of new tensors; ``None``: the host."""
         try:
             device = None if self.map_location is None else torch.device(self.map_location)
         except (RuntimeError, TypeError) as error:
             raise ArgumentError(
                 f"map_location={self.map_location!r:.100} must be a device, as in 'cpu' or "
-                "'cuda:0', or None; without one, what is not given lies in host memory"
+                "'cuda:0', or None; without one, new tensors are in host memory"
             ) from error
         if device is not None and device.type == "meta":
             raise ArgumentError(
-                f"map_location={self.map_location!r} is a device without memory, where nothing can "
-                "be loaded; load_tensors_metadata() tells keys, shapes and data types without it"
+                f"map_location={self.map_location!r} is a device without memory; "
+                "load_tensors_metadata() returns keys, shapes and data types without loading"
             )
         return device
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _Request:
-    """What one rank asks for.
+    """The request of one rank.
 
     Attributes:
         group: the process group that shares the reading, if all of its ranks agree.
-        offer: what the coordinator is told of the group.
+        offer: the report about the group, for the coordinator.
         adopted: the caller's state dict, with DTensors as sharded tensors.
-        wanted: its sharded tensors and objects; ``None`` until the stored keys are known, where
-            plain tensors or DTensors are loaded.
-        nonpersistent, factories: what :func:`load_preprocess` splits off.
+        wanted: its sharded tensors and objects; ``None`` until the stored keys are known, if plain
+            tensors or DTensors are loaded.
+        nonpersistent, factories: parts that :func:`load_preprocess` splits off.
     """
 
     group: Group
@@ -143,7 +143,7 @@ class _Request:
     factories: StateDict = field(default_factory=dict)
 
     def split(self, adopted: Adopted) -> _Request:
-        """Split the adopted state dict by what is loaded, kept, and merged again."""
+        """Split the adopted state dict into wanted, non-persistent and factory entries."""
         wanted, nonpersistent, factories = load_preprocess(adopted.state)
         wanted = extract_sharded_base(wanted)[0]
         return _Request(self.group, self.offer, adopted, wanted, nonpersistent, factories)
@@ -151,7 +151,7 @@ class _Request:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _Matched:
-    """What is read, compared with what is stored."""
+    """The wanted entries after the comparison with the checkpoint."""
 
     for_tensors: LoadShardedStrategy
     for_common: LoadCommonStrategy
@@ -164,11 +164,11 @@ class _Matched:
 def run_load(
     call: LoadCall, stored_metadata: StoredMetadata
 ) -> StateDict | tuple[StateDict, set[str], set[str]]:
-    """Load. Called by every rank, see :func:`shardstore.load`.
+    """Load a checkpoint. Every rank calls it and waits for all others, see :func:`shardstore.load`.
 
     Args:
-        call: what this rank gives.
-        stored_metadata: tells what the checkpoint holds, where keys are compared.
+        call: the arguments of this rank.
+        stored_metadata: returns the entries of the checkpoint, if keys are compared.
     """
     ranks = GroupRanks.of(call.process_group)
     try:
@@ -259,19 +259,19 @@ def open_checkpoint(
     """Open the checkpoint with the documents that the coordinator read.
 
     Args:
-        call: what this rank gives.
+        call: the arguments of this rank.
         location: the checkpoint.
-        request: what this rank asks for.
-        answer: what :func:`_agree` returned on the coordinator.
-        meter: counts what is read.
+        request: the request of this rank.
+        answer: result of :func:`_agree` on the coordinator.
+        meter: counts the read bytes.
 
     Returns:
-        The context of all that follows, and what :func:`_checked` returned; ``None`` if a rank has
-        to know the stored keys first.
+        The context of the load, and the result of :func:`_checked`; ``None`` if a rank needs the
+        stored keys first.
     """
     (url, documents), reports, apart = pickle.loads(answer)
     is_apart = request.offer is not None and request.offer[0] in apart
-    # A rank that gave another place than the coordinator reads its documents itself.
+    # A rank with another place than the coordinator's reads its documents itself.
     stored = StoredCheckpoint(location, documents=documents if url == location.url else {})
     context = LoadContext(
         stored=stored,
@@ -283,11 +283,11 @@ def open_checkpoint(
     return context, reports
 
 
-# -- what is asked for -----------------------------------------------------------------------------
+# -- the request -----------------------------------------------------------------------------------
 
 
 def _prepare(call: LoadCall, location: Location, error: BaseException | None) -> _Request:
-    """Check the arguments, and split the state dict unless that takes the stored keys."""
+    """Check the arguments, and split the state dict unless this needs the stored keys."""
     if error is not None:
         raise error
     require_group("replica_group", call.replica_group)
@@ -295,8 +295,8 @@ def _prepare(call: LoadCall, location: Location, error: BaseException | None) ->
     check_state(call.sharded_state_dict)
     if call.cast not in (True, False, "warn"):
         raise ArgumentError(
-            f"cast={call.cast!r:.100} must be True, False or 'warn': tensors have the data types "
-            "that the state dict asks for"
+            f"cast={call.cast!r:.100} must be True, False or 'warn'; the state dict names the data "
+            "types"
         )
     _ = call.mode, call.device
     group = sharing_group(call.replica_group, call.share_replicas, location)
@@ -324,7 +324,7 @@ def _report(call: LoadCall, wanted: ShardedStateDict | None) -> bytes | None:
 
 
 def _compares_all(call: LoadCall) -> bool:
-    """Return whether what is stored is compared with what all ranks together ask for."""
+    """Return whether the stored keys are compared with the keys of all ranks together."""
     return StrictHandling.requires_global_app_metadata(call.mode)
 
 
@@ -336,11 +336,11 @@ def _joined(said: Sequence[bytes]) -> bytes:
 
 
 def _agree(call: LoadCall, location: Location, said: Sequence[bytes]) -> bytes:
-    """Read the documents for all ranks, and check what they ask for. Called on the coordinator.
+    """Read the documents for all ranks, and check their requests. The coordinator calls it.
 
     Returns:
-        Pickled: the checkpoint and its documents; what :func:`_checked` returned, ``None`` if the
-        shards of a rank are not known yet; the groups that share nothing.
+        Pickled: the checkpoint and its documents; the result of :func:`_checked`, ``None`` if the
+        shards of a rank are not known yet; the groups that do not share.
     """
     reports, offers = zip(*map(pickle.loads, said), strict=True)
     apart = agree([one for some in offers for one in some], location.url)
@@ -357,14 +357,14 @@ def _checked(call: LoadCall, reports: Sequence[bytes]) -> list[bytes]:
     """Check that all ranks together ask for each tensor once.
 
     Returns:
-        The reports if they are compared with what is stored, else none.
+        The reports if they are compared with the stored keys, else none.
     """
     if call.validate_access_integrity:
         check_reports(reports)
     return list(reports) if _compares_all(call) else []
 
 
-# -- what is stored --------------------------------------------------------------------------------
+# -- comparison with the checkpoint ----------------------------------------------------------------
 
 
 def _match(
@@ -374,7 +374,7 @@ def _match(
     reports: Sequence[bytes],
     stored_metadata: StoredMetadata,
 ) -> _Matched:
-    """Compare what is asked for with what is stored, as strictly as was asked."""
+    """Compare the request with the stored entries, in the mode of ``strict``."""
     place, wanted = context.stored.location.place, request.wanted
     assert wanted is not None
     for_tensors, for_common = find_strategies(context, call.sharded_strategy, call.common_strategy)
@@ -397,11 +397,11 @@ def _match(
 
 
 def _read(context: LoadContext, matched: _Matched) -> StateDict:
-    """Read sharded objects, then tensors, which the ranks of a sharing group read together."""
+    """Read sharded objects, then tensors; the ranks of a group may share the tensors' reading."""
     place = context.stored.location.place
     loaded: StateDict = {}
     tensors: Any = matched.wanted
-    # Before tensors travel, so that nobody waits for a rank that could not load its objects.
+    # Before tensors are exchanged, so that no rank waits for one that could not load its objects.
     with context.together():
         if not matched.for_tensors.can_handle_sharded_objects:
             validate_sharded_objects_handling(matched.for_tensors, matched.for_common)
@@ -414,6 +414,6 @@ def _read(context: LoadContext, matched: _Matched) -> StateDict:
 
 
 def _assemble(request: _Request, matched: _Matched, loaded: StateDict) -> StateDict:
-    """Merge what was loaded with the common state, the objects kept here, and the factories."""
+    """Merge the loaded entries, common values, non-persistent objects and factories."""
     state = merge(merge(matched.common_state, request.nonpersistent), loaded)
     return request.adopted.restore(apply_factory_merges(state, request.factories))

@@ -43,16 +43,16 @@ T = TypeVar("T", bound=ShardedBase)
 
 
 class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
-    """Spreads saving over the ranks of a group that hold the same shards.
+    """Divides a save among the ranks of a group that hold the same shards.
 
     Args:
-        strategy: strategy that writes; it sees a state dict in which each shard of the group has
-            exactly one main replica, so that the bytes are spread evenly over the ranks.
+        strategy: strategy that writes. It gets a state dict in which each shard of the group has
+            exactly one main replica, with about equal bytes on each rank.
         parallelization_group: ranks that share the work, usually the data-parallel group; None for
             all ranks.
-        do_cache_distribution: keep the distribution and use it again for the next state dicts of
-            the same structure (if the structure of any rank has changed, all compute it anew).
-        pg_cache_path, pg_cache_create: Megatron-Core's, without effect.
+        do_cache_distribution: reuse the distribution for the next state dicts with the same
+            structure. If the structure of any rank has changed, all ranks compute it again.
+        pg_cache_path, pg_cache_create: arguments of Megatron-Core, without effect.
     """
 
     def __init__(
