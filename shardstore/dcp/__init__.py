@@ -1,8 +1,8 @@
-"""PyTorch Distributed Checkpoint (DCP) over shardstore, both ways.
+"""Support for PyTorch Distributed Checkpoint (DCP).
 
-:class:`StorageWriter` and :class:`StorageReader` put plain Zarr under any program that uses
-``torch.distributed.checkpoint``, and :func:`install` under those that let nobody choose its
-storage; :mod:`shardstore.dcp.files` reads DCP's own file format.
+:class:`StorageWriter` and :class:`StorageReader` make ``torch.distributed.checkpoint`` write and
+read plain Zarr. :func:`install` does so for programs that offer no way to choose the storage.
+:mod:`shardstore.dcp.files` reads DCP's own file format.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ class Ranks:
 
     @classmethod
     def current(cls, purpose: str = "") -> Ranks:
-        """Return the ranks of the default process group, or a world of one. It waits for nobody.
+        """Return the ranks of the default process group, or one rank. It waits for no other rank.
 
         Args:
             purpose: each purpose has connections of its own, so that a thread in the background can

@@ -1,14 +1,14 @@
 """Attempt and commit on a local or shared file system: a hidden folder, and one rename.
 
-An attempt is a hidden folder beside its target, ``.NAME.attempt-ID``; publishing is one rename,
-onto nothing or onto an empty folder, or one atomic exchange with the checkpoint that is replaced
+An attempt is a hidden folder beside its target, ``.NAME.attempt-ID``. The commit is one rename to a
+new name or onto an empty folder, or one atomic exchange with the replaced checkpoint
 (``renameat2(RENAME_EXCHANGE)``, Linux man-pages rename(2)), which stays readable until then. A
 reader never sees a folder that is being written.
 
-The ID names the process that the folder belongs to, so that the next save and the sweeper find what
-a dead one left. A mark in the folder says what it is: with the mark of its own ID it is an attempt,
-and all of it can go. Without, it is what a commit replaced or a deletion took away, and what is no
-part of a checkpoint in it (a log, a config) goes back to the target first.
+The ID names the process of the folder, so that the next save and the sweeper find the remains of
+dead processes. A folder with the mark of its own ID is an attempt, and all of it can be removed.
+Without the mark, it is a checkpoint that a commit replaced or a deletion renamed; files in it that
+are not part of the checkpoint (a log, a config) first go back to the target.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from shardstore.storage.movers.files import sync_file_system
 from shardstore.storage.stores.location import Location, fsync, store_errors
 
 OWNER_NAME = ".owner.json"
-"""The mark in a folder; it holds the last part of an ID."""
+"""Name of the mark in a folder; its content is the last part of an ID."""
 DEFAULT_AGE = timedelta(days=1)
-"""What another host left counts as dead once nothing was written to it for so long."""
-"""The mark in a folder; it holds the last part of an ID."""
+"""Time without writes after which an attempt of another host counts as dead."""
+"""Name of the mark in a folder; its content is the last part of an ID."""
 DEFAULT_AGE = timedelta(days=1)
-"""What another host left counts as dead once nothing was written to it for so long."""
+"""Time without writes after which an attempt of another host counts as dead."""
 SEEN_S, POLL_S = 90.0, 0.2
-"""For how long a folder is waited for that another machine has just made."""
+"""Seconds to wait until a folder of another machine becomes visible."""
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 _ASIDE = ".replaced"
@@ -64,14 +64,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _is_taken(place: Location) -> bool:
-    """Return whether anything with a checkpoint's marks is at a local place: nothing may lie there
-    that a save writes over unasked."""
+    """Return whether a local place holds a checkpoint or parts of one, which a save must not
+    overwrite without being asked to."""
     return any(place.exists(name) for name in COMMITS)
 
 
 @dataclass(frozen=True)
 class FolderAttempt(Attempt):
-    """One try at writing a checkpoint to a local or shared file system."""
+    """An attempt to write a checkpoint to a local or shared file system."""
 
     @property
     def location(self) -> Location:
@@ -98,20 +98,20 @@ class FolderAttempt(Attempt):
         self.location.write(name, data)
 
     def flush(self) -> None:
-        """Wait until what this rank wrote is on the disk."""
+        """Wait until everything that this rank wrote is on the disk."""
         sync_file_system(self.location)
 
     def commit(self, documents: Sequence[tuple[str, bytes]], *, durable: bool) -> None:
-        """Write the last documents in order, and put the attempt in its target's place in one
-        atomic step. Called by one process.
+        """Write the last documents in order, and move the attempt to its target in one atomic step.
+        One process calls it.
 
         Args:
             documents: names and contents.
             durable: wait until all of it is on the disk.
 
         Raises:
-            CheckpointExistsError: another checkpoint was committed there in the meantime.
-            StorageError: the store refused; the target is as it was.
+            CheckpointExistsError: another save has committed a checkpoint there.
+            StorageError: the store failed; the target is unchanged.
         """
         self.put_all(documents)
         source, target = self.location.url, self.target.url
@@ -154,8 +154,8 @@ class FolderAttempt(Attempt):
             raise exists_error(self.target, meanwhile=True)
 
     def abandon(self, *, durable: bool = True) -> None:
-        """Remove what was written, or what the commit replaced. Called by one process, once all
-        have stopped writing. What cannot be removed is left to the next save."""
+        """Remove the attempt, or the checkpoint that the commit replaced. One process calls it,
+        after all ranks have stopped writing. The next save removes what could not be removed."""
         try:
             self.remove(durable=durable)
         except OSError as error:
@@ -362,7 +362,7 @@ def _is_dead(found: re.Match[str], url: str, older_than: timedelta) -> bool:
 
 
 def paths(top: str) -> Iterator[str]:
-    """Paths of all files and folders below one."""
+    """Yield the paths of all files and folders below a folder."""
     for above, folders, files in os.walk(top):
         yield from (os.path.join(above, name) for name in (*folders, *files))
 
@@ -372,14 +372,14 @@ def _fresh_id() -> str:
 
 
 def _owner() -> str:
-    """What tells this process from any other one, on any machine, at any time."""
+    """Return an identity of this process that is unique among machines and over time."""
     pid = os.getpid()
     return f"{_machine()}-{pid}-{_start_of(pid)}"
 
 
 @cache
 def _machine() -> str:
-    """What tells this machine, boot and pid namespace from any other."""
+    """Return an identity of this machine, boot and pid namespace."""
     about = [socket.gethostname()]
     with contextlib.suppress(OSError):
         about.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())

@@ -1,8 +1,7 @@
-"""What lies at a place that has a checkpoint's marks: a checkpoint, or something that only looks
-like one.
+"""Tells checkpoints from places that only look like one.
 
-An array's folder inside a checkpoint has a ``zarr.json`` too, and so has a group that another
-program wrote. Neither may be listed, replaced or deleted as a checkpoint.
+The folder of an array in a checkpoint has a ``zarr.json`` too, and so has a group of another
+program. Neither may be listed, replaced or deleted as a checkpoint.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from shardstore.storage.stores.location import Location, store_errors
 
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")
 _MOST = 50
-"""So many folders are looked into, at most."""
+"""Largest number of folders that are searched."""
 
 
 def _parsed(text: bytes) -> tuple[str | None, bool]:
@@ -47,17 +46,16 @@ def _document(location: Location) -> tuple[str | None, bool]:
 
 
 def node_type(location: Location) -> str | None:
-    """``"array"`` or ``"group"`` of a place's own Zarr v3 document, ``None`` where there is none
-    that can be read."""
+    """Return ``"array"`` or ``"group"`` by a place's own Zarr v3 document, ``None`` if there is
+    none that can be read."""
     return _document(location)[0]
 
 
 def what_else(location: Location) -> str | None:
-    """What is at a place with a ``zarr.json`` and no ``metadata.json``, if it is no checkpoint of
-    ours; ``None`` for one, a damaged one included, so that it can be removed.
+    """Describe a place with a ``zarr.json`` and no ``metadata.json``, for an error text.
 
     Returns:
-        Words for an error text.
+        ``None`` for a checkpoint of ours, also a damaged one, so that it can be removed.
     """
     kind, ours = _document(location)
     if kind == "array":
@@ -74,7 +72,7 @@ def is_foreign_node(text: bytes) -> bool:
 
 
 def is_ours(location: Location) -> bool:
-    """Return whether a checkpoint of ours is at a place, and DCP has not written over it since."""
+    """Return whether a place holds a checkpoint of ours that DCP has not overwritten."""
     if not location.exists("zarr.json"):
         return False
     try:
@@ -85,10 +83,9 @@ def is_ours(location: Location) -> bool:
 
 
 def instead(location: Location) -> str | None:
-    """What is there instead of a checkpoint, and what to do with it; ``None`` where nothing can be
-    said.
+    """Describe a place that is not a checkpoint, and the remedy; ``None`` if it is unknown.
 
-    Asked where a call has failed already: a store that does not answer changes nothing.
+    It is called after another error, so errors of the store are ignored.
     """
     try:
         is_file = location.is_local and location.path.is_file()

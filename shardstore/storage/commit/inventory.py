@@ -1,8 +1,7 @@
-"""What lies at a place: which names are of checkpoints, and whether one is committed there.
+"""Finds which files at a place belong to a checkpoint, and whether one is committed there.
 
-Judged by names, by the documents that commit a checkpoint, and by what attempts said that they
-would write. Folders and object stores have the same rules; a folder's names are those of its
-entries and of theirs.
+It uses the names, the documents that commit a checkpoint, and the lists of attempts. The rules are
+the same for folders and object stores; for a folder they use the names of two levels.
 """
 
 from __future__ import annotations

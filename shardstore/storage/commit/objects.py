@@ -523,8 +523,8 @@ def delete(place: Location) -> None:
     left.
 
     Raises:
-        StorageError: the store refused; or the place was claimed anew before anything was deleted.
-            Where that happens later, what is left is cleared by whoever claimed it.
+        StorageError: the store failed; or another process claimed the place before anything was
+            deleted. If it claims the place later, it clears the rest.
     """
     attempt = claimed(place)
     try:

@@ -1,8 +1,7 @@
-"""Pure: how an array is cut into chunks, who owns which chunk, and what a region is made of.
+"""The chunk grid: how an array is cut into chunks, and which chunks a region overlaps.
 
-The grid is a function of the global shape, the shard shape, the item size and the target size
-alone, so that every rank computes it for itself and all ranks get the same. Its one promise: **no
-chunk straddles two shards**. Nothing here knows tensors, files or ranks. All shapes, offsets and
+The grid is a pure function of the global shape, the shard shape, the item size and the target size,
+so that all ranks compute the same grid. **No chunk straddles two shards.** All shapes, offsets and
 edges are in elements, in C order, outermost axis first.
 """
 

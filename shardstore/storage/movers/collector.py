@@ -31,8 +31,8 @@ def collector_paused() -> Iterator[None]:
     try:
         yield
     finally:
-        # What was made meanwhile counts as old from here on (Python documentation, gc.freeze): a
-        # collection of the young would follow at once, and walk all of it for nothing. What the
+        # Objects made during the pause are skipped from here on (Python documentation, gc.freeze):
+        # a collection of the young would follow at once, and walk all of it for nothing. What the
         # program has frozen stays so.
         if gc.get_count()[0] > MANY and not gc.get_freeze_count():
             gc.freeze()

@@ -1,8 +1,6 @@
-"""Where a checkpoint is: one URL for both planes, and the small-document verbs of the control
-plane.
+"""The location of a checkpoint, and operations on its small documents.
 
-Local paths go straight to the operating system; anything else goes over fsspec (:mod:`remote`). It
-knows bytes and names, not what the documents mean.
+Local paths use the operating system; all other URLs use fsspec (:mod:`remote`).
 """
 
 from __future__ import annotations
