@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 import shardstore
-from scripts.s3_servers import S3Server, radosgw
+from scripts.s3_servers import radosgw
 from shardstore import CheckpointingException, CheckpointManager, ShardedTensor
 from tests.helpers.deaths import Kills
 from tests.helpers.s3_proxy import Fault, FaultProxy
@@ -297,8 +297,9 @@ def judged(place: Place, operation: str, outcome: str, text: str) -> tuple[str, 
     return outcome, ""
 
 
-def strike_all(count: int, seed: int, server: S3Server | None) -> int:
+def strike_all(count: int, seed: int, only: str | None) -> int:
     """Strike so often, print a table and one line; 1 if anything was lost."""
+    server = None if only == "disk" else radosgw()
     chance = random.Random(seed)
     table: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     problems, began = [], time.monotonic()
@@ -308,7 +309,7 @@ def strike_all(count: int, seed: int, server: S3Server | None) -> int:
         proxy.start()
     for number in range(count):
         operation = OPERATIONS[number % len(OPERATIONS)]
-        on_s3 = proxy is not None and number % 4 == 3
+        on_s3 = proxy is not None and (only == "s3" or number % 4 == 3)
         kinds = list(S3) if on_s3 else list(DISK)
         # A silent server costs 15 s each time.
         weights = [1 if kind == "silent" else 4 for kind in kinds]
@@ -349,15 +350,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/faults", description=__doc__)
     parser.add_argument("--count", type=int, default=200, help="faults (default 200)")
     parser.add_argument("--seed", type=int, default=0, help="repeats the faults of a run")
-    parser.add_argument("--no-s3", action="store_true", help="on disk only")
+    parser.add_argument("--only", choices=("disk", "s3"), help="default: every fourth on S3")
     parser.add_argument("--cycles", type=int, help="run a manager on 4 ranks for so many cycles")
     arguments = parser.parse_args()
     if arguments.cycles:
         from scripts.faults_cycles import run_cycles
 
         return run_cycles(arguments.cycles, arguments.seed)
-    server = None if arguments.no_s3 else radosgw()
-    return strike_all(arguments.count, arguments.seed, server)
+    return strike_all(arguments.count, arguments.seed, arguments.only)
 
 
 if __name__ == "__main__":
