@@ -45,9 +45,6 @@ OWNER_NAME = ".owner.json"
 """Name of the mark in a folder; its content is the last part of an ID."""
 DEFAULT_AGE = timedelta(days=1)
 """Time without writes after which an attempt of another host counts as dead."""
-"""Name of the mark in a folder; its content is the last part of an ID."""
-DEFAULT_AGE = timedelta(days=1)
-"""Time without writes after which an attempt of another host counts as dead."""
 SEEN_S, POLL_S = 90.0, 0.2
 """Seconds to wait until a folder of another machine becomes visible."""
 _RENAME_EXCHANGE = 2
