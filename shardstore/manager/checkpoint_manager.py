@@ -117,8 +117,8 @@ class CheckpointManager:
         prefix: prefix of the names of steps.
         storage_options: options of an object store, see :func:`shardstore.save`.
         sweep_after: in an object store, remove the remains of an unfinished save after nothing was
-            written to it for this time. On local disks they are removed at once if the process of
-            the save ran on this host and is dead.
+            written to it for this time. On local disks the same holds for a save of another host;
+            if its process ran on this host and is dead, they are removed at once.
 
     Raises:
         ArgumentError: a rule or the prefix has a wrong type or value.

@@ -41,7 +41,6 @@ only checkpoints that have it."""
 READS = 16
 """Number of commits that are read at a time from an object store."""
 
-_ATTEMPT = re.compile(r"\.(.+)\.attempt-.+")
 _PREFIX = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*|")
 
 
@@ -277,9 +276,9 @@ class Steps:
     def sweep(self, older_than: timedelta) -> list[str]:
         """Remove the remains of unfinished saves of steps. One process calls it.
 
-        On local disks it removes attempts whose process ran on this host and is dead. In an object
-        store it removes steps without a commit to which nothing was written for ``older_than``, by
-        the store's clock.
+        On local disks it removes what dead processes left, of another host after ``older_than``. In
+        an object store it removes steps without a commit to which nothing was written for
+        ``older_than``, by the store's clock.
 
         Returns:
             URLs of the removed attempts.
@@ -288,24 +287,22 @@ class Steps:
             StorageError: the store failed.
         """
         swept: list[str] = []
-        is_local = self.root.is_local
-        names = self.root.listing()
-        if is_local:
-            names = [found[1] for found in map(_ATTEMPT.fullmatch, names) if found]
-        for step in {step for step in map(self.step_of, names) if step is not None}:
+        if self.root.is_local:
+            for left in folder.leftovers(self.root.url, older_than=older_than):
+                if (step := self.step_of(left.target.name)) is not None:
+                    with self._unused(step) as free:
+                        if free and folder.sweep(left):
+                            swept.append(left.location.url)
+            return swept
+        for step in {step for step in map(self.step_of, self.root.listing()) if step is not None}:
             place = self.place(step)
             # Also checked before it is locked: another thread may be about to read it.
-            if not is_local and is_checkpoint(place):
+            if is_checkpoint(place):
                 continue
             with self._unused(step) as free:
-                if free and is_local:
-                    left = list(folder.leftovers(self.root.url, place.name, older_than))
-                    swept += [one.location.url for one in left if folder.sweep(one)]
-                elif free and not is_checkpoint(place):
-                    swept += [
-                        left.url
-                        for left in checkpoints.sweep(place, dry_run=False, older_than=older_than)
-                    ]
+                if free and not is_checkpoint(place):
+                    found = checkpoints.sweep(place, dry_run=False, older_than=older_than)
+                    swept += [left.url for left in found]
         return swept
 
 

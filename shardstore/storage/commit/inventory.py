@@ -224,7 +224,8 @@ def own_names(
     def is_own(name: str) -> bool:
         first, below, rest = name.partition("/")
         if not below:
-            return first in _OWN or first.endswith(".distcp")
+            # A document, or what a death left of one that was to take its place.
+            return first.partition(".new-")[0] in _OWN or first.endswith(".distcp")
         if first == ATTEMPTS:
             return True
         if first in foreign:
