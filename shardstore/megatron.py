@@ -365,9 +365,7 @@ def get_default_load_sharded_strategy(checkpoint_dir: object = None) -> LoadShar
 def load_common_state_dict(checkpoint_dir: str | Path) -> StateDict:
     """Load only the common values. Any rank may call it; it waits for no other."""
     state = serialization.load_common_state_dict(checkpoint_dir)
-    if _reads_no_old_states() and _modernise(state):
-        state.setdefault(CONTENT_METADATA_KEY, {SHARDING_TYPES[0]: NEW_SHARDING})
-    return state
+    return modernise(state) if _reads_no_old_states() else state
 
 
 @wraps(serialization.load_content_metadata)
@@ -398,6 +396,18 @@ def _is_old(context: LoadContext) -> bool:
     if not _reads_no_old_states() or not context.stored.has_document(COMMON_STATE_NAME):
         return False
     return _modernise(find_strategies(context)[1].load_common(context.stored.location.place))
+
+
+def modernise(common_state: StateDict) -> StateDict:
+    """Describe old optimizer states, if there are any, as Megatron-Core since 0.15 names them."""
+    if _modernise(common_state):
+        common_state.setdefault(CONTENT_METADATA_KEY, {SHARDING_TYPES[0]: NEW_SHARDING})
+    return common_state
+
+
+def modernised_key(key: str) -> str:
+    """Return today's key of a tensor of an old optimizer state."""
+    return NEW_PREFIX + key.removeprefix(OLD_PREFIX) if key.startswith(OLD_PREFIX) else key
 
 
 def _modernise(state: Any) -> bool:

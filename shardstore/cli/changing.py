@@ -18,7 +18,7 @@ from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
 
 _LOOKS = "Default: detected."
-_TARGETS = "shardstore, safetensors or dcp. Default: by the name."
+_TARGETS = "shardstore, safetensors, dcp or megatron. Default: by the name."
 _FILES = "Size of each safetensors file. Default: 5 GB."
 _OLD = "In object stores: age of the remains."
 _OTHER = "Options of TARGET's store, if it differs."

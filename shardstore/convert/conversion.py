@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, Literal
 
@@ -42,7 +42,7 @@ from shardstore.storage.stores.location import Location
 logger = logging.getLogger(__name__)
 
 FORMATS = ("shardstore", "megatron-zarr", "torch_dist", "dcp", "safetensors")
-TARGET_FORMATS = ("shardstore", "safetensors", "dcp")
+TARGET_FORMATS = ("shardstore", "safetensors", "dcp", "megatron")
 DEFAULT_MEMORY_BUDGET = 512 * 1024 * 1024
 DEFAULT_FILE_BYTES = 5 * 1000**3
 MOST_CHUNKS = 4 * 1024 * 1024
@@ -147,9 +147,10 @@ def convert(
     opened = open_source(place, found)
     same = [about, opened.identity(), memory_budget, file_bytes]
     journal = _Journal(beside.child(f".{goal.name}.convert.journal"), json.dumps(same))
+    sources = {built.key_of(key): meta for key, meta in opened.arrays.items()}
     arrays = [
-        built.array(meta, opened.boxes(key), batch_bytes)
-        for key, meta in sorted(opened.arrays.items())
+        built.array(replace(meta, key=key), opened.boxes(meta.key), batch_bytes)
+        for key, meta in sorted(sources.items())
     ]
     if (count := sum(array.grid.size for array in arrays)) > MOST_CHUNKS:
         raise DamagedCheckpointError(
@@ -169,7 +170,7 @@ def convert(
             meter.expect(total, len(left))
             meter.count(total - sum(map(_chunk_bytes, left)), 0)
             for batch in _batches(left, batch_bytes):
-                work(_read(batch, opened.read, opened.arrays))
+                work(_read(batch, opened.read, sources))
                 meter.count(sum(map(_chunk_bytes, batch)), len(batch))
 
     def write(batch: list[ChunkWrite]) -> None:
@@ -276,10 +277,10 @@ def _files_target(
 ) -> Target:
     if target_format == "safetensors":
         return SafetensorsTarget(work, goal, file_bytes, budget_bytes)
-    if target_format == "dcp":
-        from shardstore.convert.dcp import DcpTarget  # imports torch
+    if target_format in ("dcp", "megatron"):
+        from shardstore.convert.dcp import DcpTarget, MegatronTarget  # imports torch
 
-        return DcpTarget(work, goal)
+        return (DcpTarget if target_format == "dcp" else MegatronTarget)(work, goal)
     raise CheckpointingException(
         f"target_format={target_format!r} is not one of {', '.join(TARGET_FORMATS)}"
     )

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 import pickle
+import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -20,17 +23,20 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardstore.convert.formats import Arrays, Extras, FileTarget, Receipts, values_of
+from shardstore.core import DCP_BACKEND, CheckpointingConfig
 from shardstore.dcp.files import DcpFiles
+from shardstore.megatron import modernise, modernised_key
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box
-from shardstore.storage.format.names import COMMON_STATE_NAME
+from shardstore.storage.format.names import COMMON_OBJECT, COMMON_STATE_NAME, CONFIG_NAME
 from shardstore.storage.format.names import DCP_METADATA_NAME as METADATA_NAME
 from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
 from shardstore.storage.movers.ranges import FileRanges
 from shardstore.storage.stores.location import Location
 from shardstore.values.plain import NotPlainError
 from shardstore.values.record import StateRecord, as_text, is_long
+from shardstore.values.torch_values import dump_bytes, load_bytes
 
 
 class DcpSource:
@@ -52,6 +58,9 @@ class DcpSource:
         if self._place.exists(COMMON_STATE_NAME):
             objects = {key: partial(self._unwrapped, key) for key in files.objects}
             return Extras(self._place.read(COMMON_STATE_NAME), objects=objects)
+        if (common := f"{COMMON_OBJECT}/shard_0_1") in files.objects:  # Megatron-Core 0.19
+            others = {key: partial(self._unwrapped, key) for key in files.objects if key != common}
+            return Extras(dump_bytes(self._unwrapped(common)), objects=others)
         values: dict[str, Any] = {}
         found: dict[str, Callable[[], Any]] = {}
         for key in files.objects:
@@ -87,8 +96,11 @@ class DcpTarget(FileTarget):
     _extras: Extras
     _files: DcpFiles
 
+    _last = METADATA_NAME
+
     def __init__(self, work: Location, goal: Location) -> None:
-        super().__init__(work, goal, METADATA_NAME, r"__0_\d+\.distcp")
+        ours = rf"__0_\d+\.distcp|{re.escape(METADATA_NAME)}|{re.escape(COMMON_STATE_NAME)}"
+        super().__init__(work, goal, self._last, ours)
         self._next = 0
         self._metadata = b""
 
@@ -129,7 +141,7 @@ class DcpTarget(FileTarget):
             chunk = ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
             about[key].chunks.append(chunk)
             stored[MetadataIndex(key, box.offset)] = place
-        values = list(values_of(self._extras))
+        values = list(self._values(self._extras))
         places = self._put([value for _, _, value in values])
         for (key, path, _), place in zip(values, places, strict=True):
             about[key], paths[key] = BytesStorageMetadata(), path
@@ -138,6 +150,10 @@ class DcpTarget(FileTarget):
         self._metadata = pickle.dumps(Metadata(about, paths, infos, version="1.0.0"))
         self._files = DcpFiles.parse(self._at, self._metadata)
 
+    def _values(self, extras: Extras) -> Iterator[tuple[str, tuple[str | int, ...], Any]]:
+        """Key, path and value of what is no tensor."""
+        return values_of(extras)
+
     def read(self, reads: Sequence[RegionRead]) -> None:
         """Read regions of what was written, by the metadata."""
         self._files.read(reads)
@@ -145,7 +161,7 @@ class DcpTarget(FileTarget):
     def documents(self, extras: Extras) -> Iterator[tuple[str, bytes, bytes]]:
         """Each value as it is saved."""
         ranges = FileRanges(self._at)
-        for key, _, value in values_of(extras):
+        for key, _, value in self._values(extras):
             stream, extent = io.BytesIO(), self._files.objects[key]
             torch.save(value, stream)
             stop = extent.offset + extent.length
@@ -158,6 +174,47 @@ class DcpTarget(FileTarget):
             CheckpointExistsError: there is one.
         """
         self.complete(METADATA_NAME, self._metadata)
+
+
+class MegatronTarget(DcpTarget):
+    """A checkpoint of Megatron-Core's torch_dist backend, with ``common.pt``, for every release.
+
+    Optimizer states of releases before 0.14 get the names of ``fully_reshardable``.
+    """
+
+    _last = CONFIG_NAME
+
+    def key_of(self, key: str) -> str:
+        """The key of today's releases."""
+        return modernised_key(key)
+
+    def _values(self, extras: Extras) -> Iterator[tuple[str, tuple[str | int, ...], Any]]:
+        """Objects, each in a list of one."""
+        for key, value_of in extras.objects.items():
+            yield key, (key,), [value_of()]
+
+    def finish(self, receipts: Receipts) -> None:
+        """Write the common part too."""
+        super().finish(receipts)
+        self._at.write(COMMON_STATE_NAME, self._common(self._extras))
+
+    def _common(self, extras: Extras) -> bytes:
+        url = self._goal.url
+        if extras.common is None:
+            state = extras.record.nested(url, {})
+        else:
+            state = load_bytes(extras.common, f"{url}/{COMMON_STATE_NAME}")
+        return dump_bytes(modernise(state))
+
+    def documents(self, extras: Extras) -> Iterator[tuple[str, bytes, bytes]]:
+        """Each object, and the common part."""
+        yield from super().documents(extras)
+        yield COMMON_STATE_NAME, self._common(extras), self._at.read(COMMON_STATE_NAME)
+
+    def publish(self) -> None:
+        """Write both documents of metadata; errors as :meth:`DcpTarget.publish`."""
+        self._at.write(METADATA_NAME, self._metadata)
+        self.complete(CONFIG_NAME, json.dumps(asdict(CheckpointingConfig(DCP_BACKEND))).encode())
 
 
 def _file_name(number: int) -> str:

@@ -68,6 +68,10 @@ class Source(Protocol):
 class Target(ABC):
     """A checkpoint under construction, written chunk by chunk so that a later run can resume it."""
 
+    def key_of(self, key: str) -> str:
+        """Return the key that a tensor has there."""
+        return key
+
     def array(self, meta: ArrayMeta, boxes: Sequence[Box], most_bytes: int) -> ArrayMeta:
         """Return the tensor on the target's grid, in chunks of about ``most_bytes`` bytes.
 

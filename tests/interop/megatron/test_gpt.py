@@ -15,6 +15,9 @@ from typing import Any
 
 import pytest
 
+import shardstore
+from shardstore.convert import convert
+
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = ROOT / ".envs" / "megatron"
 pytestmark = pytest.mark.megatron
@@ -102,3 +105,17 @@ def test_installed_in_0_19_it_loads_those_states_under_another_layout(folder: Pa
     actions = [["load", folder / "old-dist"], ["load", folder / "old-zarr"]]
     actions += [["save", folder / "new", new], ["load", folder / "new"]]
     run("0.19.2", (2, 1), actions, dp=2, optimizer=True, install="zarr")
+
+
+def test_0_19_loads_those_states_by_itself_once_they_are_converted(folder: Path) -> None:
+    for name in ("old-dist", "old-zarr"):
+        done = convert(folder / name, folder / f"{name}-converted", target_format="megatron")
+        assert done.verified
+    actions = [["load", folder / f"{name}-converted"] for name in ("old-dist", "old-zarr")]
+    run("0.19.2", (2, 1), actions, dp=2, optimizer=True)
+
+
+def test_a_checkpoint_of_0_19_is_converted_with_its_common_part(folder: Path) -> None:
+    convert(folder / "own19", folder / "own19-zarr")
+    assert shardstore.load_common_state_dict(folder / "own19-zarr")["iteration"] == 7
+    assert "common_state" not in shardstore.open(folder / "own19-zarr").objects
