@@ -36,6 +36,8 @@ LONG = (
     "s3/test_stores.py",
     "s3/test_object_planes.py",
     "s3/test_wrong_settings.py",
+    "interop/megatron/test_gpt.py",
+    "interop/megatron/test_trainer.py",
     "interop/test_real_megatron.py",
     "distributed/test_async_save.py",
     "s3/test_convert_s3.py",
