@@ -288,6 +288,8 @@ def _parsed(location: Location, metadata: Metadata) -> DcpFiles:
         stored[index.fqn, offset] = Extent(name, int(info.offset), int(info.length))
     original = vars(metadata).get("mcore_data") or {}
     paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    if not all(type(key) is str for key in (*metadata.state_dict_metadata, *paths)):
+        raise TypeError("a key that is no text")
     files = DcpFiles(location, paths={key: tuple(path) for key, path in paths.items()})
     for key, about in metadata.state_dict_metadata.items():
         if not isinstance(about, TensorStorageMetadata):

@@ -229,7 +229,7 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
         by_dtype = Counter({meta.dtype: 0 for meta in metas})
         for meta in metas:
             by_dtype[meta.dtype] += array_bytes(meta)
-        commit = {} if root is None else root.about.get("commit") or {}
+        commit = {} if root is None else root.commit
         writer = "another program" if self.is_foreign else "Megatron-Core"
         if "shardstore" in commit:
             writer = f"shardstore {commit['shardstore']}"

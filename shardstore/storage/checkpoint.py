@@ -262,8 +262,7 @@ class StoredCheckpoint:
             if manifest.first_row(meta) is None
             or root.chunk_sums.get(meta.node, sums[meta.node]) != sums[meta.node]
         ]
-        commit = root.about.get("commit")
-        content = commit.get("content") if isinstance(commit, dict) else None
+        content = root.commit.get("content")
         if content is not None and content != content_digest(metas, manifest):
             differing = differing or ["the digest commit.content"]
         if differing:
@@ -398,9 +397,9 @@ class StoredCheckpoint:
             return self.root.attributes
         kept = {node: crcs for node, crcs in sums.items() if node not in nodes}
         about = {**self.root.attributes["shardstore"], CHUNK_SUMS: kept}
-        if isinstance(about.get("commit"), dict):
+        if self.root.commit:
             # Of all arrays together: it does not hold for those that stay.
-            about["commit"] = {n: v for n, v in about["commit"].items() if n != "content"}
+            about["commit"] = {n: v for n, v in self.root.commit.items() if n != "content"}
         return {**self.root.attributes, "shardstore": about}
 
     def check_file(self, name: str, data: bytes) -> bool:

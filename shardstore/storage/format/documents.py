@@ -403,9 +403,9 @@ def _layout(
     shape: Shape, chunk_shape: Shape, codecs: bytes, encoding: bytes
 ) -> tuple[Grid, tuple[str, ...] | None, str]:
     """Grid, :attr:`ArrayMeta.codecs` and separator of chunk keys."""
-    if len(chunk_shape) != len(shape) or 0 in chunk_shape:
-        raise ValueError(f"chunk shape {chunk_shape} for shape {shape}")
     _require_possible(shape, chunk_shape)
+    if 0 in chunk_shape:
+        raise ValueError(f"chunk shape {chunk_shape} for shape {shape}")
     separator = (_ENCODING.decode(encoding).configuration or {}).get("separator", "/")
     if separator not in (".", "/"):  # another text could lead out of the checkpoint
         raise ValueError(f"separator {separator!r}")
@@ -423,9 +423,11 @@ def _shards(shape: Shape | None, grid: Grid) -> Shape | None:
 
 
 def _require_possible(*shapes: Shape) -> None:
+    """Raise ``ValueError`` unless shape and chunk shape have as many axes and memory holds them."""
     for shape in shapes:
-        if len(shape) > MAX_AXES or math.prod(max(1, n) for n in shape) > MAX_ELEMENTS:
-            raise ValueError(f"a shape of {len(shape)} axes, {shape!r:.60}, that has no memory")
+        elements = math.prod(max(1, n) for n in shape)
+        if not len(shapes[0]) == len(shape) <= MAX_AXES or elements > MAX_ELEMENTS:
+            raise ValueError(f"chunk shape {shapes[1]!r:.60} for shape {shapes[0]!r:.60}")
 
 
 def _crcs(sums: str, grid: Grid) -> bytes | None:
@@ -445,15 +447,10 @@ def parse_v2_array(node: str, text: Text, url: str) -> ArrayMeta:
         DTypeMismatchError: an unknown data type.
     """
     document = _decoded(_V2_ARRAY, text, url)
-    if len(document.chunks) != len(document.shape):
-        raise FormatVersionError(
-            f"{url} is no Zarr v2 array: chunks {document.chunks} for shape {document.shape}",
-            url=url,
-        )
     try:
         _require_possible(document.shape, document.chunks)
     except ValueError as error:
-        raise FormatVersionError(f"{url} describes {error}", url=url) from None
+        raise FormatVersionError(f"{url} is no Zarr v2 array: {error}", url=url) from None
     plain = document.compressor is None and not document.filters
     return ArrayMeta(
         key=names.key_of(node) or node,
@@ -521,6 +518,11 @@ class RootDocument:
     def about(self) -> dict[str, Any]:
         """What this package wrote among the attributes; empty where another program wrote."""
         return _dict_of(self.attributes, "shardstore")
+
+    @property
+    def commit(self) -> dict[str, Any]:
+        """The commit record; empty where there is none."""
+        return _dict_of(self.about, "commit")
 
     @property
     def array_documents(self) -> bool:

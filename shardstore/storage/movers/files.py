@@ -11,6 +11,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
 
 import numpy as np
 
@@ -35,12 +36,9 @@ from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.parallel import default_threads, run_batched
 from shardstore.storage.movers.verify import (
     Expected,
-    Problem,
     chunk_error,
     is_intact,
     read_file,
-    read_packed,
-    receive,
 )
 from shardstore.storage.stores.location import Location, store_errors
 
@@ -223,13 +221,9 @@ def _read_chunk(path: str, part: ChunkPart, manifest: Callable[[], Manifest | No
         ChunkMissingError, ChunkCorruptError: name key, chunk, path and writer.
     """
     array, expected = part.array, Expected.of(part, manifest)
-    if array.is_packed:
-        data = read_packed(path, array)
-        if isinstance(data, Problem):
-            raise chunk_error(array, part.index, path, data, manifest)
-        size, problem = len(data), receive(part, expected, data)
-    else:
-        size, problem = read_file(path, array, expected, _targets(part, expected))
+    packed = array.is_packed
+    targets = repeat(scratch(IO_BYTES).data) if packed else _targets(part, expected)
+    size, problem = read_file(path, array, expected, targets, part)
     if problem is not None:
         raise chunk_error(array, part.index, path, problem, manifest)
     return size

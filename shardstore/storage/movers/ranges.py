@@ -19,7 +19,7 @@ from shardstore.storage.format.grid import Box
 from shardstore.storage.movers.chunk_bytes import slabs, view_in_chunk
 from shardstore.storage.movers.chunks import RegionRead
 from shardstore.storage.movers.parallel import default_threads, run_batched
-from shardstore.storage.stores.location import Location, store_errors
+from shardstore.storage.stores.location import Location, open_regular, store_errors
 
 BATCH_BYTES = 4 * 1024 * 1024
 BLOCK_BYTES = 64 * 1024
@@ -73,8 +73,9 @@ class FileRanges:
             return found
         if stop <= start:
             return b""
-        with _reading(self.path(name)), open(self.path(name), "rb") as file:
-            return os.pread(file.fileno(), stop - start, start)
+        with _reading(self.path(name)), open(open_regular(self.path(name)), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            return os.pread(file.fileno(), min(stop, size) - start, start) if start < size else b""
 
     def read_box(
         self, name: str, start: int, shape: tuple[int, ...], box: Box, out: NDArray[Any]

@@ -211,7 +211,11 @@ def size_problem(array: ArrayMeta, found: int) -> Problem | None:
 
 
 def read_file(
-    path: str, array: ArrayMeta, expected: Expected, targets: Iterable[memoryview]
+    path: str,
+    array: ArrayMeta,
+    expected: Expected,
+    targets: Iterable[memoryview],
+    part: ChunkPart | None = None,
 ) -> tuple[int, Problem | None]:
     """Read the expected bytes of a chunk's file, and verify them.
 
@@ -221,6 +225,7 @@ def read_file(
         expected: which bytes, and their checksums.
         targets: memory for them in order, written before they are verified; each is filled before
             the next is asked for. It may be for more bytes than there are.
+        part: gets what is wanted of a compressed chunk, once that is verified.
 
     Returns:
         Number of bytes read, and what is wrong, ``None`` for nothing.
@@ -242,19 +247,10 @@ def read_file(
                 break
     finally:
         os.close(fd)
-    return verifier.count, verifier.finish()
-
-
-def read_packed(path: str, array: ArrayMeta) -> bytes | Problem:
-    """Read the file of a compressed chunk, or say what is wrong with it."""
-    try:
-        fd = open_regular(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return MISSING
-    except (IsADirectoryError, DamagedCheckpointError):
-        return NO_FILE
-    with open(fd, "rb", buffering=0) as file:
-        return size_problem(array, os.fstat(fd).st_size) or file.read()
+    problem = verifier.finish()
+    if part is not None and problem is None and verifier.chunk is not None:
+        _scatter(part, expected, verifier.chunk)
+    return verifier.count, problem
 
 
 def _fill(fd: int, view: memoryview, offset: int) -> int:
@@ -272,12 +268,15 @@ def receive(part: ChunkPart, expected: Expected, data: bytes | memoryview) -> Pr
     verifier.update(memoryview(data))
     problem = verifier.finish()
     if problem is None:
-        shape, out = part.array.grid.chunk_shape, part.out
-        low, high = span(part.within, shape, out.dtype.itemsize)
-        chunk = np.frombuffer(verifier.chunk or data, np.uint8)
-        wanted = chunk[low - expected.first : high - expected.first]
-        out[...] = view_in_chunk(wanted, out, shape)
+        _scatter(part, expected, verifier.chunk or data)
     return problem
+
+
+def _scatter(part: ChunkPart, expected: Expected, data: bytes | memoryview) -> None:
+    shape, out = part.array.grid.chunk_shape, part.out
+    low, high = span(part.within, shape, out.dtype.itemsize)
+    wanted = np.frombuffer(data, np.uint8)[low - expected.first : high - expected.first]
+    out[...] = view_in_chunk(wanted, out, shape)
 
 
 def chunk_error(
