@@ -378,7 +378,7 @@ def command(place: Path) -> None:
 def dcp(place: Path) -> None:
     files = DcpFiles.open(place)
     for key, meta in files.arrays.items():
-        if np.prod(meta.shape, dtype=float) < 2**20:
+        if 0 <= np.prod(meta.shape, dtype=float) < 2**20 and min(meta.shape, default=0) >= 0:
             out = np.zeros(meta.shape, dtypes.numpy_dtype(meta.dtype))
             box = Box((0,) * len(meta.shape), meta.shape)
             files.read([RegionRead(files.arrays[key], box, out)])

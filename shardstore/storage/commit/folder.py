@@ -203,6 +203,8 @@ class FolderAttempt(Attempt):
 
     def _mark(self) -> None:
         with contextlib.suppress(StorageError):  # a full disk
+            if not self.location.is_dir(OWNER_NAME):
+                self.location.delete(OWNER_NAME)  # a FIFO, or a link, that is not written to
             self.location.write(OWNER_NAME, _mark_of(self.id))
 
 

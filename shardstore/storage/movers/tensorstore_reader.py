@@ -73,7 +73,7 @@ def open_array(
     try:
         how: dict[str, Any] = {"open": True, "assume_metadata": True, "read": True, "write": write}
         return ts.open(spec, context=shared_context(), **how).result()
-    except ValueError as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise FormatVersionError(
             f"key {array.key!r} ({url}) is described in a way that TensorStore cannot open "
             f"({str(error).splitlines()[0]}): the document is damaged, or was written by a newer "

@@ -189,7 +189,7 @@ def open_regular(path: str) -> int:
 
 def fsync(path: str) -> None:
     """Wait until a file, or the entries of a folder, are on the disk."""
-    fd = os.open(path, os.O_RDONLY)
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         os.fsync(fd)
     finally:
