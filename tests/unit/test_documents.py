@@ -74,7 +74,11 @@ def write_checkpoint(root: Path, metas: list[ArrayMeta]) -> dict[str, np.ndarray
 
 metas = st.builds(
     lambda key, shape, dtype, codecs, shards: meta_of(
-        key, tuple(shape), dtype, codecs=codecs, shard_shape=tuple(shape) if shards else None
+        key,
+        tuple(shape),
+        dtype,
+        codecs=codecs,
+        shard_shape=tuple(max(1, n) for n in shape) if shards else None,
     ),
     st.text(min_size=1, max_size=20).filter(lambda t: t.isprintable()),
     st.lists(st.integers(0, 99), max_size=4),
