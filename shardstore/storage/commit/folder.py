@@ -237,9 +237,10 @@ def delete(place: Location) -> None:
             pass
         else:
             try:
-                fsync(os.path.dirname(place.url))
-                doomed.remove()
-            except BaseException:  # an interrupt
+                with store_errors("deleting", place.url):
+                    fsync(os.path.dirname(place.url))
+                    doomed.remove()
+            except BaseException:  # an interrupt, too
                 doomed.abandon()
                 raise
             return
