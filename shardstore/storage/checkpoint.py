@@ -116,12 +116,15 @@ class StoredCheckpoint:
         except StorageError:
             return
         if changed:
-            url = self.location.url
-            raise ReplacedError(
-                f"{url} was replaced while it was read: another save wrote over it, or it was "
-                "deleted. Read it again, or read a checkpoint that nobody writes over",
-                url=url,
-            )
+            raise self._replaced()
+
+    def _replaced(self) -> ReplacedError:
+        url = self.location.url
+        return ReplacedError(
+            f"{url} was replaced while it was read: another save wrote over it, or it was "
+            "deleted. Read it again, or read a checkpoint that nobody writes over",
+            url=url,
+        )
 
     @contextmanager
     def unless_replaced(self) -> Iterator[None]:
@@ -166,6 +169,8 @@ class StoredCheckpoint:
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return
         if layout == LAYOUT:
+            if found.startswith("is missing") and self.location.exists("zarr.json"):
+                raise self._replaced()  # it came between the two looks
             url = f"{self.location.url}/zarr.json"
             raise DamagedCheckpointError(
                 f"{url}, the root document, {found} a checkpoint whose {CONFIG_NAME} says that it "

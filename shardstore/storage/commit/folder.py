@@ -222,32 +222,29 @@ def _is_marked(folder: Location, attempt_id: str) -> bool:
 def delete(place: Location) -> None:
     """Delete a checkpoint: its commit first. Foreign files, and then the folder, stay.
 
-    Where all of it is ours it goes in one step to the name of an attempt, which the next save or
-    sweep clears if this process dies on the way. Of a symbolic link the link alone is removed.
+    It goes in one step to the name of an attempt, so that another save to the place is met whole or
+    not at all; the next save or sweep clears it if this process dies on the way. Of a symbolic link
+    the link alone is removed.
     """
     if os.path.islink(place.url):
         place.delete()
         return
-    ours = _own_entries(place)
-    if ours.issuperset(place.listing()):
-        doomed = FolderAttempt(place, _fresh_id())
-        try:
-            os.rename(place.url, doomed.location.url)
-        except OSError:  # a mount point, a folder that may not be written to
-            pass
-        else:
-            try:
-                with store_errors("deleting", place.url):
-                    fsync(os.path.dirname(place.url))
-                    doomed.remove()
-            except BaseException:  # an interrupt, too
-                doomed.abandon()
-                raise
-            return
-    for names in deletion_rounds({*ours, OWNER_NAME}, 1):
-        place.delete(names[0])
-    if not place.listing():
-        place.delete()
+    doomed = FolderAttempt(place, _fresh_id())
+    try:
+        os.rename(place.url, doomed.location.url)
+    except OSError:  # a mount point, a folder that may not be written to
+        for names in deletion_rounds({*_own_entries(place), OWNER_NAME}, 1):
+            place.delete(names[0])
+        if not place.listing():
+            place.delete()
+        return
+    try:
+        with store_errors("deleting", place.url):
+            fsync(os.path.dirname(place.url))
+            doomed.remove()
+    except BaseException:  # an interrupt, too
+        doomed.abandon()
+        raise
 
 
 def _own_entries(place: Location) -> set[str]:
