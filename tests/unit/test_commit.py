@@ -343,7 +343,7 @@ def test_what_a_commit_replaced_is_swept_if_it_dies_before_removing_it(
     )
     process = subprocess.run([sys.executable, "-c", script, str(target)], check=False)
     assert process.returncode == -signal.SIGKILL
-    assert content(target) == checkpoint("two")
+    assert content(target).items() >= checkpoint("two").items()
     assert len(os.listdir(tmp_path)) == 2
     assert len(sweep(target)) == 1
     assert content(target) == checkpoint("two")
