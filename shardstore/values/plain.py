@@ -181,7 +181,7 @@ def decode(document: Any) -> Any:
         raise ValueError(f"unknown type {document[_TAG]!r} of a stored value")
     try:
         return make(document["value"])
-    except (KeyError, TypeError, AttributeError, RuntimeError, ArithmeticError) as error:
+    except (LookupError, TypeError, AttributeError, RuntimeError, ArithmeticError) as error:
         raise ValueError(f"stored value of type {document[_TAG]!r} is malformed") from error
 
 
