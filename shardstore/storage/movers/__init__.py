@@ -1,1 +1,1 @@
-"""How chunks move between memory and stores."""
+"""Movers transfer chunks between memory and stores."""

@@ -1,15 +1,15 @@
 /* Reads chunk files: copies the bytes and computes their crc32c in one pass over memory.
  *
- * read(2) and a checksum afterwards fetch the destination into the cache only to overwrite it, and read it
- * once more. Here the bytes are folded into the checksum in registers and go to the destination by stores that
- * bypass the cache. They come from a mapping of the file where its pages lie in memory in large pieces, else
- * by read(2) through a little memory that stays in the cache.
+ * read(2) followed by a checksum fetches the destination into the cache only to overwrite it, and then reads it
+ * again. This module folds the bytes into the checksum in registers and writes them to the destination with
+ * stores that bypass the cache. It reads from a mapping of the file if the page cache holds the file in large
+ * pieces; otherwise it calls read(2) with a small buffer that stays in the cache.
  *
  * The checksum is folded as in V. Gopal et al., "Fast CRC Computation for Generic Polynomials Using
- * PCLMULQDQ Instruction" (Intel, 2009), for the reflected Castagnoli polynomial. What is left after folding
- * is a short message of the same checksum, which the crc32 instruction finishes.
+ * PCLMULQDQ Instruction" (Intel, 2009), for the reflected Castagnoli polynomial. Folding reduces the data to a
+ * short message with the same checksum. The crc32 instruction computes the checksum of that message.
  *
- * Optional: shardstore/storage/movers/checksums.py imports it where it could be built.
+ * The module is optional: shardstore/storage/movers/checksums.py imports it if it was built.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -37,15 +37,15 @@
 #define INLINE static inline __attribute__((always_inline))
 
 enum { CRC_BYTES = 4, LINE = 64, AHEAD = 2048 /* distance of prefetches */ };
-enum { BLOCK = 4 * LINE }; /* bytes that are folded at a time */
+enum { BLOCK = 4 * LINE }; /* bytes folded at a time */
 enum {
-    PIECE_BYTES = 256 * 1024, /* read at a time: a part of the second-level cache */
-    MAPPED_FROM = 2 * 1024 * 1024, /* bytes that an entry of a page table maps */
-    PROBED_FROM = 128 * 1024, /* smaller files are read wherever they are */
-    STEP_BYTES = 16 * 1024,   /* checksummed, then copied to rows: a part of the first-level cache */
+    PIECE_BYTES = 256 * 1024, /* size of a read: fits into the second-level cache */
+    MAPPED_FROM = 2 * 1024 * 1024, /* smallest file that is mapped: the size of a huge page */
+    PROBED_FROM = 128 * 1024, /* smaller files are read whether or not they are in the page cache */
+    STEP_BYTES = 16 * 1024,   /* checksummed, then copied to rows: fits into the first-level cache */
 };
 
-/* Factors of the lower and the upper half of 128 bits that move on by one block. */
+/* Factors that move the lower and the upper half of 128 bits forward by one block. */
 static uint64_t by_low, by_high;
 
 /* x to the power n modulo the Castagnoli polynomial, bits reflected. */
@@ -57,7 +57,7 @@ static uint64_t power_of_x(unsigned n)
     return value;
 }
 
-/* The crc32c register carried over bytes, without its inversions. */
+/* Continues the crc32c register over bytes, without the initial and final inversion. */
 WITH_CRC static uint32_t carry(uint32_t crc, const uint8_t *from, size_t bytes)
 {
     uint64_t value = crc;
@@ -72,7 +72,7 @@ WITH_CRC static uint32_t carry(uint32_t crc, const uint8_t *from, size_t bytes)
     return crc;
 }
 
-/* Folds whole blocks, at least one, and copies them to `to`, a multiple of LINE, unless it is NULL. */
+/* Folds whole blocks, at least one. Copies them to `to`, which is aligned to LINE, unless it is NULL. */
 WITH_WIDE INLINE uint32_t fold_blocks(uint32_t crc, uint8_t *to, const uint8_t *from, size_t bytes)
 {
     enum { LANES = BLOCK / LINE };
@@ -106,13 +106,13 @@ WITH_WIDE INLINE uint32_t fold_blocks(uint32_t crc, uint8_t *to, const uint8_t *
     return carry(0, rest, BLOCK);
 }
 
-/* Twice: with the copy, and without it. */
+/* Has the compiler build two versions of fold_blocks: with the copy, and without it. */
 WITH_WIDE static uint32_t fold(uint32_t crc, uint8_t *to, const uint8_t *from, size_t bytes)
 {
     return to ? fold_blocks(crc, to, from, bytes) : fold_blocks(crc, NULL, from, bytes);
 }
 
-/* Copies to any address, unless `to` is NULL, and carries the checksum on. */
+/* Continues the checksum over bytes and copies them to `to` (any alignment) unless it is NULL. */
 static uint32_t copy_crc(uint32_t crc, uint8_t *to, const uint8_t *from, size_t bytes)
 {
     size_t head = (size_t)(-(uintptr_t)to) % LINE;
@@ -133,14 +133,14 @@ static uint32_t copy_crc(uint32_t crc, uint8_t *to, const uint8_t *from, size_t 
     return ~carry(crc, from + whole, bytes - whole);
 }
 
-/* Where the next bytes go: NULL, memory without gaps (`run` is 0), or rows of `run` bytes. */
+/* Destination of the next bytes: NULL, contiguous memory (`run` is 0), or rows of `run` bytes. */
 struct target {
     uint8_t *at;
-    size_t left, run; /* bytes of this row that are still to come; bytes of a row */
-    Py_ssize_t gap;   /* from the end of a row to the start of the next */
+    size_t left, run; /* bytes left in this row; bytes of a row */
+    Py_ssize_t gap;   /* from the end of a row to the start of the next row */
 };
 
-/* Describes a buffer; 0 where its elements lie neither without gaps nor in evenly spaced rows. */
+/* Describes a buffer. Returns 0 if its elements are neither contiguous nor in evenly spaced rows. */
 static int describe(const Py_buffer *view, struct target *to)
 {
     Py_ssize_t run = view->itemsize, rows = 1, stride = 0;
@@ -165,7 +165,7 @@ static int describe(const Py_buffer *view, struct target *to)
     return 1;
 }
 
-/* Copies a part of a row: past the cache where it is whole lines. */
+/* Copies a part of a row; bypasses the cache if the part consists of whole cache lines. */
 static void copy_run(uint8_t *to, const uint8_t *from, size_t bytes)
 {
     if (((uintptr_t)to | bytes) % LINE) {
@@ -176,7 +176,7 @@ static void copy_run(uint8_t *to, const uint8_t *from, size_t bytes)
         _mm_stream_si128((__m128i *)(to + at), _mm_loadu_si128((const __m128i *)(from + at)));
 }
 
-/* Takes the next bytes to their destination and carries the checksum over them. */
+/* Copies the next bytes to their destination and continues the checksum over them. */
 static uint32_t take(uint32_t crc, struct target *to, const uint8_t *from, size_t bytes)
 {
     if (!to->run) {
@@ -198,9 +198,9 @@ static uint32_t take(uint32_t crc, struct target *to, const uint8_t *from, size_
     return crc;
 }
 
-/* Whether a file may be mapped: it lies on a disk or in the memory of this machine (numbers as statfs(2)
- * gives them). A file that another machine deletes would vanish from under a mapping, which kills the
- * process where read(2) returns an error. */
+/* Returns whether a file may be mapped: whether its file system is local to this machine (magic numbers of
+ * statfs(2)). If another machine deletes a mapped file, the next access kills the process; read(2) would
+ * return an error. */
 static int is_here(int fd)
 {
     enum { EXT = 0xEF53, XFS = 0x58465342, F2FS = 0xF2F52010, ZFS = 0x2FC12FC1, TMPFS = 0x01021994 };
@@ -212,18 +212,19 @@ static int is_here(int fd)
            type == (uint32_t)BTRFS || type == OVERLAY;
 }
 
-/* Whether all pages of a file's start are in memory, by cachestat(2) of Linux 6.5; 0 without it. */
+/* Returns whether the first `bytes` bytes of a file are in the page cache, by cachestat(2) of Linux 6.5; 0
+ * on older kernels. */
 static int is_cached(int fd, size_t bytes)
 {
     enum { CACHESTAT = 451 }; /* headers may be older than the kernel */
     const uint64_t range[2] = {0, bytes};
-    uint64_t found[5] = {0}; /* the first one is the number of pages in memory */
+    uint64_t found[5] = {0}; /* the first entry is the number of cached pages */
 
     return !syscall(CACHESTAT, fd, range, found, 0) && found[0] * (uint64_t)sysconf(_SC_PAGESIZE) >= bytes;
 }
 
-/* Takes a large file from a mapping; 0 where its pages do not come many at a time, as they do where they lie
- * in memory in large pieces. Where each few cost a fault of their own, read(2) is faster. */
+/* Reads a large file through a mapping. Returns 0 if a page fault maps only a few pages, because read(2) is
+ * then faster. A fault maps many pages if the page cache holds the file in large pieces. */
 static int take_mapped(int fd, struct target *to, size_t bytes, uint32_t *crc, uint32_t *stored)
 {
     struct rusage before, after;
@@ -247,13 +248,13 @@ static int take_mapped(int fd, struct target *to, size_t bytes, uint32_t *crc, u
     return taken;
 }
 
-/* Reads a file of `bytes` and a checksum; 0 if there is none of just that size, or if it is large and its
- * start is not in memory: then plain reads straight into the destination are faster. */
+/* Reads a file of `bytes` bytes and a checksum. Returns 0 if there is no file of exactly this size, or if the
+ * file is large and its start is not in the page cache: plain reads into the destination are then faster. */
 static int read_file(const char *name, struct target *to, size_t bytes, uint32_t *crc, uint32_t *stored)
 {
     _Alignas(LINE) uint8_t piece[PIECE_BYTES];
     struct stat about;
-    /* Without waiting for who writes to a FIFO of its name. */
+    /* O_NONBLOCK: if the name is a FIFO, do not wait for a writer. */
     int done = 0, fd = open(name, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
 
     if (fd < 0)
@@ -266,7 +267,7 @@ static int read_file(const char *name, struct target *to, size_t bytes, uint32_t
             const struct iovec parts[] = {{piece, size}, {stored, tail}};
             int flags = at || bytes < PROBED_FROM ? 0 : RWF_NOWAIT;
             ssize_t got = preadv2(fd, parts, 2, (off_t)at, flags);
-            if (got < 0 && errno == EOPNOTSUPP) /* the file system cannot say what is in memory */
+            if (got < 0 && errno == EOPNOTSUPP) /* the file system does not support RWF_NOWAIT */
                 got = preadv2(fd, parts, 2, (off_t)at, 0);
             if (got != (ssize_t)(size + tail))
                 break;

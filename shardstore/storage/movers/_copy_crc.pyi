@@ -1,10 +1,12 @@
 from typing import Any
 
 def read_chunk(path: str, size: int, target: Any = None, /) -> tuple[int, int] | None:
-    """Read a file of ``size`` bytes and their crc32c, and copy the bytes to ``target``, if given.
+    """Read a file that holds ``size`` bytes and their crc32c. Copy the bytes to ``target``, if one
+    is given.
 
     Returns:
-        The crc32c of the bytes that were read, and the stored one. ``None``: there is no such file,
-        it is large and not in memory, or the target's elements lie neither without gaps nor in
-        evenly spaced rows. The target may have been written to.
+        The crc32c computed over the bytes and the crc32c stored in the file. ``None`` if no regular
+        file of this size exists, if the file is large and not in the page cache, or if the elements
+        of the target are neither contiguous nor in evenly spaced rows; the target may then be
+        partly overwritten.
     """

@@ -1,4 +1,5 @@
-"""crc32c, running crc32c values at the ends of a chunk's blocks, and the compiled reader."""
+"""Computes crc32c, and running crc32c values at the ends of a chunk's blocks. Imports the compiled
+reader if it was built."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ except ImportError:  # no compiler at the installation, or no AVX-512
     COMPILED = False
 
     def read_chunk(path: str, size: int, target: Any = None, /) -> tuple[int, int] | None:
-        """Without the compiled part: nothing is read."""
+        """Return ``None``: the compiled reader is not available."""
         return None
 else:
     COMPILED = True
@@ -22,7 +23,7 @@ else:
 __all__ = ["COMPILED", "Sums", "crc32c", "read_chunk"]
 
 crc32c: Callable[[memoryview | bytes | bytearray, int], int] = _crc32c
-"""``crc32c(data, crc)``: continues the checksum ``crc`` (0 at the start) over ``data``."""
+"""``crc32c(data, crc)`` continues the checksum ``crc`` (0 at the start) over ``data``."""
 
 
 @dataclass(slots=True)
@@ -30,9 +31,9 @@ class Sums:
     """Running crc32c over a chunk's bytes.
 
     Attributes:
-        block: bytes of a block.
+        block: block size in bytes.
         crc: crc32c of all bytes so far.
-        position: position in the chunk of the next byte.
+        position: byte offset of the next byte in the chunk.
         running: values of ``crc`` at the ends of blocks.
     """
 
@@ -53,5 +54,5 @@ class Sums:
                 self.running.append(self.crc)
 
     def ends(self) -> list[int]:
-        """Values of ``crc`` at the ends of blocks, and at the end of the last if it is shorter."""
+        """Return the values of ``crc`` at the end of each block. The last block may be shorter."""
         return self.running if self.position % self.block == 0 else [*self.running, self.crc]

@@ -1,6 +1,6 @@
-"""The bytes of a chunk in memory: gathered from arrays of any strides, and scattered to them.
+"""Gathers the bytes of a chunk from arrays of any strides, and scatters them to such arrays.
 
-What does not lie in memory as in the chunk goes through scratch memory of the thread.
+Data whose memory layout differs from the chunk's goes through scratch memory of the thread.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def as_bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
 
 
 def scratch(size: int) -> NDArray[np.uint8]:
-    """Return the first ``size`` bytes, at most :data:`SCRATCH_BYTES`, of this thread's scratch
-    memory.
+    """Return the first ``size`` bytes of this thread's scratch memory; ``size`` is at most
+    :data:`SCRATCH_BYTES`.
 
-    Its content is valid until the next call on the same thread. It is kept until
+    The content is valid until the next call on the same thread. The memory is kept until
     :func:`free_scratch`, because fresh pages cost more than the copy.
     """
     buffer: NDArray[np.uint8] | None = getattr(_local, "scratch", None)
@@ -43,21 +43,22 @@ def scratch(size: int) -> NDArray[np.uint8]:
 
 
 def free_scratch() -> None:
-    """Give this thread's scratch memory back; threads that end do so themselves."""
+    """Free this thread's scratch memory. A thread that ends frees it without this call."""
     _local.__dict__.clear()
 
 
 def lies_as_chunk(data: NDArray[Any], chunk_shape: tuple[int, ...]) -> bool:
-    """Return whether an array's memory is the bytes of its chunk."""
+    """Return whether an array's memory holds exactly the bytes of its chunk."""
     return data.shape == chunk_shape and data.flags.c_contiguous
 
 
 def whole_chunk(data: NDArray[Any], chunk_shape: tuple[int, ...]) -> NDArray[Any]:
-    """Return a chunk as contiguous memory, padded with zeros; ``data`` itself if it is that."""
+    """Return a chunk as contiguous memory, padded with zeros. Return ``data`` itself, without a
+    copy, if it has this layout already."""
     if lies_as_chunk(data, chunk_shape):
         return data
     size = math.prod(chunk_shape) * data.dtype.itemsize
-    # A mapping goes back to the system; the allocator keeps a part for each thread.
+    # A freed mapping returns to the system; the allocator would keep memory for each thread.
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, size, private) if size >= MAPPED_FROM_BYTES else bytearray(size)
     chunk: NDArray[Any] = np.ndarray(chunk_shape, data.dtype, memory)
@@ -68,13 +69,13 @@ def whole_chunk(data: NDArray[Any], chunk_shape: tuple[int, ...]) -> NDArray[Any
 def pieces(
     source: NDArray[Any], chunk_shape: tuple[int, ...], most_bytes: int = SCRATCH_BYTES
 ) -> Iterator[memoryview]:
-    """Yield the bytes of a chunk in order, zeros where ``source`` does not reach the chunk's edge.
+    """Yield the bytes of a chunk in order. Pad with zeros if ``source`` is smaller than the chunk.
 
     Args:
         source: the chunk, or the part of it within the array.
         chunk_shape: shape of the whole chunk.
-        most_bytes: largest piece where the source's memory is the chunk. Else a piece is scratch
-            memory, valid until the next one is asked for.
+        most_bytes: largest size of a piece, if the source's memory has the layout of the chunk.
+            Otherwise a piece is scratch memory, valid until the next piece is requested.
     """
     if lies_as_chunk(source, chunk_shape):
         whole = as_bytes(source).data
@@ -103,7 +104,7 @@ def _zeros(count: int) -> Iterator[memoryview]:
 
 
 def span(box: Box, chunk_shape: tuple[int, ...], itemsize: int) -> tuple[int, int]:
-    """First byte, and one past the last byte, of a box within a chunk."""
+    """Return the first byte, and one past the last byte, of a box within a chunk."""
     first = last = 0
     for o, s, edge in zip(box.offset, box.shape, chunk_shape, strict=True):
         first = first * edge + o
@@ -120,12 +121,12 @@ def slabs(
         out: an array of the box's shape.
         box: the box, relative to the chunk's corner.
         chunk_shape: shape of the chunk.
-        start: first byte of the chunk.
+        start: byte offset of the chunk.
 
     Yields:
-        First byte, one past the last byte, and the part of ``out`` of each slab, in order of the
-        bytes; no two slabs overlap. The part has as many axes as the chunk's innermost axes that
-        the slab lies in.
+        For each slab its first byte, one past its last byte, and its part of ``out``. Slabs come in
+        byte order and do not overlap. A part has only the innermost axes of the chunk that its slab
+        spans.
     """
     low, high = span(box, chunk_shape, out.dtype.itemsize)
     if high - low <= SCRATCH_BYTES:
@@ -149,10 +150,10 @@ def slabs(
 def view_in_chunk(
     buffer: NDArray[np.uint8], like: NDArray[Any], chunk_shape: tuple[int, ...]
 ) -> NDArray[Any]:
-    """View the elements of a slab in its bytes.
+    """Return a view of a slab's elements in the bytes of its chunk.
 
     Args:
-        buffer: bytes of the chunk from the slab's first element on.
+        buffer: bytes of the chunk, starting at the slab's first element.
         like: an array of the slab's shape and data type.
         chunk_shape: shape of the chunk.
     """

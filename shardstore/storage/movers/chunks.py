@@ -1,6 +1,7 @@
-"""The jobs of a mover: whole chunks to write from memory, regions to read into memory.
+"""The jobs of a mover: :class:`ChunkWrite` writes a whole chunk from memory, :class:`RegionRead`
+reads a region into memory.
 
-A mover takes lists of them and carries them out with its own parallelism.
+A mover takes lists of jobs and runs them in parallel.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ Source = NDArray[Any] | Callable[[], NDArray[Any]]
 FEW_CUTS = 16
 
 ReadDone = Callable[[int, int], None]
-"""Called with the bytes that have reached their destination, and their number of chunks."""
+"""Callback that receives the number of bytes that reached their destination, and of how many
+chunks they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +34,8 @@ class ChunkWrite:
     Attributes:
         array: the array it belongs to.
         index: its index in the chunk grid.
-        source: the part of the chunk within the array, any strides, true data type; or a function
-            that returns it, called when the chunk is written.
+        source: the part of the chunk within the array, with any strides and the array's data type;
+            or a function that returns it. The mover calls the function when it writes the chunk.
     """
 
     array: ArrayMeta
@@ -41,10 +43,10 @@ class ChunkWrite:
     source: Source
 
     def data(self) -> NDArray[Any]:
-        """Return the source array, or what the source function returns.
+        """Return the source array. Call the source function if there is one.
 
         Raises:
-            ValueError: it has another shape or data type than the chunk.
+            ValueError: the array's shape or data type differs from the chunk's.
         """
         data = self.source() if callable(self.source) else self.source
         shape, dtype = self.array.grid.box(self.index).shape, dtypes.numpy_dtype(self.array.dtype)
@@ -58,12 +60,12 @@ class ChunkWrite:
 
 @dataclass(slots=True)
 class RegionRead:
-    """A region to be read. Not frozen: that takes longer than to make it.
+    """A region to be read. Not frozen, because freezing takes longer than the construction itself.
 
     Attributes:
         array: the array to read from.
         box: the region, in elements of the array.
-        out: its destination, of the region's shape, any strides, the array's data type.
+        out: the destination, with the region's shape, any strides and the array's data type.
     """
 
     array: ArrayMeta
@@ -81,13 +83,14 @@ class RegionRead:
 
 @dataclass(slots=True)
 class ChunkPart:
-    """The part of a region that lies in one chunk. Not frozen, as :class:`RegionRead`.
+    """The part of a region that lies in one chunk. Not frozen, for the same reason as
+    :class:`RegionRead`.
 
     Attributes:
         array: the array to read from.
         index: index of the chunk.
         within: the part, relative to the chunk's corner.
-        out: its destination.
+        out: the destination of the part.
         key: key of the chunk below the array.
         number: position of the chunk in C order over the grid.
         is_whole: whether the part is the whole chunk.
@@ -113,14 +116,15 @@ def chunk_parts(read: RegionRead) -> Iterator[ChunkPart]:
 
 
 _Cut = tuple[tuple[int, ...], Box, tuple[Any, ...] | None, str, int, bool]
-"""A chunk that a region touches: its index, the part that is touched, the place of that part in the
-region (``None``: it is the whole region), the chunk's key, its number, and whether the part is the
-whole chunk."""
+"""A chunk that a region overlaps: the chunk's index, the overlap relative to the chunk, the overlap
+relative to the region (``None``: the whole region), the chunk's key, its position in C order, and
+whether the overlap is the whole chunk."""
 
 
-@lru_cache(maxsize=512)  # a model has many tensors of few shapes, each with its moments
+@lru_cache(maxsize=512)  # many tensors and optimizer moments of a model share few shapes
 def _few_cuts(grid: Grid, zarr_format: int, separator: str, region: Box) -> Sequence[_Cut] | None:
-    """:func:`_cuts` if they are few; more would take much memory."""
+    """Return :func:`_cuts` as a tuple; ``None`` if there are more than :data:`FEW_CUTS`, which
+    would take too much memory in the cache."""
     found = tuple(islice(_cuts(grid, zarr_format, separator, region), FEW_CUTS + 1))
     return found if len(found) <= FEW_CUTS else None
 
@@ -131,7 +135,7 @@ def _cuts(grid: Grid, zarr_format: int, separator: str, region: Box) -> Iterator
         chunk = grid.box(index)
         common = chunk.intersect(region)
         assert common is not None
-        # The ellipsis keeps a 0-d part an array: indexing with () alone copies the element.
+        # With the ellipsis, a 0-d part stays an array; indexing with () alone copies the element.
         where = (..., *common.relative_to(region.offset).slices) if one is None else None
         yield (
             index,
@@ -149,10 +153,11 @@ class Mover(Protocol):
     def write(
         self, writes: Sequence[ChunkWrite], done: Callable[[ChunkWrite, ChunkRecord], None]
     ) -> None:
-        """Write whole chunks; ``done`` is called for each, from any thread, one call at a time.
+        """Write whole chunks. Call ``done`` for each chunk, from any thread, one call at a time.
 
         Raises:
-            StorageError: the store refused; nothing more is started, what runs is waited for.
+            StorageError: the store refused. The mover starts no further write and waits for the
+                running ones.
         """
 
     def read(
@@ -161,10 +166,10 @@ class Mover(Protocol):
         manifest: Callable[[], Manifest | None],
         done: ReadDone | None = None,
     ) -> None:
-        """Read regions into their destinations, verifying every byte that has a checksum; ``done``
-        is called as they arrive, from any thread.
+        """Read regions into their destinations and verify every byte that has a checksum. Call
+        ``done`` as parts arrive, from any thread.
 
         Raises:
-            ChunkMissingError, ChunkCorruptError: name key, chunk and, where the manifest knows it,
-                the writer.
+            ChunkMissingError, ChunkCorruptError: a chunk is missing or damaged. The error names
+                key, chunk and, if the manifest has it, the rank that wrote the chunk.
         """

@@ -1,7 +1,7 @@
-"""The codecs of a chunk, encoding and decoding: ``bytes``, crc32c, zstd and blosc.
+"""Encodes and decodes chunks with the codecs ``bytes``, crc32c, zstd and blosc.
 
-numcodecs compresses, so that a chunk has the same stored bytes on a disk and in an object store,
-which are those that zarr-python would write. Codecs of other programs are left to TensorStore.
+numcodecs compresses, so a chunk has the same stored bytes on a disk and in an object store:
+the bytes that zarr-python would write. TensorStore decodes the codecs of other programs.
 """
 
 from __future__ import annotations
@@ -28,28 +28,30 @@ MAX_COMPRESSED_BYTES = 0x7E000000
 
 
 def stored_bytes(array: ArrayMeta) -> int | None:
-    """Bytes of a stored chunk; ``None`` for a compressed one, whose size varies."""
+    """Return the size of a stored chunk in bytes; ``None`` for a compressed chunk, whose size
+    varies."""
     if array.is_packed:
         return None
     return array.chunk_bytes + (CRC_BYTES if array.has_crc else 0)
 
 
 def most_packed_bytes(array: ArrayMeta) -> int:
-    """Bytes that a compressed chunk takes at most; no compressor adds more than this."""
+    """Return the largest possible size of a compressed chunk in bytes. No compressor adds more."""
     return array.chunk_bytes + array.chunk_bytes // 64 + 4096
 
 
 class EncodedChunk:
-    """The stored bytes of one chunk, made while they are iterated over.
+    """The stored bytes of one chunk, encoded during the iteration.
 
-    Each item is a list of buffers, the next stored bytes in order; buffers are valid until the next
-    item is asked for. Checksums and the hash are taken while a piece is in the processor's cache.
+    Each item is a list of buffers that hold the next stored bytes in order. The buffers are valid
+    until the next item is requested. Checksums and the hash are computed while a piece is in the
+    processor's cache.
 
     Args:
         array: the array.
         data: the chunk's elements within the array, any strides; padding is zeros.
-        piece_bytes: largest item of an uncompressed chunk; ``None``: one item, the whole chunk,
-            whose buffers stay valid.
+        piece_bytes: largest item of an uncompressed chunk in bytes; ``None``: the whole chunk is
+            one item, whose buffers stay valid.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class EncodedChunk:
 
     @property
     def record(self) -> ChunkRecord:
-        """The chunk's row of the manifest. Complete after the iteration."""
+        """The chunk's row of the manifest; complete after the iteration."""
         running = self._sums.running[: inner_blocks(self._array.chunk_bytes)]
         return ChunkRecord(self._stored, self._sums.crc, self._hasher.digest(), running)
 
@@ -85,13 +87,13 @@ class EncodedChunk:
 
 
 def decompress(array: ArrayMeta, packed: memoryview) -> bytes:
-    """Undo a chunk's compression.
+    """Decompress a chunk.
 
     Raises:
-        ValueError: says what is wrong with the compressed bytes.
+        ValueError: the bytes cannot be decompressed to a chunk; the text says why.
     """
     assert array.codecs is not None
-    # Before anything is allocated: a few bytes may claim to be gigabytes.
+    # Check the size before the allocation: a few bytes may claim to be gigabytes.
     if (size := _unpacked_bytes(array.codecs[0], bytes(packed[:18]))) != array.chunk_bytes:
         raise ValueError(f"decompresses to {size} bytes, not {array.chunk_bytes}")
     try:
@@ -102,8 +104,8 @@ def decompress(array: ArrayMeta, packed: memoryview) -> bytes:
 
 
 def _unpacked_bytes(codec: str, header: bytes) -> int:
-    """Bytes of a chunk before its compression, as the compressed one begins (RFC 8878, "Frame
-    Header"; c-blosc, "Blosc Header Format"); 0 if it does not say."""
+    """Return the uncompressed size in bytes from the header of a compressed chunk (RFC 8878, "Frame
+    Header"; c-blosc, "Blosc Header Format"); 0 if the header has no size."""
     if codec == "blosc":
         return int.from_bytes(header[4:8], "little")
     flags = header[4] if header.startswith(b"\x28\xb5\x2f\xfd") and len(header) > 4 else 0
@@ -119,7 +121,7 @@ def _compress(array: ArrayMeta, chunk: NDArray[Any]) -> bytes:
             f"a chunk of key {array.key!r} has {chunk.nbytes} bytes and compression takes at most "
             f"{MAX_COMPRESSED_BYTES}: save with a smaller target_chunk_bytes, or uncompressed"
         )
-    # blosc takes the size of an item from the array.
+    # blosc takes the item size from the array.
     items = as_bytes(chunk).view(f"V{chunk.dtype.itemsize}")
     packed: bytes = _compressor(array.codecs).encode(items)
     return packed
@@ -127,12 +129,12 @@ def _compress(array: ArrayMeta, chunk: NDArray[Any]) -> bytes:
 
 @cache
 def _compressor(codecs: tuple[str, ...]) -> Any:
-    # Imported on first use: it takes longer than most loads.
+    # Imported on first use: the import takes longer than most loads.
     from numcodecs import blosc, zstd  # type: ignore[import-untyped]
 
     settings = COMPRESSORS[codecs[0]]
     if codecs[0] == "zstd":
         return zstd.Zstd(**settings)
-    # As zarr-python does. Blosc's threads put blocks into any order: bytes would differ each time.
+    # As in zarr-python: with threads, blosc orders blocks at random, so the bytes would differ.
     blosc.use_threads = False
     return blosc.Blosc(**{**settings, "shuffle": blosc.BITSHUFFLE})

@@ -1,7 +1,7 @@
-"""Pauses Python's cyclic garbage collector while very many small objects are made.
+"""Pauses Python's cyclic garbage collector during the creation of many small objects.
 
-Planning a checkpoint of thousands of arrays makes no cycles, but sets off collections that walk all
-objects of the program: a load of 20,000 arrays takes twice as long with them.
+Planning a checkpoint of thousands of arrays creates no cycles, but it triggers collections that
+walk all objects of the program. They double the duration of a load of 20,000 arrays.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 MANY = 2000
-"""Objects, more than were freed meanwhile."""
+"""Objects created minus objects freed during a pause, above which the pause freezes the rest."""
 
 _pauses: list[object] = []
-"""Those that switched the collector off; where several began at the same time, all of them did."""
+"""The pauses that disabled the collector; several, if several threads began one at once."""
 
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Within, no automatic collection runs, in any thread. Pauses may nest; of those of several
-    threads that overlap, the first to end may end all."""
+    """Disable automatic collections in all threads for the duration of the context. Pauses may
+    nest. If pauses of several threads overlap, the first one that ends may end all of them."""
     if not gc.isenabled():
         yield
         return
@@ -31,9 +31,9 @@ def collector_paused() -> Iterator[None]:
     try:
         yield
     finally:
-        # Objects made during the pause are skipped from here on (Python documentation, gc.freeze):
-        # a collection of the young would follow at once, and walk all of it for nothing. What the
-        # program has frozen stays so.
+        # Move the objects of the pause to the oldest generation (Python documentation, gc.freeze):
+        # otherwise a collection of the youngest generation follows at once and walks all of them
+        # for nothing. Objects that the program froze stay frozen.
         if gc.get_count()[0] > MANY and not gc.get_freeze_count():
             gc.freeze()
             gc.unfreeze()
@@ -42,7 +42,7 @@ def collector_paused() -> Iterator[None]:
 
 
 def _end_all() -> None:
-    """End the pauses in a forked child, where the threads that made them do not exist."""
+    """End all pauses in a forked child, because the threads that began them do not exist there."""
     if _pauses:
         gc.enable()
 

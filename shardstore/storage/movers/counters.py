@@ -1,11 +1,12 @@
-"""Counts of what this process has moved from and to stores, for benchmarks and tests."""
+"""Counts the bytes, chunks and documents that this process reads and writes, for benchmarks and
+tests."""
 
 from __future__ import annotations
 
 import threading
 from dataclasses import asdict, dataclass
 
-_lock = threading.Lock()  # as the counters, one for the process
+_lock = threading.Lock()  # one for the process, as are the counters
 
 
 @dataclass
@@ -18,7 +19,8 @@ class Counters:
         chunks_read: chunk objects opened for reading.
         chunks_written: chunk objects written.
         documents_read: small documents read (zarr.json, manifest, common state).
-        bytes_reused: bytes of chunks that were linked or copied by the store, not written.
+        bytes_reused: bytes of chunks that were hard-linked, or copied by the store, and not
+            written.
     """
 
     bytes_read: int = 0
@@ -29,7 +31,7 @@ class Counters:
     bytes_reused: int = 0
 
     def add(self, **amounts: int) -> None:
-        """Add to the totals, by their names; safe from any thread."""
+        """Add amounts to the totals of the same names. Any thread may call it."""
         with _lock:
             for name, amount in amounts.items():
                 setattr(self, name, getattr(self, name) + amount)

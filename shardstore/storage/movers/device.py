@@ -1,7 +1,7 @@
-"""Copies from CUDA devices to the host, ordered behind the work that produces their tensors.
+"""Copies tensors from CUDA devices to the host after the queued work that produces them.
 
-A new thread's current stream is the device's default stream, which waits for no other. So the
-caller's streams are remembered when a save is planned, and threads that copy use those.
+The current stream of a new thread is the device's default stream, which waits for no other stream.
+So a save records the caller's streams when it is planned, and the copying threads use these.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ PORTABLE = 1
 
 
 def stream_of(device: torch.device) -> torch.cuda.Stream | None:
-    """Return the stream that this thread queues work for a device on; ``None`` for one without
-    CUDA."""
+    """Return this thread's current stream of a device; ``None`` for a device without CUDA."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def stream_here() -> torch.cuda.Stream | None:
-    """Return the stream of this thread's current device; ``None`` in a process that does not use
-    CUDA."""
+    """Return this thread's current stream of the current device; ``None`` if the process does not
+    use CUDA."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     return torch.cuda.current_stream()
@@ -38,10 +37,10 @@ def stream_here() -> torch.cuda.Stream | None:
 
 @contextmanager
 def behind(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Queue work within on a stream, from any thread; ``None`` changes nothing.
+    """Queue the work of the context on ``stream``, from any thread. ``None`` changes nothing.
 
-    The stream's device is entered first: leaving a stream of another device would make the thread
-    initialise that device, which takes some hundred megabytes of its memory.
+    The context enters the stream's device first. Otherwise, leaving the stream would initialise the
+    thread's previous device, which takes some hundred megabytes of that device's memory.
     """
     if stream is None:
         yield
@@ -51,11 +50,11 @@ def behind(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 
 def on_host(tensor: torch.Tensor, stream: torch.cuda.Stream | None) -> NDArray[Any]:
-    """Return a tensor of any device as an array, copied behind what a stream has queued.
+    """Return a tensor of any device as an array. The copy waits for the work queued on ``stream``.
 
     Args:
-        tensor: of any strides.
-        stream: what :func:`stream_of` gave the thread that has the tensor.
+        tensor: a tensor with any strides.
+        stream: result of :func:`stream_of` in the thread that owns the tensor.
     """
     with behind(stream):
         return dtypes.as_numpy(tensor.contiguous().cpu())
@@ -69,13 +68,14 @@ class DeviceEvent:
     device: torch.device
 
     def wait(self) -> None:
-        """Wait for the event, without occupying a processor."""
+        """Block until the copy ends, without using a processor."""
         with torch.cuda.device(self.device):
             self.event.synchronize()
 
 
 class DeviceCopies:
-    """Copies from one device, queued on a stream of their own behind the caller's current one."""
+    """Queue of copies from one device, on a separate stream that first waits for the work on the
+    caller's current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -87,7 +87,7 @@ class DeviceCopies:
         self._last: DeviceEvent | None = None
 
     def copy(self, source: torch.Tensor, target: NDArray[Any]) -> DeviceEvent:
-        """Queue a copy; the event is its end."""
+        """Queue a copy and return the event of its end."""
         with self._lock, behind(self._stream):
             dtypes.require_memory(source)
             dtypes.as_tensor(target).copy_(source.detach(), non_blocking=True)
@@ -98,7 +98,8 @@ class DeviceCopies:
             return self._last
 
     def wait(self, *, host: bool) -> None:
-        """Make the caller, or only the caller's stream, wait for all copies that were queued."""
+        """Wait for all queued copies: block the caller if ``host``, else only the caller's current
+        stream."""
         with self._lock:
             last = self._last
         if last is None:
@@ -113,17 +114,18 @@ def page_lock(memory: NDArray[np.uint8], device: torch.device) -> int:
     """Page-lock host memory, so that devices copy to it directly.
 
     Returns:
-        0, or the CUDA error, which is cleared: the next user of the device does not meet it.
+        0, or the CUDA error code. The pending error is cleared, so that later CUDA calls do not
+        raise it.
     """
     code = _cudart(device, "cudaHostRegister", memory.ctypes.data, len(memory), PORTABLE)
     if code:
         with torch.cuda.device(device), suppress(RuntimeError):
-            torch.zeros(1, device=device)  # a kernel launch raises the pending error
+            torch.zeros(1, device=device)  # a kernel launch raises and clears the pending error
     return code
 
 
 def page_unlock(memory: NDArray[np.uint8], device: torch.device) -> int:
-    """Undo :func:`page_lock`. Returns 0, or the CUDA error."""
+    """Undo :func:`page_lock`. Return 0, or the CUDA error code."""
     return _cudart(device, "cudaHostUnregister", memory.ctypes.data)
 
 

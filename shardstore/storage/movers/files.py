@@ -1,7 +1,8 @@
-"""The mover for local file systems: plain writes, and reads that verify.
+"""The mover for local file systems: plain writes, and reads that verify checksums.
 
-Uncompressed chunks move from and to the tensors' own memory, and are checksummed while they are in
-the processor's cache. The compiled part reads, copies and checksums a whole chunk in one pass.
+Uncompressed chunks move from and to the tensors' own memory. Their checksums are computed while the
+data is in the processor's cache. The compiled reader reads, copies and checksums a whole chunk in
+one pass.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ from shardstore.storage.movers.verify import (
 from shardstore.storage.stores.location import Location, store_errors
 
 IO_BYTES = 2 * 1024 * 1024
-"""A single read or write: large enough that system calls do not count, small enough that most of it
-is in the processor's cache while it is checksummed and moved."""
+"""Size of a single read or write: large enough to make the cost of system calls negligible, small
+enough to stay mostly in the processor's cache during checksum and copy."""
 WRITEBACK_FROM = 1024 * 1024
-"""Smaller files are left to the one sync at the end, which writes neighbours together."""
+"""Smaller files wait for the one sync at the end, which writes neighbouring files together."""
 WRITE_BATCH_BYTES, READ_BATCH_BYTES = 4 * 1024 * 1024, 16 * 1024 * 1024
-"""Bytes of the chunks that a thread takes on at a time."""
+"""Bytes of the chunks in a thread's batch."""
 _SYNC_FILE_RANGE_WRITE = 2
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -57,13 +58,13 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class FileMover:
     """Moves chunks between memory and a folder.
 
-    Memory above the arrays themselves: about 5 MiB a thread, whatever the size of the chunks.
+    It uses about 5 MiB of memory per thread in addition to the arrays, for chunks of any size.
 
     Args:
         location: a local folder, the root of the checkpoint.
-        threads: threads for each call, the caller's included; default: see
+        threads: number of threads for each call, including the caller's; ``None``:
             :func:`default_threads`.
-        durable: a sync follows, so the disk may begin to write at once.
+        durable: whether a sync follows. If so, the mover starts the writeback to the disk at once.
     """
 
     def __init__(
@@ -142,15 +143,16 @@ def _write_chunk(path: str, item: ChunkWrite, *, durable: bool) -> ChunkRecord:
         if durable and chunk.record.stored_bytes >= WRITEBACK_FROM:
             start_writeback(fd)
     finally:
-        os.close(fd)  # some file systems report here that they could not take the file
+        os.close(fd)  # some file systems report write errors here
     return chunk.record
 
 
 def start_writeback(fd: int) -> None:
-    """Send an open file's pages to the disk without waiting for them (man-pages sync_file_range(2);
-    does nothing outside of Linux).
+    """Start writing an open file's pages to the disk and do not wait (man-pages
+    sync_file_range(2)). Do nothing outside of Linux.
 
-    The sync at the end then finds little left to do. It makes the files durable and reports errors.
+    The sync at the end then has little left to write. That sync makes the files durable and reports
+    errors.
     """
     if hasattr(_libc, "sync_file_range"):
         start, size = ctypes.c_int64(0), ctypes.c_int64(0)
@@ -158,11 +160,13 @@ def start_writeback(fd: int) -> None:
 
 
 def sync_file_system(location: Location) -> None:
-    """Wait until all that was written to a folder's file system is on the disk: one ``syncfs``
-    (man-pages sync(2)).
+    """Wait until all data written to a folder's file system is on the disk (man-pages sync(2)).
 
-    One call, not an fsync a file: the journal is committed once. Errors of the disk are reported
-    (Linux 5.8 and later).
+    One ``syncfs`` commits the journal once; an fsync of each file would commit it each time. Linux
+    5.8 and later report errors of the disk.
+
+    Raises:
+        StorageError: the sync failed.
     """
     with store_errors("syncing", location.url):
         fd = os.open(location.url, os.O_RDONLY | os.O_DIRECTORY)
@@ -177,7 +181,7 @@ def sync_file_system(location: Location) -> None:
 
 
 def _create(path: str) -> int:
-    # Never into a file that is there: it may be a link to another checkpoint's.
+    # Never write into an existing file: it may be a hard link to a chunk of another checkpoint.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
         return os.open(path, flags, 0o666)
@@ -185,18 +189,19 @@ def _create(path: str) -> int:
         os.unlink(path)
         return os.open(path, flags, 0o666)
     except FileNotFoundError:
-        # Only if the attempt itself is still there: a swept attempt must not come back to life.
+        # mkdir creates one level only: it must not recreate the folder of an attempt that another
+        # process has removed.
         with contextlib.suppress(FileExistsError):
             os.mkdir(os.path.dirname(path))
         return os.open(path, flags, 0o666)
 
 
 def _read_at_once(path: str, part: ChunkPart) -> int:
-    """Read a whole chunk by the compiled reader.
+    """Read a whole chunk with the compiled reader.
 
     Returns:
-        Number of bytes read; 0 if the chunk has to be read in steps, which finds what is wrong with
-        it. The destination may have been written to.
+        Number of bytes read; 0 if :func:`_read_chunk` must read the chunk, which also finds out
+        what is wrong with a damaged one. The destination may then be partly overwritten.
     """
     array, out = part.array, part.out
     if not (part.is_whole and array.is_plain and array.has_crc):
@@ -212,13 +217,15 @@ def _read_at_once(path: str, part: ChunkPart) -> int:
 
 
 def _read_chunk(path: str, part: ChunkPart, manifest: Callable[[], Manifest | None]) -> int:
-    """Read a part of a chunk into its destination, which is written before it is verified.
+    """Read a part of a chunk into its destination. The bytes of an uncompressed chunk reach the
+    destination before they are verified.
 
     Returns:
         Number of bytes read.
 
     Raises:
-        ChunkMissingError, ChunkCorruptError: name key, chunk, path and writer.
+        ChunkMissingError, ChunkCorruptError: the chunk is missing or damaged. The error names key,
+            chunk, path and writer.
     """
     array, expected = part.array, Expected.of(part, manifest)
     packed = array.is_packed
@@ -230,7 +237,8 @@ def _read_chunk(path: str, part: ChunkPart, manifest: Callable[[], Manifest | No
 
 
 def _targets(part: ChunkPart, expected: Expected) -> Iterator[memoryview]:
-    """Memory for the expected bytes in order; each view is filled before the next is asked for."""
+    """Yield memory for the expected bytes in order. The caller fills each view before it requests
+    the next one."""
     array, out, shape = part.array, part.out, part.array.grid.chunk_shape
     low, high = span(part.within, shape, out.dtype.itemsize)
     yield from _skipped(low - expected.first)
@@ -254,7 +262,7 @@ def _cut(view: memoryview) -> Iterator[memoryview]:
 
 
 def _skipped(count: int) -> Iterator[memoryview]:
-    """Scratch memory for bytes that are read only to be verified."""
+    """Yield scratch memory for ``count`` bytes that are read only for verification."""
     while count > 0:
         view = scratch(min(count, IO_BYTES)).data
         yield view

@@ -1,8 +1,9 @@
-"""The mover for object stores: whole chunks, one PUT each; whole or ranged GETs, verified.
+"""The mover for object stores: one PUT for each chunk; whole or ranged GETs, verified.
 
-Chunks are the same bytes as in files (the chunk, then its crc32c). A PUT creates: where an object
-of that name is there already, it is either our own (the answer to an earlier try was lost), or the
-attempt that this save is a part of decides. Memory for chunks under way stays within a budget.
+An object has the same bytes as a chunk file (the chunk, then its crc32c). A PUT is conditional: it
+creates the object or fails. If an object of that name exists, it is either the result of an earlier
+try whose answer was lost, or the attempt of this save decides whether to overwrite it. The memory
+for chunks in transfer stays within a budget.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ from shardstore.storage.stores.object_io import (
 T = TypeVar("T", ChunkWrite, ChunkPart)
 
 _Request = Iterator[tuple[int, int] | None]
-"""A request in three steps: yields the memory and the size of its object, then begins and yields
-``None``, then waits for its end."""
+"""A request in three steps: it yields the memory that it needs and the size of its object in bytes,
+then starts and yields ``None``, then waits for the end."""
 
 CONNECTION_BYTES = 512 * 1024
-"""The buffer of a connection of TensorStore's; small objects fill a part of it."""
+"""Buffer size of a TensorStore connection; a small object fills only a part of the buffer."""
 
 
 class ObjectMover:
@@ -53,8 +54,9 @@ class ObjectMover:
 
     Args:
         location: root of the checkpoint.
-        attempt: the attempt that is written, which says whether it still owns its target.
-        budget_bytes: memory for chunks under way; one chunk that is larger goes alone.
+        attempt: the save attempt that the chunks belong to. It checks that the attempt still owns
+            its target.
+        budget_bytes: memory for chunks in transfer; a chunk larger than the budget transfers alone.
     """
 
     def __init__(
@@ -98,14 +100,16 @@ class ObjectMover:
         self._each(writes, request)
 
     def _settle(self, io: ObjectIO, key: str, parts: Sequence[bytes | memoryview]) -> None:
-        """There is an object of a chunk's name: ours, a leftover, or a newer attempt's."""
+        """Resolve a conditional PUT that failed because the object exists. The object is from this
+        save, a leftover, or from a newer attempt."""
         url = f"{self.location.url}/{key}"
         there = io.get(key, size=sum(map(len, parts)))
         if there is None and io.put(key, parts, create=True):
             return
         if there is None:
             raise StorageError(
-                f"writing {url} failed: the store neither takes it nor has it; save again",
+                f"writing {url} failed: the store says that the object exists, but has none of "
+                "this name; save again",
                 url=url,
             )
         if there == b"".join(parts):
@@ -135,21 +139,21 @@ class ObjectMover:
         manifest: Callable[[], Manifest | None],
         done: ReadDone | None = None,
     ) -> None:
-        """See :meth:`Mover.read`. Whole chunks are also held against the commit, so that what a
-        late writer of another save left is found."""
+        """See :meth:`Mover.read`. Whole chunks are also compared with the commit, which detects
+        chunks that a late writer of another save has overwritten."""
 
         def request(io: ObjectIO, part: ChunkPart) -> _Request:
             array, key = part.array, f"{part.array.node}/{part.key}"
             expected = Expected.of(part, manifest)
             size = expected.last - expected.first
             is_whole = expected.sums is None and size == array.chunk_bytes
-            # A packed one is there as it came, twice, and unpacked.
+            # A compressed chunk is in memory three times: twice as received, and decompressed.
             yield 3 * size if array.is_packed else size, size
             stop = None if is_whole else expected.last
             get = io.begin_get(key, expected.first, stop, size=size)
             yield None
             data = get()
-            del get  # and TensorStore's copy
+            del get  # frees TensorStore's copy
             problem = MISSING if data is None else receive(part, expected, data)
             if problem is not None:
                 url = f"{self.location.url}/{key}"
@@ -162,7 +166,7 @@ class ObjectMover:
         self._each([part for read in reads for part in chunk_parts(read)], request)
 
     def _each(self, items: Sequence[T], request: Callable[[ObjectIO, T], _Request]) -> None:
-        """Carry out one request an item; errors of the store say which chunk they are about."""
+        """Run one request for each item. Add key and chunk to errors of the store."""
         if not items:
             return
         io = object_io(self.location)
@@ -200,33 +204,33 @@ class ObjectMover:
 
 
 def _stored_bytes(array: ArrayMeta) -> int:
-    """Size of a chunk's object, if it is not compressed."""
+    """Return the size of a chunk's object in bytes before compression."""
     return array.chunk_bytes + (CRC_BYTES if array.has_crc else 0)
 
 
 def _held_bytes(item: ChunkWrite) -> int:
-    """Memory that putting a chunk takes, beside its source: what is sent, what it is gathered in,
-    and what a function makes."""
+    """Return the memory in bytes that a PUT of a chunk takes in addition to its source: the request
+    body, the gathered chunk, and the result of a source function."""
     array, source = item.array, item.source
     stored = _stored_bytes(array)
     box, shape = array.grid.box(item.index), array.grid.chunk_shape
     made = box.size * dtypes.itemsize(array.dtype) if callable(source) else 0
     gathered = box.shape != shape if callable(source) else not lies_as_chunk(source, shape)
-    # The compressor's output, and as much again for what the allocator keeps of it.
+    # A compressed chunk counts once more, for the memory that the allocator keeps.
     return stored * (1 + gathered + array.is_packed) + made
 
 
 class _Budget:
-    """What may be under way at a time.
+    """Limits on the memory and the number of large objects in transfer.
 
     Args:
-        budget_bytes: memory; what takes more than all of it goes alone.
-        large: objects from :data:`LARGE_BYTES` on.
-        largest: bytes of the largest object, one of which is in memory twice at a time.
+        budget_bytes: memory limit; an object that exceeds it transfers alone.
+        large: limit on the number of objects of at least :data:`LARGE_BYTES`.
+        largest: size of the largest object in bytes; one such object at a time is in memory twice.
     """
 
     def __init__(self, budget_bytes: int, large: int, largest: int) -> None:
-        # An eighth for connections, and for what the allocator keeps back.
+        # Reserve an eighth for connections and for memory that the allocator keeps.
         room = budget_bytes - budget_bytes // 8
         self._free = self._all = max(room - largest, room // 2)
         self._large = large
@@ -234,14 +238,14 @@ class _Budget:
         self._changed = threading.Condition()
 
     def stop(self, error: BaseException) -> None:
-        """Let nothing more go: who waits for room raises this error."""
+        """Admit no further objects: waiting and later calls of :meth:`take` raise this error."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
     def take(self, held: int, size: int, *, may_wait: bool) -> bool:
-        """Make room for an object of ``size`` bytes, which takes ``held`` bytes of memory, until
-        :meth:`give`; ``False``: there is none, and the caller may not wait for it."""
+        """Reserve room for an object of ``size`` bytes, which needs ``held`` bytes of memory, until
+        :meth:`give`. Return ``False`` if there is no room and the caller may not wait."""
         memory, large = self._of(held, size)
         with self._changed:
             while self._error is None:
@@ -255,7 +259,7 @@ class _Budget:
             raise self._error
 
     def give(self, held: int, size: int) -> None:
-        """Give back the room of an object."""
+        """Release the room of an object."""
         memory, large = self._of(held, size)
         with self._changed:
             self._free += memory

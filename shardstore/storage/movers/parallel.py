@@ -1,7 +1,8 @@
-"""Threads for many small jobs: the caller's thread works too, the first error stops the rest.
+"""Runs many small jobs in threads. The caller's thread works too, and the first error stops the
+rest.
 
-Plain threads: a pool of :mod:`concurrent.futures` takes no jobs once the interpreter is about to
-end, when a save in the background may still have some.
+It uses plain threads: a pool of :mod:`concurrent.futures` rejects jobs during interpreter shutdown,
+when a save in the background may still submit some.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ T = TypeVar("T")
 
 MAX_THREADS = 8
 NICENESS = 5
-"""Of threads that write beside a training loop, which comes first where processors are short."""
+"""Added to the nice value of threads that write beside a training loop, so that the loop has
+priority if processors are busy."""
 
 
 def default_threads() -> int:
-    """Threads of one mover: this rank's share of the processors, at least 1, at most 8.
+    """Return the number of threads of one mover: this rank's share of the processors, from 1 to 8.
 
-    The ranks of a machine share the processors that they may use, as many ranks as the launcher
-    says (``LOCAL_WORLD_SIZE``, which torchrun sets), unless each is bound to its own processors.
+    The ranks of a machine share its processors, unless the launcher binds each rank to its own
+    processors. ``LOCAL_WORLD_SIZE``, which torchrun sets, is the number of these ranks.
     """
     processors = len(os.sched_getaffinity(0))
     if not _is_bound(processors):
@@ -35,7 +37,7 @@ def default_threads() -> int:
 
 
 def local_ranks() -> int:
-    """Return the ranks on this machine as the launcher says (``LOCAL_WORLD_SIZE``), at least 1."""
+    """Return the number of ranks on this machine from ``LOCAL_WORLD_SIZE``, at least 1."""
     try:
         return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     except ValueError:
@@ -43,18 +45,19 @@ def local_ranks() -> int:
 
 
 def _is_bound(processors: int) -> bool:
-    """Return whether this process may use fewer processors than the one that started it."""
+    """Return whether this process may use fewer processors than its parent process."""
     try:
         return processors < len(os.sched_getaffinity(os.getppid()))
-    except OSError:  # the parent has ended, or is another user's
+    except OSError:  # the parent has ended, or another user owns it
         return False
 
 
 def yield_to_others() -> None:
-    """Lower the priority of this thread, and of those that it starts, below the process's others.
+    """Lower the priority of this thread, and of the threads that it starts, below the other threads
+    of the process.
 
-    On Linux the priority is a thread's own (man-pages setpriority(2)); elsewhere nothing happens.
-    It cannot be raised again: for threads of this package that end.
+    On Linux each thread has its own priority (man-pages setpriority(2)); elsewhere this does
+    nothing. The priority cannot be raised again, so only threads that this package starts call it.
     """
     with suppress(AttributeError, OSError):
         of_process = os.getpriority(os.PRIO_PROCESS, os.getpid())
@@ -77,14 +80,14 @@ def run_batched(
     Args:
         items: the jobs.
         work: called with a batch, by several threads at a time.
-        threads: the caller's thread included.
-        weight: of a job (bytes).
-        batch_weight: a batch is closed once it weighs this much.
+        threads: number of threads, including the caller's.
+        weight: returns the weight of a job (bytes).
+        batch_weight: a batch is closed once it has this weight.
         batch_items: a batch is closed once it has this many jobs.
 
     Raises:
-        BaseException: the first that ``work`` raised; no batch is started after it, and all threads
-            have ended. The calling thread's scratch memory is given back.
+        BaseException: the first error that ``work`` raised. No batch starts after it, and all
+            threads have ended. The scratch memory of the calling thread is freed.
     """
     batches = deque(_batches(items, weight, batch_weight, batch_items))
     failures: list[BaseException] = []
@@ -101,7 +104,7 @@ def run_batched(
                 failures.append(error)
 
     others: list[threading.Thread] = []
-    with suppress(RuntimeError):  # no more threads can be started: those that run do the work
+    with suppress(RuntimeError):  # no thread can be started: the running ones do the work
         for _ in range(min(threads, len(batches)) - 1):
             thread = threading.Thread(target=worker, name="shardstore-io")
             thread.start()
@@ -111,7 +114,7 @@ def run_batched(
         while thread.is_alive():
             try:
                 thread.join()
-            except BaseException as error:  # an interrupt: stop the others, but do wait for them
+            except BaseException as error:  # an interrupt: stop the other threads, and wait
                 failures.append(error)
     free_scratch()
     if failures:
@@ -119,10 +122,11 @@ def run_batched(
 
 
 def run_together(*jobs: Callable[[], Any]) -> tuple[Any, ...]:
-    """Call all jobs at once, in threads; for waiting, not for computing.
+    """Call all jobs at once, each in a thread, and return their results in order. The jobs should
+    wait for I/O, not compute.
 
     Raises:
-        BaseException: the first that a job raised; all have ended.
+        BaseException: the first error that a job raised; all threads have ended.
     """
     found: list[Any] = [None] * len(jobs)
 

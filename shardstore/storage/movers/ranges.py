@@ -1,6 +1,7 @@
-"""Parts of files of other formats: mapped on a disk, read by ranged GETs from an object store.
+"""Reads parts of files of other formats: by a memory mapping on a disk, by ranged GETs from an
+object store.
 
-Memory stays within a few MiB a thread, whatever the size of the file.
+It uses a few MiB of memory per thread, for files of any size.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from shardstore.storage.stores.location import Location, open_regular, store_err
 
 BATCH_BYTES = 4 * 1024 * 1024
 BLOCK_BYTES = 64 * 1024
-"""Bytes that are read at a time of the small structures in a file."""
+"""Block size of reads of the small structures in a file, in bytes."""
 
 
 class FileRanges:
-    """Reads parts of the files below a location. May be used by several threads.
+    """Reads parts of the files below a location. Several threads may use it.
 
     Args:
         location: a local folder, or a prefix in an object store.
@@ -38,10 +39,10 @@ class FileRanges:
         self._sizes: dict[str, int] = {}
 
     def size(self, name: str) -> int:
-        """Bytes of a file.
+        """Return the size of a file in bytes.
 
         Raises:
-            FileNotFoundError: there is none of that name.
+            FileNotFoundError: there is no such file.
             StorageError: the store failed.
         """
         if name not in self._sizes and self.location.is_local:
@@ -54,18 +55,18 @@ class FileRanges:
         return self._sizes[name]
 
     def path(self, name: str) -> str:
-        """URL of a file."""
+        """Return the URL of a file."""
         return f"{self.location.url}/{name}"
 
     def read(self, name: str, start: int, stop: int) -> bytes:
-        """Bytes ``start:stop``, fewer where the file ends before.
+        """Return bytes ``start:stop`` of a file, fewer if the file ends before ``stop``.
 
         Raises:
             FileNotFoundError: there is no such file.
             StorageError: the store failed.
         """
         if not self.location.is_local:
-            # A store refuses ranges that begin behind the end.
+            # A store refuses ranges that begin after the end of the object.
             stop = min(stop, self.size(name))
             found = self.location.remote.read_range(name, start, stop) if start < stop else b""
             if found is None:
@@ -80,14 +81,14 @@ class FileRanges:
     def read_box(
         self, name: str, start: int, shape: tuple[int, ...], box: Box, out: NDArray[Any]
     ) -> None:
-        """Read a box of an array.
+        """Read a box of an array that a file holds in C order.
 
         Args:
-            name: of the file.
-            start: byte of the file that the array begins at, in C order.
-            shape: of the array.
+            name: name of the file.
+            start: byte offset of the array in the file.
+            shape: shape of the array.
             box: the part to read.
-            out: its destination, of the box's shape and the array's data type.
+            out: the destination, with the box's shape and the array's data type.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -139,7 +140,8 @@ class FileRanges:
 
 @contextmanager
 def _reading(path: str) -> Iterator[None]:
-    """Raise errors of the disk as :class:`StorageError`, a missing file as it is."""
+    """Convert errors of the disk to :class:`StorageError`; raise :class:`FileNotFoundError` for a
+    missing file."""
     try:
         with store_errors("reading", path):
             yield
@@ -150,15 +152,16 @@ def _reading(path: str) -> Iterator[None]:
 
 
 class RangeFile(io.RawIOBase):
-    """A range of a file as a file of its own, for readers of small structures in it.
+    """File object over a range of a file, for readers of small structures in it.
 
-    Read in blocks that are kept, since such readers go back and forth; not for the data itself.
+    It reads in blocks and keeps them, because such readers seek back and forth. It is not meant for
+    the array data.
 
     Args:
-        ranges: gives the bytes.
-        name: of the file.
+        ranges: reads the bytes.
+        name: name of the file.
         start: first byte of the range.
-        length: of the range.
+        length: length of the range in bytes.
     """
 
     def __init__(self, ranges: FileRanges, name: str, start: int, length: int) -> None:
@@ -176,13 +179,14 @@ class RangeFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Go to a position within the range."""
+        """Go to a position within the range and return it."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
         self._position = max(0, base + offset)
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """Read into a buffer; the number of bytes, fewer at the end of the range or of the file."""
+        """Read into a buffer and return the number of bytes, fewer than its size at the end of the
+        range or of the file."""
         view = memoryview(buffer).cast("B")
         size = min(len(view), max(0, self._length - self._position))
         if size > 4 * BLOCK_BYTES:

@@ -1,7 +1,7 @@
-"""The reader of chunks with codecs of other programs: TensorStore's zarr drivers.
+"""Reads chunks with codecs of other programs through TensorStore's zarr drivers.
 
-Arrays are opened with assumed metadata (no document is read), reads are strict (a missing chunk is
-an error, not the fill value), and data moves straight into the given memory.
+Arrays open with assumed metadata (TensorStore reads no document), and reads are strict (a missing
+chunk is an error, not the fill value). On a disk, data moves straight into the given memory.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ from shardstore.storage.stores.s3 import has_forked
 from shardstore.storage.stores.tensorstore import kvstore_spec, plain_words, shared_context, wait
 
 IN_FLIGHT_BYTES = 256 * 1024 * 1024
-"""Bytes of the reads that run at a time."""
+"""Limit on the bytes of concurrent reads."""
 
 _DAMAGE = ("DATA_LOSS", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "OUT_OF_RANGE")
-"""Beginnings of errors about a chunk's content; all others are about the store."""
+"""Prefixes of errors about the content of a chunk; all other errors are about the store."""
 
 
 def open_array(
     location: Location, array: ArrayMeta, *, write: bool = True, fill_missing: bool = False
 ) -> Any:
-    """Return a TensorStore handle on an array, opened without reading anything.
+    """Return a TensorStore handle of an array. Opening reads nothing from the store.
 
     Args:
         location: root of the checkpoint.
-        array: its metadata.
+        array: metadata of the array.
         write: whether the handle may write.
-        fill_missing: a chunk that is not there reads as the fill value, and is no error.
+        fill_missing: whether a missing chunk reads as the fill value instead of raising an error.
 
     Raises:
         FormatVersionError: TensorStore does not understand the metadata.
-        StorageError: TensorStore has no driver for the store, or this is a forked process.
+        StorageError: TensorStore has no driver for the store, or this process was forked after the
+            import of TensorStore.
     """
     url = f"{location.url}/{array.node}"
     if has_forked():
@@ -55,7 +56,7 @@ def open_array(
             key=array.key,
             url=url,
         )
-    dtypes.numpy_dtype(array.dtype)  # TensorStore aborts the process on some unknown names
+    dtypes.numpy_dtype(array.dtype)  # some unknown names make TensorStore abort the process
     metadata = json.loads(array.document or documents.array_document(array))
     metadata.pop("attributes", None)
     if array.zarr_format == 2:
@@ -84,7 +85,7 @@ def open_array(
 
 
 class TensorStoreReader:
-    """Reads regions of arrays.
+    """Reads regions of arrays through TensorStore.
 
     Args:
         location: root of the checkpoint.
@@ -115,7 +116,7 @@ class TensorStoreReader:
                 part = stores[read.array][read.box.slices]
                 if self.location.is_local:
                     pending.append((read, ts.array(read.out, copy=False, write=True).write(part)))
-                else:  # a request that is given up must not write into the caller's memory later
+                else:  # an abandoned request must not write into the caller's memory later
                     pending.append((read, part.read()))
                 flying += read.out.nbytes
                 while pending and flying >= IN_FLIGHT_BYTES:
@@ -123,7 +124,7 @@ class TensorStoreReader:
                     self._finish(*pending.popleft(), manifest, done)
             while pending:
                 self._finish(*pending.popleft(), manifest, done)
-        finally:  # after an error, what runs still uses the caller's memory
+        finally:  # after an error, wait for reads that still write into the caller's memory
             for _, future in pending:
                 if self.location.is_local:
                     future.exception()
@@ -147,7 +148,7 @@ class TensorStoreReader:
         except ValueError as found:
             error = found
         if error is not None:
-            # A store's own answer may have the access key, so it is not shown as the cause.
+            # The store's answer may contain the access key, so it is not chained as the cause.
             text = str(error) if local else plain_words(str(error))
             raise self._explained(read, text, manifest) from (error if local else None)
         touched = sum(1 for _ in read.array.grid.overlapping(read.box))
@@ -158,8 +159,8 @@ class TensorStoreReader:
     def _explained(
         self, read: RegionRead, text: str, manifest: Callable[[], Manifest | None]
     ) -> Exception:
-        """Return the error for a failed read. Only TensorStore's text says which file failed, and
-        why."""
+        """Return the error for a failed read. The name of the failed file and the reason are in
+        TensorStore's error text only."""
         array = read.array
         missing, damaged = text.startswith("NOT_FOUND"), text.startswith(_DAMAGE)
         if missing or damaged:

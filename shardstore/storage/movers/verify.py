@@ -1,7 +1,7 @@
-"""Verification of one chunk: its size, its own crc32c, and the checksums of the commit.
+"""Verifies one chunk: its size, its own crc32c, and the checksums of the commit.
 
-Every read of a chunk, from a file or an object, for a load or for a verification, goes through
-:class:`ChunkVerifier`.
+Every read of a chunk in steps, from a file or an object, for a load or a verification, goes through
+:class:`ChunkVerifier`. For the compiled reader, :func:`is_intact` compares the checksums.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 READ_BYTES = 1024 * 1024
-"""Bytes of one read: the checksum finds them in the processor's cache."""
+"""Size of one read, small enough for the checksum to find the bytes in the processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +61,16 @@ NO_FILE = Problem("unreadable", "cannot be read: it is no regular file")
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The bytes that a read of a chunk needs, and the checksums they are compared with.
+    """The bytes that a read of a chunk needs, and their expected checksums.
 
     Attributes:
-        first: first byte of the uncompressed chunk that is read.
-        last: one past the last byte that is read.
-        sums: the manifest's running checksums from the block on that ``first`` begins, one a block,
-            to verify a part of the chunk; the part begins and ends at block boundaries.
-        before: running checksum of what lies before that part.
+        first: first byte of the range to read, in the uncompressed chunk.
+        last: one past the last byte of the range.
+        sums: the manifest's running checksums, one per block, from the block that starts at
+            ``first``. They verify a part of the chunk, which starts and ends at block boundaries.
+        before: running checksum of the bytes before that part.
         crc: the commit's crc32c of the whole chunk, if known.
-        digest: the manifest's hash of the whole chunk, if it is to be compared.
+        digest: the manifest's hash of the whole chunk, if the read compares it.
     """
 
     first: int
@@ -82,15 +82,16 @@ class Expected:
 
     @classmethod
     def of(cls, part: ChunkPart, manifest: Callable[[], Manifest | None]) -> Expected:
-        """What a read of ``part`` takes: the blocks it touches where the manifest has their
-        checksums, else the whole chunk. ``manifest`` is called only where that depends on it."""
+        """Return the bytes to read for ``part``: the blocks that it overlaps if the manifest has
+        their checksums, else the whole chunk. Call ``manifest`` only if the result needs it."""
         array = part.array
         total, block = array.chunk_bytes, block_bytes(array.chunk_bytes)
         low, high = span(part.within, array.grid.chunk_shape, part.out.dtype.itemsize)
         if array.is_plain and not array.has_crc:
             return cls(low, high)
         first, last = low // block * block, min(-(-high // block) * block, total)
-        # A chunk that is wanted up to its padding is read with it: its own checksum is enough.
+        # If the part is all but the padding, read the padding too: the chunk's own checksum
+        # then suffices.
         is_all = part.within.shape == array.grid.box(part.index).shape
         is_whole = array.is_packed or last - first == total or (is_all and 2 * high >= total)
         crc = array.expected_crc(part.number)
@@ -112,7 +113,7 @@ class ChunkVerifier:
 
     Args:
         array: the chunk's array.
-        expected: which bytes arrive, and their checksums.
+        expected: the range of bytes that arrives, and its checksums.
     """
 
     def __init__(self, array: ArrayMeta, expected: Expected) -> None:
@@ -124,7 +125,7 @@ class ChunkVerifier:
         self._rest = bytearray()
         """The stored crc32c; all bytes of a compressed chunk."""
         self.count = 0
-        """Bytes that have arrived."""
+        """Number of bytes that have arrived."""
         self.chunk: bytes | None = None
         """A compressed chunk's content, after :meth:`finish`."""
 
@@ -138,7 +139,7 @@ class ChunkVerifier:
         self.count += len(data)
 
     def finish(self) -> Problem | None:
-        """Compare, after the last byte; ``None`` if all checksums agree."""
+        """Compare the checksums after the last byte. Return ``None`` if all agree."""
         array, expected = self._array, self._expected
         has_own = array.has_crc and expected.sums is None
         body = memoryview(self._rest)[:-CRC_BYTES]
@@ -191,17 +192,17 @@ def _mismatch(expected: int, found: int) -> Problem:
 
 
 def is_intact(read: tuple[int, int] | None, committed: int | None) -> bool:
-    """Return whether the checksums of a whole chunk agree: computed, stored and committed.
+    """Return whether the computed, stored and committed checksums of a whole chunk agree.
 
     Args:
-        read: the first two, from :func:`read_chunk`.
-        committed: the last one, if known.
+        read: computed and stored checksum, from :func:`read_chunk`.
+        committed: the commit's checksum, if known.
     """
     return read is not None and read[0] == read[1] and committed in (None, read[0])
 
 
 def size_problem(array: ArrayMeta, found: int) -> Problem | None:
-    """Compare the size of a chunk's file or object with the size it must have."""
+    """Return the problem if a chunk's file or object has a wrong size, else ``None``."""
     stored, most = stored_bytes(array), most_packed_bytes(array)
     if stored is None and found > most:
         return Problem("size", f"has {found} bytes, and compressed chunks at most {most}")
@@ -220,15 +221,15 @@ def read_file(
     """Read the expected bytes of a chunk's file, and verify them.
 
     Args:
-        path: of the file.
+        path: path of the file.
         array: the chunk's array.
-        expected: which bytes, and their checksums.
-        targets: memory for them in order, written before they are verified; each is filled before
-            the next is asked for. It may be for more bytes than there are.
-        part: gets what is wanted of a compressed chunk, once that is verified.
+        expected: the range of bytes to read, and its checksums.
+        targets: memory for the bytes in order, written before the bytes are verified. Each view is
+            filled before the next one is requested. The views may exceed the size of the file.
+        part: receives its elements of a compressed chunk after verification.
 
     Returns:
-        Number of bytes read, and what is wrong, ``None`` for nothing.
+        Number of bytes read, and the problem; ``None`` if the chunk is intact.
     """
     try:
         fd = open_regular(path)
@@ -254,7 +255,7 @@ def read_file(
 
 
 def _fill(fd: int, view: memoryview, offset: int) -> int:
-    """Read until ``view`` is full or the file ends; the number of bytes."""
+    """Read until ``view`` is full or the file ends. Return the number of bytes."""
     done = 0
     while done < len(view) and (got := os.preadv(fd, [view[done:]], offset + done)):
         done += got
@@ -262,8 +263,8 @@ def _fill(fd: int, view: memoryview, offset: int) -> int:
 
 
 def receive(part: ChunkPart, expected: Expected, data: bytes | memoryview) -> Problem | None:
-    """Verify the bytes of :class:`Expected`, all at once, and copy what is wanted to ``part.out``,
-    which is written only if they are intact."""
+    """Verify the bytes of :class:`Expected`, all at once. Copy the part to ``part.out`` if they are
+    intact; otherwise return the problem and write nothing."""
     verifier = ChunkVerifier(part.array, expected)
     verifier.update(memoryview(data))
     problem = verifier.finish()
@@ -286,10 +287,10 @@ def chunk_error(
     problem: Problem,
     manifest: Callable[[], Manifest | None],
 ) -> ChunkMissingError | ChunkCorruptError:
-    """Return the error for a chunk that cannot be read, with the rank that wrote it if that is
-    known."""
+    """Return the error for a chunk that cannot be read. The error names the rank that wrote the
+    chunk, if the manifest has it."""
     rank = None
-    with suppress(OSError):  # of the manifest; the chunk's own damage matters more
+    with suppress(OSError):  # an unreadable manifest matters less than the damaged chunk
         found = manifest()
         rank = None if found is None else found.writer(array, index)
     by = "" if rank is None else f" (written by rank {rank})"
@@ -305,12 +306,12 @@ def chunk_error(
 
 
 class ChunkChecker:
-    """Verifies chunks of one checkpoint without keeping them; safe to use from several threads.
+    """Verifies chunks of one checkpoint and discards their data. Several threads may use it.
 
     Args:
         stored: the checkpoint.
         manifest: its manifest, if it has one.
-        hashes: compare the 128-bit hash too, which takes a second pass over the bytes.
+        hashes: whether to compare the 128-bit hash too, which takes a second pass over the bytes.
     """
 
     def __init__(
@@ -324,7 +325,7 @@ class ChunkChecker:
         """Verify one chunk.
 
         Returns:
-            Bytes read, and what is wrong, ``None`` for nothing.
+            Number of bytes read, and the problem; ``None`` if the chunk is intact.
         """
         expected = self._expected(array, index)
         verifier = ChunkVerifier(array, expected)
@@ -358,7 +359,7 @@ class ChunkChecker:
     def _check_decoded(
         self, array: ArrayMeta, index: Sequence[int], verifier: ChunkVerifier
     ) -> tuple[int, Problem | None]:
-        """Read a chunk behind codecs of other programs through TensorStore."""
+        """Read and verify a chunk with codecs of other programs through TensorStore."""
         box = array.grid.box(index)
         out = np.empty(box.shape, dtypes.numpy_dtype(array.dtype))
         try:
