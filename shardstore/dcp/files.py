@@ -1,10 +1,9 @@
-"""DCP's own checkpoints: ``.metadata`` and ``__R_N.distcp``, read without ranks and without trust.
+"""Reads DCP's own checkpoints, ``.metadata`` and ``__R_N.distcp``, in one process.
 
-``.metadata`` is a pickle. It is read by an unpickler that knows the records of DCP's metadata and
-no other class: whatever else the file names becomes an inert object, so that nothing in it can run.
-Tensors are mapped from where ``torch.save`` put their bytes, and objects are loaded by
-:func:`.load_bytes`. Megatron-Core's ``torch_dist`` backend writes the same format with more in the
-metadata.
+``.metadata`` is a pickle. A restricted unpickler reads it and rebuilds only the classes of DCP's
+metadata. Any other class becomes an inert object, so no code of the file can run. Tensors are
+mapped from where ``torch.save`` put their bytes, and :func:`.load_bytes` loads objects.
+Megatron-Core's ``torch_dist`` backend writes the same format with additional metadata.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"
 
 
 class Extent(NamedTuple):
-    """Where an item lies: bytes of a file."""
+    """Range of bytes of a file that holds an item."""
 
     file: str
     offset: int
@@ -62,13 +61,13 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """A box of a tensor, and where it lies.
+    """A box of a tensor and its place in a file.
 
     Attributes:
         box: the box.
-        extent: bytes of the item that holds it.
+        extent: bytes of the item that holds the box.
         stored_shape: shape of the item.
-        first: element of the flattened item that the box begins with.
+        first: index of the box's first element in the flattened item.
     """
 
     box: Box
@@ -78,16 +77,16 @@ class StoredPart:
 
 
 class _Inert:
-    """What a pickle makes of a class that is not known here: nothing."""
+    """Takes the place of each class that is not part of DCP's metadata, and does nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Take what the pickle gives, and drop it."""
+        """Ignore the arguments."""
 
     __setstate__ = append = extend = __setitem__ = __init__
 
 
 class _Properties(_Inert):
-    """Of a tensor: only the data type counts."""
+    """Properties of a tensor; only the data type is read."""
 
     def __setstate__(self, state: Any) -> None:
         self.dtype = state[0]
@@ -116,7 +115,7 @@ class _Unpickler(BoundedUnpickler):
         return _RECORDS.get(name, _Inert)
 
     def persistent_load(self, pid: Any) -> Any:
-        raise pickle.UnpicklingError("a reference to something outside of the file")
+        raise pickle.UnpicklingError("the pickle refers to an object outside of the file")
 
 
 @dataclass
@@ -125,10 +124,10 @@ class DcpFiles:
 
     Attributes:
         location: root of the checkpoint.
-        arrays: key -> tensor. Its chunk grid says nothing: see ``parts``.
-        parts: key -> the boxes that are stored.
-        objects: key -> where an object lies.
-        paths: key -> path in the nested state dict, as far as it is known.
+        arrays: key -> tensor. Its chunk grid is a placeholder; ``parts`` has the stored boxes.
+        parts: key -> stored boxes of a tensor.
+        objects: key -> bytes of an object.
+        paths: key -> path in the nested state dict, for the keys that the metadata has paths for.
     """
 
     location: Location
@@ -145,8 +144,8 @@ class DcpFiles:
         """Read the metadata. Any rank may call it; it waits for no other.
 
         Raises:
-            NotACheckpointError: there is none, or it is something else.
-            DamagedCheckpointError: it cannot be read.
+            NotACheckpointError: ``.metadata`` is missing, or is not metadata of DCP.
+            DamagedCheckpointError: ``.metadata`` cannot be read.
         """
         location = Location.of(place)
         url = f"{location.url}/{METADATA_NAME}"
@@ -154,19 +153,19 @@ class DcpFiles:
             data = location.read(METADATA_NAME)
         except FileNotFoundError:
             raise NotACheckpointError(
-                f"{url} is missing: {location.url} is no whole DCP checkpoint", url=url
+                f"{url} is missing: {location.url} is not a complete DCP checkpoint", url=url
             ) from None
         return cls.parse(location, data)
 
     @classmethod
     def parse(cls, location: Location, data: bytes) -> DcpFiles:
-        """Return the checkpoint that a document of metadata describes.
+        """Return the checkpoint that a ``.metadata`` document describes.
 
         Args:
-            location: where its files are.
-            data: the document.
+            location: root of the checkpoint.
+            data: content of the document.
 
-        Raises: as :meth:`open`.
+        Raises: the errors of :meth:`open`.
         """
         url = f"{location.url}/{METADATA_NAME}"
         try:
@@ -187,8 +186,8 @@ class DcpFiles:
         """Read regions of tensors into their destinations.
 
         Raises:
-            ChunkMissingError: a file is gone.
-            DamagedCheckpointError: a file is not what the metadata says, or parts of a region are
+            ChunkMissingError: a file is missing.
+            DamagedCheckpointError: a file does not match the metadata, or a part of a region is
                 not stored.
         """
         self._ranges.read_all(reads, self._read_one)
@@ -213,7 +212,7 @@ class DcpFiles:
             )
 
     def _read_part(self, meta: ArrayMeta, part: StoredPart, within: Box, out: NDArray[Any]) -> None:
-        """Read a box of a part; the box is counted from the part's corner."""
+        """Read a box of a part into ``out``. The box's offset is relative to the part's corner."""
         key, extent = meta.key, part.extent
         path = self._ranges.path(extent.file)
         try:
@@ -243,11 +242,11 @@ class DcpFiles:
             ) from error
 
     def read_object(self, key: str) -> Any:
-        """Load an object by :func:`.load_bytes`.
+        """Load an object with :func:`.load_bytes`.
 
         Raises:
-            MissingKeyError: there is none of that key.
-            UnsafeObjectError: it needs a class that was not allowed.
+            MissingKeyError: the checkpoint has no object with this key.
+            UnsafeObjectError: the object needs a class that is not allowed.
         """
         extent = self.objects.get(key)
         if extent is None:
@@ -279,7 +278,7 @@ def _parsed(location: Location, metadata: Metadata) -> DcpFiles:
         if info.transform_descriptors:
             raise FormatVersionError(
                 f"{location.url}: {index.fqn!r} was transformed when it was written "
-                f"({info.transform_descriptors}), which this version does not undo",
+                f"({info.transform_descriptors}); this version of shardstore cannot undo that",
                 key=index.fqn,
                 url=location.url,
             )
@@ -289,7 +288,7 @@ def _parsed(location: Location, metadata: Metadata) -> DcpFiles:
     original = vars(metadata).get("mcore_data") or {}
     paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
     if not all(type(key) is str for key in (*metadata.state_dict_metadata, *paths)):
-        raise TypeError("a key that is no text")
+        raise TypeError("a key is not a string")
     files = DcpFiles(location, paths={key: tuple(path) for key, path in paths.items()})
     for key, about in metadata.state_dict_metadata.items():
         if not isinstance(about, TensorStorageMetadata):
@@ -315,10 +314,10 @@ def _parsed(location: Location, metadata: Metadata) -> DcpFiles:
 def _unfolded(
     part: StoredPart, stored_shape: tuple[int, ...], shape: Sequence[int]
 ) -> list[StoredPart]:
-    """Return the boxes of a tensor that one flattened range of Megatron-Core is.
+    """Return the boxes of a tensor that a flattened range of Megatron-Core covers.
 
-    Megatron-Core keeps flattened ranges in an array of another shape: the grid of shards, and
-    behind it the elements of a flattened shard.
+    Megatron-Core stores flattened ranges in an array of another shape: its leading axes are the
+    grid of shards, and its last axis has the elements of a flattened shard.
     """
     ndim = len(shape)
     counts, index = stored_shape[:ndim], part.box.offset[:ndim]
@@ -340,15 +339,15 @@ def _unfolded(
 def _plain_start(
     view: RangeFile, shape: tuple[int, ...], dtype: torch.dtype, path: str
 ) -> int | None:
-    """Return where a saved tensor's elements begin, if they lie there one after the other."""
+    """Return the byte at which a saved tensor's elements begin; None if it is not contiguous."""
     found = _loaded(view, shape, path, meta=True)
     if found.dtype != dtype:
-        raise ValueError("another tensor")
+        raise ValueError(f"the stored data type is {found.dtype}")
     if not found.is_contiguous() or found.storage_offset():
         return None
     records = Records(view)
     if records.size("data/0") < found.numel() * found.element_size():
-        raise ValueError("a truncated tensor")
+        raise ValueError("the tensor is truncated")
     return records.start("data/0")
 
 
@@ -357,5 +356,5 @@ def _loaded(
 ) -> torch.Tensor:
     found = load_bytes(view, path, meta=meta)
     if not isinstance(found, torch.Tensor) or tuple(found.shape) != shape:
-        raise ValueError("another tensor")
+        raise ValueError("the stored item is not a tensor of this shape")
     return found

@@ -2,9 +2,8 @@
 
 torchtitan and Lightning's FSDP2 call ``dcp.save(state, checkpoint_id=path)`` and offer no way to
 pass a storage writer. :func:`install` changes the storage that DCP chooses in this case; a call
-that names its storage keeps it. It replaces three private names of
-``torch.distributed.checkpoint``, and raises an error if this PyTorch lacks them, and the methods of
-DCP's own reader.
+that names its storage keeps it. It replaces the methods of DCP's own reader and three private names
+of ``torch.distributed.checkpoint``. It raises an error if this PyTorch lacks these names.
 """
 
 from __future__ import annotations
@@ -44,12 +43,11 @@ def is_of_dcp(location: Location) -> bool:
 
 
 def handing_on(new_reader: Callable[[], StorageReader]) -> dict[tuple[Any, str], Any]:
-    """Return the new methods of DCP's ``FileSystemReader``, with which it loads our checkpoints
-    too.
+    """Return new methods for DCP's ``FileSystemReader``, so that it loads our checkpoints too.
 
-    Each load begins with the metadata. There the method checks the format at the place again, so
-    that it may differ from that at the construction of the reader or at ``reset``. Readers of other
-    file systems (``FsspecReader``) do not change.
+    Each load begins with ``read_metadata``. The new method checks the format of the checkpoint
+    there, because it may have changed since the reader was made or ``reset``. Readers of other file
+    systems (``FsspecReader``) do not change.
 
     Args:
         new_reader: makes a :class:`StorageReader` without a place.
@@ -62,9 +60,9 @@ def handing_on(new_reader: Callable[[], StorageReader]) -> dict[tuple[Any, str],
     @functools.wraps(read_before)
     def read_metadata(self: FileSystemReader, *args: Any, **kwargs: Any) -> Metadata:
         vars(self).pop(_KEPT, None)
-        # Metadata of one rank: only DCP writes it.
+        # A rank is given for metadata of a single rank, which only DCP writes.
         if kwargs.get("rank") is None and type(self.fs) is FileSystem:
-            # As in DCP: no URL, and ~ is not expanded.
+            # As in DCP, the path is not a URL, and ~ is not expanded.
             place = os.path.abspath(self.path)
             if is_ours(Location.of(place)):
                 reader = new_reader()
@@ -79,7 +77,7 @@ def handing_on(new_reader: Callable[[], StorageReader]) -> dict[tuple[Any, str],
 
 
 def _handed_on(name: str) -> Callable[..., Any]:
-    """Return a method that calls ours if the metadata were ours, else DCP's."""
+    """Return a method that calls our reader if it read the metadata, else DCP's method."""
     before = getattr(FileSystemReader, name)
 
     @functools.wraps(before)
@@ -96,7 +94,7 @@ Place = str | os.PathLike[str]
 
 
 class Installation(ExitStack):
-    """The changes of :func:`install`; as a context manager it undoes them at the end."""
+    """The changes that :func:`install` made. As a context manager it undoes them on exit."""
 
     def __init__(self, changes: Mapping[tuple[Any, str], Any]) -> None:
         super().__init__()
@@ -153,7 +151,7 @@ def install(
             cast=cast, threads=options.get("threads"), storage_options=storage_options
         )
 
-    # Raises errors in the options now, not at the first save.
+    # Raise errors of the options now, not at the first save.
     new_writer()
     saver: Any = state_dict_saver
     loader: Any = state_dict_loader
@@ -176,7 +174,7 @@ def install(
         return chosen
 
     class InAProcess(process):  # type: ignore[misc, valid-type]
-        """Passes the writer to the process that saves, where nothing is installed."""
+        """Passes our writer to DCP's process for saves, because nothing is installed there."""
 
         def execute_save(
             self,

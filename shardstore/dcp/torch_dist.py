@@ -1,8 +1,9 @@
-"""Backend ``("torch_dist", 1)``: DCP's own files, as Megatron-Core writes and reads them today.
+"""Strategies of backend ``("torch_dist", 1)``: DCP's own files, the format of Megatron-Core.
 
-PyTorch DCP's planner decides what each rank writes; the files are written here, and read by
-:mod:`shardstore.dcp.files`, which trusts nothing. Flattened ranges take the form that Megatron-Core
-gives them: the grid of shards, and behind it the elements of a flattened shard.
+PyTorch DCP's planner decides what each rank writes. :mod:`shardstore.dcp.torch_dist_save` writes
+the files, and :mod:`shardstore.dcp.files` reads them with a restricted unpickler. A flattened range
+is stored as in Megatron-Core, in an array whose leading axes are the grid of shards and whose last
+axis has the elements of a flattened shard.
 """
 
 from __future__ import annotations
@@ -70,26 +71,27 @@ _Shapes = dict[str, dict[str, tuple[int, ...]]]
 
 
 class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
-    """Save strategy for DCP's own files, at once or in the background.
+    """Save strategy for DCP's own files, synchronous or asynchronous.
 
     The parameters are those of Megatron-Core 0.15's strategy of this name.
 
     Args:
         backend: ``"torch_dist"``.
         version: 1.
-        keep_only_main_replica: leave replicas to the rank that holds the main one. Otherwise DCP
-            is given all, and chooses of each the rank that writes it; then no main one is needed.
-        thread_count: files that each rank writes at a time.
-        cached_metadata: accepted, and without effect: plans are made anew for each save, in one
-            meeting of the ranks, so that nothing kept can decide what is written.
-        separation_hint: tensors and objects whose key begins with it go into files of their own,
-            whose names begin with it too.
-        cpu_shm_mode: accepted, and without effect: no other process writes.
+        keep_only_main_replica: only the rank with the main replica of a shard passes it to DCP.
+            If False, every rank passes all its replicas, DCP chooses the rank that writes each, and
+            a main replica is not required.
+        thread_count: number of files that each rank writes at a time.
+        cached_metadata: accepted without effect. Each save makes its plan anew, in one exchange of
+            all ranks.
+        separation_hint: prefix of keys. Tensors and objects with this prefix go into separate
+            files, whose names begin with it too.
+        cpu_shm_mode: accepted without effect, because no other process writes.
 
     Raises:
-        FormatVersionError: another version than 1.
-        ArgumentError: ``thread_count`` is no positive number, or ``separation_hint`` cannot begin
-            the name of a file.
+        FormatVersionError: ``version`` is not 1.
+        ArgumentError: ``thread_count`` is not a positive number, or a file name cannot begin with
+            ``separation_hint``.
     """
 
     def __init__(
@@ -129,12 +131,13 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
         return True
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
-        """Write this rank's tensors and objects. Called by every rank, which waits for all others.
+        """Write this rank's tensors and objects. Every rank calls it and waits for all others.
 
         Raises:
-            AccessPatternError: a flattened range of an irregular shard, which the format lacks.
-            StorageError: the place is in an object store, or the disk refused.
-            CheckpointingException: DCP refused, here or on another rank.
+            AccessPatternError: a shard is a flattened range of an irregular shard, which the format
+                cannot express.
+            StorageError: the place is in an object store, or the disk failed.
+            CheckpointingException: DCP raised an error on some rank; every rank raises it.
         """
         _, ranks, saving = self._planned(sharded_state_dict, checkpoint_dir)
         error: Exception | None = None
@@ -147,18 +150,18 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
     def async_save(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path
     ) -> AsyncRequest:
-        """Copy this rank's tensors and objects, and describe the writing that is left.
+        """Copy this rank's tensors and objects, and return a request that writes them.
 
-        Called by every rank, which waits for all others once. The state may be changed when it
-        returns, unless the save overlaps its copying (:func:`shardstore.async_save`; objects are
-        copied at once then too). ``.metadata``, without which nothing can be read, is written when
-        the request is finalised, once every rank has written its files.
+        Every rank calls it and waits for all others once. After the call the state may be changed,
+        unless the copy overlaps (``overlap_staging`` of :func:`shardstore.async_save`). Objects are
+        always copied before the call returns. The finalisation of the request writes ``.metadata``
+        after every rank has written its files. Without ``.metadata`` nothing can be read.
 
         Returns:
-            The writing, for a thread, and what finishes it, for every rank together.
+            A request: its function writes in a thread, its finalisation runs on every rank.
 
-        Raises: as :meth:`save`; what goes wrong on one rank after the ranks agreed is raised by all
-            when the request is finalised.
+        Raises: the errors of :meth:`save`. An error of one rank after the plan is made is raised on
+            every rank, when the request is finalised.
         """
         session, ranks, saving = self._planned(sharded_state_dict, checkpoint_dir)
         options = SaveOptions() if session is None else session.options
@@ -169,7 +172,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
                     budget_bytes=options.staging_budget_bytes, overlap=options.overlap_staging
                 )
         except Exception as problem:
-            # Raised here it would be this rank's alone; it is met by all at the end.
+            # Raised here, only this rank would see it. The finalisation raises it on every rank.
             saving.close()
             failed.append(problem)
         if session is not None:
@@ -188,7 +191,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
                 saving.finish(ranks, failed[0] if failed else None)
                 return
             try:
-                # In the background the ranks of the session are others than those that planned.
+                # An asynchronous save has other connections between the ranks than the plan had.
                 saving.finish(session.ranks, session.failure)
             except Exception as problem:
                 session.failure = session.failure or problem
@@ -198,7 +201,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
     def _planned(
         self, state_dict: ShardedStateDict, place: str | Path
     ) -> tuple[SaveSession | None, Ranks, FilesSave]:
-        """Agree with all ranks on who writes what."""
+        """Agree with all ranks on the items that each writes. Every rank waits for all others."""
         session = session_of(place)
         ranks = Ranks.current() if session is None else session.ranks
         folder = str(place)
@@ -213,7 +216,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
                 folder = location.url
                 state, shapes, held = _for_dcp(state_dict, self.keep_only_main_replica)
             except Exception as problem:
-                error = problem  # met by all ranks together
+                error = problem  # plan() raises it on every rank
         url = folder if session is None else session.target.url
         planner = _Planner(shapes, held)
         saving = FilesSave(folder, url, planner, ranks, self.thread_count, self.separation_hint)
@@ -222,7 +225,8 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
 
 
 class _Planner(DefaultSavePlanner):
-    """Keeps flat keys, and brings the original shapes of flattened tensors to the coordinator."""
+    """Planner that keeps flat keys and sends the original shapes of flattened tensors to the
+    coordinator."""
 
     def __init__(self, shapes: _Shapes, held: list[str]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -248,7 +252,8 @@ class _Planner(DefaultSavePlanner):
 def _for_dcp(
     state_dict: ShardedStateDict, only_main: bool
 ) -> tuple[dict[str, Any], _Shapes, list[str]]:
-    """Flat keys with what DCP takes, original shapes of flattened tensors, keys left to others."""
+    """Return flat keys with values for DCP, original shapes of flattened tensors, and keys that
+    other ranks save."""
     held: list[str] = []
     shards: dict[str, list[CheckpointableShardedTensor]] = {}
     state: dict[str, Any] = {}
@@ -262,7 +267,7 @@ def _for_dcp(
         elif isinstance(value, ShardedTensor):
             if value.data is not None:
                 require_plain(value.data, value.key)
-                # DCP writes the memory of a tensor, whatever view of it the tensor is.
+                # DCP writes the memory of a tensor and ignores its conjugate and negative bits.
                 value = replace(value, data=value.data.resolve_conj().resolve_neg())
             shapes.setdefault(value.key, {})
             if value.flattened_range is not None:
@@ -275,13 +280,13 @@ def _for_dcp(
 
 
 def _folded(tensor: ShardedTensor) -> ShardedTensor:
-    """Return a flattened range as a shard of the array that Megatron-Core keeps such ranges in."""
+    """Return a flattened range as a shard of Megatron-Core's array for such ranges."""
     counts = tensor.axis_fragmentations
     if counts is None or any(n % c for n, c in zip(tensor.global_shape, counts, strict=True)):
         raise AccessPatternError(
             f"key {tensor.key!r} holds a flattened range of an irregular shard "
             f"(axis_fragmentations={counts} of {tensor.global_shape}), which the {BACKEND!r} "
-            "format has no form for; save with ('zarr', 2)",
+            "format cannot express; save with ('zarr', 2)",
             key=tensor.key,
         )
     assert tensor.flattened_range is not None
@@ -303,12 +308,12 @@ def _folded(tensor: ShardedTensor) -> ShardedTensor:
 
 
 class TorchDistLoadShardedStrategy(ReadsOwnFormat, LoadShardedStrategy):
-    """Load strategy for DCP's own files, by Megatron-Core or by this package.
+    """Load strategy for DCP's own files, of Megatron-Core or of this package.
 
     Args:
-        cache_metadata, stream_ckpt_dequant, checkpoint_name: Megatron-Core's, without effect: the
-            metadata is read for each load, and a quantised tensor is filled by its own ``copy_``.
-        cast: see :func:`shardstore.load`; what that is given counts first.
+        cache_metadata, stream_ckpt_dequant, checkpoint_name: arguments of Megatron-Core, without
+            effect. Each load reads the metadata, and a quantised tensor is filled by its ``copy_``.
+        cast: used if :func:`shardstore.load` is called without ``cast``; see there.
     """
 
     _backend, _versions = BACKEND, (VERSION,)
@@ -330,16 +335,16 @@ class TorchDistLoadShardedStrategy(ReadsOwnFormat, LoadShardedStrategy):
         return True
 
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> StateDict:
-        """Read tensors, into those given where there are any, and objects.
+        """Read tensors and objects; fill given tensors in place.
 
         Any rank may call it; it waits for no other.
 
         Raises:
-            MissingKeyError, ShapeMismatchError, DTypeMismatchError: what is stored is not what is
-                asked for.
-            DamagedCheckpointError: what is stored is not what was written, as far as can be seen:
-                the format has no checksums.
-            UnsafeObjectError: an object needs a class that was not allowed.
+            MissingKeyError, ShapeMismatchError, DTypeMismatchError: stored and requested keys,
+                shapes or data types differ.
+            DamagedCheckpointError: a file is missing, truncated or malformed. The format has no
+                checksums, so changed bytes of a tensor are not found.
+            UnsafeObjectError: an object needs a class that is not allowed.
         """
         files = DcpFiles.open(checkpoint_dir)
         context, url = context_of(checkpoint_dir), files.location.url
@@ -364,16 +369,16 @@ class TorchDistLoadShardedStrategy(ReadsOwnFormat, LoadShardedStrategy):
     def load_tensors_metadata(
         self, checkpoint_dir: str | Path, metadata: object = None
     ) -> ShardedStateDict:
-        """Key -> sharded tensor without data, whole, for each stored tensor.
+        """Return key -> unsharded ShardedTensor without data, for each stored tensor.
 
         Args:
             checkpoint_dir: checkpoint to read.
-            metadata: accepted, as Megatron-Core's has it, and not used: the file itself is read.
+            metadata: argument of Megatron-Core, without effect; the file is read.
         """
         return _whole_tensors(DcpFiles.open(checkpoint_dir))
 
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
-        """Return the same, sharded objects under their unique keys included."""
+        """Return the tensors as above, and unique key -> ShardedObject for each stored object."""
         files = DcpFiles.open(checkpoint_dir)
         found = _whole_tensors(files)
         for key in files.objects:
@@ -382,31 +387,31 @@ class TorchDistLoadShardedStrategy(ReadsOwnFormat, LoadShardedStrategy):
         return found
 
     def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
-        """Refuse: many tensors share a file of this format.
+        """Raise an error, because many tensors share a file in this format.
 
         Raises:
-            CheckpointingException: always, with what to do instead.
+            CheckpointingException: always; it names other ways.
         """
         raise CheckpointingException(
             f"tensors whose keys begin with {key_prefix!r} cannot be removed from "
-            f"{checkpoint_dir}: in the {BACKEND!r} format many tensors share a file. Load what "
-            "shall stay and save it anew, or convert the checkpoint to ('zarr', 2) (`shardstore "
-            "convert`) and remove them there",
+            f"{checkpoint_dir}: in the {BACKEND!r} format many tensors share a file. Load the "
+            "other tensors and save them anew, or convert the checkpoint to ('zarr', 2) "
+            "(`shardstore convert`) and remove them there",
             url=str(checkpoint_dir),
         )
 
 
 class TorchDistCommonSaveStrategy(SaveCommonStrategy):
-    """Leaves the common part to the sharded strategy, as an object: as Megatron-Core 0.19 does."""
+    """Save strategy that stores the common part as a sharded object, as Megatron-Core 0.19 does."""
 
     object_key = COMMON_OBJECT
 
     def save_common(self, common_state_dict: StateDict, checkpoint_dir: str | Path) -> None:
-        """Do nothing: the object is saved with the others."""
+        """Do nothing: the sharded strategy saves the object with the others."""
 
 
 class TorchDistCommonLoadStrategy(TorchCommonLoadStrategy):
-    """Loads the common part from DCP's files, or from ``common.pt`` where there is one."""
+    """Loads the common part from ``common.pt`` if it exists, else from DCP's files."""
 
     _backend, _versions = BACKEND, (VERSION,)
 
@@ -432,7 +437,7 @@ def _whole_tensors(files: DcpFiles) -> ShardedStateDict:
 
 
 def _unwrapped(value: Any) -> Any:
-    """Megatron-Core keeps an object in a list of one."""
+    """Return the item of a list of one, in which Megatron-Core stores an object."""
     if isinstance(value, Sequence) and not isinstance(value, str | bytes) and len(value) == 1:
         return value[0]
     return value

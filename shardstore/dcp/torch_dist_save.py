@@ -1,8 +1,8 @@
-"""One rank's part of a save in DCP's own files: planned, staged, written, published.
+"""Plans, stages, writes and publishes one rank's part of a save in DCP's own files.
 
-Ranks meet twice: over their plans, and over what they wrote. A save in the background writes from a
-copy. DCP's planner decides who writes what and makes the metadata; a file is what ``torch.save``
-makes of each item, one after the other.
+The ranks exchange reports twice: their plans before the writing, and lists of the written items
+after it. An asynchronous save writes from a copy. DCP's planner decides which rank writes each item
+and makes the metadata. A file is a sequence of items in the format of ``torch.save``.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ class FilesSave:
     """One rank's part of a save in DCP's files.
 
     Args:
-        folder: where to, a local folder.
-        url: what errors call it.
+        folder: local folder to write to.
+        url: name of the folder in errors.
         planner: makes the plans.
-        ranks: who takes part.
-        threads: files that this rank writes at a time.
-        separation_hint: tensors and objects whose key begins so go into files of their own, named
-            after it.
+        ranks: ranks of the save.
+        threads: number of files that this rank writes at a time.
+        separation_hint: prefix of keys. Tensors and objects with this prefix go into separate
+            files, whose names begin with it too.
 
     Attributes:
-        staging: the copying of the state, if it was staged.
+        staging: the copy of the state; None before :meth:`stage`.
     """
 
     def __init__(
@@ -72,21 +72,21 @@ class FilesSave:
         self.staging: Staging | None = None
 
     def plan(self, state: dict[str, Any], ranks: Ranks, error: BaseException | None = None) -> None:
-        """Agree on who writes what. Called by every rank, which waits for all others.
+        """Decide which items each rank writes. Every rank calls it and waits for all others.
 
         Args:
-            state: flat keys with what DCP takes.
-            ranks: who takes part.
-            error: what went wrong on this rank before; then nothing is planned on any.
+            state: flat key -> value for DCP.
+            ranks: ranks of the save.
+            error: earlier error of this rank. It makes the plan fail on every rank.
 
         Raises:
-            CheckpointingException: on every rank, if anything is wrong on one.
+            CheckpointingException: some rank failed; raised on every rank.
         """
         report = b""
         if error is None:
             try:
                 os.makedirs(self._folder, exist_ok=True)
-                with warnings.catch_warnings():  # DCP warns of what was asked for
+                with warnings.catch_warnings():  # DCP warns about the options of the planner
                     warnings.simplefilter("ignore")
                     self._planner.set_up_planner(state, is_coordinator=ranks.is_coordinator)
                     plan = self._planner.create_local_plan()
@@ -104,7 +104,7 @@ class FilesSave:
                 raise
             except Exception as problem:
                 raise CheckpointingException(
-                    f"PyTorch DCP refuses what the ranks together save to {self._url}: "
+                    f"PyTorch DCP refuses the joint plan of the ranks for {self._url}: "
                     f"{type(problem).__name__}: {problem}"
                 ) from problem
             kept = ({item.index for item in plan.items} for plan in plans)
@@ -116,15 +116,15 @@ class FilesSave:
         self._items = [item for item in self._items if item.index not in of_others]
 
     def stage(self, *, budget_bytes: int | None, overlap: bool) -> None:
-        """Copy what this rank writes, so that the state may be changed; the copy is written then.
+        """Copy this rank's items, so that the state may be changed. :meth:`write` uses the copy.
 
         Args:
-            budget_bytes: most host memory for the copy; None: as much as it takes.
+            budget_bytes: largest size of the copy in host memory; None: no limit.
             overlap: copy in a thread, and return at once.
 
         Raises:
-            ArgumentError: the copy does not fit the budget.
-            MemoryError: it does not fit the memory.
+            ArgumentError: the copy is larger than the budget.
+            MemoryError: the host memory is too small for the copy.
         """
         found = {item.index: self._planner.resolve_data(item) for item in self._items}
         size = sum(
@@ -133,9 +133,9 @@ class FilesSave:
         )
         if budget_bytes is not None and size > budget_bytes:
             raise ArgumentError(
-                f"staging_budget_bytes={budget_bytes}: the format of DCP's files is written from a "
-                f"whole copy, which takes {size} bytes on this rank; give that much, or save with "
-                "('zarr', 2), which can copy while it writes"
+                f"staging_budget_bytes={budget_bytes}: DCP's files are written from a complete "
+                f"copy, which takes {size} bytes on this rank; raise the budget to that size, or "
+                "save with ('zarr', 2), which can copy while it writes"
             )
         self._copies = {index: _copied(index.fqn, data) for index, data in found.items()}
         chunks = {i: data for i, data in self._copies.items() if isinstance(data, ChunkWrite)}
@@ -146,10 +146,10 @@ class FilesSave:
             raise self.staging.error
 
     def write(self) -> None:
-        """Write this rank's files, from the copy if there is one; it speaks to no other rank.
+        """Write this rank's files, from the copy if :meth:`stage` made one. Waits for no other rank.
 
         Raises:
-            StorageError: the store failed.
+            StorageError: the disk failed.
         """
         try:
             if self.staging is not None:
@@ -161,14 +161,14 @@ class FilesSave:
             self.close()
 
     def close(self) -> None:
-        """Give the memory of the copy back. It may be called again."""
+        """Free the memory of the copy. Further calls do nothing."""
         staging, self.staging = self.staging, None
         self._copies = {}
         if staging is not None:
             staging.close()
 
     def _files(self) -> list[tuple[str, list[WriteItem]]]:
-        """Return the names of files and the items of each, with about equal bytes."""
+        """Return the name and the items of each file. Files of one prefix have about equal sizes."""
         hint, files = self._hint or "", []
         own = [item for item in self._items if hint and item.index.fqn.startswith(hint)]
         rest = [item for item in self._items if not hint or not item.index.fqn.startswith(hint)]
@@ -205,26 +205,27 @@ class FilesSave:
         if isinstance(data, torch.Tensor):
             data = data.detach().cpu()
             if data.untyped_storage().size() != data.nbytes:
-                data = data.clone()  # torch.save would write all memory behind a view
+                data = data.clone()  # torch.save would write the whole storage of a view
         return data
 
     def finish(self, ranks: Ranks, error: BaseException | None = None) -> None:
-        """Hand in what this rank wrote; the coordinator writes ``.metadata``, without which nothing
-        can be read. Called by every rank, which waits for all others.
+        """Report the items that this rank wrote; then the coordinator writes ``.metadata``.
+
+        Without ``.metadata`` nothing can be read. Every rank calls it and waits for all others.
 
         Args:
-            ranks: who takes part.
-            error: what went wrong on this rank; then there will be no ``.metadata``.
+            ranks: ranks of the save.
+            error: error of this rank. It prevents the writing of ``.metadata``.
 
         Raises:
-            CheckpointingException: on every rank, if anything is wrong on one.
+            CheckpointingException: some rank failed; raised on every rank.
         """
 
         def decide(reports: list[bytes]) -> bytes:
             assert self._metadata is not None
             written = [pair for report in reports for pair in pickle.loads(report)]
             self._metadata.storage_data = dict(written)
-            self._metadata.storage_meta = StorageMeta()  # it names no folder: the commit renames it
+            self._metadata.storage_meta = StorageMeta()  # no folder: the commit renames the folder
             self._metadata.version = CURRENT_DCP_VERSION
             try:
                 Location.of(self._folder).replace(METADATA_NAME, pickle.dumps(self._metadata))
@@ -236,8 +237,8 @@ class FilesSave:
         ranks.together(report, what=f"saving to {self._url}", error=error, decide=decide)
 
     def _own(self, error: BaseException) -> BaseException:
-        """Return an error of the system, or one of torch over it, with rank and place in it; others
-        as they are."""
+        """Return a StorageError with rank and place for an OSError or an error that it caused.
+        Return other errors unchanged."""
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, OSError):
             cause = cause.__cause__ or cause.__context__
@@ -250,14 +251,17 @@ class FilesSave:
 
 
 def _size_of(item: WriteItem) -> int:
-    """Bytes of a tensor's part; 0 for an object, whose bytes are not known yet."""
+    """Return the bytes of a tensor's part; 0 for an object, whose size is not known yet."""
     about = item.tensor_data
     return about.chunk.sizes.numel() * about.properties.dtype.itemsize if about else 0
 
 
 def _copied(key: str, data: torch.Tensor | io.BytesIO) -> _Copy:
-    """What an item is written from: a chunk that is still to be copied, or a copy where the data
-    type is one that no array has. The planner's bytes are a copy already."""
+    """Return the data to write for an item.
+
+    A tensor becomes a chunk that the staging copies. If no array has its data type, it is copied
+    here. The planner's bytes are a copy already.
+    """
     if isinstance(data, io.BytesIO):
         return data
     try:

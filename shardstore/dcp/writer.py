@@ -81,8 +81,8 @@ class Report:
 
     Attributes:
         manifest: the chunks that it wrote, :meth:`RankManifest.to_bytes`.
-        pieces: parts of chunks that it shares with other ranks: the chunk, the first element of the
-            part, the elements.
+        pieces: parts of chunks that several ranks hold: the chunk, the index of the part's first
+            element, and the elements as bytes.
         values: flat key -> JSON form of a value that is not a tensor.
         files: flat keys of values in separate files.
     """
@@ -113,7 +113,8 @@ def with_items(rank: int, plan: SavePlan) -> SavePlan:
 
 
 def _sharded(item: WriteItem, flattened: bool, data: torch.Tensor | None = None) -> ShardedTensor:
-    """Return an item of a plan as a sharded tensor; rows of the whole as a flattened range."""
+    """Return an item of a plan as a sharded tensor; if ``flattened``, its rows as a flattened
+    range of the whole tensor."""
     about = item.tensor_data
     assert about is not None
     key, dtype = item.index.fqn, about.properties.dtype
@@ -136,9 +137,9 @@ def _sharded(item: WriteItem, flattened: bool, data: torch.Tensor | None = None)
 def _layouts(plans: Sequence[SavePlan], target_chunk_bytes: int) -> list[Layouts]:
     """Return for each rank the layouts of the tensors that it holds.
 
-    Tensors of whole rows whose boundaries have only tiny common cells (boundaries at 7 and 13 of a
-    thousand) are handled as flattened ranges: a boundary cuts few of their chunks, and the
-    coordinator merges these.
+    If the shards of a tensor are whole rows, and only tiny chunks fit between their boundaries (for
+    example 7 and 13 of 1,000 rows), the shards are handled as flattened ranges. Then a boundary
+    cuts few chunks, and the coordinator merges the pieces of these.
 
     Raises:
         DTypeMismatchError, KeyNameError: a tensor cannot be stored.
@@ -215,7 +216,8 @@ def _write_items(
         for first, source in chunk.local.items():
             piece = as_bytes(np.ascontiguousarray(fetched(source))).tobytes()
             report.pieces.append((replace(chunk, local={}), first, piece))
-    # The largest first, of each array in order: at the end none is left to be sent alone.
+    # The largest chunks first, so that no large chunk is sent alone at the end. The sort is stable,
+    # so chunks of one array keep their order.
     plan.writes.sort(key=lambda write: -write.array.chunk_bytes)
     files.flush_beside(lambda: write_chunks(attempt, options, manifest, plan.arrays, plan.writes))
     manifest.seconds = {"plan": plan_seconds, "write": perf_counter() - start}
@@ -252,7 +254,7 @@ def _write_value(key: str, stream: Any, files: Files, report: Report, allow_pick
 
 
 def _state_record(metadata: Metadata, reports: Sequence[Report]) -> StateRecord:
-    """Return values, files and paths of the state dict, from the reports of all ranks.
+    """Return the record of values, files and paths of the state dict, from all ranks' reports.
 
     Raises:
         AccessPatternError: no rank wrote a value that the metadata names.
@@ -274,15 +276,18 @@ def _state_record(metadata: Metadata, reports: Sequence[Report]) -> StateRecord:
     paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
     for key, path in paths.items():
         if not all(isinstance(name, str | int) for name in path):
-            raise KeyNameError(f"key {key!r} has a path that is not made of text: {path}", key=key)
+            raise KeyNameError(
+                f"key {key!r} has a path that does not consist of strings and integers: {path}",
+                key=key,
+            )
     return StateRecord({key: tuple(path) for key, path in paths.items()}, values, sorted(files))
 
 
 def _put_together(
     reports: Sequence[Report], manifest: RankManifest, attempt: Attempt, options: SaveOptions
 ) -> None:
-    """Write the chunks that several ranks hold parts of, and add them to the coordinator's
-    manifest. The coordinator calls it.
+    """Join the pieces of chunks that several ranks hold, write these chunks, and add them to the
+    coordinator's manifest. The coordinator calls it.
 
     Raises:
         AccessPatternError: the ranks together hold less than a whole chunk.
@@ -331,8 +336,8 @@ class StorageWriter(Placed, DcpStorageWriter):
             in separate files. They are loaded with ``weights_only``, so their classes must be
             allowed then (``torch.serialization.add_safe_globals``). Without it, such a value is an
             error.
-        dcp_marker: after the commit write a file ``.metadata``, a line of text, for programs that
-            take a folder without one for an incomplete checkpoint.
+        dcp_marker: write a file ``.metadata``, a line of text, after the commit. Some programs take
+            a folder without this file for an incomplete checkpoint.
         **options: how the checkpoint is written, see
             :class:`~shardstore.storage.options.SaveOptions`: ``overwrite``, ``durable``,
             ``target_chunk_bytes``, ``threads``, ``array_documents``, ``storage_options``.
@@ -373,7 +378,7 @@ class StorageWriter(Placed, DcpStorageWriter):
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another save. All ranks call it."""
+        """Prepare for another save. All ranks call it."""
         if checkpoint_id is not None:
             self._go_to(checkpoint_id)
         self._give_up()
@@ -458,13 +463,13 @@ class StorageWriter(Placed, DcpStorageWriter):
         """Merge chunks that several ranks hold, and commit. The coordinator calls it.
 
         Raises:
-            AccessPatternError: a part of the metadata was not written exactly once.
+            AccessPatternError: a value or a part of a tensor was not written exactly once.
             StorageError: the store failed; the target is unchanged.
         """
         try:
             self._commit(metadata, results)
         except BaseException:
-            # At once, because the next save to the place would wait for the attempt.
+            # Give up now, because the next save to this place would wait for the attempt.
             self._give_up()
             raise
 
