@@ -98,7 +98,7 @@ def convert(
         memory_budget: largest number of bytes of tensors in memory (but at least one chunk).
         progress: called with a :class:`shardstore.progress.Progress`; or ``"bar"``. The operation
             is ``"convert"``, and then ``"verify"``.
-        overwrite: replace a checkpoint at the target (shardstore only).
+        overwrite: replace a checkpoint at the target (only for the target format shardstore).
         resume: continue an interrupted conversion of the same source.
         verify: read the result back and compare it with the source, bit for bit, before it takes
             its place: tensors, common values and sharded objects.
@@ -134,7 +134,7 @@ def convert(
     wanted = target_format or (
         "safetensors" if goal.name.endswith(".safetensors") else "shardstore"
     )
-    # Where a result is verified, two buffers of a batch exist at a time.
+    # Verification needs two buffers of a batch at a time.
     batch_bytes = max(1, memory_budget // 2)
     if wanted == "shardstore":
         built: Target = ShardstoreTarget(goal, found, overwrite, batch_bytes)
@@ -155,7 +155,7 @@ def convert(
     if (count := sum(array.grid.size for array in arrays)) > MOST_CHUNKS:
         raise DamagedCheckpointError(
             f"{place.url} describes arrays of {count} chunks, more than the {MOST_CHUNKS} that a "
-            "conversion takes: its documents are damaged, or its chunks much too small",
+            "conversion takes: its documents are damaged, or its chunks are much too small",
             url=place.url,
         )
     chunks = [(array, array.grid.index(i)) for array in arrays for i in range(array.grid.size)]
@@ -197,10 +197,10 @@ def convert(
         built.finish(receipts)
         if verify:
             stage("verify", chunks, compare)
-            # Opened anew: what the first one has read it may have kept.
+            # Open the source anew, because the first object may have cached what it read.
             for what, expected, stored in built.documents(open_source(place, found).extras()):
                 if expected != stored:
-                    raise _differs(f"what is written as {what!r}", place, goal)
+                    raise _differs(f"the content of {what!r}", place, goal)
         built.publish()
     except BaseException:
         built.stop()
@@ -257,7 +257,8 @@ def open_source(place: Location, source_format: str) -> Source:
     """Open a checkpoint of a known format for reading.
 
     Raises:
-        NotACheckpointError, DamagedCheckpointError: it is not of that format, or damaged.
+        NotACheckpointError, DamagedCheckpointError: the place holds no checkpoint of that format,
+            or a damaged one.
     """
     if source_format in ("shardstore", "megatron-zarr"):
         return ZarrSource(place)
@@ -287,7 +288,8 @@ def _files_target(
 
 
 def _require_apart(source: Location, target: Location) -> None:
-    """Raise :class:`ArgumentError` if one is, or lies in, the other, through links too."""
+    """Raise :class:`ArgumentError` if source and target are the same or one lies inside the other,
+    also through links."""
     if _within(target, source):
         same = _within(source, target)
         where = "is the source itself" if same else "lies inside the source"
@@ -306,18 +308,20 @@ def _within(inner: Location, outer: Location) -> bool:
     if not (inner.is_local and outer.is_local):
         return f"{inner.url}/".startswith(f"{outer.url}/")
     path = inner.path.resolve()
-    with suppress(OSError):  # nothing is there
+    with suppress(OSError):  # ``outer`` does not exist
         there = [above for above in (path, *path.parents) if above.exists()]
-        return any(above.samefile(outer.path) for above in there)  # mounts give it two names
+        return any(above.samefile(outer.path) for above in there)  # a mount gives it a second name
     return False
 
 
 class _Journal:
-    """What a conversion has done, so that another run can go on: a document a batch.
+    """Journal of the chunks that a conversion has written, so that a later run can continue.
+
+    It consists of one document for each batch.
 
     Args:
         place: folder of the documents.
-        same: what tells one conversion from another.
+        same: JSON text that identifies the conversion.
     """
 
     def __init__(self, place: Location, same: str) -> None:
@@ -325,14 +329,17 @@ class _Journal:
         self._count = 0
 
     def open(self) -> tuple[Any, Receipts | None]:
-        """Return the state that the target of an earlier run had, and what that run did; ``None``
-        where there was none, or another conversion."""
+        """Return the target's state of an earlier run, and the receipts of its chunks.
+
+        The state is ``None`` if there is no journal. The receipts are ``None`` if there is no
+        journal, or it belongs to another conversion.
+        """
         documents: list[Any] = []
         with suppress(ValueError):  # the last one was cut short
             for name in self._place.listing():
                 documents.append(json.loads(self._place.read(name)))
         self._count = len(documents)
-        with suppress(ValueError, TypeError, IndexError):  # there is none, or none of ours
+        with suppress(ValueError, TypeError, IndexError):  # no journal, or another program's files
             same, state = documents[0]
             rows = [row for document in documents[1:] for row in document]
             found = {(key, tuple(index)): receipt for key, index, receipt in rows}
@@ -340,13 +347,13 @@ class _Journal:
         return None, None
 
     def start(self, state: Any) -> None:
-        """Begin with nothing done."""
+        """Begin an empty journal."""
         self.remove()
         self._count = 0
         self.add([self._same, state])
 
     def add(self, document: Any) -> None:
-        """Note the chunks of a batch: key, index and receipt of each.
+        """Add a document: key, index and receipt of each chunk of a batch.
 
         Raises:
             StorageError: the store failed.
@@ -355,7 +362,7 @@ class _Journal:
         self._count += 1
 
     def remove(self) -> None:
-        """The conversion is complete, or starts anew."""
+        """Delete the journal."""
         self._place.delete()
 
 
@@ -364,7 +371,13 @@ def _read(
     read: Callable[[Sequence[RegionRead]], None],
     arrays: Mapping[str, ArrayMeta] | None = None,
 ) -> list[ChunkWrite]:
-    """Read chunks of the target; from the source, if its ``arrays`` are given."""
+    """Read chunks of the target's grid, by default from the target.
+
+    Args:
+        chunks: array and index of each chunk.
+        read: reads regions, from the source or the target.
+        arrays: arrays of the source by the target's keys, if ``read`` reads from the source.
+    """
     out, reads = [], []
     for array, index in chunks:
         box = array.grid.box(index)
@@ -395,15 +408,15 @@ def _chunk_bytes(chunk: _Chunk) -> int:
 
 
 def _equal(a: NDArray[np.uint8], b: NDArray[np.uint8]) -> bool:
-    """Compared in slabs: a comparison of NumPy makes an array of its own."""
+    """Return whether two arrays are equal. Compare in slabs, because NumPy allocates the result."""
     slabs = range(0, len(a), SLAB_BYTES)
     return all(np.array_equal(a[i : i + SLAB_BYTES], b[i : i + SLAB_BYTES]) for i in slabs)
 
 
 def _differs(what: str, source: Location, target: Location, **about: Any) -> DamagedCheckpointError:
     return DamagedCheckpointError(
-        f"{what} differs between {source.url} and what was written for {target.url}; nothing was "
-        "put there. Convert again with resume=False (--no-resume), and check the disk",
+        f"{what} differs between {source.url} and the copy written for {target.url}; the target "
+        "was not changed. Convert again with resume=False (--no-resume), and check the disk",
         url=target.url,
         **about,
     )

@@ -49,11 +49,11 @@ class DcpSource:
         self.read: Callable[[Sequence[RegionRead]], None] = self._files.read
 
     def boxes(self, key: str) -> list[Box]:
-        """One box a part."""
+        """Return one box for each stored part."""
         return [part.box for part in self._files.parts[key]]
 
     def extras(self) -> Extras:
-        """Values as JSON where they have such a form."""
+        """Return the common part and sharded objects; values as JSON if they have a JSON form."""
         files = self._files
         if self._place.exists(COMMON_STATE_NAME):
             objects = {key: partial(self._unwrapped, key) for key in files.objects}
@@ -75,21 +75,21 @@ class DcpSource:
         return Extras(None, StateRecord(files.paths, values), found)
 
     def _unwrapped(self, key: str) -> Any:
-        """Megatron-Core keeps an object in a list of one."""
+        """Return an object without the list of one in which Megatron-Core stores it."""
         value = self._files.read_object(key)
         return value[0] if isinstance(value, list) and len(value) == 1 else value
 
     def identity(self) -> list[Any]:
-        """Return the stamp of its metadata."""
+        """Return the stamp of ``.metadata``."""
         return [self._place.stamp(METADATA_NAME)]
 
 
 class DcpTarget(FileTarget):
-    """A checkpoint of PyTorch DCP, which is none until ``.metadata`` is there, the last file.
+    """A checkpoint of PyTorch DCP. The last file, ``.metadata``, makes the files a checkpoint.
 
     Args:
-        work: folder beside a local target; it is not used in an object store.
-        goal: where the checkpoint shall be.
+        work: folder beside a local target; not used for an object store.
+        goal: folder or URL of the finished checkpoint.
     """
 
     _arrays: Sequence[ArrayMeta]
@@ -105,13 +105,13 @@ class DcpTarget(FileTarget):
         self._metadata = b""
 
     def begin(self, arrays: Arrays, extras: Extras, known: Receipts) -> Receipts:
-        """Write nothing. Files have other names than those of an earlier run."""
+        """Write nothing. Choose file names that an earlier run has not used."""
         self._arrays, self._extras = arrays, extras
         self._next = 1 + max((number for number, _, _ in known.values()), default=-1)
         return known
 
     def write(self, chunks: Sequence[ChunkWrite]) -> list[Any]:
-        """Write items to a file of their own. A receipt is the file's number, offset and length."""
+        """Write chunks to a new file. A receipt is the file's number, offset and length."""
         return self._put([dtypes.as_tensor(chunk.data()) for chunk in chunks])
 
     def _put(self, values: Sequence[object]) -> list[Any]:
@@ -126,7 +126,7 @@ class DcpTarget(FileTarget):
         return places
 
     def finish(self, receipts: Receipts) -> None:
-        """Write what is no tensor, and make the metadata."""
+        """Write the values that are not tensors, and make the metadata."""
         arrays = {meta.key: meta for meta in self._arrays}
         paths: dict[str, Any] = {key: self._extras.record.paths.get(key, (key,)) for key in arrays}
         about: dict[str, Any] = {
@@ -151,15 +151,15 @@ class DcpTarget(FileTarget):
         self._files = DcpFiles.parse(self._at, self._metadata)
 
     def _values(self, extras: Extras) -> Iterator[tuple[str, tuple[str | int, ...], Any]]:
-        """Key, path and value of what is no tensor."""
+        """Yield key, path and value of each value that is not a tensor."""
         return values_of(extras)
 
     def read(self, reads: Sequence[RegionRead]) -> None:
-        """Read regions of what was written, by the metadata."""
+        """Read regions of the written tensors."""
         self._files.read(reads)
 
     def documents(self, extras: Extras) -> Iterator[tuple[str, bytes, bytes]]:
-        """Each value as it is saved."""
+        """Yield key, expected bytes and stored bytes of each value that is not a tensor."""
         ranges = FileRanges(self._at)
         for key, _, value in self._values(extras):
             stream, extent = io.BytesIO(), self._files.objects[key]
@@ -171,7 +171,7 @@ class DcpTarget(FileTarget):
         """Write the metadata, which makes the files a checkpoint.
 
         Raises:
-            CheckpointExistsError: there is one.
+            CheckpointExistsError: the target has appeared meanwhile.
         """
         self.complete(METADATA_NAME, self._metadata)
 
@@ -185,16 +185,16 @@ class MegatronTarget(DcpTarget):
     _last = CONFIG_NAME
 
     def key_of(self, key: str) -> str:
-        """The key of today's releases."""
+        """Return the key that current releases use for the tensor."""
         return modernised_key(key)
 
     def _values(self, extras: Extras) -> Iterator[tuple[str, tuple[str | int, ...], Any]]:
-        """Objects, each in a list of one."""
+        """Yield key, path and value of each object, in a list of one as Megatron-Core stores it."""
         for key, value_of in extras.objects.items():
             yield key, (key,), [value_of()]
 
     def finish(self, receipts: Receipts) -> None:
-        """Write the common part too."""
+        """Write the objects and the common part, and make the metadata."""
         super().finish(receipts)
         self._at.write(COMMON_STATE_NAME, self._common(self._extras))
 
@@ -207,12 +207,13 @@ class MegatronTarget(DcpTarget):
         return dump_bytes(modernise(state))
 
     def documents(self, extras: Extras) -> Iterator[tuple[str, bytes, bytes]]:
-        """Each object, and the common part."""
+        """Yield name, expected bytes and stored bytes of each object and of the common part."""
         yield from super().documents(extras)
         yield COMMON_STATE_NAME, self._common(extras), self._at.read(COMMON_STATE_NAME)
 
     def publish(self) -> None:
-        """Write both documents of metadata; errors as :meth:`DcpTarget.publish`."""
+        """Write ``.metadata``, then ``metadata.json``. Raises the errors of
+        :meth:`DcpTarget.publish`."""
         self._at.write(METADATA_NAME, self._metadata)
         self.complete(CONFIG_NAME, json.dumps(asdict(CheckpointingConfig(DCP_BACKEND))).encode())
 

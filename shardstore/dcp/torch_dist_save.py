@@ -146,7 +146,7 @@ class FilesSave:
             raise self.staging.error
 
     def write(self) -> None:
-        """Write this rank's files, from the copy if :meth:`stage` made one. Waits for no other rank.
+        """Write this rank's files, from the copy if there is one. It waits for no other rank.
 
         Raises:
             StorageError: the disk failed.
@@ -168,7 +168,7 @@ class FilesSave:
             staging.close()
 
     def _files(self) -> list[tuple[str, list[WriteItem]]]:
-        """Return the name and the items of each file. Files of one prefix have about equal sizes."""
+        """Return the name and the items of each file; files of a prefix have about equal sizes."""
         hint, files = self._hint or "", []
         own = [item for item in self._items if hint and item.index.fqn.startswith(hint)]
         rest = [item for item in self._items if not hint or not item.index.fqn.startswith(hint)]

@@ -91,16 +91,16 @@ class AsyncRequest(NamedTuple):
         """Run the finalisation functions, and return :attr:`call_idx`; every rank calls it.
 
         Args:
-            validate_matching_call_idx: make sure that all ranks succeeded, and finalise the same.
+            validate_matching_call_idx: check that all ranks succeeded and finalise the same call.
         """
         _finalize(self, no_dist=not validate_matching_call_idx)
         return self.call_idx
 
     def freeze(self) -> AsyncRequest:
-        """Return the same request, closed to further finalisation functions.
+        """Return the request, closed to further finalisation functions.
 
-        Queues of other packages call it before they call the function in another process: what a
-        :class:`OwnProcessCall` does starts here.
+        Queues of other packages call it before they run the function in another process. If the
+        function is an :class:`OwnProcessCall`, its work starts here, in this process.
         """
         if isinstance(self.async_fn, OwnProcessCall):
             self.async_fn.start()
@@ -111,20 +111,21 @@ class AsyncRequest(NamedTuple):
 
 
 def _request_elsewhere(*values: Any) -> Any:
-    """A request in a worker process, of the class that the queue there knows."""
+    """Rebuild a request in a worker process, as the class that the queue there expects."""
     known = (sys.modules.get(name) for name in _QUEUES)
     kinds = [module.AsyncRequest for module in known if module is not None]
     return (kinds or [AsyncRequest])[0](*values)
 
 
 class OwnProcessCall:
-    """A function that runs in the process that made it, whichever process a queue calls it in.
+    """A function that always runs in the process that made it.
 
-    What a save writes from, and what it notes, are this process's. In another process, forked or
-    given a pickle, a call waits until the function is done here, or this process is.
+    The function needs the memory of this process. If a queue calls it in another process (forked,
+    or spawned with a pickle), the call there only waits until the function has ended here, or this
+    process has.
 
     Args:
-        function: runs once; it raises nothing.
+        function: called once; must not raise an error.
     """
 
     def __init__(self, function: Callable[[], None]) -> None:
@@ -137,7 +138,7 @@ class OwnProcessCall:
         if self._done is not None:
             return
         file, self._path = tempfile.mkstemp(prefix="shardstore-save-")
-        fcntl.lockf(file, fcntl.LOCK_EX)  # which a forked process has not
+        fcntl.lockf(file, fcntl.LOCK_EX)  # a forked process does not inherit the lock
 
         def run() -> None:
             try:
@@ -151,12 +152,12 @@ class OwnProcessCall:
         executor.shutdown(wait=False)
 
     def join(self) -> None:
-        """Wait for what was started."""
+        """Wait until the function has ended, if it was started."""
         if self._done is not None:
             self._done.result()
 
     def __call__(self) -> None:
-        """Do it, or wait until it is done."""
+        """Run the function, or wait until it has ended."""
         if os.getpid() != self._pid:
             _wait_for(self._path)
         elif self._done is None:
@@ -201,7 +202,7 @@ class AsyncCallsQueue:
 
     @staticmethod
     def warmup_persistent_caller(*args: object, **kwargs: object) -> None:
-        """Do nothing. Programs start Megatron-Core's process by it; there is none here."""
+        """Do nothing. In Megatron-Core it starts a worker process; this queue has none."""
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
         """Run ``preload_fn`` in this thread, start the request in the background, and return.
@@ -367,7 +368,7 @@ def _staged_args(request: AsyncRequest) -> tuple[Any, ...]:
     if len(args) < 2:
         raise CheckpointingException(
             f"An AsyncRequest with a preload_fn needs at least two positional arguments, because "
-            f"what preload_fn returns takes the place of the second; got {len(args)}"
+            f"the result of preload_fn replaces the second; got {len(args)}"
         )
     return (args[0], request.preload_fn(), *args[2:])
 

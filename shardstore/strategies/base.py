@@ -60,7 +60,7 @@ def get_default_strategy(
         The registered object.
 
     Raises:
-        CheckpointingException: there is none; the text lists the registered ones.
+        CheckpointingException: none is registered for them; the text lists the registered ones.
     """
     known = default_strategies[action.value]
     if version is None:
@@ -161,7 +161,7 @@ class ReadsOwnFormat(LoadStrategyBase):
             )
 
 
-class SaveStrategyBase(ABC):  # noqa: B024 (what it demands, its subclasses declare)
+class SaveStrategyBase(ABC):  # noqa: B024 (subclasses declare the abstract methods)
     """Base of save strategies, with the backend and version of the format that they write.
 
     Args:
@@ -237,7 +237,7 @@ class LoadShardedStrategy(LoadStrategyBase):
             checkpoint_dir: checkpoint to read.
 
         Returns:
-            The same structure with each leaf replaced by what was read.
+            The same structure with each leaf replaced by the loaded tensor or object.
         """
         raise NotImplementedError
 

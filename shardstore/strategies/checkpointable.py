@@ -59,10 +59,10 @@ class CheckpointableShardedTensor(torch.Tensor):
             index: position in a :class:`LocalShardsContainer`, which speeds up the look-up later.
 
         Returns:
-            One item, or none for a shard without elements of a tensor that has some.
+            One item; none if the shard has no elements but the global tensor has.
 
         Raises:
-            CheckpointingException: the shard is a flattened range, which DCP has no form for.
+            CheckpointingException: the shard is a flattened range, which DCP cannot express.
         """
         shard = sh_ten._sh_ten
         return [
@@ -82,11 +82,11 @@ class CheckpointableShardedTensor(torch.Tensor):
         """Return the part of the global tensor that this rank holds.
 
         Returns:
-            One chunk, or none for an empty shard of a tensor with elements, whose offset equals
+            One chunk; none for an empty shard of a tensor with elements, because its offset equals
             that of the next shard.
 
         Raises:
-            CheckpointingException: the shard is a flattened range, which DCP has no form for.
+            CheckpointingException: the shard is a flattened range, which DCP cannot express.
         """
         shard = self._sh_ten
         if shard.flattened_range is not None:
@@ -127,7 +127,7 @@ class CheckpointableShardedTensor(torch.Tensor):
         args: Sequence[Any],
         kwargs: dict[str, Any] | None = None,
     ) -> NoReturn:
-        """Refuse every operation: the global tensor is not here."""
+        """Raise an error for every operation, because this rank has only a part of the tensor."""
         raise _refused(cls, func, "data")
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -173,7 +173,7 @@ class LocalShardsContainer(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> NoReturn:
-        """Refuse every operation: the global tensor is not here."""
+        """Raise an error for every operation, because this rank has only a part of the tensor."""
         raise _refused(cls, func, "shards")
 
     def __create_write_items__(
@@ -234,8 +234,8 @@ class LocalShardsContainer(torch.Tensor):
 
 def _refused(cls: type[Any], func: object, local: str) -> NotImplementedError:
     return NotImplementedError(
-        f"{cls.__name__} stands for a global tensor of which only a part is here; {func} must be "
-        f"applied to the local {local} instead"
+        f"{cls.__name__} stands for a global tensor, but this rank holds only a part of it; apply "
+        f"{func} to the local {local} instead"
     )
 
 

@@ -1,10 +1,9 @@
 """Strategies for common values and sharded objects.
 
 Backend ``("torch", 1)``: rank 0 writes ``common.pt``. The main replica of a sharded object writes
-``<key>/shard_<offset>_<shape>.pt``. ``torch.save`` writes both, see
-:mod:`shardstore.values.torch_values`. Backend
-``("json", 1)``, which PyTorch DCP's writer and the converters write: the common part is JSON in the
-root document, see :mod:`shardstore.values.record`.
+``<key>/shard_<offset>_<shape>.pt``. Both are in the format of ``torch.save``, see
+:mod:`shardstore.values.torch_values`. Backend ``("json", 1)``: the DCP writer and the converters
+write the common values as JSON in the root document, see :mod:`shardstore.values.record`.
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ READ_TOGETHER = 128
 
 
 def load_file(name: str, data: bytes, url: str, key: str) -> Any:
-    """Return an object from what is in its file, by the file's name: JSON, or what ``torch.save``
-    wrote.
+    """Return the object that a file holds: JSON if its name ends with ``.json``, else the format of
+    ``torch.save``.
 
     Raises:
         UnsafeObjectError, DamagedCheckpointError: see :func:`load_bytes`.
@@ -75,23 +74,23 @@ def load_file(name: str, data: bytes, url: str, key: str) -> Any:
 
 
 def object_file(sharded: ShardedObject, suffix: str = ".pt") -> str:
-    """Name of a sharded object's file below the checkpoint: as torch writes it, or ``.json``."""
+    """Return the name of a sharded object's file, relative to the checkpoint."""
     key, _, shard = sharded.unique_key.rpartition("/")
     return f"{node_name(key)}/{shard}{suffix}"
 
 
 def object_document(sharded: ShardedObject) -> tuple[str, bytes]:
-    """Name and content of a sharded object's file.
+    """Return name and content of a sharded object's file.
 
     Raises:
-        CheckpointingException: it cannot be pickled.
+        CheckpointingException: the object cannot be pickled.
     """
     return object_file(sharded), _dumped(sharded.data, f"object {sharded.unique_key!r}")
 
 
 def value_document(sharded: ShardedObject) -> tuple[str, bytes]:
-    """Name and content of a file that holds an object as JSON, or as :func:`object_document` where
-    it has no JSON form."""
+    """Return name and content of a sharded object's JSON file. If the object has no JSON form,
+    return :func:`object_document`."""
     try:
         return object_file(sharded, ".json"), record.as_text(sharded.data)[1].encode()
     except plain_values.NotPlainError:
@@ -154,7 +153,8 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
 
 
 def _writer(checkpoint_dir: str | Path) -> Callable[[str, bytes], None]:
-    """Return what writes a file: the save that is going on, or the store where there is none."""
+    """Return the function that writes a file: of the running save, or of the store if no save
+    runs."""
     session = session_of(checkpoint_dir)
     return Location.of(checkpoint_dir).write if session is None else session.files.put
 
@@ -174,7 +174,7 @@ class TorchCommonLoadStrategy(ReadsOwnFormat, LoadCommonStrategy):
         """Load the common part.
 
         Raises:
-            NotACheckpointError: there is none.
+            NotACheckpointError: ``common.pt`` is missing.
             UnsafeObjectError, DamagedCheckpointError: see :func:`load_bytes`.
         """
         stored = context_of(checkpoint_dir).stored
@@ -183,7 +183,7 @@ class TorchCommonLoadStrategy(ReadsOwnFormat, LoadCommonStrategy):
             data = stored.document(COMMON_STATE_FNAME)
         except FileNotFoundError:
             raise NotACheckpointError(
-                f"{url} is missing: this is no whole checkpoint; it holds "
+                f"{url} is missing: this is not a complete checkpoint; it holds "
                 f"{stored.location.listing()[:8]}",
                 url=url,
             ) from None
@@ -198,7 +198,7 @@ class TorchCommonLoadStrategy(ReadsOwnFormat, LoadCommonStrategy):
     def load_sharded_objects(
         self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: str | Path
     ) -> StateDict:
-        """Load sharded objects; the same structure with the objects themselves.
+        """Return the same structure with each ShardedObject replaced by its stored value.
 
         Raises:
             MissingKeyError: an object is not in the checkpoint.
@@ -208,7 +208,7 @@ class TorchCommonLoadStrategy(ReadsOwnFormat, LoadCommonStrategy):
         objects = list(nested_values(sharded_objects_state_dict))
         for sharded in objects:
             if not isinstance(sharded, ShardedObject):
-                raise CheckpointingException(f"{type(sharded).__name__} is no sharded object")
+                raise CheckpointingException(f"{type(sharded).__name__} is not a ShardedObject")
         values: dict[int, Any] = {}
         for sharded, name, data in _read_files(stored, objects):
             stored.check_file(name, data)
@@ -220,7 +220,7 @@ class TorchCommonLoadStrategy(ReadsOwnFormat, LoadCommonStrategy):
         return loaded
 
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
-        """Unique key -> sharded object without data, for each object stored."""
+        """Return unique key -> ShardedObject without data, for each stored object."""
         found: ShardedStateDict = {}
         for path in context_of(checkpoint_dir).stored.object_files():
             node, _, name = path.partition("/")
@@ -234,9 +234,9 @@ class TorchCommonLoadStrategy(ReadsOwnFormat, LoadCommonStrategy):
 
 
 class JsonCommonLoadStrategy(TorchCommonLoadStrategy):
-    """Load strategy for a common part in the root document.
+    """Load strategy for common values in the root document.
 
-    Objects that have no JSON form are files of sharded objects.
+    Values that have no JSON form are stored in separate files, like sharded objects.
     """
 
     _backend, _versions = record.BACKEND, (record.VERSION,)
@@ -245,15 +245,15 @@ class JsonCommonLoadStrategy(TorchCommonLoadStrategy):
         """Load the common part. Any rank may call it; it waits for no other.
 
         Raises:
-            NotACheckpointError: there is no root document.
-            DamagedCheckpointError: the record in it is malformed.
-            UnsafeObjectError: an object without a JSON form needs a class that was not allowed.
+            NotACheckpointError: the root document is missing.
+            DamagedCheckpointError: the record in the root document is malformed.
+            UnsafeObjectError: a value without a JSON form needs a class that is not allowed.
         """
         stored = context_of(checkpoint_dir).stored
         url = stored.location.url
         if stored.root is None:
             raise NotACheckpointError(
-                f"{url}/zarr.json is missing: {url} is no whole checkpoint", url=url
+                f"{url}/zarr.json is missing: {url} is not a complete checkpoint", url=url
             )
         found = record.StateRecord.from_root(stored.root.attributes, url)
         if found is None:
@@ -263,7 +263,7 @@ class JsonCommonLoadStrategy(TorchCommonLoadStrategy):
 
 
 def _names_of(sharded: ShardedObject) -> list[str]:
-    """What an object's file may be called, the most likely first."""
+    """Return the possible names of an object's file, the most likely first."""
     names = (object_file(sharded), f"{sharded.unique_key}.pt", object_file(sharded, ".json"))
     return [name for name in dict.fromkeys(names) if is_inside(name)]
 
@@ -273,7 +273,7 @@ def _read_files(
 ) -> Iterator[tuple[ShardedObject, str, bytes]]:
     """Yield each object with the name and content of its file.
 
-    Those of an object store are read :data:`READ_TOGETHER` at a time.
+    In an object store, :data:`READ_TOGETHER` files are read at a time.
     """
     location = stored.location
     step = 1 if location.is_local else READ_TOGETHER

@@ -114,16 +114,15 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         strategy: strategy that reads.
         parallelization_group: ranks that share the work, usually the data-parallel group; None for
             all ranks.
-        do_cache_distribution: keep the distribution and use it again, see
-            :class:`FullyParallelSaveStrategyWrapper`.
+        do_cache_distribution: reuse the distribution, see :class:`FullyParallelSaveStrategyWrapper`.
         exchange_algo: see :func:`shardstore.exchange_utils.exchange_by_distribution`; or
-            ``"chunks"``: chunks are shared out, not shards, and travel in rounds within a memory
-            budget while others are read (strategies of this package's Zarr backends). Replica ids
-            stay as they are then.
-        pg_cache_path, pg_cache_create: Megatron-Core's, without effect.
+            ``"chunks"``: the ranks divide the chunks instead of the shards, and send them in rounds
+            within a memory budget while they read further chunks. Only this package's Zarr
+            strategies support it. Replica ids do not change then.
+        pg_cache_path, pg_cache_create: arguments of Megatron-Core, without effect.
 
     Raises:
-        NotImplementedError: no such algorithm.
+        NotImplementedError: the algorithm is unknown.
     """
 
     def __init__(
@@ -156,7 +155,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
             checkpoint_dir: checkpoint to read.
 
         Returns:
-            The same structure with each leaf replaced by what was read.
+            The same structure with each leaf replaced by the loaded tensor or object.
 
         Raises:
             RanksError: reading failed on another rank of the group.
@@ -205,7 +204,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
             loaded_objects: object id -> value.
 
         Raises:
-            CheckpointingException: nothing was loaded for one of them.
+            CheckpointingException: no value was loaded for an object.
         """
 
         def filled(value: Any) -> Any:
@@ -222,12 +221,12 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         """Replace each ShardedTensor by the tensor loaded for it, in place.
 
         Args:
-            sharded_state_dict: state dict to fill in. What was loaded is copied into the ``data``
-                of a shard, if it fits.
+            sharded_state_dict: state dict to fill in. A loaded tensor is copied into the ``data``
+                of its shard if data type and shape are the same.
             loaded_tensors: shard id -> tensor.
 
         Raises:
-            CheckpointingException: nothing was loaded for one of them.
+            CheckpointingException: no tensor was loaded for a shard.
         """
 
         def filled(value: Any) -> Any:
@@ -374,7 +373,8 @@ def _found(wanted: ShardedBase, shard_id: _ShardId, loaded: Mapping[_ShardId, An
 
 
 def _in_place(wanted: ShardedTensor, loaded: torch.Tensor) -> torch.Tensor:
-    """Copy a loaded tensor into the given tensor, if it fits, and return that."""
+    """Copy a loaded tensor into the given tensor and return that one; return the loaded tensor if
+    data type or shape differ."""
     given = wanted.data
     if given is None or given.is_meta or (given.dtype, given.shape) != (loaded.dtype, loaded.shape):
         return loaded

@@ -77,7 +77,7 @@ ZarrArray: TypeAlias = "zarr.Array[Any]"
 
 BACKEND = "zarr"
 V2_LAYOUT, V3_LAYOUT = 1, 2
-"""Backend versions: Megatron-Core's Zarr v2 layout, and ours."""
+"""Backend versions: Megatron-Core's Zarr v2 layout, and Zarr v3."""
 
 
 def register_default_zarr_strategies() -> None:
@@ -240,7 +240,7 @@ class ZarrLoadShardedStrategy(ReadsOwnFormat, LoadShardedStrategy):
     """Load strategy for the Zarr backend, both versions.
 
     Args:
-        cast: see :func:`shardstore.load`; what that is given counts first.
+        cast: used if :func:`shardstore.load` is called without ``cast``; see there.
     """
 
     _backend, _versions = BACKEND, (V2_LAYOUT, V3_LAYOUT)
@@ -255,7 +255,7 @@ class ZarrLoadShardedStrategy(ReadsOwnFormat, LoadShardedStrategy):
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> StateDict:
         """Read the sharded tensors; fill given tensors in place.
 
-        Any rank may call it; it waits for no other, unless its group shares the reading.
+        Any rank may call it. It waits for no other, unless the ranks of a group share the reading.
 
         Args:
             sharded_state_dict: nested state dict whose leaves are sharded tensors.
@@ -362,8 +362,8 @@ def _save_to_existing_array(sharded_tensor: ShardedTensor, arr: ZarrArray | None
     """Write a local tensor to its place in an array; replicas (and ``None``) write nothing.
 
     If the tensor fills a part of a chunk, the chunk is read, changed and written. So two ranks must
-    not write to one chunk at the same time. zarr writes arrays that another program made with other
-    codecs or chunks than a save.
+    not write to one chunk at the same time. If another program made the array, with codecs or a
+    grid that saves do not use, zarr writes the data.
     """
     if arr is None or not is_main_replica(sharded_tensor.replica_id):
         return
@@ -394,7 +394,7 @@ def _save_to_existing_array(sharded_tensor: ShardedTensor, arr: ZarrArray | None
 
 
 def _place_of(arr: ZarrArray) -> tuple[Location, str] | None:
-    """Return location and node of an array; ``None`` if saves do not write there."""
+    """Return location and node of an array; ``None`` for a store that this package cannot open."""
     store = cast(Any, arr.store)
     if hasattr(store, "root"):
         url, options = str(store.root), {}
@@ -410,7 +410,8 @@ def _place_of(arr: ZarrArray) -> tuple[Location, str] | None:
 
 
 def _completed(location: Location, cut: CutChunk) -> ChunkWrite:
-    """Return a chunk that a tensor fills in part; the rest comes from the store, or is zero."""
+    """Return a chunk that a tensor fills in part. The other elements are the stored ones, or zero
+    if the chunk does not exist."""
     box = cut.array.grid.box(cut.index)
     data = np.zeros(box.shape, dtypes.numpy_dtype(cut.array.dtype))
     with suppress(ChunkMissingError):
