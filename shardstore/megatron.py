@@ -1,10 +1,10 @@
 """Makes unmodified Megatron-Core and its trainers use this package.
 
 :func:`install` replaces ``megatron.core.dist_checkpointing`` by this package.
-``python -m shardstore.megatron TRAINER.py ARGUMENTS...`` runs a program after it. In each module
-there, the names that this package has are replaced. Names that only Megatron-Core has (helpers of
-its trainer) stay, and work on this package's classes. The functions and classes below replace those
-whose defaults differ.
+``python -m shardstore.megatron TRAINER.py ARGUMENTS...`` calls it and runs a program. In each
+module of ``dist_checkpointing``, the names that this package has too are replaced. Names that only
+Megatron-Core has (helpers of its trainer) stay, and use this package's classes. Functions and
+classes whose defaults differ are defined below.
 """
 
 from __future__ import annotations
@@ -61,9 +61,8 @@ def install(format: str = ZARR_BACKEND) -> None:
             Megatron-Core. A load detects the format.
 
     Raises:
-        ArgumentError: there is no such format; another format was installed; or a class that
-            exists is derived from one of Megatron-Core's classes, so that the call must come
-            earlier.
+        ArgumentError: the format is unknown; another format is installed; or a program has already
+            derived a class from a class of Megatron-Core, so that the call comes too late.
     """
     global _format
     if format not in FORMATS:
@@ -95,7 +94,8 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return Megatron-Core's own module if this package has none of that name."""
+        """Return a spec that overlays Megatron-Core's module with ours of the same name; return
+        Megatron-Core's own spec for packages and for modules that we lack."""
         own = PathFinder.find_spec(name, path) if _is_below(name) and name != ROOT else None
         if own is not None and own.submodule_search_locations is not None:
             return own
@@ -108,7 +108,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Overlay(Loader):
-    """Loads a module of Megatron-Core, if there is one, and replaces its names by ours."""
+    """Loads a module of Megatron-Core, if it exists, and replaces its names by ours."""
 
     def __init__(self, ours: str, own: ModuleSpec | None) -> None:
         self._ours, self._own = ours, own
@@ -126,10 +126,10 @@ class _Overlay(Loader):
 
 
 def _names_to_mend(taken: Mapping[str, ModuleType]) -> dict[int, tuple[str, str]]:
-    """``id`` of each class and function of Megatron-Core's -> module and name.
+    """Return ``id`` -> module and name, for each class and function of Megatron-Core.
 
     Raises:
-        ArgumentError: a class of another module is derived from one of them.
+        ArgumentError: a class of another module is derived from one of these classes.
     """
     names = {}
     for module in taken.values():
@@ -148,7 +148,7 @@ def _names_to_mend(taken: Mapping[str, ModuleType]) -> dict[int, tuple[str, str]
 
 
 def _mend(taken: Mapping[str, ModuleType], names: Mapping[int, tuple[str, str]]) -> None:
-    """Replace the names that modules have taken from Megatron-Core."""
+    """Replace the names that other modules have imported from Megatron-Core."""
     fresh = {id(module): importlib.import_module(name) for name, module in taken.items()}
     for module in list(sys.modules.values()):
         for name, value in list(getattr(module, "__dict__", {}).items()):
@@ -163,7 +163,7 @@ def _mend(taken: Mapping[str, ModuleType], names: Mapping[int, tuple[str, str]])
 
 
 def _understood(state_dict: ShardedStateDict) -> ShardedStateDict:
-    """The state dict with this package's objects for those of Megatron-Core's own classes."""
+    """Return the state dict with Megatron-Core's sharded objects converted to this package's."""
     understood: ShardedStateDict = dict_list_map_outplace(_own_object, state_dict)
     return understood
 
@@ -184,7 +184,8 @@ def _own_object(value: Any) -> Any:
 
 
 def _own_strategy(given: Any, wrapper: Any, default: Callable[[], Any]) -> Any:
-    """A strategy of this package for one of Megatron-Core's own, or for none."""
+    """Return the given strategy; if it is None or of Megatron-Core's own classes, return the
+    corresponding one of this package."""
     if given is not None and not _is_below(type(given).__module__):
         return given
     if hasattr(given, "base_strategy"):
@@ -197,9 +198,9 @@ def _own_strategy(given: Any, wrapper: Any, default: Callable[[], Any]) -> Any:
 
 
 class PlainZarrSaveStrategy(ZarrSaveShardedStrategy):
-    """Megatron-Core's ``TorchDistSaveShardedStrategy`` for :func:`install` with ``"zarr"``.
+    """Takes the place of ``TorchDistSaveShardedStrategy`` after :func:`install` with ``"zarr"``.
 
-    Takes its arguments; how files are divided and what is cached has no meaning here.
+    It accepts the arguments of Megatron-Core's class. They have no effect.
     """
 
     def __init__(
@@ -218,7 +219,8 @@ class PlainZarrSaveStrategy(ZarrSaveShardedStrategy):
 def get_default_save_sharded_strategy(
     backend: str = DCP_BACKEND, version: int | None = None
 ) -> SaveShardedStrategy:
-    """The default strategy for saving; of Megatron-Core's backends, in the format installed."""
+    """Return the default strategy for saving. For Megatron-Core's backends it writes the installed
+    format."""
     if _format == ZARR_BACKEND and backend in FORMATS:
         backend, version = ZARR_BACKEND, None
     return serialization.get_default_save_sharded_strategy(backend, version)
@@ -232,7 +234,7 @@ def save(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Save as Megatron-Core does: an existing checkpoint is replaced."""
+    """Save; replace an existing checkpoint, as Megatron-Core does."""
     if isinstance(sharded_strategy, tuple):
         sharded_strategy = get_default_save_sharded_strategy(*sharded_strategy)
     sharded_strategy = _own_strategy(
@@ -253,7 +255,8 @@ def save(
 
 
 def _replaceable(name: str) -> Callable[[], Any]:
-    """A function of Megatron-Core's module, which programs replace to change the defaults."""
+    """Return a function of Megatron-Core's ``serialization`` module, looked up at the time of the
+    call, because programs replace such functions to change the defaults."""
     found: Callable[[], Any] = getattr(importlib.import_module(f"{ROOT}.serialization"), name)
     return found
 
@@ -267,7 +270,7 @@ def _megatron_version() -> tuple[int, ...]:
 
 
 class AnyFormatLoadStrategy(LoadShardedStrategy):
-    """Megatron-Core's ``TorchDistLoadShardedStrategy``: it reads every format.
+    """Takes the place of ``TorchDistLoadShardedStrategy``, and reads every format.
 
     Tensors whose data type differs from the stored one are cast, with one warning.
     """
@@ -299,7 +302,8 @@ class AnyFormatLoadStrategy(LoadShardedStrategy):
         checkpoint_dir: str | Path,
         async_strategy: str | None = None,
     ) -> StateDict:
-        """Read tensors and objects; errors as those of the checkpoint's own strategies."""
+        """Read tensors and objects. Raises the errors of the strategies of the checkpoint's
+        format."""
         with opened(checkpoint_dir) as context, using(replace(context, cast="warn")):
             (sharded, common), place = find_strategies(context), context.stored.location.place
             wanted: Any = sharded_state_dict
@@ -358,7 +362,7 @@ def load(
 
 
 def get_default_load_sharded_strategy(checkpoint_dir: object = None) -> LoadShardedStrategy:
-    """The default strategy for loading, whatever the checkpoint's format is."""
+    """Return the default strategy for loading, which reads every format."""
     return AnyFormatLoadStrategy()
 
 
@@ -379,8 +383,8 @@ def load_content_metadata(
 
 
 # -- optimizer states of Megatron-Core before 0.14 -------------------------------------------------
-# Their tensors have the keys and shapes of today's "fully_reshardable", but for one name. What was
-# written as flattened ranges is stored in the tensors' own shapes, or is read so.
+# Their tensors have the keys and shapes of the current "fully_reshardable", except for one prefix.
+# Flattened ranges are stored, or at least read, in the shapes of their tensors.
 
 SHARDING_TYPES = ("distrib_optim_sharding_type", "param_state_sharding_type")
 OLD_SHARDING, NEW_SHARDING = "fully_sharded_model_space", "fully_reshardable"
@@ -392,26 +396,26 @@ def _reads_no_old_states() -> bool:
 
 
 def _is_old(context: LoadContext) -> bool:
-    """Whether a checkpoint has optimizer states that the installed Megatron-Core cannot load."""
+    """Return whether a checkpoint has optimizer states that the installed release cannot load."""
     if not _reads_no_old_states() or not context.stored.has_document(COMMON_STATE_NAME):
         return False
     return _modernise(find_strategies(context)[1].load_common(context.stored.location.place))
 
 
 def modernise(common_state: StateDict) -> StateDict:
-    """Describe old optimizer states, if there are any, as Megatron-Core since 0.15 names them."""
+    """Replace the names of old optimizer states by those of Megatron-Core since 0.15, in place."""
     if _modernise(common_state):
         common_state.setdefault(CONTENT_METADATA_KEY, {SHARDING_TYPES[0]: NEW_SHARDING})
     return common_state
 
 
 def modernised_key(key: str) -> str:
-    """Return today's key of a tensor of an old optimizer state."""
+    """Return the current key of a tensor of an old optimizer state."""
     return NEW_PREFIX + key.removeprefix(OLD_PREFIX) if key.startswith(OLD_PREFIX) else key
 
 
 def _modernise(state: Any) -> bool:
-    """Name the present form where old optimizer states are named; whether there are any."""
+    """Replace the names of old sharding types in place. Return whether there were any."""
     if isinstance(state, list):
         return max(map(_modernise, state), default=False)
     if not isinstance(state, dict):
@@ -422,24 +426,27 @@ def _modernise(state: Any) -> bool:
 
 
 def _renamed(before: str, after: str, value: Any) -> Any:
-    """A sharded tensor under another key, if its key begins so."""
+    """Return a sharded tensor with another prefix of its key; return other values unchanged."""
     if isinstance(value, ShardedTensor) and value.key.startswith(before):
         return replace(value, key=after + value.key.removeprefix(before))
     return value
 
 
-# -- what takes Megatron-Core's place --------------------------------------------------------------
+# -- replacements of Megatron-Core's names ---------------------------------------------------------
 
 
 def get_async_strategy(async_strategy: str = "nvrx", module: str | None = None) -> tuple[str, Any]:
-    """Return Megatron-Core's own asynchronous classes, of which the queue and the request are this
-    package's, whichever was asked for."""
+    """Return ``"mcore"`` and the asynchronous classes of Megatron-Core, or the class ``module``.
+
+    The argument ``async_strategy`` has no effect. The queue and the request are this package's.
+    """
     own = importlib.import_module(f"{ROOT}.strategies.torch")._import_mcore_async()
     return "mcore", own if module is None else own[module]
 
 
 def _replaced(module: str) -> dict[str, Any]:
-    """The names of a module of Megatron-Core's that are not this package's of the same name."""
+    """Return the names of a Megatron-Core module that get an object of this file instead of this
+    package's object of the same name."""
     if module == f"{ROOT}.serialization":
         own = save, load, load_common_state_dict, load_content_metadata
         defaults = get_default_save_sharded_strategy, get_default_load_sharded_strategy
@@ -466,7 +473,7 @@ def main() -> None:
         chosen, arguments = "".join(arguments[1:2]), arguments[2:]
     if not arguments or arguments[0].startswith("-"):
         sys.exit("usage: python -m shardstore.megatron [--format zarr|torch_dist] TRAINER.py ...")
-    # Not this module, which runs as __main__: the one that everything else imports.
+    # This module runs as __main__, so import the copy that all other modules import.
     importlib.import_module("shardstore.megatron").install(chosen)
     sys.argv = arguments
     sys.path[0] = str(Path(arguments[0]).resolve().parent)

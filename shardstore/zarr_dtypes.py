@@ -1,26 +1,28 @@
-"""Data types that zarr-python lacks: bfloat16 and the 8-bit floats, over ``ml_dtypes``.
+"""Data types that zarr-python lacks: bfloat16 and the 8-bit floats of ``ml_dtypes``.
 
-Defines the zarr data types of the names below, in both Zarr formats, so that plain zarr opens and
-creates such arrays. Importing this module registers them; doing so again changes nothing. It
-imports neither torch, TensorStore, nor anything else of this package: zarr loads it by entry point,
-and an entry point that fails to import breaks every data type look-up of zarr.
+Importing this module registers the data types, so that plain zarr opens and creates arrays of them
+in both Zarr formats. A second import changes nothing. The module imports neither torch nor
+TensorStore nor any other module of this package. zarr loads it through an entry point, and an entry
+point that fails to import breaks every look-up of a data type in zarr.
 
-Two entry point groups lead here. ``zarr.data_type`` is loaded by zarr from 3.4.1 on. Earlier ones
-load only foreign buffer classes, when they first need a buffer: for them ``zarr.ndbuffer`` names
-zarr's own :class:`NDBuffer` in this module. So ``zarr.open_group`` works with nothing imported;
-only where zarr is older and the very first call opens an array by its own path, import this module.
+Two groups of entry points name this module. zarr 3.4.1 and later load ``zarr.data_type``. Earlier
+releases load only entry points for buffer classes, when they first need a buffer. For them,
+``zarr.ndbuffer`` names zarr's own :class:`NDBuffer` in this module. So ``zarr.open_group`` works
+without an import. With zarr before 3.4.1, import this module if the first call opens an array by
+the array's own path.
 
 Source: the registered data types, https://github.com/zarr-developers/zarr-extensions (data-types),
 and the Zarr v3 specification, section "Fill value representation".
 
-Data round-trips bit for bit, NaN payloads included. Limits of others show through:
+Values are stored bit for bit, including NaN payloads. Other libraries have these limits:
 
-- zarr-python as the *writer* leaves out a chunk that equals the fill value and for most of these
-  types takes -0.0 for 0.0 in doing so: ``array.write_empty_chunks`` of ``zarr.config`` keeps it.
-- zarr-python as the writer of Zarr *v2* cannot pass these types through numcodecs' Blosc (it takes
-  zstd, zlib or no compressor); it reads what others compressed so.
-- TensorStore 0.1 misreads a *fill value* of ``float8_e8m0fnu`` given as a number. It is therefore
-  written as a hexadecimal string in Zarr v3, which all readers take the same way.
+- zarr-python does not write a chunk that equals the fill value. For most of these types it takes
+  -0.0 for 0.0 in this comparison. ``array.write_empty_chunks`` in ``zarr.config`` makes it write
+  all chunks.
+- zarr-python cannot write these types to Zarr v2 through numcodecs' Blosc; zstd, zlib and no
+  compressor work. It reads arrays that other programs compressed with Blosc.
+- TensorStore 0.1 misreads a *fill value* of ``float8_e8m0fnu`` that is a number. In Zarr v3 it is
+  therefore written as a hexadecimal string, which all readers interpret in the same way.
 """
 
 from __future__ import annotations
@@ -48,12 +50,12 @@ _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 @dataclass(frozen=True, kw_only=True)
 class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
-    """What all these types share; a subclass gives the scalar type."""
+    """Base of these data types. A subclass sets the scalar type."""
 
     _scalar: ClassVar[type[np.generic]]
     _nan_bits: ClassVar[int]
     _has_infinity: ClassVar[bool]
-    # Fill values are numbers where every reader takes the number for the same bits.
+    # Whether every reader converts a fill value given as a number to the same bits.
     _numbers_agree: ClassVar[bool] = True
 
     def __init_subclass__(cls) -> None:
@@ -69,8 +71,11 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
 
     @classmethod
     def from_native_dtype(cls, dtype: TBaseDType) -> Self:
-        """Return the zarr data type of a numpy one; DataTypeValidationError where it is not this
-        one."""
+        """Return this data type for a NumPy data type.
+
+        Raises:
+            DataTypeValidationError: it is another NumPy data type.
+        """
         if not cls._check_native_dtype(dtype):
             raise DataTypeValidationError(f"{dtype!r} is not the numpy type {cls._zarr_v3_name}")
         return cls._from_byte_order(dtype.byteorder)
@@ -80,7 +85,7 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
         return cls()
 
     def to_native_dtype(self) -> np.dtype[Any]:
-        """Return the numpy data type, from ``ml_dtypes``."""
+        """Return the NumPy data type of ``ml_dtypes``."""
         return np.dtype(self._scalar)
 
     @classmethod
@@ -89,7 +94,7 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
 
     @classmethod
     def _from_json_v3(cls, data: DTypeJSON) -> Self:
-        # Specification, "Extension points": a name alone stands for an object with just that name.
+        # Specification, "Extension points": a string stands for an object with only this name.
         if isinstance(data, Mapping):
             return cls._named(data, not data.get("configuration") and data.get("name"), 3)
         return cls._named(data, data, 3)
@@ -102,8 +107,13 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
         raise DataTypeValidationError(f"{data!r} is not {kind}")
 
     def to_json(self, zarr_format: ZarrFormat) -> Any:
-        """The registered name; Zarr v2 uses the same, as TensorStore and Megatron-Core write it,
-        and means little endian by it, so that big is refused."""
+        """Return the registered name for array metadata.
+
+        Zarr v2 uses the same name, as TensorStore and Megatron-Core do. It means little endian.
+
+        Raises:
+            ValueError: big-endian bfloat16 in Zarr v2, which has no name for it.
+        """
         if zarr_format == 3:
             return self._zarr_v3_name
         if getattr(self, "endianness", "little") == "big":
@@ -111,18 +121,18 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
         return {"name": self._zarr_v3_name, "object_codec_id": None}
 
     def _check_scalar(self, data: object) -> TypeGuard[str | float | np.generic]:
-        if isinstance(data, np.generic):  # one that is a real number: no complex, date, bytes
+        if isinstance(data, np.generic):  # real numbers only: no complex values, dates or bytes
             return np.can_cast(data.dtype, np.float64, "same_kind")
         return isinstance(data, str | int | float) and not isinstance(data, bool)
 
     def cast_scalar(self, data: object) -> np.generic:
-        """Return a number, numpy scalar, or string as in array metadata, as a scalar of this type.
+        """Convert a number, a NumPy scalar, or a string of array metadata to a scalar of this type.
 
         Scalars of this type keep their bits; numbers are rounded as ``ml_dtypes`` rounds them.
 
         Raises:
-            TypeError: ``data`` is none of these.
-            ValueError: a string that the Zarr v3 specification does not allow for this type.
+            TypeError: ``data`` is of another type.
+            ValueError: the Zarr v3 specification does not allow the string for this type.
         """
         if isinstance(data, np.ndarray) and data.ndim == 0:
             data = data[()]
@@ -138,19 +148,19 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
         )
 
     def default_scalar(self) -> np.generic:
-        """Return the value whose bits are all zero; that is 0 where the type has one."""
+        """Return the value whose bits are all zero. It is 0, unless the type has no zero."""
         return self._from_bits(0)
 
     def from_json_scalar(self, data: JSON, *, zarr_format: ZarrFormat) -> np.generic:
-        """Return a fill value of array metadata: a number, ``"NaN"``, an infinity, or bits in
-        hexadecimal.
+        """Parse a fill value of array metadata: a number, ``"NaN"``, an infinity, or hexadecimal
+        bits (Zarr v3 only).
 
         Raises:
-            TypeError: not a number or string.
-            ValueError: a string that is none of those, or an infinity where the type has none.
+            TypeError: the value is neither a number nor a string.
+            ValueError: it is another string, or an infinity and the type has no infinities.
         """
         if zarr_format == 2 and isinstance(data, str) and data not in _SPECIAL:
-            # TensorStore would take "0x7f" for the number 127 here: refuse, not differ.
+            # TensorStore would read "0x7f" as the number 127 here, so raise an error.
             raise ValueError(
                 f"fill value {data!r} of a Zarr v2 array of {self._zarr_v3_name}: "
                 'expected a number, "NaN", "Infinity" or "-Infinity"'
@@ -158,11 +168,12 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
         return self.cast_scalar(data)
 
     def to_json_scalar(self, data: object, *, zarr_format: ZarrFormat) -> float | str:
-        """Return the fill value as array metadata gives it, exact to the bit.
+        """Return the form of a fill value in array metadata. It keeps every bit of the value.
 
         Raises:
-            TypeError, ValueError: as :meth:`cast_scalar`; and a NaN other than the type's ``"NaN"``
-                in Zarr v2, which has no way to write it.
+            TypeError: see :meth:`cast_scalar`.
+            ValueError: see :meth:`cast_scalar`; also for a NaN with other bits than ``"NaN"`` in
+                Zarr v2, which cannot express it.
         """
         scalar = self.cast_scalar(data)
         bits = self._bits(scalar)
@@ -200,7 +211,7 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
             return cls._from_bits(int(text, 16))
         infinities = ', "Infinity", "-Infinity"' if cls._has_infinity else " (no infinities)"
         raise ValueError(
-            f'{text!r} is no value of {cls._zarr_v3_name}: expected a number, "NaN"{infinities}, '
+            f'{text!r} is not a {cls._zarr_v3_name} value: expected a number, "NaN"{infinities}, '
             f'or {digits} hexadecimal digits after "0x"'
         )
 
@@ -216,7 +227,7 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
 
 @dataclass(frozen=True, kw_only=True)
 class BFloat16(_MLFloat, HasEndianness):
-    """``bfloat16``: 1 sign, 8 exponent, 7 mantissa bits; the only one here with a byte order."""
+    """``bfloat16``: 1 sign, 8 exponent, 7 mantissa bits. The other types here are single bytes."""
 
     _scalar = ml_dtypes.bfloat16
 
@@ -226,9 +237,9 @@ class BFloat16(_MLFloat, HasEndianness):
         return cls(endianness="little" if native == np.dtype("<u2") else "big")
 
     def to_native_dtype(self) -> np.dtype[Any]:
-        """Return the numpy data type, in this byte order."""
+        """Return the NumPy data type, in this byte order."""
         native: np.dtype[Any] = np.dtype(self._scalar)
-        # Only the machine's own order gives the dtype object that ml_dtypes itself hands out.
+        # newbyteorder() would make another object than the dtype of ml_dtypes.
         return native if self.endianness == sys.byteorder else native.newbyteorder()
 
 
@@ -245,13 +256,13 @@ class Float8E5M2(_MLFloat):
 
 
 class Float8E4M3FNUZ(_MLFloat):
-    """``float8_e4m3fnuz``: as e4m3 with no infinities, no -0 and one NaN."""
+    """``float8_e4m3fnuz``: 1 sign, 4 exponent, 3 mantissa bits; no infinities, no -0, one NaN."""
 
     _scalar = ml_dtypes.float8_e4m3fnuz
 
 
 class Float8E5M2FNUZ(_MLFloat):
-    """``float8_e5m2fnuz``: as e5m2 with no infinities, no -0 and one NaN."""
+    """``float8_e5m2fnuz``: 1 sign, 5 exponent, 2 mantissa bits; no infinities, no -0, one NaN."""
 
     _scalar = ml_dtypes.float8_e5m2fnuz
 
@@ -259,7 +270,7 @@ class Float8E5M2FNUZ(_MLFloat):
 class Float8E8M0FNU(_MLFloat):
     """``float8_e8m0fnu``: powers of two from 2**-127 to 2**127 and NaN; no sign, no zero.
 
-    The fill value 0, TensorStore's default, stands for the bits 0x00, as it does there.
+    The fill value 0, the default of TensorStore, means the bits 0x00, as in TensorStore.
     """
 
     _scalar = ml_dtypes.float8_e8m0fnu
@@ -270,7 +281,7 @@ DATA_TYPES: tuple[type[_MLFloat], ...] = tuple(_MLFloat.__subclasses__())
 
 
 def register() -> None:
-    """Make zarr know these data types; a name that is registered already is left as it is."""
+    """Register these data types with zarr. A name that is already registered does not change."""
     for data_type in DATA_TYPES:
         if data_type._zarr_v3_name not in data_type_registry.contents:
             data_type_registry.register(data_type._zarr_v3_name, data_type)

@@ -1,4 +1,4 @@
-"""What a conversion asks of a format: a source, a target, and the values beside the arrays."""
+"""Interfaces of a format for conversions: source, target, and the values that are not arrays."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ logger = logging.getLogger(__name__)
 
 Arrays = Sequence[ArrayMeta]
 Receipts = dict[tuple[str, tuple[int, ...]], Any]
-"""Key and index of a chunk that is written -> small JSON value by which the target finds it."""
+"""Key and index of a written chunk -> small JSON value with which the target finds the chunk."""
 
 
 @dataclass
 class Extras:
-    """What a checkpoint holds beside tensors.
+    """The content of a checkpoint besides its tensors.
 
     Attributes:
-        common: ``common.pt`` as it is, where there is one.
-        record: values and paths otherwise.
-        objects: unique key of a sharded object -> gives its value.
-        attributes: JSON that describes the content.
+        common: content of ``common.pt``; ``None`` if there is no such file.
+        record: values and paths, if ``common`` is ``None``.
+        objects: unique key of a sharded object -> function that returns its value.
+        attributes: attributes of the root group, as JSON.
     """
 
     common: bytes | None = None
@@ -53,23 +53,23 @@ class Source(Protocol):
         """Key -> tensor."""
 
     def boxes(self, key: str) -> list[Box]:
-        """How the tensor is cut where it is stored."""
+        """Return the boxes of the tensor's stored parts."""
 
     def read(self, reads: Sequence[RegionRead]) -> None:
         """Read regions into their destinations."""
 
     def extras(self) -> Extras:
-        """Return what is no tensor."""
+        """Return the content that is not tensors."""
 
     def identity(self) -> list[Any]:
-        """JSON that tells this checkpoint from what may be at its place another time."""
+        """Return JSON that identifies this checkpoint; it changes if the checkpoint is replaced."""
 
 
 class Target(ABC):
     """A checkpoint under construction, written chunk by chunk so that a later run can resume it."""
 
     def key_of(self, key: str) -> str:
-        """Return the key that a tensor has there."""
+        """Return the key of a tensor in the target."""
         return key
 
     def array(self, meta: ArrayMeta, boxes: Sequence[Box], most_bytes: int) -> ArrayMeta:
@@ -86,10 +86,10 @@ class Target(ABC):
         """Begin with nothing written.
 
         Args:
-            left: state of an earlier run, whose remains are removed; ``None``: there was none.
+            left: state of an earlier run, whose files are removed; ``None`` without one.
 
         Returns:
-            State of this run, JSON but not ``None``.
+            State of this run, as JSON other than ``None``.
         """
 
     @abstractmethod
@@ -98,62 +98,62 @@ class Target(ABC):
 
     @abstractmethod
     def begin(self, arrays: Arrays, extras: Extras, known: Receipts) -> Receipts:
-        """Make what is needed before the first chunk; what is there already stays.
+        """Prepare the target for the first chunk. Files of an earlier run stay.
 
         Args:
             arrays: all tensors, on the target's grid.
-            extras: what is no tensor.
+            extras: the content that is not tensors.
             known: receipts of the chunks that an earlier run wrote. A chunk is written before its
-                receipt, and the comparison finds one that is damaged.
+                receipt, and the comparison at the end finds a damaged chunk.
 
         Returns:
-            The receipts of the chunks that need not be written again.
+            The receipts of the chunks that are not written again.
         """
 
     @abstractmethod
     def write(self, chunks: Sequence[ChunkWrite]) -> list[Any]:
-        """Write chunks; one receipt each, in order."""
+        """Write chunks and return their receipts, in the same order."""
 
     @abstractmethod
     def finish(self, receipts: Receipts) -> None:
-        """Complete the files, so that they can be read. All chunks are written."""
+        """Complete the files, so that they can be read. Called after all chunks are written."""
 
     @abstractmethod
     def read(self, reads: Sequence[RegionRead]) -> None:
-        """Read regions of what was written."""
+        """Read regions of the written tensors."""
 
     @abstractmethod
     def documents(self, extras: Extras) -> Iterator[tuple[str, bytes, bytes]]:
-        """Yield the files beside the chunks, or parts of files.
+        """Yield the files other than chunks, or parts of files.
 
         Args:
-            extras: of the source, read anew.
+            extras: content of the source, read anew.
 
         Yields:
-            The name of each, its content by ``extras``, and what is stored.
+            Name, expected content according to ``extras``, and stored content.
         """
 
     @abstractmethod
     def publish(self) -> None:
-        """Put the finished checkpoint in its place."""
+        """Move the finished checkpoint to the target."""
 
     def stop(self) -> None:  # noqa: B027 (most targets hold nothing)
-        """Release resources after an error; what was written stays for the next run."""
+        """Release resources after an error. Written files stay for the next run."""
 
 
 class FileTarget(Target):
-    """Files that are a checkpoint once the last of them is there.
+    """A checkpoint of files, complete once its last file is written.
 
-    On a disk they grow in a work folder. In an object store they are written at the target itself.
+    On a disk the files are written to a work folder, in an object store directly to the target.
 
     Args:
         work: folder beside a local target.
-        goal: where the checkpoint shall be.
+        goal: path or URL of the finished checkpoint.
         last: name of the file that completes it; "" if the target is a single file.
         ours: pattern of the names of the other files.
 
     Raises:
-        CheckpointExistsError: something is at the target.
+        CheckpointExistsError: the target exists and is not an empty folder.
     """
 
     def __init__(self, work: Location, goal: Location, last: str, ours: str) -> None:
@@ -164,7 +164,11 @@ class FileTarget(Target):
         self._goal, self._ours = goal, ours
 
     def start(self, left: Any) -> Any:
-        """Remove the files of an earlier run; files of others in an object store are refused."""
+        """Remove the files of an earlier run.
+
+        Raises:
+            CheckpointExistsError: the target, in an object store, has files of another program.
+        """
         if self._at.is_local:
             self._at.delete()
             with store_errors("creating", self._at.url):
@@ -177,14 +181,14 @@ class FileTarget(Target):
         return True
 
     def resume(self, state: Any) -> bool:
-        """Go on in the folder."""
+        """Return whether the work folder exists; always true in an object store."""
         return not self._at.is_local or self._at.is_dir()
 
     def complete(self, last: str, data: bytes) -> None:
-        """Write the last file, and put all in their place.
+        """Write the last file, and move the folder to a local target.
 
         Raises:
-            CheckpointExistsError: something is there by now.
+            CheckpointExistsError: the target has appeared meanwhile.
         """
         if self._at.is_local:
             self._at.write(last, data)
@@ -193,7 +197,8 @@ class FileTarget(Target):
             raise _exists(self._goal)
 
     def put_in_place(self, made: Location) -> None:
-        """Rename or copy a finished folder or file; raises as :meth:`complete`."""
+        """Rename or copy a finished folder or file to the target. Raises the errors of
+        :meth:`complete`."""
         with store_errors("putting the result at", self._goal.url):
             if self._goal.is_local and self._goal.is_dir() and not self._goal.listing():
                 self._goal.path.rmdir()
@@ -207,12 +212,12 @@ class FileTarget(Target):
 
 def _exists(goal: Location, what: str = "") -> CheckpointExistsError:
     return CheckpointExistsError(
-        f"{goal.url} already exists{what}; convert to elsewhere", url=goal.url
+        f"{goal.url} already exists{what}; convert to another target", url=goal.url
     )
 
 
 def values_of(extras: Extras) -> Iterator[tuple[str, tuple[str | int, ...], Any]]:
-    """``(key, path, value)`` of what is no tensor."""
+    """Yield ``(key, path, value)`` of each value that is not a tensor."""
     if extras.common is not None:
         for path, value in _leaves(_loaded(extras.common), ()):
             yield ".".join(map(str, path)), path, value
@@ -244,8 +249,10 @@ def _leaves(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str
 
 
 def record_of(extras: Extras, level: int = logging.WARNING) -> StateRecord:
-    """The values that have a JSON form, for formats that hold tensors and hardly anything else.
-    Others are left out, and logged; so are tensors, which nobody would look for there."""
+    """Return the values that have a JSON form, for formats that store little besides tensors.
+
+    Other values, and tensors among the common values, are left out; a log record names them.
+    """
     values: dict[str, Any] = {}
     left_out: list[str] = []
     paths: dict[str, Any] = dict(extras.record.paths)
@@ -253,7 +260,7 @@ def record_of(extras: Extras, level: int = logging.WARNING) -> StateRecord:
         torch = sys.modules.get("torch")  # without it no value is a tensor
         try:
             if torch is not None and isinstance(value, torch.Tensor):
-                raise NotPlainError("a tensor among the values that are not sharded")
+                raise NotPlainError("it is a tensor among the common values")
             values[key] = as_json(value)
             paths[key] = path
         except NotPlainError as reason:

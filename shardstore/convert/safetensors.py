@@ -1,8 +1,8 @@
 """Safetensors as source and target of a conversion: one file, or several with an index.
 
 A file is the length of the header (8 bytes, little-endian), the header (JSON: name -> ``dtype``,
-``shape``, ``data_offsets``) and the tensors' bytes. The library of that name reads and writes whole
-files; a conversion needs slices, and files that grow.
+``shape``, ``data_offsets``) and the tensors' bytes. The library safetensors writes only whole
+files; a conversion reads slices and writes files piece by piece.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from shardstore.values.record import MEMBER, StateRecord
 INDEX_SUFFIX = ".safetensors.index.json"
 INDEX_NAME = f"model{INDEX_SUFFIX}"
 STATE_METADATA = "shardstore.state_dict"
-"""Name in the metadata of the files under which values that are no tensors are kept."""
+"""Name of the metadata entry that holds the values that are not tensors."""
 MAX_PARTS = 9000
-"""Of an upload; S3 takes 10,000 (Amazon S3 user guide, "Multipart upload limits")."""
+"""Parts of an upload; S3 allows 10,000 (Amazon S3 user guide, "Multipart upload limits")."""
 MIN_PART_BYTES = 8 * 1024 * 1024
 MAX_PART_BYTES = 64 * 1024 * 1024
 MAX_HEADER_BYTES = 100_000_000
@@ -68,13 +68,13 @@ class _Index(msgspec.Struct):
 
 
 Place = tuple[str, int]
-"""The file of a tensor, and the byte of it that the tensor begins at."""
+"""Name of a tensor's file, and the offset of the tensor in it, in bytes."""
 
 
 def _damaged(path: str, what: object) -> DamagedCheckpointError:
     """Return an error that says what is wrong with a file."""
     return DamagedCheckpointError(
-        f"{path} is no whole safetensors file ({what}); get it anew", url=path
+        f"{path} is not a complete safetensors file ({what}); download it again", url=path
     )
 
 
@@ -84,8 +84,8 @@ def _read_header(
     """Return the tensors of a file, and its metadata.
 
     Raises:
-        DamagedCheckpointError: the file is truncated, or no safetensors file.
-        DTypeMismatchError: a data type that cannot be stored.
+        DamagedCheckpointError: the file is truncated or not a safetensors file.
+        DTypeMismatchError: a tensor has a data type that cannot be stored.
     """
     path, size = ranges.path(name), ranges.size(name)
     length = int.from_bytes(ranges.read(name, 0, 8), "little")
@@ -120,12 +120,12 @@ class SafetensorsSource:
 
     Args:
         ranges: reads the files.
-        names: of the files.
-        weight_map: key -> file, as an index has it; ``None``: all tensors of the files.
+        names: names of the files.
+        weight_map: key -> name of the file, from the index; ``None``: all tensors of the files.
 
     Raises:
-        DamagedCheckpointError: a file is damaged, or not what the index says.
-        FileNotFoundError: a file is not there.
+        DamagedCheckpointError: a file is damaged.
+        FileNotFoundError: a file is missing.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class SafetensorsSource:
 
         Raises:
             NotACheckpointError: there is no such file.
-            DamagedCheckpointError: a file is damaged, or not what the index says.
+            DamagedCheckpointError: a file is damaged or does not match the index.
         """
         folder, name = _named(place)
         ranges = FileRanges(folder)
@@ -182,7 +182,7 @@ class SafetensorsSource:
         """Read regions.
 
         Raises:
-            DamagedCheckpointError: a file is gone, or truncated.
+            DamagedCheckpointError: a file is missing or truncated.
         """
         self._ranges.read_all(reads, self._read_one)
 
@@ -198,7 +198,7 @@ class SafetensorsSource:
             ) from error
 
     def extras(self) -> Extras:
-        """Return the metadata, and values that a conversion put there."""
+        """Return the metadata, and the values that a conversion stored in it."""
         metadata = dict(self._metadata)
         kept = metadata.pop(STATE_METADATA, None)
         record = StateRecord()
@@ -218,7 +218,11 @@ class SafetensorsSource:
 
 
 def _named(place: Location) -> tuple[Location, str]:
-    """Return the folder and the name of the file that is meant."""
+    """Return the folder, and the name of the file or index to open.
+
+    Raises:
+        NotACheckpointError: the place holds no safetensors file, or more than one without an index.
+    """
     if is_file_name(place.name):
         folder = Location(place.url.rpartition("/")[0], place.options)
         if not place.is_local or not place.is_dir():
@@ -233,33 +237,33 @@ def _named(place: Location) -> tuple[Location, str]:
     if place.is_local and not place.is_dir():
         found = instead(place) or "its name ends in neither .safetensors nor .json"
         raise NotACheckpointError(
-            f"{place.url} is a file, but none of safetensors: {found}", url=place.url
+            f"{place.url} is a file, but not a safetensors file: {found}", url=place.url
         )
     raise NotACheckpointError(
-        f"{place.url} holds {len(indices)} safetensors indices and {len(files)} files; name the "
-        "one that is meant",
+        f"{place.url} holds {len(indices)} safetensors indices and {len(files)} files; give the "
+        "path of one of them",
         url=place.url,
     )
 
 
 def is_file_name(name: str) -> bool:
-    """Return whether a name is that of a safetensors file, or of an index of some."""
+    """Return whether a name is that of a safetensors file or index."""
     return name.endswith((".safetensors", INDEX_SUFFIX))
 
 
 class SafetensorsTarget(FileTarget):
     """One file ``NAME.safetensors``, or a folder with several files and an index.
 
-    On a disk they have their full size from the beginning. In an object store each file is one
-    upload from its beginning to its end, and one that was interrupted starts again. There several
-    files are written to the target itself, the index last; a single file is uploaded under another
-    name, and copied by the store once it is verified.
+    On a disk, files have their full size from the beginning. In an object store, each file is one
+    upload; an interrupted upload starts again. Several files are uploaded to the target itself, the
+    index last. A single file is uploaded under another name, and the store copies it after it is
+    verified.
 
     Args:
         work: folder or prefix beside the target.
         goal: path or URL of a file, or of a folder.
-        file_bytes: size of each of several files, about.
-        budget_bytes: memory for an upload, about.
+        file_bytes: approximate size of each of several files.
+        budget_bytes: approximate memory for an upload.
     """
 
     def __init__(self, work: Location, goal: Location, file_bytes: int, budget_bytes: int) -> None:
@@ -276,10 +280,10 @@ class SafetensorsTarget(FileTarget):
         self._stream: Any = None
 
     def begin(self, arrays: Arrays, extras: Extras, known: Receipts) -> Receipts:
-        """Lay the tensors out over the files, in the order given, and find out which are complete.
+        """Assign the tensors to files in the given order, and find the files that are complete.
 
         Raises:
-            DTypeMismatchError: a data type that the format lacks.
+            DTypeMismatchError: the format lacks the data type of a tensor.
         """
         self._arrays, self._heads = arrays, self._headers(arrays, record_of(extras))
         if self._at.is_local:
@@ -293,7 +297,7 @@ class SafetensorsTarget(FileTarget):
         return {at: row for at, row in known.items() if self._places[at[0]][0] in self._done}
 
     def _headers(self, arrays: Sequence[ArrayMeta], record: StateRecord) -> dict[str, bytes]:
-        """Return the first bytes of each file; note where the tensors go, and the files' sizes."""
+        """Return the header of each file. Set the tensors' places and the files' sizes."""
         file_bytes = sys.maxsize if self._single else self._file_bytes
         starts = accumulate(map(array_bytes, arrays), initial=0)
         numbered = groupby(zip(arrays, starts, strict=False), lambda one: one[1] // file_bytes)
@@ -315,7 +319,7 @@ class SafetensorsTarget(FileTarget):
         return open(path, "r+b" if os.path.exists(path) else "w+b")
 
     def write(self, chunks: Sequence[ChunkWrite]) -> list[Any]:
-        """Write ranges to their places; chunks come in the order of the files."""
+        """Write chunks to their places in the files. The chunks are in the order of the files."""
         for chunk in chunks:
             name, start = self._places[chunk.array.key]
             values = chunk.data()
@@ -340,7 +344,7 @@ class SafetensorsTarget(FileTarget):
                 )
                 self._name, self._stream = name, self._at.remote.stream(name, part)
                 self._stream.write(self._heads[name])
-            # Piece by piece: the stream sends what it has gathered in between.
+            # Write small pieces, so that the stream can send full parts in between.
             for start in range(0, len(data), MIN_PART_BYTES):
                 self._stream.write(data[start : start + MIN_PART_BYTES])
             if self._stream.tell() == size:
@@ -349,7 +353,7 @@ class SafetensorsTarget(FileTarget):
                 self._done.add(name)
 
     def finish(self, receipts: Receipts) -> None:
-        """Write files that hold no elements, and open all by their headers."""
+        """Write the files without elements, and open all files for reading."""
         if not self._at.is_local:
             for name in self._sizes.keys() - self._done:
                 self._at.write(name, self._heads[name])
@@ -357,20 +361,20 @@ class SafetensorsTarget(FileTarget):
         self._written = SafetensorsSource(self._ranges, list(self._sizes))
 
     def read(self, reads: Sequence[RegionRead]) -> None:
-        """Read regions of what was written, by the headers."""
+        """Read regions of the written tensors."""
         self._written.read(reads)
 
     def documents(self, extras: Extras) -> Iterator[tuple[str, bytes, bytes]]:
-        """The headers."""
+        """Yield name, expected header and stored header of each file."""
         again = record_of(extras, logging.DEBUG)
         for name, head in self._headers(self._arrays, again).items():
             yield name, head, self._ranges.read(name, 0, len(head))
 
     def publish(self) -> None:
-        """Put the files in their place, or write the index that makes them a checkpoint.
+        """Move a single file to the target, or write the index that completes several files.
 
         Raises:
-            CheckpointExistsError: there is one.
+            CheckpointExistsError: the target has appeared meanwhile.
         """
         if self._single is not None:
             self.put_in_place(self._at.child(self._single))
@@ -390,10 +394,10 @@ class SafetensorsTarget(FileTarget):
 
 
 def _header(arrays: Sequence[ArrayMeta], metadata: Mapping[str, str]) -> bytes:
-    """Return the first bytes of a file; the tensors follow in their order.
+    """Return the header of a file, with its length before it. The tensors follow in their order.
 
     Raises:
-        DTypeMismatchError: a data type that the format lacks.
+        DTypeMismatchError: the format lacks the data type of a tensor.
     """
     header: dict[str, Any] = {METADATA: dict(metadata)}
     position = 0

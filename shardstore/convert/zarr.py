@@ -42,14 +42,15 @@ class ZarrSource:
         self.read = self._ckpt.read
 
     def boxes(self, key: str) -> list[Box]:
-        """One box a shard, or a chunk where shards are not known or more than chunks."""
+        """Return one box for each shard; for each chunk if the shards are unknown or outnumber the
+        chunks."""
         meta = self.arrays[key]
         shards = Grid(meta.shape, meta.shard_shape or meta.grid.chunk_shape)
         grid = min(shards, meta.grid, key=lambda grid: grid.size)
         return [grid.box(grid.index(i)) for i in range(grid.size)]
 
     def extras(self) -> Extras:
-        """Return the common part as it is, and sharded objects."""
+        """Return the common part as stored, and the sharded objects."""
         ckpt = self._ckpt
         attributes = {name: v for name, v in ckpt.attributes.items() if name != "shardstore"}
         record = StateRecord.from_root(ckpt.attributes, ckpt.url)
@@ -66,20 +67,20 @@ class ZarrSource:
         return Extras(common, objects=objects, attributes=attributes)
 
     def identity(self) -> list[Any]:
-        """Stamps of its documents."""
+        """Return stamps of the root documents."""
         return [self._place.stamp(name) for name in ("zarr.json", CONFIG_FNAME)]
 
 
 class ShardstoreTarget(Target):
-    """A checkpoint of this package: an attempt at the target, like that of every save.
+    """A checkpoint of this package, written as an attempt at the target like every save.
 
     A later run continues the attempt unless another writer has claimed the target.
 
     Args:
-        goal: where the checkpoint shall be.
-        source: name of the source's format, for the record.
-        overwrite: a checkpoint at the target may be replaced.
-        budget_bytes: memory for chunks on their way to a store.
+        goal: path or URL of the finished checkpoint.
+        source: name of the source's format, for the commit record.
+        overwrite: replace a checkpoint at the target.
+        budget_bytes: memory for chunks that are being written.
     """
 
     _attempt: Attempt
@@ -93,14 +94,14 @@ class ShardstoreTarget(Target):
         self._started = perf_counter()
 
     def start(self, left: Any) -> Any:
-        """Return a new attempt."""
+        """Abandon the attempt of an earlier run, begin a new one, and return its id."""
         if left is not None and self._goal.is_local and (old := folder.resumed(self._goal, left)):
             old.abandon()
         self._attempt = checkpoints.begin(self._goal, self._options)
         return self._attempt.id
 
     def resume(self, state: Any) -> bool:
-        """Go on with the attempt if it is still there and owns the target."""
+        """Continue the attempt if it exists and owns the target; return whether it does."""
         if self._goal.is_local:
             found = folder.resumed(self._goal, state, overwrite=self._options.overwrite)
             self._attempt = found or self._attempt
@@ -113,7 +114,7 @@ class ShardstoreTarget(Target):
         return True
 
     def array(self, meta: ArrayMeta, boxes: Sequence[Box], most_bytes: int) -> ArrayMeta:
-        """Return the chunks that straddle no shard of the source."""
+        """Return the tensor on a grid whose chunks cross few or no borders of the source's shards."""
         size = dtypes.itemsize(meta.dtype)
         most = min(DEFAULT_TARGET_CHUNK_BYTES, most_bytes)
         grid, edges, straddled = grid_of(meta.shape, boxes, size, most)
@@ -127,7 +128,7 @@ class ShardstoreTarget(Target):
         )
 
     def begin(self, arrays: Arrays, extras: Extras, known: Receipts) -> Receipts:
-        """Write array documents, and what is no tensor."""
+        """Write the array documents, the common part and the sharded objects."""
         self._extras, self._arrays = extras, {meta.key: meta for meta in arrays}
         created = note_arrays(self._manifest, [(meta, True) for meta in arrays])
         if not self._attempt.defers_documents:
@@ -146,7 +147,7 @@ class ShardstoreTarget(Target):
             from shardstore.mapping import ShardedObject
             from shardstore.strategies.common import object_document, value_document
 
-            # Beside a record in JSON they may be values that are too long for it.
+            # With a JSON record, the objects may be values that are too long for it.
             document = value_document if extras.common is None else object_document
             for key, value in extras.objects.items():
                 sharded = ShardedObject.empty_from_unique_key(key)
@@ -154,7 +155,7 @@ class ShardstoreTarget(Target):
                 yield document(sharded)
 
     def write(self, chunks: Sequence[ChunkWrite]) -> list[Any]:
-        """Write chunks; their records are the receipts."""
+        """Write chunks and return their manifest records as receipts."""
         found: Receipts = {}
 
         def done(item: ChunkWrite, record: ChunkRecord) -> None:
@@ -167,18 +168,19 @@ class ShardstoreTarget(Target):
         return [found[chunk.array.key, chunk.index] for chunk in chunks]
 
     def finish(self, receipts: Receipts) -> None:
-        """Note the chunks in the manifest."""
+        """Add the chunks to the manifest."""
         for (key, index), (stored, crc, digest, running) in receipts.items():
             record = ChunkRecord(stored, crc, bytes.fromhex(digest), running)
             self._manifest.add_chunk(self._arrays[key], index, record)
 
     def read(self, reads: Sequence[RegionRead]) -> None:
-        """Read regions of what was written, with their checksums verified."""
+        """Read regions of the written tensors, and verify their checksums."""
         mover = stored_arrays.mover_for(self._attempt.location, self._options, self._attempt)
         mover.read(reads, lambda: None)
 
     def documents(self, extras: Extras) -> Iterator[tuple[str, bytes, bytes]]:
-        """Each file; and the record of the root document, which is written with the commit."""
+        """Yield name, expected bytes and stored bytes of each file, and of the root document's
+        record, which the commit writes."""
         for name, data in self._files(extras):
             found = b""
             with suppress(FileNotFoundError):
@@ -188,7 +190,7 @@ class ShardstoreTarget(Target):
         yield "zarr.json", wanted, own
 
     def publish(self) -> None:
-        """Root document and commit."""
+        """Write the root document and commit."""
         extras = self._extras
         record: dict[str, Any] = {"converted_from": self._source}
         backend = ("torch", 1)

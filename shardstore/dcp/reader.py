@@ -109,7 +109,7 @@ def _arrived(token: bytes, packed: bytes) -> SentItems:
 
 
 def _described(dtype: torch.dtype, shape: tuple[int, ...]) -> TensorStorageMetadata:
-    """Return a tensor's metadata for DCP's planner, as one chunk, because any region is readable."""
+    """Return a tensor's metadata for DCP's planner: one chunk, because any region can be read."""
     size = torch.Size(shape)
     whole = ChunkStorageMetadata(torch.Size([0] * len(shape)), size)
     return TensorStorageMetadata(TensorProperties(dtype), size, [whole])

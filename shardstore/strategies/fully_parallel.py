@@ -114,7 +114,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         strategy: strategy that reads.
         parallelization_group: ranks that share the work, usually the data-parallel group; None for
             all ranks.
-        do_cache_distribution: reuse the distribution, see :class:`FullyParallelSaveStrategyWrapper`.
+        do_cache_distribution: see :class:`FullyParallelSaveStrategyWrapper`.
         exchange_algo: see :func:`shardstore.exchange_utils.exchange_by_distribution`; or
             ``"chunks"``: the ranks divide the chunks instead of the shards, and send them in rounds
             within a memory budget while they read further chunks. Only this package's Zarr
