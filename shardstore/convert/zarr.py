@@ -114,7 +114,7 @@ class ShardstoreTarget(Target):
         return True
 
     def array(self, meta: ArrayMeta, boxes: Sequence[Box], most_bytes: int) -> ArrayMeta:
-        """Return the tensor on a grid whose chunks cross few or no borders of the source's shards."""
+        """Return the tensor on a grid whose chunks cross few or no shard borders of the source."""
         size = dtypes.itemsize(meta.dtype)
         most = min(DEFAULT_TARGET_CHUNK_BYTES, most_bytes)
         grid, edges, straddled = grid_of(meta.shape, boxes, size, most)
