@@ -1,1 +1,1 @@
-"""Attempts, the commit, and the deletion of checkpoints."""
+"""Attempts to write a checkpoint, their commit, and the deletion of checkpoints."""

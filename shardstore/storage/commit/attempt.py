@@ -1,8 +1,8 @@
 """The interface of an attempt, in a folder or in an object store.
 
 One process begins an attempt and commits it; the others join it. A place holds at most one
-checkpoint, and attempts that are being written or whose process died. The next attempt clears dead
-ones.
+checkpoint. It may also hold attempts that are still being written, and attempts of dead processes,
+which the next attempt removes.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Attempt(ABC):
         target: the target of the save.
         id: unique name of the attempt, the same on all ranks.
         overwrite: whether a checkpoint at the target may be replaced.
-        defers_documents: whether the attempt is written at its target, so that the documents of
-            arrays are written last, because other programs could open them.
+        defers_documents: whether the documents of arrays are written after all chunks. This is so
+            if the attempt writes directly to its target, where other programs could open them.
     """
 
     target: Location
@@ -62,13 +62,13 @@ class Attempt(ABC):
     def location(self) -> Location:
         """The folder or prefix that this attempt is written to."""
 
-    def check(self) -> None:  # noqa: B027 (nobody else writes to a folder of an attempt)
+    def check(self) -> None:  # noqa: B027 (no other attempt writes to this attempt's folder)
         """Raise :class:`SupersededError` if a newer attempt took the target over."""
 
     @abstractmethod
     def require_seen(self) -> None:
-        """Check that this rank sees the coordinator's attempt. Every other rank calls it before it
-        writes.
+        """Check that this rank sees the coordinator's attempt. Every rank but the coordinator calls
+        it before it writes.
 
         Raises:
             StorageError: this rank would write to another store or disk.
@@ -100,16 +100,16 @@ class Attempt(ABC):
 
     @abstractmethod
     def commit(self, documents: Sequence[tuple[str, bytes]], *, durable: bool) -> None:
-        """Write the last documents, and the one that commits after all others. One process calls
+        """Write the last documents. The last one of them commits the checkpoint. One process calls
         it.
 
         Raises:
             CheckpointExistsError: another save has committed a checkpoint there.
-            StorageError: the store failed, and the target is unchanged; or an object store gave no
-                answer, and the text says that the commit is uncertain.
+            StorageError: the store failed and the target is unchanged, or an object store gave no
+                answer and the text says that the commit is uncertain.
         """
 
     @abstractmethod
     def abandon(self) -> None:
-        """Remove the attempt, unless its commit may still arrive. One process calls it, after all
-        ranks have stopped writing."""
+        """Remove the attempt, unless the store may still carry out its commit. One process calls
+        it, after all ranks have stopped writing."""

@@ -1,14 +1,14 @@
-"""Reuse of chunks of an earlier checkpoint (the base): they are linked or copied, not written.
+"""Link or copy unchanged chunks from an earlier checkpoint (the base) instead of writing them.
 
 A chunk is reused if it has the same index, grid, encoding and 128-bit hash (xxh3, from the
-manifest; 32-bit checksums collide too often). On one file system it becomes a hard link, in one
-object store a copy made by the store. So each checkpoint is complete by itself, and any may be
-deleted. The base may be damaged, and may be replaced or deleted during the save. So the save checks
-the links and copies: always their size and stored checksum, and their bytes if asked to. At the end
-the root of the base must still be the one that was read.
+manifest; 32-bit checksums collide too often). On the same file system it becomes a hard link, in
+the same object store a copy made by the store. So each checkpoint is complete by itself, and any
+checkpoint may be deleted. The base may be damaged, and may be replaced or deleted during the save.
+So the save always checks the size and the stored checksum of links and copies, and their bytes if
+the options ask for it. At the end, the root document of the base must be unchanged.
 
-A copy must not replace objects of a newer attempt. Few stores support conditional copies, so the
-claims are read before each copy.
+A copy must not replace objects of a newer attempt. Few stores support conditional copies, so this
+module reads the claims before each copy.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from shardstore.storage.stores.location import Location
 logger = logging.getLogger(__name__)
 
 COPY_THREADS = 32
-"""Number of concurrent requests for copies; they hold no data."""
+"""Number of concurrent copy requests. They need no memory for data."""
 
 
 def read_base(location: Location) -> dict[str, bytes]:
@@ -73,7 +73,7 @@ class Writer(Protocol):
     def write(
         self, writes: Sequence[ChunkWrite], done: Callable[[ChunkWrite, ChunkRecord], None]
     ) -> None:
-        """Write chunks; ``done`` is called with each chunk and its record, from any thread."""
+        """Write chunks. Call ``done`` with each chunk and its record, from any thread."""
 
 
 class BaseChunks:
@@ -81,7 +81,7 @@ class BaseChunks:
 
     Args:
         location: the base.
-        texts: its documents, see :func:`read_base`.
+        texts: its documents, as :func:`read_base` returns them.
 
     Attributes:
         damaged: texts about damaged chunks.
@@ -109,7 +109,8 @@ class BaseChunks:
         return ChunkRecord(stored, crc, digest, running[:-1].tolist())
 
     def damage(self, array: ArrayMeta, index: tuple[int, ...], place: Location) -> str | None:
-        """Verify a chunk that was linked or copied to a place; return a text of its damage."""
+        """Verify a chunk that was linked or copied to a place. Return a description of its damage,
+        ``None`` if it is intact."""
         checker = ChunkChecker(StoredCheckpoint(place, documents=self._texts), self._manifest)
         size, problem = checker.check(self._arrays[array.key], index)
         counters.add(bytes_read=size)
@@ -166,7 +167,7 @@ def reusing(
     if one.is_local and other.is_local:
         return ReusingMover(mover, base, Links(one, other, base.damaged), manifest, options)
     if not one.is_local and not other.is_local:
-        # Not "==" of the file systems, which compares their threads too.
+        # "==" of two file systems also compares their threads.
         first, second = one.remote.fs, other.remote.fs
         if type(first) is type(second) and first.storage_options == second.storage_options:
             adopter = Copies(one, other, attempt, base.damaged)
@@ -181,7 +182,7 @@ def reusing(
 
 @dataclass
 class ReusingMover:
-    """See :func:`reusing`. ``adopter`` links or copies objects of the base."""
+    """Writer that reuses chunks, see :func:`reusing`. ``adopter`` links or copies base objects."""
 
     mover: Writer
     base: BaseChunks
@@ -234,7 +235,7 @@ class ReusingMover:
         self.mover.write(rest, done)
 
     def _taken_over(self, item: ChunkWrite) -> ChunkRecord | None:
-        """Reuse a chunk of the base, if it has the same one; return its record."""
+        """Link or copy a chunk if the base has the same one. Return its record, else ``None``."""
         array, hasher = item.array, xxhash.xxh3_128()
         if not self.base.knows(array):
             return None
@@ -257,12 +258,12 @@ class ReusingMover:
 
 
 class Adopter(ABC):
-    """Links or copies objects of a base to a new checkpoint. Safe from any thread.
+    """Links or copies objects of a base to a new checkpoint. It is thread-safe.
 
     Args:
         base: the base.
         location: the new checkpoint.
-        damaged: receives a text for each damaged object.
+        damaged: receives a description of each damaged object.
     """
 
     verb: str
@@ -285,11 +286,11 @@ class Adopter(ABC):
         Args:
             name: name of the object below both places.
             stored_bytes: its size.
-            tail: its last four bytes; ``None``: unknown.
-            damage: verifies the object; returns a text of its damage.
+            tail: its last four bytes; ``None`` if they are unknown.
+            damage: verifies the object and returns a description of its damage, else ``None``.
 
         Returns:
-            Whether the object was reused; otherwise it must be written.
+            Whether the object was reused. If not, the caller must write it.
 
         Raises:
             SupersededError: a newer attempt owns the target.
@@ -328,7 +329,7 @@ class Adopter(ABC):
         return False
 
     def drop(self, name: str) -> None:
-        """Remove a linked or copied object. (A link is never written into.)"""
+        """Remove a linked or copied object, so that no write goes through a link into the base."""
         self.location.delete(name)
 
     @abstractmethod
@@ -337,11 +338,12 @@ class Adopter(ABC):
 
     @abstractmethod
     def _adopt(self, name: str) -> bool:
-        """Link or copy an object, unless the new place has one of this name."""
+        """Link or copy an object, unless the new checkpoint has an object of this name. Return
+        whether it was linked or copied."""
 
 
 def _damage(found: bytes, stored_bytes: int, tail: bytes | None) -> str | None:
-    """Return a text of an object's damage, from the bytes at its expected end."""
+    """Describe an object's damage by the bytes at its expected end; ``None`` if it is intact."""
     if len(found) != CRC_BYTES:
         more = "more" if len(found) > CRC_BYTES else "fewer"
         return f"has {more} than its {stored_bytes} bytes"
@@ -365,7 +367,7 @@ class Links(Adopter):
             try:
                 os.link(source, target, follow_symlinks=False)
             except FileNotFoundError:
-                with suppress(FileExistsError):  # somebody else made it first
+                with suppress(FileExistsError):  # another thread or rank created it first
                     os.mkdir(os.path.dirname(target))
                 os.link(source, target, follow_symlinks=False)
         except FileExistsError:
@@ -377,13 +379,13 @@ class Links(Adopter):
 
 
 class Copies(Adopter):
-    """Has the object store copy objects.
+    """Lets the object store copy objects.
 
     Args:
         base: the base.
         location: the new checkpoint, in the same store.
-        attempt: the attempt at ``location``, which must still own it.
-        damaged: receives a text for each damaged object.
+        attempt: the attempt at ``location``; before each copy it must still own the target.
+        damaged: receives a description of each damaged object.
     """
 
     verb = "copied"
@@ -407,8 +409,8 @@ class Copies(Adopter):
         return self.location.remote.copy_from(self._base.remote, name, name, create=True)
 
     def _check(self) -> None:
-        """Read the claims. Threads share a request: one that began after a thread came here serves
-        it."""
+        """Check that the attempt still owns the target. Threads share a check: a check that began
+        after a thread called this method is valid for that thread."""
         asked = time.monotonic()
         with self._turn:
             if self._checked < asked:

@@ -1,7 +1,6 @@
-"""Checkpoints at places, on disks and in object stores: begin one, find the latest, delete one,
-sweep what no commit covers.
+"""Begin, find and delete checkpoints on disks and in object stores, and sweep dead attempts.
 
-A checkpoint is what has its commit, whatever else is beside it.
+A place holds a checkpoint if the document that commits it is there.
 """
 
 from __future__ import annotations
@@ -35,7 +34,8 @@ def begin(place: Location, options: SaveOptions) -> Attempt:
     """Begin an attempt at a place. The coordinator calls it.
 
     Raises:
-        CheckpointExistsError: a checkpoint, an array or a file is there and may not be replaced.
+        CheckpointExistsError: the place is an array or a file, or holds a checkpoint and
+            ``overwrite`` is false.
         StorageError: the store failed.
     """
     if options.overwrite and node_type(place) == "array":
@@ -52,7 +52,7 @@ def begin(place: Location, options: SaveOptions) -> Attempt:
 
 
 def join(place: Location, attempt_id: str, options: SaveOptions) -> Attempt:
-    """Return the attempt that the coordinator began, on another rank."""
+    """Return the attempt that the coordinator began. Every other rank calls it."""
     if place.is_local:
         return folder.join(place, attempt_id, overwrite=options.overwrite)
     return objects.ObjectAttempt(place, attempt_id, options.overwrite)
@@ -60,12 +60,12 @@ def join(place: Location, attempt_id: str, options: SaveOptions) -> Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """Something that no commit covers.
+    """The remains of one dead save: a dead attempt, or an upload that was never completed.
 
     Attributes:
-        url: target of the attempt, or the upload.
-        objects: how many objects or files it has.
-        stored_bytes: their size, where the store tells.
+        url: target of the attempt, or URL of the upload.
+        objects: number of its objects or files.
+        stored_bytes: their size in bytes; 0 for an upload, whose size the store does not report.
         kind: ``"attempt"`` or ``"upload"``.
     """
 
@@ -86,19 +86,18 @@ def sweep(
     it.
 
     Committed checkpoints and files of other programs stay. In an object store, the sweep claims a
-    target before it clears it, so that a save which is still running there fails and does not
-    commit missing chunks. On local disks, remains of dead processes of this host are found at any
-    age, and files of other programs in them go back to the target's folder.
+    target before it clears it. A save that is still running there then fails and does not commit
+    missing chunks. On local disks, the sweep finds remains of dead processes of this host at any
+    age, and moves files of other programs in them back to the target's folder.
 
     Args:
         root: folder or URL.
         dry_run: only list the remains.
-        older_than: leave remains alone that were written to within this time (by the store's
-        clock).
+        older_than: keep remains with a write within this time (by the store's clock).
         storage_options: options of an object store.
 
     Returns:
-        The remains; they are removed unless ``dry_run``.
+        The remains. Unless ``dry_run`` is set, they have been removed.
 
     Raises:
         StorageError: the store failed.
@@ -117,7 +116,8 @@ def latest(
     """Return the committed checkpoint directly below a root whose name has the highest numbers
     (``step-1000`` after ``step-200``); ``None`` if there is none. Any process may call it.
 
-    It compares only the names. If a run went back, use :meth:`CheckpointManager.latest`.
+    It compares only the names. If a training run went back to an earlier step, use
+    :meth:`CheckpointManager.latest`.
 
     Raises:
         StorageError: the store failed.
@@ -136,12 +136,12 @@ def delete_checkpoint(
     """Delete a checkpoint. One process calls it.
 
     It deletes the commit first, so that no reader opens a half-deleted checkpoint. Files of other
-    programs stay. Of a symbolic link, only the link is removed. In an object store it first claims
-    the place, as a save does. If a deletion and a save run at the same time, the one with the later
-    claim continues.
+    programs stay. If the place is a symbolic link, only the link is removed. In an object store, it
+    first claims the place, as a save does. If a deletion and a save run at the same time, the one
+    with the later claim continues.
 
     Raises:
-        NotACheckpointError: there is no checkpoint; anything else at the place is unchanged.
+        NotACheckpointError: the place holds no checkpoint; nothing was deleted.
         StorageError: the store failed, or another process claimed the place before anything was
             deleted.
     """
@@ -158,10 +158,11 @@ def _natural(name: str) -> tuple[list[int], str]:
 
 
 def _sweep_targets(place: Location, before: datetime, dry_run: bool) -> list[Leftover]:
-    """Targets in an object store that have no commit.
+    """Find targets in an object store that have no commit, and remove their objects if asked to.
 
-    Told by claims and marks, which are there before anything else and go last, or by a manifest. No
-    other name is certainly ours; chunks of layout 1 are where a mark or a document says so.
+    It finds them by claims and marks, which are created first and removed last, or by a manifest.
+    Other programs may use all other names. Chunks of layout 1 belong to a checkpoint only if a mark
+    or a document lists them.
     """
     known = {name: (size, when) for name, size, when in place.remote.details()}
     targets = set()
@@ -186,12 +187,13 @@ def _sweep_targets(place: Location, before: datetime, dry_run: bool) -> list[Lef
 
 
 def _sweep_uploads(place: Location, before: datetime, dry_run: bool) -> list[Leftover]:
-    """Multipart uploads that were never completed (Amazon S3 API, ListMultipartUploads)."""
+    """Find multipart uploads that were never completed (Amazon S3 API, ListMultipartUploads), and
+    abort them if asked to."""
     fs = place.remote.fs
     if not hasattr(fs, "_call_s3"):
         return []
     bucket, _, prefix = place.url.partition("://")[2].partition("/")
-    # Not those below names that only begin alike.
+    # The slash excludes places whose names only begin with the same letters.
     asked: dict[str, Any] = {"Bucket": bucket, "Prefix": f"{prefix}/" if prefix else ""}
     found = []
     try:

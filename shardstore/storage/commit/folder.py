@@ -1,14 +1,15 @@
 """Attempt and commit on a local or shared file system: a hidden folder, and one rename.
 
 An attempt is a hidden folder beside its target, ``.NAME.attempt-ID``. The commit is one rename to a
-new name or onto an empty folder, or one atomic exchange with the replaced checkpoint
-(``renameat2(RENAME_EXCHANGE)``, Linux man-pages rename(2)), which stays readable until then. A
-reader never sees a folder that is being written.
+new name or onto an empty folder, or one atomic exchange with the checkpoint that it replaces
+(``renameat2(RENAME_EXCHANGE)``, Linux man-pages rename(2)). The old checkpoint stays readable until
+then. A reader never sees a folder that is being written.
 
-The ID names the process of the folder, so that the next save and the sweeper find the remains of
-dead processes. A folder with the mark of its own ID is an attempt, and all of it can be removed.
-Without the mark, it is a checkpoint that a commit replaced or a deletion renamed; files in it that
-are not part of the checkpoint (a log, a config) first go back to the target.
+The ID identifies the process that owns the folder, so that the next save and the sweeper find the
+remains of dead processes. A folder that contains the mark of its own ID is an attempt, and all of
+it can be removed. A folder without the mark is a checkpoint that a commit replaced or a deletion
+renamed. Files in it that are not part of the checkpoint (a log, a config) move back to the target
+before the folder is removed.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ from shardstore.storage.movers.files import sync_file_system
 from shardstore.storage.stores.location import Location, fsync, store_errors
 
 OWNER_NAME = ".owner.json"
-"""Name of the mark in a folder; its content is the last part of an ID."""
+"""Name of the mark in an attempt's folder. Its content is the last part of the ID."""
 DEFAULT_AGE = timedelta(days=1)
 """Time without writes after which an attempt of another host counts as dead."""
 SEEN_S, POLL_S = 90.0, 0.2
-"""Seconds to wait until a folder of another machine becomes visible."""
+"""Seconds to wait for a folder that another machine created, and between two looks for it."""
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 _ASIDE = ".replaced"
@@ -61,8 +62,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _is_taken(place: Location) -> bool:
-    """Return whether a local place holds a checkpoint or parts of one, which a save must not
-    overwrite without being asked to."""
+    """Return whether a local place has a document that commits a checkpoint. A save replaces such a
+    place only if ``overwrite`` is set."""
     return any(place.exists(name) for name in COMMITS)
 
 
@@ -77,8 +78,8 @@ class FolderAttempt(Attempt):
         return Location.of(f"{parent}/.{name}.attempt-{self.id}")
 
     def require_seen(self) -> None:
-        """See :meth:`Attempt.require_seen`. A network file system may show what another machine
-        made half a minute late."""
+        """See :meth:`Attempt.require_seen`. A network file system may show a new folder of another
+        machine half a minute late."""
         deadline = time.monotonic() + SEEN_S
         while not self.location.exists(OWNER_NAME):
             if time.monotonic() > deadline:
@@ -91,7 +92,7 @@ class FolderAttempt(Attempt):
             time.sleep(POLL_S)
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a document. Errors as :meth:`Location.write`."""
+        """Write a document. Raises the errors of :meth:`Location.write`."""
         self.location.write(name, data)
 
     def flush(self) -> None:
@@ -104,7 +105,7 @@ class FolderAttempt(Attempt):
 
         Args:
             documents: names and contents.
-            durable: wait until all of it is on the disk.
+            durable: wait until the whole checkpoint is on the disk.
 
         Raises:
             CheckpointExistsError: another save has committed a checkpoint there.
@@ -114,7 +115,7 @@ class FolderAttempt(Attempt):
         source, target = self.location.url, self.target.url
         with store_errors("committing", target):
             replaced = os.path.isdir(target) and bool(os.listdir(target))
-            if not replaced:  # of what is renamed nothing has to be told from anything later
+            if not replaced:  # A renamed attempt needs no mark; after an exchange both folders do.
                 os.unlink(f"{source}/{OWNER_NAME}")
         try:
             if durable:
@@ -146,13 +147,13 @@ class FolderAttempt(Attempt):
             raise exists_error(self.target, meanwhile=True)
         _exchange(source, target)
         if not self.overwrite and _is_taken(self.location):
-            # Committed by another process between the look and the exchange.
+            # Another process committed between the check and the exchange.
             _exchange(source, target)
             raise exists_error(self.target, meanwhile=True)
 
     def abandon(self, *, durable: bool = True) -> None:
         """Remove the attempt, or the checkpoint that the commit replaced. One process calls it,
-        after all ranks have stopped writing. The next save removes what could not be removed."""
+        after all ranks have stopped writing. If the removal fails, the next save repeats it."""
         try:
             self.remove(durable=durable)
         except OSError as error:
@@ -161,14 +162,15 @@ class FolderAttempt(Attempt):
             )
 
     def remove(self, *, durable: bool = True) -> None:
-        """Remove the folder: the commit first, so that no reader opens what is half gone, and the
-        mark last. Of what was replaced, what is no checkpoint's goes back to the target before.
+        """Remove the folder: the commit first, so that no reader opens a half-deleted checkpoint,
+        and the mark last. If the folder holds a replaced checkpoint, its files of other programs
+        first move back to the target.
 
         Args:
-            durable: each step is on the disk before the next one destroys what it was taken from.
+            durable: sync the moved files and the mark to disk before anything is deleted.
 
         Raises:
-            OSError, StorageError: the store refused.
+            OSError, StorageError: the file system failed.
         """
         folder, target = self.location, self.target
         if not folder.exists():
@@ -181,7 +183,7 @@ class FolderAttempt(Attempt):
                 os.rename(f"{folder.url}/{name}", f"{target.url}/{name}")
             if foreign and durable:
                 fsync(target.url)
-            # From here on all of it can go, should this process die on the way.
+            # With the mark, the next save removes the whole folder if this process dies here.
             self._mark()
             if durable:
                 with contextlib.suppress(FileNotFoundError):
@@ -196,7 +198,11 @@ class FolderAttempt(Attempt):
         folder.delete()
 
     def taken_over(self) -> FolderAttempt:
-        """Make it this process's, in one step; raises :class:`OSError` if another did."""
+        """Rename the folder to an ID of this process, in one atomic step, and return the attempt.
+
+        Raises:
+            OSError: another process took it over first.
+        """
         mine = replace(self, id=f"{_owner()}-{self.id.rpartition('-')[2]}")
         os.rename(self.location.url, mine.location.url)
         return mine
@@ -204,7 +210,8 @@ class FolderAttempt(Attempt):
     def _mark(self) -> None:
         with contextlib.suppress(StorageError):  # a full disk
             if not self.location.is_dir(OWNER_NAME):
-                self.location.delete(OWNER_NAME)  # a FIFO, or a link, that is not written to
+                # Replace a FIFO or a link instead of writing into it.
+                self.location.delete(OWNER_NAME)
             self.location.write(OWNER_NAME, _mark_of(self.id))
 
 
@@ -220,11 +227,11 @@ def _is_marked(folder: Location, attempt_id: str) -> bool:
 
 
 def delete(place: Location) -> None:
-    """Delete a checkpoint: its commit first. Foreign files, and then the folder, stay.
+    """Delete a checkpoint. Files of other programs stay, and with them the folder.
 
-    It goes in one step to the name of an attempt, so that another save to the place is met whole or
-    not at all; the next save or sweep clears it if this process dies on the way. Of a symbolic link
-    the link alone is removed.
+    One atomic rename first gives the checkpoint the name of an attempt. A save to the place that
+    runs at the same time is thus deleted whole or not at all. If this process dies, the next save
+    or sweep removes the rest. If the place is a symbolic link, only the link is removed.
     """
     if os.path.islink(place.url):
         place.delete()
@@ -232,7 +239,7 @@ def delete(place: Location) -> None:
     doomed = FolderAttempt(place, _fresh_id())
     try:
         os.rename(place.url, doomed.location.url)
-    except OSError:  # a mount point, a folder that may not be written to
+    except OSError:  # a mount point, or a parent folder without write permission
         for names in deletion_rounds({*_own_entries(place), OWNER_NAME}, 1):
             place.delete(names[0])
         if not place.listing():
@@ -250,7 +257,7 @@ def delete(place: Location) -> None:
 def _own_entries(place: Location) -> set[str]:
     """Return the names of the files and folders directly below a checkpoint that are parts of it.
 
-    Zarr arrays and groups of other programs, which may lie there too, are none.
+    Zarr arrays and groups of other programs in the same folder are left out.
     """
     names = names_at(place)
     own = own_names(names, *known_nodes(place, names))
@@ -258,15 +265,17 @@ def _own_entries(place: Location) -> set[str]:
 
 
 def begin(place: Location, *, overwrite: bool = False) -> FolderAttempt:
-    """Begin an attempt at a target. Called by one process, the coordinator.
+    """Begin an attempt at a target. Only the coordinator calls it.
 
     Args:
         place: the target.
-        overwrite: a checkpoint that is there may be replaced.
+        overwrite: whether a checkpoint at the target may be replaced.
 
     Raises:
-        CheckpointExistsError: a checkpoint, or a file, is there and may not be replaced.
-        StorageError: the folder cannot be created.
+        CheckpointExistsError: the target is a file, or holds a checkpoint and ``overwrite`` is
+            false.
+        StorageError: the target is a mount point or the working directory, or the attempt's folder
+            cannot be created.
     """
     target = Location.of(os.path.realpath(place.url))
     there = target.exists()
@@ -297,13 +306,13 @@ def begin(place: Location, *, overwrite: bool = False) -> FolderAttempt:
 
 
 def join(place: Location, attempt_id: str, *, overwrite: bool = False) -> FolderAttempt:
-    """Return the attempt that the coordinator began, on another rank."""
+    """Return the attempt that the coordinator began. Every other rank calls it."""
     return FolderAttempt(Location.of(os.path.realpath(place.url)), attempt_id, overwrite)
 
 
 def resumed(place: Location, attempt_id: str, *, overwrite: bool = False) -> FolderAttempt | None:
-    """An attempt of a process that is gone, to be gone on with by this one; ``None``: it has been
-    swept."""
+    """Take over the attempt of a dead process, so that this process continues it. Return ``None``
+    if the attempt has been swept."""
     target = Location.of(os.path.realpath(place.url))
     last = attempt_id.rpartition("-")[2]
     for name in Location.of(os.path.dirname(target.url)).listing():
@@ -315,13 +324,14 @@ def resumed(place: Location, attempt_id: str, *, overwrite: bool = False) -> Fol
 def leftovers(
     parent: str, target: str | None = None, older_than: timedelta = DEFAULT_AGE
 ) -> Iterator[FolderAttempt]:
-    """What dead processes left in a folder: attempts of theirs, what their commits replaced, and
-    what they were deleting. A symbolic link is none.
+    """Yield the remains of dead processes in a folder: their attempts, the checkpoints that their
+    commits replaced, and the checkpoints that they were deleting. Symbolic links are skipped.
 
     Args:
         parent: the folder.
-        target: name of the target; default: of any.
-        older_than: what another host left counts once nothing was written to it for so long.
+        target: name of the target; ``None`` for all targets.
+        older_than: remains of another host are yielded once nothing was written to them for this
+            time.
     """
     for entry in Location.of(parent).listing():
         found = _ATTEMPT.fullmatch(entry)
@@ -332,28 +342,28 @@ def leftovers(
 
 
 def sweep(left: FolderAttempt) -> bool:
-    """Remove what a dead process left; whether this process did."""
+    """Remove the remains of a dead process. Return whether this process removed them."""
     try:
         if left.id.endswith(_ASIDE) and not left.target.exists():
-            # It died between the renames that make an exchange.
+            # The process died between the two renames that replace an exchange.
             os.rename(left.location.url, left.target.url)
         else:
             left.taken_over().remove()
-    except OSError:  # another process was faster, or is needed for it
+    except OSError:  # another process took them over, or this one lacks the permission
         return False
     return True
 
 
 def _is_dead(found: re.Match[str], url: str, older_than: timedelta) -> bool:
-    """Whether the process of a folder ran on this host and is gone, or ran elsewhere and has not
-    written to it for some time."""
+    """Return whether the process that owns a folder is dead: it ran on this host and has ended, or
+    it ran on another host and nothing was written to the folder for ``older_than``."""
     if os.path.islink(url):
         return False
     if found["machine"] == _machine():
         return _start_of(int(found["pid"])) != found["started"]
     try:
         written = max(os.lstat(path).st_mtime for path in (url, *paths(url)))
-    except OSError:  # somebody is at it
+    except OSError:  # another process is changing the folder
         return False
     return written < time.time() - older_than.total_seconds()
 
@@ -385,8 +395,8 @@ def _machine() -> str:
 
 
 def _start_of(pid: int) -> str:
-    """Start time of a process in clock ticks since boot, which tells it from a later one of the
-    same number; ``"x"``: there is none."""
+    """Return the start time of a process in clock ticks since boot, ``"x"`` if no such process
+    runs. The start time distinguishes the process from a later one with the same number."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -396,8 +406,8 @@ def _start_of(pid: int) -> str:
 
 
 def _exchange(source: str, target: str) -> None:
-    """Swap two folders atomically; where the file system cannot, in two renames with a moment
-    without a target."""
+    """Swap two folders atomically. If the file system cannot, use renames; the target is then
+    absent for a moment."""
     if hasattr(_libc, "renameat2"):
         paths = (os.fsencode(source), os.fsencode(target))
         if _libc.renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0:

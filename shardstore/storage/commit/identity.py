@@ -1,6 +1,6 @@
-"""Tells checkpoints from places that only look like one.
+"""Distinguish checkpoints from places that only look like one.
 
-The folder of an array in a checkpoint has a ``zarr.json`` too, and so has a group of another
+The folder of an array in a checkpoint also has a ``zarr.json``, and so does a Zarr group of another
 program. Neither may be listed, replaced or deleted as a checkpoint.
 """
 
@@ -15,12 +15,12 @@ from shardstore.storage.stores.location import Location, store_errors
 
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")
 _MOST = 50
-"""Largest number of folders that are searched."""
+"""Largest number of subfolders that are searched for a checkpoint."""
 
 
 def _parsed(text: bytes) -> tuple[str | None, bool]:
-    """Node type in a Zarr v3 document, ``None`` where there is none, and whether it has our
-    attributes."""
+    """Return the node type in a Zarr v3 document (``None`` if it has none), and whether the
+    document has shardstore's attributes."""
     try:
         document = json.loads(text)
     except ValueError:
@@ -33,10 +33,10 @@ def _parsed(text: bytes) -> tuple[str | None, bool]:
 
 
 def _document(location: Location) -> tuple[str | None, bool]:
-    """Return the same of a place's own document.
+    """Return the result of :func:`_parsed` for the document of a place.
 
     Raises:
-        StorageError: the store refused to tell.
+        StorageError: the store failed.
     """
     with store_errors("reading", f"{location.url}/zarr.json"):
         try:
@@ -46,8 +46,8 @@ def _document(location: Location) -> tuple[str | None, bool]:
 
 
 def node_type(location: Location) -> str | None:
-    """Return ``"array"`` or ``"group"`` by a place's own Zarr v3 document, ``None`` if there is
-    none that can be read."""
+    """Return the node type in the Zarr v3 document of a place, ``"array"`` or ``"group"``; ``None``
+    if no document can be read."""
     return _document(location)[0]
 
 
@@ -55,7 +55,8 @@ def what_else(location: Location) -> str | None:
     """Describe a place with a ``zarr.json`` and no ``metadata.json``, for an error text.
 
     Returns:
-        ``None`` for a checkpoint of ours, also a damaged one, so that it can be removed.
+        The description, or ``None`` for a checkpoint of shardstore. A damaged checkpoint counts as
+        one, so that it can be removed.
     """
     kind, ours = _document(location)
     if kind == "array":
@@ -64,28 +65,30 @@ def what_else(location: Location) -> str | None:
 
 
 def is_foreign_node(text: bytes) -> bool:
-    """Return whether the Zarr v3 document of a folder in a checkpoint says that it is none of its
-    arrays: an array without our attributes, or a group (another program's, or a checkpoint of its
-    own). A damaged document may be ours."""
+    """Return whether the Zarr v3 document of a folder in a checkpoint shows that the folder is not
+    one of the checkpoint's arrays. It is then an array without shardstore's attributes, or a group
+    (of another program, or the root of another checkpoint). For a damaged document the result is
+    false."""
     kind, ours = _parsed(text)
     return kind == "group" or (kind == "array" and not ours)
 
 
 def is_ours(location: Location) -> bool:
-    """Return whether a place holds a checkpoint of ours that DCP has not overwritten."""
+    """Return whether a place holds a shardstore checkpoint that DCP has not overwritten."""
     if not location.exists("zarr.json"):
         return False
     try:
-        # A save of ours removes DCP's metadata; the line of text that it may leave is no pickle.
+        # A shardstore save removes DCP's metadata; a line of text that it may leave is no pickle.
         return not location.read(DCP_METADATA_NAME).startswith(pickle.PROTO)
     except FileNotFoundError:
         return True
 
 
 def instead(location: Location) -> str | None:
-    """Describe a place that is not a checkpoint, and the remedy; ``None`` if it is unknown.
+    """Describe a place that is not a checkpoint, with the remedy. Return ``None`` if its content is
+    unknown.
 
-    It is called after another error, so errors of the store are ignored.
+    Callers already handle another error, so errors of the store are ignored.
     """
     try:
         is_file = location.is_local and location.path.is_file()

@@ -1,7 +1,8 @@
-"""Finds which files at a place belong to a checkpoint, and whether one is committed there.
+"""Find out which files at a place belong to a checkpoint, and whether one is committed there.
 
-It uses the names, the documents that commit a checkpoint, and the lists of attempts. The rules are
-the same for folders and object stores; for a folder they use the names of two levels.
+The rules use the names, the documents that commit a checkpoint, and the lists of arrays that
+attempts store. They are the same for folders and object stores. For a folder, only the names of its
+two upper levels are listed.
 """
 
 from __future__ import annotations
@@ -25,30 +26,32 @@ from shardstore.storage.stores.location import Location
 ATTEMPTS = ".attempts"
 """Folder of the claims and marks, below a target in an object store."""
 DELETING = f"{ATTEMPTS}/deleting"
-"""Mark of a deletion that is under way, or died."""
+"""Mark of a deletion that is still running or whose process died."""
 COMMITS = ("zarr.json", CONFIG_NAME)
 
 _OWN = frozenset({*COMMITS, COMMON_STATE_NAME, MANIFEST_NAME, DCP_METADATA_NAME, INTEGRITY_NAME})
 _MARK = re.compile(rf"(?:{ATTEMPTS}/)?(\d{{6,}})\.(\w+)")
 _NODES = re.compile(rf"{ATTEMPTS}/\d{{6,}}\.nodes-\d+\.json")
 _CHUNK = re.compile(r"|c([./]\d+)*|\d+([./]\d+)*")
-"""Of an array without any there is its empty folder."""
+"""Name of a chunk below its array. The empty name stands for the empty folder of an array without
+chunks."""
 _DOCUMENT = re.compile(r"zarr\.json|\.zarray|\.zattrs")
 _OBJECT = re.compile(r"shard_[\d._]*\.(pt|json)")
 
 
 def numbers(names: Iterable[str], *kinds: str) -> list[int]:
-    """Return the numbers of the claims (``json``) or marks (``committing``, ``clearing``) of some
-    kinds among names."""
+    """Return the numbers of all claims (kind ``json``) and marks (kinds ``committing``,
+    ``clearing``) of the given kinds among names."""
     found = map(_MARK.fullmatch, names)
     return [int(mark[1]) for mark in found if mark is not None and mark[2] in kinds]
 
 
 def is_checkpoint(location: Location) -> bool:
-    """Return whether a committed checkpoint is there (ours, or one with a ``metadata.json`` of
-    another backend).
+    """Return whether a place holds a committed checkpoint: of shardstore, or of another backend
+    with a ``metadata.json``.
 
-    An array's folder inside a checkpoint is none, nor is a Zarr group of another program.
+    The folder of an array inside a checkpoint does not count, and neither does a Zarr group of
+    another program.
     """
     if location.is_local:
         has_config = location.exists(CONFIG_NAME)
@@ -60,19 +63,19 @@ def is_checkpoint(location: Location) -> bool:
 
 
 def is_committed(location: Location, names: Collection[str] | None = None) -> bool:
-    """Return whether a committed checkpoint is in an object store: ours, or one with a
-    ``metadata.json`` of another backend.
+    """Return whether a place in an object store holds a committed checkpoint: of shardstore, or of
+    another backend with a ``metadata.json``.
 
     Args:
         location: the target.
-        names: what lies below it, where that is known already.
+        names: the names below it, if the caller has listed them.
 
     Raises:
         StorageError: the store failed.
     """
     store = location.remote
     if names is None:
-        # One byte tells as much as all of a large document.
+        # One byte shows that the document exists, without reading a large one.
         has_root = store.read_range("zarr.json", 0, 1) is not None
     else:
         has_root = "zarr.json" in names
@@ -84,7 +87,7 @@ def is_committed(location: Location, names: Collection[str] | None = None) -> bo
         return False
     if not isinstance(config, dict):
         return False
-    # With layout 2 a root document is to come.
+    # With layout 2, the root document commits, and it is not there yet.
     version = config.get("sharded_backend_version", 1)
     return config.get("sharded_backend") != "zarr" or version == 1
 
@@ -101,15 +104,16 @@ def names_at(folder: Location) -> list[str]:
 
 
 def known_nodes(location: Location, names: Collection[str]) -> tuple[set[str], set[str]]:
-    """Folders at a target that are arrays of ours, and those that are other programs'.
+    """Return the folders at a target that are arrays of shardstore, and the folders of other
+    programs.
 
-    Ours are those that attempts said they would write, a request for each that said so, and
-    those that the root or the manifest describes, a request or two. Of others that have a document
-    of Zarr v3, that is read: it says whose it is.
+    Arrays of shardstore are those that attempts announced (one request per announcement) and those
+    that the root document or the manifest describes (one or two requests). For every other folder
+    with a Zarr v3 document, the document is read, because it shows which program wrote it.
 
     Args:
         location: the target.
-        names: all object names below it, or :func:`names_at` it.
+        names: all object names below it; for a folder, the result of :func:`names_at`.
 
     Raises:
         StorageError: the store failed.
@@ -122,7 +126,7 @@ def known_nodes(location: Location, names: Collection[str]) -> tuple[set[str], s
         if below and rest[:1] in ("", "c") and _CHUNK.fullmatch(rest)
     }
     ours = set(_announced(location, names))
-    # The manifest still names arrays whose removal from the root was cut short.
+    # The manifest still lists the arrays after an interrupted deletion removed the root.
     for described in (_of_root, _of_manifest):
         if not unknown <= ours:
             ours |= unknown & described(location)
@@ -136,7 +140,7 @@ def known_nodes(location: Location, names: Collection[str]) -> tuple[set[str], s
 
 
 def _documented(names: Iterable[str]) -> set[str]:
-    """Folders with a document of Zarr v3."""
+    """Return the folders with a Zarr v3 document."""
     parts = (name.partition("/") for name in names)
     return {first for first, _, rest in parts if rest == "zarr.json"}
 
@@ -162,12 +166,12 @@ def _of_root(location: Location) -> set[str]:
         root = parse_root(location.read("zarr.json"), f"{location.url}/zarr.json")
     except (FileNotFoundError, NotACheckpointError, DamagedCheckpointError, FormatVersionError):
         return set()
-    # What another program's group names is not ours.
+    # The root group of another program describes no arrays of shardstore.
     return set() if root.format_version is None else set(root.texts)
 
 
 def _of_manifest(location: Location) -> set[str]:
-    # It brings NumPy, which a deletion of arrays that have documents does without.
+    # Imported late: it imports NumPy, which a deletion of arrays with documents does not need.
     from shardstore.storage.format.manifest import Manifest
 
     try:
@@ -190,19 +194,20 @@ def _announced(location: Location, names: Iterable[str]) -> Iterator[str]:
 def own_names(
     names: Collection[str], ours: Collection[str] = (), others: Collection[str] = ()
 ) -> list[str]:
-    """Those of all names below a target that belong to checkpoints, finished or not.
+    """Return the names below a target that belong to checkpoints, committed or not.
 
-    A checkpoint further below, foreign Zarr arrays and groups, and anything else is left out. What
-    only looks like a chunk (``logs/1``) counts beside the document of an array, and in a node that
-    is known otherwise; where claims or marks say that a save or a deletion died here, those of
-    layout 2 count without either: the documents come last. Those of layout 1 are arrays' of ours
-    beside a checkpoint's documents, or a deletion's mark. Sharded objects are ours where anything
-    says that a checkpoint is, or was to be, here.
+    Checkpoints in subfolders, Zarr arrays and groups of other programs, and all other files are
+    left out. A name that only looks like a chunk (``logs/1``) belongs to a checkpoint if its folder
+    has an array document or is in ``ours``. If claims or marks show that a save or deletion died
+    here, chunks of layout 2 belong to it even without a document, because documents are written
+    last. Arrays of layout 1 belong to a checkpoint beside its documents or the mark of a deletion.
+    Sharded objects belong to a checkpoint if any document, claim or mark shows that there is or was
+    one.
 
     Args:
-        names: all that there are.
-        ours: arrays of ours, see :func:`known_nodes`.
-        others: folders of other programs, see there.
+        names: all names below the target.
+        ours: arrays of shardstore, see :func:`known_nodes`.
+        others: folders of other programs, see :func:`known_nodes`.
     """
     died = any(name.startswith(f"{ATTEMPTS}/") and "/probe-" not in name for name in names)
     old = {name.partition("/")[0] for name in names if name.endswith("/.zarray")}
@@ -224,7 +229,7 @@ def own_names(
     def is_own(name: str) -> bool:
         first, below, rest = name.partition("/")
         if not below:
-            # A document, or what a death left of one that was to take its place.
+            # A document, or the temporary file of a process that died while writing one.
             return first.partition(".new-")[0] in _OWN or first.endswith(".distcp")
         if first == ATTEMPTS:
             return True
@@ -238,18 +243,21 @@ def own_names(
 
 
 def remains(location: Location, names: Collection[str]) -> list[str]:
-    """What checkpoints and dead attempts left, of all names at a target, but for the claims."""
+    """Return the names at a target that belong to checkpoints and dead attempts, without claims and
+    marks."""
     own = own_names(names, *known_nodes(location, names))
     return [name for name in own if not name.startswith(f"{ATTEMPTS}/")]
 
 
 def deletion_rounds(names: Iterable[str], most: int) -> list[list[str]]:
-    """In which order objects are deleted: the commits first, each by itself, and last what tells
-    that chunks are ours: the documents of arrays, the manifest, the common part.
+    """Return the order in which objects are deleted, as rounds.
+
+    The documents that commit come first, each in a round of its own. The documents of arrays, the
+    manifest and the common part come last, because they show that chunks belong to a checkpoint.
 
     Args:
-        names: of the objects.
-        most: how many go in one round.
+        names: names of the objects.
+        most: largest number of objects in one round.
     """
     there = set(names)
     last = {name for name in there if name.endswith(("/.zarray", "/zarr.json"))}

@@ -1,24 +1,24 @@
-"""Attempt and commit in an object store, which has neither rename nor locks: the newest claim owns.
+"""Attempt and commit in an object store, without rename or locks: the newest claim owns the target.
 
-A save writes straight to its target. It claims the target first: a document
-``.attempts/NNNNNN.json``, created only if absent, with a number above all others. Whoever holds the
-highest number owns the target; an older attempt, dead or late, is fenced off, because objects are
-created and not replaced, and because it asks for the claims wherever there is one already. The
-commit is one conditional PUT of the last document, whose own content says whose it is: where the
-answer is lost, or is an error, it is read back. No clock, lease or rename is involved.
+A save writes directly to its target. It first claims the target: it creates the document
+``.attempts/NNNNNN.json``, only if absent, with a number above all others. The attempt with the
+highest number owns the target. An older attempt, dead or late, cannot damage it: attempts create
+objects only if absent, and read the claims before they replace an existing object. The commit is
+one conditional PUT of the last document, which contains the ID of its attempt. If the answer is
+lost or is an error, the attempt reads the document back. No clock, lease or rename is involved.
 (Create-if-absent: Amazon S3 user guide, "Conditional writes".)
 
-The races that claims alone leave open (a new claim between the last look at the claims and the
-commit, or the deletion of leftovers) are closed by marks ``NNNNNN.committing`` and
-``NNNNNN.clearing`` which the older attempt sets before it looks, and which the newer one, having
-claimed, waits for to be settled: one of the two always sees the other.
+Claims alone leave two races open: a new claim may come between the last read of the claims and the
+commit, or between that read and a deletion of old objects. Two marks close them. The older attempt
+sets ``NNNNNN.committing`` or ``NNNNNN.clearing`` before it reads the claims. The newer attempt
+first claims, and then waits until these marks are gone. So at least one of the two sees the other.
 
-Where the commit's PUT has no answer that decides it, and reading back does not show it, it may
-still be carried out. Then nothing is removed, and the mark ``NNNNNN.committing`` stays, which says
-so: the checkpoint is whole if it comes, and the next attempt waits for it before it clears
-anything.
+If the store gives no clear answer to the commit's PUT, and reading back does not show the document,
+the store may still carry out the PUT later. Then nothing is removed, and the mark
+``NNNNNN.committing`` stays. The checkpoint is whole if the document appears, and the next attempt
+waits for it before it deletes anything.
 
-One process calls what is here, unless a docstring says otherwise.
+One process calls the functions of this module, unless a docstring says otherwise.
 """
 
 from __future__ import annotations
@@ -52,27 +52,27 @@ from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.object_io import object_io, put_objects
 
 SETTLE_S = 30.0
-"""How long a new claim waits for an older attempt that is about to commit: longer than one PUT with
-all its retries usually takes. Too short costs the older attempt its success, never anybody's
-data."""
+"""Seconds that a new claim waits for an older attempt that is about to commit: more than one PUT
+with all its retries usually takes. If it is too short, the older save fails, but no data is
+lost."""
 POLL_S = 0.2
 
 logger = logging.getLogger(__name__)
 
 _honest: set[str] = set()
-"""Stores of this process that were seen to refuse a second creation."""
+"""Stores that refused to create an existing object when this process tested them."""
 
 
 class _UndecidedError(StorageError):
-    """The commit may be there, or come later."""
+    """The store may have carried out the commit, or may do so later."""
 
 
 @dataclass(frozen=True)
 class ObjectAttempt(Attempt):
-    """One try at writing a checkpoint to an object store.
+    """An attempt to write a checkpoint to an object store.
 
-    It is written at its target. ``id`` is the number of the claim and a random part; it is in the
-    commit record too.
+    It writes directly to its target. ``id`` is the number of the claim and a random part; the
+    commit record contains it too.
     """
 
     defers_documents: ClassVar[bool] = True
@@ -84,11 +84,11 @@ class ObjectAttempt(Attempt):
 
     @property
     def number(self) -> int:
-        """Of the claim."""
+        """The number of the claim."""
         return int(self.id.partition("-")[0])
 
     def mark(self, kind: str) -> str:
-        """Name of the claim (``json``) or of a mark of this attempt."""
+        """Return the name of the claim (``json``) or of a mark of this attempt."""
         return f"{ATTEMPTS}/{self.number:06d}.{kind}"
 
     # -- who owns the target -------------------------------------------------------------------
@@ -97,13 +97,15 @@ class ObjectAttempt(Attempt):
         """Raise unless this attempt still owns its target. Any rank may call it.
 
         Raises:
-            SupersededError: names the newer attempt, or says that another one was committed.
+            SupersededError: a newer attempt owns the target or has finished there.
+            StorageError: the store failed.
         """
         if by := self.outbid_by():
             raise self._superseded(by)
 
     def outbid_by(self) -> str | None:
-        """Who owns the target in the place of this attempt, in words; ``None``: it does itself.
+        """Describe the attempt that owns the target instead of this one; ``None`` if this attempt
+        still owns it.
 
         Raises:
             StorageError: the store failed.
@@ -145,22 +147,22 @@ class ObjectAttempt(Attempt):
     # -- what ranks write ----------------------------------------------------------------------
 
     def announce(self, nodes: Iterable[str], rank: int) -> None:
-        """See :meth:`Attempt.announce`: chunks of layout 1 (``w/0.1``) could be anybody's as long
-        as there is no document."""
+        """See :meth:`Attempt.announce`. Without a document, chunks of layout 1 (``w/0.1``) could
+        belong to any program."""
         text = json.dumps(sorted(set(nodes))).encode()
         self.target.remote.write(self.mark(f"nodes-{rank}.json"), text)
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a small object, in the place of a leftover if need be. Any rank may call it."""
+        """Write a small object, replacing one of an older attempt. Any rank may call it."""
         if not self.target.remote.create(name, data):
             self._settle(name, data)
 
     def put_all(self, documents: Sequence[tuple[str, bytes]]) -> None:
-        """Write many, in parallel. Any rank may call it."""
+        """Write many small objects in parallel. Any rank may call it."""
         put_objects(self.target, documents, self._settle)
 
     def _settle(self, name: str, data: bytes) -> None:
-        """There is an object of that name: ours, a leftover, or a newer attempt's."""
+        """Replace an existing object of other content, if this attempt still owns the target."""
         if self.target.remote.read_range(name, 0, None) != data:
             self.check()
             self.target.remote.write(name, data)
@@ -168,17 +170,17 @@ class ObjectAttempt(Attempt):
     # -- commit --------------------------------------------------------------------------------
 
     def commit(self, documents: Sequence[tuple[str, bytes]], *, durable: bool) -> None:
-        """Write the last documents, the last of all by one conditional PUT, which is the commit.
+        """Write the last documents. The conditional PUT of the last one is the commit.
 
         Args:
             documents: names and contents.
-            durable: of no meaning here.
+            durable: ignored, because acknowledged objects are durable.
 
         Raises:
             CheckpointExistsError: another checkpoint was committed there in the meantime.
-            StorageError: the store refused, or a newer attempt took the target over. Or the store
-                did not say whether it committed: then its text says so, and :meth:`abandon` leaves
-                everything as it is.
+            StorageError: the store refused, or a newer attempt took the target over; or the store
+                gave no clear answer, and the text says that the commit is uncertain. In that case
+                :meth:`abandon` removes nothing.
         """
         if not documents:
             raise StorageError(
@@ -186,8 +188,7 @@ class ObjectAttempt(Attempt):
             )
         name, data = documents[-1]
         try:
-            # All of them before the look: nothing but one request comes between that and the
-            # commit.
+            # These writes come before the check, so that the commit follows it at once.
             self.put_all([*documents[:-1], (self.mark("committing"), self.id.encode())])
             self.check()
         except BaseException:
@@ -211,13 +212,19 @@ class ObjectAttempt(Attempt):
         self.withdraw_all(names)
 
     def _settle_commit(self) -> None:
-        """It is certain that there is no commit of this attempt, and that none will come: nobody
-        has to wait for it."""
+        """Remove the mark ``committing``, so that newer attempts do not wait. It is certain that
+        this attempt has not committed and will not commit."""
         with contextlib.suppress(StorageError):
             self.target.remote.delete([self.mark("committing")])
 
     def _publish(self, name: str, data: bytes) -> bool:
-        """Return the conditional PUT. Whether the commit that is there then is ours."""
+        """Send the conditional PUT that commits. Return whether the stored commit is this one.
+
+        Raises:
+            SupersededError: a newer attempt owns the target.
+            StorageError: the store refused the commit.
+            _UndecidedError: the store may have carried out the commit, or may do so later.
+        """
         store = self.target.remote
         failure: StorageError | None = None
         try:
@@ -236,14 +243,16 @@ class ObjectAttempt(Attempt):
             if is_refusal(failure):
                 raise failure
             raise _UndecidedError(failure.message) from failure
-        # Somebody else's, or one that a newer attempt has deleted again.
+        # Another attempt committed, or a newer attempt has already deleted this commit.
         self.check()
         return False
 
     def _take_over(self, name: str, data: bytes) -> bool:
-        """Replace the commit of an older attempt that was held up for longer than this one waited
-        for it, and whose data this one has cleared: nobody was told that it succeeded. Whether the
-        commit is ours then; any other commit stays."""
+        """Replace the late commit of an older attempt. Return whether the commit is now this one.
+
+        This attempt waited for the older one, took it for dead and deleted its data. The older save
+        has not reported success. A commit of any other attempt stays.
+        """
         store = self.target.remote
         there = store.read_range(name, 0, None)
         late = [
@@ -260,11 +269,17 @@ class ObjectAttempt(Attempt):
         return self._publish(name, data)
 
     def _look_once_more(self, name: str, data: bytes) -> list[str]:
-        """Return a claim that came between: it withdraws when it sees this commit, or has replaced
-        it.
+        """Wait until no newer claim competes with this commit.
+
+        A newer attempt that claimed before the commit either sees the commit and withdraws its
+        claim, or has deleted the commit.
 
         Returns:
             Names of the claims and marks.
+
+        Raises:
+            SupersededError: the newer attempt deleted the commit, or did not withdraw in time and
+                the commit was taken back.
         """
         store = self.target.remote
         deadline = time.monotonic() + SETTLE_S
@@ -285,8 +300,8 @@ class ObjectAttempt(Attempt):
             time.sleep(POLL_S)
 
     def _take_back(self, name: str, data: bytes) -> None:
-        """Delete this commit: a newer attempt does not know of it, and may have deleted what
-        belongs to it. Under a claim of its own, so that no commit of that attempt is met."""
+        """Delete this commit, because a newer attempt has not seen it and may have deleted its
+        data. A new claim protects the deletion, so that it does not delete a newer commit."""
         claim = claimed(self.target)
         try:
             claim.settled_names()
@@ -298,8 +313,8 @@ class ObjectAttempt(Attempt):
     # -- clearing ------------------------------------------------------------------------------
 
     def settled_names(self) -> list[str]:
-        """Return the names of all that is at the target but this claim, once no older attempt is
-        between its last look at the claims and what follows it."""
+        """Wait until no older attempt is committing or clearing. Return all names at the target
+        but that of this claim."""
         deadline = time.monotonic() + SETTLE_S
         while True:
             names = [name for name in self.target.remote.walk() if name != self.mark("json")]
@@ -318,13 +333,14 @@ class ObjectAttempt(Attempt):
             time.sleep(POLL_S)
 
     def clear(self, names: Sequence[str]) -> str | None:
-        """Delete what other attempts left, or a checkpoint.
+        """Delete the objects of other attempts, or a checkpoint.
 
         Returns:
-            The newer attempt that took the target over meanwhile and does the rest, in words.
+            A description of the newer attempt that took the target over in the meantime and deletes
+            the rest; ``None`` if everything was deleted.
 
         Raises:
-            SupersededError: it did so before anything was deleted.
+            SupersededError: a newer attempt took the target over before anything was deleted.
         """
         store, begun = self.target.remote, False
         if not names:
@@ -343,9 +359,9 @@ class ObjectAttempt(Attempt):
         return None
 
     def abandon(self) -> None:
-        """Remove what was written, as far as the store lets us; the next attempt does the rest. The
-        claim stays where that fails: it says that what is left is of a save. All of it stays where
-        the commit may still come."""
+        """Remove the objects and the claim of this attempt. If that fails, the claim stays and
+        shows that the remaining objects belong to a save; the next attempt removes them. If the
+        store may still carry out the commit, nothing is removed."""
         with contextlib.suppress(StorageError, FileNotFoundError):
             names = self.target.remote.walk()
             if self.mark("committing") not in names and not self.clear(remains(self.target, names)):
@@ -353,15 +369,16 @@ class ObjectAttempt(Attempt):
                 self.withdraw([name for name in names if name.startswith(said)])
 
     def withdraw(self, marks: Sequence[str] = ()) -> None:
-        """Take back this claim alone, and marks of it."""
+        """Remove this claim, its mark ``committing`` and the given marks. Other claims stay."""
         if _read_claim(self.target, self.number).get("id") == self.id:
             self.target.remote.delete([*marks, self.mark("committing"), self.mark("json")])
 
     def withdraw_all(self, names: Sequence[str] | None = None) -> None:
-        """Take back this claim and those of attempts that it superseded, the claims last.
+        """Remove the claims and marks of this attempt and of older attempts, in the order of their
+        numbers.
 
         Args:
-            names: those below :data:`ATTEMPTS`, where they are known already.
+            names: the names below :data:`ATTEMPTS`, if the caller has listed them.
         """
         try:
             store = self.target.remote
@@ -370,7 +387,7 @@ class ObjectAttempt(Attempt):
             store.delete([f"{ATTEMPTS}/{name}" for name in done])
         except StorageError as error:
             logger.warning(
-                "%s: claims that are done with could not be removed: %s", self.target.url, error
+                "%s: claims of finished attempts could not be removed: %s", self.target.url, error
             )
 
 
@@ -381,7 +398,7 @@ def _number_of(name: str) -> int:
 
 
 def _read_claim(target: Location, number: int) -> dict[str, object]:
-    """What a claim says of its attempt; empty where it is gone, or is no claim."""
+    """Return the content of a claim; empty if the claim is gone or cannot be parsed."""
     try:
         about = json.loads(target.remote.read(f"{ATTEMPTS}/{number:06d}.json"))
     except (FileNotFoundError, ValueError):
@@ -390,7 +407,7 @@ def _read_claim(target: Location, number: int) -> dict[str, object]:
 
 
 def _described(target: Location, number: int) -> str:
-    """Return the attempt of a claim, in words for an error."""
+    """Describe the attempt of a claim for an error text."""
     about = _read_claim(target, number)
     return (
         f"the newer attempt {about.get('id', f'{number:06d}')} of process {about.get('pid', '?')} "
@@ -401,15 +418,15 @@ def _described(target: Location, number: int) -> str:
 def claimed(
     place: Location, overwrite: bool = False, names: Sequence[str] | None = None
 ) -> ObjectAttempt:
-    """Claim a target with the next free number; it is as older attempts left it.
+    """Claim a target with the next free number. Nothing at the target is deleted.
 
     Args:
         place: the target.
-        overwrite: a checkpoint that is there may be replaced.
-        names: those below :data:`ATTEMPTS`, where they are known already.
+        overwrite: whether a checkpoint at the target may be replaced.
+        names: the names below :data:`ATTEMPTS`, if the caller has listed them.
 
     Raises:
-        StorageError: the store refused, or does not list a claim that is there.
+        StorageError: the store failed, or does not list an existing claim.
     """
     token = secrets.token_hex(8)
     deadline = time.monotonic() + SETTLE_S
@@ -426,13 +443,13 @@ def claimed(
         }
         if place.remote.create(attempt.mark("json"), json.dumps(about).encode()):
             return attempt
-        # Lost; or won, and the answer was lost.
+        # Another attempt has this number, or this claim was created and the answer was lost.
         if _read_claim(place, number).get("id") == attempt.id:
             return attempt
         if time.monotonic() > deadline:
             raise StorageError(
-                f"claiming {place.url} failed: the store says that {attempt.mark('json')} is "
-                "there, and does not list it; saves need a store whose listings are up to date",
+                f"claiming {place.url} failed: the store says that {attempt.mark('json')} "
+                "exists, but does not list it; saves need a store whose listings are up to date",
                 url=place.url,
             )
 
@@ -440,17 +457,18 @@ def claimed(
 def begin(
     place: Location, *, overwrite: bool = False, allow_unconditional: bool = False
 ) -> ObjectAttempt:
-    """Claim a target, and clear it of what dead attempts left. Called by one process.
+    """Claim a target, and delete the objects of dead attempts. One process calls it.
 
     Args:
         place: the target.
-        overwrite: a checkpoint that is there may be replaced; it is deleted here, its commit
-            first, so that for a while there is none, and never a mixed one.
-        allow_unconditional: go on where the store ignores create-if-absent.
+        overwrite: whether a checkpoint at the target may be replaced. It is deleted here, its
+            commit first. Until the new commit the target holds no checkpoint, and never a mixed
+            one.
+        allow_unconditional: accept a store that ignores create-if-absent.
 
     Raises:
-        CheckpointExistsError: a checkpoint is there and may not be replaced.
-        StorageError: the store refused, does not answer, or ignores create-if-absent.
+        CheckpointExistsError: the target holds a checkpoint and ``overwrite`` is false.
+        StorageError: the store refused, did not answer, or ignores create-if-absent.
     """
     claims, committed = run_together(
         lambda: place.remote.listing(ATTEMPTS), lambda: not overwrite and is_committed(place)
@@ -474,14 +492,15 @@ def begin(
 
 
 def _require_conditions(place: Location) -> None:
-    """Create a probe twice, as documents are created and as chunks are: the second must be refused.
+    """Create a probe object twice, by the client for documents and by the one for chunks. The store
+    must refuse the second creation.
 
     Raises:
-        StorageError: it was not; or the two do not go to one store.
+        StorageError: the store did not refuse it, or the two clients use different stores.
     """
     store = place.remote
     scheme, _, rest = place.url.partition("://")
-    # Of one endpoint and bucket.
+    # The key stands for one endpoint and bucket.
     known = f"{id(store.fs)} {scheme}://{rest.partition('/')[0]}"
     if known in _honest:
         return
@@ -495,7 +514,7 @@ def _require_conditions(place: Location) -> None:
             store.delete([probe])
     if apart:
         raise StorageError(
-            f"{place.url}: documents and chunks go to different stores, as two clients see "
+            f"{place.url}: documents and chunks go to different stores, because two clients use "
             "different endpoints: give the endpoint in storage_options, and look for AWS_* "
             "variables and profiles that name another",
             url=place.url,
@@ -516,15 +535,15 @@ def _require_conditions(place: Location) -> None:
 
 
 def delete(place: Location) -> None:
-    """Delete a checkpoint, its commit first; foreign objects stay. Called by one process.
+    """Delete a checkpoint, its commit first. Objects of other programs stay. One process calls it.
 
-    Until all is gone there are two marks. One has the number of the claim: newer attempts wait for
-    it. The other one has none, and stays also where the store refuses: it tells the sweeper what is
-    left.
+    Two marks exist until everything is deleted. Newer attempts wait for the mark with the number of
+    the claim. The mark without a number stays if the store fails, so that the sweeper finds the
+    rest.
 
     Raises:
-        StorageError: the store failed; or another process claimed the place before anything was
-            deleted. If it claims the place later, it clears the rest.
+        StorageError: the store failed, or another process claimed the place before anything was
+            deleted. A process that claims the place later deletes the rest.
     """
     attempt = claimed(place)
     try:
@@ -547,5 +566,5 @@ def delete(place: Location) -> None:
     if by is None:
         attempt.withdraw_all()
     else:
-        logger.warning("%s: deleted; what is left of its data is cleared by %s", place.url, by)
+        logger.warning("%s: deleted; the rest of its data is deleted by %s", place.url, by)
         attempt.withdraw()

@@ -1,7 +1,7 @@
-"""The end of every save: chunks noted, reports merged and checked, documents written, commit.
+"""The last steps of every save: record chunks, merge and check reports, write documents, commit.
 
-Saves of this package call the parts; programs that bring their own ranks (PyTorch DCP) or none
-(converters) call :func:`publish` with the reports of all writers.
+:func:`shardstore.save` calls each step. Programs with their own ranks (PyTorch DCP) and without
+ranks (converters) call :func:`publish` with the reports of all writers.
 """
 
 from __future__ import annotations
@@ -32,25 +32,26 @@ from shardstore.storage.movers.parallel import run_together
 from shardstore.storage.options import SaveOptions
 
 CONFIG = "config"
-"""In ``attributes.shardstore`` of the root: the content of ``metadata.json``. A reader of the root
-document needs no other."""
+"""Member of ``attributes.shardstore`` of the root group with the content of ``metadata.json``, so
+that a reader of the root document needs no other document."""
 BUDGET_PART = 16
-"""Files that are kept to be sent together take one part in so many of the memory for chunks."""
+"""Files that wait to be sent together take at most 1/16 of the memory for chunks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class About:
-    """What the root document says beside the arrays.
+    """The content of the root document other than the arrays.
 
     Attributes:
-        common_backend: name and version of the backend of what is no array; ``None``: the
+        common_backend: name and version of the backend of common values; with ``None`` the
             checkpoint gets no ``metadata.json``.
         sharded_backend: name and version of the backend of the arrays.
         attributes: attributes of the root group.
         record: further members of ``attributes.shardstore``.
         world_size: number of writers.
-        seconds: how long the writing took.
-        has_root: whether there is a root document; else ``metadata.json`` is the commit.
+        seconds: duration of the writing, in seconds.
+        has_root: whether the checkpoint has a root document. If not, ``metadata.json`` is the
+            commit.
     """
 
     common_backend: tuple[str, int] | None
@@ -63,7 +64,7 @@ class About:
 
     @property
     def config(self) -> dict[str, Any] | None:
-        """The content of ``metadata.json``."""
+        """The content of ``metadata.json``; ``None`` if the checkpoint has none."""
         if self.common_backend is None:
             return None
         return {
@@ -77,13 +78,12 @@ class About:
 class Files:
     """Files of an attempt other than chunks.
 
-    In an object store each is a request that somebody waits for: they are kept until there are
-    many, and sent side by side.
+    In an object store each file is one request, so files are collected and sent in parallel.
 
     Args:
-        attempt: the attempt that they are a part of.
-        manifest: gets their checksums.
-        budget_bytes: memory for chunks under way; a sixteenth of it on top is for kept files.
+        attempt: the attempt that the files belong to.
+        manifest: receives their checksums.
+        budget_bytes: memory for chunks in flight; collected files may take 1/16 of it in addition.
     """
 
     def __init__(self, attempt: Attempt, manifest: RankManifest, budget_bytes: int) -> None:
@@ -93,7 +93,7 @@ class Files:
         self._kept_bytes = 0
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a file, or keep it for :meth:`flush`.
+        """Write a file, or collect it for :meth:`flush`.
 
         Raises:
             StorageError: the store refused this file or an earlier one.
@@ -108,14 +108,14 @@ class Files:
         self._kept_bytes += len(data)
 
     def flush_beside(self, work: Callable[[], None]) -> None:
-        """Write the files that are kept while ``work`` goes on. Raises as :meth:`put`."""
+        """Write the collected files while ``work`` runs. Raises the errors of :meth:`put`."""
         if self._kept:
             run_together(self.flush, work)
         else:
             work()
 
     def flush(self) -> None:
-        """Write the files that are kept. Raises as :meth:`put`."""
+        """Write the collected files. Raises the errors of :meth:`put`."""
         kept, self._kept = self._kept, []
         self._kept_bytes = 0
         if kept:
@@ -125,10 +125,11 @@ class Files:
 def note_arrays(
     manifest: RankManifest, metas: Iterable[tuple[ArrayMeta, bool]]
 ) -> list[tuple[ArrayMeta, str]]:
-    """Note arrays in a manifest. Returns those that this writer creates, with their documents.
+    """Record arrays in a manifest. Return the arrays that this writer creates, with their
+    documents.
 
     Args:
-        manifest: of the writer.
+        manifest: the manifest of the writer.
         metas: arrays, and whether this writer creates them.
     """
     noted = [(meta, manifest.add_array(meta, created=first)) for meta, first in metas]
@@ -142,12 +143,12 @@ def write_chunks(
     metas: Iterable[tuple[ArrayMeta, bool]],
     writes: Sequence[ChunkWrite],
 ) -> None:
-    """Write chunks into an attempt and note them. Called by each writer, for its own chunks.
+    """Write chunks into an attempt and record them. Each writer calls it for its own chunks.
 
     Args:
-        attempt: where to.
-        options: how.
-        manifest: gets a row a chunk.
+        attempt: the attempt of the save.
+        options: options of the save.
+        manifest: receives one row per chunk.
         metas: the arrays of ``writes``, and whether this writer creates them.
         writes: whole chunks.
 
@@ -171,17 +172,17 @@ def publish(
     reports: Sequence[bytes | RankManifest],
     about: About,
 ) -> None:
-    """Check that everything was written exactly once, and commit. Called by one process.
+    """Check that every chunk was written exactly once, and commit. One process calls it.
 
     Args:
-        attempt: where everything was written.
-        options: how.
-        reports: of each writer, see :func:`merge`.
-        about: what the root document says.
+        attempt: the attempt with all chunks.
+        options: options of the save.
+        reports: the reports of all writers, see :func:`merge`.
+        about: further content of the root document.
 
     Raises:
         AccessPatternError: chunks are missing or were written twice; nothing is committed.
-        StorageError: as :meth:`Attempt.commit`.
+        CheckpointExistsError, StorageError: see :meth:`Attempt.commit`.
     """
     merged = merge_reports(reports, options)
     if merged.array_documents and attempt.defers_documents:
@@ -191,7 +192,12 @@ def publish(
 
 
 def merge_reports(reports: Sequence[bytes | RankManifest], options: SaveOptions) -> Merged:
-    """Put the writers' reports together and check them. Raises as :func:`publish`."""
+    """Merge the writers' reports and check them.
+
+    Raises:
+        AccessPatternError: chunks are missing or were written twice.
+        KeyNameError: the names of two arrays collide.
+    """
     with collector_paused():
         merged = merge(reports, check=options.validate)
     check_collisions(meta.key for meta in merged.arrays)
@@ -202,10 +208,10 @@ def commit(attempt: Attempt, options: SaveOptions, merged: Merged, about: About)
     """Write the last documents: ``metadata.json``, the manifest, and the root, which is the commit.
 
     Returns:
-        The commit record; empty where there is no root document.
+        The commit record; empty if there is no root document.
 
     Raises:
-        StorageError: as :meth:`Attempt.commit`.
+        CheckpointExistsError, StorageError: see :meth:`Attempt.commit`.
     """
     config, record, last = about.config, {}, []
     if config is not None:
@@ -220,7 +226,7 @@ def commit(attempt: Attempt, options: SaveOptions, merged: Merged, about: About)
 
 
 def _commit_record(attempt: Attempt, merged: Merged, about: About) -> dict[str, Any]:
-    """What the commit says of itself, for people."""
+    """Return the commit record: who wrote the checkpoint, when, and how much."""
     content = content_digest(merged.arrays, merged.manifest)
     return {
         "attempt": attempt.id,
