@@ -1,16 +1,15 @@
-"""What the ranks do together: reports to one coordinator and its verdict to all, and pieces of
-chunks.
+"""Collective steps of the ranks: reports to one coordinator, its answer to all, and the exchange of
+pieces of chunks.
 
-The shape is a tree of two levels: each block of about the square root of the ranks reports to its
-first rank, and those report to rank 0, which decides; the answer goes down the same way. No rank
-has more connections, or receives more reports, than it has neighbours in the tree. Who waits for a
-rank that died meets its death at once, and everybody else still gets an answer that names it. A
-rank whose own way to the coordinator is lost, or that was silent past the deadline, finds the
-outcome in the store of the process group.
+The ranks form a tree of two levels. Each block of about the square root of the number of ranks
+reports to its first rank. Those first ranks report to rank 0, the coordinator, which decides. The
+answer goes down the same way. Each rank is connected only to its neighbours in the tree. A rank
+that waits for a dead rank notices the death at once, and all other ranks still get an answer that
+names the dead rank. A rank that loses its connection towards the coordinator, or does not answer
+before the deadline, reads the outcome from the store of the process group.
 
-All traffic is on CPU tensors over connections of our own (:mod:`.messages`), so that the trainer's
-NCCL streams are never touched and its own collectives cannot be confused with ours. Without a
-process group there is one rank.
+All messages are CPU tensors over separate gloo connections (:mod:`.messages`). They do not touch
+the trainer's NCCL streams or collectives. Without a process group there is one rank.
 """
 
 from __future__ import annotations
@@ -49,16 +48,20 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DEADLINE_VARIABLE = "SHARDSTORE_DEADLINE_S"
-"""Environment variable: seconds a rank waits for another one before it gives up."""
+"""Environment variable: seconds that a rank waits for another rank before it gives up."""
 
 DEFAULT_DEADLINE_S = 1800.0
 LEAST_BLOCK = 8
-"""So many ranks, those of a node, report to one of them even in a small world."""
-_OK, _ERROR, _BROKEN = 0, 1, 2  # broken: an error, and the connections are of no more use
+"""Smallest number of ranks in a block: those of one node."""
+_OK, _ERROR, _BROKEN = 0, 1, 2  # broken: an error after which the connections cannot be used
 
 
 def deadline_from_environment() -> float:
-    """Seconds to wait for other ranks: ``SHARDSTORE_DEADLINE_S``, else 1800."""
+    """Return the seconds to wait for other ranks: ``SHARDSTORE_DEADLINE_S``, by default 1800.
+
+    Raises:
+        CheckpointingException: the variable is not a positive number.
+    """
     text = os.environ.get(DEADLINE_VARIABLE)
     if not text:
         return DEFAULT_DEADLINE_S
@@ -75,7 +78,8 @@ def deadline_from_environment() -> float:
 
 
 def neighbours(rank: int, world_size: int) -> tuple[int | None, list[int]]:
-    """To whom a rank reports, ``None`` for rank 0, and who reports to it."""
+    """Return the rank that a rank reports to (``None`` for rank 0), and the ranks that report to
+    it."""
     block = max(LEAST_BLOCK, math.isqrt(world_size - 1) + 1)
     first = rank - rank % block
     below = list(range(rank + 1, min(rank + block, world_size))) if rank == first else []
@@ -86,7 +90,7 @@ def neighbours(rank: int, world_size: int) -> tuple[int | None, list[int]]:
 
 @dataclass
 class _Told:
-    """What a rank tells of itself and of those that report to it, by rank."""
+    """The reports and failures of a rank and of the ranks that report to it."""
 
     reports: list[bytes] = field(default_factory=list)
     failures: dict[int, str] = field(default_factory=dict)
@@ -100,19 +104,19 @@ class _Told:
         self.broken |= other.broken
 
     def to_bytes(self, merge: Callable[[list[bytes]], bytes] | None) -> bytes:
-        """The same for the next rank, which needs no reports after a failure."""
+        """Return the message for the next rank. After a failure it has no reports."""
         reports: list[bytes] = []
         if not self.failures:
             known: dict[bytes, bytes] = {}  # pickle sends equal reports, as one object, once
             reports = [known.setdefault(report, report) for report in self.reports]
             if merge is not None and len(reports) > 1:
-                with suppress(Exception):  # the coordinator meets it again, and decides
+                with suppress(Exception):  # the coordinator gets the same error and raises it
                     reports = [merge(reports)]
         return pickle.dumps(replace(self, reports=reports))
 
 
 _channels: dict[str, Channel] = {}
-# Connections that outlive the interpreter's end may abort the process when their threads end.
+# Connections that are still open when the interpreter ends may abort the process.
 atexit.register(_channels.clear)
 
 
@@ -126,11 +130,11 @@ def _channel(purpose: str) -> Channel:
 
 
 def _group_timeout_s() -> float:
-    """Seconds that the trainer gave the ranks of its process group to wait for each other."""
+    """Return the shortest timeout of the default process group's backends, in seconds."""
     world: Any = dist.group.WORLD
     found = [math.inf]
     for device in world._device_types:
-        with suppress(RuntimeError, AttributeError):  # a backend of somebody else's
+        with suppress(RuntimeError, AttributeError):  # a third-party backend without options
             found.append(world._get_backend(device).options._timeout.total_seconds())
     return min(found)
 
@@ -155,8 +159,8 @@ class Ranks:
         """Return the ranks of the default process group, or one rank. It waits for no other rank.
 
         Args:
-            purpose: each purpose has connections of its own, so that a thread in the background can
-                talk to its like while the caller's thread uses others.
+            purpose: name of a set of connections. A background thread uses its own purpose, so that
+                its messages do not mix with those of the caller's thread.
         """
         deadline_s = deadline_from_environment()
         if not has_ranks() or dist.get_world_size() == 1:
@@ -164,20 +168,20 @@ class Ranks:
         return cls(dist.get_rank(), dist.get_world_size(), deadline_s, _channel(purpose))
 
     def over(self, purpose: str) -> Ranks:
-        """Return the same ranks, over the connections of another purpose.
+        """Return the same ranks over the connections of another purpose.
 
-        Called by every rank, which waits for all others where they have to connect.
+        Every rank calls it. If the connections do not exist yet, it waits for all ranks.
 
         Args:
             purpose: see :meth:`current`.
 
         Raises:
-            RanksError: a rank did not come to connect; on every rank.
+            RanksError: a rank did not connect; every rank raises it.
         """
         if self.world_size == 1:
             return self
         channel = _channel(purpose)
-        if channel.is_connected and channel.posted() is not None:  # another rank lost one alone
+        if channel.is_connected and channel.posted() is not None:  # another rank lost a connection
             channel.is_broken = True
             channel = _channel(purpose)
         ranks = replace(self, _channel=channel)
@@ -187,12 +191,12 @@ class Ranks:
 
     @property
     def is_coordinator(self) -> bool:
-        """Whether this rank decides."""
+        """Whether this rank is the coordinator."""
         return self.rank == 0
 
     @property
     def is_broken(self) -> bool:
-        """Whether a rank was lost, so that there is nothing these can do together any more."""
+        """Whether a rank was lost, so that no further collective step is possible."""
         return self._channel is not None and self._channel.is_broken
 
     def together(
@@ -204,26 +208,27 @@ class Ranks:
         merge: Callable[[list[bytes]], bytes] | None = None,
         decide: Callable[[list[bytes]], bytes] | None = None,
     ) -> bytes:
-        """Every rank reports, the coordinator decides, everyone gets the same answer.
+        """Send every rank's report to the coordinator, and its answer to every rank.
 
-        Called by every rank, which waits until all have called it and the coordinator has decided.
+        Every rank calls it, and waits until all have called it and the coordinator has decided.
 
         Args:
-            report: this rank's report, handed to ``decide`` on the coordinator.
-            what: what the ranks are doing, for the error text ("committing s3://...").
-            error: what went wrong on this rank, if anything. It is raised again here, and reaches
-                the others as a :class:`RanksError` that names this rank.
-            merge: makes one report of those of consecutive ranks, on the way to the coordinator.
-            decide: called on the coordinator alone, with the reports in the order of the ranks
-                (each of one rank, or merged of several), if no rank had an error; what it raises is
-                raised on every rank.
+            report: this rank's report, an argument of ``decide`` on the coordinator.
+            what: the step, for the error text ("committing s3://...").
+            error: the error of this rank, if any. This rank raises it again, and the other ranks
+                raise a :class:`RanksError` that names this rank.
+            merge: merges the reports of consecutive ranks into one, on the way to the coordinator.
+            decide: makes the answer. Only the coordinator calls it, and only if no rank has an
+                error. Its argument is the list of reports in rank order, of which some may be
+                merged. Every rank raises its error.
 
         Returns:
-            What ``decide`` returned.
+            The result of ``decide``.
 
         Raises:
-            RanksError: another rank failed, died, or did not answer within the deadline. At the
-                first meeting the deadline is that of the default process group, if it is sooner.
+            RanksError: another rank failed, died, or did not answer within the deadline. For the
+                first step over new connections, the timeout of the default process group applies if
+                it is shorter.
         """
         if self.world_size == 1:
             if error is not None:
@@ -248,17 +253,19 @@ class Ranks:
         decide: Callable[[list[bytes]], bytes] | None = None,
         merge: Callable[[list[bytes]], bytes] | None = None,
     ) -> tuple[T, bytes]:
-        """Do something on this rank, and raise on every rank if it failed on any.
+        """Call a function on every rank. If it fails on any rank, every rank raises.
+
+        Every rank calls it and waits as in :meth:`together`.
 
         Args:
             what: see :meth:`together`.
-            work: what to do.
-            report: makes this rank's report of its result.
-            decide: makes the coordinator's answer of all reports.
+            work: the function.
+            report: makes this rank's report from the result of ``work``.
+            decide: see :meth:`together`.
             merge: see :meth:`together`.
 
         Returns:
-            What ``work`` returned on this rank, and the coordinator's answer.
+            The result of ``work`` on this rank, and the coordinator's answer.
         """
         error: BaseException | None = None
         done: list[T] = []
@@ -286,12 +293,12 @@ class Ranks:
         if not channel.is_connected and (late := channel.posted()):
             channel.is_broken = True
             return Message(_BROKEN, late)
-        for ranks in ([] if above is None else [above], below):  # those above wait for others too
+        for ranks in ([] if above is None else [above], below):  # the rank above also waits for others
             self.connect(ranks, "tree")
         answer = None if above is None else channel.ask(above)
         until = monotonic() + self.deadline_s
         for rank, asked in [(rank, channel.ask(rank)) for rank in below]:
-            # One to whom others report may wait as long for them.
+            # A rank that receives reports may itself wait until the deadline.
             more_s = GRACE_S if neighbours(rank, self.world_size)[1] else 0
             left_s = until + more_s - monotonic()
             said = attempt(partial(channel.receive, rank, asked, left_s))
@@ -311,12 +318,12 @@ class Ranks:
         for rank, works in begun:
             if problem := attempt(partial(channel.sent, works, self._patience_s)):
                 logger.warning("rank %d could not be told how %s ended: %s", rank, what, problem)
-        # All that are left make new connections next time, or none does.
+        # Either all remaining ranks make new connections for the next step, or none does.
         channel.is_broken |= verdict.status == _BROKEN
         return verdict
 
     def _ask(self, above: int, answer: Asked, told: Message, what: str) -> Message:
-        """Report to the rank above, and wait for the verdict."""
+        """Report to the rank above, and wait for the coordinator's answer."""
         channel = self._channel
         assert channel is not None
         try:
@@ -338,17 +345,17 @@ class Ranks:
 
     @property
     def _patience_s(self) -> float:
-        """Seconds to wait for a verdict: the coordinator gives up on a rank after the deadline, and
-        may begin to wait up to a deadline later than this rank."""
+        """Seconds to wait for the coordinator's answer. The coordinator waits for each rank until
+        the deadline, and may start to wait up to one deadline later than this rank."""
         return 2 * (self.deadline_s + GRACE_S)
 
     # -- connections ---------------------------------------------------------------------------
 
     def connect(self, ranks: Collection[int], stage: str) -> None:
-        """Connect with other ranks, who do the same in the same stage, for :meth:`exchange`.
+        """Connect with other ranks for :meth:`exchange`. They call it with the same stage.
 
-        It waits for them as long as the default process group would, or until the deadline. One
-        that does not come is an error of the exchange.
+        It waits for them until the deadline, or for the timeout of the default process group if
+        that is shorter. If a rank does not connect, :meth:`exchange` raises the error.
         """
         if self._channel is not None:
             self._channel.connect(ranks, stage, min(self.deadline_s, _group_timeout_s()))
@@ -360,18 +367,21 @@ class Ranks:
         sends: Sequence[tuple[int, NDArray[np.uint8]]],
         receives: Sequence[tuple[int, NDArray[np.uint8]]],
     ) -> None:
-        """Send and receive byte pieces between ranks, which are connected (:meth:`connect`).
+        """Send and receive byte pieces between connected ranks (:meth:`connect`).
 
-        Called by every rank that has something to send or receive; waits for those alone. Between
-        two ranks the order of ``sends`` on one is the order of ``receives`` on the other.
+        Every rank that sends or receives calls it, and waits only for its partners. For each pair
+        of ranks, ``sends`` on one has the same order as ``receives`` on the other.
 
         Args:
             sends: ``(rank, bytes)``, one-dimensional contiguous uint8.
             receives: ``(rank, buffer)``, one-dimensional contiguous uint8, written in place.
+
+        Raises:
+            RanksError: a rank died, or did not send or receive within the deadline.
         """
         channel = self._channel
         assert channel is not None
-        # Also where a rank is gone: the others wait for our pieces, and only then for a verdict.
+        # Continue after a rank is lost, because the other ranks wait for pieces of this one.
         begun = [
             (rank, channel.begin_piece(rank, torch.from_numpy(buffer), receive=True))
             for rank, buffer in receives
@@ -396,16 +406,16 @@ class Ranks:
 
 @dataclass
 class GroupRanks(Ranks):
-    """The ranks of a process group of the caller's, over its own collectives.
+    """The ranks of a process group of the caller, which communicate by its collectives.
 
-    They have no deadline but the group's.
+    The group's timeout applies instead of the deadline.
     """
 
     group: Any = None
 
     @classmethod
     def of(cls, group: Any) -> Ranks:
-        """The ranks of a group; ``None``: those of the default process group."""
+        """Return the ranks of a group. ``None`` stands for the default process group."""
         if group is None:
             return Ranks.current()
         return cls(group_rank(group), group_size(group), group=group)
@@ -431,7 +441,7 @@ class GroupRanks(Ranks):
 
 
 def _verdict(told: _Told, what: str, decide: Callable[[list[bytes]], bytes] | None) -> Message:
-    """The coordinator's answer to what all ranks told."""
+    """Return the coordinator's answer to the reports and failures of all ranks."""
     if told.failures:
         error: BaseException = _failure(what, told.failures, told.causes)
         return Message(_BROKEN if told.broken else _ERROR, pickle.dumps(error))
@@ -459,12 +469,12 @@ def _describe(error: BaseException) -> str:
 
 
 def _portable(error: BaseException) -> CheckpointingException | None:
-    """Return the error itself where other ranks can rebuild it."""
+    """Return the error if other ranks can unpickle it, else ``None``."""
     if not isinstance(error, CheckpointingException):
         return None
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever it takes along may refuse, each with an error of its own
+    except Exception:  # pickling an attribute of the error may raise any exception
         return None
     return error
 
@@ -472,7 +482,8 @@ def _portable(error: BaseException) -> CheckpointingException | None:
 def _failure(
     what: str, failures: dict[int, str], causes: Sequence[BaseException]
 ) -> CheckpointingException:
-    """One error for all: the ranks' own where all failed alike, else one that lists them."""
+    """Return one error for all ranks: the ranks' own error if all failed with the same one, else a
+    :class:`RanksError` that lists them."""
     texts = set(failures.values())
     if len(texts) == 1 and len(causes) == len(failures) and len(failures) > 1:
         return _portable(causes[0]) or CheckpointingException(_describe(causes[0]))

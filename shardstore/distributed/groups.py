@@ -1,7 +1,6 @@
-"""A process group as seen by one of its ranks: its size, its numbers, and errors met together.
+"""Size and rank numbers of a process group, and collective errors and values.
 
-Questions about a group that may be absent (then there is one rank). Messages go over the group
-that is given.
+Without a process group, the functions act as for one rank. Messages use the given group.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ Group = Any
 
 @contextmanager
 def raise_together(group: Group, what: str) -> Iterator[None]:
-    """Raise on every rank of a group if any of them raises within.
+    """Raise on every rank of a group if the block raises on any of them.
 
-    Every rank of the group enters it, and waits for the others at its end: one reduction of a
-    number; only after a failure are the texts gathered.
+    Every rank of the group enters it, and waits for the others at its end. That costs one reduction
+    of a number. The error texts are gathered only after a failure.
 
     Args:
-        group: ranks that take part; None for all.
-        what: what is being done, for the text.
+        group: the participating ranks; None for all.
+        what: the step, for the error text.
 
     Raises:
-        RanksError: naming each rank (globally numbered) that failed and how; on the rank itself its
-            own error is raised.
+        RanksError: another rank failed; the text names the failed ranks by their global numbers,
+            with their errors. A failed rank raises its own error.
     """
     error: Exception | None = None
     try:
@@ -51,7 +50,8 @@ def raise_together(group: Group, what: str) -> Iterator[None]:
 
 
 def any_rank(flag: bool, group: Group = None) -> bool:
-    """Return whether any rank of a group says so. Every rank calls it and waits for all."""
+    """Return whether the flag is true on any rank of a group. Every rank calls it and waits for
+    all."""
     if group_size(group) == 1:
         return flag
     said = torch.tensor([int(flag)], device=exchange_device(group))
@@ -60,7 +60,8 @@ def any_rank(flag: bool, group: Group = None) -> bool:
 
 
 def gathered(value: T, group: Group = None) -> list[T]:
-    """Return what each rank of a group gives, by rank. Every rank calls it and waits for all."""
+    """Return the values of all ranks of a group, in rank order. Every rank calls it and waits for
+    all."""
     by_rank = [value] * group_size(group)
     if len(by_rank) > 1:
         torch.distributed.all_gather_object(by_rank, value, group=group)
@@ -68,12 +69,13 @@ def gathered(value: T, group: Group = None) -> list[T]:
 
 
 def broadcast_bytes(data: torch.Tensor, source: int, group: Group) -> None:
-    """Fill a tensor of bytes on every rank with that of one of them. Every rank calls it.
+    """Copy a tensor of bytes from one rank to all. Every rank of the group calls it and waits.
 
     Args:
-        data: of type uint8, contiguous, on any device, as long as on the source.
-        source: rank in the group.
-        group: ranks that take part; None for all.
+        data: contiguous uint8 tensor on any device, as long as on the source. It is overwritten on
+            all ranks but the source.
+        source: rank number within the group.
+        group: the participating ranks; None for all.
     """
     wire = data.to(exchange_device(group))
     torch.distributed.broadcast(wire, src=global_rank(group, source), group=group)
@@ -82,12 +84,14 @@ def broadcast_bytes(data: torch.Tensor, source: int, group: Group) -> None:
 
 
 def require_group(name: str, group: object) -> None:
-    """Raise :class:`ArgumentError` unless an argument is a process group, what a rank that is no
-    member of it has in its place, or None.
+    """Check that an argument is a process group, the placeholder of a rank outside it, or None.
 
     Args:
-        name: of the argument.
-        group: what was given.
+        name: name of the argument, for the error text.
+        group: the argument.
+
+    Raises:
+        ArgumentError: the argument is something else.
     """
     if group is None:
         return
@@ -116,7 +120,7 @@ def group_size(group: Group) -> int:
 
 
 def group_rank(group: Group) -> int:
-    """This rank's number in a group; 0 without a process group, or where it is not a member."""
+    """Return this rank's number in a group; 0 without a process group, or if it is not a member."""
     return max(0, torch.distributed.get_rank(group)) if has_ranks() else 0
 
 
@@ -128,8 +132,8 @@ def global_rank(group: Group, rank: int) -> int:
 
 
 def global_ranks(group: Group) -> tuple[int, ...]:
-    """Return the global numbers of a group's ranks, in its order; none where this rank is no
-    member."""
+    """Return the global numbers of a group's ranks, in the group's order; empty if this rank is not
+    a member."""
     if not has_ranks():
         return (0,)
     if torch.distributed.get_world_size(group) < 1:
@@ -138,7 +142,7 @@ def global_ranks(group: Group) -> tuple[int, ...]:
 
 
 def exchange_device(group: Group) -> torch.device:
-    """Return the device on which tensors must be for this group to move them."""
+    """Return the device of tensors that this group can send: CUDA for NCCL, else the CPU."""
     if has_ranks() and "nccl" in torch.distributed.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -1,13 +1,12 @@
 """Connections of a rank to other ranks, made on demand, and byte messages over them.
 
-Each connection is a gloo group of two ranks: one socket, which neither the silence nor the death of
-a third rank touches. Ranks find each other over the store of the default process group, whatever
-its backend is.
+Each connection is a gloo group of two ranks, with one socket. A silent or dead third rank does not
+affect it. Ranks find each other over the store of the default process group, with any backend.
 
-A message has a head of fixed size, which holds a short body too: most messages are one piece, and
-the receiver, who cannot know how long the next one is, has asked for it before it comes. That
-counts: where ranks share processors, each further turn of the two sides' threads may wait for the
-time slice of a rank that computes. Errors are gloo's own or the store's (``RuntimeError``).
+A message begins with a head of fixed size that also holds a short body. So most messages are one
+piece, and the receiver can post its buffer before the message arrives, without knowing its length.
+This saves a round trip, which is slow if ranks share processors with ranks that compute. Errors are
+those of gloo or of the store (``RuntimeError``).
 """
 
 from __future__ import annotations
@@ -27,28 +26,28 @@ from torch.distributed.distributed_c10d import _get_default_store
 T = TypeVar("T")
 
 GRACE_S = 5.0
-"""Seconds, beyond a deadline, in which what another rank decided at its deadline must arrive."""
+"""Seconds after a deadline in which the decision of another rank at its deadline must arrive."""
 _CONNECT_S = 4.0
-"""Seconds to connect with a rank that is about to do so too. If it dies at that moment, gloo gives
-up after five times as long at the most."""
+"""Seconds to connect with a rank that is connecting too. If that rank dies at this moment, gloo
+gives up after at most five times as long."""
 _HEAD = struct.Struct("<qq")  # status, bytes of the body
 _HEAD_BYTES = 512
 _INLINE_BYTES = _HEAD_BYTES - _HEAD.size
 _REPORTS, _PIECES = 0, 1
-"""Tags: a piece that nobody waits for any more must not be taken for a report, of another size,
-which ends the process from within gloo."""
+"""Tags of gloo messages. Gloo ends the process if a message does not fit its buffer, so a piece
+that no rank waits for must not arrive as a report."""
 
 
 Begun: TypeAlias = "list[dist.Work] | RuntimeError"
-"""What is under way to or from a rank, or why it is not."""
+"""Operations in progress with a rank, or the error that prevented them."""
 
 
 class Message(NamedTuple):
-    """What one rank tells another.
+    """A message from one rank to another.
 
     Attributes:
-        status: a number.
-        body: bytes.
+        status: a number whose meaning the caller defines.
+        body: the content.
     """
 
     status: int
@@ -56,14 +55,14 @@ class Message(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """A buffer, and what fills it or why nothing will."""
+    """A receive buffer, with the operation that fills it or the error that prevented it."""
 
     buffer: torch.Tensor
     work: dist.Work | RuntimeError
 
 
 def attempt(step: Callable[[], T]) -> T | RuntimeError:
-    """Return what a step returns, or gloo's error."""
+    """Call a function. Return its result, or its ``RuntimeError``."""
     try:
         return step()
     except RuntimeError as problem:
@@ -71,16 +70,16 @@ def attempt(step: Callable[[], T]) -> T | RuntimeError:
 
 
 class Channel:
-    """The connections of one rank, to whom it speaks alone.
+    """The connections of this rank to other ranks, for one purpose.
 
     Args:
-        purpose: the same on all ranks.
-        after: the channel that this one takes the place of, because a rank was lost.
+        purpose: name of the channel, the same on all ranks.
+        after: the previous channel, which this one replaces because a rank was lost.
 
     Attributes:
-        rank: of this process.
+        rank: rank of this process.
         world: the default process group, which the channel belongs to.
-        is_broken: whether a rank was lost: the ranks meet next over another channel.
+        is_broken: whether a rank was lost. The ranks then use a new channel.
     """
 
     def __init__(self, purpose: str, after: Channel | None = None) -> None:
@@ -88,7 +87,7 @@ class Channel:
         store = _get_default_store()
         self._number: int = 0 if after is None else after._number + 1
         self._store = PrefixStore(f"shardstore/{purpose}{self._number}", store)
-        while after is not None and self.posted() is not None:  # others have lost this one too
+        while after is not None and self.posted() is not None:  # the other ranks have replaced this channel too
             self._number += 1
             self._store = PrefixStore(f"shardstore/{purpose}{self._number}", store)
         self._gloo: Any = dist.ProcessGroupGloo
@@ -109,23 +108,23 @@ class Channel:
         return bool(self._links)
 
     def connect(self, ranks: Collection[int], stage: str, wait_s: float) -> None:
-        """Connect with ranks, each of which calls it with this one, in a stage of the same name.
+        """Connect with other ranks. Each of them calls it with this rank and the same stage.
 
-        Those that do not come are errors where something is sent to them or asked of them.
+        If a rank does not connect, sending to it or receiving from it raises the error.
 
         Args:
-            ranks: which; what is connected stays so.
-            stage: what brings them here.
-            wait_s: seconds to wait for them to come. One with a lower number may wait as long for
-                others before it connects.
+            ranks: the other ranks; existing connections stay.
+            stage: name of the step, the same on all ranks.
+            wait_s: seconds to wait for each rank to arrive. A rank with a lower number may wait as
+                long for others before it connects.
         """
         ranks = sorted(set(ranks) - self._links.keys() - self._lost.keys())
         if not ranks:
             return
-        with suppress(RuntimeError):  # of each rank below
+        with suppress(RuntimeError):  # the loop below notes the error of each rank
             self._store.set(f"{stage}/{self.rank}", "")
             self._store.wait([f"{stage}/{rank}" for rank in ranks], timedelta(seconds=wait_s))
-        for rank in ranks:  # in the same order everywhere, by the lower number and then the higher
+        for rank in ranks:  # all ranks connect in one order, so that none blocks another
             try:
                 if not self._store.check([f"{stage}/{rank}"]):
                     raise RuntimeError(f"it did not come within {wait_s:g} s")
@@ -146,17 +145,17 @@ class Channel:
         options._timeout = timedelta(seconds=_CONNECT_S)
         return self._gloo(pair, int(self.rank == high), 2, options)
 
-    # -- what is told where connections are lost -----------------------------------------------
+    # -- outcome in the store, for ranks that lost their connections ---------------------------
 
     def post(self, outcome: bytes) -> None:
-        """Tell over the store how the ranks' last meeting here ended."""
-        with suppress(RuntimeError):  # the store is gone; they find out that a rank is lost
-            # As text: some stores end a value at a zero byte.
+        """Put the outcome of the last step on this channel into the store."""
+        with suppress(RuntimeError):  # the store is gone; the ranks notice the loss themselves
+            # As text, because some stores end a value at a zero byte.
             self._store.set("outcome", outcome.hex())
 
     def posted(self, wait_s: float = 0) -> bytes | None:
-        """Return what was posted, if anything was or is within some seconds."""
-        with suppress(RuntimeError):  # the store is gone, with the coordinator perhaps
+        """Return the posted outcome. Wait up to ``wait_s`` seconds for it, then return ``None``."""
+        with suppress(RuntimeError):  # the store is gone, perhaps with the coordinator
             if wait_s:
                 self._store.wait(["outcome"], timedelta(seconds=wait_s))
             if self._store.check(["outcome"]):
@@ -175,24 +174,28 @@ class Channel:
         return attempt(lambda: [self._send(rank, tensor, _REPORTS) for tensor in tensors])
 
     def begin_piece(self, rank: int, piece: torch.Tensor, *, receive: bool) -> Begun:
-        """Begin to send bytes of a known number, or to receive them in place."""
+        """Begin to send or receive a tensor whose size both sides know."""
         move = self._receive if receive else self._send
         return attempt(lambda: [move(rank, piece, _PIECES)])
 
     def sent(self, begun: Begun, wait_s: float) -> None:
-        """Wait until what was begun is done: the other side may be late in asking."""
+        """Wait until operations complete. The other rank may post its buffer late.
+
+        Raises:
+            RuntimeError: an operation failed or took longer than ``wait_s`` seconds.
+        """
         if isinstance(begun, RuntimeError):
             raise begun
         for work in begun:
             work.wait(timedelta(seconds=wait_s))
 
     def ask(self, rank: int, size: int = _HEAD_BYTES) -> Asked:
-        """Ask for the next message of a rank; an error is raised where it is received."""
+        """Post a buffer for the next message of a rank. :meth:`receive` raises its error."""
         buffer = torch.empty(size, dtype=torch.uint8, device="cpu")  # whatever the default device
         return Asked(buffer, attempt(lambda: self._receive(rank, buffer, _REPORTS)))
 
     def receive(self, rank: int, asked: Asked, wait_s: float) -> Message:
-        """Wait for a message that was asked for."""
+        """Wait for the message of a posted buffer."""
         data = _arrived(asked, wait_s)
         status, size = _HEAD.unpack_from(data)
         if size <= _INLINE_BYTES:
@@ -216,5 +219,5 @@ class Channel:
 def _arrived(asked: Asked, wait_s: float) -> bytes:
     if isinstance(asked.work, RuntimeError):
         raise asked.work
-    asked.work.wait(timedelta(seconds=max(wait_s, 0.001)))  # 0: as long as the group says
+    asked.work.wait(timedelta(seconds=max(wait_s, 0.001)))  # 0 means the group's timeout
     return asked.buffer.numpy().tobytes()
