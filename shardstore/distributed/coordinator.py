@@ -293,7 +293,7 @@ class Ranks:
         if not channel.is_connected and (late := channel.posted()):
             channel.is_broken = True
             return Message(_BROKEN, late)
-        for ranks in ([] if above is None else [above], below):  # the rank above also waits for others
+        for ranks in ([] if above is None else [above], below):  # the one above waits too
             self.connect(ranks, "tree")
         answer = None if above is None else channel.ask(above)
         until = monotonic() + self.deadline_s

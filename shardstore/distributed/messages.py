@@ -87,7 +87,7 @@ class Channel:
         store = _get_default_store()
         self._number: int = 0 if after is None else after._number + 1
         self._store = PrefixStore(f"shardstore/{purpose}{self._number}", store)
-        while after is not None and self.posted() is not None:  # the other ranks have replaced this channel too
+        while after is not None and self.posted() is not None:  # other ranks replaced it too
             self._number += 1
             self._store = PrefixStore(f"shardstore/{purpose}{self._number}", store)
         self._gloo: Any = dist.ProcessGroupGloo

@@ -145,7 +145,7 @@ def _dtensors(state: Any) -> list[DTensor]:
 def _adopt(state: Any, *, plain: Callable[[str], bool], loading: bool) -> Adopted:
     kind = _dtensor_type()
     rank, world_size = group_rank(None), group_size(None)
-    # Of the ranks of the meshes, the lowest has the main copy; without meshes, of all ranks.
+    # The lowest rank of the meshes has the main copy; without meshes, the lowest of all ranks.
     meshes = {id(tensor.device_mesh): tensor.device_mesh for tensor in _dtensors(state)}
     ranks = sorted({int(n) for mesh in meshes.values() for n in mesh.mesh.flatten().tolist()})
     outside = bool(ranks) and len(ranks) < world_size

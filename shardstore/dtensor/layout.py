@@ -1,15 +1,15 @@
-"""How one DTensor lies on its mesh, and the sharded tensors that stand for this rank's part of it.
+"""Describe the part of a DTensor that this rank holds, as sharded tensors.
 
-Placements are applied to the mesh's dimensions from left to right, as ``torch.distributed.tensor``
-does: ``Shard`` cuts what is held by the rule of ``torch.chunk``; ``_StridedShard`` first cuts it
-into ``split_factor`` blocks and then each block, so that a coordinate may hold several runs of an
-axis. Every rank computes what every other holds, without asking.
+Placements apply to the mesh's dimensions from left to right, as in ``torch.distributed.tensor``.
+``Shard`` cuts the held part by the rule of ``torch.chunk``. ``_StridedShard`` first cuts it into
+``split_factor`` blocks and then cuts each block, so that a coordinate may hold several runs of an
+axis. Every rank computes the parts of all ranks without communication.
 
-A mesh says which of its ranks hold copies of a shard. What it does not say is what the ranks
-outside of it hold: another copy (a norm sharded over the data-parallel ranks of each
-tensor-parallel one), or nothing (another pipeline stage). So where a mesh is not the whole world,
-the ranks tell each other what they hold (:func:`claims`, which travel with a save's own exchanges),
-and the lowest one that holds a shard writes it.
+A mesh defines which of its ranks hold copies of a shard. Ranks outside the mesh may hold another
+copy (a norm sharded over the data-parallel ranks of each tensor-parallel rank), or nothing (another
+pipeline stage). So if a mesh does not contain all ranks, the ranks exchange the shards that they
+hold (:func:`claims`, sent with the reports of a save), and the lowest rank that holds a shard
+writes it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class AxisCut(NamedTuple):
 
     Attributes:
         parts: size of the mesh along the dimension.
-        split_factor: 1 for ``Shard``; see the module.
+        split_factor: 1 for ``Shard``; for ``_StridedShard`` see the module docstring.
     """
 
     parts: int
@@ -59,10 +59,10 @@ class AxisCut(NamedTuple):
 
 
 def held(length: int, cuts: Sequence[AxisCut], indices: Sequence[int]) -> Runs:
-    """What a coordinate holds of an axis.
+    """Return the runs of an axis that a coordinate of the mesh holds.
 
     Args:
-        length: of the axis.
+        length: length of the axis.
         cuts: the mesh dimensions that cut it, from left to right.
         indices: the coordinate along each of them.
     """
@@ -84,7 +84,7 @@ def held(length: int, cuts: Sequence[AxisCut], indices: Sequence[int]) -> Runs:
 
 
 def _between(runs: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """What lies at positions ``start:stop`` of the runs taken one after the other."""
+    """Yield the runs at positions ``start:stop`` of the concatenated runs."""
     position = 0
     for first, length in runs:
         low, high = max(start, position), min(stop, position + length)
@@ -95,11 +95,11 @@ def _between(runs: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator
 
 @lru_cache(maxsize=4096)
 def summary(length: int, cuts: tuple[AxisCut, ...]) -> tuple[int | None, int]:
-    """How an axis is cut, over all coordinates; the same on every rank.
+    """Summarise the cuts of an axis over all coordinates. The result is the same on every rank.
 
     Returns:
-        Into how many shards, if these are equal and in one piece each, else ``None``; and the
-        largest length of which all boundaries are multiples.
+        The number of shards, ``None`` if they differ in length or have several runs; and the
+        greatest common divisor of all boundaries.
     """
     edge = 0
     pieces = []
@@ -113,20 +113,23 @@ def summary(length: int, cuts: tuple[AxisCut, ...]) -> tuple[int | None, int]:
 
 
 def sharded_from_dtensor(key: str, tensor: DTensor, loading: bool) -> Any:
-    """What stands for a DTensor: a factory that gives its parts and takes the DTensor back.
+    """Return a factory that makes this rank's sharded tensors of a DTensor and merges them back
+    into the DTensor; a :class:`LocalNonpersistentObject` if this rank holds no element.
 
     Args:
-        key: of the tensor.
-        tensor: the DTensor; on the meta device one is made on its mesh's device when loading.
-        loading: whether its values are to be read, not written.
+        key: key of the tensor.
+        tensor: the DTensor. A load replaces one on the meta device by a new one on its mesh's
+            device.
+        loading: whether the tensor is loaded, not saved.
 
     Raises:
-        AccessPatternError: a placement is neither a shard nor a replica.
+        AccessPatternError: a placement is neither a shard nor a replica, or a DTensor on the meta
+            device has a shard order of its own.
     """
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        return LocalNonpersistentObject(tensor)  # This rank holds nothing of it.
+        return LocalNonpersistentObject(tensor)  # This rank is not in the mesh.
     shape = tuple(tensor.shape)
     cuts: list[list[AxisCut]] = [[] for _ in shape]
     indices: list[list[int]] = [[] for _ in shape]
@@ -141,8 +144,8 @@ def sharded_from_dtensor(key: str, tensor: DTensor, loading: bool) -> Any:
             indices[axis].append(index)
         else:
             raise AccessPatternError(
-                f"key {key!r} has the placement {placement}: its value is not there yet, "
-                "every rank has a part of a sum; redistribute it first "
+                f"key {key!r} has the placement {placement}: every rank holds only a part of a "
+                "sum; redistribute it first "
                 "(tensor.redistribute(placements=[Replicate()]))",
                 key=key,
             )
@@ -158,7 +161,7 @@ def sharded_from_dtensor(key: str, tensor: DTensor, loading: bool) -> Any:
         local, made = _materialised(tensor, local)
     replica_id: ReplicaId = tuple(replica) or 0
     if is_empty:
-        # Nobody holds an element, and one rank makes the array.
+        # No rank holds an element, and one rank creates the array.
         runs, cuts, replica_id = [((0, n),) for n in shape], [[] for _ in shape], tuple(coordinate)
     kind = ShardedTensor if mesh.size() == group_size(None) else ClaimedTensor
 
@@ -181,7 +184,7 @@ def _shards(
     runs: Sequence[Runs],
     may_be_flat: bool,
 ) -> list[ShardedTensor]:
-    """Return the sharded tensors of a rank, over the local tensor's memory: a box for each
+    """Return this rank's sharded tensors, which share the local tensor's memory: a box for each
     combination of its runs, or flattened ranges."""
     fragments, edges = zip(*map(summary, shape, cuts), strict=True) if shape else ((), ())
     flat = may_be_flat and _cells_are_tiny(shape, cuts, edges, local.element_size())
@@ -205,7 +208,7 @@ def _shards(
 
 
 def _with_position(runs: Runs) -> list[tuple[int, int, int]]:
-    """Return the runs, each with the place where it begins in the local tensor."""
+    """Return the runs, each with its start position in the local tensor."""
     positions = itertools.accumulate((n for _, n in runs), initial=0)
     return [(start, n, position) for (start, n), position in zip(runs, positions, strict=False)]
 
@@ -216,11 +219,11 @@ def _cells_are_tiny(
     edges: Sequence[int],
     itemsize: int,
 ) -> bool:
-    """Return whether a grid that fits all boundaries would be of very many very small chunks.
+    """Return whether a grid that fits all boundaries would have very many very small chunks.
 
-    It is so for uneven cuts of cuts (a vocabulary of 50257 over 2 x 4 ranks). Where only the first
-    axis is cut, flattened ranges are the better description: their few chunks that a boundary cuts
-    are put together by one rank.
+    Nested uneven cuts cause this (a vocabulary of 50257 over 2 x 4 ranks). If only the first axis
+    is cut, flattened ranges allow larger chunks: few chunks contain a boundary, and one rank
+    assembles each of those.
     """
     if not shape or not cuts[0] or any(cuts[1:]):
         return False
@@ -236,8 +239,8 @@ def _materialised(tensor: DTensor, local: torch.Tensor) -> tuple[torch.Tensor, D
     if _order(tensor) != list(range(tensor.device_mesh.ndim)):
         raise AccessPatternError(
             "a DTensor on the meta device is cut by the dimensions of its mesh in an order of its "
-            f"own ({_spec_of(tensor).shard_order}), of which none can be made; load into one that "
-            "has memory (torch.empty_like(tensor, device=...))"
+            f"own ({_spec_of(tensor).shard_order}), and a load cannot create such a DTensor; load "
+            "into one that has memory (torch.empty_like(tensor, device=...))"
         )
     made = Kind.from_local(
         fresh,
@@ -255,10 +258,11 @@ def _spec_of(tensor: DTensor) -> Any:
 
 
 def _order(tensor: DTensor) -> list[int]:
-    """Return the dimensions of the mesh, those that cut an axis in the order in which they cut it.
+    """Return the dimensions of the mesh in the order in which they cut the axes.
 
-    That is from left to right, unless the DTensor says otherwise (torch 2.10 and later,
-    ``DTensorSpec.shard_order``). Strided shards say it by their stride, and go from left to right.
+    The order is from left to right, unless the DTensor defines another one (torch 2.10 and later,
+    ``DTensorSpec.shard_order``). Strided shards express their order by the stride, so their
+    dimensions stay from left to right.
     """
     order = list(range(tensor.device_mesh.ndim))
     if any(hasattr(placement, "split_factor") for placement in tensor.placements):
@@ -271,7 +275,8 @@ def _order(tensor: DTensor) -> list[int]:
 
 @dataclass
 class ClaimedTensor(ShardedTensor):
-    """A sharded tensor that ranks unknown to this one may hold too, as the same replica."""
+    """A sharded tensor that ranks outside the DTensor's mesh may also hold, with the same replica
+    id."""
 
 
 def _identity(tensor: ShardedTensor) -> tuple[Any, ...]:
@@ -285,13 +290,14 @@ def _claimed(state: Any) -> list[ClaimedTensor]:
 
 
 def claims(state: ShardedStateDict) -> bytes:
-    """What this rank holds, as far as others may hold it too; empty where there is nothing."""
+    """Return a report of the main replicas on this rank that ranks outside their meshes may also
+    hold; empty if there are none."""
     held = [_identity(tensor) for tensor in _claimed(state) if _is_first_copy(tensor)]
     return pickle.dumps(held) if held else b""
 
 
 def _is_first_copy(tensor: ClaimedTensor) -> bool:
-    """Return whether this is the main replica as far as its own mesh goes."""
+    """Return whether this is the main replica within its own mesh."""
     return is_main_replica(tensor.replica_id)
 
 
@@ -305,7 +311,7 @@ def decide_claims(reports: Sequence[bytes]) -> bytes:
 
 
 def apply_claims(state: ShardedStateDict, decided: bytes) -> None:
-    """Make the shards that another rank writes replicas, in place."""
+    """Give the shards that another rank writes a replica id other than 0, in place."""
     if not decided:
         return
     owners = pickle.loads(decided)

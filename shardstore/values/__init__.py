@@ -1,1 +1,1 @@
-"""Values that are not tensors: JSON forms and files of torch."""
+"""Values that are not tensors: JSON forms, and files of ``torch.save``."""

@@ -1,10 +1,10 @@
-"""Values that are not tensors, as JSON and back, exactly.
+"""Convert values that are not tensors to JSON and back, exactly.
 
-Numbers, text, bytes, dates, paths, ``None``, the containers of the standard library with any such
-keys, NumPy's arrays and numbers, and torch's data types, sizes, devices, and tensors inside of
-other values. A type that JSON lacks becomes ``{"$type": NAME, "value": ...}``; FORMAT.md lists the
-names. Values of other types have no JSON form, so decoding runs no code that a file chooses. Torch
-is imported with the first value that needs it.
+The values are numbers, text, bytes, dates, paths, ``None``, the containers of the standard library
+with keys of these types, NumPy's arrays and numbers, and torch's data types, sizes and devices, and
+tensors inside other values. A type that JSON lacks becomes ``{"$type": NAME, "value": ...}``;
+FORMAT.md lists the names. Values of other types have no JSON form, so a file cannot choose code
+that decoding runs. Torch is imported for the first value that needs it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TAG = "$type"
 _MAX_DEPTH = 200
 
 _PLAIN = "biufcmMSU"
-"""Kinds of NumPy's data types whose bytes say all."""
+"""Kinds of NumPy's data types whose values are defined by their bytes."""
 
 _FACTORIES: dict[str, Callable[[], Any]] = {
     made.__name__: made for made in (bool, bytes, complex, dict, float, int, list, set, str, tuple)
@@ -46,10 +46,10 @@ class NotPlainError(TypeError):
 
 
 def encode(value: object) -> Any:
-    """Return the JSON form of a value, which ``json.dumps`` takes as it is.
+    """Return the JSON form of a value, for ``json.dumps``.
 
     Raises:
-        NotPlainError: names the type that has no JSON form.
+        NotPlainError: the value has no JSON form; the text names its type.
     """
     return _encode(value, 0)
 
@@ -72,7 +72,7 @@ def _encode(value: Any, depth: int) -> Any:
         name, form, _ = _FORMS[kind]
         return _tagged(name, form(value, depth + 1))
     if isinstance(value, np.generic) and value.dtype.kind in _PLAIN:
-        # Empty text has bytes of its own, which are none of its value's.
+        # tobytes() of empty text returns bytes although its item size is 0.
         data = value.tobytes()[: value.dtype.itemsize]
         return _tagged("numpy", [value.dtype.str, _base64(data)])
     if isinstance(value, np.dtype) and value.kind in _PLAIN:
@@ -101,7 +101,7 @@ def _encode_tensor(tensor: torch.Tensor) -> Any:
     import torch
 
     try:
-        # What is sparse, quantized, nested or without memory refuses one of these.
+        # One of these calls fails for sparse, quantized and nested tensors and without memory.
         plain = tensor.detach().cpu().resolve_conj().resolve_neg()
         # Not reshape: a single element may keep a stride, and then has no view of its bytes.
         flat = plain.contiguous().as_strided((plain.numel(),), (1,))
@@ -165,10 +165,10 @@ def _tagged(name: str, value: Any) -> dict[str, Any]:
 
 
 def decode(document: Any) -> Any:
-    """Return the value behind a JSON form.
+    """Return the value of a JSON form.
 
     Raises:
-        ValueError: it is not one that :func:`encode` makes.
+        ValueError: it is not a JSON form that :func:`encode` makes.
     """
     if isinstance(document, list):
         return [decode(item) for item in document]
@@ -190,7 +190,7 @@ def _dtype(name: str) -> torch.dtype:
 
     found = getattr(torch, name)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name!r} is no data type of torch")
+        raise ValueError(f"{name!r} is not a data type of torch")
     return found
 
 
@@ -222,10 +222,10 @@ def _array(parts: list[Any]) -> np.ndarray[Any, Any]:
     name, shape, text = parts
     dtype = np.dtype(name)
     if dtype.kind not in _PLAIN:
-        raise ValueError(f"{name!r} is no plain data type")
+        raise ValueError(f"{name!r} is not a plain data type")
     data = b64decode(text)
     _require_bytes(len(data), math.prod(shape) * dtype.itemsize)
-    # Of a buffer of its own, which may be written to.
+    # A bytearray makes the array writable.
     return np.ndarray(tuple(shape), dtype, bytearray(data))
 
 
@@ -262,7 +262,7 @@ def _counter(pairs: Any) -> collections.Counter[Any]:
 
 
 _Form = tuple[str, Callable[[Any, int], Any], Callable[[Any], Any]]
-"""Name of a type, what makes the JSON of a value, given its depth, and what makes a value of it."""
+"""Name of a type, its encoder (called with the value and its depth), and its decoder."""
 
 
 def _of_items(kind: Any) -> _Form:
@@ -295,7 +295,7 @@ def _of_parts(kind: Any, *names: str) -> _Form:
     def made(stored: list[Any]) -> Any:
         parts = decode(stored)
         if any(isinstance(part, str) for part in parts):  # a Fraction of "1e999999999" takes hours
-            raise ValueError(f"a {kind.__name__} of text")
+            raise ValueError(f"a part of a {kind.__name__} is text")
         return kind(*parts)
 
     return (
@@ -333,7 +333,7 @@ _FORMS: dict[type, _Form] = {
         lambda parts: collections.deque(decode(parts[0]), parts[1]),
     ),
 }
-"""By the exact type."""
+"""Forms by the exact type, without subclasses."""
 
 _DECODERS: dict[str, Callable[[Any], Any]] = {
     **{name: made for name, _, made in _FORMS.values()},

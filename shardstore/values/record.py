@@ -1,7 +1,7 @@
-"""The values of a state dict that are not tensors, as JSON: flat keys, each with its nested path.
+"""The record of a state dict's values that are not tensors: JSON by flat key, with nested paths.
 
-They are part of the root document, and conversions carry them from one format to another. Nothing
-is pickled, see :mod:`shardstore.values.plain`.
+The record is part of the root document. Conversions carry it from one format to another. It
+contains no pickles, see :mod:`shardstore.values.plain`.
 """
 
 from __future__ import annotations
@@ -17,27 +17,28 @@ from shardstore.sharded.base import StateDict
 from shardstore.values import plain as plain_values
 
 BACKEND, VERSION = "json", 1
-"""Name and version of the common backend that keeps such a record."""
+"""Name and version of the common backend that stores such a record."""
 MEMBER = "state_dict"
 """Member of ``attributes.shardstore`` of the root document."""
 
 MAX_INLINE_CHARACTERS = 64 * 1024
-"""Of a value's JSON in the root document, which everybody reads; longer ones are files."""
+"""Largest JSON text of a value in the root document, which every reader reads. Longer values are
+separate files."""
 
 MOST_DEEP = 500
-"""Dicts and lists in each other that a value lies in."""
+"""Largest number of nested dicts and lists around a value."""
 
 StatePath = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
 class StateRecord:
-    """The values of a state dict that are not tensors, and how it is nested.
+    """The values of a state dict that are not tensors, and its nesting.
 
     Attributes:
-        paths: flat key -> path in the nested state dict; a key without one stands for itself.
+        paths: flat key -> path in the nested state dict; the default path is the key itself.
         values: flat key -> JSON form of a value.
-        files: flat keys of what lies in files of its own.
+        files: flat keys of the values in separate files.
     """
 
     paths: Mapping[str, StatePath] = field(default_factory=dict)
@@ -51,10 +52,10 @@ class StateRecord:
 
     @classmethod
     def from_root(cls, attributes: Mapping[str, Any], url: str) -> StateRecord | None:
-        """Return the record of a root group; ``None`` where there is none.
+        """Return the record in the attributes of a root group, ``None`` if it has none.
 
         Raises:
-            DamagedCheckpointError: it is malformed.
+            DamagedCheckpointError: the record is malformed.
         """
         about = attributes.get("shardstore")
         found = about.get(MEMBER) if isinstance(about, Mapping) else None
@@ -74,7 +75,7 @@ class StateRecord:
         """Return a value by its flat key.
 
         Raises:
-            DamagedCheckpointError: what is stored is not what was written.
+            DamagedCheckpointError: the stored JSON form cannot be decoded.
         """
         try:
             return plain_values.decode(self.values[key])
@@ -87,13 +88,17 @@ class StateRecord:
             ) from error
 
     def nested(self, url: str, objects: Mapping[str, Any]) -> StateDict:
-        """Return all values in the nested state dict that they came from.
+        """Return the nested state dict of all values.
 
-        A list that holds tensors too, which are not here, is a dict from position to value.
+        The record has no tensors. So a list that also held tensors becomes a dict from position to
+        value.
 
         Args:
-            url: of the checkpoint, for error texts.
-            objects: flat key -> object, for those in files.
+            url: URL of the checkpoint, for error texts.
+            objects: flat key -> value, for the values in files.
+
+        Raises:
+            DamagedCheckpointError: a value cannot be decoded, or paths contradict each other.
         """
         state: StateDict = {}
         known = {**{key: self.value(key, url) for key in self.values}, **objects}
@@ -121,7 +126,7 @@ class StateRecord:
 
 def _path(path: Any) -> StatePath:
     if not 0 < len(path) <= MOST_DEEP or not all(type(name) in (str, int) for name in path):
-        raise TypeError(f"{path!r:.60} is no path")
+        raise TypeError(f"{path!r:.60} is not a path")
     return tuple(path)
 
 
@@ -142,7 +147,7 @@ def _lists_restored(state: Any, path: StatePath, mixed: Container[StatePath]) ->
         return state
     items = {name: _lists_restored(value, (*path, name), mixed) for name, value in state.items()}
     if type(state) is dict or path in mixed or sorted(items) != list(range(len(items))):
-        # A dict of numbers has such a path too.
+        # A dict with integer keys has the same paths as a list.
         return items
     return [items[i] for i in range(len(items))]
 
@@ -151,13 +156,13 @@ def as_json(value: object) -> Any:
     """Return the JSON form of a value.
 
     Raises:
-        NotPlainError: it has none.
+        NotPlainError: the value has no JSON form.
     """
     return as_text(value)[0]
 
 
 def as_text(value: object) -> tuple[Any, str]:
-    """Return the JSON form of a value, and its text; errors as :func:`as_json`."""
+    """Return the JSON form of a value, and its text. Raises the errors of :func:`as_json`."""
     try:
         document = plain_values.encode(value)
         return document, json.dumps(document, allow_nan=False)
@@ -166,5 +171,5 @@ def as_text(value: object) -> tuple[Any, str]:
 
 
 def is_long(text: str) -> bool:
-    """Return whether a value's JSON is a file of its own, beside the root document."""
+    """Return whether a value's JSON is too long for the root document, so that it is a file."""
     return len(text) > MAX_INLINE_CHARACTERS

@@ -1,7 +1,7 @@
-"""The records of a file of ``torch.save`` and their checksums, without torch.
+"""Read and verify the records of a file of ``torch.save``, without torch.
 
-Such a file is a zip archive (since torch 1.6) whose records carry CRC-32s that torch itself ignores
-on loading.
+Such a file is a zip archive (since torch 1.6). Its records have CRC-32 checksums, which torch
+ignores on loading.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ Stream = io.BytesIO | io.RawIOBase
 
 
 class Records:
-    """The records of an archive by name, without the folder that all of them are in.
+    """The records of an archive by name, without their common folder.
 
     Args:
-        file: the archive, which can be sought.
+        file: the archive, a seekable file.
 
     Raises:
         ValueError: the records take more bytes than the file has.
-        zipfile.BadZipFile: the file is no archive.
+        zipfile.BadZipFile: the file is not an archive.
     """
 
     def __init__(self, file: Stream) -> None:
         file.seek(0)
-        file.read(1)  # zipfile takes a file that cannot be read for one that is damaged
+        file.read(1)  # raises the read error, which zipfile would report as damage
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
         self._file = file
@@ -36,36 +36,43 @@ class Records:
             raise ValueError("records that are larger than the file")
 
     def start(self, name: str) -> int:
-        """Where the content of a record begins in the file.
+        """Return the offset of a record's content in the file, in bytes.
 
         Raises:
             KeyError: there is no such record.
-            ValueError: it is compressed, which torch never does.
+            ValueError: the record is compressed, which torch never does.
         """
         entry = self._entries[name]
         if entry.compress_type != zipfile.ZIP_STORED:
             raise ValueError(f"record {name} is compressed")
-        # The local header: 30 bytes, the name, and an extra field whose length it alone knows.
+        # The local header has 30 bytes, the name, and an extra field. Only it holds their lengths.
         self._file.seek(entry.header_offset + 26)
         header = self._file.read(4)
         lengths = int.from_bytes(header[:2], "little") + int.from_bytes(header[2:], "little")
         return entry.header_offset + 30 + lengths
 
     def size(self, name: str) -> int:
-        """Bytes of a record; errors as :meth:`start`."""
+        """Return the size of a record in bytes.
+
+        Raises:
+            KeyError: there is no such record.
+        """
         return self._entries[name].file_size
 
     def checksums(self) -> list[tuple[str, int]]:
-        """Name and CRC-32 of each record."""
+        """Return the name and CRC-32 of each record."""
         return [(name, entry.CRC) for name, entry in self._entries.items()]
 
     def read(self, name: str, default: bytes | None = None) -> bytes | bytearray:
-        """Return the content of a record; errors as :meth:`start`, and ``ValueError`` if it is cut
-        short.
+        """Return the content of a record.
 
         Args:
-            name: of the record.
-            default: the answer where there is no such record.
+            name: name of the record.
+            default: returned if there is no such record; ``None`` raises an error then.
+
+        Raises:
+            KeyError: there is no such record.
+            ValueError: the record is compressed or truncated.
         """
         if default is not None and name not in self._entries:
             return default
@@ -77,10 +84,10 @@ class Records:
 
 
 def verify_archive(data: bytes) -> None:
-    """Compare the records of a file of torch with their checksums.
+    """Compare the records of a file of ``torch.save`` with their checksums.
 
     Raises:
-        ValueError: a record is damaged, or the archive itself.
+        ValueError: a record or the archive itself is damaged.
     """
     if not data.startswith(b"PK"):
         return  # written by torch before 1.6
@@ -90,6 +97,6 @@ def verify_archive(data: bytes) -> None:
         damaged = [name for name, crc in sums if zlib.crc32(records.read(name)) != crc]
     except (zipfile.BadZipFile, NotImplementedError, KeyError) as error:
         raise ValueError(str(error)) from error
-    # Where no checksum at all is right, they were switched off when another program wrote this.
+    # If no checksum matches, the program that wrote the file had switched checksums off.
     if damaged and len(damaged) < len(sums):
         raise ValueError(f"record {damaged[0]} fails its checksum")

@@ -1,9 +1,9 @@
-"""Files of ``torch.save``, read without running code that the file chooses.
+"""Read files of ``torch.save`` without running code that the file chooses.
 
-The pickle in such a file names functions and classes. Here each known name is mapped to a function
-that builds a fresh value from what the pickle gives and checks it first, so that a damaged or
-hostile file costs no more than it weighs and reaches no memory but its own. A class beyond those
-loads if the program allowed it (``torch.serialization.add_safe_globals``).
+The pickle in such a file names functions and classes. This module maps each known name to a
+function that checks the arguments and builds a new value. So a damaged or hostile file makes the
+load use no more memory than its size, and reaches no other memory. Other classes load only if the
+program allows them (``torch.serialization.add_safe_globals``).
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from shardstore.storage.format.dtypes import require_memory
 from shardstore.values.torch_archive import Records, Stream, verify_archive
 
 _BLOCKED = ("sys", "os", "posix", "nt")
-"""Modules of which no program can allow anything, as in torch."""
+"""Modules whose functions and classes a program cannot allow, as in torch."""
 _EMPTY = {bool, bytes, dict, float, int, list, str, tuple}
-"""Types that a defaultdict makes. A pickle may call them without arguments only."""
+"""Types that a defaultdict may make. A pickle may call them only without arguments."""
 _FILLED = {list, dict, set, collections.deque, collections.defaultdict, collections.Counter}
 _FILLED |= {collections.OrderedDict}
 _NUMPY_CODES = "?bhilqBHILQefdFD"
 _SURE = {type(None), bool, int, float, complex, str, bytes, io.BytesIO}
-"""Types of values that need no proof: whatever they hold can be loaded."""
+"""Types whose values can always be loaded, so that a save need not test them."""
 _ATTRIBUTED = {argparse.Namespace, types.SimpleNamespace, collections.OrderedDict}
 
 
 class BoundedUnpickler(pickle._Unpickler):
-    """The unpickler of the standard library in Python. That in C allocates whatever size a number
-    in the pickle claims."""
+    """The Python unpickler of the standard library. The C unpickler allocates any size that a
+    number in the pickle claims."""
 
     stack: list[Any]
     metastack: list[list[Any]]
@@ -61,11 +61,14 @@ class BoundedUnpickler(pickle._Unpickler):
 
 
 class _RefusedError(Exception):
-    """Says what a whole pickle needs and this program does not load, and how it could be loaded."""
+    """An undamaged pickle needs something that this program does not load.
+
+    Its arguments are a description of it, and the remedy.
+    """
 
 
 class _Unfilled:
-    """Stands for a value that a pickle makes empty and fills later, until it is filled."""
+    """Placeholder for a value that a pickle creates empty and fills later."""
 
     def __init__(self, fill: Callable[[Any], Any]) -> None:
         self.fill = fill
@@ -92,7 +95,7 @@ def _full_name(module: str, name: str) -> str:
 
 
 def _of(kind: type, *allowed: type) -> Callable[..., Any]:
-    """Return a function that makes a value of a type from arguments of some types."""
+    """Return a function that makes a value of a type from arguments of the allowed types."""
 
     def make(*args: Any) -> Any:
         _require(all(type(arg) in allowed for arg in args), f"arguments of {kind.__name__}")
@@ -211,11 +214,11 @@ _KNOWN: dict[str, Any] = {
 
 
 class _Unpickler(BoundedUnpickler):
-    """Unpickles what ``torch.save`` wrote.
+    """Unpickler for files of ``torch.save``.
 
     Args:
         file: the pickle.
-        storage: gives a storage by its name and size in bytes.
+        storage: returns a storage by its name and size in bytes.
     """
 
     def __init__(
@@ -304,7 +307,7 @@ class _Unpickler(BoundedUnpickler):
 
 
 def _filling(code: int, target: Callable[[_Unpickler], Any]) -> Callable[[_Unpickler], None]:
-    """Return an operation that puts items into a container, of known containers alone."""
+    """Return an operation that adds items to a container, and refuses unknown containers."""
     plain = BoundedUnpickler.dispatch[code]
 
     def fill(self: _Unpickler) -> None:
@@ -320,7 +323,7 @@ for _code in (pickle.APPENDS, pickle.SETITEMS, pickle.ADDITEMS):
 _Unpickler.dispatch[pickle.APPEND[0]] = _filling(pickle.APPEND[0], lambda self: self.stack[-2])
 _Unpickler.dispatch[pickle.SETITEM[0]] = _filling(pickle.SETITEM[0], lambda self: self.stack[-3])
 for _code in (pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX, pickle.EXT1, pickle.EXT2, pickle.EXT4):
-    del _Unpickler.dispatch[_code[0]]  # they call things in ways of their own
+    del _Unpickler.dispatch[_code[0]]  # they would call classes without the checks above
 
 
 def dump_bytes(value: object) -> bytes:
@@ -343,19 +346,18 @@ def load_bytes(
     checked: bool = False,
     meta: bool = False,
 ) -> Any:
-    """What ``torch.save`` wrote, loaded without running code from it.
+    """Load a file of ``torch.save`` without running code from it.
 
     Args:
-        data: all of the file; or the file, whose own checksums are not looked at.
-        url: of the file, for error texts.
-        key: of the object in it, likewise.
-        checked: the file is known to be the one that was written; its own checksums are not
-            looked at.
-        meta: tensors get no memory: they are on the device ``meta``.
+        data: the content of the file; or the open file, whose checksums are not verified.
+        url: URL of the file, for error texts.
+        key: key of the object in the file, for error texts.
+        checked: whether the caller has verified the content; its checksums are not verified again.
+        meta: whether tensors are on the device ``meta``, without memory.
 
     Raises:
-        UnsafeObjectError: a class that is not allowed; says how to allow it.
-        DamagedCheckpointError: not a file of ``torch.save``, or one that no program writes.
+        UnsafeObjectError: the file needs a class that is not allowed; the text names the remedy.
+        DamagedCheckpointError: the file is damaged, or not a file of ``torch.save``.
     """
     about = f" (object {key!r})" if key is not None else ""
     try:
@@ -394,20 +396,20 @@ def _unpickled(data: Stream, *, meta: bool = False) -> Any:
     return _Unpickler(io.BytesIO(records.read("data.pkl")), storage).load()
 
 
-# -- the proof that a save can be loaded -----------------------------------------------------------
+# -- check before a save that values can be loaded -------------------------------------------------
 
 
 def require_loadable(value: object, what: str) -> None:
-    """Refuse a value that :func:`load_bytes` would not give back.
+    """Check that :func:`load_bytes` can load a value again.
 
-    Values of other types than the plainest are written and read again, in memory.
+    Values of types that may fail are written and read again, in memory.
 
     Args:
         value: nested dicts, lists and tuples.
-        what: names it in the error text.
+        what: name of the value in the error text.
 
     Raises:
-        CheckpointingException: names the path and the type of the first such value.
+        CheckpointingException: a value cannot be loaded; the text names its path and type.
     """
     doubtful = list(_doubtful(value, ()))
     if _problem([found for _, found in doubtful]) is None:
@@ -426,7 +428,7 @@ def require_loadable(value: object, what: str) -> None:
 
 
 def _doubtful(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield the values whose types do not say that they can be loaded, with their paths."""
+    """Yield the values whose types do not guarantee that they can be loaded, with their paths."""
     if type(value) in (dict, collections.OrderedDict):
         for key in value:
             if type(key) not in _SURE:
@@ -457,13 +459,14 @@ def _freed(tensor: torch.Tensor) -> Exception | None:
 
 
 def _problem(values: Sequence[Any]) -> Exception | None:
-    """Why values cannot be written and read again, if so."""
+    """Return the error of writing values and reading them again; ``None`` if they are loaded with
+    the same types."""
     for value in values:
         if type(value) is torch.Tensor and value.layout is torch.strided and _freed(value):
             return _freed(value)
     try:
         found = _unpickled(io.BytesIO(dump_bytes(values))) if values else ()
-    except Exception as error:  # as a class's own functions raise
+    except Exception as error:  # methods of a class may raise any exception
         return error
     for one, other in zip(values, found, strict=True):
         if type(one) is not type(other):
