@@ -87,7 +87,7 @@ def __getattr__(name: str) -> object:
     if name in _WHERE:
         from shardstore.storage.movers.collector import collector_paused
 
-        with collector_paused():  # two thirds of the time that a first save's imports take
+        with collector_paused():  # garbage collection slows the imports of a first save
             value = getattr(importlib.import_module(f"shardstore.{_WHERE[name]}"), name)
         globals()[name] = value
         return value

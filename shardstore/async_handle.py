@@ -65,9 +65,10 @@ def async_save(
     Every rank calls it and waits for all others once, before anything is copied, so that wrong
     input on one rank is an error on all. After the call the state may be changed, unless
     ``overlap_staging``. A thread writes the copy and commits together with the other ranks. The
-    save completes even if nobody uses the handle. If the last save of a program failed and nobody
-    asked its handle, the program prints the error and exits with 1. Wait for the handle before
-    ``destroy_process_group``: the ranks need their connections until the commit.
+    save completes even if the program does not use the handle. If the last save of a program failed
+    and the program never asked its handle for the error, the program prints it and exits with 1.
+    Wait for the handle before ``destroy_process_group``, because the ranks need their connections
+    until the commit.
 
     Args:
         sharded_state_dict: see :func:`shardstore.save`, also for the arguments that are not
@@ -76,9 +77,10 @@ def async_save(
         common_strategy: how the other values are stored; they are written before the call returns.
         overlap_staging: return at once and copy in the background. Call
             :meth:`AsyncSave.wait_staged` before changing the state.
-        when_busy: if the previous save is still running, wait for it, or refuse with an error.
-        at_exit: the interpreter waits for the save at its exit, or aborts it (nothing is
-            committed).
+        when_busy: what to do if the previous save is still running: ``"wait"`` for it, or
+            ``"refuse"`` with an error.
+        at_exit: what an exiting interpreter does: ``"wait"`` for the save, or ``"abort"`` it, so
+            that nothing is committed.
         **options: how the checkpoint is written, as for :func:`shardstore.save`. ``progress`` is
             called from the thread.
         _error: an earlier error of this rank; every rank raises it.
@@ -99,7 +101,7 @@ def async_save(
         ("when_busy", when_busy, ("wait", "refuse")),
         ("at_exit", at_exit, ("wait", "abort")),
     ):
-        if given not in choices:  # every rank raises it, in SaveSession.begin
+        if given not in choices:  # SaveSession.begin raises it on every rank
             error = error or ArgumentError(
                 f"{name}={given!r} must be {' or '.join(map(repr, choices))}"
             )
@@ -156,7 +158,7 @@ class AsyncSave:
         self._is_seen = False
         self._finished = threading.Event()
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-        # A daemon, so that the exit functions run and decide whether to wait for it.
+        # A daemon thread, so that the exit functions run and decide whether to wait for it.
         self._thread = threading.Thread(target=self._run, name="shardstore-save", daemon=True)
         self._aborts = at_exit == "abort"
         self._thread.start()
@@ -177,7 +179,7 @@ class AsyncSave:
             self._error = error
             logger.error("asynchronous save to %s failed: %s", self.url, error)
         finally:
-            self._running = None  # frees memory: a program may keep the handle
+            self._running = None  # frees memory, because a program may keep the handle
             self._finished.set()
 
     def done(self) -> bool:
@@ -206,7 +208,7 @@ class AsyncSave:
             timeout: seconds; ``None``: no limit.
 
         Returns:
-            Whether the state may be changed. After a failure it may.
+            Whether the state may be changed; also true after a failure.
         """
         running = self._running
         staging = None if running is None else running[0].staging
@@ -262,7 +264,7 @@ class AsyncSave:
             "wait for it there",
             url=self.url,
         )
-        self._finished = threading.Event()  # a thread may have held the old one's lock
+        self._finished = threading.Event()  # a thread may have held the lock of the old event
         self._finished.set()
 
     def _at_exit(self) -> None:
@@ -271,21 +273,22 @@ class AsyncSave:
         self._finished.wait(ABORT_WAIT_S if self._aborts else None)
 
     def _tell(self) -> None:
-        """At the exit, print an error that the program never asked for, and have it exit with 1."""
+        """At exit, print the error if the program never asked for it, and set exit code 1."""
         if self._error is not None and not self._is_seen:
             print(f"the asynchronous save to {self.url} failed:", file=sys.stderr)
             traceback.print_exception(self._error)
-            for file in gc.get_objects():  # not all are closed before the end
+            for file in gc.get_objects():  # os._exit does not flush open files
                 if isinstance(file, io.TextIOBase | io.BufferedIOBase):
                     with suppress(Exception):
                         file.flush()
-            # Deleted after all exit functions and all other modules: it refers to none of them.
+            # The interpreter deletes this object after all exit functions and all other modules,
+            # because it refers to none of them.
             leave = {"__del__": staticmethod(partial(os._exit, 1))}
             sys.shardstore_exit = type("Exit", (), leave)()  # type: ignore[attr-defined]
 
 
 def _leave_latest() -> None:
-    # Keep the handle: the child must not free the save's memory, which may be a device driver's.
+    # Keep the handle, because the child must not free memory of the save that a driver may own.
     if _latest is not None:
         _latest._leave()
 
@@ -301,9 +304,9 @@ def _tell_latest() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_latest)
-atexit.register(_tell_latest)  # after _end_latest: the last to be registered is the first
+atexit.register(_tell_latest)  # runs after _end_latest, because the last registered runs first
 atexit.register(_end_latest)
 # Exit functions run newest first, so concurrent.futures must be imported before this.
 assert issubclass(ThreadPoolExecutor, Executor)
-with suppress(AttributeError, RuntimeError):  # not in the documented interface
+with suppress(AttributeError, RuntimeError):  # the function is private
     threading._register_atexit(_end_latest)  # type: ignore[attr-defined]

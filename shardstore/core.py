@@ -21,12 +21,12 @@ from shardstore.storage.stores.location import Location
 
 CONFIG_FNAME = "metadata.json"
 DCP_BACKEND = "torch_dist"
-"""Name of the backend whose files are DCP's."""
+"""Name of the backend that uses DCP's own files."""
 
 
 @dataclass
 class CheckpointingConfig:
-    """Which strategies can read a checkpoint.
+    """Names and versions of the backends that wrote a checkpoint.
 
     Attributes:
         sharded_backend: name of the backend that wrote the sharded tensors, such as ``"zarr"``.
@@ -73,7 +73,7 @@ def maybe_load_config(checkpoint_dir: str | Path) -> CheckpointingConfig | None:
 
     Raises:
         DamagedCheckpointError: the document is not JSON.
-        NotACheckpointError: the document is JSON, but :func:`save_config` does not write such.
+        NotACheckpointError: the document is JSON, but does not describe backends.
     """
     return stored_config(StoredCheckpoint(Location.of(checkpoint_dir)))
 
@@ -99,17 +99,18 @@ def stored_config(stored: StoredCheckpoint) -> CheckpointingConfig | None:
     config = _parse_config(document, url)
     has_root = config.sharded_backend == "zarr" and config.sharded_backend_version >= 2
     if not location.is_local and has_root and not stored.has_document("zarr.json"):
-        # In an object store, a running or dead save has written to the target already.
+        # In an object store, a save that is running or dead may have written this document.
         return None
     return config
 
 
 def _config_of_root(stored: StoredCheckpoint) -> CheckpointingConfig | None:
-    """Return the backends that the root document names, if it was read before and names them."""
+    """Return the backends that the root document names; ``None`` if it was not read before or names
+    none."""
     if "zarr.json" not in stored.documents or CONFIG_FNAME in stored.documents:
         return None
     try:
-        stored.document("zarr.json")  # one that is not there yet is no damage here
+        stored.document("zarr.json")  # a missing root document is not damage here
         found = None if stored.root is None else stored.root.about.get("config")
     except (FileNotFoundError, NotACheckpointError, FormatVersionError):
         return None
@@ -119,7 +120,7 @@ def _config_of_root(stored: StoredCheckpoint) -> CheckpointingConfig | None:
 def _parse_config(document: object, url: str) -> CheckpointingConfig:
     known = {field.name for field in fields(CheckpointingConfig)}
     if isinstance(document, dict) and "common_backend" not in document:
-        # Megatron-Core 0.19 keeps the common part among the objects of torch_dist.
+        # Megatron-Core 0.19 stores the common part as an object of torch_dist.
         is_dcp = document.get("sharded_backend") == DCP_BACKEND
         document = {**document, **({"common_backend": DCP_BACKEND} if is_dcp else {})}
     try:

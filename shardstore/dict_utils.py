@@ -1,6 +1,6 @@
 """Functions that iterate over, map, split, merge and compare nested dicts and lists.
 
-Dicts and lists are structure. Everything else, also a tuple, is a value.
+Dicts and lists are structure. Everything else is a value, including tuples.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ _BUILTIN = (None, bool, dict, float, int, list, set, str, tuple)
 
 
 def empty_like(x: Any) -> dict[Any, Any]:
-    """An empty dict of the same kind: an OrderedDict, a Counter, a defaultdict of builtin types;
-    those of other classes become dicts."""
+    """Return an empty dict of the same class: OrderedDict, Counter, or defaultdict with a builtin
+    factory. For any other class, return a plain dict."""
     if type(x) is defaultdict and x.default_factory in _BUILTIN:
         return defaultdict(x.default_factory)
     return OrderedDict() if type(x) is OrderedDict else Counter() if type(x) is Counter else {}
@@ -226,9 +226,10 @@ def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
 
 
 def ordered_like(asked: Any, found: Any) -> Any:
-    """``found`` with the keys of its nested dicts in the order of ``asked``, others after them.
+    """Return ``found`` with the keys of its nested dicts in the order of ``asked``.
 
-    Plain dicts become dicts of the kind that ``asked`` has in their places.
+    Keys that ``asked`` lacks come last. A plain dict becomes a dict of the class that ``asked`` has
+    at its place.
     """
     if isinstance(asked, list) and isinstance(found, list) and len(asked) == len(found):
         return [ordered_like(one, other) for one, other in zip(asked, found, strict=True)]
@@ -242,7 +243,7 @@ def ordered_like(asked: Any, found: Any) -> Any:
 
 
 def merge(x1: Any, x2: Any, key: tuple[int | str, ...] = ()) -> Any:
-    """Merge a nested structure into another one, in place. They must not share a value's place.
+    """Merge a nested structure into another one, in place. Only one may have a value at each place.
 
     Args:
         x1: receives the entries of ``x2``; dicts are united, lists must have equal lengths.

@@ -28,7 +28,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 class ShardDistribution(NamedTuple):
-    """Which rank of a group saves or loads which shard.
+    """The distribution of shards over the ranks of a group, for a save or a load.
 
     Attributes:
         main_rank_for_shard: shard -> the rank (in the group) that saves or loads it.
@@ -52,8 +52,8 @@ def distribute_shards_to_ranks(
     """Assign each shard to one of the ranks that hold it, with about equal bytes for each rank.
 
     The algorithm is greedy and deterministic: shards with the fewest candidates come first, then
-    the largest, then by shard id. Each goes to the candidate with the fewest bytes (of equals, the
-    one with the lowest number).
+    the largest, then the order is that of shard ids. Each shard goes to the candidate with the
+    fewest bytes, and among equal candidates to the one with the lowest number.
 
     Args:
         shard_to_ranks: shard -> ranks that hold it; no list is empty.
@@ -217,7 +217,7 @@ def exchange_by_distribution(
         tensor = loaded_tensors.get(shard_id)
         if tensor is None:
             tensor = _receiving(unloaded_shards.get(shard_id, described[shard_id]))
-        # Not reshape: a single element with a stride has no view as bytes.
+        # Not reshape, because a single element with a stride cannot be viewed as bytes.
         flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
         broadcast_bytes(flat.view(torch.uint8), main_ranks[shard_id], parallelization_group)
         if shard_id in unloaded_shards:
@@ -235,7 +235,7 @@ def require_known(exchange_algo: str) -> None:
     known = ("broadcast", "gather_rounds", "gather_object")
     if exchange_algo not in known:
         raise NotImplementedError(
-            f"Unknown exchange algorithm {exchange_algo!r}; there are {', '.join(known)}"
+            f"Unknown exchange algorithm {exchange_algo!r}; give one of {', '.join(known)}"
         )
 
 

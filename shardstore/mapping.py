@@ -64,7 +64,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-# Notices already logged in this process: each is logged once, not for every shard.
+# Notices already logged in this process. Each is logged once, not for every shard.
 _logged_deprecations: dict[str, bool] = {}
 
 
@@ -162,7 +162,7 @@ class ShardedTensor(ShardedBase):
         )
         try:
             problem = misfit(*about)
-        except TypeError:  # lists, set by hand, are not hashable
+        except TypeError:  # a caller set a list, which is not hashable
             problem = misfit.__wrapped__(*about)
         if problem is not None:
             raise self._wrong(problem)
@@ -221,8 +221,8 @@ class ShardedTensor(ShardedBase):
             init_kwargs: further attributes of :class:`ShardedTensor`.
 
         Raises:
-            AccessPatternError: (a ``ValueError``) an axis, index or number of parts is out of
-                range, or a flattened range is given.
+            AccessPatternError: an axis, index or number of parts is out of range, or a flattened
+                range is given. It is a ``ValueError``.
         """
         if flattened_range is not None:
             raise AccessPatternError(
@@ -263,8 +263,8 @@ class ShardedTensor(ShardedBase):
             kwargs: ``replica_id``, ``prepend_axis_num``, ``allow_shape_mismatch``.
 
         Raises:
-            CheckpointingException: there is no range, the data is not 1-D, its length is not that
-                of the range, or a rank offset is out of range.
+            CheckpointingException: no range is given, the data is not 1-D, the lengths of data and
+                range differ, or a rank offset is out of range.
         """
         if flattened_range is None:
             raise AccessPatternError(
@@ -299,7 +299,7 @@ class ShardedTensor(ShardedBase):
 
     @property
     def has_regular_grid(self) -> bool:
-        """Return whether the global tensor is cut into equal parts along each axis."""
+        """Whether the global tensor is cut into equal parts along each axis."""
         return self.axis_fragmentations is not None
 
     def global_slice(self) -> tuple[int | slice, ...]:
@@ -402,7 +402,7 @@ class ShardedTensor(ShardedBase):
             return
         start, stop = self._flat_bounds()
         if init_fn in (torch.empty, torch.zeros, torch.ones):
-            # Every element is equal, so only the range needs memory.
+            # All elements are equal, so allocate only the range.
             self.data = init_fn((stop - start,), dtype=self.dtype, device=device)
             return
         whole = init_fn(self.local_shape, dtype=self.dtype, device=device)

@@ -132,15 +132,15 @@ class Meter:
         return self._callback is not None
 
     def expect(self, size: int, chunks: int = 0) -> None:
-        """So many more bytes and chunks are to come."""
+        """Add bytes and chunks to the totals."""
         self._tell("move", bytes_total=size, chunks_total=chunks)
 
     def enter(self, phase: Phase) -> None:
-        """Another phase begins."""
+        """Begin another phase."""
         self._tell(phase)
 
     def count(self, size: int, chunks: int = 1) -> None:
-        """So many more bytes and chunks are done."""
+        """Add bytes and chunks to those that are done."""
         self._tell(bytes_done=size, chunks_done=chunks)
 
     def _tell(self, phase: Phase | None = None, **more: int) -> None:
@@ -234,14 +234,14 @@ def bar(console: Console | None = None) -> ProgressCallback:
             )
             shown[about].add_task("", total=None)
         name = event.url.rpartition("/")[2]
-        name = name if name.isprintable() else ascii(name)  # nothing that a terminal obeys
+        name = name if name.isprintable() else ascii(name)  # no control sequences
         shown[about].update(
             shown[about].task_ids[0],
             description=f"{event.operation} {name} {phases.get(event.phase, '')}".rstrip(),
             completed=event.bytes_done,
             total=event.bytes_total if event.bytes_total or event.finished else None,
         )
-        shown[about].start()  # does nothing where it is shown already
+        shown[about].start()  # does nothing if the bar is shown already
         if event.finished:
             shown.pop(about).stop()
 

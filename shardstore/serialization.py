@@ -52,8 +52,8 @@ T = TypeVar("T")
 
 
 def _common_strategy_may_lack(function: Callable[P, T]) -> Callable[P, T]:
-    """Take positional arguments as Megatron-Core 0.19 has them too: without ``common_strategy``,
-    so that a bool, of ``validate_access_integrity``, is in its place."""
+    """Make a function also accept the positional arguments of Megatron-Core 0.19, which has no
+    ``common_strategy``: a bool in its place is ``validate_access_integrity``."""
 
     @wraps(function)
     def called(*args: Any, **kwargs: Any) -> T:
@@ -96,8 +96,9 @@ def save(
         common_strategy: how the other values are stored; default ``("torch", 1)``. Positional
             arguments may leave it out, as in Megatron-Core 0.19: a bool in its place is
             ``validate_access_integrity``.
-        validate_access_integrity: refuse the commit unless each element of each tensor, and each
-            object, is saved exactly once; log where a rank's common values differ from rank 0's.
+        validate_access_integrity: check that each element of each tensor, and each object, is saved
+            exactly once, else raise an error; log differences of a rank's common values from rank
+            0's.
         async_sharded_save: return an :class:`AsyncRequest` that writes the tensors. The strategy
             must support this.
         preprocess_common_before_consistancy_check: called with a copy of the common values; the
@@ -171,7 +172,7 @@ def _save_strategies(
     sharded: SaveShardedStrategy | tuple[str, int] | None,
     common: SaveCommonStrategy | tuple[str, int] | None,
 ) -> tuple[SaveShardedStrategy, SaveCommonStrategy]:
-    # Looked up at call time: programs replace these functions to change the defaults.
+    # Looked up at call time, because programs replace these functions to change the defaults.
     sharded = get_default_save_sharded_strategy() if sharded is None else sharded
     common = get_default_save_common_strategy() if common is None else common
     if not isinstance(sharded, SaveShardedStrategy):
@@ -214,24 +215,23 @@ def load(
     """Load a checkpoint under any layout.
 
     Every rank calls it with the layout that it wants, and waits for the others. One rank reads the
-    documents for all. Given tensors are filled in place; where their memory can be written
-    directly, chunks are read directly into it. For a sharded tensor without data, the load makes a
-    new tensor.
+    documents for all. Given tensors are filled in place; chunks are read directly into their memory
+    if it can be written directly. For a sharded tensor without data, the load makes a new tensor.
 
     Args:
         sharded_state_dict: nested dicts and lists with sharded tensors, objects, factories and
             non-persistent objects.
         checkpoint_dir: folder or URL of a committed checkpoint.
         sharded_strategy: how tensors are read; default: the strategy of the checkpoint's backend.
-        common_strategy: how the other values are read; default: likewise. See :func:`save` for
-            positional arguments.
+        common_strategy: how the other values are read; default: the strategy of the checkpoint's
+            backend for them. See :func:`save` for positional arguments.
         validate_access_integrity: check that all ranks together ask for each element of each
             tensor exactly once.
         strict: what to do about keys that only the checkpoint or only the state dict has, see
             :class:`StrictHandling`.
-        verify_integrity: first verify each file by ``integrity.json``, on the coordinator.
-        process_group: the ranks that load together; default: all. Only they call this function,
-            and together they ask for each tensor once.
+        verify_integrity: first compare each file with ``integrity.json``, on the coordinator.
+        process_group: the ranks that load together; default: all. Only these ranks call this
+            function, and together they ask for each element of a tensor once.
         storage_options: see :func:`save`.
         map_location: device of new tensors; default: the CPU. Given tensors keep their device.
         replica_group: a process group (this rank's data-parallel group) whose ranks share the
@@ -242,21 +242,22 @@ def load(
         exchange_budget_bytes: host memory for chunks that are sent to other ranks, copied to a
             device or cast. Ranks that share use the smallest of their budgets.
         cast: allow tensors whose data type differs from the stored one; values are converted as by
-            ``Tensor.copy_``. A cast that loses more than precision or range remains an error: a
-            float to an integer, a complex to a real number, a number to a bool (whatever
-            ``torch.can_cast`` denies). Sharded objects and common values are not cast. ``"warn"``
-            allows every cast of ``Tensor.copy_``, as Megatron-Core does; each rank logs one warning
-            with the number of tensors.
-        progress: called as this rank's tensors fill, see :func:`save`.
+            ``Tensor.copy_``. A cast that loses more than precision or range remains an error, as
+            ``torch.can_cast`` defines it: a float to an integer, a complex to a real number, a
+            number to a bool. Sharded objects and common values are not cast. ``"warn"`` allows
+            every cast of ``Tensor.copy_``, as Megatron-Core does; each rank logs one warning with
+            the number of tensors.
+        progress: called while this rank's tensors are filled, see :func:`save`.
 
     Returns:
         The common values with the loaded state merged in. With a ``RETURN_*`` mode, a tuple of
         this, the missing keys and the unexpected keys.
 
     Raises:
-        NotACheckpointError, FormatVersionError: there is no checkpoint that can be loaded.
+        NotACheckpointError, FormatVersionError: the place holds no checkpoint, or one of a format
+            that this version cannot read.
         MissingKeyError, ShapeMismatchError, DTypeMismatchError: stored and requested keys, shapes
-            or data types differ (data types: without ``cast``, or if the cast is not allowed).
+            or data types differ. Data types may differ with ``cast``, if the cast is allowed.
         ChunkMissingError, ChunkCorruptError, DamagedCheckpointError: stored data is missing or
             damaged.
         UnsafeObjectError: a pickled class is not allowed.
@@ -281,7 +282,7 @@ def load(
         cast=cast,
         progress=progress,
     )
-    # Looked up at call time: programs replace it.
+    # Looked up at call time, because programs replace it.
     return run_load(call, load_sharded_metadata)
 
 
@@ -401,7 +402,7 @@ def load_content_metadata(
         storage_options: see :func:`shardstore.save`.
 
     Raises:
-        CheckpointingException: neither of the two was given.
+        CheckpointingException: neither ``checkpoint_dir`` nor ``preloaded_state_dict`` is given.
     """
     if preloaded_state_dict is None:
         if checkpoint_dir is None:

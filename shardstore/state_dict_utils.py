@@ -1,6 +1,6 @@
-"""The preparation of a sharded state dict for a save or a load.
+"""Prepares a sharded state dict for a save or a load.
 
-It builds factories, and splits the state into sharded entries, common values and non-persistent
+It builds the factories, and splits the state into sharded entries, common values and non-persistent
 objects.
 """
 
@@ -104,7 +104,7 @@ def check_state(state_dict: object) -> None:
     """Raise an error unless a state dict is a dict or a list.
 
     Raises:
-        StructureError: it is neither.
+        StructureError: the state dict is neither a dict nor a list.
     """
     if not isinstance(state_dict, dict | list):
         a = "an" if type(state_dict).__name__[0] in "aeiou" else "a"
@@ -125,10 +125,10 @@ def check_lists(x: dict[Any, Any] | list[Any], path: tuple[Any, ...] = ()) -> tu
         path: path of ``x`` in the whole state dict, for the error text.
 
     Returns:
-        Whether it holds sharded values, and whether it holds others.
+        Whether ``x`` holds sharded values, and whether it holds others.
 
     Raises:
-        StructureError: there is such a list.
+        StructureError: ``x`` holds such a list, or a tuple with a sharded value.
     """
     found = []
     for key, value in x.items() if isinstance(x, dict) else enumerate(x):

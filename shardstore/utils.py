@@ -40,13 +40,13 @@ class _UnequalLengthsError(StructureError, AssertionError):
 
 
 def zip_strict(*args: Iterable[Any]) -> Iterable[tuple[Any, ...]]:
-    """``zip(..., strict=True)`` whose error names every length.
+    """Do ``zip(..., strict=True)`` with an error that names every length.
 
     Args:
         args: iterables; they are read to their ends.
 
     Raises:
-        ValueError: (an ``AssertionError`` too) the lengths differ.
+        ValueError: the lengths differ. The error is an ``AssertionError`` too.
     """
     lists = [list(arg) for arg in args]
     lengths = [len(values) for values in lists]
@@ -133,7 +133,8 @@ def extract_nonpersistent(
 
 
 def _rename_keys(sharded_state_dict: ShardedStateDict, rename: Callable[[str], str]) -> None:
-    """Replace every sharded key by ``rename(key)``, once per object; after an error none."""
+    """Replace every sharded key by ``rename(key)``, once per object. After an error of ``rename``
+    no key is changed."""
     shards = {id(v): v for v in nested_values(sharded_state_dict) if isinstance(v, ShardedBase)}
     renamed = [(shard, rename(shard.key)) for shard in shards.values()]
     for shard, key in renamed:
@@ -232,7 +233,7 @@ def logger_stack(
 ) -> Iterator[tuple[str, logging.Logger]]:
     """Name a scope and set its logger, for :func:`debug_msg` and :func:`debug_time`.
 
-    Scopes nest. At the end, also after an error, the enclosing scope is current again.
+    Scopes nest. When a scope ends, also by an error, the enclosing scope is current again.
 
     Args:
         name: appended to the names of the enclosing scopes with a dot; ``None`` appends nothing.

@@ -1,4 +1,4 @@
-"""Checks before a save or a load: access pattern, common values, keys, strictness."""
+"""Checks of a save or a load: access pattern, common values, keys, backends, ``integrity.json``."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class StrictHandling(Enum):
     in the checkpoint and in no rank's state dict.
     """
 
-    __module__ = "shardstore.validation"  # the name that programs and their pickles know it by
+    __module__ = "shardstore.validation"  # the name in pickles of programs
 
     ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
     """Do not compare keys; reading an unexpected key raises an error."""
@@ -231,7 +231,7 @@ def pickled(common: StateDict) -> bytes:
     try:
         return pickle.dumps(common)
     except Exception as error:
-        require_loadable(common, "the common (non-sharded) state")  # says where
+        require_loadable(common, "the common (non-sharded) state")  # its error names the path
         raise CheckpointingException(
             f"the common (non-sharded) state cannot be pickled: {type(error).__name__}: "
             f"{error}; wrap such values in LocalNonpersistentObject to leave them out"
@@ -239,7 +239,7 @@ def pickled(common: StateDict) -> bytes:
 
 
 def compare_common(mine: StateDict, of_coordinator: bytes, rank: int) -> None:
-    """Log the differences of this rank's common values to the coordinator's, given as bytes."""
+    """Log differences between this rank's common values and the coordinator's, given as bytes."""
     try:
         only_on_0, only_here, mismatched = diff(pickle.loads(of_coordinator), mine)
     except Exception as error:
@@ -260,10 +260,11 @@ def compare_common(mine: StateDict, of_coordinator: bytes, rank: int) -> None:
 
 
 def verify_checkpoint(checkpoint_dir: str | Path) -> CheckpointingConfig:
-    """Make sure that there is a checkpoint, and return its backends. Any rank may call it.
+    """Check that there is a checkpoint, and return its backends. Any rank may call it; it waits for
+    no other.
 
     Raises:
-        NotACheckpointError: nothing is there, or it is not a checkpoint.
+        NotACheckpointError: the place does not exist, or holds no checkpoint.
     """
     config = maybe_load_config(checkpoint_dir)
     if config is None:
@@ -285,7 +286,7 @@ def verify_checkpoint(checkpoint_dir: str | Path) -> CheckpointingConfig:
 
 
 def save_integrity_manifest(checkpoint_dir: str | Path | Location) -> None:
-    """Write ``integrity.json``, the SHA-256 of each file of a checkpoint. Called by one rank.
+    """Write ``integrity.json``, the SHA-256 of each file of a checkpoint. One rank calls it.
 
     Raises:
         StorageError: the store failed.
@@ -304,8 +305,8 @@ def save_integrity_manifest(checkpoint_dir: str | Path | Location) -> None:
 def verify_integrity_manifest(checkpoint_dir: str | Path) -> None:
     """Compare each file of a checkpoint with ``integrity.json``.
 
-    Called by every rank of the default process group; one reads, and all wait for it. Errors as
-    :func:`check_integrity`.
+    Every rank of the default process group calls it. The coordinator reads the files, and all wait
+    for it. Raises the errors of :func:`check_integrity`.
     """
     location = Location.of(checkpoint_dir)
 
@@ -329,7 +330,7 @@ def check_integrity(location: Location) -> None:
         algorithm, files = document["algorithm"], dict(document["files"])
     except FileNotFoundError:
         raise NotACheckpointError(
-            f"{url} is missing: save with verify_integrity=True to have it, or load without",
+            f"{url} is missing: save with verify_integrity=True, or load without it",
             url=url,
         ) from None
     except (ValueError, TypeError, KeyError) as error:
@@ -347,7 +348,7 @@ def check_integrity(location: Location) -> None:
             wrong.append(f"{name} has the SHA-256 {found[:16]}..., expected {expected[:16]}...")
     if wrong:
         raise DamagedCheckpointError(
-            f"{location.url}: {len(wrong)} of {len(files)} files are not as {INTEGRITY_NAME} says: "
+            f"{location.url}: {len(wrong)} of {len(files)} files do not match {INTEGRITY_NAME}: "
             f"{'; '.join(wrong[:8])}; load an earlier checkpoint",
             url=location.url,
         )
@@ -376,7 +377,7 @@ def verify_checkpoint_and_load_strategy(
         sharded_strategy: a strategy, the ``(backend, version)`` of a registered one, or None for
             the strategy of the checkpoint's backend.
         common_strategy: the same for the common values.
-        config: the backends of the checkpoint; default: they are read.
+        config: the backends of the checkpoint; default: read from the checkpoint.
 
     Returns:
         The sharded and the common strategy.

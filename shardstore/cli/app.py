@@ -103,7 +103,7 @@ def _described(error: Exception) -> str:
         return str(error)
     if isinstance(error, ImportError):
         return f"{error}; install this package"
-    if hasattr(error, "format_message"):  # typer's own, whose module differs between its versions
+    if hasattr(error, "format_message"):  # typer's error, whose module depends on typer's version
         path = getattr(getattr(error, "ctx", None), "command_path", "shardstore")
         return f"{error.format_message().strip().rstrip('.')}; see `{path} --help`"
     if isinstance(error, OSError | ValueError | MemoryError):
@@ -113,7 +113,7 @@ def _described(error: Exception) -> str:
 
 def main() -> None:
     """Entry point of the console script."""
-    # A command is short: collecting garbage only costs time.
+    # A command runs only briefly, so garbage collection would only cost time.
     gc_module.set_threshold(1_000_000)
     open_streams()
     logging.getLogger("shardstore").addHandler(Warnings())

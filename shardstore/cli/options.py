@@ -41,7 +41,7 @@ def flag(names: str, text: str) -> Any:
 
 
 def value(metavar: str, text: str, *names: str, at_least: int | None = None) -> Any:
-    """Return an option with a value; it has its parameter's name unless names are given."""
+    """Return an option with a value. Its name is that of its parameter unless names are given."""
     return typer.Option(*names, metavar=metavar, help=text, min=at_least)
 
 
@@ -62,7 +62,7 @@ Output = Annotated[str, value("FILE", "File to write.", "-o", "--output")]
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kmgt]?)(?:i?b)?", re.IGNORECASE)
 
 
-class UsageProblem(CheckpointingException, ValueError):  # noqa: N818 (it is the user's)
+class UsageProblem(CheckpointingException, ValueError):  # noqa: N818 (an error of the user)
     """Wrong usage of a command; the text says how to use it."""
 
 
@@ -81,7 +81,7 @@ def parse_options(given: Sequence[str] | None) -> dict[str, Any]:
     for text in given or ():
         name, found, value = text.partition("=")
         if not found or not name:
-            raise UsageProblem(  # without the text, which may be a secret
+            raise UsageProblem(  # does not print the text, which may be a secret
                 "--storage-option: give NAME=VALUE, such as endpoint_url=http://host:9000"
             )
         try:
@@ -105,7 +105,9 @@ def warn_of_idle_options(options: Sequence[str] | None, *locations: Location) ->
     if options and all(location.is_local for location in locations):
         urls = " and ".join(location.url for location in locations)
         what = "is a local path" if len(locations) == 1 else "are local paths"
-        complain(f"--storage-option has no effect: {urls} {what}, and it is for object stores")
+        complain(
+            f"--storage-option has no effect: {urls} {what}, and the option is for object stores"
+        )
 
 
 def locate(place: str, options: Sequence[str] | None = None) -> Location:
@@ -138,8 +140,8 @@ def require_no_array(location: Location) -> None:
 
 
 def matcher(patterns: Sequence[str] | None) -> Callable[[str], bool]:
-    """Return whether a key is chosen: by name, by prefix up to a dot, or by shell pattern; all if
-    none."""
+    """Return a function that tells whether a key matches a pattern: a key, a prefix up to a dot or
+    slash, or a shell pattern. Without patterns, all keys match."""
 
     def wanted(key: str) -> bool:
         return not patterns or any(
@@ -165,7 +167,7 @@ def choose(ckpt: OpenCheckpoint, patterns: Sequence[str] | None) -> dict[str, St
 
 
 def require_output(output: str) -> Path:
-    """Return the file to write, checked before anything is read for it.
+    """Check the argument ``--output``, and return the file to write.
 
     Raises:
         UsageProblem: ``output`` is a URL or a folder, or its folder does not exist.

@@ -1,4 +1,4 @@
-"""Commands ``plot`` and ``report``: SVG, in a file or in one HTML page.
+"""Commands ``plot`` and ``report``. They draw SVG, in a file or in an HTML page.
 
 The page has no scripts, fonts or requests, and texts from checkpoints are escaped.
 """
@@ -35,9 +35,9 @@ WIDE, HIGH = 360, 150
 BINS = 48
 BARS = 25
 MAX_PICTURED = 400
-"""Number of arrays, the largest ones, that get a picture and a histogram."""
+"""Number of arrays with a picture and a histogram; the largest arrays get them."""
 MAX_OPENED = 50
-"""Largest number of arrays of a page on which all modules are unfolded."""
+"""Up to this number of arrays, all modules of a page are unfolded."""
 MAX_FINDINGS = 500
 MAX_RANKS = 256
 COLOR = "#0f9488"
@@ -187,7 +187,7 @@ def cells(array: ArrayMeta, manifest: Manifest | None) -> list[tuple[Index, Box,
     """Return index, rectangle and writer of the chunks at index 0 of the axes that are not drawn.
 
     Rectangles are in elements of the two drawn axes; their height is 1 for arrays with fewer axes.
-    At most the first :data:`MAX_CELLS`, because a picture cannot show more.
+    Only the first :data:`MAX_CELLS` chunks are returned, because a picture cannot show more.
     """
     axes = drawn_axes(array)
     high, wide = (1 if axis is None else array.grid.counts[axis] for axis in axes)
@@ -243,7 +243,7 @@ def _page(
     record = [[name, str(value)] for name, value in summary(about).items() if value]
     body = [
         f"<h1>{escape(url)}</h1>",
-        _table("record", record[1:]),  # the first is the heading
+        _table("record", record[1:]),  # the first row is the heading of the page
         *([] if ranks is None else ["<h2>Ranks</h2>", _table("ranks", ranks), slowest]),
         "<h2>Verification</h2>",
         _verification(verified, findings),

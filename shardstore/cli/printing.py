@@ -1,8 +1,8 @@
 """Printing of results and messages.
 
-Keys, paths and names come from files of others: :func:`clean` shows their unprintable characters as
-Python's ``repr`` does. Results go to standard output, everything else to standard error. Tables
-are folded where standard output is a terminal, and stay whole for programs that read them.
+Keys, paths and names come from files of other programs, so :func:`clean` escapes their unprintable
+characters as Python's ``repr`` does. Results go to standard output, everything else to standard
+error. Tables are folded to the width of a terminal; for other outputs lines stay whole.
 """
 
 from __future__ import annotations
@@ -44,14 +44,13 @@ class Warnings(logging.Handler):
 
 
 def emit(value: object) -> None:
-    """Print a JSON document, in ASCII. NaN and the infinities are the strings that Zarr has for
-    them."""
+    """Print a JSON document, in ASCII. NaN and the infinities become strings, as in Zarr."""
     print(json.dumps(json.loads(json.dumps(value), parse_constant=str), indent=2))
 
 
 def open_streams() -> None:
-    """Replace closed standard streams by the null device, and escape characters that their
-    encoding lacks."""
+    """Replace closed standard streams by the null device. Make the output streams escape characters
+    that their encoding lacks."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:
@@ -79,7 +78,7 @@ def cells(text: str) -> int:
 def print_table(
     rows: Sequence[Sequence[str]], align: str, width: int | None, names: Sequence[str] = ()
 ) -> None:
-    """Print rows in columns; where they do not fit, cells are folded.
+    """Print rows in columns. Fold cells if the rows are wider than the terminal.
 
     Args:
         rows: rows with the same number of cells.

@@ -34,7 +34,7 @@ READ_TOGETHER = 8
 
 @dataclass(frozen=True)
 class ArrayDifference:
-    """The differences of the values of one key.
+    """The differences between the values of one key.
 
     Attributes:
         elements: number of elements whose bits differ, out of ``of``.
@@ -60,7 +60,7 @@ class ArrayDifference:
 
 @dataclass
 class Difference:
-    """The differences of checkpoints A and B.
+    """The differences between checkpoints A and B.
 
     Attributes:
         only_a, only_b: keys that only one side has.
@@ -229,7 +229,7 @@ def _files(a: OpenCheckpoint, b: OpenCheckpoint, wants: Callable[[str], bool]) -
 
 
 def _contents(ckpt: OpenCheckpoint, wants: Callable[[str], bool]) -> dict[str, bytes]:
-    """Path -> content of ``common.pt`` and each sharded object."""
+    """Return path -> content, for ``common.pt`` and each chosen sharded object."""
     location = ckpt.stored.location
     names = [name for key, name in ckpt.objects.names.items() if wants(key.rpartition("/")[0])]
     if location.exists(COMMON_STATE_NAME):

@@ -52,9 +52,9 @@ if TYPE_CHECKING:
 READ_TOGETHER = 8
 """Number of pieces, each at most a chunk, that a selection with steps reads at a time."""
 SHOWN = 40
-"""Largest number of arrays in the table of a checkpoint; of more, it has the first and the last."""
+"""Largest number of rows in a checkpoint's table. A longer table shows the first and last rows."""
 SHOWN_KEY = 60
-"""Characters of a key in the table; of a longer key, it has the beginning and the end."""
+"""Characters of a key in the table. A longer key is cut in the middle."""
 
 
 def open(
@@ -63,8 +63,8 @@ def open(
     """Open a checkpoint to read it. One process calls it; it needs no ranks and no torch.
 
     It opens checkpoints of this package and of Megatron-Core's zarr backend, and plain Zarr (v2 and
-    v3, a group or a single array) of any program. It reads the documents. Indexing an array reads
-    values::
+    v3, a group or a single array) of any program. It reads only the documents. Indexing an array
+    reads values::
 
         ckpt = shardstore.open("s3://bucket/run/step-100")
         ckpt["decoder.fc1.weight"][0:8]
@@ -77,10 +77,11 @@ def open(
         A mapping of keys to :class:`StoredArray`.
 
     Raises:
-        NotACheckpointError: there is nothing that can be opened; the text says what is there.
+        NotACheckpointError: the place holds neither a checkpoint nor Zarr arrays; the text says
+            what it holds.
         FormatVersionError, DTypeMismatchError: an array of a checkpoint has a codec, grid or data
-            type that this version does not read. In Zarr of other programs, indexing the result
-            with the key of such an array raises it.
+            type that this version does not read. In Zarr of other programs, the error is raised
+            when the result is indexed with the key of such an array.
         DamagedCheckpointError: the root document is missing or damaged.
         StorageError: the store failed.
     """
@@ -322,7 +323,7 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
 
 
 class StoredArray:
-    """An array of an open checkpoint. It reads values only when it is indexed, or by ``torch()``.
+    """An array of an open checkpoint. Only indexing and :meth:`torch` read values.
 
     Attributes:
         checkpoint: the open checkpoint.
@@ -420,14 +421,16 @@ class StoredArray:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         if copy is False:
-            raise ValueError(f"the values of {self.key!r} are in a store: they must be copied")
+            raise ValueError(
+                f"the values of {self.key!r} are in a store and must be copied; omit copy=False"
+            )
         values: NDArray[Any] = self[...]
         return values if dtype is None else values.astype(dtype, copy=False)
 
     def __getitem__(self, selection: Any) -> Any:
         """Read a part of the array, selected by NumPy's basic indexing.
 
-        It reads only chunks that overlap the selection, and verifies them by their checksums.
+        It reads only the chunks that overlap the selection, and verifies their checksums.
 
         Args:
             selection: integers, slices with any steps, and at most one ellipsis.
@@ -437,7 +440,7 @@ class StoredArray:
 
         Raises:
             IndexRangeError: an integer is out of range, or there are more indices than axes.
-            ArgumentError: another kind of index, such as a list of positions.
+            ArgumentError: an index is of another kind, such as a list of positions.
             ChunkMissingError, ChunkCorruptError: a chunk is missing or damaged; the text names key,
                 chunk and writer.
         """
@@ -448,8 +451,8 @@ class StoredArray:
         return values if any(part is Ellipsis for part in parts) else values[()]
 
     def positions(self, parts: Sequence[Any]) -> list[tuple[range, bool]]:
-        """Return the positions that an index selects on each axis, and whether by an integer;
-        errors as those of indexing."""
+        """Return for each axis the selected positions, and whether an integer selects them. Raises
+        the errors of indexing."""
         shown = f"{clean(self.key)!r} of shape {self.shape}"
         indices = [part for part in parts if part is not Ellipsis]
         if len(indices) > self.ndim:
@@ -574,7 +577,9 @@ class StoredObjects(Mapping[str, Any]):
         try:
             data = self._stored.document(name)
         except FileNotFoundError as error:
-            raise DamagedCheckpointError(f"{error}: it is listed, and no file", key=key) from None
+            raise DamagedCheckpointError(
+                f"{error}: the name is listed but is not a file", key=key
+            ) from None
         self._stored.check_file(name, data)
         return load_file(name, data, f"{self._stored.location.url}/{name}", key)
 
@@ -597,7 +602,7 @@ def _loads_if_there(stored: StoredCheckpoint, name: str) -> dict[str, Any]:
 
 
 def _ends(items: Collection[Any]) -> list[Any]:
-    """Return all of a few items, else the first and the last."""
+    """Return all items, or the first and the last if there are more than :data:`SHOWN`."""
     listed = list(items)
     half = SHOWN // 2
     return listed if len(listed) <= SHOWN else listed[:half] + listed[-half:]

@@ -24,11 +24,11 @@ from shardstore.storage.movers.parallel import default_threads, run_batched
 
 DEFAULT_BUDGET_BYTES = 256 * 1024 * 1024
 BATCH_CHUNKS = 8
-"""An interrupt waits for as many chunks at most, each of which may be a request."""
+"""Largest number of chunks in a batch; an interrupt waits until the running batches end."""
 Progress = ProgressCallback | Literal["bar"] | None
 
 BLOCK = 128 * 1024
-"""Elements at a time: as float64 they stay in the processor's cache."""
+"""Elements in a block; as float64, a block fits into the processor's cache."""
 
 
 def as_float64(values: NDArray[Any]) -> NDArray[np.float64]:
@@ -39,7 +39,7 @@ def as_float64(values: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def blocks(values: NDArray[Any]) -> Iterator[NDArray[np.float64]]:
-    """An array as consecutive one-dimensional float64 blocks."""
+    """Yield an array as consecutive one-dimensional float64 blocks."""
     flat = values.reshape(-1)
     for start in range(0, flat.size, BLOCK):
         yield as_float64(flat[start : start + BLOCK])
@@ -50,7 +50,8 @@ class Statistics:
     """Statistics of values. Sums, range and norm are over the finite values.
 
     Attributes:
-        count: number of values; ``nan`` and ``inf`` of them are not finite, ``zeros`` are 0.
+        count: number of values.
+        nan, inf, zeros: numbers of NaNs, infinities and zeros among them.
     """
 
     count: int = 0
@@ -65,9 +66,9 @@ class Statistics:
         """Add a block of values."""
         self.count += block.size
         self.zeros += block.size - int(np.count_nonzero(block))
-        # Not by BLAS, whose threads get in the way of those that read.
+        # Not with BLAS, whose threads compete with the reading threads.
         squares, scale = float(np.einsum("i,i->", block, block)), 1.0
-        if not math.isfinite(squares):  # values that are not finite, or have no square
+        if not math.isfinite(squares):  # some values are not finite, or their squares overflow
             nan = int(np.isnan(block).sum())
             finite = block[np.isfinite(block)]
             self.nan += nan
@@ -80,18 +81,18 @@ class Statistics:
             self._norms.append(math.sqrt(squares) * scale)
 
     def merge(self, other: Statistics) -> None:
-        """Take the values of another one in."""
+        """Add the values of other statistics."""
         for name in ("count", "nan", "inf", "zeros", "_sums", "_norms", "_ends"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     @property
     def min(self) -> float | None:
-        """The smallest finite value, if there is one."""
+        """The smallest finite value; ``None`` if there is none."""
         return min(self._ends, default=None)
 
     @property
     def max(self) -> float | None:
-        """The largest finite value, if there is one."""
+        """The largest finite value; ``None`` if there is none."""
         return max(self._ends, default=None)
 
     @property
@@ -155,7 +156,7 @@ def histogram(
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return a histogram of the finite values, with equal bins between minimum and maximum.
 
-    It reads the array again. As in ``statistics``, damaged chunks are left out.
+    It reads the array again. As :func:`measure` does, it leaves out damaged chunks.
 
     Returns:
         Counts ``(bins,)`` and edges ``(bins + 1,)``.
@@ -165,7 +166,7 @@ def histogram(
         return np.zeros(bins, np.int64), np.linspace(0.0, 1.0, bins + 1)
     if high == low:
         low, high = low - 0.5, high + 0.5
-    # The width of the range may overflow float64; then halve all values.
+    # If the width of the range overflows float64, halve all values.
     scale = 1.0 if math.isfinite(high - low) else 0.5
     counts = np.zeros(bins, np.int64)
     lock = threading.Lock()
@@ -199,12 +200,12 @@ def stream(
     Args:
         arrays: the arrays, in any order.
         work: reads a chunk and uses its values; called from several threads at a time.
-        failed: called for each chunk that is damaged, one call at a time; the others go on.
-        operation, url: for progress.
-        budget_bytes: memory for all chunks that are being worked on; one is at least.
-        copies: chunks' worth of memory that ``work`` takes at a time.
+        failed: called for each damaged chunk, one call at a time; work on the others continues.
+        operation, url: see :class:`~shardstore.progress.Progress`.
+        budget_bytes: memory for the chunks in work; at least one chunk is in work.
+        copies: memory that ``work`` needs for a chunk, in multiples of the chunk's size.
         progress: a callback, or ``"bar"``.
-        chosen: whether a chunk is one of those, by its number.
+        chosen: returns whether to work on the chunk with a number.
     """
     for array in arrays:
         array.checkpoint.stored.require_chunks(array.meta)

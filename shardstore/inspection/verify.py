@@ -1,6 +1,6 @@
-"""Verification of a stored checkpoint: every chunk, document and file that belongs to it.
+"""Verifies every chunk, document and file of a stored checkpoint.
 
-Damage is reported, not raised, so that one run finds all of it. It needs neither ranks nor torch.
+Damage is reported, not raised, so that one run finds all damage. It needs neither ranks nor torch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 Severity = Literal["damage", "note"]
 
 BATCH_BYTES = 64 * 1024 * 1024
-"""Least work for one more thread: a single thread verifies many small chunks faster."""
+"""Smallest work of a thread, because one thread verifies many small chunks faster than several."""
 RUN_BYTES = 32 * 1024 * 1024
 """Size of the runs of chunks that threads verify."""
 RUN_CHUNKS = 256
@@ -50,7 +50,7 @@ REMOTE_THREADS = 16
 SHOWN_ARRAYS = 4
 """Number of arrays that one finding names."""
 SHOWN_OBJECTS = 10
-"""Number of missing objects of one key that are reported: a file name can claim any grid size."""
+"""Largest number of missing objects reported for a key, because a file name may claim any grid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Finding:
     """A difference between the stored checkpoint and what was saved.
 
     Attributes:
-        kind: one word or two, such as ``chunk-missing``; the same in all versions.
+        kind: name of the finding, such as ``chunk-missing``; the same in all versions.
         severity: ``damage``, or ``note`` if it does not disturb readers (such as a foreign file).
         message: one sentence that names key, chunk, writer and path.
         path: path of the file or object.
@@ -124,7 +124,7 @@ def verify(
         found: called for each finding, from any thread, one call at a time.
         keys: patterns (``fnmatch``) of the keys to verify; all, and foreign files too, if empty.
         hashes: compare the 128-bit hashes of the manifest in addition to the checksums.
-        threads: number of threads that read; default: one per processor, more for an object store.
+        threads: number of reading threads; default: one per processor, more for an object store.
         progress: called with a :class:`~shardstore.progress.Progress`, one call at a time; or
             ``"bar"``: a bar on standard error.
 
@@ -305,11 +305,11 @@ class _Verification:
 
     @property
     def _is_ours(self) -> bool:
-        """Return whether shardstore wrote the root document; a damaged one counts as ours."""
+        """Whether shardstore wrote the root document. A damaged one counts as written by it."""
         return self.root_is_damaged or self.root is None or self.root.format_version is not None
 
     def _check_config(self, top: Sequence[str]) -> object:
-        """Verify ``metadata.json``; returns the name of the backend of the common state."""
+        """Verify ``metadata.json`` and return the name of the backend of the common values."""
         if CONFIG_NAME not in top:
             if self._is_ours:
                 text = "PATH is missing: load() does not accept the folder as a checkpoint"
@@ -356,8 +356,8 @@ class _Verification:
         lost = [node for node, _, _ in arrays if node not in nodes]
         if lost and not self.keys:
             text = (
-                f"{len(lost)} array(s) of PATH are described only by the root; their chunks were "
-                f"not verified: {', '.join(lost[:SHOWN_ARRAYS])}"
+                f"only the damaged root document describes {len(lost)} array(s) of PATH; their "
+                f"chunks were not verified: {', '.join(lost[:SHOWN_ARRAYS])}"
             )
             self._report("arrays-unread", MANIFEST_NAME, text, "note")
         return set(lost)
@@ -365,7 +365,7 @@ class _Verification:
     # -- files that do not belong to arrays -----------------------------------------------------
 
     def _file_jobs(self, top: Sequence[str], nodes: set[str], common_backend: object) -> list[_Job]:
-        """Return the verification of common values and sharded objects; report foreign files."""
+        """Return jobs that verify common values and sharded objects; report foreign files."""
         jobs: list[_Job] = []
         if not self.keys and COMMON_STATE_NAME in top:
             check = partial(self._check_archive, COMMON_STATE_NAME, "common-damaged")
@@ -403,7 +403,7 @@ class _Verification:
         return jobs
 
     def _check_values(self, root: RootDocument) -> None:
-        """Read the values in a root document without a checksum."""
+        """Verify the common values in a root document that has no checksum."""
         try:
             record = StateRecord.from_root(root.attributes, self.url)
             if record is not None:
@@ -415,7 +415,7 @@ class _Verification:
         self._report("foreign", name, "PATH is not part of the checkpoint", "note")
 
     def _object_jobs(self, node: str, key: str, files: Sequence[str]) -> list[_Job]:
-        """Return the verification of a key's objects; report objects missing from their grid."""
+        """Return jobs that verify a key's objects; report objects that its grid lacks."""
         paths = [f"{node}/{file}" for file in files]
         with self.lock:
             self.result.objects += len(paths)
@@ -461,7 +461,8 @@ class _Verification:
     # -- arrays -----------------------------------------------------------------------------------
 
     def _check_run(self, array: ArrayMeta, first: int, last: int) -> None:
-        """Verify consecutive chunks, and with the first of them the array's document and folder."""
+        """Verify consecutive chunks. The first run of an array also verifies its document and
+        folder."""
         if first == 0:
             names = set(self._names_below(array.node))
             self._check_document(array, names)
@@ -533,7 +534,8 @@ class _Verification:
 
 
 def _without_nothing(text: bytes) -> Any:
-    """An array's document, less what zarr adds to the root's copy though there is none of it."""
+    """Parse an array's document. Remove the empty ``storage_transformers``, which zarr adds to the
+    copy in the root document."""
     document = json.loads(text)
     if isinstance(document, dict) and document.get("storage_transformers") == []:
         del document["storage_transformers"]

@@ -78,7 +78,10 @@ def _metrics_of(metrics: Mapping[str, Any] | None) -> dict[str, float]:
 def _without_mark(
     preprocess: Callable[[CommonStateDict], StateDict] | None,
 ) -> Callable[[CommonStateDict], StateDict]:
-    """Leave the metrics out of the comparison of ranks: they may differ, and rank 0's are saved."""
+    """Return a preprocessing that leaves the metrics out of the comparison of the ranks.
+
+    Metrics may differ between ranks; those of rank 0 are saved.
+    """
 
     def process(common: CommonStateDict) -> StateDict:
         about = dict(common.get("content_metadata") or {})
@@ -148,7 +151,7 @@ class CheckpointManager:
         _managers.add(self)
 
     def _begin(self) -> None:
-        """Begin without background work; also in a forked child, whose parent does the work."""
+        """Set the state of a manager without background work; called again in a forked child."""
         self._steps = Steps(self.root, self._prefix)
         # Exit functions of asynchronous saves run before the interpreter waits for this job.
         self._background = ThreadPoolExecutor(1, "shardstore-manager", yield_to_others)
@@ -263,7 +266,7 @@ class CheckpointManager:
         def job() -> None:
             with used:
                 handle.wait()
-            if handle._error is not None:  # not by exception(): the program has not asked
+            if handle._error is not None:  # exception() would count as asked by the program
                 return
             self._steps.damaged.discard(about.step)
             if first:
@@ -331,10 +334,10 @@ class CheckpointManager:
     ) -> Restored | None:
         """Load the newest undamaged step, see :meth:`latest`.
 
-        Every rank calls it and waits for all others. Every loaded byte is verified. If this fails
-        on any rank, all ranks log a warning that names the damage, and load the step before. While
-        this goes on, and if an error is raised in the end, the given tensors may hold a part of a
-        damaged step.
+        Every rank calls it and waits for all others. Every loaded byte is verified. If verification
+        fails on any rank, all ranks log a warning that names the damage, and load the step before.
+        Until the call returns, and after an error, the given tensors may hold a part of a damaged
+        step.
 
         Args:
             state: see :func:`shardstore.load`.
@@ -354,10 +357,10 @@ class CheckpointManager:
 
         Raises:
             NotACheckpointError: ``step`` does not exist.
-            DamagedCheckpointError: ``step`` is damaged, or every step is.
+            DamagedCheckpointError: ``step`` is damaged, or all steps are damaged.
             StorageError: a later step could not be deleted; the state is loaded.
-            CheckpointingException: as :func:`shardstore.load`. Only damage makes it go back to an
-                earlier step; a shape mismatch or a dead store does not.
+            CheckpointingException: see :func:`shardstore.load`. Only damage makes the call go back
+                to an earlier step; a shape mismatch or a store that fails does not.
         """
         self._open()
         steps, ranks = self._steps, Ranks.current()
@@ -371,7 +374,7 @@ class CheckpointManager:
             error = problem
         check = partial(damage_of, callback=callback) if verify_first else None
         passed: list[Damage] = []
-        with ExitStack() as used:  # keeps rank 0 from deleting the step meanwhile
+        with ExitStack() as used:  # prevents rank 0 from deleting the step during the load
 
             def decide(_: list[bytes]) -> bytes:
                 chosen = choose(steps, used, step, passed, check)

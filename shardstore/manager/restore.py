@@ -59,14 +59,14 @@ def choose(
 
     Args:
         steps: the steps of the run.
-        used: keeps the step from being deleted until it is closed.
+        used: prevents the deletion of the step until it is closed.
         wanted: number of the only step to consider; ``None``: the newest, see
             :func:`~shardstore.manager.steps.branches`.
         passed: steps that are known to be damaged.
         check: verifies a step before it is loaded; returns a text of its damage.
 
     Returns:
-        The step is ``None`` if there are no steps.
+        The step, ``None`` if there are no steps; and the damaged steps that this call found.
 
     Raises:
         NotACheckpointError: the wanted step does not exist.
@@ -106,24 +106,26 @@ def choose(
 
 
 def agree_on_damage(ranks: Ranks, place: Location, problem: Exception, what: str) -> str | None:
-    """What is damaged, if damage is all that went wrong on any rank. Called by every rank, each
-    with what a load raised on it; the same answer on every rank.
+    """Return a text of the damage if damage is the only cause of a failed load, else ``None``.
+
+    Every rank calls it with its error of the load, and waits for all others. It returns the same
+    text on every rank.
 
     Args:
-        ranks: all of them.
-        place: what they loaded.
-        problem: what was raised on this rank.
-        what: what the ranks are doing, for error texts.
+        ranks: all ranks.
+        place: the checkpoint that they tried to load.
+        problem: error of the load on this rank.
+        what: the operation, for error texts.
     """
     kind = "other"
     if isinstance(problem, LookupError | TypeError | ValueError):
-        # Rot in a root document without a checksum: a key, a shape or a type is another one.
+        # A flipped bit in a root document without a checksum may change a key, shape or type.
         try:
             StoredCheckpoint(place).check_root()
         except (DamagedCheckpointError, NotACheckpointError) as error:
             problem = error
         except CheckpointingException:
-            pass  # nothing is found out; what the load raised counts
+            pass  # the check failed too; the error of the load counts
     if isinstance(problem, DamagedCheckpointError | NotACheckpointError):
         kind = "damaged"
     elif isinstance(problem, RanksError):

@@ -18,8 +18,9 @@ from shardstore.manager.steps import StepInfo, Steps, branches, logger, what_is_
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """A step is kept if any rule keeps it; the newest step is always kept. Callers leave out the
-    steps of branches that the run left (:func:`~shardstore.manager.steps.branches`).
+    """The rules of which steps to keep. A step is kept if any rule keeps it, or it is the newest.
+
+    Callers leave out the steps of abandoned branches (:func:`~shardstore.manager.steps.branches`).
 
     Attributes:
         keep_last: number of newest steps to keep. ``None``: all, unless another rule is given.
@@ -30,7 +31,7 @@ class Retention:
         mode: ``"min"`` if the smallest value is best, ``"max"`` if the greatest is.
 
     Raises:
-        ArgumentError: a number is below 1, the mode is another one, or only one of ``best`` and
+        ArgumentError: a number is below 1, the mode is unknown, or only one of ``best`` and
             ``metric`` is given.
     """
 
@@ -74,7 +75,7 @@ class Retention:
             keep.update(step for step in steps if step % self.keep_every == 0)
         if self.best is not None and self.metric is not None:
             ranked = [s for s in newest_first if math.isfinite(steps[s].get(self.metric, math.nan))]
-            # A stable sort: the later of two equal steps comes first in both modes.
+            # The sort is stable, so the later of two equal steps comes first in both modes.
             sign = 1.0 if self.mode == "min" else -1.0
             ranked.sort(key=lambda step: sign * steps[step][self.metric or ""])
             keep.update(ranked[: self.best])

@@ -232,7 +232,7 @@ class Steps:
 
     @contextmanager
     def using(self, steps: Collection[int]) -> Iterator[None]:
-        """Keep this process from deleting steps; wait while it deletes one of them."""
+        """Prevent this process from deleting steps. Wait while it deletes one of them."""
         with self._changed:
             self._changed.wait_for(lambda: self._going.isdisjoint(steps))
             self._used.update(steps)
@@ -244,7 +244,7 @@ class Steps:
 
     @contextmanager
     def _unused(self, step: int) -> Iterator[bool]:
-        """Keep a step from being used; yield ``False`` if it is in use."""
+        """Prevent this process from using a step. Yield ``False`` if the step is in use."""
         with self._changed:
             free = self._used[step] == 0
             if free:
@@ -276,9 +276,9 @@ class Steps:
     def sweep(self, older_than: timedelta) -> list[str]:
         """Remove the remains of unfinished saves of steps. One process calls it.
 
-        On local disks it removes what dead processes left, of another host after ``older_than``. In
-        an object store it removes steps without a commit to which nothing was written for
-        ``older_than``, by the store's clock.
+        On local disks it removes attempts of dead processes; attempts of another host are removed
+        after ``older_than``. In an object store it removes steps without a commit if nothing was
+        written to them for ``older_than``, by the store's clock.
 
         Returns:
             URLs of the removed attempts.
@@ -296,7 +296,7 @@ class Steps:
             return swept
         for step in {step for step in map(self.step_of, self.root.listing()) if step is not None}:
             place = self.place(step)
-            # Also checked before it is locked: another thread may be about to read it.
+            # Check before locking, because another thread may be about to read the step.
             if is_checkpoint(place):
                 continue
             with self._unused(step) as free:
