@@ -140,7 +140,7 @@ def async_save(
 
 
 class AsyncSave:
-    """The handle of an asynchronous save on this rank. :func:`async_save` returns it.
+    """Handle of an asynchronous save on this rank. :func:`async_save` returns it.
 
     No method communicates with other ranks: any rank may call any method at any time. In a child
     process forked during the save, the handle has failed with :class:`SaveInProgressError`, because

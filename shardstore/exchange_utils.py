@@ -1,4 +1,4 @@
-"""Functions that distribute the shards of a process group over its ranks, and exchange loaded ones.
+"""Distribute the shards of a process group over its ranks, and exchange loaded shards.
 
 All rank numbers are numbers within the group.
 """
@@ -240,8 +240,7 @@ def require_known(exchange_algo: str) -> None:
 
 
 def is_float8tensor(tensor: object) -> bool:
-    """Return whether this is a float8 tensor of TransformerEngine (a class that wraps scaled
-    bytes)."""
+    """Return whether a tensor is a float8 tensor of TransformerEngine, which wraps scaled bytes."""
     return type(tensor).__name__ == "Float8Tensor"
 
 

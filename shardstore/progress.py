@@ -1,7 +1,7 @@
-"""Progress of operations as events, a bar that shows them, and log records of operations.
+"""Progress events of operations, a progress bar, and log records of operations.
 
-Progress goes to a callback or a bar, one call at a time. If a callback fails, the operation
-continues. rich is imported only for a bar.
+A callback or a bar receives the events, one call at a time. If a callback fails, the operation
+continues without it. The package rich is imported only for a bar.
 
 Log records go to children of the logger ``shardstore``. A record of an operation has the attribute
 ``event``, one of :data:`EVENTS`, and the fields of the event as further attributes, so that a
@@ -113,17 +113,17 @@ class Meter:
 
     @property
     def phase(self) -> Phase:
-        """The phase that the operation is in."""
+        """The current phase of the operation."""
         return self._now.phase
 
     @property
     def bytes_total(self) -> int:
-        """Bytes that are expected."""
+        """Number of bytes that this rank will write or read."""
         return self._now.bytes_total
 
     @property
     def add(self) -> Callable[[int, int], None] | None:
-        """The function that adds done bytes and chunks; ``None`` without a callback."""
+        """:meth:`count` if there is a callback, else ``None``."""
         return None if self._callback is None else self.count
 
     @property
@@ -132,7 +132,7 @@ class Meter:
         return self._callback is not None
 
     def expect(self, size: int, chunks: int = 0) -> None:
-        """Add bytes and chunks to the totals."""
+        """Add bytes and chunks to the totals, and enter the phase ``"move"``."""
         self._tell("move", bytes_total=size, chunks_total=chunks)
 
     def enter(self, phase: Phase) -> None:

@@ -1,7 +1,7 @@
-"""Who holds what: ranks agree about each tensor and object, and main replicas cover it once.
+"""Check that all ranks describe each tensor and object alike, and that main replicas cover it once.
 
-Ranks report the shards that they hold, and one rank checks the reports of all.
-:mod:`shardstore.coverage.tiling` has the geometry.
+Each rank reports its shards, and one rank checks all reports. :mod:`shardstore.coverage.tiling`
+does the geometry.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _Objects = list[tuple[int, ShardedObject]]
 
 
 def report_shards(shards: Iterable[Any]) -> bytes:
-    """Describe a rank's shards; what is no shard is left out.
+    """Return a report of a rank's shards. Other values are left out.
 
-    Many tensors are cut alike: a report has the key of each tensor, the number of its cut, and
-    what cuts there are, a fraction of the work of pickling the shards themselves.
+    Many tensors have the same cut. So a report contains the distinct cuts, and the key and the
+    number of the cut of each tensor. This is much faster than pickling the shards themselves.
     """
     keys: list[str] = []
     numbers: list[int] = []
@@ -55,7 +55,7 @@ def report_shards(shards: Iterable[Any]) -> bytes:
             keys.append(item.key)
             try:
                 numbers.append(cuts.setdefault(cut, len(cuts)))
-            except TypeError:  # lists, set by hand
+            except TypeError:  # the caller assigned lists instead of tuples
                 cut = tuple(tuple(v) if isinstance(v, list) else v for v in cut)
                 numbers.append(cuts.setdefault(cut, len(cuts)))
         elif isinstance(item, ShardedObject):
@@ -64,7 +64,7 @@ def report_shards(shards: Iterable[Any]) -> bytes:
 
 
 def join_reports(reports: Iterable[bytes]) -> bytes:
-    """Make one report of those of several ranks: what they describe alike is in it once."""
+    """Join the reports of several ranks into one, with equal parts stored once."""
     known: dict[Any, Any] = {}
     parsed = [one for report in reports for one in pickle.loads(report)]
     return pickle.dumps(
@@ -76,12 +76,12 @@ def join_reports(reports: Iterable[bytes]) -> bytes:
 
 
 def shards_of_report(report: bytes) -> list[list[ShardedTensor | ShardedObject]]:
-    """Return the shards that a report describes, without data, of each of its ranks."""
+    """Return the shards that a report describes, without data: one list for each of its ranks."""
     return [[*_tensors(one, set(one[0])), *one[3]] for one in pickle.loads(report)]
 
 
 def _tensors(parsed: Any, of: set[str]) -> Iterator[ShardedTensor]:
-    """Yield the tensors of some keys."""
+    """Yield the tensors of a report whose keys are in ``of``."""
     keys, numbers, cuts, _ = parsed
     for key, number in zip(keys, numbers, strict=True):
         if key in of:
@@ -93,17 +93,16 @@ def _tensors(parsed: Any, of: set[str]) -> Iterator[ShardedTensor]:
 def check_reports(reports: Sequence[bytes]) -> None:
     """Check that the main replicas of all ranks cover every tensor and object exactly once.
 
-    Any rank may call it; it waits for nobody. Time is near linear in the number of shards; tensors
-    that ranks cut in the same way are checked once.
+    Any rank may call it; it waits for no rank. Time is nearly linear in the number of shards;
+    tensors with the same cuts on the same ranks are checked once.
 
     Args:
-        reports: what :func:`report_shards` returned on every rank, in the order of the ranks; some
-            may be joined.
+        reports: results of :func:`report_shards` on all ranks, in rank order; some may be joined.
 
     Raises:
         AccessPatternError: a part is covered twice or not at all; the text names key, region and
             ranks.
-        ShapeMismatchError, DTypeMismatchError: ranks do not describe the same global tensor.
+        ShapeMismatchError, DTypeMismatchError: ranks describe the global tensor differently.
     """
     parsed = [one for report in reports for one in pickle.loads(report)]
     known: dict[tuple[Any, ...], int] = {}
@@ -136,7 +135,7 @@ def check_reports(reports: Sequence[bytes]) -> None:
 
 
 def _check_tensor(held: _Tensors) -> None:
-    """Check one tensor: ranks agree about it, and its main replicas tile it."""
+    """Check that ranks describe one tensor alike, and that its main replicas tile it."""
     _check_agreement(held)
     # Flat ranges of one box count as one tile of the global tensor and are checked within it.
     tiles: dict[Any, _Tensors] = defaultdict(list)
@@ -181,7 +180,7 @@ def _box_shape(ten: ShardedTensor) -> tuple[int, ...]:
 
 
 def _check_agreement(held: _Tensors) -> None:
-    """Check that all ranks, replicas included, describe one and the same global tensor."""
+    """Check that all ranks, replicas included, describe the same global tensor."""
     first_rank, first = held[0]
     for rank, ten in held:
         for name, kind in _AGREED.items():
@@ -211,7 +210,8 @@ _AGREED: dict[str, type[CheckpointingException]] = {
     "global_shape": ShapeMismatchError,
     "axis_fragmentations": AccessPatternError,
 }
-"""What ranks have to agree about (only whether there are fragmentations), and the error if not."""
+"""Attributes that must be equal on all ranks -> the error if they differ. For fragmentations, only
+``None`` on some of the ranks is an error."""
 
 
 def check_flat_ranges(
@@ -220,13 +220,14 @@ def check_flat_ranges(
     """Check that flat ranges cover a flattened shard exactly once.
 
     Args:
-        key: of the tensor.
+        key: key of the tensor, for the error text.
         where: offset and shape of the shard, for the error text.
-        held: rank, first element and last-plus-one element of each range.
-        size: elements of the shard.
+        held: ``(rank, start, stop)`` of each range, in elements.
+        size: number of elements of the shard.
 
     Raises:
-        AccessPatternError: names the elements that are held twice or not at all, and the ranks.
+        AccessPatternError: elements are held twice or not at all; the text names them and the
+            ranks.
     """
     fault = find_range_fault([(start, stop) for _, start, stop in held], size)
     if fault is None:
@@ -284,5 +285,5 @@ def check_object(held: Sequence[tuple[int, ShardedObject]]) -> None:
 
 
 def _ranks(held: _Tensors | _Objects) -> list[int]:
-    """Return the ranks that hold something, at most a handful of them."""
+    """Return the ranks that hold shards, at most 16 of them."""
     return sorted({rank for rank, _ in held})[:16]

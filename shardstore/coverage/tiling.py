@@ -1,7 +1,7 @@
-"""Whether boxes tile a region, and where they do not.
+"""Check whether boxes tile a region, and find a part where they do not.
 
-Pure geometry on integers, exact for any arrangement of boxes, near linear in their number for
-arrangements that occur.
+The functions are pure integer geometry. They are exact for any boxes, and take nearly linear time
+in the number of boxes for the cuts of real models.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-# Cells of a compressed grid that are counted at once; above, the region is cut in two.
+# Largest number of grid cells that are counted at once. A region with more is cut in two.
 _MAX_CELLS = 1 << 20
 
 _Ints = NDArray[np.int64]
@@ -48,7 +48,7 @@ def find_tiling_fault(
     Returns:
         One fault, or None if each element is in exactly one box.
     """
-    # Regions still to look at: bounds, and the boxes that reach into them, clipped.
+    # Regions that are not yet checked: their bounds, and the clipped boxes that overlap them.
     low = np.zeros(len(global_shape), dtype=np.int64)
     high = np.asarray(global_shape, dtype=np.int64).reshape(len(global_shape))
     pending = [(low, high, offsets, offsets + shapes, np.arange(len(offsets)))]
@@ -92,7 +92,8 @@ def find_tiling_fault(
 def _count_cells(
     cuts: list[_Ints], starts: _Ints, stops: _Ints, numbers: _Ints
 ) -> TilingFault | None:
-    """Count the boxes over each cell of the grid that all their edges make."""
+    """Count the boxes that cover each cell of the grid formed by all their edges. Return a fault
+    for a cell that is not covered exactly once."""
     ndim = len(cuts)
     edges = np.stack(
         [
@@ -127,8 +128,8 @@ def find_range_fault(ranges: Sequence[tuple[int, int]], size: int) -> TilingFaul
     """Find a part of ``range(size)`` that half-open ranges leave uncovered or cover twice.
 
     Args:
-        ranges: ``(start, stop)`` of each.
-        size: end of what is to be covered.
+        ranges: ``(start, stop)`` of each range.
+        size: number of elements to cover.
 
     Returns:
         One fault, or None if each element is in exactly one range.

@@ -1,4 +1,4 @@
-"""The end of a load: reads the planned regions, and puts the tensors in their places."""
+"""The last steps of a load: read the planned regions, and put the tensors into the state dict."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardstore.storage.movers.chunks import chunk_parts
 from shardstore.storage.movers.parallel import default_threads
 
 BYTES_A_THREAD = 32 * 1024 * 1024
-"""Size of buffers for files; larger ones are not faster, and touching new memory takes time."""
+"""Size of the buffers for files. Larger buffers are not faster, because new memory is slow."""
 
 
 def read_chunks(context: LoadContext, plan: ReadPlan, *, read: Read | None = None) -> None:
@@ -75,7 +75,8 @@ def assemble(
         objects: ``id`` of other entries -> their values.
 
     Raises:
-        CheckpointingException: there is something else in it.
+        CheckpointingException: the state dict has an entry of another type.
+        ArgumentError: two keys with different stored values are loaded into the same memory.
     """
     known = objects or {}
 

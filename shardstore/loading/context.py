@@ -71,8 +71,8 @@ def context_of(place: str | Path | Location) -> LoadContext:
     """Return the context of the load that calls a strategy.
 
     Args:
-        place: the checkpoint. It is opened anew where the load is of another one, and where a
-            strategy is called by itself.
+        place: the checkpoint. It is opened again if the current load reads another checkpoint, or
+            if a strategy is called without a load.
     """
     location = Location.of(place)
     current = _current.get()

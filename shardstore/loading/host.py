@@ -1,4 +1,4 @@
-"""Reads through host memory: into tensors on a device, of another data type, or of other ranks.
+"""Read through host memory into tensors on a device, of another data type, or of other ranks.
 
 Verified bytes pass through two buffers: one is read while the other is converted, copied or sent.
 The buffers together use at most the budget.
@@ -183,7 +183,7 @@ def box_of(part: ChunkPart) -> Box:
 
 
 def _split(box: Box, most: int) -> Iterator[Box]:
-    """Cut a box into boxes of at most so many elements, in C order."""
+    """Cut a box into boxes of at most ``most`` elements, in C order."""
     if box.size <= most:
         yield box
         return

@@ -1,4 +1,4 @@
-"""Plans a load: the regions of arrays to read, and their destinations in memory.
+"""Plan a load: the regions of arrays to read, and their destinations in memory.
 
 A region is read directly into the given tensor if its memory can be written, else through host
 memory. If no tensor is given, or one on the meta device, a new tensor is made. Flattened ranges are
@@ -40,15 +40,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class TensorRead:
-    """How one sharded tensor is loaded.
+    """The plan for one sharded tensor.
 
     Attributes:
         result: the tensor that the caller gets.
-        regions: what is read.
-        staged: host memory that is read into and copied to ``result`` at the end, where parts of
-            ``result`` cannot be written.
-        is_padded: some of it is not stored, and becomes zero.
-        tied: key of a tensor that is loaded into ``result`` too; what is ``staged`` is compared.
+        regions: the regions to read.
+        staged: host memory that receives the regions if parts of ``result`` cannot be written; it
+            is copied to ``result`` at the end.
+        is_padded: whether a part of the tensor is not stored. That part becomes zero.
+        tied: key of another tensor that is loaded into ``result``. Its values are compared with
+            ``staged``.
     """
 
     result: torch.Tensor
@@ -80,16 +81,18 @@ def plan_reads(
         tensors: the wanted tensors.
         arrays: key -> stored array.
         url: URL of the checkpoint, for error texts.
-        cast: whether tensors may be filled with values of another data type; ``"warn"``: of any.
+        cast: whether stored values may be cast to the data type of a tensor; ``"warn"`` also allows
+            casts between all kinds of data types, with a warning.
 
     Raises:
-        MissingKeyError: there is no array of a tensor's key.
-        DTypeMismatchError: it is of another data type, without ``cast`` or not to be cast to this
-            one; or the tensor given is.
-        ShapeMismatchError: it is of another global shape, without ``allow_shape_mismatch``; or the
-            tensor given is not of the shape described.
-        AccessPatternError: the shard lies outside the global shape.
-        ArgumentError: the tensor given cannot be filled in place, or shares memory with another.
+        MissingKeyError: the checkpoint has no array with the key of a tensor.
+        DTypeMismatchError: the array has another data type, and ``cast`` does not allow the cast;
+            or the data type of the given tensor differs from its description.
+        ShapeMismatchError: the array has another global shape, without ``allow_shape_mismatch``; or
+            the shape of the given tensor differs from its description.
+        AccessPatternError: the shard is outside the global shape.
+        ArgumentError: the given tensor cannot be filled in place, or shares a part of its memory
+            with another one.
     """
     plan: ReadPlan = {}
     differing: list[str] = []
@@ -114,7 +117,8 @@ _Span: TypeAlias = tuple[int, int, ShardedTensor, torch.Tensor]
 
 
 def _tied(tensors: Sequence[ShardedTensor]) -> dict[int, str]:
-    """Find tensors that are to be loaded into the very memory of another, as tied weights are.
+    """Find tensors that share all of their memory with another tensor of the load, as tied weights
+    do.
 
     Returns:
         ``id`` of the sharded tensor -> key of the other.
@@ -167,7 +171,8 @@ def _region(tensor: ShardedTensor) -> tuple[Any, ...]:
 
 
 class _Memory:
-    """Where the elements of a tensor lie, on any device, for NumPy, which never looks at them."""
+    """The memory addresses of a tensor's elements on any device, for :func:`numpy.shares_memory`,
+    which does not read them."""
 
     def __init__(self, data: torch.Tensor) -> None:
         size = data.element_size()
@@ -222,7 +227,7 @@ def _require_cast(tensor: ShardedTensor, meta: ArrayMeta, url: str, cast: object
     Within a kind (float64 to float16, int64 to int8), values out of range are converted as by
     ``copy_``.
     """
-    remedy = "which loses more than precision and is never done for you:"
+    remedy = "cast=True does not allow this cast, because it loses more than precision:"
     if torch.can_cast(dtypes.torch_dtype(meta.dtype), tensor.dtype):
         if cast:
             return
@@ -237,8 +242,8 @@ def _require_cast(tensor: ShardedTensor, meta: ArrayMeta, url: str, cast: object
 
 
 def _plan_read(tensor: ShardedTensor, meta: ArrayMeta, *, tied: str = "") -> TensorRead:
-    """Plan how one sharded tensor is loaded from its array; ``tied``: key of another tensor that is
-    loaded into the same memory."""
+    """Plan the load of one sharded tensor from its array. ``tied`` is the key of another tensor
+    that is loaded into the same memory."""
     tensor.validate_metadata_integrity()
     box = local_box(tensor)
     is_whole = box.shape == tensor.global_shape and not any(box.offset)
@@ -303,7 +308,7 @@ def _destination(tensor: ShardedTensor) -> TensorRead:
         except RuntimeError as error:
             raise CheckpointingException(
                 f"key {tensor.key!r} of shape {data_shape(tensor)} and type {tensor.dtype} takes "
-                "more memory than there is: load parts of it, or on more ranks",
+                "more memory than is available: load parts of it, or on more ranks",
                 key=tensor.key,
             ) from error
     require_writable(data, tensor.key)
@@ -316,9 +321,8 @@ def _destination(tensor: ShardedTensor) -> TensorRead:
 
 
 def goes_through_host(tensor: torch.Tensor) -> bool:
-    """Return whether stored bytes cannot be read into a tensor's memory: it is on a device, or a
-    conjugated or negated view.
-    """
+    """Return whether stored bytes cannot be read directly into a tensor's memory, because it is on
+    a device or is a conjugated or negated view."""
     return not tensor.is_cpu or tensor.is_conj() or tensor.is_neg()
 
 
@@ -344,8 +348,8 @@ def require_writable(tensor: torch.Tensor, key: str) -> None:
         return
     raise ArgumentError(
         f"key {key!r} is to be loaded into a tensor of shape {tuple(tensor.shape)} {what}; nothing "
-        "was loaded. Give a dense tensor (clone() makes one), or, to be given a new one, none "
-        "(data=None) or one on the meta device",
+        "was loaded. Give a dense tensor (clone() makes one); with data=None or a tensor on the "
+        "meta device, the load creates a new one",
         key=key,
     )
 

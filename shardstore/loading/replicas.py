@@ -1,4 +1,4 @@
-"""Replicas share the reading: one rank of a group reads each chunk and sends it to the others.
+"""Share the reading among replicas: one rank of a group reads each chunk and sends it to others.
 
 Every rank of the group reports which chunks it wants (a digest, if all want the same), and computes
 which rank reads which chunk. If only one rank wants a chunk, it reads the chunk directly to its
@@ -167,7 +167,7 @@ class Exchange:
         several: list[Piece] = []
         for chunk in chunks:
             part, *others = self._parts[chunk]
-            if others:  # boxes of a flat range may meet in a chunk: it is read once all the same
+            if others:  # boxes of a flat range may share a chunk, which is read once
                 several.append(self._piece(chunk))
                 continue
             kind = HostRead if isinstance(part.out, torch.Tensor) else RegionRead
@@ -255,10 +255,10 @@ def agree(offers: Sequence[Offer], url: str) -> frozenset[Members]:
 
     Args:
         offers: by rank.
-        url: of the checkpoint, for the error text.
+        url: URL of the checkpoint, for the error text.
 
     Raises:
-        ArgumentError: a rank would share, and another one of its group gave another group or
+        ArgumentError: a rank would share, and another rank of its group gave another group or
             another ``share_replicas``.
     """
     apart: set[Members] = set()
@@ -278,7 +278,7 @@ def agree(offers: Sequence[Offer], url: str) -> frozenset[Members]:
 
 
 def _listed(members: Members, theirs: Sequence[Offer]) -> Iterator[str]:
-    """Yield what the ranks of a group gave; ranks that gave the same are named together."""
+    """Yield descriptions of the ranks' offers; ranks with equal offers are named together."""
     ranks: dict[Offer, list[int]] = {}
     for rank, told in zip(members, theirs, strict=True):
         ranks.setdefault(told, []).append(rank)

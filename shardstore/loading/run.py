@@ -1,7 +1,7 @@
 """The steps of a load on each rank.
 
-:func:`run_load` prepares what this rank asks for, lets one rank read the documents for all, opens
-the checkpoint, matches what is asked for with what is stored, reads, and assembles the state dict.
+:func:`run_load` prepares this rank's request, lets one rank read the documents for all, opens the
+checkpoint, matches the request with the stored entries, reads, and assembles the state dict.
 An error of any rank is raised on every rank at the end of each step, so that no tensor changes
 unless every rank can read.
 """
@@ -69,7 +69,7 @@ StoredMetadata: TypeAlias = Callable[
 ]
 
 DOCUMENTS = ("zarr.json", CONFIG_FNAME, COMMON_STATE_NAME)
-"""What every rank of a load needs; one rank reads them for all."""
+"""Documents that every rank of a load needs. One rank reads them for all."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -182,7 +182,7 @@ def run_load(
 
 def _was_replaced(ranks: Ranks, problem: Exception) -> bool:
     """Return whether a load failed because the checkpoint was replaced, and for no other reason on
-    any rank. Called by every rank, with what it raised there."""
+    any rank. Every rank calls it with its own error, and waits for all others."""
     kind = "replaced" if isinstance(problem, ReplacedError) else "other"
     kind = "ranks" if isinstance(problem, RanksError) else kind
 
@@ -191,7 +191,7 @@ def _was_replaced(ranks: Ranks, problem: Exception) -> bool:
 
     try:
         answer = b"" if ranks.is_broken else ranks.together(kind.encode(), what="", decide=decide)
-    except Exception:  # a rank was lost: what was raised before counts
+    except Exception:  # a rank was lost; the caller raises the original error
         return False
     return answer == b"yes"
 
@@ -315,8 +315,8 @@ def _adopt(call: LoadCall, context: LoadContext, request: _Request) -> _Request:
 
 
 def _report(call: LoadCall, wanted: ShardedStateDict | None) -> bytes | None:
-    """Describe this rank's shards to the coordinator, if they are known; empty if nobody compares
-    them."""
+    """Return the report of this rank's shards for the coordinator; ``None`` if they are not known
+    yet, and a report without shards if none are compared."""
     if wanted is None:
         return None
     compared = call.validate_access_integrity or _compares_all(call)
@@ -329,7 +329,7 @@ def _compares_all(call: LoadCall) -> bool:
 
 
 def _joined(said: Sequence[bytes]) -> bytes:
-    """Make one report of those of several ranks."""
+    """Join the reports of several ranks into one."""
     reports, offers = zip(*map(pickle.loads, said), strict=True)
     report = None if None in reports else join_reports(reports)
     return pickle.dumps((report, [one for some in offers for one in some]))
@@ -354,10 +354,10 @@ def _agree(call: LoadCall, location: Location, said: Sequence[bytes]) -> bytes:
 
 
 def _checked(call: LoadCall, reports: Sequence[bytes]) -> list[bytes]:
-    """Check that all ranks together ask for each tensor once.
+    """Check that the main replicas of all ranks cover each tensor once.
 
     Returns:
-        The reports if they are compared with the stored keys, else none.
+        The reports if they are compared with the stored keys, else an empty list.
     """
     if call.validate_access_integrity:
         check_reports(reports)
@@ -401,7 +401,7 @@ def _read(context: LoadContext, matched: _Matched) -> StateDict:
     place = context.stored.location.place
     loaded: StateDict = {}
     tensors: Any = matched.wanted
-    # Before tensors are exchanged, so that no rank waits for one that could not load its objects.
+    # Objects come first, so that no rank waits in the exchange for a rank that failed to load them.
     with context.together():
         if not matched.for_tensors.can_handle_sharded_objects:
             validate_sharded_objects_handling(matched.for_tensors, matched.for_common)

@@ -1,8 +1,9 @@
-"""Executes a plan on one rank: writes documents and chunks, exchanges pieces of chunks.
+"""Execute a plan on one rank: write documents and chunks, and exchange pieces of chunks.
 
-At once, or from a copy in the background. The background communicates with no rank: pieces are
-exchanged in the caller's thread, and the manifest is handed in afterwards. Ranks exchange in one
-order, whatever fails on one of them.
+A synchronous save writes the state itself. An asynchronous save writes a copy in the background.
+The background writes communicate with no rank: pieces are exchanged in the caller's thread, and the
+manifest is sent after the writes. All ranks exchange pieces in the same order, even after an error
+on one of them.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ def write_chunks(session: SaveSession, plan: WritePlan, created: Created) -> Non
     """Create the arrays, write this rank's chunks, and merge and write shared chunks.
 
     Every rank calls it. Ranks that share chunks wait for each other's pieces. In an object store,
-    an array's document is written after the chunks of the rank that creates it, because others
-    could open it. An error of this rank's disk is raised after all pieces are exchanged.
+    a rank writes the documents of the arrays that it creates after its chunks, because other
+    programs could open them. If this rank cannot write, it raises the error after all pieces are
+    exchanged.
     """
     far = session.attempt.defers_documents
     _connect(session, plan.cut)  # before the writing, which may take longer on some ranks

@@ -1,6 +1,6 @@
-"""Plans a save: the arrays that this rank creates and the chunks that it writes.
+"""Plan a save: the arrays that this rank creates and the chunks that it writes.
 
-Each rank plans alone, by the same rules. For irregular and flattened tensors it first needs the
+Each rank plans alone, by the same rules. For irregular and flattened tensors, it first needs the
 layouts of other ranks (:mod:`shardstore.sharded.layouts`).
 """
 

@@ -1,9 +1,9 @@
-"""Divides the writing among replicas, and finds shards that no main replica writes.
+"""Divide the writing among replicas, and find shards that no main replica writes.
 
-At the beginning of a save, the ranks of a group report whether they hold the same shards, and which
-of these have a main replica in the group. Each rank then computes which chunks it writes. As in
-every save, the manifests prove that each chunk is written exactly once. If the ranks of a group
-hold different shards, main replicas write.
+At the beginning of a save, the ranks of a group report a digest of their shards, and which shards
+have their main replica on this rank. Each rank then computes which chunks it writes. As in every
+save, the manifests prove that each chunk is written exactly once. If the ranks of a group hold
+different shards, the main replicas write them.
 """
 
 from __future__ import annotations
@@ -162,12 +162,12 @@ def accepted(
 
 
 def copies_of(shards: Iterable[object], *, objects: bool) -> list[str]:
-    """Return the keys of the tensors, and unique keys of the objects, that a rank holds as copies
-    or as empty ranges only.
+    """Return the keys of the tensors, and unique keys of the objects, that a rank holds only as
+    copies or empty ranges.
 
     Args:
-        shards: of this rank; other values are ignored.
-        objects: whether the strategy that writes the objects notes them in the manifest.
+        shards: the shards of this rank; other values are ignored.
+        objects: whether the strategy that writes the objects records them in the manifest.
     """
     main: set[str] = set()
     copied: set[str] = set()

@@ -173,7 +173,7 @@ def _write(session: SaveSession, part: Part, *, in_background: bool) -> AsyncReq
             if objects is not None:
                 common_strategy.save_sharded_objects(objects, place)
     except Exception as problem:
-        # The ranks may meet in the strategy, which then reports this error to them.
+        # The strategy may communicate with the other ranks, and then reports this error to them.
         session.failure = problem
     if in_background:
         return cast(AsyncSaveShardedStrategy, sharded_strategy).async_save(tensors, place)
@@ -184,7 +184,7 @@ def _write(session: SaveSession, part: Part, *, in_background: bool) -> AsyncReq
 
 
 def _meets_to_plan(strategy: object) -> bool:
-    """Return whether a strategy, or the one that it wraps, makes ranks exchange layouts."""
+    """Return whether a strategy, or the strategy that it wraps, exchanges layouts between ranks."""
     while (base := getattr(strategy, "base_strategy", None)) is not None:
         strategy = base
     return bool(getattr(strategy, "meets_to_plan", False))

@@ -1,10 +1,10 @@
-"""One save from its first agreement to its commit, as one rank takes part in it.
+"""One save on one rank, from the first agreement of the ranks to the commit.
 
-The ranks meet three times at the most: they agree to begin, which also tells every rank of wrong
-input on any of them before a byte is written; they exchange the layouts of flattened and irregular
-tensors, if there are any; and they send their manifests to the coordinator, which commits.
-A strategy finds the session of the folder that it is told to write to by :func:`session_of`; called
-by itself it opens one of its own.
+The ranks communicate at most three times. First they agree to begin; every rank learns of wrong
+input on any rank before a byte is written. Then they exchange the layouts of flattened and
+irregular tensors, if there are any. At the end they send their manifests to the coordinator, which
+commits. A strategy finds the session of the folder that it writes to by :func:`session_of`. Without
+a session, a strategy opens one itself.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from shardstore.strategies.base import SaveCommonStrategy, SaveShardedStrategy
 logger = logging.getLogger(__name__)
 
 _open: dict[str, SaveSession] = {}
-"""By the place that is written to: a strategy's signature has a place and no session."""
+"""URL that is written to -> session. Global, because strategies are called with a place only."""
 Created: TypeAlias = Sequence[tuple[ArrayMeta, str]]
 """Arrays that a rank creates, with their documents."""
 
@@ -108,17 +108,17 @@ class _Opening:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What the ranks agreed on.
+    """The coordinator's answer at the beginning of a save.
 
     Attributes:
-        attempt_id: of the attempt that the coordinator began.
-        exchange_layouts: whether any rank holds tensors that others must hear of.
+        attempt_id: ID of the attempt that the coordinator began.
+        exchange_layouts: whether any rank has irregular or flattened tensors.
         common: the coordinator's common state, pickled, for comparison.
-        base_documents: of the checkpoint whose chunks are not sent again.
-        shares: groups that share out the writing, see :func:`replicas.agree`.
-        tellers: ranks that report their copies, the first one with each set of them.
-        rank_with_dtensors: if the coordinator's own state has none: the first rank whose state has
-            some, and whose plain tensors are arrays then.
+        base_documents: documents of the checkpoint whose chunks are reused.
+        shares: groups that divide the writing, see :func:`replicas.agree`.
+        tellers: ranks that report their copies: the first rank with each set of copies.
+        rank_with_dtensors: the first rank whose state has DTensors, so that its plain tensors are
+            arrays; ``None`` if the coordinator's state has DTensors, or no rank's.
         owners: the writer of each claimed shard, see :func:`decide_claims`.
     """
 
@@ -133,30 +133,30 @@ class Agreement:
 
 
 class SaveSession:
-    """A save in progress. Made by :meth:`begin`.
+    """A save in progress. :meth:`begin` makes it.
 
     Attributes:
-        ranks: who takes part.
-        later: the same, over the connections for when all is planned.
-        target: where the checkpoint shall be.
-        options: how it is written; a strategy replaces what it decides.
-        attempt: where it is written until it is committed.
-        agreed: what the ranks agreed on.
-        manifest: what this rank wrote.
+        ranks: the ranks of the save.
+        later: the same ranks, over the connections that an asynchronous save uses after planning.
+        target: the target of the save.
+        options: options of the save; a strategy may replace some of them.
+        attempt: the attempt that is written and committed.
+        agreed: the agreement of the ranks.
+        manifest: the arrays, chunks and files that this rank wrote.
         files: files other than chunks.
-        zarr_format: format of the arrays written, 3 or 2; ``None`` until a strategy of ours wrote
-            some.
-        failure: an error of this rank at the beginning or in the background; then nothing is
-            committed.
-        over: the error of a meeting: every rank knows it, and none goes to a further meeting.
-        plans: whether ranks still meet before they write.
-        base: the checkpoint whose chunks are not sent again, if one was given.
-        shared: the shards whose chunks this rank's group shares out, if it does.
+        zarr_format: format of the written arrays, 3 or 2; ``None`` until a built-in strategy
+            writes one.
+        failure: an error of this rank at the beginning or in the background, which prevents the
+            commit.
+        over: the error of a step of all ranks. Every rank has it, and none begins a further step.
+        plans: whether the ranks exchange layouts before they write.
+        base: the checkpoint whose chunks are reused, ``None`` without one.
+        shared: the shards whose chunks this rank's group divides, ``None`` if it does not.
         staging: the copy of the state that an asynchronous save writes from, if it made one.
-        record: after the commit, on every rank: what was committed (bytes, chunks, seconds).
+        record: the commit record (bytes, chunks, seconds); empty before the commit.
         meter: counts for a progress callback.
-        common_keys: on the coordinator, if other ranks alone have DTensors: keys that its plain
-            tensors would have as arrays.
+        common_keys: keys that the coordinator's plain tensors would have as arrays. It is set on
+            the coordinator if only other ranks have DTensors.
     """
 
     def __init__(
@@ -187,16 +187,16 @@ class SaveSession:
 
     @classmethod
     def begin(cls, ranks: Ranks, part: Part, *, later: str | None = None) -> SaveSession:
-        """Agree with all ranks to begin. Called by every rank, which waits for all others.
+        """Agree with all ranks to begin. Every rank calls it and waits for all others.
 
         Args:
-            ranks: who takes part.
-            part: what this rank brings.
-            later: purpose of the connections that the ranks meet over once all is planned;
-                default: they keep theirs.
+            ranks: the ranks of the save.
+            part: this rank's part of the save.
+            later: purpose of the connections for the steps after planning; default: the connections
+                of ``ranks``.
 
         Raises:
-            CheckpointExistsError, StorageError: on every rank.
+            CheckpointExistsError, StorageError: the attempt cannot begin; raised on every rank.
             RanksError: another rank failed, or did not answer in time.
         """
         target, error = part.target, part.error
@@ -205,8 +205,8 @@ class SaveSession:
             offer = replicas.offer(part.tensors, part.options.replica_group)
             if ranks.world_size > 1 and target.url.startswith("memory://"):
                 raise StorageError(
-                    f"{target.url} is memory of one process, but {ranks.world_size} ranks save; "
-                    "give a folder or an object store that all of them see",
+                    f"{target.url} is the memory of one process, but {ranks.world_size} ranks "
+                    "save; give a folder or an object store that all of them see",
                     url=target.url,
                 )
         except Exception as problem:
@@ -240,7 +240,7 @@ class SaveSession:
         if not ranks.is_coordinator:
             try:
                 attempt.require_seen()
-            except Exception as problem:  # raised at the next meeting of the ranks
+            except Exception as problem:  # raised in the next step of all ranks
                 session.failure = problem
         return session
 
@@ -268,7 +268,7 @@ class SaveSession:
                 request = work(self)
         except Exception as problem:
             error = problem
-        except BaseException:  # an interrupt; the other ranks find this one gone
+        except BaseException:  # an interrupt; the other ranks notice that this one is gone
             self._give_up()
             raise
         if not in_background:
@@ -286,7 +286,7 @@ class SaveSession:
             try:
                 if function is not None:
                     function(*args, **kwargs)
-            except BaseException as problem:  # raised by finish(), where all ranks meet
+            except BaseException as problem:  # finish() raises it on all ranks
                 self.failure = self.failure or problem
 
         self.ranks = self.later
@@ -308,8 +308,8 @@ class SaveSession:
         merge: Callable[[list[bytes]], bytes] | None = None,
         decide: Callable[[list[bytes]], bytes] | None = None,
     ) -> bytes:
-        """Do :meth:`Ranks.together`. A rank with an error raises it at the next meeting, which is
-        the last one for all ranks."""
+        """Call :meth:`Ranks.together`, and keep its error in :attr:`over`, because no rank may
+        begin a further step after it."""
         try:
             return self.ranks.together(report, what=what, error=error, merge=merge, decide=decide)
         except BaseException as problem:
@@ -318,7 +318,7 @@ class SaveSession:
 
     @property
     def planning(self) -> str:
-        """Return the operation of a meeting before the writing, for error texts."""
+        """The name of the planning step, for error texts."""
         return f"planning the save to {self.target.url}"
 
     def exchanged_layouts(self, tensors: Sequence[ShardedTensor]) -> Layouts:
@@ -506,8 +506,8 @@ class SaveSession:
 
 
 def _agreed(openings: Sequence[_Opening], part: Part, begun: list[Attempt]) -> Agreement:
-    """Check the ranks' openings and begin an attempt, which ``begun`` gets. Called by the
-    coordinator."""
+    """Check the ranks' reports, begin an attempt, and append it to ``begun``. The coordinator calls
+    it."""
     _check_same_target(openings)
     base = None if part.base is None else read_base(part.base)
     begun.append(attempt := checkpoints.begin(part.target, part.options))
@@ -565,7 +565,7 @@ def _check_objects(merged: Merged) -> None:
 
 
 def _check_common(merged: Merged, common_keys: frozenset[str], rank: int | None) -> None:
-    """Check that no key is both an array and a common value, which could not be loaded.
+    """Check that no key is both an array and a common value. Such a key could not be loaded.
 
     Args:
         merged: the merged manifests.
@@ -576,8 +576,8 @@ def _check_common(merged: Merged, common_keys: frozenset[str], rank: int | None)
     if both:
         raise AccessPatternError(
             f"the plain tensor {both[0]!r} is common state on rank 0, whose state has no DTensors, "
-            f"and an array on rank {rank}, whose state has some ({len(both)} such tensor(s)); "
-            "leave it out of the state of the one or the other, or make it a ShardedTensor on "
+            f"and an array on rank {rank}, whose state has DTensors ({len(both)} such tensor(s)); "
+            "leave it out of the state of one of the two ranks, or make it a ShardedTensor on "
             "every rank that has it",
             key=both[0],
             rank=rank,

@@ -1,9 +1,10 @@
-"""A copy of the chunks to write, in host memory that is reused from save to save.
+"""Copy the chunks of a save to host memory, which is reused from save to save.
 
-Once every chunk has been copied the state may be changed. Where the budget has room for all chunks
-they are copied first, at full speed, and written afterwards. Otherwise the memory is filled and
-written again and again, and what fills it last is written afterwards. CUDA chunks are copied by a
-stream of their own, which waits for what the caller's stream had queued.
+The state may be changed once every chunk has been copied. If the budget has room for all chunks,
+they are all copied first, at full speed, and written afterwards. Otherwise they are copied in
+rounds, each round is written to make room for the next one, and the last round is written
+afterwards. A separate CUDA stream copies chunks from a device. It waits for work that the caller's
+stream has queued.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ _WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 class _Arena:
     """Fresh memory, page-locked if it is for a CUDA device.
 
-    If the system refuses to page-lock it, it is ordinary memory, and a warning is logged. It uses
-    huge pages if possible, because their first touch costs less.
+    If page-locking fails, the memory stays ordinary memory, and a warning is logged. It uses huge
+    pages if possible, because their first access costs less.
     """
 
     def __init__(self, size: int, device: torch.device | None) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         mapped = mmap.mmap(-1, max(size, mmap.PAGESIZE), flags=flags)
-        with suppress(AttributeError, OSError):  # a kernel without them
+        with suppress(AttributeError, OSError):  # a kernel without huge pages
             mapped.madvise(mmap.MADV_HUGEPAGE)
         self.memory: NDArray[np.uint8] = np.frombuffer(mapped, np.uint8)
         self.device = device
@@ -74,9 +75,9 @@ class _Arena:
 
 
 class HostPool:
-    """Host memory that is reused, so that its pages are touched and pinned once.
+    """Host memory that saves reuse, so that its pages are first touched and pinned only once.
 
-    Safe from any thread. It keeps one arena between saves, the last one that was given back.
+    It is thread-safe. Between saves it keeps one arena, the last one that was given back.
     """
 
     def __init__(self) -> None:
@@ -88,7 +89,7 @@ class HostPool:
         device.
 
         Raises:
-            MemoryError, OSError: the system has not that much memory.
+            MemoryError, OSError: the system does not have enough memory.
         """
         with self._lock:
             arena, self._free = self._free, None
@@ -123,12 +124,12 @@ POOL = HostPool()
 
 
 class Staging:
-    """The copy of one save's chunks. :meth:`close` must be called to give its memory back.
+    """The copy of one save's chunks. Call :meth:`close` to give its memory back.
 
     Args:
-        writes: the chunks to write, from the state's own memory.
-        budget_bytes: largest host memory to use; ``None``: as much as the chunks need. It is raised
-            to the size of the largest chunk.
+        writes: the chunks to write; their sources are the memory of the state.
+        budget_bytes: largest host memory to use, at least the size of the largest chunk; ``None``:
+            as much as the chunks need.
         threads: number of threads that copy.
         pool: pool of the memory.
 
@@ -262,13 +263,12 @@ class Staging:
             device.wait(host=host)
 
     def fail(self, error: BaseException) -> None:
-        """Stop copying; :meth:`copies` raises this."""
+        """Stop copying. :meth:`copies` raises the error."""
         self.error = self.error or error
 
     def close(self) -> None:
-        """Wait for the copying thread and give the memory back. Call it when nothing reads the
-        copy.
-        """
+        """Wait for the copying thread and give the memory back. Call it when no thread reads the
+        copy any more."""
         self.wait(host=True)
         arena, self._arena = self._arena, None
         if arena is not None:

@@ -1,7 +1,7 @@
 """The base class of entries of a sharded state dict, and helpers for them.
 
-It has replicas, objects that are not saved, and the position of a shard from its rank offsets. The
-public names are in :mod:`shardstore.mapping`.
+The helpers concern main replicas, objects that are not saved, and positions of shards by rank
+offsets. The public names are in :mod:`shardstore.mapping`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,11 @@ class ShardedBase(ABC):
 
     @abstractmethod
     def validate_metadata_integrity(self) -> None:
-        """Raise a :class:`CheckpointingException` where the attributes contradict each other."""
+        """Check the attributes.
+
+        Raises:
+            CheckpointingException: they contradict each other.
+        """
 
     @abstractmethod
     def without_data(self) -> ShardedBase:
@@ -50,7 +54,7 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
 
     The caller must give exactly one rank the main replica of each shard.
     """
-    if type(replica_id) is tuple:  # the most frequent case first: called for each shard
+    if type(replica_id) is tuple:  # the most frequent case first, for speed
         return replica_id.count(0) == len(replica_id)
     if type(replica_id) is int or isinstance(replica_id, Integral):
         return bool(replica_id == 0)

@@ -1,7 +1,7 @@
 """The layouts of irregular and flattened tensors, which ranks exchange before they plan.
 
-A rank can plan the chunks of other tensors alone. For tensors with irregular cuts, the grid depends
-on the boundaries of all ranks. For flattened ranges, several ranks may hold parts of one chunk.
+For tensors with irregular cuts, the grid depends on the boundaries of all ranks. For flattened
+ranges, several ranks may hold parts of one chunk. All other tensors need no exchange.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def flat_bounds(tensor: ShardedTensor) -> tuple[int, int]:
 
 
 def is_empty_range(tensor: ShardedTensor) -> bool:
-    """Whether a tensor is a flattened range without elements, which is neither saved nor loaded."""
+    """Return whether a tensor is a flattened range without elements. Such a range is neither saved
+    nor loaded."""
     if tensor.flattened_range is None:
         return False
     start, stop = flat_bounds(tensor)
@@ -86,8 +87,8 @@ def merge_layouts(reports: Sequence[bytes]) -> Layouts:
     """Merge the messages of all ranks.
 
     Raises:
-        AccessPatternError: ranges of a shard overlap or leave a gap; names key, shard, range and
-            ranks.
+        AccessPatternError: ranges of a shard overlap or leave a gap, or ranks give a tensor
+            different global shapes; the text names key, shard, range and ranks.
     """
     layouts = Layouts()
     shards: dict[str, tuple[tuple[int, ...], list[Box]]] = {}

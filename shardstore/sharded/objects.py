@@ -1,7 +1,8 @@
-"""Sharded objects, and factories: tensors that are saved in a form other than in memory.
+"""Sharded objects and factories.
 
-A factory builds shards before a save or load. After a load it merges them into one tensor. The
-public names are in :mod:`shardstore.mapping`.
+A factory stands for a tensor that is saved in another form than it has in memory. It builds shards
+before a save or load, and merges them into one tensor after a load. The public names are in
+:mod:`shardstore.mapping`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from shardstore.sharded.base import ReplicaId, ShardedBase, ShardedStateDict, St
 class ShardedObject(ShardedBase):
     """A local object as one cell of a global grid of objects.
 
-    It loads only under the grid that it was saved in.
+    It loads only into the same grid that it was saved in.
 
     Attributes:
         key: identifies the global object; the same on every rank.
@@ -50,7 +51,7 @@ class ShardedObject(ShardedBase):
         """Check that shape and offset have the same number of axes.
 
         Raises:
-            AccessPatternError: they do not.
+            AccessPatternError: the numbers of axes differ.
         """
         if len(self.global_shape) != len(self.global_offset):
             raise AccessPatternError(
@@ -113,9 +114,9 @@ FactoryMergeFn: TypeAlias = Callable[[StateDict], torch.Tensor]
 
 @dataclass
 class ShardedTensorFactory(ShardedBase):
-    """A tensor that is saved in a form other than in memory.
+    """A tensor that is saved in another form than it has in memory.
 
-    The result of ``build_fn`` must depend only on its arguments: an optimizer calls it with other
+    The result of ``build_fn`` must depend only on its arguments. An optimizer calls it with other
     keys and its own tensors, so that its state is cut like the parameter.
 
     Attributes:
@@ -151,7 +152,7 @@ ShardedTensorFactory.__module__ = "shardstore.mapping"  # what programs and pick
 
 
 def apply_factories(sharded_state_dict: ShardedStateDict) -> None:
-    """Replace every factory in nested dicts and lists by the state dict it builds, in place.
+    """Replace every factory in nested dicts and lists by the state dict that it builds, in place.
 
     Factories inside such a state dict are not replaced.
     """
