@@ -154,7 +154,7 @@ class Meter:
             except Exception as error:
                 self._callback = None
                 logger.warning(
-                    "%s of %s goes on without its progress callback, which raised %s: %s",
+                    "%s of %s continues without its progress callback, which raised %s: %s",
                     now.operation,
                     now.url,
                     type(error).__name__,

@@ -317,7 +317,7 @@ class Ranks:
         begun = [(rank, channel.begin(rank, verdict)) for rank in below]
         for rank, works in begun:
             if problem := attempt(partial(channel.sent, works, self._patience_s)):
-                logger.warning("rank %d could not be told how %s ended: %s", rank, what, problem)
+                logger.warning("rank %d did not receive the outcome of %s: %s", rank, what, problem)
         # Either all remaining ranks make new connections for the next step, or none does.
         channel.is_broken |= verdict.status == _BROKEN
         return verdict
@@ -336,7 +336,7 @@ class Ranks:
                     f"{what}: rank {self.rank} has no answer from rank {above}, which died or "
                     f"waited longer than {self.deadline_s:g} s for another rank "
                     f"({_first_line(problem)}). "
-                    f"Its log says more; {DEADLINE_VARIABLE} sets the wait",
+                    f"See its log; {DEADLINE_VARIABLE} sets the wait",
                     failures={above: "no answer"},
                 )
                 posted = pickle.dumps(failure)

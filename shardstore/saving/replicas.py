@@ -185,7 +185,7 @@ def without_main_replica(keys: Sequence[str], rank: int) -> AccessPatternError:
     more = "" if len(keys) == 1 else f" (and {len(keys) - 1} more)"
     return AccessPatternError(
         f"Invalid access pattern: {keys[0]!r}{more} has no main replica on any rank, so that "
-        f"nobody would write it; rank {rank} holds a copy, or an empty range; give exactly one "
+        f"no rank would write it; rank {rank} holds a copy or an empty range; give exactly one "
         "rank's replica_id=0",
         key=keys[0],
         rank=rank,

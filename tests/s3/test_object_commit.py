@@ -93,7 +93,7 @@ def test_a_late_writer_changes_nothing_that_is_there(target: Target) -> None:
     with pytest.raises(StorageError, match="newer attempt"):
         write_chunks(older, 1.0)
     commit(newer)
-    with pytest.raises(StorageError, match="another one, which is finished"):
+    with pytest.raises(StorageError, match="another attempt, which is finished"):
         write_chunks(older, 1.0)
     with pytest.raises(StorageError, match="belongs"):
         older.put("common.pt", b"old") if place.exists("common.pt") else commit(older)

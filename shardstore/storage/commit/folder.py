@@ -84,9 +84,9 @@ class FolderAttempt(Attempt):
         while not self.location.exists(OWNER_NAME):
             if time.monotonic() > deadline:
                 raise StorageError(
-                    f"{self.location.url}, which the coordinator of this save made, is not seen on "
-                    f"{socket.gethostname()}: {self.target.url} is not on a file system that all "
-                    "ranks share; save to one that is, or to an object store",
+                    f"{self.location.url}, which the coordinator of this save created, is missing "
+                    f"on {socket.gethostname()}: {self.target.url} is not on a file system that "
+                    "all ranks share; save to one that is, or to an object store",
                     url=self.target.url,
                 )
             time.sleep(POLL_S)
@@ -285,9 +285,9 @@ def begin(place: Location, *, overwrite: bool = False) -> FolderAttempt:
         )
     wrong = ""
     if os.path.ismount(target.url):
-        wrong = "a mount point, which nothing can take the place of in one step"
+        wrong = "a mount point, which cannot be replaced in one step"
     elif there and os.path.samefile(target.url, os.curdir):
-        wrong = "the working directory, which would be replaced under this process"
+        wrong = "the working directory of this process, which the save would replace"
     if wrong:
         raise StorageError(f"{target.url} is {wrong}; save to a folder below it", url=target.url)
     if _is_taken(target) and not overwrite:

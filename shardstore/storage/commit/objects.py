@@ -118,14 +118,14 @@ class ObjectAttempt(Attempt):
         if newest > self.number:
             return _described(self.target, newest)
         if newest < self.number or own.get("id") != self.id:
-            return "another one, which is finished"
+            return "another attempt, which is finished"
         return None
 
     def _superseded(self, by: str) -> SupersededError:
         error = SupersededError(
             f"the save to {self.target.url} (attempt {self.id}) was given up: the target belongs "
-            f"to {by}. Of several saves to one place the newest goes on; save elsewhere, or one "
-            "after the other",
+            f"to {by}. If several saves write to one place, only the newest continues; save "
+            "elsewhere, or one after the other",
             url=self.target.url,
         )
         error.by = by
@@ -135,10 +135,10 @@ class ObjectAttempt(Attempt):
         """See :meth:`Attempt.require_seen`."""
         found = _read_claim(self.target, self.number).get("id")
         if found != self.id:
-            there = "another one" if found else "none"
+            there = "another claim" if found else "no claim"
             raise StorageError(
-                f"the claim {self.number:06d} of attempt {self.id}, with which the coordinator of "
-                f"this save began, is not at {self.target.url} as this rank sees it ({there} is): "
+                f"the coordinator began this save with claim {self.number:06d} of attempt "
+                f"{self.id}, but this rank finds {there} of that number at {self.target.url}: "
                 "the ranks' stores differ. Compare endpoint and credentials of the ranks "
                 "(storage_options, AWS_ENDPOINT_URL and other variables of the environment)",
                 url=self.target.url,
@@ -184,7 +184,7 @@ class ObjectAttempt(Attempt):
         """
         if not documents:
             raise StorageError(
-                f"nothing that could commit {self.target.url} was written", url=self.target.url
+                f"the save to {self.target.url} has no document to commit", url=self.target.url
             )
         name, data = documents[-1]
         try:
@@ -200,10 +200,10 @@ class ObjectAttempt(Attempt):
             names = self._look_once_more(name, data)
         except _UndecidedError as open_:
             raise StorageError(
-                f"whether {self.target.url} was committed is not known: {open_.message}. It may be "
-                "there, or come yet, and is whole then, for nothing was removed. Look for it "
-                "(shardstore ls); save there again where it has not come, or with overwrite=True "
-                "where it has",
+                f"whether {self.target.url} was committed is not known: {open_.message}. The store "
+                "may have committed it or may still do so; the checkpoint is then complete, "
+                "because nothing was removed. Look for it (shardstore ls). If it is not there, "
+                "save again; overwrite=True replaces it if it is",
                 url=self.target.url,
             ) from open_.__cause__
         except CheckpointingException:
@@ -326,7 +326,7 @@ class ObjectAttempt(Attempt):
                 return names
             if time.monotonic() > deadline:
                 logger.warning(
-                    "%s: an attempt that was about to commit does not go on; it is taken for dead",
+                    "%s: an older attempt has stopped before its commit; it is taken for dead",
                     self.target.url,
                 )
                 return names
@@ -523,11 +523,11 @@ def _require_conditions(place: Location) -> None:
         condition, but = "the condition that an object must be new", ""
         if scheme in ("s3", "s3a"):
             condition = "If-None-Match"
-            but = " (Ceph's gateway does not in a bucket with versioning: one without will do)"
+            but = " (Ceph's gateway honours it only in a bucket without versioning)"
         raise StorageError(
             f"{place.url}: the store ignores {condition} (it created one object twice), so that "
-            "two saves to one place could mix unnoticed; use a store that honours it"
-            f"{but}, or pass allow_unconditional=True where no two saves ever go to one place",
+            "two saves to one place could mix their data; use a store that honours it"
+            f"{but}, or pass allow_unconditional=True if two saves never write to one place",
             url=place.url,
         )
     if first:
@@ -555,8 +555,8 @@ def delete(place: Location) -> None:
             place.remote.delete([DELETING])
             attempt.withdraw()
         raise StorageError(
-            f"{place.url} was not deleted: meanwhile the place was claimed by {error.by}. Delete "
-            "it again once that one is done",
+            f"{place.url} was not deleted: the place was claimed in the meantime by {error.by}. "
+            "Delete it again after that attempt has finished",
             url=place.url,
         ) from error
     except BaseException:
