@@ -106,7 +106,7 @@ def check_reports(reports: Sequence[bytes]) -> None:
     """
     parsed = [one for report in reports for one in pickle.loads(report)]
     known: dict[tuple[Any, ...], int] = {}
-    held: dict[str, list[int]] = defaultdict(list)  # the number of each holder's cut, by rank
+    held: dict[str, list[int]] = defaultdict(list)  # number of the cut on each rank
     objects: dict[str, _Objects] = defaultdict(list)
     for rank, (keys, numbers, cuts, items) in enumerate(parsed):
         renumbered = [known.setdefault(cut, len(known)) for cut in cuts]

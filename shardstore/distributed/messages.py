@@ -87,7 +87,7 @@ class Channel:
         store = _get_default_store()
         self._number: int = 0 if after is None else after._number + 1
         self._store = PrefixStore(f"shardstore/{purpose}{self._number}", store)
-        while after is not None and self.posted() is not None:  # other ranks replaced it too
+        while after is not None and self.posted() is not None:  # it has lost a rank too
             self._number += 1
             self._store = PrefixStore(f"shardstore/{purpose}{self._number}", store)
         self._gloo: Any = dist.ProcessGroupGloo
@@ -191,7 +191,7 @@ class Channel:
 
     def ask(self, rank: int, size: int = _HEAD_BYTES) -> Asked:
         """Post a buffer for the next message of a rank. :meth:`receive` raises its error."""
-        buffer = torch.empty(size, dtype=torch.uint8, device="cpu")  # whatever the default device
+        buffer = torch.empty(size, dtype=torch.uint8, device="cpu")  # not torch's default device
         return Asked(buffer, attempt(lambda: self._receive(rank, buffer, _REPORTS)))
 
     def receive(self, rank: int, asked: Asked, wait_s: float) -> Message:

@@ -89,7 +89,7 @@ def fetched(source: Source) -> NDArray[Any]:
 def require_plain(tensor: torch.Tensor, key: str) -> None:
     """Raise :class:`DTypeMismatchError` for a tensor that is not dense memory."""
     if tensor.layout is torch.strided and tensor.device.type != "meta":
-        # Of a FakeTensor, only the storage is on the meta device.
+        # A FakeTensor reports a real device, but its storage is on the meta device.
         is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
         if is_plain or tensor.untyped_storage().device.type != "meta":
             return

@@ -103,7 +103,7 @@ def _encode_tensor(tensor: torch.Tensor) -> Any:
     try:
         # One of these calls fails for sparse, quantized and nested tensors and without memory.
         plain = tensor.detach().cpu().resolve_conj().resolve_neg()
-        # Not reshape: a single element may keep a stride, and then has no view of its bytes.
+        # Not reshape, because a single element that keeps a stride cannot be viewed as bytes.
         flat = plain.contiguous().as_strided((plain.numel(),), (1,))
         data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
         shape = list(tensor.shape)

@@ -115,7 +115,7 @@ class FolderAttempt(Attempt):
         source, target = self.location.url, self.target.url
         with store_errors("committing", target):
             replaced = os.path.isdir(target) and bool(os.listdir(target))
-            if not replaced:  # A renamed attempt needs no mark; after an exchange both folders do.
+            if not replaced:  # Only after an exchange does the mark tell the two folders apart.
                 os.unlink(f"{source}/{OWNER_NAME}")
         try:
             if durable:
@@ -208,7 +208,7 @@ class FolderAttempt(Attempt):
         return mine
 
     def _mark(self) -> None:
-        with contextlib.suppress(StorageError):  # a full disk
+        with contextlib.suppress(StorageError):  # for example, the disk is full
             if not self.location.is_dir(OWNER_NAME):
                 # Replace a FIFO or a link instead of writing into it.
                 self.location.delete(OWNER_NAME)
@@ -249,7 +249,7 @@ def delete(place: Location) -> None:
         with store_errors("deleting", place.url):
             fsync(os.path.dirname(place.url))
             doomed.remove()
-    except BaseException:  # an interrupt, too
+    except BaseException:  # including an interrupt
         doomed.abandon()
         raise
 

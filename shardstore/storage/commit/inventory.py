@@ -87,7 +87,7 @@ def is_committed(location: Location, names: Collection[str] | None = None) -> bo
         return False
     if not isinstance(config, dict):
         return False
-    # With layout 2, the root document commits, and it is not there yet.
+    # With layout 2, the root document is the commit, and it is missing.
     version = config.get("sharded_backend_version", 1)
     return config.get("sharded_backend") != "zarr" or version == 1
 
