@@ -1,4 +1,4 @@
-"""Arrays below a location: write and read their documents, open them with zarr, choose a mover."""
+"""Writes and reads the documents of arrays, opens arrays with zarr, and chooses a mover."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 def _create(location: Location, meta: ArrayMeta, text: str | None) -> None:
-    """Make an array's folder and write its document, if there is one. One process creates an array;
-    others write chunks.
+    """Create an array's folder and write its document, if there is one. One process creates the
+    array; the others only write chunks.
 
     Raises:
         StorageError: the store failed.
@@ -39,12 +39,12 @@ def _create(location: Location, meta: ArrayMeta, text: str | None) -> None:
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder)
         if text is not None:
-            # Without a file object, which takes a tenth of a save of thousands of small arrays.
+            # File objects would take a tenth of the time of a save of thousands of small arrays.
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
             fd = os.open(f"{folder}/{meta.document_name}", flags, 0o666)
             try:
                 data = text.encode()
-                while data:  # a disk that fills up takes a part first, and refuses the rest
+                while data:  # a disk that fills up writes a part first, and then refuses
                     data = data[os.write(fd, data) :]
             finally:
                 os.close(fd)
@@ -53,8 +53,8 @@ def _create(location: Location, meta: ArrayMeta, text: str | None) -> None:
 def write_documents(
     attempt: Attempt, options: SaveOptions, created: Sequence[tuple[ArrayMeta, str]]
 ) -> None:
-    """Write the documents of arrays that a writer creates; in a folder also where they have none of
-    their own, which makes their folders.
+    """Write the documents of the arrays that this writer creates, if ``options.array_documents``.
+    In a local folder, create the arrays' folders in any case.
 
     Raises:
         StorageError: the store failed.
@@ -75,7 +75,7 @@ def write_documents(
 
 
 def read_array_meta(location: Location, key: str) -> ArrayMeta:
-    """Return the array of a key from its own document; from the root's where it has none.
+    """Return the array of a key from its own document, or from the root document if it has none.
 
     Raises:
         MissingKeyError: there is no such array.
@@ -100,7 +100,8 @@ def read_array_meta(location: Location, key: str) -> ArrayMeta:
 
 
 def root_arrays(location: Location) -> dict[str, ArrayMeta]:
-    """Arrays that the root group's document describes and that have none of their own, by key."""
+    """Return, by key, the arrays that only the root document describes; empty if arrays have
+    documents of their own."""
     try:
         text = location.read("zarr.json")
     except FileNotFoundError:
@@ -110,12 +111,12 @@ def root_arrays(location: Location) -> dict[str, ArrayMeta]:
 
 
 def create_zarr_array(location: Location, meta: ArrayMeta) -> zarr.Array[Any]:
-    """Create an array, and give zarr's handle on it.
+    """Create an array and return zarr's handle of it.
 
     Raises:
-        CheckpointExistsError: it exists.
+        CheckpointExistsError: the array exists.
     """
-    import zarr  # takes a quarter of a second, which saves and loads do without
+    import zarr  # takes a quarter of a second; saves and loads do not need it
 
     from shardstore import zarr_dtypes  # noqa: F401 (teaches zarr bfloat16 and float8)
 
@@ -130,7 +131,7 @@ def create_zarr_array(location: Location, meta: ArrayMeta) -> zarr.Array[Any]:
 
 
 def mover_for(location: Location, options: SaveOptions, attempt: Attempt | None = None) -> Mover:
-    """Who moves the chunks that are written to a location, as a part of an attempt."""
+    """Return the mover that writes chunks to a location, as part of an attempt."""
     if not location.is_local:
         return ObjectMover(location, attempt=attempt, budget_bytes=options.budget_bytes)
     return FileMover(location, threads=options.threads, durable=options.durable)

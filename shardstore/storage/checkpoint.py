@@ -1,5 +1,5 @@
-"""A committed checkpoint, read only: its arrays by key, its manifest when it is needed, its chunks
-through a mover."""
+"""Read access to a committed checkpoint: its documents, its arrays by key, its manifest and its
+chunks; also the removal of arrays."""
 
 from __future__ import annotations
 
@@ -44,32 +44,33 @@ from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.stores.location import Location
 
 if TYPE_CHECKING:
-    # What reads chunks brings NumPy; a listing reads none.
+    # The modules that read chunks import NumPy, which a listing does not need.
     from shardstore.storage.format.manifest import Manifest
     from shardstore.storage.movers.chunks import ReadDone, RegionRead
 
 OWN_FILES = ("zarr.json", CONFIG_NAME, COMMON_STATE_NAME, MANIFEST_NAME, ".owner.json")
-"""What the checkpoint itself keeps beside its arrays."""
+"""Files of a checkpoint that do not belong to an array."""
 SHOWN = 4
-"""Arrays that an error about many of them names."""
+"""Number of arrays that an error names at most."""
 MANY_CHUNKS = 100_000
-"""Of an array, from which on they are counted before anything is made for each of them."""
+"""Above this number of chunks of an array, its files are counted before a read allocates anything
+for each chunk."""
 LAYOUT = ("zarr", 2)
-"""Backend and version, as ``metadata.json`` has them, of checkpoints with a root document."""
+"""Backend and version in ``metadata.json`` of checkpoints with a root document."""
 
 
 class ReplacedError(StorageError):
-    """The checkpoint was replaced or deleted while it was read."""
+    """The checkpoint was replaced or deleted during a read."""
 
 
 class StoredCheckpoint:
-    """What is stored at a location.
+    """A checkpoint at a location.
 
     Args:
         location: root of the checkpoint.
-        documents: small documents that were read before, by name; ``None`` where there is none of
-            that name. All others are read from the store.
-        threads: threads for reading.
+        documents: small documents that were read before, by name; ``None`` for a document that does
+            not exist. All other documents are read from the store.
+        threads: number of threads for reads from a disk; ``None``: the default of the mover.
     """
 
     def __init__(
@@ -88,11 +89,11 @@ class StoredCheckpoint:
         self._seen = None if text is None else crc32c(text, 0)  # the root document that was read
 
     def document(self, name: str) -> bytes:
-        """Return a small document.
+        """Return the content of a small document.
 
         Raises:
-            FileNotFoundError: there is none of that name.
-            DamagedCheckpointError: there is none, and the commit names it.
+            FileNotFoundError: there is no such document.
+            DamagedCheckpointError: there is no such document, but the commit names it.
             StorageError: the store failed.
         """
         try:
@@ -108,7 +109,7 @@ class StoredCheckpoint:
         return data
 
     def require_unchanged(self) -> None:
-        """Raise :class:`ReplacedError` if the root document is not the one that was read."""
+        """Raise :class:`ReplacedError` if the root document changed since it was read."""
         try:
             changed = self._seen not in (None, crc32c(self.location.read("zarr.json"), 0))
         except FileNotFoundError:
@@ -128,7 +129,8 @@ class StoredCheckpoint:
 
     @contextmanager
     def unless_replaced(self) -> Iterator[None]:
-        """Raise :class:`ReplacedError` in place of another error where that is the cause."""
+        """Raise :class:`ReplacedError` instead of any error whose cause is a replaced
+        checkpoint."""
         try:
             yield
         except Exception:
@@ -145,8 +147,9 @@ class StoredCheckpoint:
         """The root document; ``None`` for the Zarr v2 layout, which has none.
 
         Raises:
-            DamagedCheckpointError: it fails its checksum; or it is gone, or has no attributes of
-                ours, and was there with them by what ``metadata.json`` says.
+            DamagedCheckpointError: the document fails its checksum; or ``metadata.json`` says that
+                the checkpoint has a root document of shardstore, and the document is missing or
+                lacks the attributes of shardstore.
         """
         url = f"{self.location.url}/zarr.json"
         try:
@@ -161,8 +164,8 @@ class StoredCheckpoint:
         return root
 
     def _require_other_layout(self, found: str) -> None:
-        """Raise :class:`DamagedCheckpointError` if ``metadata.json`` says that there is a root
-        document of ours; ``found`` says how it is instead."""
+        """Raise :class:`DamagedCheckpointError` if ``metadata.json`` says that the checkpoint has a
+        root document of shardstore. ``found`` is the actual state, for the error text."""
         try:
             config = json.loads(self.document(CONFIG_NAME))
             layout = config["sharded_backend"], config["sharded_backend_version"]
@@ -170,7 +173,7 @@ class StoredCheckpoint:
             return
         if layout == LAYOUT:
             if found.startswith("is missing") and self.location.exists("zarr.json"):
-                raise self._replaced()  # it came between the two looks
+                raise self._replaced()  # the document was written between the two reads
             url = f"{self.location.url}/zarr.json"
             raise DamagedCheckpointError(
                 f"{url}, the root document, {found} a checkpoint whose {CONFIG_NAME} says that it "
@@ -184,9 +187,10 @@ class StoredCheckpoint:
         """All arrays by key.
 
         Raises:
-            NotACheckpointError: nothing of ours is there.
-            FormatVersionError, DTypeMismatchError: this version does not read what is there.
-            DamagedCheckpointError: two nodes have one key, or the root document has lost an array.
+            NotACheckpointError: a document is not valid JSON or no Zarr group.
+            FormatVersionError, DTypeMismatchError: this version cannot read an array.
+            DamagedCheckpointError: two nodes have the same key, or the root document lacks an array
+                that it has checksums of.
         """
         root = self.root
         with collector_paused():
@@ -208,8 +212,9 @@ class StoredCheckpoint:
         return arrays
 
     def require_chunks(self, array: ArrayMeta) -> None:
-        """Raise :class:`ChunkMissingError` if an array's document says that there are very many
-        chunks, no commit does, and hardly any file is there: nothing is made for each of them."""
+        """Raise :class:`ChunkMissingError` if an array has more than :data:`MANY_CHUNKS` chunks by
+        its document alone, not by the commit, and fewer than one in 100 exists. A read would
+        allocate memory for each chunk."""
         count = array.grid.size
         if array.crcs is not None or count <= MANY_CHUNKS:
             return
@@ -228,7 +233,7 @@ class StoredCheckpoint:
             )
 
     def _listed_arrays(self, root: RootDocument | None) -> Iterator[ArrayMeta]:
-        """All arrays from their own documents."""
+        """Yield all arrays, each from its own document."""
         name = ".zarray" if root is None else "zarr.json"
         for node, text in self._documents(name) if self.location.is_local else self._objects(name):
             if root is None and node.endswith(".sync") and not text.strip():
@@ -244,11 +249,11 @@ class StoredCheckpoint:
                 self.refused[key_of(node) or node] = error
 
     def check_root(self) -> None:
-        """Hold the root document against the manifest and the commit record, by which rot in one
-        without a checksum is found. Where another program wrote it anew nothing is compared.
+        """Compare the root document with the manifest and the commit record. This detects damage to
+        a root document without a checksum. Skip a document that another program rewrote.
 
         Raises:
-            DamagedCheckpointError: they disagree, or as :attr:`arrays`.
+            DamagedCheckpointError: they disagree, or :attr:`arrays` raises it.
         """
         root, metas = self.root, self.arrays.values()
         if root is None or root.format_version is None or root.is_rewritten:
@@ -282,7 +287,7 @@ class StoredCheckpoint:
             )
 
     def _documents(self, name: str) -> Iterator[tuple[str, bytes]]:
-        """Node and document of each array in a folder."""
+        """Yield node and document of each array in a folder."""
         nodes = self.location.listing()
         while nodes:
             node = nodes.pop()
@@ -292,13 +297,14 @@ class StoredCheckpoint:
                 has_more = b'"group"' in text
             except FileNotFoundError:
                 has_more = self.root is None
-            # Groups of other programs are nested, and the old layout took keys as paths: "a/b" is a
-            # folder in a folder.
+            # Groups of other programs are nested, and the Zarr v2 layout used keys as paths: "a/b"
+            # is a folder in a folder.
             if has_more and self.location.is_dir(node):
                 nodes += [f"{node}/{below}" for below in self.location.listing(node)]
 
     def _objects(self, name: str) -> Iterator[tuple[str, bytes]]:
-        """Yield the same in an object store: one listing, then all documents at once."""
+        """Yield node and document of each array in an object store: one listing, then all documents
+        at once."""
         from shardstore.storage.stores.object_io import read_objects
 
         wanted = [entry for entry in self.location.remote.walk() if entry.endswith(f"/{name}")]
@@ -308,7 +314,7 @@ class StoredCheckpoint:
 
     @cached_property
     def manifest(self) -> Manifest | None:
-        """What each chunk was when it was written; ``None`` where there is no manifest."""
+        """The manifest; ``None`` if the checkpoint has none."""
         try:
             data = self.document(MANIFEST_NAME)
         except FileNotFoundError:
@@ -318,12 +324,13 @@ class StoredCheckpoint:
         return Manifest.from_bytes(data, f"{self.location.url}/{MANIFEST_NAME}")
 
     def read(self, reads: Sequence[RegionRead], done: ReadDone | None = None) -> None:
-        """Read regions into their destinations, every byte that has a checksum verified; ``done``
-        as for :meth:`Mover.read`.
+        """Read regions into their destinations and verify every byte that has a checksum. For
+        ``done``, see :meth:`Mover.read`.
 
         Raises:
-            ChunkMissingError, ChunkCorruptError: name key, chunk and the rank that wrote it.
-            ReplacedError: the checkpoint was replaced.
+            ChunkMissingError, ChunkCorruptError: a chunk is missing or damaged. The error names
+                key, chunk and, if the manifest has it, the rank that wrote the chunk.
+            ReplacedError: the checkpoint was replaced or deleted during the read.
         """
         for array in {read.array.node: read.array for read in reads}.values():
             self.require_chunks(array)
@@ -345,18 +352,20 @@ class StoredCheckpoint:
                 TensorStoreReader(self.location).read(other, self._manifest, done)
 
     def _manifest(self) -> Manifest | None:
-        with self._lock:  # one of the threads that read asks the store, the others wait
+        with self._lock:  # one reading thread reads the manifest, the others wait
             return self.manifest
 
     def remove(self, key_prefix: str) -> None:
-        """Remove arrays whose keys begin so: from the root document first, so that no reader meets
-        a hole, then their chunks, and then from the manifest, by which what is left of them is
-        found if this is cut short: by a deletion of all, and by the same removal again (but for
-        arrays whose names were shortened).
+        """Remove the arrays whose keys begin with ``key_prefix``.
+
+        It first rewrites the root document, so that no reader finds an array without chunks, then
+        deletes the chunks, then rewrites the manifest. If the removal is interrupted, the manifest
+        still lists the leftovers: repeat the removal, or delete the checkpoint. A repeated removal
+        does not find arrays whose node names were shortened.
 
         Raises:
-            NotACheckpointError: nothing of ours is there.
-            StorageError: a symbolic link leads to an array; nothing was removed.
+            NotACheckpointError: a document is not valid JSON or no Zarr group.
+            StorageError: a folder above an array is a symbolic link; nothing was removed.
         """
         listed = {meta.node for key, meta in self.arrays.items() if key.startswith(key_prefix)}
         manifest = None if self.root is None else self.manifest
@@ -378,15 +387,15 @@ class StoredCheckpoint:
             self.__dict__.pop(name, None)
 
     def _delete_arrays(self, nodes: Sequence[str]) -> None:
-        """Delete documents and chunks; sharded objects of the same keys, in the same folders,
-        stay."""
+        """Delete documents and chunks of arrays. Keep the files of sharded objects in the same
+        folders."""
         if not self.location.is_local:
             store = self.location.remote
             files = [name for node in nodes for name in store.walk(node)]
             store.delete([name for name in files if not is_object_file(name.rpartition("/")[2])])
             return
         for node in nodes:
-            if not self.location.is_link(node):  # of which the link alone is removed
+            if not self.location.is_link(node):  # a link itself is removed, not its target
                 for name in self.location.listing(node):
                     if not is_object_file(name):
                         self.location.delete(f"{node}/{name}")
@@ -395,7 +404,7 @@ class StoredCheckpoint:
             self.location.delete(node)
 
     def _attributes_without(self, nodes: set[str]) -> dict[str, Any]:
-        """Attributes of the root group, less the checksums of some arrays."""
+        """Return the attributes of the root group without the checksums of some arrays."""
         assert self.root is not None
         sums = self.root.chunk_sums
         if not sums:
@@ -403,18 +412,18 @@ class StoredCheckpoint:
         kept = {node: crcs for node, crcs in sums.items() if node not in nodes}
         about = {**self.root.attributes["shardstore"], CHUNK_SUMS: kept}
         if self.root.commit:
-            # Of all arrays together: it does not hold for those that stay.
+            # The digest covers all arrays and does not fit the remaining ones.
             about["commit"] = {n: v for n, v in self.root.commit.items() if n != "content"}
         return {**self.root.attributes, "shardstore": about}
 
     def check_file(self, name: str, data: bytes) -> bool:
-        """Hold a file that is no chunk against what the commit says of it, if it says anything.
+        """Compare the content of a file other than a chunk with its checksum in the commit.
 
         Returns:
-            Whether it does.
+            Whether the commit has a checksum of the file.
 
         Raises:
-            DamagedCheckpointError: it is another than the one that was committed.
+            DamagedCheckpointError: the checksums differ.
         """
         known = None if self.root is None else self.root.file_sums.get(name)
         if not isinstance(known, int):
@@ -431,8 +440,7 @@ class StoredCheckpoint:
         )
 
     def require_unnamed(self, name: str) -> None:
-        """Raise :class:`DamagedCheckpointError` for a file that is not there, if the commit names
-        it."""
+        """Raise :class:`DamagedCheckpointError` for a missing file if the commit names it."""
         if self.root is not None and name in self.root.file_sums:
             url = f"{self.location.url}/{name}"
             raise DamagedCheckpointError(
@@ -442,10 +450,10 @@ class StoredCheckpoint:
             )
 
     def object_files(self) -> list[str]:
-        """Names of all files of sharded objects, as ``NODE/FILE``.
+        """Return the names of all files of sharded objects, as ``NODE/FILE``.
 
         Raises:
-            DamagedCheckpointError: one that the commit names is not there.
+            DamagedCheckpointError: a file that the commit names is missing.
         """
         location = self.location
         if location.is_local:
@@ -459,7 +467,8 @@ class StoredCheckpoint:
         return [name for name in names if is_object_file(name.partition("/")[2])]
 
     def require(self) -> None:
-        """Raise :class:`NotACheckpointError` unless there is a checkpoint with arrays of ours."""
+        """Raise :class:`NotACheckpointError` if there is neither a root document nor
+        ``metadata.json``."""
         if self.root is not None or self.has_document(CONFIG_NAME):
             return
         url, found = self.location.url, "it has neither zarr.json nor metadata.json"

@@ -1,1 +1,1 @@
-"""Where bytes live: locations, file systems, object stores and their errors."""
+"""Locations, file systems, object stores and their errors."""

@@ -1,5 +1,5 @@
-"""What a store's refusals mean (Amazon S3 API, "Error responses"), each with its remedy, and
-credentials kept out of errors and logs."""
+"""Explains the errors of a store (Amazon S3 API, "Error responses") with a remedy for each, and
+keeps credentials out of errors and logs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from shardstore.errors import StorageError
 
 LIBRARIES = ("aiobotocore", "botocore", "boto3", "s3fs", "fsspec", "aiohttp", "urllib3")
 OPTIONS = ("key", "secret", "token", "username", "password", "account_key", "sas_token")
-"""Storage options, and keyword arguments of the client, that are credentials or name one."""
+"""Storage options that are credentials. :data:`CLIENT_OPTIONS` are those of the client."""
 CLIENT_OPTIONS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
 SHORTEST = 8
-"""Shorter ones are no secrets, and would spoil what is logged."""
+"""Minimum length of a secret: hiding shorter texts would make logs unreadable."""
 HIDDEN = "***"
 
 _HEADERS = "x-amz-security-token|x-amz-sso_bearer_token|x-aws-ec2-metadata-token"
@@ -29,28 +29,29 @@ _PLACES = re.compile(
     # In the Authorization header and in presigned URLs (Amazon S3 API reference, "Authenticating
     # Requests (AWS Signature Version 4)"): the access key comes before the date.
     r"Credential=(?P<signed>[^\s/%,*]+)(?=/|%2F)"
-    # Of XML: the answers of the token service.
+    # In XML: the answers of the token service.
     rf"|<(?:{_NAMES})>(?P<element>[^<*]+)<"
-    # Of JSON, and of dicts as Python shows them.
+    # In JSON, and in the repr of Python dicts.
     rf"|\b(?:aws_)?(?:{_NAMES}|{_HEADERS})[\"']+\s*:\s*b?[\"'](?!AWS4-)(?P<quoted>[^\"'*]+)[\"']"
-    # Of headers as they are signed, and of queries.
+    # In signed headers, and in query strings.
     rf"|\b(?:{_HEADERS})[:=](?P<plain>[^\s\"'*&,;]+)",
     re.IGNORECASE,
 )
 _NO_SECRETS = re.compile(r"\d{1,12}")
 
 _TOLD = ("Code", "Message", "Region", "Endpoint", "Bucket", "BucketName", "Key", "Resource")
-"""Of a store's own answer; its other members repeat the access key, the token, or what was
-signed."""
+"""Members of a store's answer that errors may show. Others repeat the access key, the token or the
+signed text."""
 
 _hidden: set[str] = set()
 
 
 class _Hiding:
-    """Makes log records as another factory does, without credentials in those of the libraries.
+    """Log record factory that wraps another one and removes credentials from the records of the
+    client libraries.
 
-    Not a filter: those of a logger do not see what loggers below it log, and libraries make theirs
-    when they please.
+    A filter does not suffice: the filters of a logger do not see the records of its child loggers,
+    and libraries create child loggers at any time.
     """
 
     def __init__(self, make: Callable[..., logging.LogRecord]) -> None:
@@ -59,7 +60,7 @@ class _Hiding:
     def __call__(self, *args: Any, **kwargs: Any) -> logging.LogRecord:
         record = self._make(*args, **kwargs)
         if record.name.startswith(LIBRARIES):
-            with suppress(Exception):  # of a record that is not ours: whoever prints it will say so
+            with suppress(Exception):  # a malformed record: its handler reports the error
                 _hide(record)
         return record
 
@@ -68,7 +69,7 @@ def _hide(record: logging.LogRecord) -> None:
     text = record.getMessage()
     _learn(found for match in _PLACES.finditer(text) for found in match.groups() if found)
     shown = text
-    # The longest first: one may be the beginning of another.
+    # The longest first: one secret may be a prefix of another.
     for value in sorted(_hidden, key=len, reverse=True):
         shown = shown.replace(value, HIDDEN)
     if shown != text:
@@ -76,11 +77,11 @@ def _hide(record: logging.LogRecord) -> None:
 
 
 def keep_quiet_about(options: Mapping[str, Any], *found: str | None) -> None:
-    """Keep credentials out of what the client libraries log, from now on.
+    """Remove credentials from all later log records of the client libraries.
 
     Args:
-        options: storage options; the environment's are kept out too.
-        *found: credentials that come from elsewhere.
+        options: storage options with credentials. Those of the environment are removed too.
+        *found: credentials from other sources.
     """
     client = options.get("client_kwargs")
     given = [options.get(name) for name in OPTIONS]
@@ -101,8 +102,8 @@ def _learn(values: Iterable[object]) -> None:
 
 
 def scrub(error: BaseException) -> None:
-    """Take what repeats credentials out of an error of a client library, and out of those that it
-    came from."""
+    """Remove everything that repeats credentials from an error of a client library, and from its
+    causes and contexts."""
     for one in _chain(error):
         response = getattr(one, "response", None)
         if isinstance(response, dict) and isinstance(response.get("Error"), dict):
@@ -146,7 +147,7 @@ _REMEDIES = {
     "PermanentRedirect": _REGION,
     "IllegalLocationConstraintException": _REGION,
     "301": _REGION,
-    "400": "the store cannot make sense of the request: check region and endpoint",
+    "400": "the store rejects the request as invalid: check region and endpoint",
     "RequestTimeTooSkewed": "this machine's clock is wrong: set it",
     "503": "the store is overloaded, or down: try again later",
     "404": _NO_BUCKET,
@@ -154,14 +155,14 @@ _REMEDIES = {
     "QuotaExceeded": "the store's quota is used up: free space, or choose another bucket",
     "EntityTooLarge": "the object is too large for one request: save smaller chunks",
 }
-_NOT_THERE = "the store says that there is no such place: check the endpoint and the URL"
+_NOT_THERE = "the store has nothing at this URL: check the endpoint and the URL"
 _CREDENTIALS = (
     "no credentials were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, "
     "or give storage_options"
 )
 NO_TRUST = (
-    "the server's certificate is not trusted (name the file of those that are: AWS_CA_BUNDLE, or "
-    "client_kwargs={'verify': FILE})"
+    "the server's certificate is not trusted (set AWS_CA_BUNDLE, or client_kwargs={'verify': "
+    "FILE}, to a file of trusted certificates)"
 )
 _DENIED_ELSEWHERE = (
     "the store refuses the credentials: check those of the environment and in storage_options, and "
@@ -175,24 +176,31 @@ _READING = ("reading", "looking for", "listing")
 
 
 def no_answer(url: str) -> str:
-    """What to do where the store of a URL does not answer."""
+    """Return the advice for a store that does not answer."""
     named = "endpoint_url, or AWS_ENDPOINT_URL" if _is_s3(url) else "in storage_options"
     return f"the store does not answer: check the endpoint ({named}) and the network"
 
 
 def remedy(code: str | None, doing: str = "") -> str:
-    """What to do about an answer of the store.
+    """Return the advice for an error that the store returned.
 
     Args:
-        code: the store's own name for what went wrong, or the HTTP status.
-        doing: what was asked for: who reads is not told what to do about saves.
+        code: the store's error code, or the HTTP status.
+        doing: the operation that failed. Reads get no advice about saves.
     """
     found = _OF_READS.get(code or "") if doing in _READING else None
-    return found or _REMEDIES.get(code or "", "see the store's own words")
+    return found or _REMEDIES.get(code or "", "see the store's error message")
 
 
 def explained(doing: str, url: str, error: BaseException, **about: Any) -> StorageError:
-    """What the store's library raised, as an error of ours with a remedy."""
+    """Return a :class:`StorageError` with a remedy for an error of a store's library.
+
+    Args:
+        doing: the operation that failed, such as ``reading``.
+        url: URL of the document or object.
+        error: the error of the library; its credentials are removed.
+        about: further attributes of the error.
+    """
     scrub(error)
     code = code_of(error)
     name = type(error).__name__
@@ -227,7 +235,8 @@ def _is_s3(url: str) -> bool:
 
 
 def code_of(error: BaseException | None) -> str | None:
-    """Return the store's own name for what went wrong (Amazon S3 API, "Error responses")."""
+    """Return the store's error code (Amazon S3 API, "Error responses"); ``None`` if the error has
+    none."""
     while error is not None:
         response = getattr(error, "response", None)
         if isinstance(response, dict):
@@ -238,13 +247,15 @@ def code_of(error: BaseException | None) -> str | None:
 
 
 def is_refusal(failure: BaseException) -> bool:
-    """Return whether a failed request is taken as one that is not carried out, now or later: the
-    store refused its only try (HTTP 4xx), or had too much to do for the last one (``SlowDown``), or
-    an operating system refused. All else leaves it open: no answer, one of something on the way
-    (HTTP 5xx), or one to a repetition, while the first try may be waiting in the store.
+    """Return whether the store certainly does not carry out a failed request, now or later.
+
+    True if the store refused the only try (HTTP 4xx), if the last try ended with ``SlowDown``, or
+    if the operating system refused. False if the outcome is unknown: no answer, an answer of a
+    server in between (HTTP 5xx), or a refusal of a repeated request whose first try may still be
+    pending in the store.
 
     Args:
-        failure: what the store's library raised, or the error of ours that it caused.
+        failure: the error of the store's library, or the :class:`StorageError` that it caused.
     """
     error: BaseException | None = failure
     while error is not None:

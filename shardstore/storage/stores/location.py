@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shardstore.storage.stores.remote import RemoteStore
 
 _FILE = "file://"
-# Of two letters at least, for drives of Windows have one.
+# A scheme has at least two letters: a single letter is a Windows drive.
 _SCHEME = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):(?P<slashes>/+)(?P<rest>.*)", re.DOTALL)
 
 
@@ -36,8 +36,7 @@ _OF_BUCKETS = ("s3", "s3a", "gs", "gcs")
 
 
 def shown(place: object) -> str:
-    """Return a place as texts may name it: what stands where a URL has a user and a password is
-    hidden."""
+    """Return a path or URL for error texts and logs, with the user and password part hidden."""
     return re.sub(r"(?s)(:/+)[^/]*:.*@", r"\1***@", str(place))
 
 
@@ -48,17 +47,17 @@ def url_of(place: object) -> str:
         place: a path (``~`` is the home folder) or a URL.
 
     Raises:
-        ArgumentError: no path and no URL; says what it is, and what to give.
+        ArgumentError: ``place`` is neither a path nor a supported URL. The text says what to give.
     """
-    # RFC 3986, section 3.1: schemes do not mind capitals.
+    # RFC 3986, section 3.1: schemes are case-insensitive.
     url = re.sub(r"^[A-Za-z][A-Za-z0-9+.-]+:/", lambda found: found[0].lower(), _text(place))
     if url.startswith(_FILE):
-        # RFC 8089: an empty host is this one, as is localhost.
+        # RFC 8089: an empty host is the local one, as is localhost.
         url = re.sub("^localhost(?=/)", "", url[len(_FILE) :])
         _require(bool(url), place, "is empty: give a path or a URL")
     elif parts := _SCHEME.match(url):
         scheme, rest = parts["scheme"], parts["rest"].strip("/")
-        # A secret key may have slashes in it; names of buckets have no colon (but for ARNs).
+        # A secret key may contain slashes; bucket names contain no colon, except for ARNs.
         has_credentials = scheme in _OF_BUCKETS and bool(re.match(r"(?!arn:)[^/]*:", rest))
         if has_credentials:
             raise ArgumentError(
@@ -67,14 +66,14 @@ def url_of(place: object) -> str:
                 "storage_options={'key': ..., 'secret': ...}, or as AWS_* variables or a profile",
                 url=f"{scheme}://***",
             )
-        named = bool(rest) or scheme == "memory"  # which has no buckets
+        named = bool(rest) or scheme == "memory"  # memory:// has no buckets
         _require(named, place, "names no bucket; give a URL such as s3://bucket/run/step-100")
         parts_wrong = scheme in _OF_BUCKETS and not {"", ".", ".."}.isdisjoint(rest.split("/"))
         _require(
             not parts_wrong,
             place,
-            "has a part between slashes that is empty, '.' or '..', which not every client of such "
-            "a store takes: leave it out",
+            "has a part between slashes that is empty, '.' or '..', which not every client of "
+            "object stores accepts: leave it out",
         )
         whole = f"{scheme}://{'/' * (scheme == 'file')}{rest}"
         _require(
@@ -82,10 +81,10 @@ def url_of(place: object) -> str:
             place,
             f"has lost a slash, as URLs do in pathlib.Path: give {whole!r} as a string",
         )
-    # What is between us and the store may answer from a cache, or keep many names in one file:
-    # claims and commits need the store itself.
+    # A file system of a chain may answer from a cache, or keep many names in one file, but claims
+    # and commits need the store itself.
     is_chain = "://" in url and "::" in url
-    _require(not is_chain, place, "is a chain of URLs, which can hold none: give the store's own")
+    _require(not is_chain, place, "is a chain of URLs, which cannot hold one: give the store's URL")
     if "://" not in url:
         url = os.path.abspath(os.path.expanduser(url))
     scheme, separator, path = url.rpartition("://")
@@ -99,12 +98,12 @@ def _text(place: object) -> str:
         url = None
     if not isinstance(url, str):
         raise ArgumentError(
-            f"the place of a checkpoint is a path or a URL, not of type {type(place).__name__} "
+            f"the place of a checkpoint must be a path or a URL, not a {type(place).__name__} "
             f"({place!r:.100})"
         )
     _require(bool(url.strip()), place, "is empty: give a path or a URL")
-    _require("\0" not in url, place, "has a NUL character, which no path has")
-    _require(url == url.lstrip() or "://" not in url, place, "begins with a blank: take it away")
+    _require("\0" not in url, place, "has a NUL character, which no path may contain")
+    _require(url == url.lstrip() or "://" not in url, place, "begins with a blank: remove it")
     return url
 
 
@@ -130,15 +129,15 @@ _REMEDIES = {
     errno.ELOOP: "a symbolic link leads to itself, or is where a file is to be written: remove it",
     errno.ENXIO: "a FIFO, a device or a socket is where a file is to be written: remove it",
     errno.ENAMETOOLONG: "the path is too long: shorten the key or the folder",
-    errno.ENOENT: "the folder is not there: it cannot be made, or something removed it "
+    errno.ENOENT: "the folder does not exist: it cannot be created, or something removed it "
     "while it was in use",
 }
 
 
 @contextmanager
 def store_errors(doing: str, url: str, *, key: str | None = None) -> Iterator[None]:
-    """Turn an operating system error into a :class:`StorageError` that says what was being done,
-    and the remedy."""
+    """Convert an operating system error to a :class:`StorageError` that names the operation and the
+    remedy."""
     try:
         yield
     except CheckpointingException:
@@ -146,7 +145,7 @@ def store_errors(doing: str, url: str, *, key: str | None = None) -> Iterator[No
     except OSError as error:
         if error.errno is None:
             raise
-        remedy = _REMEDIES.get(error.errno, "check the disk, and the messages of the system")
+        remedy = _REMEDIES.get(error.errno, "check the disk and the system log")
         about = f" for key {key!r}" if key is not None else ""
         failure = StorageError(
             f"{doing} {url}{about} failed: {os.strerror(error.errno)}; {remedy}", key=key, url=url
@@ -160,12 +159,12 @@ def _open_no_link(path: str, flags: int) -> int:
 
 
 def open_regular(path: str) -> int:
-    """Open a file for reading. Whoever waits for a writer that there is not, or reads a device that
-    never ends, does not end either.
+    """Open a regular file for reading. Refuse a FIFO or a device, because reading it could block
+    forever.
 
     Raises:
-        DamagedCheckpointError: a FIFO, a device or the like has its name.
-        IsADirectoryError, OSError: of the system.
+        DamagedCheckpointError: the path is a FIFO, a device, a socket or a link to itself.
+        IsADirectoryError, OSError: the operating system cannot open it.
     """
     mode = 0
     try:
@@ -181,8 +180,8 @@ def open_regular(path: str) -> int:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
     raise DamagedCheckpointError(
-        f"{path} is no regular file (a FIFO, a device, a link to itself), and no save writes such: "
-        "the checkpoint is damaged; load an earlier one",
+        f"{path} is not a regular file (but a FIFO, a device or a link to itself), and saves write "
+        "regular files only: the checkpoint is damaged; load an earlier one",
         url=path,
     )
 
@@ -197,14 +196,14 @@ def fsync(path: str) -> None:
 
 
 def given_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Storage options as callers give them, which may be none.
+    """Return a caller's storage options as a dict, empty for ``None``.
 
     Raises:
-        ArgumentError: no mapping.
+        ArgumentError: ``options`` is not a mapping.
     """
     if options is not None and not isinstance(options, Mapping):
         raise ArgumentError(
-            # Not what it is: there may be a secret in it.
+            # The text does not show the value, which may contain a secret.
             f"storage_options must be a dict, such as {{'endpoint_url': 'http://host:9000'}}, "
             f"not of type {type(options).__name__}"
         )
@@ -212,9 +211,9 @@ def given_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 class StoreUrl(str):
-    """A URL that takes its storage options along wherever a plain string is passed on.
+    """A URL string that carries its storage options.
 
-    Neither ``repr``, ``str`` nor a pickle has them: they may hold credentials.
+    ``repr``, ``str`` and a pickle omit the options, because they may contain credentials.
     """
 
     options: Mapping[str, Any]
@@ -235,7 +234,7 @@ class Location:
 
     Attributes:
         url: as given; a plain path for local disks.
-        options: storage options of fsspec, not shown by ``repr``: they may hold credentials.
+        options: storage options of fsspec. ``repr`` omits them: they may contain credentials.
     """
 
     url: str
@@ -247,7 +246,7 @@ class Location:
         location; ``options`` are storage options of fsspec. A leading ``~`` is the home folder.
 
         Raises:
-            ArgumentError: nothing of that kind.
+            ArgumentError: ``place`` is neither a path nor a supported URL.
         """
         if isinstance(place, Location):
             return cls(place.url, {**place.options, **options}) if options else place
@@ -259,36 +258,37 @@ class Location:
     def given(
         cls, place: str | os.PathLike[str] | Location, options: Mapping[str, Any] | None
     ) -> Location:
-        """Return the same with the options as callers give them, which may be none.
+        """Return :meth:`of` with a caller's storage options, which may be ``None``.
 
         Raises:
-            ArgumentError: the place is none, or ``options`` is no mapping.
+            ArgumentError: ``place`` is neither a path nor a supported URL, or ``options`` is not a
+                mapping.
         """
         return cls.of(place, **given_options(options))
 
     @property
     def is_local(self) -> bool:
-        """Whether it is a folder of the operating system."""
+        """Whether the location is a folder of the operating system."""
         return "://" not in self.url
 
     @property
     def is_s3(self) -> bool:
-        """Whether it is a prefix of a bucket of S3."""
+        """Whether the location is a prefix in an S3 bucket."""
         return self.url.startswith(("s3://", "s3a://"))
 
     @property
     def place(self) -> str | Path:
-        """What strategies are given: the local folder, or the URL with its options."""
+        """The local folder, or the URL with its options; the argument of strategies."""
         return Path(self.url) if self.is_local else StoreUrl(self.url, self.options)
 
     @property
     def remote(self) -> RemoteStore:
-        """The control plane of a store that is no local folder.
+        """The store of this location, over fsspec. Not for local folders.
 
         Raises:
             StorageError: fsspec does not know the store, or its package is missing.
         """
-        # fsspec and what it brings are of no use to local checkpoints.
+        # Imported here: local checkpoints do not need fsspec and its dependencies.
         from shardstore.storage.stores.remote import remote_store
 
         return remote_store(self.url, self.options)
@@ -297,7 +297,7 @@ class Location:
         """Raise :class:`StorageError` for an object store.
 
         Args:
-            what: what needs a local folder, for the error text.
+            what: name of the operation that needs a local folder, for the error text.
         """
         if not self.is_local:
             raise StorageError(
@@ -306,7 +306,7 @@ class Location:
             )
 
     def require_no_file(self) -> None:
-        """Raise :class:`StorageError` for a file where a folder of checkpoints is expected."""
+        """Raise :class:`StorageError` if the location is a file instead of a folder."""
         if self.is_local and os.path.isfile(self.url):
             raise StorageError(
                 f"{self.url} is a file; give the folder below which checkpoints are saved",
@@ -328,10 +328,11 @@ class Location:
         return Location("/".join([self.url, *names]), self.options)
 
     def read(self, name: str) -> bytes:
-        """Read a small document whole.
+        """Return the content of a small document.
 
         Raises:
-            FileNotFoundError: there is none of that name.
+            FileNotFoundError: there is no such document.
+            DamagedCheckpointError: a FIFO, a device or a socket has its name.
             StorageError: the store failed.
         """
         counters.add(documents_read=1)
@@ -351,7 +352,7 @@ class Location:
         return self.remote.read(name)
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a small document whole, folders included, and never through a symbolic link.
+        """Write a small document and create its folders. Never write through a symbolic link.
 
         Raises:
             StorageError: the store failed.
@@ -369,7 +370,7 @@ class Location:
         """Replace a small document in one atomic step.
 
         Raises:
-            StorageError: the store refused; the old document is as it was.
+            StorageError: the store refused; the old document is unchanged.
         """
         if not self.is_local:
             self.write(name, data)
@@ -390,7 +391,7 @@ class Location:
                 raise
 
     def stamp(self, name: str) -> object | None:
-        """Something that is another once a document was replaced; ``None``: there is none.
+        """Return a value that changes when a document is replaced; ``None`` if there is none.
 
         Raises:
             StorageError: the store failed.
@@ -411,13 +412,13 @@ class Location:
         return self.remote.exists(name)
 
     def is_dir(self, name: str = "") -> bool:
-        """Return whether it is a folder (a prefix with something below it)."""
+        """Return whether a name is a folder (in an object store, a prefix of other objects)."""
         if self.is_local:
             return os.path.isdir(os.path.join(self.url, name) if name else self.url)
         return self.remote.is_dir(name)
 
     def listing(self, name: str = "") -> list[str]:
-        """Return the names directly below; empty where there is nothing."""
+        """Return the names directly below a folder; empty if there is none."""
         if self.is_local:
             try:
                 return sorted(os.listdir(os.path.join(self.url, name) if name else self.url))
@@ -426,11 +427,11 @@ class Location:
         return self.remote.listing(name)
 
     def delete(self, name: str = "") -> None:
-        """Remove a document or a folder with all below it; nothing there is no error. Of a symbolic
-        link the link itself is removed.
+        """Remove a document, or a folder with its content. Remove a symbolic link itself, not its
+        target. A missing name is no error.
 
         Raises:
-            StorageError: the store refused, or a symbolic link leads to it.
+            StorageError: the store refused, or a folder above the name is a symbolic link.
         """
         if self.is_local:
             target = self._own_path(name)
@@ -443,12 +444,12 @@ class Location:
         self.remote.delete_tree(name)
 
     def is_link(self, name: str) -> bool:
-        """Return whether a name is a symbolic link of the operating system."""
+        """Return whether a name is a symbolic link."""
         return self.is_local and os.path.islink(f"{self.url}/{name}")
 
     def require_no_link_to(self, name: str) -> None:
         """Raise :class:`StorageError` if a folder between this location and a name below it is a
-        symbolic link: nothing is written or removed behind one."""
+        symbolic link: saves and deletions do not follow symbolic links."""
         parts = name.split("/")
         for above in ("/".join(parts[:n]) for n in range(1, len(parts))):
             if self.is_link(above):
@@ -459,7 +460,7 @@ class Location:
                 )
 
     def _own_path(self, name: str) -> str:
-        """Local path of what is written or removed; errors as :meth:`require_no_link_to`."""
+        """Return the local path of a name to write or remove, after :meth:`require_no_link_to`."""
         self.require_no_link_to(name)
         return f"{self.url}/{name}" if name else self.url
 
@@ -467,5 +468,5 @@ class Location:
         return self.url
 
     def __reduce__(self) -> tuple[object, ...]:
-        # A pickle has no storage options, as that of a StoreUrl: they may hold credentials.
+        # As with StoreUrl, a pickle omits the storage options, which may contain credentials.
         return Location, (self.url,)

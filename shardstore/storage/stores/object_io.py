@@ -1,8 +1,8 @@
-"""How single objects are put and got: by TensorStore on S3, by fsspec elsewhere and where
-TensorStore's driver does not take the settings.
+"""Puts and gets single objects: through TensorStore on S3, through fsspec on other stores or if
+TensorStore's driver does not support the settings.
 
-A request is begun and finished: TensorStore carries out what was begun, so that few threads have
-many requests under way. Over fsspec a request blocks a thread.
+A request has a start and an end. TensorStore runs started requests in its own threads, so a few
+threads can have many requests in progress. With fsspec, each request blocks a thread.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 MAX_OBJECT_BYTES = 5 * 1024**3
-"""The most that one PUT takes (Amazon S3 user guide, "Uploading objects")."""
+"""Size limit of one PUT (Amazon S3 user guide, "Uploading objects")."""
 LARGE_BYTES = 1024 * 1024
-"""From this size on it is an object's bytes that take time, and not the wait for an answer."""
+"""For objects of at least this size, the transfer takes longer than the wait for the answer."""
 UNKNOWN_BYTES = 16 * 1024 * 1024
-"""What a document of very many arrays may have."""
+"""Expected size of an object of unknown size: that of a document of very many arrays."""
 
 _said: set[tuple[str, str]] = set()
 
@@ -38,12 +38,13 @@ _said: set[tuple[str, str]] = set()
 class ObjectIO:
     """Puts and gets objects below one location. Any thread may call it.
 
-    A class of these has ``put`` and ``get``, or ``begin_put`` and ``begin_get``; the others follow.
+    A subclass defines ``put`` and ``get``, or ``begin_put`` and ``begin_get``. This class defines
+    each pair by the other one.
 
     Attributes:
-        requests: how many at a time are of use.
-        small_requests: how many for objects below :data:`LARGE_BYTES`.
-        blocks: whether each takes a thread of its own.
+        requests: useful number of concurrent requests.
+        small_requests: the same for objects below :data:`LARGE_BYTES`.
+        blocks: whether each request blocks a thread.
     """
 
     requests: int
@@ -54,13 +55,13 @@ class ObjectIO:
         """Write an object.
 
         Args:
-            key: its name.
-            parts: its content, one after the other.
-            create: only if there is no object of that name.
+            key: name of the object.
+            parts: the content, in order.
+            create: whether to write only if no object of that name exists.
 
         Returns:
-            Whether the object was written; ``False``: there is one of that name, which may be ours,
-            where the answer to an earlier try was lost.
+            Whether the object was written. ``False`` if an object of that name exists; it may come
+            from an earlier try of this call whose answer was lost.
 
         Raises:
             StorageError: the store refused, or did not answer.
@@ -73,14 +74,14 @@ class ObjectIO:
         """Return an object, or a part of it.
 
         Args:
-            key: its name.
+            key: name of the object.
             start: the first byte.
-            stop: one past the last; ``None``: all that there is.
-            size: how many bytes are expected: a large object may take longer.
+            stop: one past the last byte; ``None``: the end of the object.
+            size: expected number of bytes, which sets the deadline.
 
         Returns:
-            Its bytes; fewer, or none, where it ends before ``stop``. ``None``: there is no such
-            object.
+            The bytes; fewer, or none, if the object ends before ``stop``. ``None`` if there is no
+            such object.
 
         Raises:
             StorageError: the store refused, or did not answer.
@@ -90,18 +91,18 @@ class ObjectIO:
     def begin_put(
         self, key: str, parts: Sequence[bytes | memoryview], *, create: bool
     ) -> Callable[[], bool]:
-        """Begin :meth:`put`; the call of what is returned waits for its end."""
+        """Start :meth:`put`. Return a function that waits for the end and returns the result."""
         return partial(self.put, key, parts, create=create)
 
     def begin_get(
         self, key: str, start: int = 0, stop: int | None = None, *, size: int = UNKNOWN_BYTES
     ) -> Callable[[], bytes | memoryview | None]:
-        """Begin :meth:`get`; the call of what is returned waits for its end."""
+        """Start :meth:`get`. Return a function that waits for the end and returns the result."""
         return partial(self.get, key, start, stop, size=size)
 
 
 class FileSystemIO(ObjectIO):
-    """Over a file system of fsspec: correct first, fast second."""
+    """Puts and gets objects through an fsspec file system."""
 
     requests = small_requests = 8
 
@@ -124,7 +125,7 @@ class FileSystemIO(ObjectIO):
 
 
 def object_io(location: Location) -> ObjectIO:
-    """Return what puts and gets objects at a location.
+    """Return the :class:`ObjectIO` of a location.
 
     Raises:
         StorageError: the store cannot be used.
@@ -149,17 +150,19 @@ def run_requests(
     *,
     small: bool = True,
 ) -> None:
-    """Carry out one request for each item, as many at a time as are of use.
+    """Run one request for each item, with the concurrency that ``io`` states.
 
     Args:
         io: puts and gets objects.
-        items: what the requests are about.
-        begin: called with an item, and whether it may wait for room. Begins a request and returns
-            the function that finishes it; ``None``: there is no room beside the other requests.
+        items: one item for each request.
+        begin: called with an item, and whether it may wait for memory. It starts a request and
+            returns the function that finishes it; ``None`` if there is no memory for the request
+            beside the others.
         small: whether some objects are below :data:`LARGE_BYTES`.
 
     Raises:
-        BaseException: the first that was raised; no request is begun after it, and all have ended.
+        BaseException: the first error of a request. No request starts after it, and all started
+            requests have ended.
     """
     most = io.small_requests if small else io.requests
     threads = most if io.blocks else min(default_threads(), most)
@@ -193,7 +196,7 @@ def run_requests(
 
 
 def read_objects(location: Location, keys: Sequence[str]) -> list[bytes | None]:
-    """Read many small objects in parallel; ``None`` for one that is not there.
+    """Read many small objects in parallel. Return ``None`` for each missing object.
 
     Raises:
         StorageError: the store failed.
@@ -225,9 +228,9 @@ def put_objects(
     """Create many small objects in parallel.
 
     Args:
-        location: below which.
-        objects: names and contents.
-        exists: called for each of whose name there is one already.
+        location: the location below which the objects are created.
+        objects: names, relative to the location, and contents.
+        exists: called with name and content for each object whose name exists already.
 
     Raises:
         StorageError: the store failed.
