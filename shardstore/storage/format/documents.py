@@ -1,8 +1,8 @@
-"""Documents of a checkpoint, built and parsed: arrays and the root group.
+"""Builds and parses the documents of a checkpoint: those of arrays and of the root group.
 
-``zarr.json`` of an array and of the root group (Zarr v3 core specification, "Metadata";
+These are ``zarr.json`` of an array and of the root group (Zarr v3 core specification, "Metadata";
 consolidated metadata inline, as zarr-python writes it), and ``.zarray`` of the Zarr v2 layout that
-Megatron-Core wrote up to 0.15. Values in, texts out, and back; no file is read or written here.
+Megatron-Core wrote up to 0.15. The functions are pure: they read and write no files.
 """
 
 from __future__ import annotations
@@ -32,57 +32,58 @@ Text: TypeAlias = str | bytes
 T = TypeVar("T")
 
 FORMAT_VERSION = 1
-"""Of ``attributes.shardstore`` in the root document; a reader refuses a larger one."""
+"""Version in ``attributes.shardstore`` of the root document. A reader refuses a larger one."""
 
 CHUNK_SUMS = "chunk_crc32c"
-"""In ``attributes.shardstore`` of the root: checksums that tie each chunk to the commit."""
+"""Member of ``attributes.shardstore`` in the root document: the checksums of all chunks."""
 
 FILE_SUMS = "file_crc32c"
-"""Beside it: the same for the files that are no chunks and that loads read."""
+"""Member beside it: the checksums of the files other than chunks that loads read."""
 
 ROOT_SUM = "root_crc32c"
-"""Beside it: the checksum of the root document itself, see :func:`root_document`."""
+"""Member beside it: the checksum of the root document itself, see :func:`root_document`."""
 
 ARRAY_DOCUMENTS = "array_documents"
-"""Beside it: false where arrays have no documents of their own; else it is left out."""
+"""Member beside it: false if arrays have no documents of their own; otherwise absent."""
 
 SEPARATOR = "."
-"""Of chunk keys: ``c.0.1`` needs no folders below the array's own (a third of the creations of a
-small array)."""
+"""Separator in chunk keys: ``c.0.1`` needs no folders below the folder of the array. They would be
+a third of the files and folders of a small array."""
 
 MAX_AXES, MAX_ELEMENTS = 64, 2**59 - 1
-"""What NumPy and torch can address, for elements of up to 16 bytes."""
+"""Limits of NumPy and torch, for elements of up to 16 bytes."""
 
 CRC32C = "crc32c"
 COMPRESSORS: dict[str, dict[str, Any]] = {
     "zstd": {"level": 1, "checksum": False},
     "blosc": {"cname": "lz4", "clevel": 5, "shuffle": "bitshuffle", "blocksize": 0},
 }
-"""Compressing codecs and their configurations; blosc's has the item size as ``typesize``, too."""
+"""Compressing codecs and their configurations; that of blosc also has the item size as
+``typesize``."""
 _FILL_VALUES: dict[str, Any] = {"bool": False, "int": 0, "uint": 0, "complex": [0.0, 0.0]}
-"""By the kind of a data type; 0.0 for floating-point numbers."""
+"""Fill values by kind of data type; 0.0 for floating-point numbers."""
 _CHAINS = ((), (CRC32C,), *((name, CRC32C) for name in COMPRESSORS))
-"""Codecs behind ``bytes`` that are undone here; TensorStore undoes the others."""
+"""Codec chains after ``bytes`` that shardstore decodes. TensorStore decodes the others."""
 
 
 @dataclass(slots=True, unsafe_hash=True)
 class ArrayMeta:
-    """One array of a checkpoint: everything that its document says. Nobody changes it; to freeze it
-    would take three times as long as to make it.
+    """The metadata of one array, as in its document. Treat it as immutable; a frozen class would
+    take three times as long to construct.
 
     Attributes:
         key: the tensor's key.
-        node: its node name below the root.
+        node: node name of the array below the root.
         grid: shape and chunk shape.
         dtype: Zarr name of the data type.
-        codecs: names after ``bytes``, in order; ``None`` for a chain that only TensorStore can
-            undo.
+        codecs: names of the codecs after ``bytes``, in order; ``None`` for a chain that only
+            TensorStore can decode.
         zarr_format: 3, or 2 for the layout of Megatron-Core.
-        separator: between the numbers of a chunk key.
-        shard_shape: edges of the shards it was saved from, if known.
-        document: the document's text, where only TensorStore can undo the codecs.
-        crcs: crc32c of each chunk in C order over the grid, little-endian uint32, where the commit
-            has them.
+        separator: separator of the numbers in a chunk key.
+        shard_shape: shape of the shards that the array was saved from, if known.
+        document: text of the document, if only TensorStore can decode the codecs.
+        crcs: crc32c of each chunk in C order over the grid, little-endian uint32, if the commit has
+            them.
     """
 
     key: str
@@ -103,12 +104,12 @@ class ArrayMeta:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of a decoded chunk."""
+        """Size of a decoded chunk in bytes."""
         return _chunk_bytes(self.grid.chunk_shape, self.dtype)
 
     def expected_crc(self, number: int) -> int | None:
-        """crc32c that the commit has of a decoded chunk, by its position in C order over the grid;
-        ``None`` where it has none."""
+        """Return the crc32c of a decoded chunk from the commit; ``None`` if the commit has none.
+        ``number`` is the position of the chunk in C order over the grid."""
         crcs = self.crcs
         return None if crcs is None else int.from_bytes(crcs[4 * number : 4 * number + 4], "little")
 
@@ -119,17 +120,17 @@ class ArrayMeta:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a chunk object is the chunk's bytes, with or without a crc32c behind them."""
+        """Whether a chunk object is the chunk's bytes, with or without a crc32c after them."""
         return self.codecs in ((), (CRC32C,))
 
     @property
     def is_packed(self) -> bool:
-        """Whether a chunk object is the compressed chunk with a crc32c behind it."""
+        """Whether a chunk object is the compressed chunk with a crc32c after it."""
         return self.codecs is not None and len(self.codecs) == 2
 
     def chunk_key(self, index: Sequence[int]) -> str:
-        """Key of a chunk below the array (Zarr v3 core specification, "Chunk key encoding":
-        default; or v2)."""
+        """Return the key of a chunk below the array (Zarr v3 core specification, "Chunk key
+        encoding": default; or v2)."""
         return chunk_key(self.zarr_format, self.separator, tuple(index))
 
     @property
@@ -140,7 +141,7 @@ class ArrayMeta:
 
 @lru_cache(maxsize=4096)
 def chunk_key(zarr_format: int, separator: str, index: tuple[int, ...]) -> str:
-    """See :meth:`ArrayMeta.chunk_key`."""
+    """Return the key of a chunk, see :meth:`ArrayMeta.chunk_key`."""
     if zarr_format == 2:
         return separator.join(map(str, index)) if index else "0"
     return separator.join(["c", *map(str, index)])
@@ -168,7 +169,7 @@ def _codec_documents(dtype: str, codecs: tuple[str, ...] | None) -> list[dict[st
 
 
 def array_document(meta: ArrayMeta) -> str:
-    """Text of an array's own document, the same on every rank for the same array."""
+    """Return the text of an array's own document. It is the same on every rank."""
     if meta.zarr_format == 2:
         return _dumps(
             {
@@ -202,7 +203,7 @@ def array_document(meta: ArrayMeta) -> str:
             },
             "fill_value": _FILL_VALUES.get(meta.dtype.rstrip("0123456789"), 0.0),
             "codecs": _codec_documents(meta.dtype, meta.codecs),
-            # xarray takes axes of one name for one axis of one length, hence the key in each.
+            # xarray requires one length for all axes of the same name, so names have the key.
             "dimension_names": [f"{meta.key}:{axis}" for axis in range(len(meta.shape))],
             "attributes": {"shardstore": about},
         }
@@ -210,19 +211,19 @@ def array_document(meta: ArrayMeta) -> str:
 
 
 _OPENING = b'{"zarr_format":3,"node_type":"group","attributes":{'
-"""Beginning of a root document as this package writes it; other programs put blanks in."""
+"""Beginning of a root document that this package writes; other programs write blanks."""
 _SUMMED = _OPENING + b'"shardstore":{"%s":"' % ROOT_SUM.encode()
 _SUM_END = len(_SUMMED) + 8
 
 
 def root_document(arrays: Iterable[tuple[str, str]], attributes: Mapping[str, Any]) -> bytes:
-    """The root group's document, the commit itself.
+    """Return the root group's document. Writing it commits the checkpoint.
 
-    If the group has attributes of ours, the document begins with :data:`_SUMMED` and the crc32c of
-    all bytes behind it: a checksum of the whole document that needs no other form of it.
+    If the attributes have a member ``shardstore``, the document begins with :data:`_SUMMED` and the
+    crc32c of all bytes after it. A reader verifies this checksum over the stored bytes.
 
     Args:
-        arrays: ``(node, text of its document)``.
+        arrays: ``(node, text of its document)`` of each array.
         attributes: attributes of the root group.
     """
     metadata = ",".join(f"{_dumps(node)}:{text}" for node, text in sorted(arrays))
@@ -239,7 +240,7 @@ def root_document(arrays: Iterable[tuple[str, str]], attributes: Mapping[str, An
 
 
 def _members_behind(members: Mapping[str, Any]) -> str:
-    """The rest of a JSON object that has one member already."""
+    """Return the rest of a JSON object that has one member already."""
     return f",{_dumps(members)[1:]}" if members else "}"
 
 
@@ -271,10 +272,10 @@ class _Group(msgspec.Struct, tag_field="node_type", tag="group"):
 
 
 class _Array(msgspec.Struct, tag_field="node_type", tag="array"):
-    """An array's ``zarr.json``; what arrays share stays a text, which is parsed once."""
+    """An array's ``zarr.json``. Members that many arrays share stay raw, and are parsed once."""
 
     shape: Shape
-    data_type: Any  # types with settings of their own are objects
+    data_type: Any  # an object for data types with a configuration
     chunk_grid: _ChunkGrid
     chunk_key_encoding: msgspec.Raw
     codecs: msgspec.Raw
@@ -328,21 +329,21 @@ def _encoded(text: Text) -> bytes:
 
 
 def _decoded(decoder: msgspec.json.Decoder[T], text: Text, url: str) -> T:
-    """Parse a document, of the form that a decoder knows.
+    """Parse a document with a decoder.
 
     Raises:
-        NotACheckpointError: no JSON.
-        FormatVersionError: JSON of another form.
+        NotACheckpointError: the document is not valid JSON.
+        FormatVersionError: the JSON does not match the decoder's type.
     """
     try:
         if isinstance(text, bytes):
-            text.decode()  # the decoder leaves what it does not look into as it is
+            text.decode()  # the decoder does not check the UTF-8 of members that it skips
         try:
             return decoder.decode(text)
         except msgspec.ValidationError:
             raise
         except (msgspec.DecodeError, UnicodeDecodeError):
-            # Python and zarr write NaN and Infinity, which JSON does not have.
+            # Python and zarr write NaN and Infinity, which are not valid JSON.
             return decoder.decode(msgspec.json.encode(json.loads(text)))
     except msgspec.ValidationError as error:
         raise FormatVersionError(
@@ -359,15 +360,15 @@ def parse_array(node: str, text: Text, url: str, sums: object = None) -> ArrayMe
     """Parse the ``zarr.json`` of a node; ``None`` for a group.
 
     Args:
-        node: its name.
+        node: name of the node.
         text: the document.
-        url: for error texts.
+        url: URL of the document, for error texts.
         sums: base64 of :attr:`ArrayMeta.crcs`, if known; ignored if they do not fit the grid.
 
     Raises:
-        NotACheckpointError: no JSON.
+        NotACheckpointError: the document is not valid JSON.
         FormatVersionError: this version does not read the array's grid, chunk keys or shape.
-        DTypeMismatchError: an unknown data type.
+        DTypeMismatchError: the data type is unknown.
     """
     document = _decoded(_NODE, text, url)
     if isinstance(document, _Group):
@@ -402,7 +403,7 @@ def parse_array(node: str, text: Text, url: str, sums: object = None) -> ArrayMe
 def _layout(
     shape: Shape, chunk_shape: Shape, codecs: bytes, encoding: bytes
 ) -> tuple[Grid, tuple[str, ...] | None, str]:
-    """Grid, :attr:`ArrayMeta.codecs` and separator of chunk keys."""
+    """Return the grid, :attr:`ArrayMeta.codecs` and the separator of chunk keys."""
     _require_possible(shape, chunk_shape)
     if 0 in chunk_shape:
         raise ValueError(f"chunk shape {chunk_shape} for shape {shape}")
@@ -417,13 +418,14 @@ def _layout(
 
 
 def _shards(shape: Shape | None, grid: Grid) -> Shape | None:
-    """Edges of shards, if they fit an array."""
+    """Return the shard shape if it fits the array, else ``None``."""
     fits = shape is not None and len(shape) == len(grid.shape) and 0 not in shape
     return shape if fits else None
 
 
 def _require_possible(*shapes: Shape) -> None:
-    """Raise ``ValueError`` unless shape and chunk shape have as many axes and memory holds them."""
+    """Raise ``ValueError`` if shape and chunk shape differ in the number of axes, or one exceeds
+    :data:`MAX_AXES` or :data:`MAX_ELEMENTS`."""
     for shape in shapes:
         elements = math.prod(max(1, n) for n in shape)
         if not len(shapes[0]) == len(shape) <= MAX_AXES or elements > MAX_ELEMENTS:
@@ -442,9 +444,9 @@ def parse_v2_array(node: str, text: Text, url: str) -> ArrayMeta:
     """Parse an array's ``.zarray``.
 
     Raises:
-        NotACheckpointError: no JSON.
-        FormatVersionError: not a C-order Zarr v2 array.
-        DTypeMismatchError: an unknown data type.
+        NotACheckpointError: the document is not valid JSON.
+        FormatVersionError: the document is not a C-order Zarr v2 array.
+        DTypeMismatchError: the data type is unknown.
     """
     document = _decoded(_V2_ARRAY, text, url)
     try:
@@ -465,17 +467,17 @@ def parse_v2_array(node: str, text: Text, url: str) -> ArrayMeta:
 
 
 def by_key(metas: Sequence[ArrayMeta], url: str) -> dict[str, ArrayMeta]:
-    """Arrays by key.
+    """Return the arrays by key.
 
     Raises:
-        DamagedCheckpointError: two have one key.
+        DamagedCheckpointError: two arrays have the same key.
     """
     found = {meta.key: meta for meta in metas}
     if len(found) < len(metas):
         (node, *_) = {meta.node for meta in metas} - {meta.node for meta in found.values()}
         raise DamagedCheckpointError(
-            f"{url} has two arrays of one key, one of them at {node!r}: the checkpoint is damaged; "
-            "load an earlier one",
+            f"{url} has two arrays of the same key, one of them at {node!r}: the checkpoint is "
+            "damaged; load an earlier one",
             url=url,
         )
     return found
@@ -487,7 +489,7 @@ def _dict_of(attributes: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 Refused: TypeAlias = dict[str, CheckpointingException]
-"""Key -> error of an array of another program that this version cannot read."""
+"""Errors of the arrays of another program that this version cannot read, by key."""
 
 
 @dataclass(frozen=True)
@@ -495,15 +497,15 @@ class RootDocument:
     """The parsed root document.
 
     Attributes:
-        url: of the document, for error texts.
-        attributes: of the root group.
-        format_version: of ``attributes.shardstore``, ``None`` where another program wrote the
+        url: URL of the document, for error texts.
+        attributes: attributes of the root group.
+        format_version: version in ``attributes.shardstore``; ``None`` if another program wrote the
             group.
         texts: node -> document of each member that the group lists.
-        consolidated: whether the group lists its members; other programs need not.
-        is_rewritten: whether another program wrote the document, or wrote it anew: what it says
-            may have changed, and has no checksum.
-        is_summed: whether a checksum of the document was compared.
+        consolidated: whether the group lists its members; groups of other programs may not.
+        is_rewritten: whether another program wrote or rewrote the document. Its content may have
+            changed, and it has no checksum.
+        is_summed: whether the document has a checksum, which was verified.
     """
 
     url: str
@@ -516,30 +518,31 @@ class RootDocument:
 
     @property
     def about(self) -> dict[str, Any]:
-        """What this package wrote among the attributes; empty where another program wrote."""
+        """The attributes that this package wrote; empty if another program wrote the group."""
         return _dict_of(self.attributes, "shardstore")
 
     @property
     def commit(self) -> dict[str, Any]:
-        """The commit record; empty where there is none."""
+        """The commit record; empty if there is none."""
         return _dict_of(self.about, "commit")
 
     @property
     def array_documents(self) -> bool:
-        """Whether arrays have documents of their own, as far as this one says."""
+        """Whether arrays have documents of their own, according to the root document."""
         return self.about.get(ARRAY_DOCUMENTS) is not False
 
     def arrays(self, refused: Refused | None = None) -> dict[str, ArrayMeta]:
         """Return all arrays by key.
 
         Args:
-            refused: receives the errors of arrays in a group of another program, instead of
-                raising them.
+            refused: receives the errors of arrays in a group of another program, which are then
+                not raised.
 
         Raises:
-            FormatVersionError, DTypeMismatchError: an array uses what this version does not read.
-            DamagedCheckpointError: so it seems, in a document of version 0.1.0, all of which this
-                version reads; or a member is no array; or two have one key.
+            FormatVersionError, DTypeMismatchError: this version cannot read an array.
+            DamagedCheckpointError: the same in a document without a checksum, because this version
+                reads every array that such a save wrote; or a member is not an array; or two
+                arrays have the same key.
         """
         sums = self.chunk_sums
         ours = self.format_version is not None and not self.is_rewritten
@@ -564,10 +567,10 @@ class RootDocument:
         return by_key(found, self.url)
 
     def damaged(self, what: str) -> DamagedCheckpointError:
-        """The error for a root document that is not the one that was committed.
+        """Return the error for a damaged or changed root document.
 
         Args:
-            what: the predicate of a sentence whose subject is the document.
+            what: predicate of the error's sentence; its subject is the document's URL.
         """
         return DamagedCheckpointError(
             f"{self.url} {what}: it is damaged, or another program changed it; put the saved one "
@@ -577,12 +580,12 @@ class RootDocument:
 
     @property
     def file_sums(self) -> dict[str, int]:
-        """Name below the root -> crc32c of each file that is no chunk, as the commit has them."""
+        """Name below the root -> crc32c of each file other than a chunk that the commit names."""
         return _dict_of(self.about, FILE_SUMS)
 
     @property
     def chunk_sums(self) -> dict[str, str]:
-        """Node -> base64 of :attr:`ArrayMeta.crcs`, as the commit has them."""
+        """Node -> base64 of :attr:`ArrayMeta.crcs`, from the commit."""
         return _dict_of(self.about, CHUNK_SUMS)
 
 
@@ -590,10 +593,10 @@ def parse_root(text: str | bytes, url: str) -> RootDocument:
     """Parse the root group's document.
 
     Raises:
-        NotACheckpointError: not a Zarr v3 group.
-        DamagedCheckpointError: it fails its checksum, or a member's name leads out of the
-            checkpoint.
-        FormatVersionError: written by a later format.
+        NotACheckpointError: the document is not valid JSON, or not a Zarr v3 group.
+        DamagedCheckpointError: the document fails its checksum, or the name of a member leads out
+            of the checkpoint.
+        FormatVersionError: the document has a later format version.
     """
     text = _encoded(text)
     if is_summed := text.startswith(_SUMMED):

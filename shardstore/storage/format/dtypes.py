@@ -1,9 +1,8 @@
-"""Data types: which torch types can be stored, under which Zarr names, and zero-copy views between
-the two.
+"""Maps torch and NumPy data types to Zarr names, and makes zero-copy views between torch and NumPy.
 
 The Zarr names are those of the v3 core specification and, for bfloat16 and the 8-bit floats, of the
-zarr-extensions registry ("data-types"). Only what is listed here is ever handed to TensorStore:
-some names that it does not know make it abort the process.
+zarr-extensions registry ("data-types"). TensorStore receives only names that are listed here,
+because some unknown names make it abort the process.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from shardstore.errors import ArgumentError, DTypeMismatchError
 
 if TYPE_CHECKING:
-    # At run time torch comes with its first tensor, NumPy with the first values: listing does
-    # without both, verifying without torch.
+    # At run time functions import them: a listing needs neither, a verification no torch.
     import numpy as np
     import torch
     from numpy.typing import NDArray
@@ -29,12 +27,12 @@ _ITEMSIZES = {
     "complex64": 8,
     "complex128": 16,
 }
-"""What can be stored, and the bytes of an element."""
+"""Data types that can be stored, and the size of an element in bytes."""
 
 
 _TORCH = "torch."
 _FOREIGN = frozenset(n for n in _ITEMSIZES if n == "bfloat16" or n.startswith("float8"))
-"""Types that NumPy does not have itself: named, not coded, in Zarr v2 documents."""
+"""Types that NumPy lacks. Zarr v2 documents contain their names instead of NumPy type codes."""
 
 
 @cache
@@ -56,19 +54,19 @@ def _known() -> str:
 
 
 def names() -> tuple[str, ...]:
-    """Zarr names of all data types that can be stored."""
+    """Return the Zarr names of all data types that can be stored."""
     return tuple(_ITEMSIZES)
 
 
 @cache
 def zarr_name(dtype: torch.dtype | np.dtype[Any]) -> str:
-    """Name of a data type in ``zarr.json``.
+    """Return the name of a data type in ``zarr.json``.
 
     Raises:
         DTypeMismatchError: the type cannot be stored (quantised, sub-byte, or unknown).
     """
     text = str(dtype)
-    if text.startswith(_TORCH):  # torch calls every type that can be stored what Zarr calls it
+    if text.startswith(_TORCH):  # torch and Zarr use the same names for all these types
         name = text[len(_TORCH) :] if text[len(_TORCH) :] in _ITEMSIZES else None
     else:
         import numpy as np
@@ -83,7 +81,7 @@ def zarr_name(dtype: torch.dtype | np.dtype[Any]) -> str:
 
 
 def check(name: object, url: str | None = None) -> None:
-    """Raise :class:`DTypeMismatchError` unless this version reads a Zarr name."""
+    """Raise :class:`DTypeMismatchError` unless ``name`` is the Zarr name of a known data type."""
     if not isinstance(name, str) or name not in _ITEMSIZES:
         raise _unknown(url, name)
 
@@ -97,17 +95,17 @@ def _unknown(url: str | None, name: object) -> DTypeMismatchError:
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """NumPy data type (of ml_dtypes for the foreign ones) of a Zarr name.
+    """Return the NumPy data type of a Zarr name; from ml_dtypes for types that NumPy lacks.
 
     Raises:
-        DTypeMismatchError: the name is not one that this version reads.
+        DTypeMismatchError: this version does not read the data type.
     """
     check(name)
     return _types()[name]
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Torch data type of a Zarr name; errors as :func:`numpy_dtype`."""
+    """Return the torch data type of a Zarr name. Raise errors as :func:`numpy_dtype`."""
     import torch
 
     check(name)
@@ -115,14 +113,14 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def itemsize(name: str) -> int:
-    """Bytes an element; errors as :func:`numpy_dtype`."""
+    """Return the size of an element in bytes. Raise errors as :func:`numpy_dtype`."""
     check(name)
     return _ITEMSIZES[name]
 
 
 def v2_dtype(name: str) -> str:
-    """Return the ``dtype`` entry of a Zarr v2 document; foreign types by name, as Megatron-Core
-    wrote them."""
+    """Return the ``dtype`` entry of a Zarr v2 document; for types that NumPy lacks the name, as
+    Megatron-Core wrote it."""
     return name if name in _FOREIGN else numpy_dtype(name).str
 
 
@@ -147,11 +145,11 @@ def v2_dtype_name(code: object, url: str | None = None) -> str:
 
 
 def as_numpy(tensor: torch.Tensor) -> NDArray[Any]:
-    """Return a NumPy view of a CPU tensor's memory, of the same shape and strides, under its true
-    data type.
+    """Return a NumPy view of a CPU tensor's memory with the same shape, strides and data type.
 
     Raises:
         DTypeMismatchError: the data type cannot be stored.
+        ArgumentError: the memory of the tensor was freed.
     """
     name = zarr_name(tensor.dtype)
     if tensor.requires_grad:
@@ -165,9 +163,10 @@ def as_numpy(tensor: torch.Tensor) -> NDArray[Any]:
 
 
 def require_memory(tensor: torch.Tensor) -> None:
-    """Raise :class:`ArgumentError` if a tensor's storage does not hold its elements, on any device.
+    """Raise :class:`ArgumentError` if a tensor's storage, on any device, is smaller than its
+    elements.
 
-    NumPy would take memory of its own where there is none.
+    Without this check NumPy would allocate new memory for a freed tensor.
     """
     held = tensor.untyped_storage().nbytes()
     extent = tensor.numel()
@@ -179,15 +178,15 @@ def require_memory(tensor: torch.Tensor) -> None:
         raise ArgumentError(
             f"the memory of a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype} was "
             f"freed: its storage has {held} of {wanted} bytes, as FSDP leaves parameters that are "
-            "not gathered, or not sharded, at the moment; give the tensors that are there now"
+            "not gathered, or not sharded, at the moment; give the tensors that have memory now"
         )
 
 
 def memory_of(tensor: torch.Tensor, name: str) -> NDArray[Any]:
-    """:func:`as_numpy` of a detached tensor whose memory holds its values as they are (no lazy
-    conjugate, no lazy negative) and was not freed, by the Zarr name of its data type."""
+    """Return :func:`as_numpy` of a tensor without its checks. ``name`` is the Zarr name of the data
+    type. The tensor must be detached, have memory, and have no lazy conjugate or negative bit."""
     if name in _FOREIGN:
-        # NumPy does not know the type, so the bits go across as integers of its size.
+        # NumPy lacks the type, so view the bits as integers of the same size.
         bits, foreign = _bits(name)
         return tensor.view(bits).numpy().view(foreign)
     return tensor.numpy()
@@ -195,15 +194,15 @@ def memory_of(tensor: torch.Tensor, name: str) -> NDArray[Any]:
 
 @cache
 def _bits(name: str) -> tuple[torch.dtype, np.dtype[Any]]:
-    """Torch's unsigned integer of a foreign type's size, and NumPy's data type for it."""
+    """Return torch's unsigned integer type of the same size, and the NumPy data type."""
     return torch_dtype(f"uint{8 * _ITEMSIZES[name]}"), numpy_dtype(name)
 
 
 def as_tensor(array: NDArray[Any]) -> torch.Tensor:
-    """Return a CPU tensor over a NumPy array's memory, of the same shape and strides.
+    """Return a CPU tensor over a NumPy array's memory, with the same shape and strides.
 
     Raises:
-        DTypeMismatchError: torch has no such data type.
+        DTypeMismatchError: the data type cannot be stored.
     """
     import torch
 

@@ -1,8 +1,8 @@
-"""The chunk grid: how an array is cut into chunks, and which chunks a region overlaps.
+"""The chunk grid: cuts an array into chunks, and finds the chunks that a region overlaps.
 
 The grid is a pure function of the global shape, the shard shape, the item size and the target size,
-so that all ranks compute the same grid. **No chunk straddles two shards.** All shapes, offsets and
-edges are in elements, in C order, outermost axis first.
+so all ranks compute the same grid. **No chunk straddles two shards**; :func:`grid_of` has the one
+exception. All shapes, offsets and edges are in elements, in C order, outermost axis first.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ Shape = tuple[int, ...]
 
 DEFAULT_TARGET_CHUNK_BYTES = 32 * 1024 * 1024
 MIN_COLUMN_CHUNK_BYTES = 256 * 1024
-"""A shard cut across an inner axis is cut further along it only while chunks stay this large."""
+"""If an array is sharded along an inner axis, shards are cut further along this axis only into
+chunks of at least this size."""
 MIN_COLUMN_RUN_BYTES = 128
-"""... and only while the contiguous runs inside stay this long."""
+"""Minimum length of the contiguous runs in such a chunk."""
 COLUMN_CUTS = (4, 2)
 MIN_BLOCK_BYTES = 4096
 BLOCKS_PER_CHUNK = 32
@@ -29,7 +30,7 @@ BLOCKS_PER_CHUNK = 32
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A hyperrectangle: ``offset`` and ``shape``, one entry an axis."""
+    """A hyperrectangle: ``offset`` and ``shape``, each with one entry per axis."""
 
     offset: Shape
     shape: Shape
@@ -45,7 +46,7 @@ class Box:
         return tuple(o + s for o, s in zip(self.offset, self.shape, strict=True))
 
     def intersect(self, other: Box) -> Box | None:
-        """Return the common part, or ``None`` where there is none."""
+        """Return the common part; ``None`` if the boxes do not overlap."""
         offset = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         end = tuple(min(a, b) for a, b in zip(self.end, other.end, strict=True))
         shape = tuple(e - o for o, e in zip(offset, end, strict=True))
@@ -59,7 +60,7 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """For indexing a NumPy array."""
+        """The box as slices, to index a NumPy array."""
         return tuple(slice(o, o + s) for o, s in zip(self.offset, self.shape, strict=True))
 
 
@@ -96,14 +97,14 @@ class Grid:
         return Box(offset, shape)
 
     def linear(self, index: Sequence[int]) -> int:
-        """Position of a chunk in C order over the grid."""
+        """Return the position of a chunk in C order over the grid."""
         position = 0
         for i, n in zip(index, self.counts, strict=True):
             position = position * n + i
         return position
 
     def index(self, linear: int) -> Shape:
-        """Inverse of :meth:`linear`."""
+        """Return the chunk index at a position; the inverse of :meth:`linear`."""
         out: list[int] = []
         for n in reversed(self.counts):
             linear, i = divmod(linear, n)
@@ -111,7 +112,7 @@ class Grid:
         return tuple(reversed(out))
 
     def chunk_at(self, region: Box) -> Shape | None:
-        """Index of the chunk that holds ``region`` and nothing else; ``None`` if there is none."""
+        """Return the index of the chunk that is exactly ``region``; ``None`` if there is none."""
         index = []
         for o, s, c, n in zip(
             region.offset, region.shape, self.chunk_shape, self.shape, strict=True
@@ -123,7 +124,7 @@ class Grid:
         return tuple(index)
 
     def overlapping(self, region: Box) -> Iterator[Shape]:
-        """Indices of the chunks that share elements with ``region``, in C order."""
+        """Yield the indices of the chunks that overlap ``region``, in C order."""
         if any(s <= 0 for s in region.shape):
             return
         ranges = [
@@ -148,18 +149,19 @@ def _counts(shape: Shape, chunk_shape: Shape) -> Shape:
 
 
 def shard_edges(global_shape: Sequence[int], fragments: Sequence[int]) -> Shape:
-    """Edges of a shard where axis ``i`` is cut into ``fragments[i]`` parts.
+    """Return the edges of a shard if axis ``i`` is cut into ``fragments[i]`` parts.
 
-    The rule of ``torch.chunk``: ``ceil(n / parts)`` each, the last ones smaller or empty.
+    As in ``torch.chunk``, each part has ``ceil(n / parts)`` elements; the last parts may be smaller
+    or empty.
     """
     return tuple(max(1, -(-n // max(1, f))) for n, f in zip(global_shape, fragments, strict=True))
 
 
 def cut_gcd(global_shape: Sequence[int], shards: Iterable[Box]) -> Shape:
-    """Edges of the largest regular cells that no shard boundary crosses, for any cuts.
+    """Return the edges of the largest regular cells that no shard boundary crosses, for any shards.
 
-    Along each axis it is the greatest common divisor of the interior boundaries, the whole axis
-    where there are none.
+    Along each axis, the edge is the greatest common divisor of the interior boundaries, or the
+    whole axis if there are none.
     """
     edges = [0] * len(global_shape)
     for shard in shards:
@@ -186,11 +188,10 @@ def plan_grid(
         global_shape: shape of the whole array.
         shard_shape: edges of the shards, which start at multiples of them (:func:`shard_edges`,
             :func:`cut_gcd`).
-        itemsize: bytes an element.
-        target_chunk_bytes: chunks are cut down to about this many bytes, a smaller shard is one
-            chunk.
-        leading_only: never cut along an inner axis before the outer ones are cut to single rows, so
-            that each chunk is one contiguous range of the flattened shard.
+        itemsize: size of an element in bytes.
+        target_chunk_bytes: approximate size of a chunk in bytes; a smaller shard is one chunk.
+        leading_only: cut an inner axis only if all outer axes are cut to single rows, so that each
+            chunk is one contiguous range of the flattened shard.
     """
     shape = tuple(global_shape)
     edges = tuple(max(1, min(s, n)) for s, n in zip(shard_shape, shape, strict=True))
@@ -198,17 +199,17 @@ def plan_grid(
     return Grid(shape, chunk_shape_for(edges, cut, itemsize, target_chunk_bytes, leading_only))
 
 
-@lru_cache(maxsize=4096)  # a model has many tensors of few shapes, each with its moments
+@lru_cache(maxsize=4096)  # many tensors and optimizer moments of a model share few shapes
 def chunk_shape_for(
     edges: Shape, cut: tuple[bool, ...], itemsize: int, target_chunk_bytes: int, leading_only: bool
 ) -> Shape:
-    """Chunk edges for shards of the given edges.
+    """Return the chunk edges for shards of the given edges.
 
     Args:
         edges: shard edges.
-        cut: per axis, whether there are several shards along it: then the chunk edge must divide
-            the shard's.
-        itemsize: bytes an element.
+        cut: for each axis, whether several shards lie along it; the chunk edge must then divide the
+            shard edge.
+        itemsize: size of an element in bytes.
         target_chunk_bytes: see :func:`plan_grid`.
         leading_only: see :func:`plan_grid`.
     """
@@ -221,7 +222,7 @@ def chunk_shape_for(
             break
         at_most = max(1, chunk[axis] * target_chunk_bytes // size)
         if not cut[axis]:
-            # Any edge will do; an even cut wastes the least padding in the last chunk.
+            # Any edge is valid; an even cut has the least padding in the last chunk.
             chunk[axis] = -(-chunk[axis] // -(-chunk[axis] // at_most))
         else:
             chunk[axis] = _divisor(chunk[axis], at_most, leading_only)
@@ -231,10 +232,10 @@ def chunk_shape_for(
 
 
 def _cut_columns(chunk: list[int], cut: tuple[bool, ...], itemsize: int) -> None:
-    """Cut shards of an inner-axis sharding further along that axis.
+    """Cut the shards of an array that is sharded along an inner axis further along that axis.
 
-    Read under a finer sharding of the same axis, a chunk that spans the whole shard would be read
-    by several ranks in full; a quarter of it is read by one.
+    If a load shards this axis more finely, several ranks would read the whole of a chunk that spans
+    a saved shard. Each quarter of the shard is read by one rank.
     """
     inner = [axis for axis in range(1, len(chunk)) if cut[axis] and math.prod(chunk[:axis]) > 1]
     if not inner:
@@ -252,8 +253,9 @@ def _cut_columns(chunk: list[int], cut: tuple[bool, ...], itemsize: int) -> None
 def _divisor(edge: int, at_most: int, must_divide: bool) -> int:
     """Return a divisor of ``edge`` near ``at_most``.
 
-    The largest one that is not above it, if that is not much smaller; else the next one above, if
-    that is not much larger; else the edge stays whole and the next axis is cut instead.
+    Prefer the largest divisor up to ``at_most``, unless it is much smaller; else the next larger
+    divisor, unless it is much larger; else return ``edge``, and the caller cuts the next axis. With
+    ``must_divide``, return the smaller divisor instead of ``edge``.
     """
     divisors = _divisors(edge)
     below = max(d for d in divisors if d <= at_most)
@@ -271,10 +273,12 @@ def _divisors(n: int) -> list[int]:
 
 
 def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Boxes that make up elements ``start:stop`` of a flattened array, in order: at most ``2 * ndim
-    - 1``.
+    """Return the boxes of elements ``start:stop`` of a flattened array, at most ``2 * ndim - 1``.
 
-    Each box is contiguous in the flattened array, so that one follows the other in the flat range.
+    Each box is contiguous in the flattened array. The boxes are in the order of the flat range.
+
+    Raises:
+        AccessPatternError: the range is not within the array.
     """
     total = math.prod(shape)
     if not 0 <= start <= stop <= total:
@@ -293,7 +297,7 @@ def _boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
     row = math.prod(shape[1:])
     first, into = divmod(start, row)
     if into or stop - start < row:
-        # The range begins inside a row (or does not fill one): that row first, then the rest.
+        # The range begins inside a row or is shorter than one: yield this row, then the rest.
         end = min(stop, (first + 1) * row)
         for box in _boxes(shape[1:], into, end - first * row):
             yield Box((first, *box.offset), (1, *box.shape))
@@ -306,10 +310,11 @@ def _boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
 
 
 def block_bytes(chunk_bytes: int) -> int:
-    """Size of the blocks of a chunk whose running checksums are kept in the manifest.
+    """Return the size in bytes of the blocks of a chunk. The manifest has a running checksum for
+    each block.
 
-    A power of two, at least 4 KiB, at most :data:`BLOCKS_PER_CHUNK` blocks a chunk: a reader of
-    part of a chunk verifies what it reads while it reads little more than it wants.
+    The size is a power of two, at least 4 KiB, with at most :data:`BLOCKS_PER_CHUNK` blocks per
+    chunk. A reader of a part of a chunk reads and verifies only the blocks that the part overlaps.
     """
     block = MIN_BLOCK_BYTES
     while block * BLOCKS_PER_CHUNK < chunk_bytes:
@@ -318,7 +323,7 @@ def block_bytes(chunk_bytes: int) -> int:
 
 
 def inner_blocks(chunk_bytes: int) -> int:
-    """Number of block boundaries inside a chunk, its two ends left out."""
+    """Return the number of block boundaries inside a chunk, without its start and end."""
     return max(0, -(-chunk_bytes // block_bytes(chunk_bytes)) - 1)
 
 
@@ -333,14 +338,14 @@ def grid_of(
     """Return the chunk grid of a tensor, the edges of its shards, and whether chunks may straddle
     boxes.
 
-    No chunk straddles two boxes, unless the boundaries are such that this would take a great many
-    tiny chunks (boundaries at 7 and 13 of a thousand have chunks of one): then a plain grid is
-    taken, and the few chunks that a boundary cuts have several holders.
+    No chunk straddles two boxes, unless this would take very many tiny chunks: boundaries at 7 and
+    13 of 1000 elements would need chunks of one element. In that case the grid ignores the boxes,
+    and several boxes share the few chunks that a boundary cuts.
 
     Args:
         shape: global shape.
-        boxes: what is written, disjoint; together they cover the tensor.
-        itemsize: bytes an element.
+        boxes: the written boxes; they are disjoint and together cover the tensor.
+        itemsize: size of an element in bytes.
         target_chunk_bytes: see :func:`shardstore.storage.format.grid.plan_grid`.
     """
     edges = cut_gcd(shape, boxes)

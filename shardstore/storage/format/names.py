@@ -1,11 +1,9 @@
-"""Pure: array keys to node names and back.
+"""Converts array keys to node names and back.
 
-A node name is one path component that every file system, object store and Zarr reader takes: bytes
-    outside
-``[A-Za-z0-9._-]`` are percent-encoded (UTF-8), as is whatever would make a name special: a leading
-dot or a leading ``__`` (reserved by the Zarr v3 core specification, "Node names"), and the name
-``zarr.json``. The true key is also kept in the array's attributes, so that nobody has to decode
-names.
+A node name is one path component that every file system, object store and Zarr reader accepts.
+Bytes outside of ``[A-Za-z0-9._-]`` are percent-encoded (UTF-8). So is the first character of a name
+that begins with a dot or with ``__`` (Zarr v3 core specification, "Node names"), and of a name in
+:data:`RESERVED`. The array's attributes also contain the key, so readers need not decode names.
 """
 
 from __future__ import annotations
@@ -24,21 +22,21 @@ INTEGRITY_NAME = "integrity.json"
 MANIFEST_NAME = "manifest.npz"
 COMMON_STATE_NAME = "common.pt"
 COMMON_OBJECT = "common_state"
-"""Key of the sharded object in which Megatron-Core 0.19 keeps the same."""
+"""Key of the sharded object in which Megatron-Core 0.19 stores the common state."""
 DCP_METADATA_NAME = ".metadata"
-"""File by which PyTorch DCP's own checkpoints are known; for programs that look for one, ours may
-have it too."""
+"""File that identifies a checkpoint of PyTorch DCP. A checkpoint of shardstore may have it too, for
+programs that look for it."""
 RESERVED = frozenset({"zarr.json", "metadata.json", COMMON_STATE_NAME, MANIFEST_NAME})
-"""Names that the checkpoint itself uses, lower case."""
+"""Names that a checkpoint uses for its own files, in lower case."""
 
 _UNSAFE = re.compile(rb"[^A-Za-z0-9._-]")
 
 
 def node_name(key: str) -> str:
-    """Safe node name of a key; the key itself where it is made of ``[A-Za-z0-9._-]`` alone.
+    """Return the node name of a key; mostly the key itself if it consists of ``[A-Za-z0-9._-]``.
 
     Raises:
-        KeyNameError: the key is empty, holds a lone surrogate, or is no string.
+        KeyNameError: the key is empty, contains a lone surrogate, or is not a string.
     """
     if not isinstance(key, str):
         raise KeyNameError(f"key {key!r} is a {type(key).__name__}, not a string")
@@ -58,21 +56,22 @@ def _node_name(key: str) -> str:
         name = f"%{ord(name[0]):02X}" + name[1:]
     if len(name) > MAX_NAME_BYTES:
         digest = hashlib.sha256(raw).hexdigest()[:32]
-        # A cut name cannot be decoded: the attribute keeps the key, and "%~" occurs in no encoded
-        # name.
+        # A shortened name cannot be decoded; the attributes contain the key. "%~" marks it, and
+        # occurs in no other name.
         name = name[: MAX_NAME_BYTES - 34].rstrip("%") + "%~" + digest
     return name
 
 
 def key_of(name: str) -> str | None:
-    """Return the key behind a node name; ``None`` for a name that was shortened."""
+    """Return the key of a node name; ``None`` for a shortened name."""
     if "%~" in name:
         return None
     return unquote(name, errors="surrogateescape")
 
 
 def object_place(name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Offset and grid shape in the name of a sharded object's file, ``None`` for other names."""
+    """Return offset and grid shape from the name of a sharded object's file; ``None`` for other
+    names."""
     if not is_object_file(name):
         return None
     parts = name[len("shard_") :].rpartition(".")[0].split("_")
@@ -84,28 +83,30 @@ def object_place(name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
 
 
 def is_object_file(name: str) -> bool:
-    """Return whether a file in a folder of an array or object is named as one of a sharded object:
-    what ``torch.save`` wrote, or JSON."""
+    """Return whether a file name is that of a sharded object: ``shard_*.pt`` or ``shard_*.json``.
+
+    ``name`` is relative to the folder of the array or object.
+    """
     return name.startswith("shard_") and name.endswith((".pt", ".json"))
 
 
 def is_inside(name: object) -> bool:
-    """Return whether a name leads to something below the folder that it is relative to."""
+    """Return whether a relative path stays below its folder."""
     if not isinstance(name, str) or "\0" in name:
         return False
     return {"", ".", ".."}.isdisjoint(name.split("/"))
 
 
 def require_inside(name: object, url: str) -> str:
-    """Return a name that a document gives, if it does not leave the checkpoint. Every name that a
-    checkpoint gives goes through here before a path is made of it.
+    """Return ``name`` if it stays inside the checkpoint. Every name from a document of a checkpoint
+    passes this check before it becomes part of a path.
 
     Args:
-        name: relative to the checkpoint's folder.
-        url: of the document, for the error text.
+        name: path relative to the checkpoint's folder.
+        url: URL of the document, for the error text.
 
     Raises:
-        DamagedCheckpointError: it leads elsewhere.
+        DamagedCheckpointError: the name leads out of the checkpoint.
     """
     if not isinstance(name, str) or not is_inside(name):
         raise DamagedCheckpointError(
@@ -117,10 +118,10 @@ def require_inside(name: object, url: str) -> str:
 
 
 def check_collisions(keys: Iterable[str]) -> None:
-    """Refuse keys whose names differ in case alone: they would be one folder on some file systems.
+    """Check that no two names differ in case only: they would share a folder on some file systems.
 
     Raises:
-        KeyNameError: names both keys.
+        KeyNameError: two names differ in case only. The text names both keys.
     """
     seen: dict[str, str] = {}
     for key in keys:

@@ -1,8 +1,8 @@
-"""Stores that are no local folder, over fsspec (s3fs for S3): small documents, listing, deleting,
-copies and create-if-absent.
+"""Access to object stores through fsspec (s3fs for S3): small documents, listing, deletion, copies
+and create-if-absent.
 
-Errors are shardstore's own (:mod:`~shardstore.storage.stores.errors`) and come within a deadline: a
-store that does not answer never holds a rank for long.
+Every error is a :class:`~shardstore.errors.StorageError`. Requests have a deadline, so that a store
+that does not answer blocks a rank for a limited time only.
 """
 
 from __future__ import annotations
@@ -28,38 +28,39 @@ from shardstore.storage.stores import s3
 from shardstore.storage.stores.errors import code_of, explained, keep_quiet_about, no_answer
 
 FIRST_DEADLINE_S = 20.0
-"""For a request to a store that never answered this process: a dead endpoint shows soon."""
+"""Deadline of a request to a store that has not yet answered this process. It is short, to detect
+a dead endpoint soon."""
 DEADLINE_S = 120.0
-"""For a request to a store that did answer before, its retries included."""
+"""Deadline of a request to a store that has answered before, including retries."""
 SLOWEST_BYTES_PER_S = 128 * 1024
-"""A request may take as long as its bytes take at this rate, beside the wait for the answer."""
+"""The deadline grows by the transfer time at this rate."""
 DELETE_BATCH = 250
-"""Keys in one request for deletion. S3 takes a thousand (Amazon S3 API, DeleteObjects), but some
-stores delete one after the other before they answer."""
+"""Keys in one bulk deletion. S3 allows a thousand (Amazon S3 API, DeleteObjects), but some stores
+delete them sequentially before they answer."""
 SINGLE_DELETES = 16
-"""Keys that one thread deletes one after the other, where one request takes one."""
+"""Keys that a thread deletes sequentially if the store has no bulk deletion."""
 DELETE_REQUESTS = 8
-"""Deletions at a time."""
+"""Concurrent deletions."""
 DELETE_TRIES = 4
 _WORTH_ANOTHER_TRY = ("InternalError", "SlowDown", "ServiceUnavailable", "RequestTimeout")
 
 _THERE_ALREADY = ("PreconditionFailed", "ConditionalRequestConflict", "412")
 
 _WRITTEN_AT = ("LastModified", "last_modified", "mtime", "updated", "created")
-"""How file systems call the time of writing."""
+"""Names that file systems give the time of writing."""
 
 _FROM_LISTINGS = ("exists", "find", "info", "ls")
-"""What a file system may answer from listings that it keeps."""
+"""Methods that a file system may answer from cached listings."""
 
 _file_systems: dict[object, tuple[object, Any]] = {}
-"""With the surroundings that each was made in."""
+"""Each file system with the :func:`s3.surroundings` at its creation."""
 _answered: set[int] = set()
 _lock = threading.Lock()
 _session_lock = threading.Lock()
 
 
 def _file_system(url: str, options: Mapping[str, Any]) -> Any:
-    """Return the file system of a URL: the same one for equal options in the same surroundings.
+    """Return the file system of a URL; the same object for equal options and surroundings.
 
     Raises:
         StorageError: no such protocol, its package is missing, or the options do not fit.
@@ -68,7 +69,7 @@ def _file_system(url: str, options: Mapping[str, Any]) -> Any:
     is_s3 = protocol in ("s3", "s3a")
     surroundings = s3.surroundings() if is_s3 else None
     bucket = "" if is_s3 else url.split("/")[2]
-    # Kept in this process only; a fork must not share connections.
+    # The key has the process id: a forked process must not share connections.
     known = (os.getpid(), protocol, bucket, repr(sorted(options.items(), key=str)))
     with _lock:
         made_in, found = _file_systems.get(known, (None, None))
@@ -92,8 +93,8 @@ def _made(url: str, protocol: str, options: Mapping[str, Any], is_s3: bool) -> A
         if not issubclass(kind, AsyncFileSystem):
             return fsspec.core.url_to_fs(url, **given)[0]
         made = fsspec.core.url_to_fs(url, skip_instance_cache=True, **given)[0]
-        # Who owns a target is told by a listing of its claims: not by one of a while ago. Options
-        # that say so are not taken by all of them.
+        # A listing of the claims decides who owns a target, so it must not come from a cache. Not
+        # all file systems have an option for this.
         made.dircache = DirCache(use_listings_cache=False)
         return made
     except CheckpointingException:
@@ -112,18 +113,18 @@ def _made(url: str, protocol: str, options: Mapping[str, Any], is_s3: bool) -> A
         )
     except Exception as error:  # some file systems connect at once
         raise explained("connecting to", url, error) from error
-    # Not while the other is handled: its text, which would be the context, could hold what was
-    # given.
+    # Raised outside of the handler: the text of the caught error, which would be the context, could
+    # contain credentials.
     raise StorageError(f"{url}: {said}", url=url)
 
 
 class RemoteStore:
-    """Small documents below a URL.
+    """Documents and objects below a URL.
 
     Args:
-        url: where, with its protocol.
+        url: the URL, with its protocol.
         fs: the fsspec file system.
-        path: the URL as that file system names it.
+        path: the path of the URL in that file system.
     """
 
     def __init__(self, url: str, fs: Any, path: str) -> None:
@@ -137,7 +138,7 @@ class RemoteStore:
         """Return a document's content.
 
         Raises:
-            FileNotFoundError: there is none of that name.
+            FileNotFoundError: there is no such document.
             StorageError: the store refused, or did not answer.
         """
         found = self.read_range(name, 0, None)
@@ -146,8 +147,9 @@ class RemoteStore:
         return found
 
     def read_range(self, name: str, start: int, stop: int | None, size: int = 0) -> bytes | None:
-        """Bytes ``start:stop`` of a document, fewer where it ends before; ``None``: there is none.
-        ``size`` bytes are expected, if they are many.
+        """Return bytes ``start:stop`` of a document, fewer if it ends before ``stop``; ``None`` if
+        there is no such document. ``size`` is the expected number of bytes, which extends the
+        deadline.
 
         Raises:
             StorageError: the store refused, or did not answer.
@@ -162,20 +164,20 @@ class RemoteStore:
         except FileNotFoundError:
             return None
         except StorageError as error:
-            if code_of(error) == "InvalidRange":  # it ends before the range begins
+            if code_of(error) == "InvalidRange":  # the document ends before the range begins
                 return b""
             raise
 
     def s3_settings(self) -> s3.S3Settings:
-        """Region, endpoint and credentials of S3, as s3fs has found them out.
+        """Return region, endpoint and credentials of S3, as s3fs determined them.
 
         Raises:
-            StorageError: there are no credentials, or they cannot be got.
+            StorageError: there are no credentials, or s3fs cannot get them.
         """
         return s3.s3_settings(self.fs, self.url, FIRST_DEADLINE_S)
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a document, in the place of one that is there.
+        """Write a document, and replace an existing one.
 
         Raises:
             StorageError: the store refused, or did not answer.
@@ -184,12 +186,12 @@ class RemoteStore:
             self._pipe(self._path(name), data, create=False)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write a document unless there is one of its name, in one atomic step where the store
-        can (on S3 a PUT with If-None-Match).
+        """Write a document if none of its name exists; in one atomic step if the store supports it
+        (on S3 a PUT with If-None-Match).
 
         Returns:
-            Whether this call wrote it. ``False`` too where the answer to an earlier try of the
-            same call was lost: read it back to know.
+            Whether this call wrote the document. It may be ``False`` after a successful write if
+            the answer to an earlier try was lost: read the document to find out.
 
         Raises:
             StorageError: the store refused, or did not answer.
@@ -206,23 +208,23 @@ class RemoteStore:
         create: bool = False,
         any_size: bool = False,
     ) -> bool:
-        """Copy an object of another place in the same store, which moves the bytes on its own side
-        (Amazon S3 API, "CopyObject").
+        """Copy an object within the store. The bytes stay on the server (Amazon S3 API,
+        "CopyObject").
 
         Args:
-            source: where it is.
-            from_name: its name there.
-            name: its name here.
-            create: ask for the copy only if there is no object of that name. Many stores take no
-                notice of it and overwrite.
-            any_size: it may be larger than one request copies (5 GiB): its size is asked for, and
-                it goes in parts, with no deadline for all of them together.
+            source: location of the object to copy.
+            from_name: name of that object below ``source``.
+            name: name of the copy below this URL.
+            create: copy only if no object of that name exists. Many stores ignore this condition
+                and overwrite.
+            any_size: allow objects larger than one request copies (5 GiB). This takes a request for
+                the size; the object is copied in parts, with no deadline for the whole copy.
 
         Returns:
-            Whether it was copied; ``False``: the store says that there is one of that name.
+            Whether the object was copied. ``False`` if an object of that name exists.
 
         Raises:
-            FileNotFoundError: there is nothing to copy.
+            FileNotFoundError: the object to copy does not exist.
             StorageError: the store refused, or did not answer.
         """
         assert not (create and any_size), "parts are copied without a condition"
@@ -245,8 +247,9 @@ class RemoteStore:
             raise FileNotFoundError(f"{source.url}/{from_name}") from None
 
     def stream(self, name: str, part_bytes: int) -> Any:
-        """Return a file to write an object of any size to, from its beginning to its end: an upload
-        in parts of so many bytes, which is there once it is closed. Wrap writing in :meth:`errors`.
+        """Return a file for sequential writing of an object of any size. It uploads parts of
+        ``part_bytes`` bytes; the object exists once the file is closed. Wrap writes in
+        :meth:`errors`.
 
         Raises:
             StorageError: the store refused, or did not answer.
@@ -260,7 +263,7 @@ class RemoteStore:
         return bool(self._info(name))
 
     def stamp(self, name: str) -> object | None:
-        """Something that is another once a document was replaced; ``None``: there is none."""
+        """Return a value that changes when a document is replaced; ``None`` if there is none."""
         about = self._info(name)
         tag = about.get("ETag") or about.get("etag")
         return repr((tag, _written_at(about), about.get("size"))) if about else None
@@ -278,11 +281,11 @@ class RemoteStore:
     # -- listing and deleting ------------------------------------------------------------------
 
     def listing(self, name: str = "") -> list[str]:
-        """Return the names directly below; empty where there is nothing."""
+        """Return the names directly below a name; empty if there is none."""
         path, found = self._path(name), []
         with suppress(FileNotFoundError), self.errors("listing", name, absent=True):
             found = self._names(path)
-        # A store may name the folder itself, or a document of the same name.
+        # A listing may include the folder itself, or a document of the same name.
         below = {entry.rstrip("/") for entry in found} - {path, path.lstrip("/")}
         return sorted({entry.rsplit("/", 1)[-1] for entry in below})
 
@@ -293,16 +296,16 @@ class RemoteStore:
         return found
 
     def walk(self, name: str = "") -> list[str]:
-        """Return the names of all documents below, relative to this store's URL."""
+        """Return the names of all documents below a name, relative to this store's URL."""
         return [entry for entry, _, _ in self.details(name)]
 
     def details(self, name: str = "") -> list[tuple[str, int, datetime | None]]:
-        """Name, relative to this store's URL, size in bytes, and time of writing by the store's
-        clock, of all documents below."""
+        """Return name, size in bytes and time of writing of all documents below a name. The names
+        are relative to this store's URL; the time is that of the store's clock."""
         found: dict[str, Any] = {}
         with suppress(FileNotFoundError), self.errors("listing", name, absent=True):
             found = self._call("find", self._path(name), detail=True)
-            if not isinstance(found, dict):  # some forget what was asked for where it is a document
+            if not isinstance(found, dict):  # some ignore ``detail`` if the path is a document
                 found = {path: self._call("info", path) for path in found}
         base = self.path.lstrip("/") + "/"
         return sorted(
@@ -313,7 +316,7 @@ class RemoteStore:
 
     @property
     def deletes_at_once(self) -> int:
-        """How many documents the requests of :meth:`delete` that go at a time can take."""
+        """Number of documents that the concurrent requests of :meth:`delete` can take."""
         return DELETE_REQUESTS * (DELETE_BATCH if self._deletes_in_bulk else SINGLE_DELETES)
 
     @property
@@ -321,8 +324,8 @@ class RemoteStore:
         return isinstance(self.fs, AsyncFileSystem) and hasattr(self.fs, "_bulk_delete")
 
     def delete(self, names: Sequence[str]) -> None:
-        """Delete documents, many with one request where the store can; those that are not there do
-        not count."""
+        """Delete documents, in bulk requests if the store has them. A missing document is no
+        error."""
         with self.errors("deleting below", ""):
             paths = [self._path(name) for name in names]
             bulk = self._deletes_in_bulk
@@ -339,16 +342,16 @@ class RemoteStore:
             run_batched(paths, work, threads=DELETE_REQUESTS, batch_weight=batch_weight)
             if bulk:
                 return
-            # Such stores have folders, which would stay behind empty; one that others wrote to in
-            # the meantime refuses, and stays.
+            # These stores have folders: remove the empty ones. A folder that another writer has
+            # used in the meantime is not empty, and stays.
             folders = {path.rpartition("/")[0] for path in paths} - {self.path}
             for folder in sorted(folders, key=len, reverse=True):
                 with suppress(OSError, NotImplementedError):
                     self.fs.rmdir(folder)
 
     def _delete_keys(self, paths: Sequence[str]) -> None:
-        """One request for many keys (Amazon S3 API, DeleteObjects): its answer is a success that
-        lists the keys which were refused, so it is looked at.
+        """Delete many keys with one request (Amazon S3 API, DeleteObjects), and repeat it for keys
+        that failed for a transient reason. The answer is HTTP 200 even if it lists refused keys.
 
         Raises:
             StorageError: the store refused to delete one of them.
@@ -390,7 +393,7 @@ class RemoteStore:
         return f"{self.path}/{name}" if name else self.path
 
     def _make_folder_of(self, path: str) -> None:
-        """Where the store has folders, those above a document are there before it."""
+        """Create the folder of a document, if the store has folders."""
         parent = path.rpartition("/")[0]
         if parent and not isinstance(self.fs, AsyncFileSystem):
             self.fs.makedirs(parent, exist_ok=True)
@@ -406,15 +409,15 @@ class RemoteStore:
             return
         try:
             file = self.fs.open(path, "xb")
-        except (NotImplementedError, ValueError):  # it does not know this mode
+        except (NotImplementedError, ValueError):  # the file system does not support this mode
             self.fs.pipe_file(path, data, mode=mode)
             return
         with file:
             file.write(data)
 
     def _replace(self, path: str, data: bytes) -> None:
-        """Write a file in the place of another, which a writer that is late may still hold open: on
-        a local file system that one is not to be written into."""
+        """Replace a file. On a local file system, write a new file and rename it, because a late
+        writer may still have the old file open."""
         if not isinstance(self.fs, LocalFileSystem):
             self.fs.pipe_file(path, data)
             return
@@ -428,22 +431,22 @@ class RemoteStore:
             raise
 
     def deadline_s(self, size: int = 0) -> float:
-        """Return how long a request that moves so many bytes may take."""
+        """Return the deadline in seconds of a request that transfers ``size`` bytes."""
         first = id(self.fs) not in _answered
         return (FIRST_DEADLINE_S if first else DEADLINE_S) + size / SLOWEST_BYTES_PER_S
 
     def _call(self, method: str, *args: Any, size: int = 0, **kwargs: Any) -> Any:
-        """Call a method of the file system that moves so many bytes, within the deadline where it
-        can have one."""
+        """Call a method of the file system that transfers ``size`` bytes. Asynchronous file systems
+        have a deadline."""
         if not isinstance(self.fs, AsyncFileSystem):
             kwargs.pop("refresh", None)
             if method in _FROM_LISTINGS:
-                self.fs.invalidate_cache()  # others may have written there since it listed
+                self.fs.invalidate_cache()  # others may have written since the cached listing
             return getattr(self.fs, method)(*args, **kwargs)
         seconds, call = self.deadline_s(size), getattr(self.fs, f"_{method}")
         try:
             if id(self.fs) not in _answered and hasattr(self.fs, "set_session"):
-                with _session_lock:  # first requests at a time would each make a session
+                with _session_lock:  # concurrent first requests would each create a session
                     sync(self.fs.loop, self.fs.set_session, timeout=seconds)
             found = sync(self.fs.loop, call, *args, timeout=seconds, **kwargs)
         except FSTimeoutError:
@@ -459,8 +462,8 @@ class RemoteStore:
 
     @contextmanager
     def errors(self, doing: str, name: str, *, absent: bool = False) -> Iterator[None]:
-        """Errors of ours; ``absent``: that there is no such document is :class:`FileNotFoundError`,
-        and not the store's fault."""
+        """Convert errors of the store's library to :class:`StorageError`. If ``absent``, raise
+        :class:`FileNotFoundError` for a missing document."""
         url = f"{self.url}/{name}" if name else self.url
         try:
             yield
@@ -470,12 +473,12 @@ class RemoteStore:
             if code_of(error) == "NoSuchBucket" or not absent:
                 raise explained(doing, url, error) from error
             raise FileNotFoundError(url) from None
-        except Exception as error:  # a store's library raises errors of its own
+        except Exception as error:  # the libraries have their own exception types
             raise explained(doing, url, error) from error
 
 
 def _unless_there(write: Callable[[], None]) -> bool:
-    """Return whether it wrote; ``False``: the store says that there is an object of that name."""
+    """Call ``write`` and return ``True``; ``False`` if an object of that name exists."""
     try:
         write()
     except FileExistsError:

@@ -1,7 +1,7 @@
-"""Settings of S3: what s3fs is made with, and what botocore finds out of it for TensorStore.
+"""Settings of S3: the options of s3fs, and the settings that botocore determines for TensorStore.
 
-So one URL and one set of storage options, environment and profiles serve both clients. No error
-text from here contains a credential.
+One URL and one set of storage options, environment variables and profiles configure both clients.
+No error text of this module contains a credential.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fsspec.asyn import sync  # type: ignore[import-untyped]
 from shardstore.storage.stores.errors import CLIENT_OPTIONS, explained, keep_quiet_about
 
 LIMITS = {"connect_timeout": 5, "read_timeout": 20}
-"""Seconds that s3fs waits for a connection, and for an answer or its next piece."""
+"""Seconds that s3fs waits for a connection, and for an answer or its next bytes."""
 
 _TEXTS = ("key", "secret", "token", "profile", "endpoint_url", "region_name")
 _DICTS = ("client_kwargs", "config_kwargs", "s3_additional_kwargs")
@@ -31,11 +31,12 @@ _FILES = {
 }
 _HOST = re.compile(r"[A-Za-z0-9.-]+(:[0-9]+)?/?")
 _BUCKET = re.compile(r"(?!.*--x-s3$)[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
-"""Buckets that TensorStore takes; not those of directories, which have sessions of their own."""
+"""Bucket names that TensorStore accepts. Directory buckets need a different authentication."""
 
 for _name, _value in (
-    # Without these a silent server holds a request of TensorStore for ever: one that moves less
-    # than a byte a second for so many seconds is given up. Read at its first request.
+    # Without these a silent server blocks a request of TensorStore forever. TensorStore aborts a
+    # request that transfers less than one byte per second for this many seconds. It reads the
+    # variables at its first request.
     ("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "15"),
     ("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1"),
     ("TENSORSTORE_CA_BUNDLE", os.environ.get("AWS_CA_BUNDLE")),
@@ -55,8 +56,8 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def surroundings() -> object:
-    """Return what a client finds beside its options: variables, and the files of profiles, as which
-    they are known until they are exchanged."""
+    """Return a value that changes when the AWS environment variables or the profile files change,
+    which a client reads in addition to its options."""
     variables = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     files = [variables.get(name, default) for name, default in _FILES.items()]
     stamps = []
@@ -68,17 +69,18 @@ def surroundings() -> object:
 
 
 def has_forked() -> bool:
-    """Whether this process was forked after TensorStore's import: using it would abort."""
+    """Return whether this process was forked after the import of TensorStore, which would abort the
+    process when used."""
     return _forked
 
 
 def problem_of(options: Mapping[str, Any], variables: Mapping[str, str]) -> str | None:
-    """Say what does not fit in storage options, and what to give instead, before the client
-    libraries fail in words about their own insides; ``None``: nothing that can be told.
+    """Return what is wrong with storage options and how to correct it; ``None`` if no problem is
+    found. The client libraries would fail later, with errors about their internals.
 
     Args:
-        options: storage options, by the names of s3fs.
-        variables: of the environment.
+        options: storage options, with the names of s3fs.
+        variables: environment variables.
     """
     for name in _DICTS:
         if not isinstance(options.get(name), Mapping | None):
@@ -132,7 +134,7 @@ def _wrong_config(config: Mapping[str, Any]) -> str | None:
         except Exception as error:
             if name not in Config.OPTION_DEFAULTS:
                 return f"config_kwargs.{name} is unknown to botocore's Config"
-            # Its text may repeat the value, and a proxy's URL has a password.
+            # The error's text may repeat the value, and the URL of a proxy may have a password.
             return (
                 f"config_kwargs.{name} has a value, {_kind(value)}, that botocore's Config refuses "
                 f"({type(error).__name__})"
@@ -141,8 +143,8 @@ def _wrong_config(config: Mapping[str, Any]) -> str | None:
 
 
 def s3fs_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of s3fs: those given, with short timeouts, bounded retries, no cache of
-    listings, and what stores other than Amazon's need."""
+    """Return the options of s3fs: the given ones, short timeouts, bounded retries, no cache of
+    listings, and the settings that stores other than Amazon's need."""
     from botocore.config import Config
 
     given = {n: v for n, v in options.items() if n not in ("region_name", "endpoint_url")}
@@ -151,7 +153,7 @@ def s3fs_options(options: Mapping[str, Any]) -> dict[str, Any]:
         if options.get(name):
             client.setdefault(name, options[name])
     if region := os.environ.get("AWS_REGION"):
-        # s3fs and botocore look at AWS_DEFAULT_REGION alone.
+        # s3fs and botocore read AWS_DEFAULT_REGION only.
         client.setdefault("region_name", region)
     config = {
         **LIMITS,
@@ -159,7 +161,7 @@ def s3fs_options(options: Mapping[str, Any]) -> dict[str, Any]:
         **(given.get("config_kwargs") or {}),
     }
     for name in ("request_checksum_calculation", "response_checksum_validation"):
-        # Newer clients send trailing checksums unasked, which other stores than AWS refuse.
+        # Newer clients send trailing checksums by default, which stores other than AWS refuse.
         if name in Config.OPTION_DEFAULTS:
             config.setdefault(name, "when_required")
     named = (client.get("endpoint_url"), *map(os.environ.get, _ENDPOINTS))
@@ -171,31 +173,31 @@ def s3fs_options(options: Mapping[str, Any]) -> dict[str, Any]:
         "client_kwargs": client,
         "config_kwargs": config,
         "use_listings_cache": False,
-        # One GET a document; with more its size is asked for first.
+        # One GET per document; a higher value requests the size first.
         "max_concurrency": given.get("max_concurrency", 1),
     }
 
 
 def profile_secrets() -> list[str]:
-    """Return the credentials in the files of profiles; none where those cannot be read."""
+    """Return the credentials in the profile files; an empty list if they cannot be read."""
     try:
         import botocore.session  # type: ignore[import-untyped]
 
         profiles = botocore.session.Session().full_config["profiles"].values()
-    except Exception:  # whoever needs them says what is wrong with them
+    except Exception:  # a client that needs the files reports the error
         return []
     return [value for about in profiles for name in CLIENT_OPTIONS if (value := about.get(name))]
 
 
 @dataclass(frozen=True)
 class S3Settings:
-    """What TensorStore is given, as the client of s3fs has found it out.
+    """Settings for TensorStore, as the client of s3fs determined them.
 
     Attributes:
-        region: to sign for.
+        region: region of the signatures.
         endpoint: URL of the service.
         credentials: access key, secret key and session token; ``None``: requests are not signed.
-        unsupported: what the settings ask for that TensorStore's driver cannot do; empty: nothing.
+        unsupported: a setting that TensorStore's driver does not support; empty if there is none.
     """
 
     region: str
@@ -205,11 +207,11 @@ class S3Settings:
 
 
 def s3_settings(fs: Any, url: str, seconds: float) -> S3Settings:
-    """Return the settings of a file system of s3fs for a URL, with the credentials of now: botocore
-    gets new ones some minutes before they end.
+    """Return the settings of an s3fs file system for a URL, with the current credentials. botocore
+    renews them some minutes before they expire.
 
     Raises:
-        StorageError: there are no credentials, or they cannot be got within so many seconds.
+        StorageError: there are no credentials, or botocore cannot get them within ``seconds``.
     """
     try:
         found: S3Settings = sync(fs.loop, _settings, fs, url, timeout=seconds)

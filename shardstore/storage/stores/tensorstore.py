@@ -1,9 +1,11 @@
-"""Objects of S3 by TensorStore's key-value store, which also serves the arrays that it decodes.
+"""Puts and gets objects of S3 through TensorStore's key-value store. Arrays that TensorStore
+decodes use the same store.
 
-Each object is one PUT, conditional or not, or one GET. TensorStore repeats requests that fail, and
-gives up those in which no byte moves (``TENSORSTORE_CURL_LOW_SPEED_*``, see ``shardstore``).
-Credentials reach it in a file in memory that only this process has open (Linux man-pages,
-memfd_create(2)); they are in no spec, ``repr`` or error.
+A write is one PUT, conditional or not. A read is one GET, or several ranged GETs for a large
+object. TensorStore retries failed requests and aborts requests that transfer no bytes
+(``TENSORSTORE_CURL_LOW_SPEED_*``, set in :mod:`.s3`). It reads the credentials from an in-memory
+file that only this process has open (Linux man-pages, memfd_create(2)); no spec, ``repr`` or error
+contains them.
 """
 
 from __future__ import annotations
@@ -32,21 +34,22 @@ from shardstore.storage.stores.s3 import S3Settings
 T = TypeVar("T")
 
 REQUESTS = 128
-"""Under way at a time, each process."""
+"""Concurrent requests of a process."""
 RETRIES = 8
 KEPT_BYTES = 32 * 1024 * 1024 - 64 * 1024
-"""A block that is freed before the first request: from then on glibc keeps blocks up to its size
-for the next request (Linux man-pages, mallopt(3), M_MMAP_THRESHOLD). Fresh pages for each object
-would take as much processor time as all else that a load does."""
+"""Size of a block that is allocated and freed before the first request. After that, glibc keeps
+freed blocks up to this size for later requests (Linux man-pages, mallopt(3), M_MMAP_THRESHOLD).
+Fresh pages for each object would take as much processor time as the rest of a load."""
 PART_BYTES = 16 * 1024 * 1024
-"""Objects that are larger than :data:`KEPT_BYTES` are read in parts of so many bytes at least."""
+"""Minimum size of the parts in which objects larger than :data:`KEPT_BYTES` are read."""
 MOST_PARTS = 8
 ASKED_EVERY_S = 30.0
-"""How often botocore is asked for credentials, which it renews some minutes before they end."""
+"""Seconds between two requests to botocore for credentials, which it renews some minutes before
+they expire."""
 NOTHING_THERE = b"\x02"
 """Generation of an object that does not exist."""
 REFUSED = b""
-"""Generation that a write ends with whose condition did not hold."""
+"""Generation that TensorStore returns for a write whose condition did not hold."""
 
 _BODY = re.compile(r"\s*\[(?!http_response_code)[\w-]+='(?:[^'\\]|\\.)*'\]")
 _CODE = re.compile(r"<Code>([\w.]+)</Code>")
@@ -58,18 +61,18 @@ _copier = ThreadPoolExecutor(1, "shardstore-copies")
 
 
 def _copied(copy: Callable[[], T], size: int) -> T:
-    """Make a copy of an object; of large ones one at a time, as for a moment there are two,
-    TensorStore's and Python's, and in one thread, as the allocator keeps memory for each thread
-    that takes some."""
+    """Return a copy of an object, made by ``copy``. Large objects are copied one at a time, because
+    during the copy the object is in memory twice, and in one thread, because the allocator keeps
+    memory for each thread."""
     if size >= LARGE_BYTES:
-        with suppress(RuntimeError):  # the interpreter is about to end: it takes no more
+        with suppress(RuntimeError):  # the pool rejects jobs during interpreter shutdown
             return _copier.submit(copy).result()
     return copy()
 
 
 def shared_context() -> ts.Context:
-    """Return the context of this process: no chunk cache, as chunks are read once and whole, and
-    one limit for requests."""
+    """Return the context of this process. It has one limit for requests, and no chunk cache,
+    because each chunk is read once."""
     global _context
     with _lock:
         if _context is None:
@@ -89,8 +92,8 @@ def shared_context() -> ts.Context:
 
 
 def leave_context(context: ts.Context) -> None:
-    """Have all further requests use another context: one that was cancelled keeps its place among
-    the :data:`REQUESTS` until the server answers."""
+    """Use a new context for all further requests. A cancelled request counts against
+    :data:`REQUESTS` of its context until the server answers."""
     global _context
     with _lock:
         if _context is context:
@@ -98,8 +101,8 @@ def leave_context(context: ts.Context) -> None:
 
 
 def plain_words(text: str) -> str:
-    """Return what TensorStore says of an error, without the store's own answer, which may contain
-    the access key."""
+    """Return TensorStore's error text without the answer of the store, which may contain the access
+    key."""
     code = _CODE.search(text)
     shown = (_BODY.sub("", text).splitlines() or [""])[0][:400]
     return shown if code is None or code.group(1) in shown else f"{code.group(1)}: {shown}"
@@ -107,14 +110,14 @@ def plain_words(text: str) -> str:
 
 @dataclass(frozen=True)
 class Opened:
-    """A key-value store with the credentials of a moment.
+    """An open key-value store with the credentials at the time of opening.
 
     Attributes:
-        settings: what it was made of.
-        context: what it shares with others.
-        spec: its specification (TensorStore documentation, "s3 Key-Value Store driver").
+        settings: the settings of the store.
+        context: the TensorStore context.
+        spec: the specification (TensorStore documentation, "s3 Key-Value Store driver").
         kvs: the store.
-        secrets: the file that its credentials are read from, with its first request.
+        secrets: the file from which TensorStore reads the credentials at the first request.
     """
 
     settings: S3Settings
@@ -125,10 +128,10 @@ class Opened:
 
 
 class KvStoreIO(ObjectIO):
-    """Objects of S3 by TensorStore.
+    """Puts and gets objects of S3 through TensorStore.
 
     Args:
-        location: a prefix of a bucket.
+        location: a prefix in a bucket.
 
     Raises:
         StorageError: there are no credentials, or the settings do not fit.
@@ -146,7 +149,7 @@ class KvStoreIO(ObjectIO):
         self.opened()
 
     def opened(self) -> Opened:
-        """Return the store, with credentials that hold for some minutes more."""
+        """Return the store, with credentials that are valid for some more minutes."""
         with self._lock:
             opened, context, now = self._opened, shared_context(), time.monotonic()
             if opened is not None and now < self._asked_at + ASKED_EVERY_S:
@@ -179,11 +182,11 @@ class KvStoreIO(ObjectIO):
         parts = [self._begin_range(key, *part, size) for part in ranges]
 
         def finish() -> memoryview | None:
-            found = [parts.pop(0)() for _ in starts]  # TensorStore's copy goes with each
+            found = [parts.pop(0)() for _ in starts]  # pop frees TensorStore's copy of each part
             whole = [np.frombuffer(data, np.uint8) for data in found if data is not None]
             if len(whole) < len(found):
                 return None
-            # numpy asks for large pages, few of which have to be made.
+            # numpy requests huge pages, which take few page faults.
             return _copied(lambda: np.concatenate(whole).data, size)
 
         return finish
@@ -208,7 +211,7 @@ class KvStoreIO(ObjectIO):
     def _begun(
         self, doing: str, key: str, size: int, opened: Opened, future: Any
     ) -> Callable[[], Any]:
-        """Return the function that waits for a request that was begun."""
+        """Return a function that waits for a started request and returns its result."""
         began, url = time.monotonic(), f"{self._location.url}/{key}"
 
         def finish() -> Any:
@@ -216,8 +219,8 @@ class KvStoreIO(ObjectIO):
                 return wait(future, self._remote, opened.context, size, began)
             except ValueError as error:
                 failure = _failure(doing, url, str(error))
-            # Not while the other is handled: the store's own answer in it, which would be the
-            # context of ours, may have the access key.
+            # Raised outside of the handler: the caught error, which would be the context, may
+            # contain the access key in the store's answer.
             raise failure
 
         return finish
@@ -226,13 +229,13 @@ class KvStoreIO(ObjectIO):
 def wait(
     future: Any, remote: RemoteStore, context: ts.Context, size: int, began: float | None = None
 ) -> Any:
-    """Return the result of a request for so many bytes to S3, which began at a time of
-    :func:`time.monotonic`; ``None``: now.
+    """Wait for a request of ``size`` bytes to S3 and return its result. The deadline counts from
+    ``began``, a time of :func:`time.monotonic`; ``None``: now.
 
     Raises:
-        StorageError: there was no answer in time. The request is cancelled, and all others go on in
-            another context, as it keeps its place among :data:`REQUESTS`.
-        ValueError: any other error, in TensorStore's words.
+        StorageError: no answer came in time. The request is cancelled, and later requests use a new
+            context (:func:`leave_context`).
+        ValueError: any other error of TensorStore.
     """
     seconds, now = remote.deadline_s(size), time.monotonic()
     try:
@@ -283,7 +286,7 @@ def kvstore_spec(location: Location) -> dict[str, Any]:
 def _open(url: str, settings: S3Settings, context: ts.Context) -> Opened:
     secrets, credentials = None, {"type": "anonymous"}
     if settings.credentials is not None:
-        # One thread at a time: of two files of the same credentials, one would not be kept open.
+        # The lock makes concurrent threads share one file: the cache would close a second one.
         with _lock:
             secrets = _secrets(settings.credentials)
         credentials = {
@@ -308,12 +311,13 @@ def _open(url: str, settings: S3Settings, context: ts.Context) -> Opened:
         failure = _failure("opening", url, str(error))
     else:
         return Opened(settings, context, spec, store, secrets)
-    raise failure  # not while the other is handled, see _done
+    raise failure  # outside of the handler, as in _begun
 
 
 @lru_cache(maxsize=64)
 def _secrets(credentials: tuple[str | None, ...]) -> IO[str]:
-    """Return a file in memory, which stays open: TensorStore reads it with its first request."""
+    """Return an in-memory file with the credentials. It stays open, because TensorStore reads it at
+    its first request."""
     names = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
     lines = [f"{n} = {v}" for n, v in zip(names, credentials, strict=True) if v]
     file = os.fdopen(os.memfd_create("credentials", os.MFD_CLOEXEC), "w")
