@@ -293,7 +293,7 @@ class AnyFormatLoadStrategy(LoadShardedStrategy):
 
     @property
     def can_handle_sharded_objects(self) -> bool:
-        """Yes."""
+        """True: this strategy handles ShardedObjects too."""
         return True
 
     def load(

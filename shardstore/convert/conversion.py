@@ -224,7 +224,7 @@ def convert(
 
 
 def detect(place: Location) -> str:
-    """Detect the format of the checkpoint at a place.
+    """Return the format of the checkpoint at a place.
 
     Raises:
         NotACheckpointError: there is no checkpoint of a known format.
@@ -298,8 +298,8 @@ def _require_apart(source: Location, target: Location) -> None:
     else:
         return
     raise ArgumentError(
-        f"the target {target.url} {where} {source.url}: nothing was converted; convert to a folder "
-        "beside it",
+        f"the target {target.url} {where} {source.url}: nothing was converted; convert to another "
+        "folder, outside of the source",
         url=target.url,
     )
 

@@ -167,7 +167,7 @@ class SafetensorsSource:
         beside = set(folder.listing())
         for file in names:
             if "/" in file or file not in beside:
-                raise _damaged(path, f"it names {file!r}, which is not beside it")
+                raise _damaged(path, f"it names {file!r}, which is not a file in the same folder")
         found = cls(ranges, names, weight_map)
         if missing := sorted(set(weight_map) - set(found.arrays)):
             raise _damaged(path, f"{missing[:4]} are in no file")
@@ -207,7 +207,7 @@ class SafetensorsSource:
             try:
                 about = {"shardstore": {MEMBER: json.loads(kept)}}
             except ValueError as error:
-                raise _damaged(path, f"its state dict is no JSON: {error}") from error
+                raise _damaged(path, f"its state dict is not JSON: {error}") from error
             record = StateRecord.from_root(about, path) or record
         metadata.pop("format", None)
         return Extras(None, record, {}, {"safetensors": metadata} if metadata else {})

@@ -140,7 +140,7 @@ class ShardstoreTarget(Target):
         return known
 
     def _files(self, extras: Extras) -> Iterator[tuple[str, bytes]]:
-        """Return the names and contents of the files beside the chunks."""
+        """Yield names and contents of ``common.pt`` and of the sharded objects' files."""
         if extras.common is not None:
             yield COMMON_STATE_NAME, extras.common
         if extras.objects:

@@ -127,7 +127,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
 
     @property
     def can_handle_sharded_objects(self) -> bool:
-        """Yes."""
+        """True: this strategy handles ShardedObjects too."""
         return True
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
@@ -331,7 +331,7 @@ class TorchDistLoadShardedStrategy(ReadsOwnFormat, LoadShardedStrategy):
 
     @property
     def can_handle_sharded_objects(self) -> bool:
-        """Yes."""
+        """True: this strategy handles ShardedObjects too."""
         return True
 
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> StateDict:

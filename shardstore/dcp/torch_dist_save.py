@@ -37,7 +37,7 @@ _Copy: TypeAlias = torch.Tensor | io.BytesIO | ChunkWrite
 
 
 class FilesSave:
-    """One rank's part of a save in DCP's files.
+    """The part of one rank in a save to DCP's files.
 
     Args:
         folder: local folder to write to.

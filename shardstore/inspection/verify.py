@@ -55,7 +55,7 @@ SHOWN_OBJECTS = 10
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A difference between the stored checkpoint and what was saved.
+    """A difference between the stored checkpoint and the saved one.
 
     Attributes:
         kind: name of the finding, such as ``chunk-missing``; the same in all versions.
@@ -134,7 +134,8 @@ def verify(
     Raises:
         ArgumentError: ``threads`` or ``progress`` has a wrong value.
         NotACheckpointError: there is no checkpoint.
-        StorageError: the store cannot be listed, or the checkpoint was replaced twice meanwhile.
+        StorageError: the store cannot be listed, or the checkpoint was replaced twice during the
+            call.
     """
     require_number("threads", threads, none=True)
     url = stored.location.url
@@ -143,7 +144,7 @@ def verify(
         try:
             result = _Verification(stored, found, keys, hashes, threads, meter).run()
         except ReplacedError as error:
-            logger.warning("%s; verifying what is there now", error)
+            logger.warning("%s; verifying the new checkpoint", error)
             stored = StoredCheckpoint(stored.location)
             result = _Verification(stored, found, keys, hashes, threads, meter).run()
         if not result.ok:

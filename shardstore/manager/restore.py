@@ -81,7 +81,7 @@ def choose(
         if step not in there or any(step == number for number, _ in passed):
             continue
         used.enter_context(steps.using([step]))
-        if not is_checkpoint(steps.place(step)):  # deleted meanwhile
+        if not is_checkpoint(steps.place(step)):  # deleted since it was listed
             continue
         text = None if check is None else check(steps.place(step))
         if text is None:

@@ -18,7 +18,7 @@ from shardstore.manager.steps import StepInfo, Steps, branches, logger, what_is_
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """The rules of which steps to keep. A step is kept if any rule keeps it, or it is the newest.
+    """The retention policy. A step is kept if any rule keeps it, or if it is the newest step.
 
     Callers leave out the steps of abandoned branches (:func:`~shardstore.manager.steps.branches`).
 

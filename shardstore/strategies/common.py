@@ -118,7 +118,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
 
     @property
     def can_handle_sharded_objects(self) -> bool:
-        """Yes."""
+        """True: this strategy handles ShardedObjects too."""
         return True
 
     def save_common(self, common_state_dict: StateDict, checkpoint_dir: str | Path) -> None:
@@ -167,7 +167,7 @@ class TorchCommonLoadStrategy(ReadsOwnFormat, LoadCommonStrategy):
 
     @property
     def can_handle_sharded_objects(self) -> bool:
-        """Yes."""
+        """True: this strategy handles ShardedObjects too."""
         return True
 
     def load_common(self, checkpoint_dir: str | Path) -> StateDict:
