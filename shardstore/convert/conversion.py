@@ -298,8 +298,8 @@ def _require_apart(source: Location, target: Location) -> None:
     else:
         return
     raise ArgumentError(
-        f"the target {target.url} {where} {source.url}: nothing was converted; convert to another "
-        "folder, outside of the source",
+        f"the target {target.url} {where} {source.url}: nothing was converted; convert to a folder "
+        "beside the source",
         url=target.url,
     )
 

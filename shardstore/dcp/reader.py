@@ -260,8 +260,8 @@ class StorageReader(Placed, DcpStorageReader):
                 flat, paths = flatten_state_dict(common.load_common(place))
             except ValueError as error:
                 raise KeyNameError(
-                    f"{url}: two common values have the same flat key, and PyTorch DCP names values "
-                    f"by these keys ({error}); load the checkpoint with shardstore.load",
+                    f"{url}: two common values have the same flat key, by which PyTorch DCP finds "
+                    f"them ({error}); load the checkpoint with shardstore.load",
                     url=url,
                 ) from error
             if both := [key for key in flat if key in stored.arrays]:

@@ -173,7 +173,7 @@ def test_a_conversion_into_its_source(saved: Path, target_format: str, overwrite
         (saved / "x" / ".." / "new", "lies inside the source"),
     ):
         for source in (saved, link):
-            with pytest.raises(ArgumentError, match=f"{where} .*beside it"):
+            with pytest.raises(ArgumentError, match=f"{where} .*beside the source"):
                 convert(source, target, target_format=target_format, overwrite=overwrite)
     link.unlink()
     assert _everything(saved.parent) == before

@@ -134,7 +134,7 @@ def test_values_whose_keys_meet(tmp_path: Path, caplog: pytest.LogCaptureFixture
     shardstore.save({**sharded(), "a": {"b.c": 1}, "a.b": {"c": 2}}, tmp_path / "two")
     error = cause(lambda: load({"w": torch.zeros(4)}, tmp_path / "two"))
     # DCP raises one of its own with the text of ours.
-    assert "two common values have one flat key" in str(error)
+    assert "two common values have the same flat key" in str(error)
     assert "a.b.c" in str(error)
     with pytest.raises(KeyNameError, match=r"a\.b\.c"):
         StorageReader(tmp_path / "two").read_metadata()
