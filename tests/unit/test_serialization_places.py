@@ -81,7 +81,7 @@ def test_a_shard_beyond_the_global_shape_is_refused_and_not_filled_with_zeros(
 @pytest.mark.parametrize("name", ["sharded_strategy", "common_strategy"])
 def test_what_is_no_strategy_is_named_at_the_load(name: str, tmp_path: Path) -> None:
     shardstore.save(_state(), tmp_path / "a")
-    with pytest.raises(shardstore.CheckpointingException, match=f"{name}='zarr' is neither"):
+    with pytest.raises(shardstore.CheckpointingException, match=f"{name}='zarr' must be"):
         shardstore.load(_state(), tmp_path / "a", **{name: "zarr"})
 
 

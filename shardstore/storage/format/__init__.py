@@ -1,1 +1,1 @@
-"""The format on disk as pure functions: names, data types, grid, documents, manifest."""
+"""Pure functions for the format on disk: names, data types, grid, documents, manifest."""

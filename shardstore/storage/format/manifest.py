@@ -1,9 +1,9 @@
-"""The manifest: what is known of every chunk, while it is written and beside the arrays.
+"""The manifest: sizes, checksums, hashes and writers of all chunks of a checkpoint.
 
 A :class:`RankManifest` collects what one rank writes: its arrays and, for each chunk, size, crc32c,
 a 128-bit hash and the running crc32c at block boundaries. The coordinator merges those of all ranks
-(:mod:`.merge`) into one :class:`Manifest` with a row a chunk, in the order of the arrays and of the
-chunks within an array. Its file (``manifest.npz``, no pickle) opens in any NumPy.
+(:mod:`.merge`) into one :class:`Manifest`. It has one row per chunk, in the order of the arrays and
+of the chunks within an array. Any NumPy opens its file (``manifest.npz``, no pickle).
 
 Checksums and hashes are over the decoded chunk: little-endian, C order, padded to the full chunk
 shape.
@@ -46,23 +46,23 @@ ROW = np.dtype(
         ("digest", "u1", 16),
     ]
 )
-"""A chunk as ranks report it: number of its array, position in C order over the grid, and the
-columns of :class:`Manifest`."""
+"""Row of a chunk in a rank's report: the number of its array, its position in C order over the
+grid, and the columns of :class:`Manifest`."""
 MOST_PACKED = 100
-"""The member ``arrays`` is compressed to no less than one part in so many, but for 64 KiB."""
+"""Maximum compression ratio of the member ``arrays``, beyond 64 KiB of uncompressed text."""
 _PACK_ROW = struct.Struct("<qqQII16s").pack
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkRecord:
-    """What is known of one chunk once it is written.
+    """Size and checksums of one written chunk.
 
     Attributes:
-        stored_bytes: size of the stored object, checksum included.
+        stored_bytes: size of the stored object in bytes, including its checksum.
         crc: crc32c of the decoded chunk.
-        digest: 16 bytes, xxh3-128 of the decoded chunk, big-endian as the library prints it.
-        running: crc32c of the chunk's start up to each block boundary (:func:`block_bytes`), the
-            end left out.
+        digest: xxh3-128 of the decoded chunk, 16 bytes, big-endian.
+        running: crc32c of the bytes from the chunk's start to each inner block boundary
+            (:func:`block_bytes`).
     """
 
     stored_bytes: int
@@ -73,22 +73,22 @@ class ChunkRecord:
 
 @dataclass
 class RankManifest:
-    """What one rank wrote, and what it tells the coordinator of it.
+    """A rank's report to the coordinator of what it wrote.
 
     Attributes:
         rank: the writer's global rank.
         objects: unique keys of the sharded objects that it wrote.
-        files: name -> crc32c of the files that it wrote which are no chunks and that a load reads.
-        copies: keys that it holds copies of and did not write, if it tells them.
-        reused_bytes: bytes of the chunks that it took over from a base.
+        files: name -> crc32c of the files other than chunks that it wrote and that loads read.
+        copies: keys that it holds copies of and did not write, if it reports them.
+        reused_bytes: bytes of the chunks that it reused from a base.
         array_documents: whether it writes the documents of the arrays that it creates.
-        seconds: what it did -> seconds, for the commit record.
-        keys: of the arrays that it writes to -> their numbers in ``rows``.
+        seconds: phase of the save -> seconds, for the commit record.
+        keys: key of each array that it writes to -> number of the array in ``rows``.
         summaries: :func:`summary_of` each of these arrays.
-        created: key -> array and document text, of those that it creates.
-        rows: a :data:`ROW` each chunk.
+        created: key -> array and document text, for each array that it creates.
+        rows: one :data:`ROW` for each chunk.
         running: the running checksums of the chunks, in the order of ``rows``.
-        others: further ranks whose arrays and chunks are among these, see :meth:`join`.
+        others: reports of further ranks, whose arrays and chunks :meth:`join` added to this one.
     """
 
     rank: int
@@ -106,13 +106,13 @@ class RankManifest:
     others: list[RankManifest] = field(default_factory=list)
 
     def add_array(self, meta: ArrayMeta, *, created: bool) -> str:
-        """Note an array that this rank writes to, and whether it is the one that creates it.
-        Returns the text of the document of an array that it creates, else an empty one.
+        """Record an array that this rank writes to. Return the text of its document if this rank
+        creates it (``created``), else an empty text.
 
         Raises:
-            AccessPatternError: the same key was noted with another document.
+            AccessPatternError: the key was recorded before with another shape, data type or layout.
         """
-        summary = sys.intern(summary_of(meta))  # equal texts as one object, which pickle sends once
+        summary = sys.intern(summary_of(meta))  # pickle sends equal texts once if they are interned
         number = self.keys.setdefault(meta.key, len(self.keys))
         if number == len(self.summaries):
             self.summaries.append(summary)
@@ -130,7 +130,7 @@ class RankManifest:
         return self.created[meta.key][1]
 
     def add_chunk(self, meta: ArrayMeta, index: Sequence[int], record: ChunkRecord) -> None:
-        """Note a chunk that is written. The array must have been added."""
+        """Record a written chunk. Its array must have been added before."""
         number, chunk = self.keys[meta.key], meta.grid.linear(index)
         self.rows += _PACK_ROW(
             number, chunk, record.stored_bytes, record.crc, self.rank, record.digest
@@ -138,14 +138,14 @@ class RankManifest:
         self.running.extend(record.running)
 
     def add_file(self, name: str, data: bytes) -> None:
-        """Note a file that is no chunk, by its name below the root."""
+        """Record a file other than a chunk, by its name below the root."""
         self.files[name] = crc32c(data, 0)
 
     def join(self, other: RankManifest) -> None:
-        """Take over the arrays and chunks of another rank, for :func:`.merge.merge`.
+        """Add the arrays and chunks of another rank's report, for :func:`.merge.merge`.
 
         Raises:
-            ValueError: the ranks do not agree about an array.
+            ValueError: the ranks describe an array differently.
         """
         numbers = []
         for key, summary in zip(other.keys, other.summaries, strict=True):
@@ -166,19 +166,19 @@ class RankManifest:
         self.others += [replace(other, **alone), *other.others]
 
     def to_bytes(self) -> bytes:
-        """Return the same for the coordinator in another process, see :meth:`from_bytes`."""
+        """Return the serialised report for the coordinator, see :meth:`from_bytes`."""
         return zlib.compress(pickle.dumps(self), 1)
 
     @classmethod
     def from_bytes(cls, data: bytes, number: int) -> RankManifest:
-        """Unpack what a rank of the same job sent.
+        """Return the report that a rank of the same job sent.
 
         Args:
-            data: of :meth:`to_bytes`.
-            number: of the rank, for error texts.
+            data: result of :meth:`to_bytes`.
+            number: number of the rank, for error texts.
 
         Raises:
-            DamagedCheckpointError: it is no such report.
+            DamagedCheckpointError: the data is not a report.
         """
         try:
             report = pickle.loads(zlib.decompress(data))
@@ -194,7 +194,7 @@ class RankManifest:
 
 
 def summary_of(meta: ArrayMeta) -> str:
-    """Everything that ranks may disagree about of an array, in words."""
+    """Return a text of all properties of an array on which the ranks must agree."""
     sharding = "" if meta.shard_shape is None else f", shards of {meta.shard_shape}"
     return (
         f"global shape {meta.shape}, data type {meta.dtype}{sharding}, chunks of "
@@ -203,8 +203,8 @@ def summary_of(meta: ArrayMeta) -> str:
 
 
 class _Place(NamedTuple):
-    """Where an array's rows are: the first row, the first inner boundary, the boundaries a chunk,
-    the number of chunks and the bytes of a decoded one."""
+    """Position of an array in the manifest: its first row, its first inner boundary, the boundaries
+    per chunk, the number of chunks, and the size of a decoded chunk in bytes."""
 
     row: int
     boundary: int
@@ -215,11 +215,11 @@ class _Place(NamedTuple):
 
 @dataclass
 class Manifest:
-    """One row a chunk, in order of the arrays and, within an array, of the chunks in C order.
+    """Table with one row per chunk, ordered by array and, within an array, by chunk in C order.
 
     Attributes:
         arrays: ``(node, number of chunks, bytes of a decoded chunk)`` in order.
-        stored: bytes of each stored object, ``(chunks,)`` uint64.
+        stored: size of each stored object in bytes, ``(chunks,)`` uint64.
         crc: crc32c of each decoded chunk, ``(chunks,)`` uint32.
         digest: xxh3-128 of each decoded chunk, ``(chunks, 16)`` uint8.
         rank: global rank that wrote each chunk, ``(chunks,)`` uint32.
@@ -243,23 +243,24 @@ class Manifest:
             boundary += chunks * boundaries
 
     def _of(self, meta: ArrayMeta) -> _Place | None:
-        """Return the place of an array; ``None`` too where it has another grid by now: its
-        checksums are of no use then."""
+        """Return the position of an array; ``None`` if the manifest does not contain the array, or
+        contains it with another number or size of chunks, as its checksums do not apply then."""
         place = self._places.get(meta.node)
         return place if place and place[3:] == (meta.grid.size, meta.chunk_bytes) else None
 
     def first_row(self, meta: ArrayMeta) -> int | None:
-        """Row of an array's first chunk, ``None`` where the manifest does not know the array."""
+        """Return the row of an array's first chunk; ``None`` if the manifest lacks the array."""
         place = self._of(meta)
         return None if place is None else place.row
 
     def row(self, meta: ArrayMeta, index: Sequence[int]) -> int | None:
-        """Row of a chunk, ``None`` where the manifest does not know the array."""
+        """Return the row of a chunk; ``None`` if the manifest lacks the array."""
         first = self.first_row(meta)
         return None if first is None else first + meta.grid.linear(index)
 
     def running_of(self, meta: ArrayMeta, index: Sequence[int]) -> NDArray[np.uint32] | None:
-        """Running checksums of one chunk at its inner block boundaries, then the whole chunk's."""
+        """Return the running checksums of a chunk at its inner block boundaries, followed by that
+        of the whole chunk; ``None`` if the manifest lacks the array."""
         place = self._of(meta)
         if place is None:
             return None
@@ -269,12 +270,13 @@ class Manifest:
         return np.append(inner, self.crc[place.row + linear])
 
     def writer(self, meta: ArrayMeta, index: Sequence[int]) -> int | None:
-        """Global rank that wrote a chunk."""
+        """Return the global rank that wrote a chunk; ``None`` if the manifest lacks the array."""
         row = self.row(meta, index)
         return None if row is None else int(self.rank[row])
 
     def chunk_sums(self) -> dict[str, str]:
-        """Node -> base64 of the crc32c of its chunks in order, little-endian, for the commit."""
+        """Return node -> base64 of the crc32c of its chunks in order, as little-endian uint32. The
+        commit contains them."""
         crcs = self.crc.astype("<u4")
         return {
             node: b64encode(crcs[place.row : place.row + place.chunks].tobytes()).decode()
@@ -282,7 +284,7 @@ class Manifest:
         }
 
     def without(self, nodes: set[str]) -> Manifest:
-        """Return the manifest less some arrays."""
+        """Return the manifest without some arrays."""
         keep = np.array([node not in nodes for node, _, _ in self.arrays], dtype=bool)
         places = self._places.values()
         rows = np.repeat(keep, [place.chunks for place in places])
@@ -297,7 +299,7 @@ class Manifest:
         )
 
     def to_bytes(self) -> bytes:
-        """Content of ``manifest.npz``."""
+        """Return the content of ``manifest.npz``."""
         arrays = zlib.compress(json.dumps(self.arrays).encode(), 1)
         out = io.BytesIO()
         np.savez(
@@ -317,7 +319,7 @@ class Manifest:
         """Parse ``manifest.npz``.
 
         Raises:
-            DamagedCheckpointError: damaged.
+            DamagedCheckpointError: the file is damaged.
         """
         names = ("stored_bytes", "crc32c", "xxh3_128", "rank", "running_crc32c")
         try:
@@ -356,19 +358,20 @@ class Manifest:
 
 _JOINED = ("keys", "summaries", "created", "rows", "running", "others")
 _COLUMNS = {"stored": "u8", "crc": "u4", "digest": "u1", "rank": "u4", "running": "u4"}
-"""Attributes of a manifest, and the data types that are NumPy's."""
+"""NumPy data types of the columns of a manifest."""
 
 
 def content_digest(arrays: Iterable[ArrayMeta], manifest: Manifest) -> str | None:
-    """XXH3-128, in hexadecimal, over keys, data types, shapes and chunk shapes (as JSON), and then
-    the hashes of all chunks, in the order of the keys.
+    """Return the content digest of a checkpoint: the hexadecimal XXH3-128 of keys, data types,
+    shapes and chunk shapes (as JSON), followed by the hashes of all chunks, in the order of the
+    keys.
 
     Args:
-        arrays: of a checkpoint, in any order.
-        manifest: of the same.
+        arrays: the arrays of a checkpoint, in any order.
+        manifest: the manifest of the checkpoint.
 
     Returns:
-        ``None`` where there is no chunk at all, or the manifest is not about these arrays.
+        The digest; ``None`` if there are no chunks, or the manifest describes other arrays.
     """
     metas = sorted(arrays, key=lambda meta: meta.key)
     rows = [(meta.node, meta.grid.size, meta.chunk_bytes) for meta in metas]

@@ -1,7 +1,7 @@
-"""Merges the ranks' reports into one manifest and checks them. Called by the process that commits.
+"""Merges the ranks' reports into one manifest and checks them. The process that commits calls it.
 
-Each chunk has a row; putting the ranks' rows in order also proves that each was written exactly
-once. The work is linear in ranks, in arrays a rank and in chunks, over whole NumPy columns.
+Each chunk has a row. Sorting the ranks' rows also shows whether each chunk was written exactly
+once. The work is linear in ranks, in arrays per rank and in chunks, over whole NumPy columns.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from shardstore.storage.format.grid import inner_blocks
 from shardstore.storage.format.manifest import ROW, Manifest, RankManifest
 
 MAX_COLUMNS_RANKS = 256
-"""Up to so many ranks each has its number in each column of the commit record."""
+"""Up to this number of ranks, the columns of the commit record have one value per rank."""
 
 SHOWN = 4
-"""Wrong regions that an error lists."""
+"""Maximum number of wrong regions that an error lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,9 @@ class RankRow:
 
     Attributes:
         rank: global rank.
-        stored_bytes: bytes of the chunks that it wrote, or took over from a base.
-        chunks: how many.
-        seconds: what it did -> seconds (``plan``, ``exchange``, ``stage``, ``write``).
+        stored_bytes: bytes of the chunks that it wrote, or reused from a base.
+        chunks: number of these chunks.
+        seconds: phase -> seconds (``plan``, ``exchange``, ``stage``, ``write``).
     """
 
     rank: int
@@ -45,18 +45,18 @@ class RankRow:
 
 @dataclass
 class Merged:
-    """All ranks' manifests as one.
+    """The merged reports of all ranks.
 
     Attributes:
-        manifest: the columns.
+        manifest: the manifest of the checkpoint.
         documents: ``(node, document text)`` of every array.
-        arrays: the arrays themselves.
+        arrays: metadata of every array.
         objects: unique key of each sharded object -> ranks that wrote it.
-        files: name -> crc32c of the files that are no chunks.
-        copies: rank -> keys that it holds copies of, of the ranks that tell.
-        reused_bytes: bytes of the chunks that were taken over from a base.
-        array_documents: whether each array has a document of its own beside the root's copy.
-        ranks: what each rank wrote and how long it took.
+        files: name -> crc32c of the files other than chunks.
+        copies: rank -> keys that it holds copies of, for the ranks that report them.
+        reused_bytes: bytes of the chunks that were reused from a base.
+        array_documents: whether each array has its own document in addition to the root's copy.
+        ranks: bytes, chunks and durations of each rank.
     """
 
     manifest: Manifest
@@ -73,17 +73,17 @@ class Merged:
 def merge(reports: Sequence[bytes | RankManifest], *, check: bool = True) -> Merged:
     """Merge the manifests of all ranks and check that every chunk was written exactly once.
 
-    Memory beyond the reports: about twice that of the result.
+    In addition to the reports, this takes about twice the memory of the result.
 
     Args:
-        reports: of each rank, as it was sent (:meth:`RankManifest.to_bytes`) or, of this process,
-            as it is.
-        check: raise if chunks are missing or were written twice. Without it a chunk that several
-            ranks wrote counts for the last of them, and missing ones are left to readers to find.
+        reports: the report of each rank, as sent (:meth:`RankManifest.to_bytes`) or as an object.
+        check: whether to raise if chunks are missing or were written twice. Without the check, a
+            chunk that several ranks wrote counts for the last of them, and a missing chunk is an
+            error only at a load.
 
     Raises:
-        AccessPatternError: "Invalid access pattern", with key, region and ranks; or the ranks do
-            not agree whether arrays get documents of their own.
+        AccessPatternError: "Invalid access pattern", with key, region and ranks; or the ranks
+            disagree about ``array_documents``.
     """
     parts = _parts(reports)
     everyone = [one for part in parts for one in (part, *part.others)]
@@ -123,10 +123,11 @@ def merge(reports: Sequence[bytes | RankManifest], *, check: bool = True) -> Mer
 
 
 def join(reports: Sequence[bytes]) -> bytes:
-    """Make one report of those of several ranks, for :func:`merge`: the same, in parts.
+    """Return one report that combines those of several ranks, as input of :func:`merge`.
 
     Raises:
-        Exception: the reports do not fit together; :func:`merge` of the reports says why.
+        Exception: the reports contradict each other. :func:`merge` of the same reports raises an
+            error that explains why.
     """
     whole, *others = _parts(reports)
     for other in others:
@@ -142,7 +143,7 @@ def _parts(reports: Iterable[bytes | RankManifest]) -> list[RankManifest]:
 
 
 def _rank_rows(parts: Iterable[RankManifest], rows: NDArray[Any]) -> list[RankRow]:
-    """Return what each rank wrote; a rank that sent several reports has it in its first row."""
+    """Return one row per report. If a rank sent several, the first has its bytes and chunks."""
     chunks = np.bincount(rows["rank"])
     stored = np.zeros(len(chunks), np.int64)
     np.add.at(stored, rows["rank"], rows["stored"].astype(np.int64))
@@ -151,7 +152,7 @@ def _rank_rows(parts: Iterable[RankManifest], rows: NDArray[Any]) -> list[RankRo
 
 
 def _array_documents(parts: Iterable[RankManifest]) -> bool:
-    """Return whether the arrays of a save get documents of their own; the ranks have to agree."""
+    """Return whether arrays have documents of their own. Raise if the ranks disagree."""
     ranks = {bool(part.array_documents): part.rank for part in parts}
     if len(ranks) > 1:
         raise AccessPatternError(
@@ -170,8 +171,8 @@ def _running(
 ) -> NDArray[np.uint32]:
     """Return the ranks' running checksums in the order of the manifest's rows.
 
-    Each chunk has as many as its array says: those of one chunk stay together, and move from where
-    they are in the ranks' order to where they belong.
+    The number of checksums per chunk depends on the array. The checksums of a chunk stay together
+    and move from their position in the ranks' order to that in the manifest.
     """
     lengths = np.array([inner_blocks(size) for size in chunk_bytes], np.int64)
     bases = np.cumsum([0, *(np.diff(starts) * lengths)], dtype=np.int64)
@@ -184,7 +185,7 @@ def _running(
 
 
 class _Created(NamedTuple):
-    """An array, as the rank that creates it describes it."""
+    """An array as described by the rank that creates it."""
 
     by: RankManifest
     meta: ArrayMeta
@@ -193,7 +194,7 @@ class _Created(NamedTuple):
 
 
 def _created(parts: Iterable[RankManifest]) -> dict[str, _Created]:
-    """Key -> array, in the order of the keys."""
+    """Return the created arrays by key, in the order of the keys."""
     found: dict[str, _Created] = {}
     for part in parts:
         for key, (meta, text) in part.created.items():
@@ -205,7 +206,7 @@ def _created(parts: Iterable[RankManifest]) -> dict[str, _Created]:
 
 
 def _writer(part: RankManifest, key: str) -> int:
-    """Return a rank that wrote to an array, of those whose chunks a report has."""
+    """Return a rank that wrote chunks of an array, among the ranks of a report."""
     rows = np.frombuffer(part.rows, ROW)
     ranks = rows["rank"][rows["array"] == part.keys[key]]
     return int(ranks[0]) if len(ranks) else part.rank
@@ -227,11 +228,11 @@ def _disagreement(
 def _rows_of(
     part: RankManifest, created: Mapping[str, _Created], numbers: Mapping[str, int]
 ) -> NDArray[Any]:
-    """Return a rank's rows, with the arrays' numbers in the order of the keys.
+    """Return the rows of a report, with array numbers in the order of the keys.
 
     Raises:
-        AccessPatternError: it wrote to an array that nobody created, or means another one than who
-            created it.
+        AccessPatternError: a rank wrote to an array that no rank created, or describes it
+            differently from its creator.
     """
     for key, summary in zip(part.keys, part.summaries, strict=True):
         first = created.get(key)
@@ -283,11 +284,11 @@ def _check_coverage(
 
 
 def rank_record(rows: Iterable[RankRow]) -> dict[str, Any]:
-    """Return the columns ``bytes``, ``chunks`` and ``NAME_s`` in the order of the ranks; of more
-    than 256 ranks the least, median and largest value of each, and which rank took longest.
+    """Return the slowest rank, and the columns ``bytes``, ``chunks`` and ``NAME_s`` in the order of
+    the ranks. For more than 256 ranks, a column is its minimum, median and maximum.
 
     Args:
-        rows: of each rank, in any order; several of one rank add up.
+        rows: the rows of all ranks, in any order; several rows of one rank are added.
     """
     rows = sorted(rows, key=lambda row: row.rank)
     if not rows:
@@ -312,5 +313,5 @@ def rank_record(rows: Iterable[RankRow]) -> dict[str, Any]:
 
 
 def _summary(values: Sequence[float]) -> dict[str, float]:
-    # A value that occurs, not a mean of two: bytes and chunks stay whole numbers.
+    # median_low returns a value of the column, not a mean of two: bytes and chunks stay integers.
     return {"min": min(values), "median": statistics.median_low(values), "max": max(values)}
