@@ -177,8 +177,9 @@ class StoredCheckpoint:
             url = f"{self.location.url}/zarr.json"
             raise DamagedCheckpointError(
                 f"{url}, the root document, {found} a checkpoint whose {CONFIG_NAME} says that it "
-                f"is ours (backend {LAYOUT}): the checkpoint is damaged, as by a deletion (in an "
-                "object store also by a save) that was cut short or goes on; load an earlier one",
+                f"is ours (backend {LAYOUT}): the checkpoint is damaged, perhaps by a deletion (in "
+                "an object store also by a save) that was interrupted or still runs; load an "
+                "earlier one",
                 url=url,
             )
 
@@ -434,7 +435,7 @@ class StoredCheckpoint:
         url = f"{self.location.url}/{name}"
         raise DamagedCheckpointError(
             f"{url} is not the file that was committed (crc32c {found:08x}, in the commit "
-            f"{known:08x}): it was damaged, or written again by a save that was given up; load an "
+            f"{known:08x}): it was damaged, or overwritten by an abandoned save; load an "
             "earlier checkpoint",
             url=url,
         )

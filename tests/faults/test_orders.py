@@ -245,7 +245,7 @@ def read(place: Location) -> int | None:
         return None
     except DamagedCheckpointError as error:
         # In an object store metadata.json is put before the root document, and goes after it.
-        if place.is_local or "that was cut short or goes on" not in error.message:
+        if place.is_local or "that was interrupted or still runs" not in error.message:
             raise
         return None
     version = int(out[0, 0])

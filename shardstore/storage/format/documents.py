@@ -546,7 +546,7 @@ class RootDocument:
         """
         sums = self.chunk_sums
         ours = self.format_version is not None and not self.is_rewritten
-        no_save = "describes {!r} in a way that no save does ({})"
+        no_save = "has a description of {!r} that no save writes ({})"
         found = []
         for node, text in self.texts.items():
             try:

@@ -181,7 +181,7 @@ class ChunkVerifier:
             return None
         return Problem(
             "manifest",
-            f"is intact but not the chunk that was committed ({how}): it was exchanged, or "
+            f"is intact but not the chunk that was committed ({how}): it was replaced, or "
             "overwritten by a late writer of another save",
         )
 
