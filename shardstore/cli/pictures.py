@@ -49,10 +49,10 @@ Picture = tuple[str, str]
 """Shapes of an SVG of ``WIDE`` by ``HIGH``, and a caption."""
 
 STYLE = """
-:root { color-scheme: light dark; --dim: #5f6b7a; --bar: #0f766e;
+:root { color-scheme: light dark; --dim: #5f6b7a;
   --ok: #1a7f37; --bad: #cf222e; }
 @media (prefers-color-scheme: dark) {
-  :root { --dim: #a3adba; --bar: #2dd4bf; --ok: #4ade80; --bad: #ff7b72; } }
+  :root { --dim: #a3adba; --ok: #4ade80; --bad: #ff7b72; } }
 body { font: 14px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 74rem;
   padding: 0 1rem; }
 h1 { font-size: 1.4rem; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin-top: 2rem; }
@@ -70,7 +70,8 @@ figure { margin: 0; } figcaption { color: var(--dim); font-size: .85em; max-widt
 #record td:first-child, #ranks tr:first-child { font-weight: 600; white-space: nowrap; }
 #ranks { display: block; overflow-x: auto; }
 #ranks td { text-align: right; padding-left: .8rem; white-space: nowrap; }
-svg { display: block; background: #8881; max-width: 100%; } li { overflow-wrap: anywhere; }
+svg { display: block; background: #8881; max-width: 100%; height: auto; }
+li { overflow-wrap: anywhere; }
 @media (max-width: 40rem) { #ranks td { padding: 0 0 0 .3rem; font-size: .68rem; }
   details details { margin-left: .6rem; } }
 """
@@ -223,7 +224,7 @@ def rank_table(record: Any) -> list[list[str]] | None:
             took = math.fsum(seconds)
             rate = f"{human_bytes(size / took)}/s" if took and not is_summary else ""
             texts = [f"{value:.3f}" for value in seconds] + ["" if is_summary else f"{took:.3f}"]
-            rows.append([label, human_bytes(size), f"{chunks:g}", *texts, rate])
+            rows.append([label, human_bytes(size), f"{chunks:,.10g}", *texts, rate])
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
         return None
     return rows
@@ -383,7 +384,7 @@ def _sizes(node: Module) -> Picture:
     while len(node.below) == 1 and (only := next(iter(node.below.values()))).below:
         node, name = only, f"{clean(only.name)}: "
     bars = sorted(node.below.values(), key=lambda child: -child.bytes)
-    step = HIGH / min(BARS, max(10, len(bars)))
+    step = HIGH / min(BARS, max(4, len(bars)))
     shapes = []
     for i, child in enumerate(bars[:BARS]):
         text = f"{clean(child.name)}: {human_bytes(child.bytes)}"

@@ -315,9 +315,12 @@ class Ranks:
         else:
             verdict = self._ask(above, answer, Message(_OK, told.to_bytes(merge)), what)
         begun = [(rank, channel.begin(rank, verdict)) for rank in below]
-        for rank, works in begun:
-            if problem := attempt(partial(channel.sent, works, self._patience_s)):
-                logger.warning("rank %d did not receive the outcome of %s: %s", rank, what, problem)
+        sent = {r: attempt(partial(channel.sent, works, self._patience_s)) for r, works in begun}
+        if lost := [f"{rank} ({_first_line(error)})" for rank, error in sent.items() if error]:
+            named = ", ".join(lost[:3]) + (", ..." if len(lost) > 3 else "")
+            logger.warning(
+                "%d rank(s) did not receive the outcome of %s: %s", len(lost), what, named
+            )
         # Either all remaining ranks make new connections for the next step, or none does.
         channel.is_broken |= verdict.status == _BROKEN
         return verdict

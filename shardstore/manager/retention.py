@@ -141,9 +141,13 @@ def _retain(steps: Steps, policy: Retention, infos: Mapping[int, StepInfo]) -> N
     """
     whole = {step: info for step, info in infos.items() if step not in steps.damaged}
     managed = [step for step in branches(whole)[0] if infos[step].managed]
+    incomplete: dict[int, str] = {}
     while managed and (missing := what_is_missing(steps.place(managed[-1]))) is not None:
-        step = managed.pop()
-        logger.warning("step %d is incomplete and is not counted as kept: %s", step, missing)
+        incomplete[managed.pop()] = missing
+    if incomplete.keys() - steps.incomplete:
+        named = "; ".join(f"step {n}: {text}" for n, text in list(incomplete.items())[:3])
+        logger.warning("%d incomplete step(s) not counted as kept: %s", len(incomplete), named)
+    steps.incomplete = set(incomplete)
     keep = policy.kept({step: infos[step].metrics for step in managed})
     for step in managed:
         if step not in keep and steps.delete(step):

@@ -115,6 +115,7 @@ class Steps:
 
     Attributes:
         damaged: steps that were found damaged.
+        incomplete: incomplete steps that the last warning about them named or counted.
         told: steps of branches that the run left, already named in a warning.
 
     Raises:
@@ -130,6 +131,7 @@ class Steps:
         self.root = root
         self.prefix = prefix
         self.damaged: set[int] = set()
+        self.incomplete: set[int] = set()
         self.told: set[int] = set()
         self._known: dict[int, tuple[object, StepInfo]] = {}  # by the stamp of its commit
         self._last: int | None = None

@@ -198,6 +198,27 @@ def test_the_newest_whole_step_is_never_deleted(
     assert manager.steps() == [3]
 
 
+def test_incomplete_steps_are_warned_about_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Three steps lose a chunk before the background work; each of its three jobs sees them all."""
+    manager = CheckpointManager(tmp_path, keep_last=1)
+    manager.save(1, state_of(1))
+    manager.close()
+    gate = threading.Event()
+    manager._later(lambda: assert_set(gate))
+    for step in (2, 3, 4):
+        manager.save(step, state_of(step))
+        (tmp_path / f"step-{step}/w/c.0.0").write_bytes(b"short")
+    gate.set()
+    manager.close()
+    (text,) = warnings_of(caplog)
+    assert text.startswith("3 incomplete step(s) not counted as kept: step 4: ")
+    assert "; step 3: " in text
+    assert "; step 2: " in text
+    assert manager.steps() == [1, 2, 3, 4]
+
+
 def assert_set(event: threading.Event) -> None:
     assert event.wait(60)
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import pickle
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -10,9 +13,11 @@ from shardstore.distributed.coordinator import (
     DEADLINE_VARIABLE,
     Ranks,
     _failure,
+    _Told,
     deadline_from_environment,
     neighbours,
 )
+from shardstore.distributed.messages import Message
 from shardstore.errors import CheckpointingException, RanksError, StorageError
 
 
@@ -50,6 +55,36 @@ def test_one_error_of_all_ranks_stays_what_it_is() -> None:
     error = _failure("saving", dict.fromkeys(range(3), "the disk is full"), causes)
     assert isinstance(error, StorageError)
     assert error.key == "a"
+
+
+class Unreachable:
+    """A channel on which every rank reports, and none can be told the verdict."""
+
+    is_connected, is_broken = True, False
+
+    def ask(self, rank: int) -> int:
+        return rank
+
+    def receive(self, *_: object) -> Message:
+        return Message(0, pickle.dumps(_Told([b""])))
+
+    def begin(self, *_: object) -> None: ...
+    def sent(self, *_: object) -> None:
+        raise RuntimeError("connection lost")
+
+
+def test_ranks_that_cannot_be_told_are_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Ranks, "connect", lambda *_: None)
+    channel: Any = Unreachable()
+    ranks = replace(Ranks.current(), world_size=6, _channel=channel)
+    ranks.together(what="testing")
+    (text,) = [record.getMessage() for record in caplog.records]
+    assert text.startswith(
+        "5 rank(s) did not receive the outcome of testing: 1 (connection lost), "
+    )
+    assert text.endswith(", ...")
 
 
 def test_different_errors_are_listed_and_counted() -> None:
