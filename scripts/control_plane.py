@@ -138,7 +138,8 @@ def draw(output: Path) -> None:
     parts.append(f'<text x="{x:.0f}" y="{y + 36:.0f}" text-anchor="middle">ranks</text>')
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
     style = 'font-family="DejaVu Sans, Helvetica, Arial, sans-serif" font-size="12" fill="#1f2937">'
-    output.write_text("\n".join([head + style, *parts, "</svg>"]) + "\n")
+    page = '<rect width="100%" height="100%" fill="#fff"/>'  # legible on a dark page too
+    output.write_text("\n".join([head + style, page, *parts, "</svg>"]) + "\n")
 
 
 def measure(world: int) -> None:
