@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
+STRIKE = """import json, sys
+from pathlib import Path
 from scripts.faults_main import strike_disk
+kind, operation, point, at, place = json.loads(sys.argv[1])
+print(json.dumps(strike_disk(kind, operation, point, at, Path(place))))"""
 
 FAULTS = [
     ("kill", "overwrite", "rename", 1),
@@ -23,6 +31,11 @@ FAULTS = [
 @pytest.mark.skipif(shutil.which("strace") is None, reason="no strace")
 @pytest.mark.parametrize(("kind", "operation", "point", "at"), FAULTS)
 def test_nothing_is_lost(tmp_path: Path, kind: str, operation: str, point: str, at: int) -> None:
-    outcome, wrong = strike_disk(kind, operation, point, at, tmp_path)
+    # In a process without threads: the strikes fork it.
+    fault = json.dumps([kind, operation, point, at, str(tmp_path)])
+    done = subprocess.run(
+        [sys.executable, "-c", STRIKE, fault], cwd=ROOT, stdout=subprocess.PIPE, check=True
+    )
+    outcome, wrong = json.loads(done.stdout.splitlines()[-1])
     assert wrong == ""
     assert outcome in ("died", "refused", "done")

@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -287,10 +287,13 @@ class OnS3(Machine):
 
 
 @pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(object_commit, "SETTLE_S", 0.0)
     fsspec.register_implementation("mortal", MortalFileSystem, clobber=True)
-    logging.getLogger("shardstore").setLevel(logging.CRITICAL)
+    logger = logging.getLogger("shardstore")
+    logger.setLevel(logging.CRITICAL)
+    yield
+    logger.setLevel(logging.NOTSET)
 
 
 def run(machine: type[Machine], examples: int, count: int) -> None:

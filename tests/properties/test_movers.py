@@ -7,6 +7,7 @@ import os
 import tempfile
 import tracemalloc
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -532,10 +533,7 @@ def test_tensorstore_names_the_right_one_of_many_chunks(tmp_path: Path) -> None:
 def test_a_refusing_store_is_no_damage(tmp_path: Path) -> None:
     meta = make_meta((4,), (4,), "int32")
     place = Location.of(tmp_path)
-    write_all(FileMover(place), meta, random_array((4,), "int32"))
-    path = tmp_path / meta.node / meta.chunk_key((0,))
-    path.unlink()
-    path.symlink_to(path)
+    meta = replace(meta, node="n" * 300)  # longer than the file system allows
     with pytest.raises(StorageError) as caught:
         FileMover(place).read([RegionRead(meta, Box((0,), (4,)), np.zeros(4, np.int32))], none)
     assert caught.value.key == meta.key
