@@ -31,8 +31,8 @@ NAMES = {
     "raw-2": "plain files, 2 threads",
     "raw-tensorstore": "plain requests, TensorStore",
     "raw-obstore": "plain requests, obstore",
-    "raw-ts-documents": "twice as many, TensorStore",
-    "raw-ob-documents": "twice as many, obstore",
+    "raw-ts-documents": "twice as many requests, TensorStore",
+    "raw-ob-documents": "twice as many requests, obstore",
     "dcp-best": "DCP, 2 threads",
     "dcp-default": "DCP, default",
     DCP_OURS: "DCP over shardstore",
@@ -117,7 +117,7 @@ def draw(figures: Figures, machine: str, output: Path) -> None:
         ratios = unit == "s" and base > 0
         scale = base if ratios else max(clients.values()) / MAX_SHOWN
         ranks = f", {world} ranks" if world != 1 else ""
-        head = f"{case}{ranks}: {measure}"
+        head = f"{measure}{ranks}" if measure.startswith(case) else f"{case}{ranks}: {measure}"
         axes.text(0, place, head, weight="bold", va="center", fontsize=9, color=INK)
         top = place
         for client, value in clients.items():
@@ -128,7 +128,7 @@ def draw(figures: Figures, machine: str, output: Path) -> None:
             ratio = f" ({value / base:.2f}x)" if ratios and value != base else ""
             _label(axes, shown, place, _text(value, unit) + ratio)
             ticks.append(place)
-            names.append(NAMES.get(client, client))
+            names.append(_name(client))
         if ratios:
             line = {"color": INK, "linewidth": 0.7, "dashes": (3, 2)}
             axes.plot([1, 1], [top + 0.55, place + 0.45], **line)
@@ -138,7 +138,7 @@ def draw(figures: Figures, machine: str, output: Path) -> None:
     axes.set_xlim(0, min(longest, MAX_SHOWN) * 1.28)
     axes.set_xticks([])
     _frameless(axes)
-    bases = {NAMES.get(one, one) for one in map(base_of, figures.values())}
+    bases = {_name(one) for one in map(base_of, figures.values())}
     base_name = bases.pop() if len(bases) == 1 else "the first of each group"
     cut = f"; bars are cut at {MAX_SHOWN:g}x" if longest > MAX_SHOWN else ""
     about = f"Medians, and times as multiples of {base_name} (dashed); shorter is better{cut}"
@@ -193,7 +193,7 @@ def draw_overview(figures: Figures, machine: str, output: Path) -> None:
             axes.barh(place, clients[client], color=_colour(client), height=0.74)
             weight = "bold" if client == OURS else "normal"
             _label(axes, clients[client], place, _text(clients[client], "s"), weight=weight)
-        names = ["plain files" if c == limit else NAMES.get(c, c) for c in shown]
+        names = ["plain files" if c == limit else _name(c) for c in shown]
         axes.set_yticks(range(len(shown)), names, fontsize=9, color=INK)
         axes.invert_yaxis()
         axes.set_xlim(0, max(clients[c] for c in shown) * 1.2)
@@ -206,9 +206,14 @@ def draw_overview(figures: Figures, machine: str, output: Path) -> None:
 
 
 def _label(axes: Any, x: float, y: float, text: str, **font: Any) -> None:
-    """A figure at the end of a bar."""
+    """A figure at the end of a bar, legible where a line crosses it."""
     offset = {"xytext": (4, 0), "textcoords": "offset points"}
-    axes.annotate(text, (x, y), **offset, va="center", fontsize=8, color=INK, **font)
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
+    axes.annotate(text, (x, y), **offset, va="center", fontsize=8, color=INK, bbox=box, **font)
+
+
+def _name(client: str) -> str:
+    return NAMES.get(client, client).replace("dcp", "DCP")
 
 
 def _text(value: float, unit: str) -> str:

@@ -296,19 +296,23 @@ def _node(
         damage: key -> texts of errors.
     """
     begin, meta, name = "", node.array, escape(node.name)
+    mark = '<span class="bad">damaged</span>'
     if node.below:
+        inside = any(one.array and one.array.key in damage for _, one in node.walk())
         begin = (
             f"<details{' open' if opened else ''}><summary>"
             f'<span class="size">{human_bytes(node.bytes)}</span>'
-            f'<b>{name}</b> <span class="dim">{counted(node.arrays, "array")}</span></summary>'
+            f'<b>{name}</b> <span class="dim">{counted(node.arrays, "array")}</span> '
+            f"{mark if inside else ''}</summary>"
         )
     if meta is None:
         return begin
     wrong = damage.get(meta.key, ())
     dtype, shape, chunks, shards, size = map(escape, describe(meta))
-    bad = '<span class="bad">damaged</span>' if wrong else ""
+    bad = mark if wrong else ""
     lines = [f"chunks: {chunks}", f"saved from: {shards}" if shards else ""]
-    lines.append(_numbers(statistics) if statistics is not None else "")
+    if statistics is not None:
+        lines.append(f"{_numbers(statistics)}{' (of the readable chunks)' if wrong else ''}")
     damaged = "".join(f'<div class="bad">{escape(line)}</div>' for line in wrong)
     figures = (
         f'<figure class="{kind}">{_svg(*picture)}<figcaption>{escape(picture[1])}</figcaption>'

@@ -174,6 +174,11 @@ def test_report_of_damage(place: Path, tmp_path: Path, cli: Cli) -> None:
     check_page(page)
     assert "DAMAGED: 1 finding" in page.text
     assert page.text.count("chunk (1, 0) of key 'layers.0.weight'") == 2  # found, and not read
+    summaries = re.findall("<summary>(.*?)</summary>", target.read_text())
+    marked = [one for one in summaries if "damaged</span>" in one]
+    assert len(marked) > 1  # that of the folded module, too
+    assert "layers" in marked[0]
+    assert "(of the readable chunks)" in page.text
     outcome = cli("report", place, "-o", target, "--no-verify", "--no-values")
     assert outcome.code == 0
     assert "Not verified" in Page(target.read_text()).text
