@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +70,21 @@ def test_a_file_that_fails_when_it_is_closed_is_named(
     monkeypatch.setattr(os, "close", close)
     with pytest.raises(StorageError, match=r"/w/c\.0.*'w'"):
         written(tmp_path / "full", 10, durable=True)
+
+
+def test_writers_of_one_chunk_do_not_fail_on_each_other(tmp_path: Path) -> None:
+    """Ranks whose shards overlap write the same file; only the commit finds out and says so."""
+    (tmp_path / "w").mkdir()
+    meta = ArrayMeta("w", "w", Grid((8,), (8,)), "uint8")
+    write = ChunkWrite(meta, (0,), np.arange(8, dtype=np.uint8))
+
+    def rewrite() -> None:
+        for _ in range(500):
+            FileMover(Location.of(tmp_path), threads=1).write([write], lambda *_: None)
+
+    with ThreadPoolExecutor(4) as writers:
+        for writer in [writers.submit(rewrite) for _ in range(4)]:
+            writer.result()
 
 
 def test_what_cannot_be_sent_is_left_to_the_sync(tmp_path: Path) -> None:

@@ -182,18 +182,18 @@ def sync_file_system(location: Location) -> None:
 
 def _create(path: str) -> int:
     # Never write into an existing file: it may be a hard link to a chunk of another checkpoint.
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    try:
-        return os.open(path, flags, 0o666)
-    except FileExistsError:
-        os.unlink(path)
-        return os.open(path, flags, 0o666)
-    except FileNotFoundError:
-        # mkdir creates one level only: it must not recreate the folder of an attempt that another
-        # process has removed.
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(os.path.dirname(path))
-        return os.open(path, flags, 0o666)
+    # Ranks that wrongly share a chunk do this at the same time; the commit tells them so.
+    while True:
+        try:
+            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except FileExistsError:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+        except FileNotFoundError:
+            # mkdir creates one level only: it must not recreate the folder of an attempt that
+            # another process has removed.
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(os.path.dirname(path))
 
 
 def _read_at_once(path: str, part: ChunkPart) -> int:
