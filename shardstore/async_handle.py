@@ -109,7 +109,7 @@ def async_save(
         "async_save",
         options,
         error=error,
-        validate=validate_access_integrity,
+        validate_access_integrity=validate_access_integrity,
         overlap_staging=overlap_staging,
     )
     if _latest is not None and not _latest.done():

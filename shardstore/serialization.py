@@ -43,7 +43,6 @@ from shardstore.strategies.base import (
 from shardstore.validation import CkptShardedMetadata as CkptShardedMetadata
 from shardstore.validation import (
     StrictHandling,
-    save_integrity_manifest,
     validate_sharded_objects_handling,
 )
 
@@ -128,7 +127,7 @@ def save(
         StorageError: the store failed (full, read-only, unreachable).
         RanksError: another rank failed, or did not answer in time.
     """
-    chosen, error = options_of("save", options, validate=validate_access_integrity)
+    chosen, error = options_of("save", options, validate_access_integrity=validate_access_integrity)
     if async_strategy not in (None, "mcore", "nvrx"):
         error = error or ArgumentError(
             f"async_strategy={async_strategy!r:.100} must be 'mcore', 'nvrx' or None"
@@ -142,24 +141,10 @@ def save(
         async_sharded_save=async_sharded_save,
         preprocess_common_before_consistancy_check=preprocess_common_before_consistancy_check,
         content_metadata=content_metadata,
+        verify_integrity=verify_integrity,
         error=error,
     )
-    session, request = begin_save(call)
-    if verify_integrity:
-
-        def decide(_: list[bytes]) -> bytes:
-            save_integrity_manifest(session.target)
-            return b""
-
-        def note_files() -> None:
-            what = f"writing integrity.json of {session.target.url}"
-            session.ranks.together(what=what, decide=decide)
-
-        if request is None:
-            note_files()
-        else:
-            request.add_finalize_fn(note_files)
-    return request
+    return begin_save(call)[1]
 
 
 def begin_save(call: SaveCall) -> tuple[SaveSession, AsyncRequest | None]:

@@ -28,6 +28,9 @@ from shardstore.mapping import (
 from shardstore.sharded.layouts import is_empty_range
 from shardstore.utils import extract_nonpersistent, extract_sharded_base
 
+MOST_DEEP = 300
+"""Largest number of nested dicts and lists; functions that walk them call themselves."""
+
 
 def save_preprocess(
     sharded_state_dict: ShardedStateDict,
@@ -101,10 +104,11 @@ def load_preprocess(
 
 
 def check_state(state_dict: object) -> None:
-    """Raise an error unless a state dict is a dict or a list.
+    """Check that a state dict is a dict or a list, and that its nesting ends.
 
     Raises:
-        StructureError: the state dict is neither a dict nor a list.
+        StructureError: the state dict is neither a dict nor a list, or dicts and lists in it are
+            nested more than :data:`MOST_DEEP` levels deep, as in one that contains itself.
     """
     if not isinstance(state_dict, dict | list):
         a = "an" if type(state_dict).__name__[0] in "aeiou" else "a"
@@ -112,6 +116,18 @@ def check_state(state_dict: object) -> None:
             f"the state dict must be a dict of tensors and values, not {a} "
             f"{type(state_dict).__name__}; for one tensor, pass {{name: tensor}}"
         )
+    open_paths: list[tuple[Any, tuple[Any, ...]]] = [(state_dict, ())]
+    while open_paths:
+        holder, path = open_paths.pop()
+        if len(path) >= MOST_DEEP:
+            raise StructureError(
+                f"the state dict is nested more than {MOST_DEEP} levels deep at "
+                f"{'.'.join(map(str, path[:8]))}...: look for a dict or list there that contains "
+                "itself, and remove it"
+            )
+        for key, value in holder.items() if isinstance(holder, dict) else enumerate(holder):
+            if isinstance(value, dict | list):
+                open_paths.append((value, (*path, key)))
 
 
 def check_lists(x: dict[Any, Any] | list[Any], path: tuple[Any, ...] = ()) -> tuple[bool, bool]:

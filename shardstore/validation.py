@@ -1,9 +1,7 @@
-"""Checks of a save or a load: access pattern, common values, keys, backends, ``integrity.json``."""
+"""Checks of a save or a load: access pattern, common values, keys, backends."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 import pickle
@@ -27,7 +25,6 @@ from shardstore.distributed.groups import gathered, group_rank, group_size, rais
 from shardstore.errors import (
     ArgumentError,
     CheckpointingException,
-    DamagedCheckpointError,
     FormatVersionError,
     MissingKeyError,
     NotACheckpointError,
@@ -41,8 +38,7 @@ from shardstore.mapping import (
     StateDict,
 )
 from shardstore.storage.commit.identity import instead
-from shardstore.storage.commit.inventory import ATTEMPTS
-from shardstore.storage.format.names import INTEGRITY_NAME, require_inside
+from shardstore.storage.commit.inventory import check_integrity, write_integrity
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.base import (
     LoadCommonStrategy,
@@ -285,28 +281,24 @@ def verify_checkpoint(checkpoint_dir: str | Path) -> CheckpointingConfig:
     return config
 
 
-def save_integrity_manifest(checkpoint_dir: str | Path | Location) -> None:
+def save_integrity_manifest(checkpoint_dir: str | Path) -> None:
     """Write ``integrity.json``, the SHA-256 of each file of a checkpoint. One rank calls it.
 
     Raises:
         StorageError: the store failed.
     """
-    location = Location.of(checkpoint_dir)
-    if location.is_local:
-        paths = (path for path in location.path.rglob("*") if path.is_file())
-        names = [path.relative_to(location.path).as_posix() for path in paths]
-    else:
-        names = [name for name in location.remote.walk() if not name.startswith(f"{ATTEMPTS}/")]
-    files = {name: _sha256(location, name) for name in sorted(names) if name != INTEGRITY_NAME}
-    document = json.dumps({"algorithm": "sha256", "files": files}, indent=2)
-    location.replace(INTEGRITY_NAME, document.encode())
+    write_integrity(Location.of(checkpoint_dir))
 
 
 def verify_integrity_manifest(checkpoint_dir: str | Path) -> None:
     """Compare each file of a checkpoint with ``integrity.json``.
 
     Every rank of the default process group calls it. The coordinator reads the files, and all wait
-    for it. Raises the errors of :func:`check_integrity`.
+    for it.
+
+    Raises:
+        NotACheckpointError: there is no ``integrity.json``.
+        DamagedCheckpointError: a file is missing or differs, or the document is malformed.
     """
     location = Location.of(checkpoint_dir)
 
@@ -315,50 +307,6 @@ def verify_integrity_manifest(checkpoint_dir: str | Path) -> None:
         return b""
 
     Ranks.current().together(what=f"verifying {location.url}", decide=decide)
-
-
-def check_integrity(location: Location) -> None:
-    """Compare each file of a checkpoint with ``integrity.json``, on this rank alone.
-
-    Raises:
-        NotACheckpointError: there is no ``integrity.json``.
-        DamagedCheckpointError: a file is missing or differs, or the document is malformed.
-    """
-    url = f"{location.url}/{INTEGRITY_NAME}"
-    try:
-        document = json.loads(location.read(INTEGRITY_NAME))
-        algorithm, files = document["algorithm"], dict(document["files"])
-    except FileNotFoundError:
-        raise NotACheckpointError(
-            f"{url} is missing: save with verify_integrity=True, or load without it",
-            url=url,
-        ) from None
-    except (ValueError, TypeError, KeyError) as error:
-        raise DamagedCheckpointError(f"{url} cannot be read ({error})", url=url) from error
-    if algorithm != "sha256":
-        raise FormatVersionError(f"{url} has {algorithm!r} hashes; only sha256 is known", url=url)
-    wrong = []
-    for name, expected in files.items():
-        try:
-            found = _sha256(location, require_inside(name, url))
-        except FileNotFoundError:
-            wrong.append(f"{name} is missing")
-            continue
-        if found != expected:
-            wrong.append(f"{name} has the SHA-256 {found[:16]}..., expected {expected[:16]}...")
-    if wrong:
-        raise DamagedCheckpointError(
-            f"{location.url}: {len(wrong)} of {len(files)} files do not match {INTEGRITY_NAME}: "
-            f"{'; '.join(wrong[:8])}; load an earlier checkpoint",
-            url=location.url,
-        )
-
-
-def _sha256(location: Location, name: str) -> str:
-    if not location.is_local:
-        return hashlib.sha256(location.read(name)).hexdigest()
-    with open(location.path / name, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def verify_checkpoint_and_load_strategy(

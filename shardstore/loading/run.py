@@ -46,14 +46,15 @@ from shardstore.mapping import ShardedObject, ShardedStateDict, StateDict, apply
 from shardstore.progress import Meter, ProgressCallback, callback_of, log_event, metered
 from shardstore.state_dict_utils import check_state, load_preprocess
 from shardstore.storage.checkpoint import ReplacedError, StoredCheckpoint
+from shardstore.storage.commit.inventory import check_integrity
 from shardstore.storage.format.names import COMMON_OBJECT, COMMON_STATE_NAME
 from shardstore.storage.movers.collector import collector_paused
+from shardstore.storage.options import require_bool, require_number
 from shardstore.storage.stores.location import Location, shown
 from shardstore.utils import extract_sharded_base
 from shardstore.validation import (
     CkptShardedMetadata,
     StrictHandling,
-    check_integrity,
     parse_strict_flag,
     validate_integrity_and_strict_load,
     validate_sharded_objects_handling,
@@ -170,6 +171,7 @@ def run_load(
         call: the arguments of this rank.
         stored_metadata: returns the entries of the checkpoint, if keys are compared.
     """
+    require_group("process_group", call.process_group)
     ranks = GroupRanks.of(call.process_group)
     try:
         return _run_once(call, stored_metadata, ranks)
@@ -293,6 +295,9 @@ def _prepare(call: LoadCall, location: Location, error: BaseException | None) ->
     require_group("replica_group", call.replica_group)
     location_of(location)
     check_state(call.sharded_state_dict)
+    require_bool("validate_access_integrity", call.validate_access_integrity)
+    require_bool("verify_integrity", call.verify_integrity)
+    require_number("exchange_budget_bytes", call.exchange_budget_bytes)
     if call.cast not in (True, False, "warn"):
         raise ArgumentError(
             f"cast={call.cast!r:.100} must be True, False or 'warn'; the state dict names the data "

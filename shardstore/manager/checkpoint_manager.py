@@ -223,7 +223,9 @@ class CheckpointManager:
         used = self._used_by(place, given)
         settings = {name: given.pop(name) for name in StepKeywords.__annotations__ if name in given}
         validate = given.pop("validate_access_integrity", True)
-        chosen, error = options_of("save", settings, error=error, validate=validate)
+        chosen, error = options_of(
+            "save", settings, error=error, validate_access_integrity=validate
+        )
         with self._steps.using(used):
             call = SaveCall(
                 sharded_state_dict=state,

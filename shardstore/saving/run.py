@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -24,8 +25,10 @@ from shardstore.saving.plan import sharded_tensors_of
 from shardstore.saving.replicas import copies_of
 from shardstore.saving.session import Part, SaveSession
 from shardstore.state_dict_utils import check_lists, check_state, save_preprocess
+from shardstore.storage.commit.inventory import write_integrity
 from shardstore.storage.commit.publish import About
-from shardstore.storage.options import SaveOptions
+from shardstore.storage.format.names import INTEGRITY_NAME
+from shardstore.storage.options import SaveOptions, require_bool
 from shardstore.storage.stores.location import Location, shown
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import (
@@ -63,6 +66,7 @@ class SaveCall:
     async_sharded_save: bool = False
     preprocess_common_before_consistancy_check: Callable[[CommonStateDict], StateDict] | None = None
     content_metadata: dict[str, Any] | None = None
+    verify_integrity: bool = False
     error: BaseException | None = None
     later: str | None = None
 
@@ -89,7 +93,20 @@ def run_save(call: SaveCall, choose: ChooseStrategies) -> tuple[SaveSession, Asy
     def work(session: SaveSession) -> AsyncRequest | None:
         return _write(session, part, in_background=in_background)
 
-    return session, session.run(work, part.about, in_background=in_background)
+    request = session.run(work, part.about, in_background=in_background)
+    if call.verify_integrity:
+
+        def decide(_: list[bytes]) -> bytes:
+            write_integrity(session.target)
+            return b""
+
+        what = f"writing {INTEGRITY_NAME} of {session.target.url}"
+        add = partial(session.ranks.together, what=what, decide=decide)
+        if request is None:
+            add()
+        else:
+            request.add_finalize_fn(add)
+    return session, request
 
 
 def prepare(call: SaveCall, ranks: Ranks, choose: ChooseStrategies) -> Part:
@@ -108,6 +125,8 @@ def prepare(call: SaveCall, ranks: Ranks, choose: ChooseStrategies) -> Part:
         if not base.options:
             base = Location.given(base, target.options)
     require_group("replica_group", options.replica_group)
+    require_bool("async_sharded_save", call.async_sharded_save)
+    require_bool("verify_integrity", call.verify_integrity)
     check_state(call.sharded_state_dict)
     if not isinstance(content, dict | None):
         raise ArgumentError(f"content_metadata={content!r:.100} must be a dict")
@@ -142,7 +161,7 @@ def prepare(call: SaveCall, ranks: Ranks, choose: ChooseStrategies) -> Part:
         adopts=state_dict is not call.sharded_state_dict,
         meter=Meter("save", target.url, callback),
     )
-    if options.validate:
+    if options.validate_access_integrity:
         noted = common_strategy.notes_objects and not sharded_strategy.can_handle_sharded_objects
         part.copies = copies_of(nested_values(state_dict), objects=noted)
         if ranks.world_size > 1:

@@ -477,7 +477,7 @@ class SaveSession:
     def _merged(self, reports: list[bytes]) -> Merged:
         """Merge and check the manifests of all ranks. The coordinator calls it."""
         merged = merge_reports([self.manifest, *reports[1:]], self.options)
-        if self.options.validate:
+        if self.options.validate_access_integrity:
             _check_objects(merged)
             if self.zarr_format is not None:
                 written = {*(meta.key for meta in merged.arrays), *merged.objects}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from numbers import Integral
 from typing import Any, Literal, TypedDict
 
@@ -87,7 +87,7 @@ class SaveOptions:
             write. With a group, ranks that are not the main replica need their data too.
         progress: called with a :class:`shardstore.progress.Progress` as this rank's chunks are
             written, from any thread; or ``"bar"``: a bar on standard error, on rank 0 only.
-        validate: refuse the commit unless every chunk was written exactly once.
+        validate_access_integrity: refuse the commit unless every chunk was written exactly once.
         overlap_staging: let an asynchronous save return before it has copied the state.
         target_chunk_bytes: size of chunks in bytes; larger shards are cut.
         threads: number of threads that write on each rank; ``None``: one per processor, at most 8.
@@ -105,7 +105,7 @@ class SaveOptions:
     array_documents: bool = True
     replica_group: Any = None
     progress: ProgressCallback | Literal["bar"] | None = None
-    validate: bool = True
+    validate_access_integrity: bool = True
     overlap_staging: bool = False
     target_chunk_bytes: int = DEFAULT_TARGET_CHUNK_BYTES
     threads: int | None = None
@@ -115,10 +115,9 @@ class SaveOptions:
         require_number("target_chunk_bytes", self.target_chunk_bytes)
         require_number("budget_bytes", self.budget_bytes)
         require_number("threads", self.threads, none=True)
-        for name in ("verify_base", "array_documents"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise ArgumentError(f"{name}={value!r:.100} must be True or False")
+        for option in fields(self):
+            if option.type == "bool":
+                require_bool(option.name, getattr(self, option.name))
         if self.compression not in (None, "zstd", "blosc"):
             raise ArgumentError(f"compression={self.compression!r} must be 'zstd', 'blosc' or None")
         require_number("staging_budget_bytes", self.staging_budget_bytes, none=True)
@@ -162,6 +161,12 @@ def options_of(
         return SaveOptions(**given, **further), error
     except (ValueError, TypeError) as problem:
         return SaveOptions(), error or problem
+
+
+def require_bool(name: str, value: object) -> None:
+    """Raise :class:`ArgumentError` unless an argument is ``True`` or ``False``."""
+    if not isinstance(value, bool):
+        raise ArgumentError(f"{name}={value!r:.100} must be True or False")
 
 
 def require_number(name: str, value: object, *, none: bool = False) -> None:

@@ -18,7 +18,7 @@ import shardstore
 from shardstore import ShardedTensor
 from shardstore.convert import convert
 from shardstore.dcp import StorageReader, StorageWriter, install
-from shardstore.errors import ArgumentError, CheckpointingException
+from shardstore.errors import ArgumentError, CheckpointingException, StructureError
 from shardstore.inspection.verify import Finding, verify
 from shardstore.progress import Progress
 from shardstore.storage.checkpoint import StoredCheckpoint
@@ -94,6 +94,46 @@ def test_ranks_agree_about_documents(tmp_path: Path) -> None:
         assert stored.root is not None
         assert not stored.root.array_documents
         assert sorted(stored.location.listing("w")) == ["c.0.0", "c.1.0"]
+
+
+FLAGS = ["validate_access_integrity", "verify_integrity"]
+SAVE_FLAGS = ["overwrite", "durable", "allow_unconditional", "verify_base", "async_sharded_save"]
+
+
+@pytest.mark.parametrize("given", ["no", 1, None], ids=repr)
+@pytest.mark.parametrize("name", FLAGS + SAVE_FLAGS)
+def test_flags_are_true_or_false(saved: Path, name: str, given: object) -> None:
+    wanted = f"{name}={given!r} must be True or False"
+    wrong: dict[str, Any] = {name: given}
+    with pytest.raises(ArgumentError, match=wanted):
+        shardstore.save(state(), saved.with_name("c"), **wrong)
+    if name in FLAGS:
+        with pytest.raises(ArgumentError, match=wanted):
+            shardstore.load(state(), saved, **wrong)
+    assert os.listdir(saved.parent) == ["saved"]
+
+
+def test_what_a_load_takes(saved: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"process_group=3 must be a process group"):
+        shardstore.load(state(), saved, process_group=3)
+    with pytest.raises(ArgumentError, match=r"exchange_budget_bytes='1 MiB' must be a whole num"):
+        shardstore.load(state(), saved, exchange_budget_bytes="1 MiB")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["dict", "list", "deep"])
+def test_nesting_without_an_end(saved: Path, kind: str) -> None:
+    endless: dict[str, Any] = {"outer": {"inner": [1, 2]}}
+    if kind == "dict":
+        endless["outer"]["inner"] = endless["outer"]
+    elif kind == "list":
+        endless["outer"]["inner"].append(endless["outer"]["inner"])
+    else:
+        for _ in range(5000):
+            endless = {"outer": {"inner": endless}}
+    for function in (shardstore.save, shardstore.load, shardstore.async_save):
+        with pytest.raises(StructureError, match=r"more than 300 levels deep at outer\.inner\."):
+            function(endless, saved.with_name("c") if function is not shardstore.load else saved)
+    assert os.listdir(saved.parent) == ["saved"]
 
 
 @pytest.mark.parametrize("group", [3, "dp", [0, 1]], ids=str)

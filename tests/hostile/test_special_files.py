@@ -23,7 +23,7 @@ from shardstore.storage.stores.location import Location
 pytestmark = pytest.mark.timeout(20)
 
 FILES = ["zarr.json", "metadata.json", "manifest.npz", "common.pt", "w/c.0.0", "w/zarr.json"]
-FILES += ["o/shard_0_1.pt", "packed/c.0", "packed/zarr.json", ".owner.json"]
+FILES += ["o/shard_0_1.pt", "packed/c.0", "packed/zarr.json", ".owner.json", "integrity.json"]
 
 
 def fifo(path: Path) -> None:
@@ -55,7 +55,7 @@ def state(value: float = 1.0) -> dict[str, Any]:
 @pytest.fixture(params=["plain", "zstd"])
 def saved(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     compression = None if request.param == "plain" else request.param
-    shardstore.save(state(), tmp_path / "c", compression=compression)
+    shardstore.save(state(), tmp_path / "c", compression=compression, verify_integrity=True)
     return tmp_path / "c"
 
 
@@ -65,13 +65,18 @@ def look(place: Path) -> None:
     _ = [found[key][...] for key in found]
 
 
-def load(place: Path) -> None:
+def load(place: Path, **options: Any) -> None:
     wanted: dict[str, Any] = {
         key: ShardedTensor.from_rank_offsets(key, torch.zeros(shape))
         for key, shape in (("w", (4, 6)), ("packed", (9,)))
     }
-    loaded: Any = shardstore.load({**wanted, "o": ShardedObject("o", None, (1,), (0,))}, place)
+    wanted["o"] = ShardedObject("o", None, (1,), (0,))
+    loaded: Any = shardstore.load(wanted, place, **options)
     assert (loaded["w"].sum(), loaded["o"], loaded["lr"]) == (24, [1], 1)
+
+
+def check_hashes(place: Path) -> None:
+    load(place, verify_integrity=True)
 
 
 def convert_it(place: Path) -> None:
@@ -93,7 +98,10 @@ def test_in_place_of_a_file(saved: Path, name: str, put: Callable[[Path], None])
         told = any(finding.severity == "damage" for finding in found)
     except CheckpointingException:
         told = True
-    assert told or name in ("manifest.npz", ".owner.json")
+    assert told or name in ("manifest.npz", ".owner.json", "integrity.json")
+    if name != ".owner.json":
+        with pytest.raises(CheckpointingException):
+            check_hashes(saved)
     assert run(["rm", "--yes", str(saved)]) == 0
     left = {path for path in saved.rglob("*") if not path.is_dir()}
     assert left <= {saved / name / "more"}  # which nobody's save wrote

@@ -1,4 +1,5 @@
 """Find out which files at a place belong to a checkpoint, and whether one is committed there.
+``integrity.json`` lists the files with their hashes.
 
 The rules use the names, the documents that commit a checkpoint, and the lists of arrays that
 attempts store. They are the same for folders and object stores. For a folder, only the names of its
@@ -7,7 +8,9 @@ two upper levels are listed.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
@@ -20,8 +23,9 @@ from shardstore.storage.format.names import (
     DCP_METADATA_NAME,
     INTEGRITY_NAME,
     MANIFEST_NAME,
+    require_inside,
 )
-from shardstore.storage.stores.location import Location
+from shardstore.storage.stores.location import Location, open_regular, store_errors
 
 ATTEMPTS = ".attempts"
 """Folder of the claims and marks, below a target in an object store."""
@@ -266,3 +270,78 @@ def deletion_rounds(names: Iterable[str], most: int) -> list[list[str]]:
     for part in (sorted(there - last - set(COMMITS)), sorted(last)):
         rounds += [part[i : i + most] for i in range(0, len(part), most)]
     return rounds
+
+
+def write_integrity(location: Location) -> None:
+    """Write ``integrity.json``, the SHA-256 of each file of a checkpoint.
+
+    Raises:
+        StorageError: the store failed.
+    """
+    if location.is_local:
+        paths = (path for path in location.path.rglob("*") if path.is_file())
+        names = [path.relative_to(location.path).as_posix() for path in paths]
+    else:
+        names = [name for name in location.remote.walk() if not name.startswith(f"{ATTEMPTS}/")]
+    files = {name: _sha256(location, name) for name in sorted(names) if name != INTEGRITY_NAME}
+    document = json.dumps({"algorithm": "sha256", "files": files}, indent=2)
+    location.replace(INTEGRITY_NAME, document.encode())
+
+
+def check_integrity(location: Location) -> None:
+    """Compare each file of a checkpoint with ``integrity.json``.
+
+    Raises:
+        NotACheckpointError: there is no ``integrity.json``.
+        DamagedCheckpointError: a file is missing or differs, or the document is malformed.
+        StorageError: the store failed.
+    """
+    url = f"{location.url}/{INTEGRITY_NAME}"
+    try:
+        document = json.loads(location.read(INTEGRITY_NAME))
+        algorithm, files = document["algorithm"], dict(document["files"])
+    except FileNotFoundError:
+        raise NotACheckpointError(
+            f"{url} is missing: save with verify_integrity=True, or load without it",
+            url=url,
+        ) from None
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{url} cannot be read ({error})", url=url) from error
+    if algorithm != "sha256":
+        raise FormatVersionError(f"{url} has {algorithm!r} hashes; only sha256 is known", url=url)
+    wrong = []
+    for name, expected in files.items():
+        try:
+            found = _sha256(location, require_inside(name, url))
+        except (FileNotFoundError, IsADirectoryError):
+            wrong.append(f"{name} is missing")
+            continue
+        if found != expected:
+            wrong.append(f"{name} has the SHA-256 {found:.16}..., expected {expected!s:.16}...")
+    if wrong:
+        raise DamagedCheckpointError(
+            f"{location.url}: {len(wrong)} of {len(files)} files do not match {INTEGRITY_NAME}: "
+            f"{'; '.join(wrong[:8])}; load an earlier checkpoint",
+            url=location.url,
+        )
+
+
+def _sha256(location: Location, name: str) -> str:
+    """Return the hash of a file.
+
+    Raises:
+        FileNotFoundError, IsADirectoryError: there is no file of this name.
+        DamagedCheckpointError: it is not a regular file.
+        StorageError: the store failed.
+    """
+    if not location.is_local:
+        return hashlib.sha256(location.read(name)).hexdigest()
+    path = f"{location.url}/{name}"
+    try:
+        with os.fdopen(open_regular(path), "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except (FileNotFoundError, IsADirectoryError):
+        raise
+    except OSError:
+        with store_errors("reading", path):
+            raise

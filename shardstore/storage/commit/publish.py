@@ -199,7 +199,7 @@ def merge_reports(reports: Sequence[bytes | RankManifest], options: SaveOptions)
         KeyNameError: the names of two arrays collide.
     """
     with collector_paused():
-        merged = merge(reports, check=options.validate)
+        merged = merge(reports, check=options.validate_access_integrity)
     check_collisions(meta.key for meta in merged.arrays)
     return merged
 

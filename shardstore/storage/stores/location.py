@@ -418,12 +418,20 @@ class Location:
         return self.remote.is_dir(name)
 
     def listing(self, name: str = "") -> list[str]:
-        """Return the names directly below a folder; empty if there is none."""
+        """Return the names directly below a folder; empty if there is none.
+
+        Raises:
+            StorageError: the store refused.
+        """
         if self.is_local:
-            try:
-                return sorted(os.listdir(os.path.join(self.url, name) if name else self.url))
-            except (FileNotFoundError, NotADirectoryError):
-                return []
+            path = os.path.join(self.url, name) if name else self.url
+            with store_errors("listing", path):
+                try:
+                    return sorted(os.listdir(path))
+                except OSError as error:
+                    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                        return []
+                    raise
         return self.remote.listing(name)
 
     def delete(self, name: str = "") -> None:
