@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from shardstore.inspection.verify import Finding, Verified
     from shardstore.storage.format.manifest import Manifest
 
-WIDE, HIGH = 360, 150
+WIDE, HIGH, ROW = 360, 150, 12
 BINS = 48
 BARS = 25
 MAX_PICTURED = 400
@@ -45,8 +45,8 @@ MAX_CELLS = 4096
 MAX_LABELS = 16
 """Largest number of ranks whose first chunks are labelled."""
 Index = tuple[int, ...]
-Picture = tuple[str, str]
-"""Shapes of an SVG of ``WIDE`` by ``HIGH``, and a caption."""
+Picture = tuple[str, str, int]
+"""Shapes of an SVG, a caption, and the height of the SVG; its width is ``WIDE``."""
 
 STYLE = """
 :root { color-scheme: light dark; --dim: #5f6b7a;
@@ -72,7 +72,7 @@ figure { margin: 0; } figcaption { color: var(--dim); font-size: .85em; max-widt
 #ranks td { text-align: right; padding-left: .8rem; white-space: nowrap; }
 svg { display: block; background: #8881; max-width: 100%; height: auto; }
 li { overflow-wrap: anywhere; }
-@media (max-width: 40rem) { #ranks td { padding: 0 0 0 .3rem; font-size: .68rem; }
+@media (max-width: 40rem) { #ranks td { padding: 0 0 0 .4rem; font-size: .8rem; }
   details details { margin-left: .6rem; } }
 """
 
@@ -114,7 +114,7 @@ def plot(
             complain(text)
         picture = _histogram(*histogram(ckpt[key], found[key], BINS))
     with store_errors("writing", output):
-        target.write_text(_svg(*picture, key or ckpt.url), encoding="utf-8")
+        target.write_text(_svg(picture, key or ckpt.url), encoding="utf-8")
     if as_json:
         emit({"kind": kind.value, "key": key, "output": output})
     else:
@@ -150,7 +150,8 @@ def report(
     findings.sort(key=lambda finding: (finding.severity, finding.path))
     wrong = {(finding.key, finding.chunk) for finding in findings if finding.severity == "damage"}
 
-    parts, level = [], 0
+    note = f"The {MAX_PICTURED} largest of {len(arrays):,} arrays have pictures."
+    parts, level = [f'<p class="dim">{note}</p>'] if len(arrays) > MAX_PICTURED else [], 0
     for depth, node in modules(ckpt.metas.values()).walk():
         pictures = {}
         found = statistics.get(node.array.key) if node.array else None
@@ -219,7 +220,7 @@ def rank_table(record: Any) -> list[list[str]] | None:
         if is_summary:
             columns = [[column[label] for label in labels] for column in columns]
         named = [f"{name.removesuffix('_s')} s" for name in stages]
-        rows = [["ranks" if is_summary else "rank", "bytes", "chunks", *named, "seconds", "rate"]]
+        rows = [["ranks" if is_summary else "rank", "bytes", "chunks", *named, "total s", "rate"]]
         for label, size, chunks, *seconds in islice(zip(labels, *columns, strict=True), MAX_RANKS):
             took = math.fsum(seconds)
             rate = f"{human_bytes(size / took)}/s" if took and not is_summary else ""
@@ -315,7 +316,7 @@ def _node(
         lines.append(f"{_numbers(statistics)}{' (of the readable chunks)' if wrong else ''}")
     damaged = "".join(f'<div class="bad">{escape(line)}</div>' for line in wrong)
     figures = (
-        f'<figure class="{kind}">{_svg(*picture)}<figcaption>{escape(picture[1])}</figcaption>'
+        f'<figure class="{kind}">{_svg(picture)}<figcaption>{escape(picture[1])}</figcaption>'
         "</figure>"
         for kind, picture in pictures.items()
         if picture[0]
@@ -363,7 +364,7 @@ def _layout(
     writers = f"written by rank{'s' * (len(ranks) > 1)} {named}" if ranks else "writers unknown"
     down, across = (None if axis is None else f"axis {axis}" for axis in drawn_axes(meta))
     axes = f"{across} across" + (f", {down} down" if down else "") if across else "one element"
-    return "".join(shapes), f"{counted(len(found), 'chunk')}, {axes}; {writers}"
+    return "".join(shapes), f"{counted(len(found), 'chunk')}, {axes}; {writers}", HIGH
 
 
 def _histogram(counts: NDArray[np.int64], edges: NDArray[np.float64]) -> Picture:
@@ -380,7 +381,7 @@ def _histogram(counts: NDArray[np.int64], edges: NDArray[np.float64]) -> Picture
         if high
     )
     caption = f"values from {edges[0]:.4g} to {edges[-1]:.4g} (heights: square root of counts)"
-    return "".join(shapes), caption
+    return "".join(shapes), caption, HIGH
 
 
 def _sizes(node: Module) -> Picture:
@@ -388,16 +389,15 @@ def _sizes(node: Module) -> Picture:
     while len(node.below) == 1 and (only := next(iter(node.below.values()))).below:
         node, name = only, f"{clean(only.name)}: "
     bars = sorted(node.below.values(), key=lambda child: -child.bytes)
-    step = HIGH / min(BARS, max(4, len(bars)))
     shapes = []
     for i, child in enumerate(bars[:BARS]):
         text = f"{clean(child.name)}: {human_bytes(child.bytes)}"
         length = WIDE * child.bytes / max(1, bars[0].bytes)
-        shapes.append(_rect((0, i * step, length, step * 0.9), f"{COLOR}80", text))
-        shapes.append(_text(4, (i + 0.45) * step, text, min(8, step * 0.7)))
+        shapes.append(_rect((0, i * ROW, length, ROW - 1), f"{COLOR}80", text))
+        shapes.append(_text(4, (i + 0.45) * ROW, text, 8))
     rest = f"; {len(bars) - BARS:,} smaller ones are not shown" if len(bars) > BARS else ""
     total = f"{human_bytes(node.bytes)} in {counted(node.arrays, 'array')}"
-    return "".join(shapes), f"{name}{total}{rest}"
+    return "".join(shapes), f"{name}{total}{rest}", ROW * min(len(bars), BARS)
 
 
 def _text(x: float, y: float, text: str, size: float) -> str:
@@ -415,13 +415,14 @@ def _rect(place: tuple[float, float, float, float], fill: str, title: str) -> st
     )
 
 
-def _svg(shapes: str, caption: str, title: str = "") -> str:
+def _svg(picture: Picture, title: str = "") -> str:
     """Return a picture for the page; with a title, for a separate file."""
+    shapes, caption, high = picture
     label = escape(caption, quote=True)
     if not title:
-        attributes = f'width="{WIDE}" height="{HIGH}" viewBox="0 0 {WIDE} {HIGH}"'
+        attributes = f'width="{WIDE}" height="{high}" viewBox="0 0 {WIDE} {high}"'
         return f'<svg {attributes} role="img" aria-label="{label}">{shapes}</svg>'
-    attributes = f'width="{3 * WIDE}" viewBox="-8 -28 {WIDE + 16} {HIGH + 36}" font-size="8"'
+    attributes = f'width="{3 * WIDE}" viewBox="-8 -28 {WIDE + 16} {high + 36}" font-size="8"'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" {attributes} font-family="sans-serif">'
         f'<rect x="-8" y="-28" width="100%" height="100%" fill="#fff"/>'

@@ -21,7 +21,7 @@ def record(world: int) -> object:
 def test_a_row_a_rank() -> None:
     table = rank_table(record(3))
     assert table is not None
-    assert table[0] == ["rank", "bytes", "chunks", "plan s", "write s", "seconds", "rate"]
+    assert table[0] == ["rank", "bytes", "chunks", "plan s", "write s", "total s", "rate"]
     assert table[1] == ["0", "1.0 MiB", "1", "0.500", "0.500", "1.000", "1.0 MiB/s"]
     assert table[3] == ["2", "3.0 MiB", "3", "0.500", "2.500", "3.000", "1.0 MiB/s"]
 

@@ -14,6 +14,7 @@ import torch
 
 import shardstore
 from shardstore import ShardedTensor
+from shardstore.cli.pictures import MAX_PICTURED
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
 from tests.helpers.cli_checkpoints import CUT, WORLD, Cli, flip, values
@@ -80,13 +81,13 @@ def check_ranks(page: Page) -> None:
     table = next(table for table in page.tables if table and table[0][:1] == ["rank"])
     head, *rows = table
     assert head[:3] == ["rank", "bytes", "chunks"]
-    assert head[-2:] == ["seconds", "rate"]
+    assert head[-2:] == ["total s", "rate"]
     assert {"plan s", "write s"} <= set(head)
     assert [row[0] for row in rows] == ["0", "1"]
     assert all(row[head.index("rate")].endswith("iB/s") for row in rows)
     for row in rows:
-        parts = [float(row[i]) for i, name in enumerate(head) if name.endswith(" s")]
-        assert float(row[head.index("seconds")]) == pytest.approx(sum(parts), abs=0.01)
+        parts = [float(row[i]) for i, name in enumerate(head[:-2]) if name.endswith(" s")]
+        assert float(row[head.index("total s")]) == pytest.approx(sum(parts), abs=0.01)
     assert '"slowest"' not in page.text
     assert re.search("Rank [01] took longest", page.text)
 
@@ -245,5 +246,26 @@ def test_plots_are_pictures(pristine: Path, tmp_path: Path, cli: Cli, arguments:
     texts = [found.text for found in root.iterfind(f"{svg}text")]
     if kind == "sizes":
         assert len(texts) == 2 + len(drawn)
+        bars = [bar for bar in root.iterfind(f"{svg}rect") if len(bar)]
+        height = float(root.attrib["viewBox"].split()[3])
+        end = max(float(bar.attrib["y"]) + float(bar.attrib["height"]) for bar in bars)
+        assert height == pytest.approx(end + 37)  # the title above and a margin; no empty space
+        sizes = {found.get("font-size") for found in root.iterfind(f"{svg}text")}
+        assert sizes <= {None, "8.00"}  # however many bars there are
     else:
         assert texts[0] == key[0]
+
+
+def test_report_says_which_arrays_have_pictures(tmp_path: Path, cli: Cli) -> None:
+    for count in (3, MAX_PICTURED + 1):
+        state = {f"w{i:03}": torch.zeros(1 + i) for i in range(count)}
+        shardstore.save(shardstore.shard(state), tmp_path / f"{count}")
+        outcome = cli(
+            "report", tmp_path / f"{count}", "-o", tmp_path / "report.html", "--no-values"
+        )
+        assert outcome.code == 0, outcome.err
+        page = Page((tmp_path / "report.html").read_text())
+        note = f"The {MAX_PICTURED} largest of {count:,} arrays have pictures."
+        assert (note in page.text) == (count > MAX_PICTURED)
+        figures = sum(tag == "figure" for tag, _ in page.found)
+        assert figures == min(count, MAX_PICTURED)
