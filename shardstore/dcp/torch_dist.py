@@ -1,28 +1,33 @@
 """Strategies of backend ``("torch_dist", 1)``: DCP's own files, the format of Megatron-Core.
 
-PyTorch DCP's planner decides what each rank writes. :mod:`shardstore.dcp.torch_dist_save` writes
-the files, and :mod:`shardstore.dcp.files` reads them with a restricted unpickler. A flattened range
-is stored as in Megatron-Core, in an array whose leading axes are the grid of shards and whose last
-axis has the elements of a flattened shard.
+PyTorch DCP's planner decides which rank writes each item, and makes the metadata. A file is a
+sequence of items in the format of ``torch.save``; :mod:`shardstore.dcp.files` reads it with a
+restricted unpickler. A flattened range is stored as in Megatron-Core, in an array whose leading
+axes are the grid of shards and whose last axis has the elements of a flattened shard.
 """
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import replace
+import operator
+import os
+import pickle
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from shardstore.core import DCP_BACKEND
 from shardstore.dcp.files import ORIGINAL_SHAPE, DcpFiles
-from shardstore.dcp.torch_dist_save import FilesSave
 from shardstore.dict_utils import nested_values
 from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import (
@@ -30,10 +35,11 @@ from shardstore.errors import (
     ArgumentError,
     CheckpointingException,
     FormatVersionError,
+    StorageError,
 )
 from shardstore.loading.assemble import assemble, read_chunks
 from shardstore.loading.context import context_of
-from shardstore.loading.plan import plan_reads, whole_tensor
+from shardstore.loading.plan import plan_reads, whole_tensors
 from shardstore.mapping import (
     ShardedObject,
     ShardedStateDict,
@@ -43,10 +49,15 @@ from shardstore.mapping import (
 )
 from shardstore.saving.replicas import without_main_replica
 from shardstore.saving.session import SaveSession, session_of
-from shardstore.saving.sources import require_plain
+from shardstore.saving.sources import TensorSource, require_plain
+from shardstore.saving.staging import Staging
 from shardstore.storage.format import dtypes
+from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.grid import Grid
 from shardstore.storage.format.names import COMMON_OBJECT, COMMON_STATE_NAME
-from shardstore.storage.movers.chunks import ReadDone, RegionRead, chunk_parts
+from shardstore.storage.format.names import DCP_METADATA_NAME as METADATA_NAME
+from shardstore.storage.movers.chunks import ChunkWrite, ReadDone, RegionRead, chunk_parts
+from shardstore.storage.movers.parallel import run_batched
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.async_utils import AsyncRequest
@@ -67,6 +78,7 @@ from shardstore.strategies.common import TorchCommonLoadStrategy
 BACKEND, VERSION = DCP_BACKEND, 1
 WRITER_THREADS = 2
 
+_Copy: TypeAlias = torch.Tensor | io.BytesIO | ChunkWrite
 _Shapes = dict[str, dict[str, tuple[int, ...]]]
 
 
@@ -139,13 +151,13 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
             StorageError: the place is in an object store, or the disk failed.
             CheckpointingException: DCP raised an error on some rank; every rank raises it.
         """
-        _, ranks, saving = self._planned(sharded_state_dict, checkpoint_dir)
+        _, saving = self._planned(sharded_state_dict, checkpoint_dir)
         error: Exception | None = None
         try:
             saving.write()
         except Exception as problem:
             error = problem
-        saving.finish(ranks, error)
+        saving.finish(error)
 
     def async_save(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path
@@ -163,36 +175,40 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
         Raises: the errors of :meth:`save`. An error of one rank after the plan is made is raised on
             every rank, when the request is finalised.
         """
-        session, ranks, saving = self._planned(sharded_state_dict, checkpoint_dir)
-        options = SaveOptions() if session is None else session.options
-        failed: list[Exception] = []
+        session, saving = self._planned(sharded_state_dict, checkpoint_dir)
+        options, timed = SaveOptions(), _untimed
+        if session is not None:
+            options, timed = session.options, session.timed
+        failure: Exception | None = None
         try:
-            with nullcontext() if session is None else session.timed("stage"):
-                saving.stage(
-                    budget_bytes=options.staging_budget_bytes, overlap=options.overlap_staging
-                )
+            with timed("stage"):
+                saving.stage(options.staging_budget_bytes, overlap=options.overlap_staging)
         except Exception as problem:
             # Raised here, only this rank would see it. The finalisation raises it on every rank.
             saving.close()
-            failed.append(problem)
+            failure = problem
         if session is not None:
             session.staging = saving.staging
-            session.failure = session.failure or next(iter(failed), None)
+            session.failure = session.failure or failure
+
+        def error() -> BaseException | None:
+            return failure if session is None else session.failure
 
         def write() -> None:
-            if failed or (session is not None and session.failure is not None):
+            if error() is not None:
                 saving.close()
                 return
-            with nullcontext() if session is None else session.timed("write"):
+            with timed("write"):
                 saving.write()
 
         def finish() -> None:
             if session is None:
-                saving.finish(ranks, failed[0] if failed else None)
+                saving.finish(failure)
                 return
+            # An asynchronous save has other connections between the ranks than the plan had.
+            saving.ranks = session.ranks
             try:
-                # An asynchronous save has other connections between the ranks than the plan had.
-                saving.finish(session.ranks, session.failure)
+                saving.finish(session.failure)
             except Exception as problem:
                 session.failure = session.failure or problem
 
@@ -200,83 +216,306 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
 
     def _planned(
         self, state_dict: ShardedStateDict, place: str | Path
-    ) -> tuple[SaveSession | None, Ranks, FilesSave]:
+    ) -> tuple[SaveSession | None, _FilesSave]:
         """Agree with all ranks on the items that each writes. Every rank waits for all others."""
         session = session_of(place)
-        ranks = Ranks.current() if session is None else session.ranks
-        folder = str(place)
-        error: BaseException | None = None if session is None else session.failure
-        state: dict[str, Any] = {}
-        shapes: _Shapes = {}
-        held: list[str] = []
-        if error is None:
-            try:
-                location = Location.of(place)
-                location.require_local(f"writing the {BACKEND!r} format")
-                folder = location.url
-                state, shapes, held = _for_dcp(state_dict, self.keep_only_main_replica)
-            except Exception as problem:
-                error = problem  # plan() raises it on every rank
-        url = folder if session is None else session.target.url
-        planner = _Planner(shapes, held)
-        saving = FilesSave(folder, url, planner, ranks, self.thread_count, self.separation_hint)
-        saving.plan(state, ranks, error)
-        return session, ranks, saving
+        saving = _FilesSave(
+            url=str(place) if session is None else session.target.url,
+            ranks=Ranks.current() if session is None else session.ranks,
+            threads=self.thread_count,
+            hint=self.separation_hint or "",
+        )
+
+        def prepare() -> _Planner:
+            if session is not None and session.failure is not None:
+                raise session.failure
+            location = Location.of(place)
+            location.require_local(f"writing the {BACKEND!r} format")
+            saving.folder = location.url
+            return _planner_of(state_dict, self.keep_only_main_replica, saving.ranks.is_coordinator)
+
+        saving.plan(prepare)
+        return session, saving
+
+
+def _untimed(name: str) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 class _Planner(DefaultSavePlanner):
-    """Planner that keeps flat keys and sends the original shapes of flattened tensors to the
-    coordinator."""
+    """Planner that keeps flat keys. It sends the coordinator the original shapes of flattened
+    tensors, and the keys of which this rank holds only copies."""
 
-    def __init__(self, shapes: _Shapes, held: list[str]) -> None:
+    def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._shapes = shapes
-        self._held = held
+        self.shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+        self.copies: list[str] = []
 
     def create_local_plan(self) -> SavePlan:
-        return replace(super().create_local_plan(), planner_data=(self._shapes, self._held))
+        return replace(super().create_local_plan(), planner_data=(self.shapes, self.copies))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = super().create_global_plan(all_plans)
-        merged: _Shapes = {}
-        for plan in all_plans:
-            merged.update(plan.planner_data[0])
+        cast(Any, metadata).mcore_data = {}
         for rank, plan in enumerate(all_plans):
-            lost = set(plan.planner_data[1]) - set(metadata.state_dict_metadata)
-            if lost:
+            shapes, copies = plan.planner_data
+            cast(Any, metadata).mcore_data.update(shapes)
+            if lost := set(copies) - set(metadata.state_dict_metadata):
                 raise without_main_replica(sorted(lost), rank)
-        cast(Any, metadata).mcore_data = merged
-        return [replace(plan, planner_data=None) for plan in plans], metadata
+        return plans, metadata
 
 
-def _for_dcp(
-    state_dict: ShardedStateDict, only_main: bool
-) -> tuple[dict[str, Any], _Shapes, list[str]]:
-    """Return flat keys with values for DCP, original shapes of flattened tensors, and keys that
-    other ranks save."""
-    held: list[str] = []
-    shards: dict[str, list[CheckpointableShardedTensor]] = {}
+@dataclass
+class _FilesSave:
+    """One rank's part of a save: plan, copy, write, finish.
+
+    Attributes:
+        url: the target of the save, for errors.
+        ranks: ranks of the save.
+        threads: number of files that this rank writes at a time.
+        hint: prefix of keys. Tensors and objects with this prefix go into separate files, whose
+            names begin with it too.
+        folder: local folder to write to.
+        staging: the copy of the state; None before :meth:`stage`.
+    """
+
+    url: str
+    ranks: Ranks
+    threads: int
+    hint: str
+    folder: str = ""
+    staging: Staging | None = None
+    _planner: _Planner = field(default_factory=_Planner)
+    _items: list[WriteItem] = field(default_factory=list)
+    _metadata: Metadata | None = None
+    _copies: dict[MetadataIndex, _Copy] = field(default_factory=dict)
+    _written: list[tuple[MetadataIndex, _StorageInfo]] = field(default_factory=list)
+
+    def plan(self, prepare: Callable[[], _Planner]) -> None:
+        """Decide which items each rank writes. Every rank calls it and waits for all others.
+
+        Args:
+            prepare: makes this rank's planner. Its error makes the plan fail on every rank.
+
+        Raises:
+            CheckpointingException: some rank failed; raised on every rank.
+        """
+
+        def local() -> SavePlan:
+            self._planner = prepare()
+            try:
+                os.makedirs(self.folder, exist_ok=True)
+            except OSError as problem:
+                raise self._own(problem) from problem
+            return self._planner.create_local_plan()
+
+        def decide(reports: list[bytes]) -> bytes:
+            local = [pickle.loads(one) for one in reports]
+            held = [{item.index for item in plan.items} for plan in local]
+            try:
+                plans, self._metadata = self._planner.create_global_plan(local)
+            except CheckpointingException:
+                raise
+            except Exception as problem:
+                raise CheckpointingException(
+                    f"PyTorch DCP refuses the joint plan of the ranks for {self.url}: "
+                    f"{type(problem).__name__}: {problem}"
+                ) from problem
+            kept = ({item.index for item in plan.items} for plan in plans)
+            return pickle.dumps(list(map(operator.sub, held, kept)))
+
+        what = f"planning the save to {self.url}"
+        plan, answer = self.ranks.step(what, local, pickle.dumps, decide)
+        of_others = pickle.loads(answer)[self.ranks.rank]
+        self._items = [item for item in plan.items if item.index not in of_others]
+
+    def stage(self, budget_bytes: int | None, *, overlap: bool) -> None:
+        """Copy this rank's items, so that the state may be changed. :meth:`write` uses the copy.
+
+        Args:
+            budget_bytes: largest size of the copy in host memory; None: no limit.
+            overlap: copy in a thread, and return at once.
+
+        Raises:
+            ArgumentError: the copy is larger than the budget.
+            MemoryError: the host memory is too small for the copy.
+        """
+        found = {item.index: self._planner.resolve_data(item) for item in self._items}
+        size = sum(
+            data.getbuffer().nbytes if isinstance(data, io.BytesIO) else data.nbytes
+            for data in found.values()
+        )
+        if budget_bytes is not None and size > budget_bytes:
+            raise ArgumentError(
+                f"staging_budget_bytes={budget_bytes}: DCP's files are written from a complete "
+                f"copy, which takes {size} bytes on this rank; raise the budget to that size, or "
+                "save with ('zarr', 2), which can copy while it writes"
+            )
+        self._copies = {index: _copied(index.fqn, data) for index, data in found.items()}
+        self.staging = Staging(list(self._chunks().values()), threads=self.threads)
+        self.staging.start(overlap=overlap)
+        if self.staging.error is not None:
+            raise self.staging.error
+
+    def write(self) -> None:
+        """Write this rank's files, from the copy if there is one. It waits for no other rank.
+
+        Raises:
+            StorageError: the disk failed.
+        """
+        try:
+            if self.staging is not None:
+                self._copies.update(zip(self._chunks(), self.staging.copies(), strict=True))
+            run_batched(self._files(), self._write_files, threads=self.threads)
+        except Exception as problem:
+            raise self._own(problem) from problem
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Free the memory of the copy. Further calls do nothing."""
+        staging, self.staging = self.staging, None
+        self._copies = {}
+        if staging is not None:
+            staging.close()
+
+    def _chunks(self) -> dict[MetadataIndex, ChunkWrite]:
+        """Return the items that the staging copies."""
+        return {i: data for i, data in self._copies.items() if isinstance(data, ChunkWrite)}
+
+    def _files(self) -> list[tuple[str, list[WriteItem]]]:
+        """Return the name and the items of each file; files of a prefix have about equal sizes."""
+        by_prefix: dict[str, list[WriteItem]] = {"": []}
+        for item in self._items:
+            prefix = self.hint if item.index.fqn.startswith(self.hint) else ""
+            by_prefix.setdefault(prefix, []).append(item)
+        files = []
+        for prefix, items in by_prefix.items():
+            parts: list[list[WriteItem]] = [[] for _ in range(min(self.threads, len(items)))]
+            sizes = [0] * len(parts)
+            for item in sorted(items, key=_size_of, reverse=True):
+                least = sizes.index(min(sizes))
+                parts[least].append(item)
+                sizes[least] += _size_of(item)
+            names = (f"{prefix}__{self.ranks.rank}_{n}.distcp" for n in range(len(parts)))
+            files += list(zip(names, parts, strict=True))
+        return files
+
+    def _write_files(self, files: Sequence[tuple[str, list[WriteItem]]]) -> None:
+        for name, items in files:
+            with open(os.path.join(self.folder, name), "wb") as file:
+                for item in items:
+                    start, data = file.tell(), self._data(item)
+                    if isinstance(data, io.BytesIO):
+                        file.write(data.getbuffer())
+                    else:
+                        torch.save(data, file)
+                    info = _StorageInfo(name, start, file.tell() - start)
+                    self._written.append((item.index, info))
+
+    def _data(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """Return an item in host memory, from the copy if there is one."""
+        data = self._copies.get(item.index)
+        if data is None:
+            data = self._planner.resolve_data(item)
+        if isinstance(data, ChunkWrite):
+            data = dtypes.as_tensor(data.data())
+        if isinstance(data, torch.Tensor):
+            data = data.detach().cpu()
+            if data.untyped_storage().size() != data.nbytes:
+                data = data.clone()  # torch.save would write the whole storage of a view
+        return data
+
+    def finish(self, error: BaseException | None) -> None:
+        """Report the items that this rank wrote; then the coordinator writes ``.metadata``.
+
+        Without ``.metadata`` nothing can be read. Every rank calls it and waits for all others.
+
+        Args:
+            error: error of this rank. It prevents the writing of ``.metadata``.
+
+        Raises:
+            CheckpointingException: some rank failed; raised on every rank.
+        """
+
+        def decide(reports: list[bytes]) -> bytes:
+            assert self._metadata is not None
+            written = [pair for report in reports for pair in pickle.loads(report)]
+            self._metadata.storage_data = dict(written)
+            self._metadata.storage_meta = StorageMeta()  # no folder: the commit renames the folder
+            self._metadata.version = CURRENT_DCP_VERSION
+            try:
+                Location.of(self.folder).replace(METADATA_NAME, pickle.dumps(self._metadata))
+            except Exception as problem:
+                raise self._own(problem) from problem
+            return b""
+
+        report = b"" if error is not None else pickle.dumps(self._written)
+        self.ranks.together(report, what=f"saving to {self.url}", error=error, decide=decide)
+
+    def _own(self, error: BaseException) -> BaseException:
+        """Return a StorageError with rank and place for an OSError or an error that it caused.
+        Return other errors unchanged."""
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__cause__ or cause.__context__
+        if cause is None or isinstance(error, CheckpointingException):
+            return error
+        reason = str(cause) if cause.errno is None else os.strerror(cause.errno)
+        own = StorageError(f"writing {self.url} failed on rank {self.ranks.rank}: {reason}")
+        own.errno, own.rank, own.url = cause.errno, self.ranks.rank, self.url
+        return own
+
+
+def _size_of(item: WriteItem) -> int:
+    """Return the bytes of a tensor's part; 0 for an object, whose size is not known yet."""
+    about = item.tensor_data
+    return about.chunk.sizes.numel() * about.properties.dtype.itemsize if about else 0
+
+
+def _copied(key: str, data: torch.Tensor | io.BytesIO) -> _Copy:
+    """Return the data to write for an item.
+
+    A tensor becomes a chunk that the staging copies. If no array has its data type, it is copied
+    here. The planner's bytes are a copy already.
+    """
+    if isinstance(data, io.BytesIO):
+        return data
+    try:
+        name = dtypes.zarr_name(data.dtype)
+    except CheckpointingException:
+        return data.detach().to("cpu", copy=True)
+    shape = tuple(data.shape)
+    array = ArrayMeta(key, "", Grid(shape, tuple(max(1, n) for n in shape)), name)
+    return ChunkWrite(array, (0,) * len(shape), TensorSource(data, key).part())
+
+
+def _planner_of(state_dict: ShardedStateDict, only_main: bool, is_coordinator: bool) -> _Planner:
+    """Return a planner for this rank's tensors and objects, by flat key."""
+    planner = _Planner()
+    shards: dict[str, list[torch.Tensor]] = {}
     state: dict[str, Any] = {}
-    shapes: _Shapes = {}
     for value in nested_values(state_dict):
         if only_main and not is_main_replica(value.replica_id):
-            held.append(value.unique_key if isinstance(value, ShardedObject) else value.key)
-            continue
-        if isinstance(value, ShardedObject):
+            is_object = isinstance(value, ShardedObject)
+            planner.copies.append(value.unique_key if is_object else value.key)
+        elif isinstance(value, ShardedObject):
             state[value.unique_key] = [value.data]
         elif isinstance(value, ShardedTensor):
             if value.data is not None:
                 require_plain(value.data, value.key)
                 # DCP writes the memory of a tensor and ignores its conjugate and negative bits.
                 value = replace(value, data=value.data.resolve_conj().resolve_neg())
-            shapes.setdefault(value.key, {})
+            planner.shapes.setdefault(value.key, {})
             if value.flattened_range is not None:
-                shapes[value.key] = {ORIGINAL_SHAPE: value.global_shape}
+                planner.shapes[value.key] = {ORIGINAL_SHAPE: value.global_shape}
                 value = _folded(value)
             shards.setdefault(value.key, []).append(CheckpointableShardedTensor.from_sh_ten(value))
-    for key, found in shards.items():
-        state[key] = LocalShardsContainer(cast(list[torch.Tensor], found))
-    return state, shapes, held
+    state.update((key, LocalShardsContainer(found)) for key, found in shards.items())
+    with warnings.catch_warnings():  # DCP warns about the options of the planner
+        warnings.simplefilter("ignore")
+        planner.set_up_planner(state, is_coordinator=is_coordinator)
+    return planner
 
 
 def _folded(tensor: ShardedTensor) -> ShardedTensor:
@@ -375,12 +614,12 @@ class TorchDistLoadShardedStrategy(ReadsOwnFormat, LoadShardedStrategy):
             checkpoint_dir: checkpoint to read.
             metadata: argument of Megatron-Core, without effect; the file is read.
         """
-        return _whole_tensors(DcpFiles.open(checkpoint_dir))
+        return whole_tensors(DcpFiles.open(checkpoint_dir).arrays)
 
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
         """Return the tensors as above, and unique key -> ShardedObject for each stored object."""
         files = DcpFiles.open(checkpoint_dir)
-        found = _whole_tensors(files)
+        found = whole_tensors(files.arrays)
         for key in files.objects:
             sharded = ShardedObject.empty_from_unique_key(key)
             found[sharded.unique_key] = sharded
@@ -429,13 +668,6 @@ class TorchDistCommonLoadStrategy(TorchCommonLoadStrategy):
         return loaded
 
 
-def _whole_tensors(files: DcpFiles) -> ShardedStateDict:
-    return {
-        key: whole_tensor(key, meta.shape, dtypes.torch_dtype(meta.dtype))
-        for key, meta in files.arrays.items()
-    }
-
-
 def _unwrapped(value: Any) -> Any:
     """Return the item of a list of one, in which Megatron-Core stores an object."""
     if isinstance(value, Sequence) and not isinstance(value, str | bytes) and len(value) == 1:
@@ -445,15 +677,10 @@ def _unwrapped(value: Any) -> Any:
 
 def register_default_torch_dist_strategies() -> None:
     """Register the default strategies of the backend."""
-    register_default_strategy(
-        StrategyAction.SAVE_SHARDED, BACKEND, VERSION, TorchDistSaveShardedStrategy()
-    )
-    register_default_strategy(
-        StrategyAction.LOAD_SHARDED, BACKEND, VERSION, TorchDistLoadShardedStrategy()
-    )
-    register_default_strategy(
-        StrategyAction.SAVE_COMMON, BACKEND, VERSION, TorchDistCommonSaveStrategy(BACKEND, VERSION)
-    )
-    register_default_strategy(
-        StrategyAction.LOAD_COMMON, BACKEND, VERSION, TorchDistCommonLoadStrategy()
-    )
+    for action, strategy in (
+        (StrategyAction.SAVE_SHARDED, TorchDistSaveShardedStrategy()),
+        (StrategyAction.LOAD_SHARDED, TorchDistLoadShardedStrategy()),
+        (StrategyAction.SAVE_COMMON, TorchDistCommonSaveStrategy(BACKEND, VERSION)),
+        (StrategyAction.LOAD_COMMON, TorchDistCommonLoadStrategy()),
+    ):
+        register_default_strategy(action, BACKEND, VERSION, strategy)

@@ -371,6 +371,14 @@ def whole_tensor(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Sharde
     return ShardedTensor(key, None, dtype, shape, shape, zeros, ones)
 
 
+def whole_tensors(arrays: Mapping[str, ArrayMeta]) -> ShardedStateDict:
+    """Return key -> unsharded ShardedTensor without data, for each stored tensor."""
+    return {
+        key: whole_tensor(key, meta.shape, dtypes.torch_dtype(meta.dtype))
+        for key, meta in arrays.items()
+    }
+
+
 def with_destinations(wanted: ShardedStateDict, device: torch.device) -> ShardedStateDict:
     """Return the state dict with new tensors on a device for sharded tensors without data."""
 

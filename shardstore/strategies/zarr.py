@@ -28,7 +28,7 @@ from shardstore.errors import (
 )
 from shardstore.loading.assemble import assemble, read_chunks
 from shardstore.loading.context import LoadContext, context_of, read_documents
-from shardstore.loading.plan import held_regions, plan_reads, whole_tensor
+from shardstore.loading.plan import held_regions, plan_reads, whole_tensor, whole_tensors
 from shardstore.mapping import ShardedStateDict, ShardedTensor, StateDict, is_main_replica
 from shardstore.saving.execute import stage_chunks, write_chunks
 from shardstore.saving.plan import array_meta, plan_writes, sharded_tensors_of
@@ -83,10 +83,11 @@ V2_LAYOUT, V3_LAYOUT = 1, 2
 def register_default_zarr_strategies() -> None:
     """Register default strategies related to the Zarr backend, versions 1 and 2."""
     for version in (V2_LAYOUT, V3_LAYOUT):
-        save = ZarrSaveShardedStrategy(BACKEND, version)
-        register_default_strategy(StrategyAction.SAVE_SHARDED, BACKEND, version, save)
-        load = ZarrLoadShardedStrategy()
-        register_default_strategy(StrategyAction.LOAD_SHARDED, BACKEND, version, load)
+        for action, strategy in (
+            (StrategyAction.SAVE_SHARDED, ZarrSaveShardedStrategy(BACKEND, version)),
+            (StrategyAction.LOAD_SHARDED, ZarrLoadShardedStrategy()),
+        ):
+            register_default_strategy(action, BACKEND, version, strategy)
 
 
 class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
@@ -282,10 +283,7 @@ class ZarrLoadShardedStrategy(ReadsOwnFormat, LoadShardedStrategy):
         """Return key -> unsharded ShardedTensor without data, for each stored array."""
         stored = context_of(checkpoint_dir).stored
         stored.require()
-        return {
-            key: whole_tensor(key, meta.shape, dtypes.torch_dtype(meta.dtype))
-            for key, meta in stored.arrays.items()
-        }
+        return whole_tensors(stored.arrays)
 
     def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
         """Remove all tensors whose key starts with a prefix. One rank calls it."""
@@ -522,7 +520,7 @@ def load_zarr_based_sharded_metadata(
     Returns:
         Key -> unsharded ShardedTensor without data.
     """
-    found = {}
+    found: ShardedStateDict = {}
     root = Location.of(checkpoint_dir)
     for node in root.listing():
         # Megatron-Core's locks are empty documents.
@@ -534,7 +532,4 @@ def load_zarr_based_sharded_metadata(
         shape, dtype = get_shape_dtype_fn(str(root.child(node).place))
         torch_dtype = dtypes.torch_dtype(dtypes.zarr_name(np.dtype(dtype)))
         found[key] = whole_tensor(key, tuple(int(n) for n in shape), torch_dtype)
-    for key, meta in arrays.root_arrays(root).items():
-        if key not in found:
-            found[key] = whole_tensor(key, meta.shape, dtypes.torch_dtype(meta.dtype))
-    return found
+    return {**whole_tensors(arrays.root_arrays(root)), **found}
