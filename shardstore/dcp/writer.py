@@ -38,7 +38,13 @@ from shardstore.errors import (
 from shardstore.mapping import ShardedObject, ShardedTensor
 from shardstore.saving.plan import plan_writes
 from shardstore.saving.sources import CutChunk, fetched
-from shardstore.sharded.layouts import Layouts, local_box, local_layouts, merge_layouts
+from shardstore.sharded.layouts import (
+    Layouts,
+    as_flat_range,
+    local_box,
+    local_layouts,
+    merge_layouts,
+)
 from shardstore.storage.commit import checkpoints
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.commit.publish import About, Files, publish, write_chunks
@@ -117,21 +123,10 @@ def _sharded(item: WriteItem, flattened: bool, data: torch.Tensor | None = None)
     range of the whole tensor."""
     about = item.tensor_data
     assert about is not None
-    key, dtype = item.index.fqn, about.properties.dtype
     shape, size, offset = map(tuple, (about.size, about.chunk.sizes, about.chunk.offsets))
-    if not flattened:
-        return ShardedTensor(key, data, dtype, size, shape, offset, None)
-    row = math.prod(shape[1:])
-    return ShardedTensor(
-        key,
-        None if data is None else data.detach().reshape(-1),
-        dtype,
-        shape,
-        shape,
-        (0,) * len(shape),
-        (1,) * len(shape),
-        flattened_range=slice(offset[0] * row, (offset[0] + size[0]) * row),
-    )
+    key, dtype = item.index.fqn, about.properties.dtype
+    tensor = ShardedTensor(key, data, dtype, size, shape, offset, None)
+    return as_flat_range(tensor) if flattened else tensor
 
 
 def _layouts(plans: Sequence[SavePlan], target_chunk_bytes: int) -> list[Layouts]:

@@ -35,12 +35,12 @@ from shardstore.mapping import (
     ShardedTensorFactory,
     is_main_replica,
 )
+from shardstore.sharded.layouts import as_flat_range
+from shardstore.storage.format.grid import DEFAULT_TARGET_CHUNK_BYTES, Box, grid_of
+from shardstore.utils import _sharded_tensor_shard_id, _ShardId
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-SMALL_CELL_BYTES = 64 * 1024
-CELLS_PER_SHARD = 64
 
 Runs: TypeAlias = tuple[tuple[int, int], ...]
 """Runs ``(start, length)`` of an axis, in the order of the local tensor."""
@@ -94,22 +94,39 @@ def _between(runs: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator
 
 
 @lru_cache(maxsize=4096)
-def summary(length: int, cuts: tuple[AxisCut, ...]) -> tuple[int | None, int]:
-    """Summarise the cuts of an axis over all coordinates. The result is the same on every rank.
+def held_by_all(length: int, cuts: tuple[AxisCut, ...]) -> tuple[Runs, ...]:
+    """Return the runs of an axis that each coordinate holds. The result is the same on every
+    rank."""
+    coordinates = itertools.product(*(range(cut.parts) for cut in cuts))
+    return tuple(held(length, cuts, indices) for indices in coordinates)
 
-    Returns:
-        The number of shards, ``None`` if they differ in length or have several runs; and the
-        greatest common divisor of all boundaries.
-    """
-    edge = 0
-    pieces = []
-    for indices in itertools.product(*(range(cut.parts) for cut in cuts)):
-        runs = held(length, cuts, indices)
-        pieces.append(runs)
-        ends = (end for start, n in runs for end in (start, start + n) if end != length)
-        edge = math.gcd(edge, *ends)
+
+@lru_cache(maxsize=4096)
+def fragments(length: int, cuts: tuple[AxisCut, ...]) -> int | None:
+    """Return the number of shards along an axis; ``None`` if they differ in length or have several
+    runs."""
+    pieces = held_by_all(length, cuts)
     even = all(len(runs) == 1 and runs[0][1] == pieces[0][0][1] for runs in pieces)
-    return len(pieces) if even or not cuts else None, edge or max(1, length)
+    return len(pieces) if even or not cuts else None
+
+
+@lru_cache(maxsize=4096)
+def is_flat(shape: tuple[int, ...], cuts: tuple[tuple[AxisCut, ...], ...], itemsize: int) -> bool:
+    """Return whether the shards are saved as flattened ranges of the tensor.
+
+    They are if only the first axis is cut, and a grid that fits all boundaries would have very many
+    very small chunks. Nested uneven cuts cause this (a vocabulary of 50257 over 2 x 4 ranks). With
+    flattened ranges, few chunks contain a boundary, and one rank assembles each of those.
+    """
+    if not shape or not cuts[0] or any(cuts[1:]):
+        return False
+    zeros = (0,) * (len(shape) - 1)
+    boxes = [
+        Box((start, *zeros), (n, *shape[1:]))
+        for runs in held_by_all(shape[0], cuts[0])
+        for start, n in runs
+    ]
+    return grid_of(shape, boxes, itemsize, DEFAULT_TARGET_CHUNK_BYTES)[2]
 
 
 def sharded_from_dtensor(key: str, tensor: DTensor, loading: bool) -> Any:
@@ -186,24 +203,15 @@ def _shards(
 ) -> list[ShardedTensor]:
     """Return this rank's sharded tensors, which share the local tensor's memory: a box for each
     combination of its runs, or flattened ranges."""
-    fragments, edges = zip(*map(summary, shape, cuts), strict=True) if shape else ((), ())
-    flat = may_be_flat and _cells_are_tiny(shape, cuts, edges, local.element_size())
-    row = math.prod(shape[1:])
+    flat = may_be_flat and is_flat(shape, tuple(cuts), local.element_size())
+    counts = tuple(map(fragments, shape, cuts))
+    regular = None if None in counts else cast(tuple[int, ...], counts)
     found = []
     for box in itertools.product(*map(_with_position, runs)):
         start, size = tuple(run[0] for run in box), tuple(run[1] for run in box)
         data = local[tuple(slice(position, position + n) for _, n, position in box)]
-        if flat:
-            zeros, ones = (0,) * len(shape), (1,) * len(shape)
-            elements = slice(start[0] * row, (start[0] + size[0]) * row)
-            shard = kind(
-                key, data.reshape(-1), data.dtype, shape, shape, zeros, ones,
-                flattened_range=elements,
-            )  # fmt: skip
-        else:
-            regular = None if None in fragments else fragments
-            shard = kind(key, data, data.dtype, size, shape, start, regular)
-        found.append(shard)
+        shard = kind(key, data, data.dtype, size, shape, start, regular)
+        found.append(as_flat_range(shard) if flat else shard)
     return found
 
 
@@ -211,25 +219,6 @@ def _with_position(runs: Runs) -> list[tuple[int, int, int]]:
     """Return the runs, each with its start position in the local tensor."""
     positions = itertools.accumulate((n for _, n in runs), initial=0)
     return [(start, n, position) for (start, n), position in zip(runs, positions, strict=False)]
-
-
-def _cells_are_tiny(
-    shape: tuple[int, ...],
-    cuts: Sequence[tuple[AxisCut, ...]],
-    edges: Sequence[int],
-    itemsize: int,
-) -> bool:
-    """Return whether a grid that fits all boundaries would have very many very small chunks.
-
-    Nested uneven cuts cause this (a vocabulary of 50257 over 2 x 4 ranks). If only the first axis
-    is cut, flattened ranges allow larger chunks: few chunks contain a boundary, and one rank
-    assembles each of those.
-    """
-    if not shape or not cuts[0] or any(cuts[1:]):
-        return False
-    cell_bytes = edges[0] * math.prod(shape[1:]) * itemsize
-    shards = math.prod(cut.parts for cut in cuts[0])
-    return cell_bytes < SMALL_CELL_BYTES and -(-shape[0] // edges[0]) > CELLS_PER_SHARD * shards
 
 
 def _materialised(tensor: DTensor, local: torch.Tensor) -> tuple[torch.Tensor, DTensor]:
@@ -279,31 +268,22 @@ class ClaimedTensor(ShardedTensor):
     id."""
 
 
-def _identity(tensor: ShardedTensor) -> tuple[Any, ...]:
-    flat = tensor.flattened_range
-    bounds = None if flat is None else (flat.start, flat.stop)
-    return tensor.key, tensor.global_offset, tensor.local_shape, bounds
-
-
-def _claimed(state: Any) -> list[ClaimedTensor]:
-    return [value for value in nested_values(state) if isinstance(value, ClaimedTensor)]
+def _claimed(state: ShardedStateDict) -> list[ClaimedTensor]:
+    """Return the claimed tensors that are the main replicas within their own meshes."""
+    found = [value for value in nested_values(state) if isinstance(value, ClaimedTensor)]
+    return [tensor for tensor in found if is_main_replica(tensor.replica_id)]
 
 
 def claims(state: ShardedStateDict) -> bytes:
     """Return a report of the main replicas on this rank that ranks outside their meshes may also
     hold; empty if there are none."""
-    held = [_identity(tensor) for tensor in _claimed(state) if _is_first_copy(tensor)]
+    held = [_sharded_tensor_shard_id(tensor) for tensor in _claimed(state)]
     return pickle.dumps(held) if held else b""
-
-
-def _is_first_copy(tensor: ClaimedTensor) -> bool:
-    """Return whether this is the main replica within its own mesh."""
-    return is_main_replica(tensor.replica_id)
 
 
 def decide_claims(reports: Sequence[bytes]) -> bytes:
     """Return the lowest rank that holds each shard, from all ranks' :func:`claims`."""
-    owners: dict[tuple[Any, ...], int] = {}
+    owners: dict[_ShardId, int] = {}
     for rank, report in enumerate(reports):
         for identity in pickle.loads(report) if report else ():
             owners.setdefault(identity, rank)
@@ -317,5 +297,5 @@ def apply_claims(state: ShardedStateDict, decided: bytes) -> None:
     owners = pickle.loads(decided)
     rank = group_rank(None)
     for tensor in _claimed(state):
-        if _is_first_copy(tensor) and owners.get(_identity(tensor), rank) != rank:
+        if owners.get(_sharded_tensor_shard_id(tensor), rank) != rank:
             tensor.replica_id = rank + 1

@@ -6,9 +6,10 @@ ranges, several ranks may hold parts of one chunk. All other tensors need no exc
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 from shardstore.coverage.access_pattern import check_flat_ranges
@@ -47,6 +48,20 @@ def local_box(tensor: ShardedTensor) -> Box:
 def flat_bounds(tensor: ShardedTensor) -> tuple[int, int]:
     """Return start and stop of the flattened range in the flattened local tensor."""
     return tensor._flat_bounds()
+
+
+def as_flat_range(rows: ShardedTensor) -> ShardedTensor:
+    """Return a shard of whole rows as a flattened range of the global tensor."""
+    shape = rows.global_shape
+    start = rows.global_offset[0] * math.prod(shape[1:])
+    return replace(
+        rows,
+        data=None if rows.data is None else rows.data.detach().reshape(-1),
+        local_shape=shape,
+        global_offset=(0,) * len(shape),
+        axis_fragmentations=(1,) * len(shape),
+        flattened_range=slice(start, start + math.prod(rows.local_shape)),
+    )
 
 
 def is_empty_range(tensor: ShardedTensor) -> bool:

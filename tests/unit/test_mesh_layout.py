@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardstore.dtensor.layout import AxisCut, _shards, held, summary
+from shardstore.dtensor.layout import AxisCut, _shards, fragments, held
 from shardstore.mapping import ShardedTensor
 
 CUTS = st.lists(
@@ -43,14 +43,11 @@ def test_every_coordinate_holds_what_torch_gives_it(length: int, cuts: tuple[Axi
 
 
 @given(length=st.integers(0, 40), cuts=CUTS)
-def test_the_summary_holds_for_every_coordinate(length: int, cuts: tuple[AxisCut, ...]) -> None:
-    fragments, edge = summary(length, cuts)
+def test_the_fragments_hold_for_every_coordinate(length: int, cuts: tuple[AxisCut, ...]) -> None:
+    number = fragments(length, cuts)
     pieces = [held(length, cuts, indices) for indices in coordinates(cuts)]
-    for start, n in (run for runs in pieces for run in runs):
-        assert start % edge == 0
-        assert start + n == length or (start + n) % edge == 0
-    if fragments is not None and length:
-        assert fragments == len(pieces)
+    if number is not None and length:
+        assert number == len(pieces)
         assert set(pieces) == {
             ((i * length // len(pieces), length // len(pieces)),) for i in range(len(pieces))
         }
