@@ -2,11 +2,12 @@
 pieces of chunks.
 
 The ranks form a tree of two levels. Each block of about the square root of the number of ranks
-reports to its first rank. Those first ranks report to rank 0, the coordinator, which decides. The
-answer goes down the same way. Each rank is connected only to its neighbours in the tree. A rank
-that waits for a dead rank notices the death at once, and all other ranks still get an answer that
-names the dead rank. A rank that loses its connection towards the coordinator, or does not answer
-before the deadline, reads the outcome from the store of the process group.
+reports to its first rank, in the block of rank 0 to rank 1. Those leaders report to rank 0, the
+coordinator, which decides. So no rank receives more than about the square root of the number of
+ranks. The answer goes down the same way. Each rank is connected only to its neighbours in the tree.
+A rank that waits for a dead rank notices the death at once, and all other ranks still get an answer
+that names the dead rank. A rank that loses its connection towards the coordinator, or does not
+answer before the deadline, reads the outcome from the store of the process group.
 
 All messages are CPU tensors over separate gloo connections (:mod:`.messages`). They do not touch
 the trainer's NCCL streams or collectives. Without a process group there is one rank.
@@ -81,11 +82,15 @@ def neighbours(rank: int, world_size: int) -> tuple[int | None, list[int]]:
     """Return the rank that a rank reports to (``None`` for rank 0), and the ranks that report to
     it."""
     block = max(LEAST_BLOCK, math.isqrt(world_size - 1) + 1)
+    if world_size <= block:
+        return (None, list(range(1, world_size))) if rank == 0 else (0, [])
     first = rank - rank % block
-    below = list(range(rank + 1, min(rank + block, world_size))) if rank == first else []
+    leader = max(first, 1)  # rank 0 receives from the leaders only
     if rank == 0:
-        return None, below + list(range(block, world_size, block))
-    return (0 if rank == first else first), below
+        return None, [1, *range(block, world_size, block)]
+    if rank != leader:
+        return leader, []
+    return 0, list(range(leader + 1, min(first + block, world_size)))
 
 
 @dataclass
