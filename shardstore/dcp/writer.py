@@ -8,6 +8,8 @@ unless ``allow_pickle=True``.
 
 from __future__ import annotations
 
+import io
+import itertools
 import logging
 import math
 import os
@@ -15,13 +17,12 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Any, Unpack, cast
+from typing import Any, Unpack
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter as DcpStorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -32,11 +33,10 @@ from shardstore.errors import (
     AccessPatternError,
     ArgumentError,
     CheckpointingException,
-    DTypeMismatchError,
     KeyNameError,
 )
 from shardstore.mapping import ShardedObject, ShardedTensor
-from shardstore.saving.plan import plan_writes
+from shardstore.saving.plan import array_meta, plan_writes
 from shardstore.saving.sources import CutChunk, fetched
 from shardstore.sharded.layouts import (
     Layouts,
@@ -53,8 +53,7 @@ from shardstore.storage.format.grid import grid_of
 from shardstore.storage.format.manifest import RankManifest
 from shardstore.storage.format.names import DCP_METADATA_NAME as METADATA_NAME
 from shardstore.storage.format.names import check_collisions
-from shardstore.storage.movers.chunk_bytes import as_bytes
-from shardstore.storage.movers.chunks import ChunkWrite
+from shardstore.storage.movers.chunks import ChunkWrite, Source
 from shardstore.storage.options import SaveOptions, WriterKeywords, options_of
 from shardstore.strategies.common import object_file
 from shardstore.values.plain import NotPlainError
@@ -87,16 +86,26 @@ class Report:
 
     Attributes:
         manifest: the chunks that it wrote, :meth:`RankManifest.to_bytes`.
-        pieces: parts of chunks that several ranks hold: the chunk, the index of the part's first
-            element, and the elements as bytes.
+        cut: chunks that several ranks hold, with this rank's pieces.
         values: flat key -> JSON form of a value that is not a tensor.
         files: flat keys of values in separate files.
+        pickled: flat keys of values in separate files that have no JSON form.
     """
 
     manifest: bytes = b""
-    pieces: list[tuple[CutChunk, int, bytes]] = field(default_factory=list)
+    cut: list[CutChunk] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
+    pickled: list[str] = field(default_factory=list)
+
+
+def _layouts_of(plan: SavePlan, layouts: Layouts) -> Layouts:
+    """Return the layouts of the tensors in a plan."""
+    keys = {item.index.fqn for item in plan.items}
+    return Layouts(
+        {key: layouts.edges[key] for key in keys & layouts.edges.keys()},
+        {key: layouts.ranges[key] for key in keys & layouts.ranges.keys()},
+    )
 
 
 def with_items(rank: int, plan: SavePlan) -> SavePlan:
@@ -118,19 +127,16 @@ def with_items(rank: int, plan: SavePlan) -> SavePlan:
     return replace(plan, items=items, usable=True)
 
 
-def _sharded(item: WriteItem, flattened: bool, data: torch.Tensor | None = None) -> ShardedTensor:
-    """Return an item of a plan as a sharded tensor; if ``flattened``, its rows as a flattened
-    range of the whole tensor."""
+def _sharded(item: WriteItem, data: torch.Tensor | None = None) -> ShardedTensor:
+    """Return an item of a plan as a sharded tensor."""
     about = item.tensor_data
     assert about is not None
     shape, size, offset = map(tuple, (about.size, about.chunk.sizes, about.chunk.offsets))
-    key, dtype = item.index.fqn, about.properties.dtype
-    tensor = ShardedTensor(key, data, dtype, size, shape, offset, None)
-    return as_flat_range(tensor) if flattened else tensor
+    return ShardedTensor(item.index.fqn, data, about.properties.dtype, size, shape, offset, None)
 
 
-def _layouts(plans: Sequence[SavePlan], target_chunk_bytes: int) -> list[Layouts]:
-    """Return for each rank the layouts of the tensors that it holds.
+def _layouts(plans: Sequence[SavePlan], options: SaveOptions) -> Layouts:
+    """Return the layouts of all tensors.
 
     If the shards of a tensor are whole rows, and only tiny chunks fit between their boundaries (for
     example 7 and 13 of 1,000 rows), the shards are handled as flattened ranges. Then a boundary
@@ -140,112 +146,22 @@ def _layouts(plans: Sequence[SavePlan], target_chunk_bytes: int) -> list[Layouts
         DTypeMismatchError, KeyNameError: a tensor cannot be stored.
         AccessPatternError: ranks describe a tensor differently.
     """
-    keys: list[set[str]] = []
-    parts: dict[str, list[tuple[int, WriteItem]]] = {}
+    held: dict[str, list[tuple[int, ShardedTensor]]] = {}
     for rank, plan in enumerate(plans):
-        items = [item for item in plan.items if item.tensor_data is not None]
-        keys.append({item.index.fqn for item in items})
-        for item in items:
-            parts.setdefault(item.index.fqn, []).append((rank, item))
-    check_collisions(parts)
+        for item in plan.items:
+            if item.tensor_data is not None:
+                held.setdefault(item.index.fqn, []).append((rank, _sharded(item)))
+    check_collisions(held)
     reports: list[bytes] = []
-    for key, held in parts.items():
-        whole = [_sharded(item, False) for _, item in held]
-        shape = whole[0].global_shape
-        try:
-            size = dtypes.itemsize(dtypes.zarr_name(whole[0].dtype))
-        except DTypeMismatchError as error:
-            raise DTypeMismatchError(f"key {key!r}: {error}", key=key) from error
-        are_rows = all(tensor.local_shape[1:] == shape[1:] for tensor in whole)
-        boxes = [local_box(tensor) for tensor in whole]
-        flattened = are_rows and grid_of(shape, boxes, size, target_chunk_bytes)[2]
-        reports += (local_layouts([_sharded(item, flattened)], rank) for rank, item in held)
-    merged = merge_layouts(reports)
-    return [
-        Layouts(
-            {key: merged.edges[key] for key in names & merged.edges.keys()},
-            {key: merged.ranges[key] for key in names & merged.ranges.keys()},
-        )
-        for names in keys
-    ]
-
-
-def _write_items(
-    items: Iterable[WriteItem],
-    planner: SavePlanner,
-    task: Task,
-    attempt: Attempt,
-    options: SaveOptions,
-    *,
-    allow_pickle: bool,
-    plan_seconds: float,
-) -> Report:
-    """Write a rank's items. It waits for no other rank.
-
-    Args:
-        items: items of the rank.
-        planner: returns their data.
-        task: the coordinator's message.
-        attempt: the attempt to write to.
-        options: options of the save.
-        allow_pickle: write values that have no JSON form as pickles.
-        plan_seconds: seconds of planning, for the commit record.
-    """
-    start = perf_counter()
-    manifest, report = RankManifest(task.rank), Report()
-    files = Files(attempt, manifest, options.budget_bytes)
-    tensors, pickled = [], []
-    for item in items:
-        data = planner.resolve_data(item)
-        if item.type == WriteItemType.BYTE_IO:
-            if _write_value(item.index.fqn, cast(Any, data), files, report, allow_pickle):
-                pickled.append(repr(item.index.fqn))
-        else:
-            flattened = item.index.fqn in task.layouts.ranges
-            tensors.append(_sharded(item, flattened, cast(torch.Tensor, data)))
-    if pickled:
-        shown = ", ".join(pickled[:8])
-        logger.warning("%d value(s) have no JSON form and are pickled: %s", len(pickled), shown)
-    plan = plan_writes(tensors, task.rank, options, layouts=task.layouts)
-    for chunk in plan.cut:
-        for first, source in chunk.local.items():
-            piece = as_bytes(np.ascontiguousarray(fetched(source))).tobytes()
-            report.pieces.append((replace(chunk, local={}), first, piece))
-    # The largest chunks first, so that no large chunk is sent alone at the end. The sort is stable,
-    # so chunks of one array keep their order.
-    plan.writes.sort(key=lambda write: -write.array.chunk_bytes)
-    files.flush_beside(lambda: write_chunks(attempt, options, manifest, plan.arrays, plan.writes))
-    manifest.seconds = {"plan": plan_seconds, "write": perf_counter() - start}
-    report.manifest = manifest.to_bytes()
-    return report
-
-
-def _write_value(key: str, stream: Any, files: Files, report: Report, allow_pickle: bool) -> bool:
-    """Put a value that is not a tensor into the report, or into a file if it is long or has no JSON
-    form. Return whether it is pickled."""
-    sharded = ShardedObject(key, None, (1,), (0,))
-    data: bytes = stream.getvalue()
-    stream.seek(0)
-    # The planner has just pickled it, in this process.
-    value = torch.load(stream, map_location="cpu", weights_only=False)
-    try:
-        document, text = as_text(value)
-        if not is_long(text):
-            report.values[key] = document
-            return False
-        name, data = object_file(sharded, ".json"), text.encode()
-    except NotPlainError as reason:
-        if not allow_pickle:
-            raise CheckpointingException(
-                f"the value of key {key!r} cannot be saved as JSON: {reason}. Save its "
-                "state_dict() (of numbers, text, bytes, arrays and containers of them), or pass "
-                "allow_pickle=True to shardstore.dcp.StorageWriter or install",
-                key=key,
-            ) from reason
-        name = object_file(sharded)
-    files.put(name, data)
-    report.files.append(key)
-    return name.endswith(".pt")
+    for shards in held.values():
+        _, first = shards[0]
+        shape, size = first.global_shape, dtypes.itemsize(array_meta(first, options).dtype)
+        are_rows = all(shard.local_shape[1:] == shape[1:] for _, shard in shards)
+        boxes = [local_box(shard) for _, shard in shards]
+        if are_rows and grid_of(shape, boxes, size, options.target_chunk_bytes)[2]:
+            shards = [(rank, as_flat_range(shard)) for rank, shard in shards]
+        reports += (local_layouts([shard], rank) for rank, shard in shards)
+    return merge_layouts(reports)
 
 
 def _state_record(metadata: Metadata, reports: Sequence[Report]) -> StateRecord:
@@ -278,30 +194,14 @@ def _state_record(metadata: Metadata, reports: Sequence[Report]) -> StateRecord:
     return StateRecord({key: tuple(path) for key, path in paths.items()}, values, sorted(files))
 
 
-def _put_together(
-    reports: Sequence[Report], manifest: RankManifest, attempt: Attempt, options: SaveOptions
-) -> None:
-    """Join the pieces of chunks that several ranks hold, write these chunks, and add them to the
-    coordinator's manifest. The coordinator calls it.
+def _joined(chunk: CutChunk) -> ChunkWrite:
+    """Return a chunk that several ranks hold, put together from all their pieces.
 
     Raises:
-        AccessPatternError: the ranks together hold less than a whole chunk.
-        StorageError: the store failed.
+        AccessPatternError: the ranks together hold less than the whole chunk.
     """
-    start = perf_counter()
-    chunks: dict[tuple[str, tuple[int, ...]], tuple[CutChunk, dict[int, bytes]]] = {}
-    for report in reports:
-        for chunk, first, data in report.pieces:
-            chunks.setdefault((chunk.array.key, chunk.index), (chunk, {}))[1][first] = data
-    writes = [ChunkWrite(c.array, c.index, _joined(c, pieces)) for c, pieces in chunks.values()]
-    arrays = {chunk.array.key: (chunk.array, False) for chunk, _ in chunks.values()}
-    write_chunks(attempt, options, manifest, arrays.values(), writes)
-    manifest.seconds["write"] += perf_counter() - start
-
-
-def _joined(chunk: CutChunk, pieces: Mapping[int, bytes]) -> NDArray[Any]:
-    data = b"".join(pieces[first] for first in sorted(pieces))
-    found = np.frombuffer(data, np.uint8).view(dtypes.numpy_dtype(chunk.array.dtype))
+    pieces = [fetched(chunk.local[first]).reshape(-1) for first in sorted(chunk.local)]
+    found = np.concatenate(pieces)
     if found.size != math.prod(chunk.shape):
         raise AccessPatternError(
             f"Invalid access pattern: the ranks together hold {found.size} of the "
@@ -309,7 +209,7 @@ def _joined(chunk: CutChunk, pieces: Mapping[int, bytes]) -> NDArray[Any]:
             key=chunk.array.key,
             chunk=chunk.index,
         )
-    return found.reshape(chunk.shape)
+    return ChunkWrite(chunk.array, chunk.index, found.reshape(chunk.shape))
 
 
 MARKER = (
@@ -409,13 +309,13 @@ class StorageWriter(Placed, DcpStorageWriter):
             DTypeMismatchError, KeyNameError: a tensor cannot be stored.
         """
         plans = [with_items(rank, plan) for rank, plan in enumerate(plans)]
-        layouts = _layouts(plans, self.options.target_chunk_bytes)
+        layouts = _layouts(plans, self.options)
         self._give_up()
         attempt = checkpoints.begin(self._place, self.options)
         self._attempt = attempt
         self._abandon = weakref.finalize(self, _abandon, attempt, os.getpid())
         return [
-            replace(plan, storage_data=Task(rank, attempt.id, layouts[rank]))
+            replace(plan, storage_data=Task(rank, attempt.id, _layouts_of(plan, layouts)))
             for rank, plan in enumerate(plans)
         ]
 
@@ -436,23 +336,73 @@ class StorageWriter(Placed, DcpStorageWriter):
         attempt = checkpoints.join(self._place, task.attempt_id, self.options)
         if self._attempt is None:
             attempt.require_seen()
-        planned = perf_counter() - self._started
-        self._rank = task.rank
-        report = _write_items(
-            plan.items,
-            planner,
-            task,
-            attempt,
-            self.options,
-            allow_pickle=self._allow_pickle,
-            plan_seconds=planned,
-        )
+        report = self._written(plan.items, planner, task, attempt)
         if self.options.durable and self._attempt is None:
             attempt.flush()
         # One result for all items: only the coordinator's finish() reads them.
         future: Future[list[WriteResult]] = Future()
         future.set_result([WriteResult(MetadataIndex(""), 0, report)])
         return future
+
+    def _written(
+        self, items: Iterable[WriteItem], planner: SavePlanner, task: Task, attempt: Attempt
+    ) -> Report:
+        """Write a rank's items. It waits for no other rank."""
+        start, self._rank = perf_counter(), task.rank
+        manifest, report = RankManifest(task.rank), Report()
+        files = Files(attempt, manifest, self.options.budget_bytes)
+        tensors = []
+        for item in items:
+            data = planner.resolve_data(item)
+            if isinstance(data, io.BytesIO):
+                self._put_value(item.index.fqn, data, files, report)
+                continue
+            tensor = _sharded(item, data)
+            is_flat = tensor.key in task.layouts.ranges
+            tensors.append(as_flat_range(tensor) if is_flat else tensor)
+        if report.pickled:
+            shown = ", ".join(map(repr, report.pickled[:8]))
+            logger.warning(
+                "%d value(s) have no JSON form and are pickled: %s", len(report.pickled), shown
+            )
+        plan = plan_writes(tensors, task.rank, self.options, layouts=task.layouts)
+        for chunk in plan.cut:
+            local: dict[int, Source] = {n: fetched(source) for n, source in chunk.local.items()}
+            report.cut.append(replace(chunk, local=local))
+        # The largest chunks first, so that no large chunk is sent alone at the end. The sort is
+        # stable, so chunks of one array keep their order.
+        plan.writes.sort(key=lambda write: -write.array.chunk_bytes)
+        files.flush_beside(
+            lambda: write_chunks(attempt, self.options, manifest, plan.arrays, plan.writes)
+        )
+        manifest.seconds = {"plan": start - self._started, "write": perf_counter() - start}
+        report.manifest = manifest.to_bytes()
+        return report
+
+    def _put_value(self, key: str, stream: io.BytesIO, files: Files, report: Report) -> None:
+        """Put a value that is not a tensor into the report, or into a file if it is long or has no
+        JSON form."""
+        data, suffix = stream.getvalue(), ".pt"
+        stream.seek(0)
+        # The planner has just pickled it, in this process.
+        value = torch.load(stream, map_location="cpu", weights_only=False)
+        try:
+            document, text = as_text(value)
+            if not is_long(text):
+                report.values[key] = document
+                return
+            data, suffix = text.encode(), ".json"
+        except NotPlainError as reason:
+            if not self._allow_pickle:
+                raise CheckpointingException(
+                    f"the value of key {key!r} cannot be saved as JSON: {reason}. Save its "
+                    "state_dict() (of numbers, text, bytes, arrays and containers of them), or "
+                    "pass allow_pickle=True to shardstore.dcp.StorageWriter or install",
+                    key=key,
+                ) from reason
+            report.pickled.append(key)
+        files.put(object_file(ShardedObject(key, None, (1,), (0,)), suffix), data)
+        report.files.append(key)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Merge chunks that several ranks hold, and commit. The coordinator calls it.
@@ -462,30 +412,30 @@ class StorageWriter(Placed, DcpStorageWriter):
             StorageError: the store failed; the target is unchanged.
         """
         try:
-            self._commit(metadata, results)
+            self._commit(metadata, [of_rank[0].storage_data for of_rank in results])
         except BaseException:
             # Give up now, because the next save to this place would wait for the attempt.
             self._give_up()
             raise
 
-    def _commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        attempt = self._attempt
+    def _commit(self, metadata: Metadata, reports: Sequence[Report]) -> None:
+        attempt, start = self._attempt, perf_counter()
         if attempt is None:
             raise CheckpointingException(f"this process has begun no save to {self.checkpoint_id}")
-        reports = [
-            result.storage_data
-            for of_rank in results
-            for result in of_rank
-            if isinstance(result.storage_data, Report)
-        ]
         record = _state_record(metadata, reports)
         manifests = [RankManifest.from_bytes(r.manifest, n) for n, r in enumerate(reports)]
+        cut: dict[tuple[str, tuple[int, ...]], CutChunk] = {}
+        for chunk in itertools.chain.from_iterable(report.cut for report in reports):
+            cut.setdefault((chunk.array.key, chunk.index), chunk).local.update(chunk.local)
         own = next(manifest for manifest in manifests if manifest.rank == self._rank)
-        _put_together(reports, own, attempt, self.options)
+        arrays = {chunk.array.key: (chunk.array, False) for chunk in cut.values()}
+        writes = [_joined(chunk) for chunk in cut.values()]
+        write_chunks(attempt, self.options, own, arrays.values(), writes)
+        own.seconds["write"] += perf_counter() - start
         about = About(
             common_backend=(BACKEND, VERSION),
             record={MEMBER: record.to_json()},
-            world_size=len(results),
+            world_size=len(reports),
             seconds=perf_counter() - self._started,
         )
         publish(attempt, self.options, manifests, about)

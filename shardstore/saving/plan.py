@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardstore.dict_utils import nested_values
-from shardstore.errors import AccessPatternError, CheckpointingException
+from shardstore.errors import AccessPatternError, CheckpointingException, DTypeMismatchError
 from shardstore.mapping import ShardedStateDict, ShardedTensor, is_main_replica
 from shardstore.saving.replicas import Shard, SharedWrites, identity
 from shardstore.saving.sources import CutChunk, TensorSource, WritePlan, fetched
@@ -57,7 +57,10 @@ def array_meta(
         KeyNameError: the key cannot be stored.
     """
     layouts = layouts or Layouts()
-    name = dtypes.zarr_name(tensor.dtype)
+    try:
+        name = dtypes.zarr_name(tensor.dtype)
+    except DTypeMismatchError as error:
+        raise DTypeMismatchError(f"key {tensor.key!r}: {error}", key=tensor.key) from error
     size = dtypes.itemsize(name)
     shape = tensor.global_shape
     if tensor.axis_fragmentations is not None:
