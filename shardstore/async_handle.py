@@ -16,7 +16,8 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent import futures
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -153,10 +154,8 @@ class AsyncSave:
     def __init__(self, session: SaveSession, request: AsyncRequest, at_exit: str) -> None:
         self.url = session.target.url
         self._running: tuple[SaveSession, AsyncRequest] | None = (session, request)
-        self._record: dict[str, Any] = {}
-        self._error: BaseException | None = None
         self._is_seen = False
-        self._finished = threading.Event()
+        self._end: Future[dict[str, Any]] = Future()
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
         # A daemon thread, so that the exit functions run and decide whether to wait for it.
         self._thread = threading.Thread(target=self._run, name="shardstore-save", daemon=True)
@@ -174,17 +173,15 @@ class AsyncSave:
                 request.async_fn(*request.async_fn_args, **request.async_fn_kwargs)
             for finalize in request.finalize_fns:
                 finalize()
-            self._record = session.record
+            self._end.set_result(session.record)
         except BaseException as error:
-            self._error = error
             logger.error("asynchronous save to %s failed: %s", self.url, error)
-        finally:
-            self._running = None  # frees memory, because a program may keep the handle
-            self._finished.set()
+            self._end.set_exception(error)
+        self._running = None  # frees memory, because a program may keep the handle
 
     def done(self) -> bool:
         """Return whether the save has ended: committed on all ranks, or failed on all ranks."""
-        return self._finished.is_set()
+        return self._end.done()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the end of the save.
@@ -196,7 +193,7 @@ class AsyncSave:
         Returns:
             Whether the save has ended.
         """
-        return self._finished.wait(timeout)
+        return not futures.wait([self._end], timeout).not_done
 
     def wait_staged(self, timeout: float | None = None) -> bool:
         """Wait until the state may be changed. Call it before the next optimizer step.
@@ -226,7 +223,7 @@ class AsyncSave:
         if not self.wait(timeout):
             raise TimeoutError(f"the save to {self.url} is still running after {timeout} s")
         self._is_seen = True
-        return self._error
+        return self._end.exception()
 
     def result(self, timeout: float | None = None) -> dict[str, Any]:
         """Wait for the end of the save and return the commit record.
@@ -245,7 +242,7 @@ class AsyncSave:
         error = self.exception(timeout)
         if error is not None:
             raise error
-        return dict(self._record)
+        return dict(self._end.result())
 
     def abort(self) -> None:
         """Stop writing, so that no rank commits. A commit that has begun is not stopped."""
@@ -257,26 +254,27 @@ class AsyncSave:
     def _leave(self) -> None:
         """End the handle in a forked child: the thread and the save belong to the parent."""
         self._is_seen = True
-        if self.done():
+        if self._running is None:
             return
-        self._error = SaveInProgressError(
-            f"the asynchronous save to {self.url} belongs to the parent process {os.getppid()}; "
-            "wait for it there",
-            url=self.url,
+        self._end = Future()  # a thread may have held the lock of the old one
+        self._end.set_exception(
+            SaveInProgressError(
+                f"the asynchronous save to {self.url} belongs to the parent process "
+                f"{os.getppid()}; wait for it there",
+                url=self.url,
+            )
         )
-        self._finished = threading.Event()  # a thread may have held the lock of the old event
-        self._finished.set()
 
     def _at_exit(self) -> None:
         if self._aborts:
             self.abort()
-        self._finished.wait(ABORT_WAIT_S if self._aborts else None)
+        self.wait(ABORT_WAIT_S if self._aborts else None)
 
     def _tell(self) -> None:
         """At exit, print the error if the program never asked for it, and set exit code 1."""
-        if self._error is not None and not self._is_seen:
+        if self.done() and not self._is_seen and (error := self._end.exception()) is not None:
             print(f"the asynchronous save to {self.url} failed:", file=sys.stderr)
-            traceback.print_exception(self._error)
+            traceback.print_exception(error)
             for file in gc.get_objects():  # os._exit does not flush open files
                 if isinstance(file, io.TextIOBase | io.BufferedIOBase):
                     with suppress(Exception):

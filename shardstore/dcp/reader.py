@@ -13,7 +13,8 @@ import os
 import pickle
 import secrets
 import weakref
-from collections.abc import Callable, Mapping, MutableSequence
+from collections import UserList
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
@@ -57,7 +58,7 @@ logger = logging.getLogger(__name__)
 _at_home: weakref.WeakValueDictionary[bytes, SentItems] = weakref.WeakValueDictionary()
 
 
-class SentItems(MutableSequence[ReadItem]):
+class SentItems(UserList[ReadItem]):
     """A rank's read items, sent as bytes that are unpickled only on access.
 
     DCP sends the items to the coordinator and back. Back on their own rank they are the original
@@ -71,36 +72,21 @@ class SentItems(MutableSequence[ReadItem]):
     def kept(cls, items: list[ReadItem]) -> SentItems:
         """Return items to send. The caller keeps a reference to them until they are back."""
         made = cls(secrets.token_bytes(16), b"")
-        made._items = items
+        made.data = items
         _at_home[made._token] = made
         return made
 
     @cached_property
-    def _items(self) -> list[ReadItem]:
+    def data(self) -> list[ReadItem]:  # type: ignore[override]
+        """The items."""
         # Safe: the bytes come from a rank of the process group, as this object does.
         found: list[ReadItem] = pickle.loads(self._packed)
         return found
 
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._items[index]
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        self._items[index] = value
-
-    def __delitem__(self, index: Any) -> None:
-        del self._items[index]
-
-    def insert(self, index: int, value: ReadItem) -> None:
-        """Insert an item."""
-        self._items.insert(index, value)
-
     def __reduce__(self) -> tuple[Any, ...]:
-        if "_items" in vars(self) and self is not _at_home.get(self._token):
-            return list, (self._items,)  # accessed, and perhaps changed
-        self._packed = self._packed or pickle.dumps(self._items)
+        if "data" in vars(self) and self is not _at_home.get(self._token):
+            return list, (self.data,)  # accessed, and perhaps changed
+        self._packed = self._packed or pickle.dumps(self.data)
         return _arrived, (self._token, self._packed)
 
 
@@ -247,13 +233,13 @@ class StorageReader(Placed, DcpStorageReader):
     def _find_values(self, stored: StoredCheckpoint) -> Mapping[str, StatePath]:
         """Set ``_tensors`` (tensors of the common values) and ``_values`` (functions that return
         other values), both by flat key. Return the path of each key in the nested state dict."""
-        url, place = stored.location.url, stored.location.place
-        root, record = stored.root, None
-        if root is not None and (record := StateRecord.from_root(root.attributes, url)):
-            objects = {key: ShardedObject(key, None, (1,), (0,)) for key in record.files}
+        url, place, root = stored.location.url, stored.location.place, stored.root
+        record = None if root is None else StateRecord.from_root(root.attributes, url)
+        self._tensors, self._values = {}, {}
+        if record is not None:
             paths: Mapping[str, StatePath] = record.paths
-            self._tensors = {}
-            self._values = {key: partial(record.value, key, url) for key in record.values}
+            objects = {key: ShardedObject(key, None, (1,), (0,)) for key in record.files}
+            self._values.update((key, partial(record.value, key, url)) for key in record.values)
         else:
             _, common = verify_checkpoint_and_load_strategy(place)
             try:
@@ -273,12 +259,11 @@ class StorageReader(Placed, DcpStorageReader):
                     ", ".join(map(repr, both[:8])),
                 )
             flat = {key: value for key, value in flat.items() if key not in both}
-            self._tensors = {key: value for key, value in flat.items() if _is_dense(value)}
-            self._values = {
-                key: partial(lambda value: value, value)
-                for key, value in flat.items()
-                if key not in self._tensors
-            }
+            for key, value in flat.items():
+                if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                    self._tensors[key] = value
+                else:
+                    self._values[key] = partial(flat.__getitem__, key)
             # An object of one shard is named by its key, other objects by their unique keys.
             objects = {
                 sharded.key if sharded.global_shape == (1,) else unique_key: sharded
@@ -375,7 +360,3 @@ class StorageReader(Placed, DcpStorageReader):
         torch.save(self._values[key](), stream)
         stream.seek(0)
         return stream
-
-
-def _is_dense(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided

@@ -268,11 +268,12 @@ class CheckpointManager:
         def job() -> None:
             with used:
                 handle.wait()
-            if handle._error is not None:  # exception() would count as asked by the program
+            # Not handle.exception(), which would count as asked by the program.
+            if handle._end.exception() is not None:
                 return
             self._steps.damaged.discard(about.step)
             if first:
-                note_save(self._steps, self.policy, about, handle._record)
+                note_save(self._steps, self.policy, about, handle._end.result())
 
         self._later(job)
         return handle
