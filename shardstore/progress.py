@@ -92,6 +92,8 @@ class Progress:
 ProgressCallback: TypeAlias = Callable[[Progress], None]
 """Called from any thread, one call at a time. If it raises an error, the error is logged, and the
 operation continues without it."""
+ProgressArgument: TypeAlias = ProgressCallback | Literal["bar"] | None
+"""The argument ``progress`` of operations: a callback, or ``"bar"``: a bar on standard error."""
 
 
 class Meter:
@@ -100,31 +102,19 @@ class Meter:
     Args:
         operation: see :class:`Progress`.
         url: see :class:`Progress`.
-        callback: called with each event; with ``None``, chunks are not counted.
+        callback: called with each event.
+
+    Attributes:
+        now: the current event.
     """
 
     def __init__(
         self, operation: Operation, url: str, callback: ProgressCallback | None = None
     ) -> None:
-        self._now = Progress(operation, "begin", url)
+        self.now = Progress(operation, "begin", url)
         self._callback = callback
         self._lock = threading.Lock()
         self._tell()
-
-    @property
-    def phase(self) -> Phase:
-        """The current phase of the operation."""
-        return self._now.phase
-
-    @property
-    def bytes_total(self) -> int:
-        """Number of bytes that this rank will write or read."""
-        return self._now.bytes_total
-
-    @property
-    def add(self) -> Callable[[int, int], None] | None:
-        """:meth:`count` if there is a callback, else ``None``."""
-        return None if self._callback is None else self.count
 
     @property
     def is_watched(self) -> bool:
@@ -145,27 +135,22 @@ class Meter:
 
     def _tell(self, phase: Phase | None = None, **more: int) -> None:
         with self._lock:
-            now = self._now
+            now = self.now
             sums = {name: getattr(now, name) + n for name, n in more.items()}
-            self._now = replace(now, phase=phase or now.phase, **sums)
+            self.now = replace(now, phase=phase or now.phase, **sums)
             try:
                 if self._callback is not None:
-                    self._callback(self._now)
+                    self._callback(self.now)
             except Exception as error:
                 self._callback = None
                 logger.warning(
-                    "%s of %s continues without its progress callback, which raised %s: %s",
-                    now.operation,
-                    now.url,
-                    type(error).__name__,
-                    error,
+                    f"{now.operation} of {now.url} continues without its progress callback, which "
+                    f"raised {type(error).__name__}: {error}"
                 )
 
 
 @contextmanager
-def metered(
-    operation: Operation, url: str, progress: ProgressCallback | Literal["bar"] | None
-) -> Iterator[Meter]:
+def metered(operation: Operation, url: str, progress: ProgressArgument) -> Iterator[Meter]:
     """Yield the meter of one operation. Its last event is ``"done"``, or ``"failed"`` on an error.
 
     Args:
@@ -182,13 +167,11 @@ def metered(
         yield meter
         phase = "done"
     finally:
-        if meter.phase != "failed":
+        if meter.now.phase != "failed":
             meter.enter(phase)
 
 
-def callback_of(
-    progress: ProgressCallback | Literal["bar"] | None, *, shows: bool = True
-) -> ProgressCallback | None:
+def callback_of(progress: ProgressArgument, *, shows: bool = True) -> ProgressCallback | None:
     """Return the callback for a ``progress`` argument.
 
     Args:

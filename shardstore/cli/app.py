@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from shardstore.cli import changing, checking, looking, pictures
+from shardstore.cli import changing, looking, pictures
 from shardstore.cli.options import WRONG_USE
 from shardstore.cli.printing import Warnings, complain, open_streams
 from shardstore.errors import CheckpointingException, DamagedCheckpointError
@@ -33,8 +33,8 @@ app = typer.Typer(
 for command in (
     looking.ls,
     looking.info,
-    checking.verify,
-    checking.diff,
+    looking.verify,
+    looking.diff,
     looking.stats,
     looking.show,
     pictures.plot,

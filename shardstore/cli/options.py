@@ -8,18 +8,16 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from shardstore.cli.printing import complain
-from shardstore.errors import CheckpointingException, NotACheckpointError
+from shardstore.errors import CheckpointingException
 from shardstore.inspection import opened
-from shardstore.inspection.opened import OpenCheckpoint, StoredArray
-from shardstore.storage.commit.identity import instead, node_type
+from shardstore.inspection.opened import OpenCheckpoint, StoredArray, matcher
 from shardstore.storage.stores.errors import CLIENT_OPTIONS, OPTIONS
 from shardstore.storage.stores.location import Location
 
@@ -130,28 +128,6 @@ def open_checkpoint(place: str, options: Sequence[str] | None = None) -> OpenChe
         others = f" (and {len(ckpt.refused) - 1} more)" if len(ckpt.refused) > 1 else ""
         complain(f"left out an array{others}: {next(iter(ckpt.refused.values()))}")
     return ckpt
-
-
-def require_no_array(location: Location) -> None:
-    """Raise :class:`NotACheckpointError` for the folder of a single array, and say what to do."""
-    if node_type(location) == "array":
-        url = location.url
-        raise NotACheckpointError(f"{url} is not a checkpoint: {instead(location)}", url=url)
-
-
-def matcher(patterns: Sequence[str] | None) -> Callable[[str], bool]:
-    """Return a function that tells whether a key matches a pattern: a key, a prefix up to a dot or
-    slash, or a shell pattern. Without patterns, all keys match."""
-
-    def wanted(key: str) -> bool:
-        return not patterns or any(
-            key == pattern
-            or key.startswith((f"{pattern}.", f"{pattern}/"))
-            or fnmatchcase(key, pattern)
-            for pattern in patterns
-        )
-
-    return wanted
 
 
 def choose(ckpt: OpenCheckpoint, patterns: Sequence[str] | None) -> dict[str, StoredArray]:

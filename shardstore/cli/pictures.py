@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardstore.cli import options as opt
-from shardstore.cli.checking import verdict
-from shardstore.cli.looking import Module, describe, modules, summary
+from shardstore.cli.looking import Module, describe, modules, summary, verdict
 from shardstore.cli.printing import complain, emit, say
 from shardstore.inspection.opened import clean, counted, human_bytes
 from shardstore.storage.format.documents import ArrayMeta
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from shardstore.inspection.statistics import Statistics
+    from shardstore.inspection.values import Statistics
     from shardstore.inspection.verify import Finding, Verified
     from shardstore.storage.format.manifest import Manifest
 
@@ -94,7 +93,7 @@ def plot(
     storage_option: opt.Options = None,
 ) -> None:
     """Draw an SVG: chunks and ranks of an array, a histogram of its values, or sizes by module."""
-    from shardstore.inspection.statistics import histogram, measure
+    from shardstore.inspection.values import histogram, measure
 
     ckpt = opt.open_checkpoint(checkpoint, storage_option)
     output = output or f"{kind.value}.svg"
@@ -131,7 +130,7 @@ def report(
     storage_option: opt.Options = None,
 ) -> None:
     """Write one self-contained HTML page about a checkpoint."""
-    from shardstore.inspection.statistics import histogram, measure
+    from shardstore.inspection.values import histogram, measure
     from shardstore.inspection.verify import verify
 
     ckpt = opt.open_checkpoint(checkpoint, storage_option)

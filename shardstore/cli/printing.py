@@ -15,9 +15,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from shardstore.inspection.opened import clean
-
-GAP = "  "
+from shardstore.inspection.opened import aligned, cells, clean
 
 
 def say(*lines: str) -> None:
@@ -66,39 +64,24 @@ def columns(wide: bool = False) -> int | None:
     return max(1, shutil.get_terminal_size().columns)
 
 
-def cells(text: str) -> int:
-    """Return the columns that a text needs on a terminal."""
-    if text.isascii():
-        return len(text)
-    from rich.cells import cell_len
-
-    return cell_len(text)
-
-
-def print_table(
-    rows: Sequence[Sequence[str]], align: str, width: int | None, names: Sequence[str] = ()
-) -> None:
+def print_table(rows: Sequence[Sequence[str]], align: str, width: int | None) -> None:
     """Print rows in columns. Fold cells if the rows are wider than the terminal.
 
     Args:
         rows: rows with the same number of cells.
         align: ``<`` or ``>`` for each column.
         width: columns of the terminal; ``None``: no limit.
-        names: names of the columns.
     """
-    rows = [list(map(clean, row)) for row in (*([names] if names else ()), *rows)]
-    widths = [max(map(cells, column)) for column in zip(*rows, strict=True)]
-    if width is None or sum(widths) + len(GAP) * (len(widths) - 1) <= width:
-        for row in rows:
-            spaces = [" " * (n - cells(text)) for text, n in zip(row, widths, strict=True)]
-            parts = zip(row, spaces, align, strict=True)
-            print(GAP.join(gap + t if side == ">" else t + gap for t, gap, side in parts).rstrip())
+    rows = [list(map(clean, row)) for row in rows]
+    lines = aligned(rows, align)
+    if width is None or max(map(cells, lines), default=0) <= width:
+        say(*lines)
         return
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, len(GAP), 0, 0))
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     for side in align:
         table.add_column(justify="right" if side == ">" else "left", overflow="fold")
     for row in rows:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,7 @@ from shardstore.errors import (
     DamagedCheckpointError,
     NotACheckpointError,
 )
-from shardstore.progress import Operation, ProgressCallback, callback_of, log_event, metered
+from shardstore.progress import Operation, ProgressArgument, callback_of, log_event, metered
 from shardstore.storage.commit.identity import is_ours
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
@@ -79,7 +79,7 @@ def convert(
     source_format: str | None = None,
     target_format: str | None = None,
     memory_budget: int = DEFAULT_MEMORY_BUDGET,
-    progress: ProgressCallback | Literal["bar"] | None = None,
+    progress: ProgressArgument = None,
     overwrite: bool = False,
     resume: bool = True,
     verify: bool = True,

@@ -52,8 +52,8 @@ class ZarrSource:
     def extras(self) -> Extras:
         """Return the common part as stored, and the sharded objects."""
         ckpt = self._ckpt
-        attributes = {name: v for name, v in ckpt.attributes.items() if name != "shardstore"}
-        record = StateRecord.from_root(ckpt.attributes, ckpt.url)
+        attributes = {name: v for name, v in ckpt.attrs.items() if name != "shardstore"}
+        record = StateRecord.from_root(ckpt.attrs, ckpt.url)
         objects: dict[str, Callable[[], Any]] = {}
         if record is None or record.files:
             objects = {key: partial(ckpt.objects.__getitem__, key) for key in ckpt.objects}

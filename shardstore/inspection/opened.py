@@ -11,9 +11,10 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import islice, product
 from operator import index as integer
@@ -107,9 +108,7 @@ def _single(location: Location, name: str) -> OpenCheckpoint:
     """Open a single array of another program; its key is the name of its folder."""
     text = location.read(name)
     if name == "zarr.json" and not is_foreign_node(text):
-        raise NotACheckpointError(
-            f"{location.url} is not a checkpoint: {instead(location)}", url=location.url
-        )
+        raise no_checkpoint(location)
     folder, _, node = location.url.rpartition("/")
     parse = parse_array if name == "zarr.json" else parse_v2_array
     array = parse(node, text, f"{location.url}/{name}")
@@ -178,16 +177,11 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
         return sum(map(array_bytes, self.metas.values()))
 
     @cached_property
-    def attributes(self) -> dict[str, Any]:
+    def attrs(self) -> dict[str, Any]:
         """Attributes of the root group."""
         if self.stored.root is not None:
             return self.stored.root.attributes
         return _loads_if_there(self.stored, ".zattrs")
-
-    @property
-    def attrs(self) -> dict[str, Any]:
-        """Attributes of the root group."""
-        return self.attributes
 
     @cached_property
     def common(self) -> dict[str, Any]:
@@ -201,7 +195,7 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
         """
         from shardstore.values.record import StateRecord
 
-        record = StateRecord.from_root(self.attributes, self.url)
+        record = StateRecord.from_root(self.attrs, self.url)
         if record is not None:
             objects = {key: self.objects[f"{key}/shard_0_1"] for key in record.files}
             return record.nested(self.url, objects)
@@ -219,7 +213,7 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
     @property
     def content_metadata(self) -> Any:
         """The JSON-serialisable part of ``content_metadata``; ``None`` if the save had none."""
-        return self.attributes.get("content_metadata")
+        return self.attrs.get("content_metadata")
 
     @cached_property
     def info(self) -> dict[str, Any]:
@@ -236,9 +230,7 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
             writer = f"shardstore {commit['shardstore']}"
         return {
             "url": self.url,
-            "written_by": f"shardstore {commit['shardstore']}"
-            if "shardstore" in commit
-            else writer,
+            "written_by": writer,
             "created": commit.get("created"),
             "zarr_format": 2 if any(meta.zarr_format == 2 for meta in metas) else 3,
             "backend": _loads_if_there(stored, CONFIG_NAME) or None,
@@ -288,7 +280,7 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
         location = self.stored.location
         if not self.is_foreign:
             self.stored.read(reads)
-        elif location.is_local or location.url.startswith(("s3://", "s3a://")):
+        elif location.is_local or location.is_s3:
             from shardstore.storage.movers.tensorstore_reader import TensorStoreReader
 
             for read in reads:
@@ -305,16 +297,11 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
         return replace(meta, codecs=None, document=self.document(meta))
 
     def __repr__(self) -> str:
-        rows = [
-            (_shortened(clean(key)), str(meta.shape), meta.dtype, human_bytes(array_bytes(meta)))
-            for key, meta in _ends(self.metas.items())
-        ]
-        rows.insert(0, ("key", "shape", "dtype", "bytes"))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            f"{key:<{widths[0]}}  {shape:<{widths[1]}}  {dtype:<{widths[2]}}  {size:>{widths[3]}}"
-            for key, shape, dtype, size in rows
-        ]
+        rows = [("key", "shape", "dtype", "bytes")]
+        for key, meta in _ends(self.metas.items()):
+            size = human_bytes(array_bytes(meta))
+            rows.append((_shortened(clean(key)), str(meta.shape), meta.dtype, size))
+        lines = aligned(rows, "<<<>")
         if len(self) > SHOWN:
             lines.insert(1 + SHOWN // 2, f"... {len(self) - SHOWN:,} more")
         total = f"{counted(len(self), 'array')}, {human_bytes(self.nbytes)}"
@@ -367,16 +354,11 @@ class StoredArray:
         return dtypes.numpy_dtype(self.meta.dtype)
 
     @cached_property
-    def attributes(self) -> dict[str, Any]:
+    def attrs(self) -> dict[str, Any]:
         """Attributes of the array."""
         if self.meta.zarr_format == 2:
             return _loads_if_there(self.checkpoint.stored, f"{self.meta.node}/.zattrs")
         return dict(json.loads(self.checkpoint.document(self.meta)).get("attributes") or {})
-
-    @property
-    def attrs(self) -> dict[str, Any]:
-        """Attributes of the array."""
-        return self.attributes
 
     @property
     def tensorstore(self) -> Any:
@@ -534,8 +516,7 @@ def _pieces(ranges: Sequence[range], edge: int) -> list[tuple[range, slice]]:
     """Cut ranges with steps at chunk borders; return each part with its slice of the result."""
     out = []
     start = 0
-    for whole in ranges:
-        rest = whole
+    for rest in ranges:
         while rest:
             count = len(rest)
             if rest.step != 1:
@@ -543,8 +524,6 @@ def _pieces(ranges: Sequence[range], edge: int) -> list[tuple[range, slice]]:
                 border = low + edge - 1 if rest.step > 0 else low
                 count = min(count, (border - rest[0]) // rest.step + 1)
             part, rest = rest[:count], rest[count:]
-            if len(part) == 1:
-                part = range(part[0], part[0] + 1)
             out.append((part, slice(start, start + count)))
             start += count
     return out
@@ -633,12 +612,60 @@ def missing(key: str, known: Iterable[str], what: str) -> MissingKeyError:
     return MissingKeyError(f"{key!r} is not {what}; {hint}", key=key)
 
 
+def no_checkpoint(location: Location) -> NotACheckpointError:
+    """Return the error for a place that is not a checkpoint, such as an array of one."""
+    url = location.url
+    return NotACheckpointError(f"{url} is not a checkpoint: {instead(location)}", url=url)
+
+
+def matcher(patterns: Sequence[str] | None) -> Callable[[str], bool]:
+    """Return a function that tells whether a key matches a pattern: a key, a prefix up to a dot or
+    slash, or a shell pattern. Without patterns, all keys match."""
+
+    def wanted(key: str) -> bool:
+        return not patterns or any(
+            key == pattern
+            or key.startswith((f"{pattern}.", f"{pattern}/"))
+            or fnmatchcase(key, pattern)
+            for pattern in patterns
+        )
+
+    return wanted
+
+
 def clean(text: str) -> str:
     """Escape all unprintable characters of a text: ESC becomes ``\\x1b``, a newline ``\\n``."""
     if text.isprintable():
         return text
     shown = (c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
     return "".join(shown)
+
+
+def cells(text: str) -> int:
+    """Return the columns that a text needs on a terminal."""
+    if text.isascii():
+        return len(text)
+    from rich.cells import cell_len
+
+    return cell_len(text)
+
+
+def aligned(rows: Sequence[Sequence[str]], align: str) -> list[str]:
+    """Return rows as lines whose cells are aligned in columns.
+
+    Args:
+        rows: rows with the same number of cells.
+        align: ``<`` or ``>`` for each column.
+    """
+    widths = [max(map(cells, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        padded = []
+        for text, side, width in zip(row, align, widths, strict=True):
+            gap = " " * (width - cells(text))
+            padded.append(gap + text if side == ">" else text + gap)
+        lines.append("  ".join(padded).rstrip())
+    return lines
 
 
 def counted(count: int, what: str) -> str:

@@ -12,18 +12,14 @@ import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from fnmatch import fnmatchcase
 from functools import partial
 from itertools import islice
 from time import perf_counter
 from typing import Any, Literal
 
-from shardstore.errors import (
-    CheckpointingException,
-    ChunkMissingError,
-    DamagedCheckpointError,
-)
-from shardstore.progress import Meter, ProgressCallback, log_event, metered
+from shardstore.errors import CheckpointingException, ChunkMissingError, DamagedCheckpointError
+from shardstore.inspection.opened import matcher
+from shardstore.progress import Meter, ProgressArgument, log_event, metered
 from shardstore.storage.checkpoint import OWN_FILES, ReplacedError, StoredCheckpoint
 from shardstore.storage.format.documents import ArrayMeta, RootDocument, parse_array
 from shardstore.storage.format.grid import Grid
@@ -115,14 +111,15 @@ def verify(
     keys: Sequence[str] = (),
     hashes: bool = False,
     threads: int | None = None,
-    progress: ProgressCallback | Literal["bar"] | None = None,
+    progress: ProgressArgument = None,
 ) -> Verified:
     """Verify a checkpoint. One process calls it; it changes nothing.
 
     Args:
         stored: the checkpoint.
         found: called for each finding, from any thread, one call at a time.
-        keys: patterns (``fnmatch``) of the keys to verify; all, and foreign files too, if empty.
+        keys: keys to verify, prefixes of them up to a dot or slash, or shell patterns; all, and
+            foreign files too, if empty.
         hashes: compare the 128-bit hashes of the manifest in addition to the checksums.
         threads: number of reading threads; default: one per processor, more for an object store.
         progress: called with a :class:`~shardstore.progress.Progress`, one call at a time; or
@@ -159,22 +156,21 @@ _Job = tuple[int, Callable[[], None]]
 """The bytes of some chunks (0 for another file), and a function that verifies them."""
 
 
+@dataclass
 class _Verification:
-    """One run of :func:`verify`."""
+    """One run of :func:`verify`, with its arguments."""
 
-    def __init__(
-        self,
-        stored: StoredCheckpoint,
-        found: Callable[[Finding], None],
-        keys: Sequence[str],
-        hashes: bool,
-        threads: int | None,
-        meter: Meter,
-    ) -> None:
-        self.stored, self.found, self.keys = stored, found, keys
-        self.hashes, self.threads, self.meter = hashes, threads, meter
-        self.location = stored.location
-        self.url = stored.location.url
+    stored: StoredCheckpoint
+    found: Callable[[Finding], None]
+    keys: Sequence[str]
+    hashes: bool
+    threads: int | None
+    meter: Meter
+
+    def __post_init__(self) -> None:
+        self.location = self.stored.location
+        self.url = self.location.url
+        self.wants = matcher(self.keys)
         self.root: RootDocument | None = None
         self.root_is_damaged = False
         self.manifest: Manifest | None = None
@@ -216,7 +212,7 @@ class _Verification:
         if self.root_is_damaged:
             nodes |= self._undescribed(nodes)
         jobs = self._file_jobs(top, nodes, common_backend)
-        wanted = [meta for meta in arrays if self._wants(meta.key)]
+        wanted = [meta for meta in arrays if self.wants(meta.key)]
         self.result.arrays = len(wanted)
         for array in list(wanted):
             try:
@@ -248,9 +244,6 @@ class _Verification:
             else:
                 self.result.notes += 1
             self.found(Finding(kind, severity, text, path, **about))
-
-    def _wants(self, key: str) -> bool:
-        return not self.keys or any(fnmatchcase(key, pattern) for pattern in self.keys)
 
     def _names_below(self, node: str) -> Iterable[str]:
         """Return the names of all files below a node, relative to it."""
@@ -380,7 +373,7 @@ class _Verification:
         known = {node.partition("/")[0] for node in nodes}.union(OWN_FILES)
         for name in top:
             key = key_of(name) or name
-            if name in known or not self._wants(key):
+            if name in known or not self.wants(key):
                 continue
             entries = self._entries(name)
             objects = [entry for entry in entries if object_place(entry)]
@@ -395,7 +388,7 @@ class _Verification:
         for name in () if self.root is None else self.root.file_sums:
             node, _, file = name.rpartition("/")
             key = key_of(node) or node
-            if name in self.seen or not self._wants(key) or self.location.exists(name):
+            if name in self.seen or not self.wants(key) or self.location.exists(name):
                 continue
             if place := object_place(file):
                 self._object_missing(name, place[0], key)
@@ -477,8 +470,8 @@ class _Verification:
                 rank = None if self.manifest is None else self.manifest.writer(array, index)
                 by = "" if rank is None else f", written by rank {rank}"
                 text = f"chunk {index} of key {array.key!r} {problem.text}: PATH{by}"
-                about: dict[str, Any] = {"key": array.key, "chunk": index, "rank": rank}
-                self._report(f"chunk-{problem.kind}", name, text, **about)
+                kind = f"chunk-{problem.kind}"
+                self._report(kind, name, text, key=array.key, chunk=index, rank=rank)
         manifest = self.manifest
         checked = array.has_crc or (manifest is not None and manifest.first_row(array) is not None)
         with self.lock:
@@ -489,13 +482,12 @@ class _Verification:
 
     def _check_document(self, array: ArrayMeta, names: set[str]) -> None:
         """Compare an array's own document with the root's copy."""
-        root, name = self.root, f"{array.node}/{array.document_name}"
-        about: dict[str, Any] = {"key": array.key}
+        root, name, key = self.root, f"{array.node}/{array.document_name}", array.key
         if root is None or (saved := root.texts.get(array.node)) is None:
             return
         if array.document_name not in names and not root.array_documents:
             return
-        path = f"PATH (key {array.key!r})"
+        path = f"PATH (key {key!r})"
         try:
             data = self.location.read(name)
             if data == saved and root.array_documents:
@@ -503,23 +495,23 @@ class _Verification:
             own, copy = map(_without_nothing, (data, saved))
         except FileNotFoundError:
             text = f"{path} is missing: readers that open the array by its path do not find it"
-            self._report("document-missing", name, text, **about)
+            self._report("document-missing", name, text, key=key)
             return
         except (OSError, ValueError) as error:
-            self._report("document-damaged", name, f"{path} is damaged: {error}", **about)
+            self._report("document-damaged", name, f"{path} is damaged: {error}", key=key)
             return
         if own != copy:
             dicts = isinstance(own, dict) and isinstance(copy, dict)
             parts = sorted(set(own) | set(copy)) if dicts else []
             differ = ", ".join(part for part in parts if own.get(part) != copy.get(part))
             text = f"{path} differs from the root's copy in {differ or 'everything'}"
-            self._report("document-differs", name, text, **about)
+            self._report("document-differs", name, text, key=key)
         elif not root.array_documents:
             text = (
                 f"{path} is not part of the checkpoint, which was saved without array documents; "
                 "it equals the root's copy"
             )
-            self._report("foreign", name, text, "note", **about)
+            self._report("foreign", name, text, "note", key=key)
 
     def _check_folder(self, array: ArrayMeta, names: set[str]) -> None:
         """Find sharded objects and foreign files in an array's folder."""

@@ -38,7 +38,7 @@ def read_chunks(context: LoadContext, plan: ReadPlan, *, read: Read | None = Non
     if read is not None:
         context = replace(context, group=None)
     stored, meter = context.stored, context.meter
-    done = None if meter is None else meter.add
+    done = meter.count if meter is not None and meter.is_watched else None
     exchange: Exchange | None = None
     with context.together(), torch.no_grad():
         regions = [region for one in plan.values() for region in one.regions]

@@ -244,9 +244,9 @@ def _run_once(
         log_event(
             logger,
             "load",
-            f"{location.url}: loaded, {meter.bytes_total} bytes on rank 0 in {seconds:.3f} s",
+            f"{location.url}: loaded, {meter.now.bytes_total} bytes on rank 0 in {seconds:.3f} s",
             url=location.url,
-            bytes=meter.bytes_total,
+            bytes=meter.now.bytes_total,
             seconds=seconds,
             world_size=ranks.world_size,
         )

@@ -35,7 +35,7 @@ from shardstore.manager.restore import (
 from shardstore.manager.retention import Retention, note_save
 from shardstore.manager.steps import MARK, StepInfo, Steps, branches, mark_of, number_of
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
-from shardstore.progress import ProgressCallback, callback_of
+from shardstore.progress import ProgressArgument, ProgressCallback, callback_of
 from shardstore.saving.run import SaveCall
 from shardstore.serialization import begin_save, load
 from shardstore.storage.movers.parallel import yield_to_others
@@ -332,7 +332,7 @@ class CheckpointManager:
         *,
         verify_first: bool = False,
         discard_later: bool = False,
-        progress: ProgressCallback | Literal["bar"] | None = None,
+        progress: ProgressArgument = None,
         **options: Any,
     ) -> Restored | None:
         """Load the newest undamaged step, see :meth:`latest`.

@@ -387,8 +387,8 @@ class SaveSession:
 
     def _written(self, item: ChunkWrite, record: ChunkRecord) -> None:
         self.manifest.add_chunk(item.array, item.index, record)
-        if self.meter.add is not None:
-            self.meter.add(item.array.chunk_bytes, 1)
+        if self.meter.is_watched:
+            self.meter.count(item.array.chunk_bytes)
         if self.failure is not None:
             raise self.failure
 

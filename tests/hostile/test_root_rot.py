@@ -18,7 +18,7 @@ import shardstore
 from shardstore import CheckpointManager, ShardedObject, ShardedTensor
 from shardstore.convert.conversion import convert
 from shardstore.errors import CheckpointingException, DamagedCheckpointError
-from shardstore.inspection.statistics import measure
+from shardstore.inspection.values import measure
 from shardstore.inspection.verify import Finding, verify
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.checkpoints import delete_checkpoint

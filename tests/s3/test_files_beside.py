@@ -22,7 +22,7 @@ from shardstore.errors import (
     NotACheckpointError,
     StorageError,
 )
-from shardstore.inspection.difference import compare
+from shardstore.inspection.values import compare
 from shardstore.inspection.verify import Finding, verify
 from shardstore.mapping import ShardedObject, ShardedTensor
 from shardstore.storage.checkpoint import StoredCheckpoint

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import shardstore
 from shardstore.cli.pictures import MAX_CELLS, cells, drawn_axes
 from shardstore.inspection.opened import StoredArray
-from shardstore.inspection.statistics import histogram, measure
+from shardstore.inspection.values import histogram, measure
 from shardstore.mapping import ShardedTensor
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box, Grid

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardstore.cli import app, options
-from shardstore.inspection import statistics
+from shardstore.inspection import values
 from shardstore.inspection.opened import OpenCheckpoint, StoredArray
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.format.documents import ArrayMeta
@@ -29,7 +29,7 @@ def test_it_is_told(
 
 def test_what_is_read_in_threads_ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each piece may be a request to a slow store."""
-    monkeypatch.setattr(statistics, "default_threads", lambda: 2)
+    monkeypatch.setattr(values, "default_threads", lambda: 2)
     begun = threading.Event()
     pieces = 0
 
@@ -45,5 +45,5 @@ def test_what_is_read_in_threads_ends_soon(monkeypatch: pytest.MonkeyPatch) -> N
     meta = ArrayMeta("w", "w", Grid((4000,), (4,)), "float32")
     ckpt = OpenCheckpoint(stored, {"w": meta})
     with pytest.raises(KeyboardInterrupt):
-        statistics.stream(ckpt.values(), work, lambda array, error: None)
-    assert pieces <= 3 * statistics.BATCH_CHUNKS
+        values.stream(list(ckpt.values()), work, lambda array, found: None)
+    assert pieces <= 3 * values.BATCH_CHUNKS

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardstore
-from shardstore.cli.printing import cells, print_table
-from shardstore.inspection.opened import clean
+from shardstore.cli.printing import print_table
+from shardstore.inspection.opened import cells, clean
 from shardstore.mapping import ShardedTensor
 from tests.helpers.cli_checkpoints import Cli
 from tests.helpers.terminal import plain, written_to_terminal

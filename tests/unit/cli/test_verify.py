@@ -360,6 +360,7 @@ def test_the_command(place: Path, cli: Cli) -> None:
         "chunk-crc": ("layers.0.weight", [0, 0], 0),
     }
     assert cli("verify", place, "counts").code == 0
+    assert cli("verify", place, "layers.0").code == 1  # a prefix, as in `ls`
     assert "no key matches" in cli.refused("verify", place, "nothing")
     (place / "zarr.json").write_text("{")
     assert cli("verify", place).code == 1
