@@ -164,11 +164,8 @@ def inspect_types(x: Any, prefix: tuple[Any, ...] = (), indent: int = 4) -> None
 
 def nested_values(x: dict[Any, Any] | list[Any]) -> Iterator[Any]:
     """Yield every value of nested dicts and lists, in order."""
-    for value in x.values() if isinstance(x, dict) else x:
-        if isinstance(value, dict | list):
-            yield from nested_values(value)
-        else:
-            yield value
+    for _, _, value in nested_items_iter(x):
+        yield value
 
 
 def nested_items_iter(
@@ -187,8 +184,7 @@ def nested_items_iter(
 
 def dict_map(f: Callable[[Any], Any], d: dict[Any, Any]) -> None:
     """Replace every value ``v`` of nested dicts and lists by ``f(v)``, in place."""
-    for container, key, value in nested_items_iter(d):
-        container[key] = f(value)
+    dict_list_map_inplace(f, d)
 
 
 def dict_map_with_key(f: Callable[[Any, Any], Any], d: dict[Any, Any]) -> None:

@@ -22,6 +22,7 @@ from shardstore.distributed.groups import (
 )
 from shardstore.errors import CheckpointingException
 from shardstore.mapping import ShardedStateDict, ShardedTensor, is_main_replica
+from shardstore.sharded.layouts import data_shape
 from shardstore.utils import _sharded_tensor_shard_id, _ShardId
 
 T = TypeVar("T", bound=Hashable)
@@ -95,14 +96,6 @@ def _orderable(shard_id: Any) -> Any:
     if isinstance(shard_id, tuple):
         return tuple(_orderable(part) for part in shard_id)
     return shard_id
-
-
-def data_shape(sh_ten: ShardedTensor) -> tuple[int, ...]:
-    """Return the shape of a shard's local data; 1-D for a flattened range."""
-    if sh_ten.flattened_range is not None:
-        start, stop, _ = sh_ten.flattened_range.indices(math.prod(sh_ten.local_shape))
-        return (max(0, stop - start),)
-    return tuple(sh_ten.local_shape)
 
 
 def determine_main_replica_uniform_distribution(

@@ -23,6 +23,7 @@ from shardstore.mapping import (
     ShardedTensorFactory,
     StateDict,
 )
+from shardstore.sharded.layouts import data_shape
 from shardstore.utils import extract_sharded_tensors_and_factories
 
 logger = logging.getLogger(__name__)
@@ -103,12 +104,7 @@ def make_sharded_optimizer_tensor(
     if isinstance(model_param, ShardedTensorFactory):
         return replace(model_param, key=key, data=optim_param)
     shape = tuple(optim_param.shape)
-    if model_param.flattened_range is None:
-        expected = model_param.local_shape
-    else:
-        start, stop = model_param._flat_bounds()
-        expected = (stop - start,)
-    if shape != expected:
+    if shape != (expected := data_shape(model_param)):
         raise ShapeMismatchError(
             f"{key}: optimizer state has shape {shape}, its parameter has {expected}; "
             "name state with another shape than its parameter (such as a step count) in "

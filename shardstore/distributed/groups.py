@@ -52,11 +52,17 @@ def raise_together(group: Group, what: str) -> Iterator[None]:
 def any_rank(flag: bool, group: Group = None) -> bool:
     """Return whether the flag is true on any rank of a group. Every rank calls it and waits for
     all."""
+    return bool(largest([int(flag)], group)[0])
+
+
+def largest(numbers: list[int], group: Group = None) -> list[int]:
+    """Return the largest number of any rank at each position. Every rank of the group calls it with
+    as many numbers, and waits for all."""
     if group_size(group) == 1:
-        return flag
-    said = torch.tensor([int(flag)], device=exchange_device(group))
+        return numbers
+    said = torch.tensor(numbers, dtype=torch.int64, device=exchange_device(group))
     torch.distributed.all_reduce(said, op=torch.distributed.ReduceOp.MAX, group=group)
-    return bool(said.item())
+    return said.tolist()
 
 
 def gathered(value: T, group: Group = None) -> list[T]:

@@ -26,10 +26,9 @@ from shardstore.errors import (
     MissingKeyError,
     ShapeMismatchError,
 )
-from shardstore.exchange_utils import data_shape
 from shardstore.loading.host import HostRead
 from shardstore.mapping import ShardedStateDict, ShardedTensor
-from shardstore.sharded.layouts import flat_bounds, local_box
+from shardstore.sharded.layouts import data_shape, flat_bounds, local_box
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box, flat_range_boxes

@@ -50,6 +50,14 @@ def flat_bounds(tensor: ShardedTensor) -> tuple[int, int]:
     return tensor._flat_bounds()
 
 
+def data_shape(tensor: ShardedTensor) -> tuple[int, ...]:
+    """Return the shape of a shard's local data; 1-D for a flattened range."""
+    if tensor.flattened_range is None:
+        return tensor.local_shape
+    start, stop = flat_bounds(tensor)
+    return (stop - start,)
+
+
 def as_flat_range(rows: ShardedTensor) -> ShardedTensor:
     """Return a shard of whole rows as a flattened range of the global tensor."""
     shape = rows.global_shape

@@ -20,9 +20,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from shardstore.distributed.groups import exchange_device, group_rank, has_ranks
+from shardstore.distributed.groups import gathered, group_rank, largest
 from shardstore.errors import CheckpointingException, RanksError
 from shardstore.storage.movers.parallel import yield_to_others
 
@@ -84,7 +83,7 @@ class AsyncRequest(NamedTuple):
             _run(self, _staged_args(self))
         except Exception as caught:
             error = caught
-        _agree(done=True, error=error, call_idx=self.call_idx, no_dist=False)
+        _agree(True, error, self.call_idx, no_dist=False)
         _finalize(self, no_dist=False)
 
     def execute_finalize_fns(self, validate_matching_call_idx: bool = True) -> int:
@@ -272,7 +271,7 @@ class AsyncCallsQueue:
         done = blocking or future.done()
         error = future.exception() if done else None
         try:
-            if not _agree(done=done, error=error, call_idx=request.call_idx, no_dist=no_dist):
+            if not _agree(done, error, request.call_idx, no_dist=no_dist):
                 return False
         except CheckpointingException:
             self.async_calls.popleft()
@@ -343,7 +342,7 @@ class AsyncCaller:
         Args:
             is_alive: 1 if this rank's call is in flight, else 0.
         """
-        return _agree(done=not is_alive, error=None, call_idx=0, no_dist=False)
+        return _agree(not is_alive, None, 0, no_dist=False)
 
     def close(self, abort: bool = False) -> None:
         """End the thread, see :meth:`AsyncCallsQueue.close`."""
@@ -398,20 +397,14 @@ def _finalize(request: AsyncRequest, no_dist: bool) -> None:
             finalize_fn()
     except Exception as caught:
         error = caught
-    _agree(
-        done=True,
-        error=error,
-        call_idx=request.call_idx,
-        no_dist=no_dist,
-        doing="finalising",
-    )
+    _agree(True, error, request.call_idx, no_dist=no_dist, doing="finalising")
 
 
 def _agree(
-    *,
     done: bool,
     error: BaseException | None,
     call_idx: int,
+    *,
     no_dist: bool,
     doing: str = "running",
 ) -> bool:
@@ -420,22 +413,12 @@ def _agree(
     It reduces four integers. After a failure it also gathers the error texts.
     """
     rank = group_rank(None)
-    in_flight, newest, minus_oldest = int(not done), call_idx, -call_idx
+    state = [int(not done), int(error is not None), call_idx, -call_idx]
     text = None if error is None else f"{type(error).__name__}: {error}"
-    failures = {} if text is None else {rank: text}
-    if not no_dist and has_ranks():
-        state = torch.tensor(
-            [in_flight, len(failures), call_idx, -call_idx],
-            dtype=torch.int64,
-            device=exchange_device(None),
-        )
-        dist.all_reduce(state, op=dist.ReduceOp.MAX)
-        in_flight, failed, newest, minus_oldest = state.tolist()
-        if failed:
-            texts: list[str | None] = [None] * dist.get_world_size()
-            dist.all_gather_object(texts, text)
-            failures = {r: text for r, text in enumerate(texts) if text is not None}
-    if failures:
+    in_flight, failed, newest, minus_oldest = state if no_dist else largest(state)
+    if failed:
+        texts = {rank: text} if no_dist else dict(enumerate(gathered(text)))
+        failures = {r: text for r, text in texts.items() if text is not None}
         listed = "; ".join(f"rank {r}: {text}" for r, text in sorted(failures.items()))
         raise RanksError(
             f"Asynchronous save, {doing} call {call_idx}, failed on {listed}. "

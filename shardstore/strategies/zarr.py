@@ -316,14 +316,13 @@ def _create_or_open_zarr_arrays(
     layouts: Layouts = pickle.loads(
         ranks.together(told, what=what, decide=lambda all_: pickle.dumps(merge_layouts(all_)))
     )
-    error: Exception | None = None
-    try:
+
+    def create() -> None:
         for tensor in sharded_tensors:
             if _should_create_array(tensor):
                 _create_zarr_array(tensor, checkpoint_dir, layouts)
-    except Exception as problem:
-        error = problem
-    ranks.together(what=what, error=error)
+
+    ranks.step(what, create)
     found: list[ZarrArray | None] = []
     for tensor in sharded_tensors:
         if is_main_replica(tensor.replica_id):
