@@ -56,11 +56,13 @@ class DcpSource:
         """Return the common part and sharded objects; values as JSON if they have a JSON form."""
         files = self._files
         if self._place.exists(COMMON_STATE_NAME):
-            objects = {key: partial(self._unwrapped, key) for key in files.objects}
+            objects = {key: partial(files.read_unwrapped, key) for key in files.objects}
             return Extras(self._place.read(COMMON_STATE_NAME), objects=objects)
         if (common := f"{COMMON_OBJECT}/shard_0_1") in files.objects:  # Megatron-Core 0.19
-            others = {key: partial(self._unwrapped, key) for key in files.objects if key != common}
-            return Extras(dump_bytes(self._unwrapped(common)), objects=others)
+            others = {
+                key: partial(files.read_unwrapped, key) for key in files.objects if key != common
+            }
+            return Extras(dump_bytes(files.read_unwrapped(common)), objects=others)
         values: dict[str, Any] = {}
         found: dict[str, Callable[[], Any]] = {}
         for key in files.objects:
@@ -73,11 +75,6 @@ class DcpSource:
             else:
                 values[key] = document
         return Extras(None, StateRecord(files.paths, values), found)
-
-    def _unwrapped(self, key: str) -> Any:
-        """Return an object without the list of one in which Megatron-Core stores it."""
-        value = self._files.read_object(key)
-        return value[0] if isinstance(value, list) and len(value) == 1 else value
 
     def identity(self) -> list[Any]:
         """Return the stamp of ``.metadata``."""

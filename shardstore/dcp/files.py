@@ -41,7 +41,7 @@ from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box, Grid, flat_range_boxes
 from shardstore.storage.format.names import DCP_METADATA_NAME as METADATA_NAME
 from shardstore.storage.format.names import require_inside
-from shardstore.storage.movers.chunks import RegionRead
+from shardstore.storage.movers.chunks import ReadDone, RegionRead
 from shardstore.storage.movers.ranges import FileRanges, RangeFile
 from shardstore.storage.stores.location import Location
 from shardstore.values.torch_archive import Records
@@ -92,18 +92,18 @@ class _Properties(_Inert):
         self.dtype = state[0]
 
 
-_RECORDS: dict[str, type] = {"TensorProperties": _Properties, "MCoreMetadata": Metadata}
-for _kind in (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-    _StorageInfo,
-):
-    _RECORDS[_kind.__name__] = _kind
-_BUILTIN = {"Size": tuple, "OrderedDict": dict}
-_BUILTIN |= {kind.__name__: kind for kind in (dict, frozenset, list, set, tuple)}
+_RECORDS: dict[str, type] = {
+    "BytesStorageMetadata": BytesStorageMetadata,
+    "ChunkStorageMetadata": ChunkStorageMetadata,
+    "MCoreMetadata": Metadata,
+    "Metadata": Metadata,
+    "MetadataIndex": MetadataIndex,
+    "TensorProperties": _Properties,
+    "TensorStorageMetadata": TensorStorageMetadata,
+    "_StorageInfo": _StorageInfo,
+}
+_BUILTIN: dict[str, type] = {kind.__name__: kind for kind in (dict, frozenset, list, set, tuple)}
+_BUILTIN |= {"Size": tuple, "OrderedDict": dict}
 
 
 class _Unpickler(BoundedUnpickler):
@@ -182,15 +182,25 @@ class DcpFiles:
             ) from error
         raise NotACheckpointError(f"{url} is not the metadata of a DCP checkpoint", url=url)
 
-    def read(self, reads: Sequence[RegionRead]) -> None:
+    def read(self, reads: Sequence[RegionRead], done: ReadDone | None = None) -> None:
         """Read regions of tensors into their destinations.
+
+        Args:
+            reads: the regions.
+            done: called after each, with its bytes and 1.
 
         Raises:
             ChunkMissingError: a file is missing.
             DamagedCheckpointError: a file does not match the metadata, or a part of a region is
                 not stored.
         """
-        self._ranges.read_all(reads, self._read_one)
+
+        def work(read: RegionRead) -> None:
+            self._read_one(read)
+            if done is not None:
+                done(read.out.nbytes, 1)
+
+        self._ranges.read_all(reads, work)
 
     def _read_one(self, read: RegionRead) -> None:
         key, box = read.array.key, read.box
@@ -240,6 +250,12 @@ class DcpFiles:
                 key=key,
                 url=path,
             ) from error
+
+    def read_unwrapped(self, key: str) -> Any:
+        """Load an object without the list of one in which Megatron-Core stores it. Raises the
+        errors of :meth:`read_object`."""
+        value = self.read_object(key)
+        return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
 
     def read_object(self, key: str) -> Any:
         """Load an object with :func:`.load_bytes`.

@@ -56,7 +56,7 @@ from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Grid
 from shardstore.storage.format.names import COMMON_OBJECT, COMMON_STATE_NAME
 from shardstore.storage.format.names import DCP_METADATA_NAME as METADATA_NAME
-from shardstore.storage.movers.chunks import ChunkWrite, ReadDone, RegionRead, chunk_parts
+from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.parallel import run_batched
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
@@ -590,16 +590,9 @@ class TorchDistLoadShardedStrategy(ReadsOwnFormat, LoadShardedStrategy):
         values = list(nested_values(sharded_state_dict))
         tensors = [value for value in values if isinstance(value, ShardedTensor)]
         plan = plan_reads(tensors, files.arrays, url, cast=context.cast or self.cast)
-
-        def read(reads: Sequence[RegionRead], done: ReadDone | None) -> None:
-            files.read(reads)
-            if done is not None:
-                for region in reads:
-                    done(region.out.nbytes, sum(1 for _ in chunk_parts(region)))
-
-        read_chunks(context, plan, read=read)
+        read_chunks(context, plan, read=files.read)
         objects = {
-            id(value): _unwrapped(files.read_object(value.unique_key))
+            id(value): files.read_unwrapped(value.unique_key)
             for value in values
             if isinstance(value, ShardedObject)
         }
@@ -664,15 +657,8 @@ class TorchDistCommonLoadStrategy(TorchCommonLoadStrategy):
         if context_of(checkpoint_dir).stored.has_document(COMMON_STATE_NAME):
             return super().load_common(checkpoint_dir)
         key = ShardedObject(COMMON_OBJECT, None, (1,), (0,)).unique_key
-        loaded: StateDict = _unwrapped(DcpFiles.open(checkpoint_dir).read_object(key))
+        loaded: StateDict = DcpFiles.open(checkpoint_dir).read_unwrapped(key)
         return loaded
-
-
-def _unwrapped(value: Any) -> Any:
-    """Return the item of a list of one, in which Megatron-Core stores an object."""
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes) and len(value) == 1:
-        return value[0]
-    return value
 
 
 def register_default_torch_dist_strategies() -> None:

@@ -202,7 +202,7 @@ class LocalShardsContainer(torch.Tensor):
         """Find a shard by its offset.
 
         Args:
-            index: has the offset; its position, if it has one, is tried first.
+            index: has the offset; the position, a hint, is ignored.
 
         Returns:
             The local data of the shard.
@@ -215,11 +215,7 @@ class LocalShardsContainer(torch.Tensor):
                 f"A shard of {index.fqn!r} can only be looked up by its offset, which is missing"
             )
         offset = torch.Size(index.offset)
-        shards = self._local_shards
-        if index.index is not None and 0 <= index.index < len(shards):
-            # Try the hint first, then the other positions.
-            shards = [shards[index.index], *shards]
-        for shard in shards:
+        for shard in self._local_shards:
             if any(chunk.offsets == offset for chunk in shard.__create_chunk_list__()):
                 found: torch.Tensor = shard.__get_tensor_shard__(index)
                 return found

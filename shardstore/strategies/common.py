@@ -305,12 +305,7 @@ def _missing(location: Location, sharded: ShardedObject) -> MissingKeyError:
 
 def register_default_common_strategies() -> None:
     """Register the default strategies of the common part."""
-    register_default_strategy(
-        StrategyAction.SAVE_COMMON, BACKEND, VERSION, TorchCommonSaveStrategy(BACKEND, VERSION)
-    )
-    register_default_strategy(
-        StrategyAction.LOAD_COMMON, BACKEND, VERSION, TorchCommonLoadStrategy()
-    )
-    register_default_strategy(
-        StrategyAction.LOAD_COMMON, record.BACKEND, record.VERSION, JsonCommonLoadStrategy()
-    )
+    save, load = StrategyAction.SAVE_COMMON, StrategyAction.LOAD_COMMON
+    register_default_strategy(save, BACKEND, VERSION, TorchCommonSaveStrategy())
+    register_default_strategy(load, BACKEND, VERSION, TorchCommonLoadStrategy())
+    register_default_strategy(load, record.BACKEND, record.VERSION, JsonCommonLoadStrategy())
