@@ -450,7 +450,7 @@ def remove_sharded_tensors(
     """
     with opened(checkpoint_dir, storage_options) as context:
         strategy, _ = find_strategies(context)
-        strategy.remove_sharded_tensors(context.stored.location.place, key_prefix)
+    strategy.remove_sharded_tensors(context.stored.location.place, key_prefix)
 
 
 def get_default_load_sharded_strategy(checkpoint_dir: str | Path) -> LoadShardedStrategy:

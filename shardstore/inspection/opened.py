@@ -201,9 +201,11 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
             return record.nested(self.url, objects)
         if self.is_foreign and not self.stored.has_document(COMMON_STATE_NAME):
             return {}
+        from shardstore.loading.context import LoadContext, using
         from shardstore.serialization import load_common_state_dict
 
-        return load_common_state_dict(self.stored.location.place)
+        with using(LoadContext(stored=self.stored)):
+            return load_common_state_dict(self.stored.location.place)
 
     @cached_property
     def objects(self) -> StoredObjects:
@@ -538,7 +540,8 @@ class StoredObjects(Mapping[str, Any]):
     @cached_property
     def names(self) -> dict[str, str]:
         """Unique key -> name of the file below the checkpoint."""
-        split = [(*name.partition("/")[::2], name) for name in self._stored.object_files()]
+        with self._stored.unless_replaced():
+            split = [(*name.partition("/")[::2], name) for name in self._stored.object_files()]
         return {
             f"{key_of(node) or node}/{file.rpartition('.')[0]}": name
             for node, file, name in split
@@ -553,13 +556,14 @@ class StoredObjects(Mapping[str, Any]):
         from shardstore.strategies.common import load_file
 
         name = self.names[key]
-        try:
-            data = self._stored.document(name)
-        except FileNotFoundError as error:
-            raise DamagedCheckpointError(
-                f"{error}: the name is listed but is not a file", key=key
-            ) from None
-        self._stored.check_file(name, data)
+        with self._stored.unless_replaced():
+            try:
+                data = self._stored.document(name)
+            except FileNotFoundError as error:
+                raise DamagedCheckpointError(
+                    f"{error}: the name is listed but is not a file", key=key
+                ) from None
+            self._stored.check_file(name, data)
         return load_file(name, data, f"{self._stored.location.url}/{name}", key)
 
     def __iter__(self) -> Iterator[str]:

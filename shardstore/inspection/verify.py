@@ -11,6 +11,7 @@ import os
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
@@ -174,6 +175,8 @@ class _Verification:
         self.root: RootDocument | None = None
         self.root_is_damaged = False
         self.manifest: Manifest | None = None
+        with suppress(CheckpointingException):  # _read_arrays() reports it
+            _ = stored.root  # read before the listing, to detect a replacement between the two
         # All names in an object store, sorted: one listing instead of one per array.
         self.listed = [] if self.location.is_local else self.location.remote.walk()
         # Names of the objects' files that were verified or reported.

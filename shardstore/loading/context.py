@@ -112,10 +112,11 @@ def opened(
     """
     location = location_of(checkpoint_dir, storage_options)
     context = context_of(location)
-    if not location.is_local and not context.stored.documents:
+    is_read = context.stored.documents or "root" in vars(context.stored)
+    if not location.is_local and not is_read:
         documents = read_documents(location, ["zarr.json"])
         context = replace(context, stored=StoredCheckpoint(location, documents=documents))
-    with using(context):
+    with using(context), context.stored.unless_replaced():
         yield context
 
 

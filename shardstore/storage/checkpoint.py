@@ -20,6 +20,7 @@ from shardstore.errors import (
     StorageError,
 )
 from shardstore.storage.commit.identity import instead
+from shardstore.storage.commit.inventory import ATTEMPTS, is_committed
 from shardstore.storage.format.documents import (
     CHUNK_SUMS,
     ArrayMeta,
@@ -55,12 +56,18 @@ SHOWN = 4
 MANY_CHUNKS = 100_000
 """Above this number of chunks of an array, its files are counted before a read allocates anything
 for each chunk."""
+_MISSING = -1
+"""Stands for the checksum of a root document that does not exist."""
 LAYOUT = ("zarr", 2)
 """Backend and version in ``metadata.json`` of checkpoints with a root document."""
 
 
 class ReplacedError(StorageError):
     """The checkpoint was replaced or deleted during a read."""
+
+
+class UnfinishedError(ReplacedError, NotACheckpointError):
+    """A save or a deletion in an object store has begun, and no checkpoint is committed there."""
 
 
 class StoredCheckpoint:
@@ -85,8 +92,11 @@ class StoredCheckpoint:
         self.refused: Refused | None = None
         self._threads = threads
         self._lock = threading.Lock()
-        text = self.documents.get("zarr.json")
-        self._seen = None if text is None else crc32c(text, 0)  # the root document that was read
+        # Checksum of the root document that was read.
+        self._seen: int | None = None
+        if "zarr.json" in self.documents:
+            text = self.documents["zarr.json"]
+            self._seen = _MISSING if text is None else crc32c(text, 0)
 
     def document(self, name: str) -> bytes:
         """Return the content of a small document.
@@ -101,6 +111,8 @@ class StoredCheckpoint:
             if data is None:
                 raise FileNotFoundError(f"{self.location.url}/{name}")
         except FileNotFoundError:
+            if name == "zarr.json":
+                self._seen = _MISSING
             if name not in ("zarr.json", CONFIG_NAME, MANIFEST_NAME):
                 self.require_unnamed(name)
             raise
@@ -109,14 +121,26 @@ class StoredCheckpoint:
         return data
 
     def require_unchanged(self) -> None:
-        """Raise :class:`ReplacedError` if the root document changed since it was read."""
+        """Raise :class:`ReplacedError` if the root document changed since it was read, or if an
+        object store has none because a save or a deletion has begun."""
+        place, begun = self.location, []
         try:
-            changed = self._seen not in (None, crc32c(self.location.read("zarr.json"), 0))
+            # The root document is read last: a save that has committed by then is not unfinished.
+            if not place.is_local and not is_committed(place):
+                begun = place.remote.listing(ATTEMPTS)
+            found = crc32c(place.read("zarr.json"), 0)
         except FileNotFoundError:
-            changed = self._seen is not None
+            found = _MISSING
         except StorageError:
             return
-        if changed:
+        if begun and found == _MISSING:
+            raise UnfinishedError(
+                f"{place.url} is being replaced or deleted: a save or a deletion has begun there "
+                f"({ATTEMPTS}/{begun[-1]}), and no checkpoint is committed. Read again after it "
+                "has finished; if its process died, save again, or read another checkpoint",
+                url=place.url,
+            )
+        if self._seen not in (None, found):
             raise self._replaced()
 
     def _replaced(self) -> ReplacedError:
@@ -172,8 +196,10 @@ class StoredCheckpoint:
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return
         if layout == LAYOUT:
-            if found.startswith("is missing") and self.location.exists("zarr.json"):
-                raise self._replaced()  # the document was written between the two reads
+            if found.startswith("is missing"):
+                self.require_unchanged()
+                if not self.location.exists(CONFIG_NAME):
+                    raise self._replaced()  # deleted since it was read
             url = f"{self.location.url}/zarr.json"
             raise DamagedCheckpointError(
                 f"{url}, the root document, {found} a checkpoint whose {CONFIG_NAME} says that it "
@@ -469,9 +495,10 @@ class StoredCheckpoint:
 
     def require(self) -> None:
         """Raise :class:`NotACheckpointError` if there is neither a root document nor
-        ``metadata.json``."""
+        ``metadata.json``, and :class:`ReplacedError` if another process writes or deletes them."""
         if self.root is not None or self.has_document(CONFIG_NAME):
             return
+        self.require_unchanged()
         url, found = self.location.url, "it has neither zarr.json nor metadata.json"
         if self.location.is_local and not self.location.exists():
             found = "it does not exist"

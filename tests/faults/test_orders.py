@@ -244,7 +244,7 @@ def read(place: Location) -> int | None:
     except (NotACheckpointError, ReplacedError):
         return None
     except DamagedCheckpointError as error:
-        # In an object store metadata.json is put before the root document, and goes after it.
+        # A save in an object store puts metadata.json first, and a sweep may have taken its claim.
         if place.is_local or "that was interrupted or still runs" not in error.message:
             raise
         return None

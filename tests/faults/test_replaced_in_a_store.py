@@ -1,0 +1,261 @@
+"""A checkpoint in an object store that is replaced while it is read is not called damaged.
+
+An object store has no rename: between two checkpoints a place holds none. The store in memory is
+exchanged for its state at each request of an overwrite, before each request of a reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+
+import shardstore
+from scripts.s3_servers import S3Server
+from shardstore.errors import NotACheckpointError
+from shardstore.inspection.verify import Finding, verify
+from shardstore.mapping import ShardedObject, ShardedTensor
+from shardstore.storage.checkpoint import ReplacedError, StoredCheckpoint, UnfinishedError
+from shardstore.storage.commit import objects as object_commit
+from shardstore.storage.stores.location import Location
+from shardstore.strategies.zarr import ZarrSaveShardedStrategy
+from tests.faults.test_crash_at_every_request import Killed, MortalFileSystem
+
+PLACE = "watched://runs/c"
+Objects = dict[str, Any]
+Place = str | Path
+Reader = Callable[[Place], int]
+
+
+class WatchedFileSystem(MortalFileSystem):
+    """A store in memory that calls a function before each request."""
+
+    protocol = "watched"
+    before: Callable[[], None] | None = None
+
+    @classmethod
+    def request(cls) -> None:
+        if cls.before is not None:
+            cls.before()
+        MortalFileSystem.request()
+
+    def cat_file(self, *args: Any, **kwargs: Any) -> Any:
+        self.request()
+        return super().cat_file(*args, **kwargs)
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(object_commit, "SETTLE_S", 0.0)
+    fsspec.register_implementation("watched", WatchedFileSystem, clobber=True)
+    yield
+    WatchedFileSystem.before = None
+    put_back({})
+
+
+def put_back(objects: Objects) -> None:
+    MortalFileSystem.left = None
+    WatchedFileSystem.store.clear()
+    WatchedFileSystem.store.update(objects)
+    WatchedFileSystem.pseudo_dirs[:] = [""]
+
+
+def state(version: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"step": version, "o": ShardedObject("o", [version], (1,), (0,))}
+    for i in range(3):
+        value = torch.full((6, 8), float(10 * version + i))
+        found[f"w{i}"] = ShardedTensor.from_rank_offsets(f"w{i}", value)
+    only = torch.full((version,), float(version))
+    found["only"] = ShardedTensor.from_rank_offsets(f"only-{version}", only)
+    return found
+
+
+def save(version: int) -> None:
+    strategy = ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=128)
+    shardstore.save(state(version), PLACE, strategy, overwrite=True)
+
+
+# -- the readers: each returns the version that it read --------------------------------------------
+
+
+def load(place: Place) -> int:
+    asked = {key: value for key, value in state(0).items() if key != "only"}
+    return version_of(shardstore.load(asked, place))
+
+
+def load_keys(place: Place) -> int:
+    names = [f"w{i}" for i in range(3)]
+    loaded = shardstore.load_plain_tensors(place, keys=names)
+    return version_of({**loaded, "step": int(loaded["w0"][0, 0]) // 10}, objects=False)
+
+
+def load_common(place: Place) -> int:
+    version: int = shardstore.load_common_state_dict(place)["step"]
+    return version
+
+
+def load_names(place: Place) -> int:
+    (only,) = (key for key in shardstore.load_tensors_metadata(place) if key.startswith("only"))
+    return int(only[-1])
+
+
+def verification(place: Place) -> int:
+    findings: list[Finding] = []
+    assert verify(StoredCheckpoint(Location.of(place)), findings.append, threads=1).ok, findings
+    return 0
+
+
+def open_and_read(place: Place) -> int:
+    opened = shardstore.open(place)
+    values: Any = {key: torch.from_numpy(opened[key][:]) for key in opened if key[0] == "w"}
+    return version_of({**values, **opened.common, "o": opened.objects["o/shard_0_1"]})
+
+
+def version_of(loaded: Any, objects: bool = True) -> int:
+    version: int = loaded["step"]
+    assert not objects or loaded["o"] == [version]
+    for i in range(3):
+        assert torch.equal(loaded[f"w{i}"], torch.full((6, 8), float(10 * version + i)))
+    return version
+
+
+READERS = [load, load_keys, load_common, load_names, verification, open_and_read]
+RETRIED = [load, verification]
+
+
+# -- what is at the place during an overwrite ------------------------------------------------------
+
+
+def states_of(work: Callable[[], None]) -> list[Objects]:
+    """The objects at the place after each request of an operation that changed them."""
+    before = dict(WatchedFileSystem.store)
+    found, seen, requests = [before], contents(), 0
+    while True:
+        put_back(before)
+        MortalFileSystem.left = requests
+        try:
+            work()
+        except Killed:
+            pass
+        else:
+            return [*found, dict(WatchedFileSystem.store)]
+        finally:
+            MortalFileSystem.left = None
+        if contents() != seen:
+            found.append(dict(WatchedFileSystem.store))
+            seen = contents()
+        requests += 1
+
+
+def contents() -> dict[str, bytes]:
+    return {name: file.getvalue() for name, file in WatchedFileSystem.store.items()}
+
+
+def outcome(read: Reader, place: Place = PLACE) -> int | None:
+    """The version that a reader returns; ``None``: it says that there is none now."""
+    try:
+        return read(place)
+    except (ReplacedError, NotACheckpointError) as error:
+        text = f"{place} was replaced while it was read"
+        if isinstance(error, UnfinishedError):
+            text = f"{place} is being replaced or deleted"
+        elif not isinstance(error, ReplacedError):
+            text = str(place)
+            assert not any("/.attempts/" in name for name in WatchedFileSystem.store)
+        assert text in str(error)  # noqa: PT017 (one of several right answers)
+        return None
+
+
+def committed() -> bool:
+    return any(name.endswith("/c/zarr.json") for name in WatchedFileSystem.store)
+
+
+def requests_of(read: Reader) -> int:
+    calls = []
+    WatchedFileSystem.before = lambda: calls.append(0)  # type: ignore[assignment]
+    outcome(read)
+    WatchedFileSystem.before = None
+    return len(calls)
+
+
+def exchanges(
+    read: Reader, moments: Sequence[Objects], begun: int
+) -> Iterator[tuple[int | None, bool]]:
+    """Exchange the objects before each request of a reader that began at a moment."""
+    put_back(moments[begun])
+    for number in range(requests_of(read)):
+        for later in moments[begun + 1 + number % 3 :: 3]:
+            left = iter(range(number))
+
+            def exchange(left: Iterator[int] = left, later: Objects = later) -> None:
+                if next(left, None) is None:
+                    WatchedFileSystem.before = None
+                    put_back(later)
+
+            put_back(moments[begun])
+            WatchedFileSystem.before = exchange  # type: ignore[assignment]
+            found = outcome(read)
+            WatchedFileSystem.before = None
+            yield found, committed()
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_an_overwrite(read: Reader) -> None:
+    save(1)
+    moments = states_of(lambda: save(2))
+    assert len(moments) > 20
+    for begun in (0, len(moments) // 3, len(moments) - 4):
+        for found, is_committed in exchanges(read, moments, begun):
+            reads_again = begun == 0 and is_committed and read in RETRIED
+            assert found in ((0, 1, 2) if reads_again else (0, 1, 2, None))
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_a_deletion(read: Reader) -> None:
+    save(1)
+    moments = states_of(lambda: shardstore.delete_checkpoint(PLACE))
+    assert len(moments) > 5
+    for begun in range(0, len(moments), 6):
+        for found, _ in exchanges(read, moments, begun):
+            assert found in (0, 1, None)
+    put_back(moments[-1])
+    with pytest.raises(NotACheckpointError):
+        read(PLACE)
+
+
+def test_on_s3(s3_server: S3Server) -> None:
+    """The same bytes in a bucket: readers that begin at a moment of an overwrite, and one that has
+    opened the old checkpoint."""
+    target = Location.of(f"s3://{s3_server.new_bucket()}/c", **s3_server.storage_options)
+    place, there = target.place, dict[str, bytes]()
+
+    def put(objects: Objects) -> None:
+        put_back(objects)  # what outcome() compares with
+        new = {name.partition("/c/")[2]: data for name, data in contents().items()}
+        target.remote.delete(sorted(set(there) - set(new)))
+        for name in new:
+            if there.get(name) != new[name]:
+                target.write(name, new[name])
+        there.clear()
+        there.update(new)
+
+    save(1)
+    moments = states_of(lambda: save(2))
+    for moment in [*moments[1:-1:4], moments[-1]]:
+        put(moments[0])
+        opened = shardstore.open(place)
+        put(moment)
+        for read in READERS:
+            found = outcome(read, place)
+            assert found in (0, 1, 2) if committed() else found is None, read
+        with suppress(ReplacedError):
+            assert (opened["w1"][:] == 11).all()
+            assert opened.objects["o/shard_0_1"] == [1]
+    assert found == 2
+    with pytest.raises(ReplacedError):
+        opened["w1"][:]
