@@ -176,7 +176,7 @@ class _Verification:
         self.root_is_damaged = False
         self.manifest: Manifest | None = None
         with suppress(CheckpointingException):  # _read_arrays() reports it
-            _ = stored.root  # read before the listing, to detect a replacement between the two
+            _ = self.stored.root  # read before the listing, to detect a replacement between the two
         # All names in an object store, sorted: one listing instead of one per array.
         self.listed = [] if self.location.is_local else self.location.remote.walk()
         # Names of the objects' files that were verified or reported.
