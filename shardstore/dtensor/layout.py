@@ -140,8 +140,7 @@ def sharded_from_dtensor(key: str, tensor: DTensor, loading: bool) -> Any:
         loading: whether the tensor is loaded, not saved.
 
     Raises:
-        AccessPatternError: a placement is neither a shard nor a replica, or a DTensor on the meta
-            device has a shard order of its own.
+        AccessPatternError: a placement is neither a shard nor a replica.
     """
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
@@ -170,12 +169,11 @@ def sharded_from_dtensor(key: str, tensor: DTensor, loading: bool) -> Any:
     is_empty = not math.prod(shape)
     if not all(runs) and not is_empty:
         return LocalNonpersistentObject(tensor)
+    if loading and tensor.is_meta:
+        tensor = cast("DTensor", torch.empty_like(tensor, device=mesh.device_type))
     local = cast(Any, tensor.detach()).to_local()
     if hasattr(local, "wait"):
         local = local.wait()
-    made = tensor
-    if local.is_meta and loading:
-        local, made = _materialised(tensor, local)
     replica_id: ReplicaId = tuple(replica) or 0
     if is_empty:
         # No rank holds an element, and one rank creates the array.
@@ -189,7 +187,7 @@ def sharded_from_dtensor(key: str, tensor: DTensor, loading: bool) -> Any:
             shard.replica_id = replica_id
         return {str(i): shard for i, shard in enumerate(shards)}
 
-    return ShardedTensorFactory(key, local, build, lambda _: made)
+    return ShardedTensorFactory(key, local, build, lambda _: tensor)
 
 
 def _shards(
@@ -221,31 +219,6 @@ def _with_position(runs: Runs) -> list[tuple[int, int, int]]:
     return [(start, n, position) for (start, n), position in zip(runs, positions, strict=False)]
 
 
-def _materialised(tensor: DTensor, local: torch.Tensor) -> tuple[torch.Tensor, DTensor]:
-    from torch.distributed.tensor import DTensor as Kind
-
-    fresh = torch.empty_like(local, device=tensor.device_mesh.device_type)
-    if _order(tensor) != list(range(tensor.device_mesh.ndim)):
-        raise AccessPatternError(
-            "a DTensor on the meta device is cut by the dimensions of its mesh in an order of its "
-            f"own ({_spec_of(tensor).shard_order}), and a load cannot create such a DTensor; load "
-            "into one that has memory (torch.empty_like(tensor, device=...))"
-        )
-    made = Kind.from_local(
-        fresh,
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
-    return fresh, made
-
-
-def _spec_of(tensor: DTensor) -> Any:
-    return cast(Any, tensor)._spec
-
-
 def _order(tensor: DTensor) -> list[int]:
     """Return the dimensions of the mesh in the order in which they cut the axes.
 
@@ -256,7 +229,7 @@ def _order(tensor: DTensor) -> list[int]:
     order = list(range(tensor.device_mesh.ndim))
     if any(hasattr(placement, "split_factor") for placement in tensor.placements):
         return order
-    for entry in getattr(_spec_of(tensor), "shard_order", None) or ():
+    for entry in getattr(cast(Any, tensor)._spec, "shard_order", None) or ():
         for place, dim in zip(sorted(entry.mesh_dims), entry.mesh_dims, strict=True):
             order[place] = dim
     return order

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 from shardstore.errors import CheckpointExistsError, MissingKeyError
 from shardstore.storage.commit.attempt import Attempt
@@ -18,9 +17,6 @@ from shardstore.storage.movers.object_mover import ObjectMover
 from shardstore.storage.movers.parallel import default_threads, run_batched
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location, store_errors
-
-if TYPE_CHECKING:
-    import zarr
 
 
 def _create(location: Location, meta: ArrayMeta, text: str | None) -> None:
@@ -110,16 +106,12 @@ def root_arrays(location: Location) -> dict[str, ArrayMeta]:
     return {} if root.array_documents else root.arrays()
 
 
-def create_zarr_array(location: Location, meta: ArrayMeta) -> zarr.Array[Any]:
-    """Create an array and return zarr's handle of it.
+def create_array(location: Location, meta: ArrayMeta) -> None:
+    """Create an array.
 
     Raises:
         CheckpointExistsError: the array exists.
     """
-    import zarr  # takes a quarter of a second; saves and loads do not need it
-
-    from shardstore import zarr_dtypes  # noqa: F401 (teaches zarr bfloat16 and float8)
-
     url = f"{location.url}/{meta.node}"
     described = meta.key in root_arrays(location)
     if described or location.exists(f"{meta.node}/{meta.document_name}"):
@@ -127,7 +119,6 @@ def create_zarr_array(location: Location, meta: ArrayMeta) -> zarr.Array[Any]:
             f"Array {url} already exists; save to an empty folder", key=meta.key, url=url
         )
     _create(location, meta, documents.array_document(meta))
-    return zarr.open_array(url, mode="r+", storage_options=dict(location.options) or None)
 
 
 def mover_for(location: Location, options: SaveOptions, attempt: Attempt | None = None) -> Mover:

@@ -221,16 +221,13 @@ class AsyncCallsQueue:
         return request.call_idx
 
     def _start(self, request: AsyncRequest) -> Future[None]:
-        future: Future[None] = Future()
-        if request.async_fn is None:
-            future.set_result(None)
-            return future
         try:
             args = _staged_args(request)
         except Exception as error:
             # Raised here, only this rank would see it, and the others' next poll would hang.
-            future.set_exception(error)
-            return future
+            failed: Future[None] = Future()
+            failed.set_exception(error)
+            return failed
         executor = self._executor or ThreadPoolExecutor(
             1, thread_name_prefix="shardstore-save", initializer=yield_to_others
         )

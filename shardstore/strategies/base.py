@@ -63,11 +63,10 @@ def get_default_strategy(
         CheckpointingException: none is registered for them; the text lists the registered ones.
     """
     known = default_strategies[action.value]
-    if version is None:
-        _register_builtin_strategies(backend)
-        version = max((number for name, number in known if name == backend), default=1)
     if (backend, version) not in known:
         _register_builtin_strategies(backend)
+    if version is None:
+        version = max((number for name, number in known if name == backend), default=1)
     if (backend, version) not in known:
         for builtin in _BUILTIN_STRATEGIES:  # so that the text lists them all
             with suppress(CheckpointingException):

@@ -352,7 +352,9 @@ def _create_zarr_array(
         CheckpointExistsError: the array exists.
     """
     meta = array_meta(sharded_tensor, SaveOptions(), layouts=layouts)
-    return arrays.create_zarr_array(Location.of(checkpoint_dir), meta)
+    location = Location.of(checkpoint_dir)
+    arrays.create_array(location, meta)
+    return _open_zarr_array_verbose(location.child(meta.node).place, "r+")
 
 
 def _save_to_existing_array(sharded_tensor: ShardedTensor, arr: ZarrArray | None) -> None:

@@ -267,8 +267,11 @@ def an_order_of_shards_of_its_own(rank: int, world_size: int, folder: Path) -> N
 
     shardstore.save(state(), folder / "c")
     assert torch.equal(shardstore.load_plain_tensors(folder / "c")["w"], whole)
-    loaded = shardstore.load(state(-1.0), folder / "c")
-    assert torch.equal(loaded["w"].to_local(), mine)
+    meta = {"w": DTensor(mine.to("meta"), spec, requires_grad=False)}
+    for wanted in (state(-1.0), meta):
+        loaded = shardstore.load(wanted, folder / "c")
+        assert torch.equal(loaded["w"].to_local(), mine)
+        assert loaded["w"]._spec.shard_order == spec.shard_order
 
 
 def one_name_is_not_an_array_and_common_state(rank: int, world_size: int, folder: Path) -> None:

@@ -169,7 +169,7 @@ def test_an_array_that_the_root_alone_describes_is_not_created_again(tmp_path: P
     place = Location.of(tmp_path / "c")
     meta = arrays.read_array_meta(place, "w")
     with pytest.raises(CheckpointExistsError):
-        arrays.create_zarr_array(place, meta)
+        arrays.create_array(place, meta)
     assert not (tmp_path / "c" / "w" / "zarr.json").exists()
 
 
