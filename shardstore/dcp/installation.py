@@ -17,7 +17,6 @@ from typing import Any, Unpack
 import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
 
 from shardstore.dcp.reader import StorageReader
 from shardstore.dcp.writer import StorageWriter
@@ -27,19 +26,14 @@ from shardstore.storage.format.names import DCP_METADATA_NAME as METADATA_NAME
 from shardstore.storage.options import WriterKeywords
 from shardstore.storage.stores.location import Location
 
-_METADATA = "read_metadata"
-_OTHERS = (
+_METHODS = (
+    "read_metadata",
     "set_up_storage_reader",
     "prepare_local_plan",
     "prepare_global_plan",
     "read_data",
 )
 _KEPT = "_reader_of_shardstore"
-
-
-def is_of_dcp(location: Location) -> bool:
-    """Return whether a place holds a checkpoint that DCP's own storage wrote."""
-    return not is_ours(location) and location.exists(METADATA_NAME)
 
 
 def handing_on(new_reader: Callable[[], StorageReader]) -> dict[tuple[Any, str], Any]:
@@ -55,39 +49,34 @@ def handing_on(new_reader: Callable[[], StorageReader]) -> dict[tuple[Any, str],
     Returns:
         (class, name of the method) -> new method.
     """
-    read_before = getattr(FileSystemReader, _METADATA)
 
-    @functools.wraps(read_before)
-    def read_metadata(self: FileSystemReader, *args: Any, **kwargs: Any) -> Metadata:
-        vars(self).pop(_KEPT, None)
+    def reader_for(theirs: FileSystemReader, rank: int | None) -> StorageReader | None:
         # A rank is given for metadata of a single rank, which only DCP writes.
-        if kwargs.get("rank") is None and type(self.fs) is FileSystem:
-            # As in DCP, the path is not a URL, and ~ is not expanded.
-            place = os.path.abspath(self.path)
-            if is_ours(Location.of(place)):
-                reader = new_reader()
-                reader.reset(place)
-                vars(self)[_KEPT] = reader
-                return reader.read_metadata()
-        found: Metadata = read_before(self, *args, **kwargs)
-        return found
+        if rank is not None or type(theirs.fs) is not FileSystem:
+            return None
+        # As in DCP, the path is not a URL, and ~ is not expanded.
+        place = os.path.abspath(theirs.path)
+        if not is_ours(Location.of(place)):
+            return None
+        reader = new_reader()
+        reader.reset(place)
+        return reader
 
-    changes = {(FileSystemReader, name): _handed_on(name) for name in _OTHERS}
-    return {(FileSystemReader, _METADATA): read_metadata, **changes}
+    def method_of(name: str) -> Callable[..., Any]:
+        before = getattr(FileSystemReader, name)
 
+        @functools.wraps(before)
+        def method(self: FileSystemReader, *args: Any, **kwargs: Any) -> Any:
+            if name == "read_metadata":
+                vars(self)[_KEPT] = reader_for(self, kwargs.get("rank"))
+            reader = vars(self).get(_KEPT)
+            if reader is None:
+                return before(self, *args, **kwargs)
+            return getattr(reader, name)(*args, **kwargs)
 
-def _handed_on(name: str) -> Callable[..., Any]:
-    """Return a method that calls our reader if it read the metadata, else DCP's method."""
-    before = getattr(FileSystemReader, name)
+        return method
 
-    @functools.wraps(before)
-    def method(self: FileSystemReader, *args: Any, **kwargs: Any) -> Any:
-        reader = vars(self).get(_KEPT)
-        if reader is None:
-            return before(self, *args, **kwargs)
-        return getattr(reader, name)(*args, **kwargs)
-
-    return method
+    return {(FileSystemReader, name): method_of(name) for name in _METHODS}
 
 
 Place = str | os.PathLike[str]
@@ -167,8 +156,10 @@ def install(
     def choose(storage: Any, checkpoint_id: Place | None, reader: bool = False) -> Any:
         if storage is not None or not checkpoint_id:
             return before(storage, checkpoint_id, reader=reader)
-        if reader and is_of_dcp(Location.given(checkpoint_id, storage_options)):
-            return before(None, checkpoint_id, reader=True)
+        if reader:
+            place = Location.given(checkpoint_id, storage_options)
+            if not is_ours(place) and place.exists(METADATA_NAME):  # DCP's own storage wrote it
+                return before(None, checkpoint_id, reader=True)
         chosen: StorageWriter | StorageReader = new_reader() if reader else new_writer()
         chosen.reset(checkpoint_id)
         return chosen

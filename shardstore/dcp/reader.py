@@ -205,7 +205,7 @@ class StorageReader(Placed, DcpStorageReader):
             self._go_to(checkpoint_id)
         self._stored = self._sent = None
 
-    def read_metadata(self) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the metadata of the checkpoint, from one document. All ranks call it.
 
         Raises:

@@ -58,7 +58,7 @@ from shardstore.storage.format.names import COMMON_OBJECT, COMMON_STATE_NAME
 from shardstore.storage.format.names import DCP_METADATA_NAME as METADATA_NAME
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.parallel import run_batched
-from shardstore.storage.options import SaveOptions
+from shardstore.storage.options import SaveOptions, require_number
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import (
@@ -121,13 +121,9 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
             raise FormatVersionError(
                 f"backend {backend!r} has no version {version!r}, only {VERSION}"
             )
-        if not isinstance(thread_count, int) or thread_count < 1:
-            raise ArgumentError(f"thread_count={thread_count!r} must be a number of at least 1")
-        if separation_hint is not None and (
-            not isinstance(separation_hint, str)
-            or "/" in separation_hint
-            or separation_hint.startswith(".")
-        ):
+        require_number("thread_count", thread_count)
+        hint = separation_hint or ""
+        if not isinstance(hint, str) or "/" in hint or hint.startswith("."):
             raise ArgumentError(
                 f"separation_hint={separation_hint!r} must be how keys begin, such as "
                 "'optimizer.', and how a file's name may begin"

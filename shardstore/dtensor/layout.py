@@ -169,11 +169,14 @@ def sharded_from_dtensor(key: str, tensor: DTensor, loading: bool) -> Any:
     is_empty = not math.prod(shape)
     if not all(runs) and not is_empty:
         return LocalNonpersistentObject(tensor)
-    if loading and tensor.is_meta:
-        tensor = cast("DTensor", torch.empty_like(tensor, device=mesh.device_type))
     local = cast(Any, tensor.detach()).to_local()
     if hasattr(local, "wait"):
         local = local.wait()
+    made = tensor
+    if local.is_meta and loading:
+        local = torch.empty_like(local, device=mesh.device_type)
+        # With the same specification: torch.empty_like(tensor) loses the order of the shards.
+        made = cast(Any, type(tensor))(local, _spec_of(tensor), requires_grad=False)
     replica_id: ReplicaId = tuple(replica) or 0
     if is_empty:
         # No rank holds an element, and one rank creates the array.
@@ -187,7 +190,7 @@ def sharded_from_dtensor(key: str, tensor: DTensor, loading: bool) -> Any:
             shard.replica_id = replica_id
         return {str(i): shard for i, shard in enumerate(shards)}
 
-    return ShardedTensorFactory(key, local, build, lambda _: tensor)
+    return ShardedTensorFactory(key, local, build, lambda _: made)
 
 
 def _shards(
@@ -219,6 +222,10 @@ def _with_position(runs: Runs) -> list[tuple[int, int, int]]:
     return [(start, n, position) for (start, n), position in zip(runs, positions, strict=False)]
 
 
+def _spec_of(tensor: DTensor) -> Any:
+    return cast(Any, tensor)._spec
+
+
 def _order(tensor: DTensor) -> list[int]:
     """Return the dimensions of the mesh in the order in which they cut the axes.
 
@@ -229,7 +236,7 @@ def _order(tensor: DTensor) -> list[int]:
     order = list(range(tensor.device_mesh.ndim))
     if any(hasattr(placement, "split_factor") for placement in tensor.placements):
         return order
-    for entry in getattr(cast(Any, tensor)._spec, "shard_order", None) or ():
+    for entry in getattr(_spec_of(tensor), "shard_order", None) or ():
         for place, dim in zip(sorted(entry.mesh_dims), entry.mesh_dims, strict=True):
             order[place] = dim
     return order
