@@ -32,7 +32,7 @@ from shardstore.storage.format.grid import Box
 from shardstore.storage.format.names import COMMON_OBJECT, COMMON_STATE_NAME, CONFIG_NAME
 from shardstore.storage.format.names import DCP_METADATA_NAME as METADATA_NAME
 from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
-from shardstore.storage.movers.ranges import FileRanges
+from shardstore.storage.movers.ranges import read_bytes
 from shardstore.storage.stores.location import Location
 from shardstore.values.plain import NotPlainError
 from shardstore.values.record import StateRecord, as_text, is_long
@@ -157,12 +157,11 @@ class DcpTarget(FileTarget):
 
     def documents(self, extras: Extras) -> Iterator[tuple[str, bytes, bytes]]:
         """Yield key, expected bytes and stored bytes of each value that is not a tensor."""
-        ranges = FileRanges(self._at)
         for key, _, value in self._values(extras):
             stream, extent = io.BytesIO(), self._files.objects[key]
             torch.save(value, stream)
             stop = extent.offset + extent.length
-            yield key, stream.getvalue(), ranges.read(extent.file, extent.offset, stop)
+            yield key, stream.getvalue(), read_bytes(self._at, extent.file, extent.offset, stop)
 
     def publish(self) -> None:
         """Write the metadata, which makes the files a checkpoint.

@@ -27,7 +27,7 @@ from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box, Grid
 from shardstore.storage.movers.chunk_bytes import as_bytes
 from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
-from shardstore.storage.movers.ranges import FileRanges
+from shardstore.storage.movers.ranges import for_each_region, read_box, read_bytes
 from shardstore.storage.stores.location import Location, store_errors
 from shardstore.values.record import MEMBER, StateRecord
 
@@ -79,7 +79,7 @@ def _damaged(path: str, what: object) -> DamagedCheckpointError:
 
 
 def _read_header(
-    ranges: FileRanges, name: str
+    folder: Location, name: str
 ) -> tuple[dict[str, tuple[ArrayMeta, Place]], dict[str, str]]:
     """Return the tensors of a file, and its metadata.
 
@@ -87,13 +87,13 @@ def _read_header(
         DamagedCheckpointError: the file is truncated or not a safetensors file.
         DTypeMismatchError: a tensor has a data type that cannot be stored.
     """
-    path, size = ranges.path(name), ranges.size(name)
-    length = int.from_bytes(ranges.read(name, 0, 8), "little")
+    path, size = f"{folder.url}/{name}", folder.size(name)
+    length = int.from_bytes(read_bytes(folder, name, 0, 8), "little")
     if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
         raise _damaged(path, f"a header of {length} bytes in a file of {size}")
     found = {}
     try:
-        header = msgspec.json.decode(ranges.read(name, 8, 8 + length), type=dict[str, Any])
+        header = msgspec.json.decode(read_bytes(folder, name, 8, 8 + length), type=dict[str, Any])
         metadata = msgspec.convert(header.pop(METADATA, {}), dict[str, str])
         entries = msgspec.convert(header, dict[str, _Entry])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -119,7 +119,7 @@ class SafetensorsSource:
     """Safetensors files of one folder.
 
     Args:
-        ranges: reads the files.
+        folder: folder or prefix of the files.
         names: names of the files.
         weight_map: key -> name of the file, from the index; ``None``: all tensors of the files.
 
@@ -129,14 +129,14 @@ class SafetensorsSource:
     """
 
     def __init__(
-        self, ranges: FileRanges, names: Sequence[str], weight_map: Mapping[str, str] | None = None
+        self, folder: Location, names: Sequence[str], weight_map: Mapping[str, str] | None = None
     ) -> None:
-        self._ranges, self._names = ranges, names
+        self._folder, self._names = folder, names
         self.arrays: dict[str, ArrayMeta] = {}
         self._places: dict[str, Place] = {}
         self._metadata: dict[str, str] = {}
         for name in names:
-            found, metadata = _read_header(ranges, name)
+            found, metadata = _read_header(folder, name)
             self._metadata.update(metadata)
             for key, (array, place) in found.items():
                 if weight_map is None or weight_map.get(key) == name:
@@ -151,11 +151,10 @@ class SafetensorsSource:
             DamagedCheckpointError: a file is damaged or does not match the index.
         """
         folder, name = _named(place)
-        ranges = FileRanges(folder)
-        path = ranges.path(name)
+        path = f"{folder.url}/{name}"
         try:
             if not name.endswith(INDEX_SUFFIX):
-                return cls(ranges, [name])
+                return cls(folder, [name])
             document = folder.read(name)
         except FileNotFoundError:
             raise NotACheckpointError(f"{path} does not exist", url=path) from None
@@ -168,7 +167,7 @@ class SafetensorsSource:
         for file in names:
             if "/" in file or file not in beside:
                 raise _damaged(path, f"it names {file!r}, which is not a file in the same folder")
-        found = cls(ranges, names, weight_map)
+        found = cls(folder, names, weight_map)
         if missing := sorted(set(weight_map) - set(found.arrays)):
             raise _damaged(path, f"{missing[:4]} are in no file")
         return found
@@ -184,15 +183,15 @@ class SafetensorsSource:
         Raises:
             DamagedCheckpointError: a file is missing or truncated.
         """
-        self._ranges.read_all(reads, self._read_one)
+        for_each_region(reads, self._read_one)
 
     def _read_one(self, read: RegionRead) -> None:
         key = read.array.key
         name, start = self._places[key]
         try:
-            self._ranges.read_box(name, start, self.arrays[key].shape, read.box, read.out)
+            read_box(self._folder, name, start, self.arrays[key].shape, read.box, read.out)
         except (FileNotFoundError, ValueError) as error:
-            path = self._ranges.path(name)
+            path = f"{self._folder.url}/{name}"
             raise DamagedCheckpointError(
                 f"key {key!r}: {path} changed while it was read ({error})", key=key, url=path
             ) from error
@@ -203,7 +202,7 @@ class SafetensorsSource:
         kept = metadata.pop(STATE_METADATA, None)
         record = StateRecord()
         if kept is not None:
-            path = self._ranges.path(self._names[0])
+            path = f"{self._folder.url}/{self._names[0]}"
             try:
                 about = {"shardstore": {MEMBER: json.loads(kept)}}
             except ValueError as error:
@@ -214,7 +213,7 @@ class SafetensorsSource:
 
     def identity(self) -> list[Any]:
         """Return stamps of the files."""
-        return [self._ranges.location.stamp(name) for name in sorted(self._names)]
+        return [self._folder.stamp(name) for name in sorted(self._names)]
 
 
 def _named(place: Location) -> tuple[Location, str]:
@@ -357,8 +356,7 @@ class SafetensorsTarget(FileTarget):
         if not self._at.is_local:
             for name in self._sizes.keys() - self._done:
                 self._at.write(name, self._heads[name])
-        self._ranges = FileRanges(self._at)
-        self._written = SafetensorsSource(self._ranges, list(self._sizes))
+        self._written = SafetensorsSource(self._at, list(self._sizes))
 
     def read(self, reads: Sequence[RegionRead]) -> None:
         """Read regions of the written tensors."""
@@ -368,7 +366,7 @@ class SafetensorsTarget(FileTarget):
         """Yield name, expected header and stored header of each file."""
         again = record_of(extras, logging.DEBUG)
         for name, head in self._headers(self._arrays, again).items():
-            yield name, head, self._ranges.read(name, 0, len(head))
+            yield name, head, read_bytes(self._at, name, 0, len(head))
 
     def publish(self) -> None:
         """Move a single file to the target, or write the index that completes several files.

@@ -42,7 +42,7 @@ from shardstore.storage.format.grid import Box, Grid, flat_range_boxes
 from shardstore.storage.format.names import DCP_METADATA_NAME as METADATA_NAME
 from shardstore.storage.format.names import require_inside
 from shardstore.storage.movers.chunks import ReadDone, RegionRead
-from shardstore.storage.movers.ranges import FileRanges, RangeFile
+from shardstore.storage.movers.ranges import RangeFile, for_each_region, read_box, read_bytes
 from shardstore.storage.stores.location import Location
 from shardstore.values.torch_archive import Records
 from shardstore.values.torch_values import BoundedUnpickler, load_bytes
@@ -136,9 +136,6 @@ class DcpFiles:
     objects: dict[str, Extent] = field(default_factory=dict)
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self._ranges = FileRanges(self.location)
-
     @classmethod
     def open(cls, place: str | os.PathLike[str] | Location) -> DcpFiles:
         """Read the metadata. Any rank may call it; it waits for no other.
@@ -200,7 +197,7 @@ class DcpFiles:
             if done is not None:
                 done(read.out.nbytes, 1)
 
-        self._ranges.read_all(reads, work)
+        for_each_region(reads, work)
 
     def _read_one(self, read: RegionRead) -> None:
         key, box = read.array.key, read.box
@@ -224,9 +221,9 @@ class DcpFiles:
     def _read_part(self, meta: ArrayMeta, part: StoredPart, within: Box, out: NDArray[Any]) -> None:
         """Read a box of a part into ``out``. The box's offset is relative to the part's corner."""
         key, extent = meta.key, part.extent
-        path = self._ranges.path(extent.file)
+        path = f"{self.location.url}/{extent.file}"
         try:
-            view = RangeFile(self._ranges, extent.file, extent.offset, extent.length)
+            view = RangeFile(self.location, extent.file, extent.offset, extent.length)
             dtype = dtypes.torch_dtype(meta.dtype)
             start = _plain_start(view, part.stored_shape, dtype, path)
             if start is None:
@@ -236,7 +233,7 @@ class DcpFiles:
                 out[...] = found[where]
                 return
             first = extent.offset + start + part.first * out.dtype.itemsize
-            self._ranges.read_box(extent.file, first, part.box.shape, within, out)
+            read_box(self.location, extent.file, first, part.box.shape, within, out)
         except FileNotFoundError:
             raise _missing(f"key {key!r} at offset {part.box.offset}", path, key) from None
         except StorageError as error:
@@ -272,9 +269,11 @@ class DcpFiles:
                 key=key,
                 url=self.location.url,
             )
-        path = self._ranges.path(extent.file)
+        path = f"{self.location.url}/{extent.file}"
         try:
-            data = self._ranges.read(extent.file, extent.offset, extent.offset + extent.length)
+            data = read_bytes(
+                self.location, extent.file, extent.offset, extent.offset + extent.length
+            )
         except FileNotFoundError:
             raise _missing(f"object {key!r}", path, key) from None
         return load_bytes(data, path, key)

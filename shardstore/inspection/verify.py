@@ -469,7 +469,7 @@ class _Verification:
             read, problem = self._checker.check(array, index)
             size += read
             if problem is not None:
-                name = f"{array.node}/{array.chunk_key(index)}"
+                name = array.chunk_name(index)
                 rank = None if self.manifest is None else self.manifest.writer(array, index)
                 by = "" if rank is None else f", written by rank {rank}"
                 text = f"chunk {index} of key {array.key!r} {problem.text}: PATH{by}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +16,6 @@ from shardstore.progress import Meter
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.identity import instead
 from shardstore.storage.stores.location import Location
-from shardstore.storage.stores.object_io import read_objects
 from shardstore.validation import verify_checkpoint_and_load_strategy
 
 if TYPE_CHECKING:
@@ -92,14 +91,7 @@ def read_documents(location: Location, names: Sequence[str]) -> dict[str, bytes 
     Raises:
         StorageError: the store failed.
     """
-
-    if not location.is_local:
-        return dict(zip(names, read_objects(location, names), strict=True))
-    found: dict[str, bytes | None] = dict.fromkeys(names)
-    for name in names:
-        with suppress(FileNotFoundError):
-            found[name] = location.read(name)
-    return found
+    return dict(zip(names, location.read_many(names), strict=True))
 
 
 @contextmanager

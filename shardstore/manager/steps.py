@@ -342,7 +342,7 @@ def what_is_missing(place: Location) -> str | None:
             row = manifest.row(meta, index)
             if row is None:
                 break  # rewritten by another program
-            name = f"{meta.node}/{meta.chunk_key(index)}"
+            name = meta.chunk_name(index)
             size, wanted = size_of(name), int(manifest.stored[row])
             if size != wanted:
                 how = "is missing" if size is None else f"has {size} bytes, not {wanted}"

@@ -35,12 +35,12 @@ from shardstore.sharded.layouts import Layouts, local_layouts, merge_layouts, ne
 from shardstore.storage import arrays
 from shardstore.storage.commit import checkpoints
 from shardstore.storage.commit.attempt import Attempt
-from shardstore.storage.commit.base import BaseChunks, Writer, read_base, reusing
+from shardstore.storage.commit.base import BaseChunks, read_base, reusing
 from shardstore.storage.commit.publish import About, Files, commit, merge_reports
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.manifest import ChunkRecord, RankManifest
 from shardstore.storage.format.merge import Merged, join
-from shardstore.storage.movers.chunks import ChunkWrite
+from shardstore.storage.movers.chunks import ChunkWrite, Writer
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.async_utils import AsyncRequest, OwnProcessCall

@@ -4,7 +4,6 @@ chunks; also the removal of arrays."""
 from __future__ import annotations
 
 import json
-import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -245,11 +244,7 @@ class StoredCheckpoint:
         count = array.grid.size
         if array.crcs is not None or count <= MANY_CHUNKS:
             return
-        if self.location.is_local:
-            top = f"{self.location.url}/{array.node}"
-            files = sum(len(names) for _, _, names in os.walk(top))
-        else:
-            files = len(self.location.remote.walk(array.node))
+        files = len(self.location.walk(array.node))
         if count > 100 * files:
             url = f"{self.location.url}/{array.node}"
             raise ChunkMissingError(
@@ -262,10 +257,14 @@ class StoredCheckpoint:
     def _listed_arrays(self, root: RootDocument | None) -> Iterator[ArrayMeta]:
         """Yield all arrays, each from its own document."""
         name = ".zarray" if root is None else "zarr.json"
-        for node, text in self._documents(name) if self.location.is_local else self._objects(name):
+        wanted = [entry for entry in self.location.walk() if entry.endswith(f"/{name}")]
+        for entry, text in zip(wanted, self.location.read_many(wanted), strict=True):
+            node = entry.rpartition("/")[0]
+            if text is None:
+                continue  # deleted in the meantime
             if root is None and node.endswith(".sync") and not text.strip():
                 continue  # "KEY.sync", a lock that the zarr library left behind for Megatron-Core
-            url = f"{self.location.url}/{node}/{name}"
+            url = f"{self.location.url}/{entry}"
             parse = parse_v2_array if root is None else parse_array
             try:
                 if (meta := parse(node, text, url)) is not None:
@@ -312,32 +311,6 @@ class StoredCheckpoint:
                 "is damaged; load an earlier checkpoint",
                 url=url,
             )
-
-    def _documents(self, name: str) -> Iterator[tuple[str, bytes]]:
-        """Yield node and document of each array in a folder."""
-        nodes = self.location.listing()
-        while nodes:
-            node = nodes.pop()
-            try:
-                text = self.location.read(f"{node}/{name}")
-                yield node, text
-                has_more = b'"group"' in text
-            except FileNotFoundError:
-                has_more = self.root is None
-            # Groups of other programs are nested, and the Zarr v2 layout used keys as paths: "a/b"
-            # is a folder in a folder.
-            if has_more and self.location.is_dir(node):
-                nodes += [f"{node}/{below}" for below in self.location.listing(node)]
-
-    def _objects(self, name: str) -> Iterator[tuple[str, bytes]]:
-        """Yield node and document of each array in an object store: one listing, then all documents
-        at once."""
-        from shardstore.storage.stores.object_io import read_objects
-
-        wanted = [entry for entry in self.location.remote.walk() if entry.endswith(f"/{name}")]
-        for entry, text in zip(wanted, read_objects(self.location, wanted), strict=True):
-            if text is not None:
-                yield entry.rpartition("/")[0], text
 
     @cached_property
     def manifest(self) -> Manifest | None:
@@ -482,12 +455,7 @@ class StoredCheckpoint:
         Raises:
             DamagedCheckpointError: a file that the commit names is missing.
         """
-        location = self.location
-        if location.is_local:
-            nodes = filter(location.is_dir, location.listing())
-            names = [f"{node}/{name}" for node in nodes for name in location.listing(node)]
-        else:
-            names = location.remote.walk()
+        names = self.location.walk()
         committed = () if self.root is None else self.root.file_sums
         for name in {name for name in committed if "/" in name}.difference(names):
             self.require_unnamed(name)

@@ -388,7 +388,7 @@ def _save_to_existing_array(sharded_tensor: ShardedTensor, arr: ZarrArray | None
     plan = plan_writes([sharded_tensor], 0, SaveOptions(), layouts=layouts, known={key: meta})
     writes = [*plan.writes, *(_completed(place[0], cut) for cut in plan.cut)]
     if not place[0].is_local:  # a save never overwrites an object
-        place[0].remote.delete([f"{meta.node}/{meta.chunk_key(item.index)}" for item in writes])
+        place[0].remote.delete([item.name for item in writes])
     arrays.mover_for(place[0], SaveOptions(durable=False)).write(writes, lambda *_: None)
 
 

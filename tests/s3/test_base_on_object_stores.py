@@ -18,7 +18,7 @@ from shardstore.errors import StorageError
 from shardstore.mapping import ShardedTensor
 from shardstore.storage.commit import base
 from shardstore.storage.commit import objects as object_commit
-from shardstore.storage.commit.base import COPY_THREADS, Copies
+from shardstore.storage.commit.base import COPY_THREADS, Adopter
 from shardstore.storage.commit.checkpoints import delete_checkpoint
 from shardstore.storage.format.manifest import ChunkRecord
 from shardstore.storage.movers.chunks import ChunkWrite
@@ -215,7 +215,7 @@ def test_a_late_attempt_copies_nothing(place: Place) -> None:
     target = Location.of(place("b")[0], **place("b")[1])
     late = object_commit.begin(target)
     chunk = base.read("w0/c.0.0")
-    copies = Copies(base, target, late, [])
+    copies = Adopter(base, late, [])
     assert copies.take("w0/c.1.0", len(chunk), None)
     newer = object_commit.begin(target)
     newer.put("w0/c.0.0", b"what the newer one wrote")
@@ -252,7 +252,7 @@ def test_nothing_is_hashed_after_a_failed_request(monkeypatch: pytest.MonkeyPatc
         raise StorageError("the store is gone")
 
     monkeypatch.setattr(base.ReusingMover, "_taken_over", counted)
-    monkeypatch.setattr(Copies, "take", refuse)
+    monkeypatch.setattr(Adopter, "take", refuse)
     with pytest.raises(StorageError, match="the store is gone"):
         save(tensors, second, base=first[0])
     assert len(hashed) <= 2 * COPY_THREADS

@@ -18,11 +18,9 @@ import os
 import stat
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field, replace
 
 import xxhash
 
@@ -32,7 +30,7 @@ from shardstore.storage.commit.attempt import Attempt, SupersededError
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.manifest import MANIFEST_NAME, ChunkRecord, RankManifest
 from shardstore.storage.movers.chunk_bytes import pieces
-from shardstore.storage.movers.chunks import ChunkWrite
+from shardstore.storage.movers.chunks import ChunkWrite, Writer
 from shardstore.storage.movers.codecs import CRC, CRC_BYTES
 from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.parallel import default_threads, run_batched
@@ -44,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 COPY_THREADS = 32
 """Number of concurrent copy requests. They need no memory for data."""
+LEAST_COPIED = 4096
+"""Smaller objects are written, because the two requests of a copy cost more."""
 
 
 def read_base(location: Location) -> dict[str, bytes]:
@@ -67,15 +67,6 @@ def read_base(location: Location) -> dict[str, bytes]:
     return found
 
 
-class Writer(Protocol):
-    """Writes chunks to files or to an object store."""
-
-    def write(
-        self, writes: Sequence[ChunkWrite], done: Callable[[ChunkWrite, ChunkRecord], None]
-    ) -> None:
-        """Write chunks. Call ``done`` with each chunk and its record, from any thread."""
-
-
 class BaseChunks:
     """The chunks of a base.
 
@@ -96,7 +87,7 @@ class BaseChunks:
     def knows(self, array: ArrayMeta) -> bool:
         """Return whether the base has the same array: grid, data type and codecs."""
         theirs = self._arrays.get(array.key)
-        return theirs is not None and _place(theirs) == _place(array)
+        return theirs is not None and replace(theirs, shard_shape=array.shard_shape) == array
 
     def record(self, array: ArrayMeta, index: Sequence[int], digest: bytes) -> ChunkRecord | None:
         """Return the base's record of a chunk if the hashes are equal, else ``None``."""
@@ -122,10 +113,7 @@ class BaseChunks:
         Raises:
             StorageError: the store failed.
         """
-        try:
-            return self.location.read("zarr.json") == self._texts["zarr.json"]
-        except FileNotFoundError:
-            return False
+        return self.location.read_range("zarr.json") == self._texts["zarr.json"]
 
     def warn(self) -> None:
         """Log one warning for all damaged chunks."""
@@ -137,14 +125,6 @@ class BaseChunks:
                 self.location.url,
                 "; ".join(sorted(self.damaged)[:3]),
             )
-
-
-def _place(array: ArrayMeta) -> tuple[object, ...]:
-    return (array.node, array.grid, array.dtype, array.codecs, array.separator, array.zarr_format)
-
-
-def _name(array: ArrayMeta, index: tuple[int, ...]) -> str:
-    return f"{array.node}/{array.chunk_key(index)}"
 
 
 def reusing(
@@ -164,14 +144,9 @@ def reusing(
         options: options of the save.
     """
     one, other = base.location, attempt.location
-    if one.is_local and other.is_local:
-        return ReusingMover(mover, base, Links(one, other, base.damaged), manifest, options)
-    if not one.is_local and not other.is_local:
-        # "==" of two file systems also compares their threads.
-        first, second = one.remote.fs, other.remote.fs
-        if type(first) is type(second) and first.storage_options == second.storage_options:
-            adopter = Copies(one, other, attempt, base.damaged)
-            return ReusingMover(mover, base, adopter, manifest, options)
+    if one.is_local == other.is_local and (one.is_local or one.remote.is_same_store(other.remote)):
+        adopter = Adopter(one, attempt, base.damaged)
+        return ReusingMover(mover, base, adopter, manifest, options)
     logger.warning(
         "chunks of %s cannot be reused at %s, which is another store; all chunks are written",
         one.url,
@@ -189,9 +164,7 @@ class ReusingMover:
     adopter: Adopter
     manifest: RankManifest
     options: SaveOptions
-
-    def __post_init__(self) -> None:
-        self._hashing = threading.Semaphore()
+    _hashing: threading.Semaphore = field(init=False)
 
     def write(
         self, writes: Sequence[ChunkWrite], done: Callable[[ChunkWrite, ChunkRecord], None]
@@ -225,7 +198,7 @@ class ReusingMover:
                 self.base.location.url,
             )
             for item, _ in taken:
-                self.adopter.drop(_name(item.array, item.index))
+                self.adopter.drop(item.name)
                 rest.append(item)
             taken.clear()
         for item, record in taken:
@@ -253,26 +226,25 @@ class ReusingMover:
             with self._hashing:
                 return self.base.damage(array, item.index, self.adopter.location)
 
-        taken = self.adopter.take(_name(array, item.index), record.stored_bytes, tail, damage)
+        taken = self.adopter.take(item.name, record.stored_bytes, tail, damage)
         return record if taken else None
 
 
-class Adopter(ABC):
+class Adopter:
     """Links or copies objects of a base to a new checkpoint. It is thread-safe.
 
     Args:
         base: the base.
-        location: the new checkpoint.
+        attempt: the attempt that writes the new checkpoint, in the same store.
         damaged: receives a description of each damaged object.
     """
 
-    verb: str
-    is_far = False
-    least_bytes = CRC_BYTES
-
-    def __init__(self, base: Location, location: Location, damaged: list[str]) -> None:
-        self._base, self.location, self._damaged = base, location, damaged
+    def __init__(self, base: Location, attempt: Attempt, damaged: list[str]) -> None:
+        self.location, self.is_far = attempt.location, not base.is_local
+        self._base, self._attempt, self._damaged = base, attempt, damaged
         self._refused = threading.Event()
+        self._turn = threading.Lock()
+        self._checked = -1.0
 
     def take(
         self,
@@ -296,15 +268,15 @@ class Adopter(ABC):
             SupersededError: a newer attempt owns the target.
             StorageError: a damaged copy could not be removed.
         """
-        if self._refused.is_set() or stored_bytes < self.least_bytes:
+        if self._refused.is_set() or stored_bytes < (LEAST_COPIED if self.is_far else CRC_BYTES):
             return False
         taken = False
         try:
-            taken = self._adopt(name)
+            taken = self._copy(name) if self.is_far else self._link(name)
             if not taken:
                 return False
-            wrong = _damage(self._end(name, stored_bytes - CRC_BYTES), stored_bytes, tail)
-            wrong = wrong or damage()
+            end = self.location.read_range(name, stored_bytes - CRC_BYTES, stored_bytes + 1)
+            wrong = _damage(end or b"", stored_bytes, tail) or damage()
             if wrong is None:
                 return True
         except SupersededError:
@@ -318,7 +290,7 @@ class Adopter(ABC):
                 logger.warning(
                     "chunks of %s cannot be %s to %s (%s); they are written",
                     self._base.url,
-                    self.verb,
+                    "copied" if self.is_far else "linked",
                     self.location.url,
                     error.strerror or error,
                 )
@@ -332,36 +304,9 @@ class Adopter(ABC):
         """Remove a linked or copied object, so that no write goes through a link into the base."""
         self.location.delete(name)
 
-    @abstractmethod
-    def _end(self, name: str, start: int) -> bytes:
-        """Return a few bytes of a linked or copied object, from ``start`` on."""
-
-    @abstractmethod
-    def _adopt(self, name: str) -> bool:
-        """Link or copy an object, unless the new checkpoint has an object of this name. Return
-        whether it was linked or copied."""
-
-
-def _damage(found: bytes, stored_bytes: int, tail: bytes | None) -> str | None:
-    """Describe an object's damage by the bytes at its expected end; ``None`` if it is intact."""
-    if len(found) != CRC_BYTES:
-        more = "more" if len(found) > CRC_BYTES else "fewer"
-        return f"has {more} than its {stored_bytes} bytes"
-    return (
-        "ends in another checksum than when it was written" if tail not in (None, found) else None
-    )
-
-
-class Links(Adopter):
-    """Makes hard links. Symbolic links are not reused: they may lead out of the base."""
-
-    verb = "linked"
-
-    def _end(self, name: str, start: int) -> bytes:
-        with open(f"{self.location.url}/{name}", "rb", buffering=0) as file:
-            return os.pread(file.fileno(), CRC_BYTES + 1, start)
-
-    def _adopt(self, name: str) -> bool:
+    def _link(self, name: str) -> bool:
+        """Make a hard link, unless the new checkpoint has a file of this name. Return whether it
+        was made. Symbolic links are not reused: they may lead out of the base."""
         source, target = f"{self._base.url}/{name}", f"{self.location.url}/{name}"
         try:
             try:
@@ -377,43 +322,24 @@ class Links(Adopter):
         self.drop(name)
         return False
 
-
-class Copies(Adopter):
-    """Lets the object store copy objects.
-
-    Args:
-        base: the base.
-        location: the new checkpoint, in the same store.
-        attempt: the attempt at ``location``; before each copy it must still own the target.
-        damaged: receives a description of each damaged object.
-    """
-
-    verb = "copied"
-    is_far = True
-    least_bytes = 4096
-    """Smaller chunks are written, because the two requests of a copy cost more."""
-
-    def __init__(
-        self, base: Location, location: Location, attempt: Attempt, damaged: list[str]
-    ) -> None:
-        super().__init__(base, location, damaged)
-        self._attempt = attempt
-        self._turn = threading.Lock()
-        self._checked = -1.0
-
-    def _end(self, name: str, start: int) -> bytes:
-        return self.location.remote.read_range(name, start, None) or b""
-
-    def _adopt(self, name: str) -> bool:
-        self._check()
-        return self.location.remote.copy_from(self._base.remote, name, name, create=True)
-
-    def _check(self) -> None:
-        """Check that the attempt still owns the target. Threads share a check: a check that began
-        after a thread called this method is valid for that thread."""
+    def _copy(self, name: str) -> bool:
+        """Let the store copy an object, unless the new checkpoint has an object of this name.
+        Return whether it was copied."""
         asked = time.monotonic()
+        # Threads share a check: one that began after a thread came here is valid for that thread.
         with self._turn:
             if self._checked < asked:
                 begun = time.monotonic()
                 self._attempt.check()
                 self._checked = begun
+        return self.location.remote.copy_from(self._base.remote, name, name, create=True)
+
+
+def _damage(found: bytes, stored_bytes: int, tail: bytes | None) -> str | None:
+    """Describe an object's damage by the bytes at its expected end; ``None`` if it is intact."""
+    if len(found) != CRC_BYTES:
+        more = "more" if len(found) > CRC_BYTES else "fewer"
+        return f"has {more} than its {stored_bytes} bytes"
+    return (
+        "ends in another checksum than when it was written" if tail not in (None, found) else None
+    )

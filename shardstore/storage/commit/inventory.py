@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 
 from shardstore.errors import DamagedCheckpointError, FormatVersionError, NotACheckpointError
 from shardstore.storage.commit.identity import is_foreign_node, what_else
@@ -137,7 +137,11 @@ def known_nodes(location: Location, names: Collection[str]) -> tuple[set[str], s
     if location.is_local and "zarr.json" not in names and not _OWN.isdisjoint(names):
         ours |= {name.partition("/")[0] for name in names if name.endswith("/.zarray")}
     asked = sorted(documented - ours)
-    texts = _read(location, [f"{node}/zarr.json" for node in asked])
+    documents = [f"{node}/zarr.json" for node in asked]
+    if location.is_local:
+        texts = [_regular(location, name) for name in documents]
+    else:
+        texts = location.read_many(documents)
     found = zip(asked, texts, strict=True)
     foreign = {node for node, text in found if text is None or is_foreign_node(text)}
     return ours, foreign
@@ -149,20 +153,11 @@ def _documented(names: Iterable[str]) -> set[str]:
     return {first for first, _, rest in parts if rest == "zarr.json"}
 
 
-def _read(location: Location, names: Sequence[str]) -> Sequence[bytes | None]:
-    if not location.is_local:
-        from shardstore.storage.stores.object_io import read_objects
-
-        return read_objects(location, names)
-    found: list[bytes | None] = []
-    for name in names:
-        try:
-            found.append(location.read(name))
-        except FileNotFoundError:
-            found.append(None)
-        except DamagedCheckpointError:
-            found.append(b"")
-    return found
+def _regular(location: Location, name: str) -> bytes | None:
+    try:
+        return location.read_range(name)
+    except DamagedCheckpointError:
+        return b""
 
 
 def _of_root(location: Location) -> set[str]:

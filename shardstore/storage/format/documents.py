@@ -133,6 +133,10 @@ class ArrayMeta:
         encoding": default; or v2)."""
         return chunk_key(self.zarr_format, self.separator, tuple(index))
 
+    def chunk_name(self, index: Sequence[int]) -> str:
+        """Return the name of a chunk's file or object below the root."""
+        return f"{self.node}/{self.chunk_key(index)}"
+
     @property
     def document_name(self) -> str:
         """Name of the array's own document below its node."""

@@ -42,6 +42,11 @@ class ChunkWrite:
     index: tuple[int, ...]
     source: Source
 
+    @property
+    def name(self) -> str:
+        """Name of the chunk's file or object below the root."""
+        return self.array.chunk_name(self.index)
+
     def data(self) -> NDArray[Any]:
         """Return the source array. Call the source function if there is one.
 
@@ -147,8 +152,8 @@ def _cuts(grid: Grid, zarr_format: int, separator: str, region: Box) -> Iterator
         )
 
 
-class Mover(Protocol):
-    """Moves chunks between memory and one location."""
+class Writer(Protocol):
+    """Writes chunks to one location."""
 
     def write(
         self, writes: Sequence[ChunkWrite], done: Callable[[ChunkWrite, ChunkRecord], None]
@@ -159,6 +164,10 @@ class Mover(Protocol):
             StorageError: the store refused. The mover starts no further write and waits for the
                 running ones.
         """
+
+
+class Mover(Writer, Protocol):
+    """Moves chunks between memory and one location."""
 
     def read(
         self,

@@ -85,7 +85,7 @@ class FileMover:
         def work(batch: Sequence[ChunkWrite]) -> None:
             for item in batch:
                 array = item.array
-                path = f"{self.location.url}/{array.node}/{array.chunk_key(item.index)}"
+                path = f"{self.location.url}/{item.name}"
                 with store_errors("writing", path, key=array.key):
                     record = _write_chunk(path, item, durable=self.durable)
                 counters.add(bytes_written=record.stored_bytes, chunks_written=1)

@@ -88,11 +88,10 @@ class ObjectMover:
             yield _held_bytes(item), item.array.chunk_bytes
             chunk = EncodedChunk(item.array, item.data())
             (parts,) = chunk
-            key = f"{item.array.node}/{item.array.chunk_key(item.index)}"
-            is_new = io.begin_put(key, parts, create=True)
+            is_new = io.begin_put(item.name, parts, create=True)
             yield None
             if not is_new():
-                self._settle(io, key, parts)
+                self._settle(io, item.name, parts)
             counters.add(bytes_written=chunk.record.stored_bytes, chunks_written=1)
             with self._done:
                 done(item, chunk.record)
@@ -121,14 +120,13 @@ class ObjectMover:
 
     def _too_large(self, item: ChunkWrite) -> StorageError:
         array = item.array
-        url = f"{self.location.url}/{array.node}/{array.chunk_key(item.index)}"
         return StorageError(
             f"chunk {item.index} of key {array.key!r} has {_stored_bytes(array)} bytes, "
             f"and one request takes at most {MAX_OBJECT_BYTES}; save in smaller chunks, as the "
             "default strategy ('zarr', 2) does",
             key=array.key,
             chunk=item.index,
-            url=url,
+            url=f"{self.location.url}/{item.name}",
         )
 
     # -- reading -------------------------------------------------------------------------------

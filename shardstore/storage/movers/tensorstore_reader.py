@@ -165,7 +165,7 @@ class TensorStoreReader:
         missing, damaged = text.startswith("NOT_FOUND"), text.startswith(_DAMAGE)
         if missing or damaged:
             for index in array.grid.overlapping(read.box):
-                name = f"{array.node}/{array.chunk_key(index)}"
+                name = array.chunk_name(index)
                 if f'/{name}"' in text:
                     problem = MISSING if missing else Problem("crc", f"is damaged ({text})")
                     url = f"{self.location.url}/{name}"

@@ -330,7 +330,7 @@ class ChunkChecker:
         expected = self._expected(array, index)
         verifier = ChunkVerifier(array, expected)
         location = self._stored.location
-        name = f"{array.node}/{array.chunk_key(index)}"
+        name = array.chunk_name(index)
         path = f"{location.url}/{name}"
         try:
             if not (array.is_plain or array.is_packed):

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -336,20 +336,37 @@ class Location:
             StorageError: the store failed.
         """
         counters.add(documents_read=1)
+        found = self.read_range(name)
+        if found is None:
+            raise FileNotFoundError(f"{self.url}/{name}")
+        return found
+
+    def read_many(self, names: Sequence[str]) -> list[bytes | None]:
+        """Return the contents of small documents, concurrently from an object store; ``None`` for
+        each document that does not exist. Raises the other errors of :meth:`read`."""
+        counters.add(documents_read=len(names))
         if self.is_local:
+            return [self.read_range(name) for name in names]
+        from shardstore.storage.stores.object_io import read_objects
+
+        return read_objects(self, names)
+
+    def read_range(self, name: str, start: int = 0, stop: int | None = None) -> bytes | None:
+        """Return bytes ``start:stop`` of a file, fewer if it ends before ``stop``; ``None`` if
+        there is no such file. Raises the other errors of :meth:`read`."""
+        if not self.is_local:
+            return self.remote.read_range(name, start, stop)
+        path = f"{self.url}/{name}"
+        with store_errors("reading", path):
             try:
-                with open(open_regular(f"{self.url}/{name}"), "rb") as file:
-                    return file.read()
-            except (FileNotFoundError, NotADirectoryError):
-                raise FileNotFoundError(f"{self.url}/{name}") from None
-            except IsADirectoryError:
-                raise FileNotFoundError(f"{self.url}/{name} is a folder") from None
-            except DamagedCheckpointError:
-                raise
-            except OSError as error:
-                with store_errors("reading", f"{self.url}/{name}"):
-                    raise error
-        return self.remote.read(name)
+                with open(open_regular(path), "rb") as file:
+                    if stop is None:
+                        return file.read()
+                    file.seek(start)
+                    size = os.fstat(file.fileno()).st_size
+                    return file.read(max(0, min(stop, size) - start))
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                return None
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small document and create its folders. Never write through a symbolic link.
@@ -404,6 +421,22 @@ class Location:
             return None
         return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
 
+    def size(self, name: str) -> int:
+        """Return the size of a file in bytes.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            StorageError: the store failed.
+        """
+        path = f"{self.url}/{name}"
+        if self.is_local and os.path.exists(path):
+            with store_errors("reading", path):
+                return os.stat(path).st_size
+        sizes = {} if self.is_local else {at: size for at, size, _ in self.remote.details(name)}
+        if name not in sizes:
+            raise FileNotFoundError(path)
+        return sizes[name]
+
     def exists(self, name: str = "") -> bool:
         """Return whether there is a document or folder of that name (default: this location
         itself)."""
@@ -433,6 +466,16 @@ class Location:
                         return []
                     raise
         return self.remote.listing(name)
+
+    def walk(self, name: str = "") -> list[str]:
+        """Return the names of all files below a folder, relative to this location. Symbolic links
+        to folders are not followed."""
+        if not self.is_local:
+            return self.remote.walk(name)
+        top = os.path.join(self.url, "")
+        found = os.walk(top + name)
+        paths = (os.path.join(above, file) for above, _, files in found for file in files)
+        return [path.removeprefix(top) for path in paths]
 
     def delete(self, name: str = "") -> None:
         """Remove a document, or a folder with its content. Remove a symbolic link itself, not its

@@ -14,7 +14,6 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.parallel import default_threads, run_batched
 from shardstore.storage.stores.location import Location
 
@@ -204,7 +203,6 @@ def read_objects(location: Location, keys: Sequence[str]) -> list[bytes | None]:
     found: list[bytes | None] = [None] * len(keys)
     if not keys:
         return found
-    counters.add(documents_read=len(keys))
     io = object_io(location)
 
     def begin(number: int, _: bool) -> Callable[[], None]:

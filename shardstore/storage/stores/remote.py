@@ -132,6 +132,12 @@ class RemoteStore:
         self.fs = fs
         self.path = path.rstrip("/")
 
+    def is_same_store(self, other: RemoteStore) -> bool:
+        """Return whether one request can copy objects from here to the other."""
+        # "==" of two file systems also compares their threads.
+        one, two = self.fs, other.fs
+        return type(one) is type(two) and bool(one.storage_options == two.storage_options)
+
     # -- documents -----------------------------------------------------------------------------
 
     def read(self, name: str) -> bytes:
