@@ -13,7 +13,6 @@ from shardstore.convert.formats import Arrays, Extras, Receipts, Target
 from shardstore.core import CONFIG_FNAME
 from shardstore.errors import StorageError
 from shardstore.inspection import opened
-from shardstore.storage import arrays as stored_arrays
 from shardstore.storage.commit import checkpoints, folder
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.commit.publish import About, Files, note_arrays, publish
@@ -22,7 +21,7 @@ from shardstore.storage.format.documents import SEPARATOR, ArrayMeta
 from shardstore.storage.format.grid import DEFAULT_TARGET_CHUNK_BYTES, Box, Grid, grid_of
 from shardstore.storage.format.manifest import ChunkRecord, RankManifest
 from shardstore.storage.format.names import COMMON_STATE_NAME, node_name
-from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
+from shardstore.storage.movers.chunks import ChunkWrite, RegionRead, mover_for
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 from shardstore.values.record import BACKEND, MEMBER, VERSION, StateRecord
@@ -128,11 +127,9 @@ class ShardstoreTarget(Target):
         )
 
     def begin(self, arrays: Arrays, extras: Extras, known: Receipts) -> Receipts:
-        """Write the array documents, the common part and the sharded objects."""
+        """Write the common part and the sharded objects."""
         self._extras, self._arrays = extras, {meta.key: meta for meta in arrays}
-        created = note_arrays(self._manifest, [(meta, True) for meta in arrays])
-        if not self._attempt.defers_documents:
-            stored_arrays.write_documents(self._attempt, self._options, created)
+        note_arrays(self._manifest, [(meta, True) for meta in arrays])
         files = Files(self._attempt, self._manifest, self._options.budget_bytes)
         for name, data in self._files(extras):
             files.put(name, data)
@@ -163,7 +160,7 @@ class ShardstoreTarget(Target):
             receipt = [record.stored_bytes, record.crc, record.digest.hex(), running]
             found[item.array.key, tuple(item.index)] = receipt
 
-        mover = stored_arrays.mover_for(self._attempt.location, self._options, self._attempt)
+        mover = mover_for(self._attempt.location, self._options, self._attempt)
         mover.write(chunks, done)
         return [found[chunk.array.key, chunk.index] for chunk in chunks]
 
@@ -175,7 +172,7 @@ class ShardstoreTarget(Target):
 
     def read(self, reads: Sequence[RegionRead]) -> None:
         """Read regions of the written tensors, and verify their checksums."""
-        mover = stored_arrays.mover_for(self._attempt.location, self._options, self._attempt)
+        mover = mover_for(self._attempt.location, self._options, self._attempt)
         mover.read(reads, lambda: None)
 
     def documents(self, extras: Extras) -> Iterator[tuple[str, bytes, bytes]]:

@@ -30,24 +30,19 @@ ROUND_BYTES = 16 * 1024 * 1024
 def write_chunks(session: SaveSession, plan: WritePlan, created: Created) -> None:
     """Create the arrays, write this rank's chunks, and merge and write shared chunks.
 
-    Every rank calls it. Ranks that share chunks wait for each other's pieces. In an object store,
-    a rank writes the documents of the arrays that it creates after its chunks, because other
-    programs could open them. If this rank cannot write, it raises the error after all pieces are
-    exchanged.
+    Every rank calls it. Ranks that share chunks wait for each other's pieces. A rank writes the
+    documents of the arrays that it creates after its chunks, because other programs could open
+    them. If this rank cannot write, it raises the error after all pieces are exchanged.
     """
-    far = session.attempt.defers_documents
     _connect(session, plan.cut)  # before the writing, which may take longer on some ranks
     error: Exception | None = None
     try:
-        if not far:
-            session.write_documents(created)
         # The largest first, so that threads end at about the same time.
         session.write(sorted(plan.writes, key=lambda write: -write.array.chunk_bytes))
     except Exception as problem:
         error = problem
     _exchange(session, plan.cut, session.write, error=error)
-    if far:
-        session.write_documents(created)
+    session.write_documents(created)
 
 
 def stage_chunks(session: SaveSession, plan: WritePlan, created: Created) -> AsyncRequest:

@@ -32,15 +32,14 @@ from shardstore.saving import replicas
 from shardstore.saving.replicas import Offer
 from shardstore.saving.staging import Staging
 from shardstore.sharded.layouts import Layouts, local_layouts, merge_layouts, needs_layouts
-from shardstore.storage import arrays
 from shardstore.storage.commit import checkpoints
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.commit.base import BaseChunks, read_base, reusing
-from shardstore.storage.commit.publish import About, Files, commit, merge_reports
+from shardstore.storage.commit.publish import About, Files, commit, merge_reports, write_documents
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.manifest import ChunkRecord, RankManifest
 from shardstore.storage.format.merge import Merged, join
-from shardstore.storage.movers.chunks import ChunkWrite, Writer
+from shardstore.storage.movers.chunks import ChunkWrite, Writer, mover_for
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.async_utils import AsyncRequest, OwnProcessCall
@@ -346,7 +345,7 @@ class SaveSession:
     @cached_property
     def mover(self) -> Writer:
         """The writer of chunks; it reuses chunks of the base, if one was given."""
-        mover = arrays.mover_for(self.attempt.location, self.options, self.attempt)
+        mover = mover_for(self.attempt.location, self.options, self.attempt)
         if self.base is None:
             return mover
         return reusing(mover, self.base, self.attempt, self.manifest, self.options)
@@ -362,8 +361,9 @@ class SaveSession:
 
     def write_documents(self, created: Created) -> None:
         """Write the documents of arrays that this rank creates; see :meth:`write` for errors."""
-        with self.timed("write"):
-            arrays.write_documents(self.attempt, self.options, created)
+        if self.options.array_documents:
+            with self.timed("write"):
+                write_documents(self.attempt, created)
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

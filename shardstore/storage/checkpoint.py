@@ -11,10 +11,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from shardstore.errors import (
+    CheckpointExistsError,
     ChunkMissingError,
     DamagedCheckpointError,
     DTypeMismatchError,
     FormatVersionError,
+    MissingKeyError,
     NotACheckpointError,
     StorageError,
 )
@@ -25,6 +27,7 @@ from shardstore.storage.format.documents import (
     ArrayMeta,
     Refused,
     RootDocument,
+    array_document,
     by_key,
     parse_array,
     parse_root,
@@ -336,17 +339,15 @@ class StoredCheckpoint:
             self.require_chunks(array)
         own = [read for read in reads if read.array.codecs is not None]
         other = [read for read in reads if read.array.codecs is None]
-        # Each mover is imported where it is needed: TensorStore alone takes half a second.
         with self.unless_replaced():
-            if own and self.location.is_local:
-                from shardstore.storage.movers.files import FileMover
+            if own:
+                from shardstore.storage.movers.chunks import mover_for
+                from shardstore.storage.options import SaveOptions
 
-                FileMover(self.location, threads=self._threads).read(own, self._manifest, done)
-            elif own:
-                from shardstore.storage.movers.object_mover import ObjectMover
-
-                ObjectMover(self.location).read(own, self._manifest, done)
+                mover = mover_for(self.location, SaveOptions(threads=self._threads))
+                mover.read(own, self._manifest, done)
             if other:
+                # Imported where it is needed: TensorStore takes half a second.
                 from shardstore.storage.movers.tensorstore_reader import TensorStoreReader
 
                 TensorStoreReader(self.location).read(other, self._manifest, done)
@@ -475,3 +476,44 @@ class StoredCheckpoint:
         elif self.location.is_local and self.location.path.is_file():
             found = "it is a file: give the folder that save() wrote"
         raise NotACheckpointError(f"{url} is not a distributed checkpoint: {found}", url=url)
+
+
+def read_array_meta(location: Location, key: str) -> ArrayMeta:
+    """Return the array of a key from its own document, or from the root document if it has none.
+
+    Raises:
+        MissingKeyError: there is no such array.
+    """
+    for node in dict.fromkeys((node_name(key), key)):
+        url = f"{location.url}/{node}"
+        old, text = location.read_many([f"{node}/.zarray", f"{node}/zarr.json"])
+        if old is not None:
+            return parse_v2_array(node, old, url)
+        if text is not None and (found := parse_array(node, text, url)) is not None:
+            return found
+    if (meta := root_arrays(location).get(key)) is not None:
+        return meta
+    raise MissingKeyError(
+        f"there is no array of key {key!r} below {location.url}", key=key, url=location.url
+    )
+
+
+def root_arrays(location: Location) -> Mapping[str, ArrayMeta]:
+    """Return, by key, the arrays that only the root document describes; empty if arrays have
+    documents of their own."""
+    root = StoredCheckpoint(location).root
+    return {} if root is None or root.array_documents else root.arrays()
+
+
+def create_array(location: Location, meta: ArrayMeta) -> None:
+    """Write the document of an array.
+
+    Raises:
+        CheckpointExistsError: the array exists.
+    """
+    document, url = f"{meta.node}/{meta.document_name}", f"{location.url}/{meta.node}"
+    if meta.key in root_arrays(location) or location.exists(document):
+        raise CheckpointExistsError(
+            f"Array {url} already exists; save to an empty folder", key=meta.key, url=url
+        )
+    location.write(document, array_document(meta).encode())

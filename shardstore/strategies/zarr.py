@@ -43,13 +43,17 @@ from shardstore.sharded.layouts import (
     local_layouts,
     merge_layouts,
 )
-from shardstore.storage import arrays
-from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.checkpoint import (
+    StoredCheckpoint,
+    create_array,
+    read_array_meta,
+    root_arrays,
+)
 from shardstore.storage.commit.publish import note_arrays
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.grid import DEFAULT_TARGET_CHUNK_BYTES
 from shardstore.storage.format.names import check_collisions, key_of
-from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
+from shardstore.storage.movers.chunks import ChunkWrite, RegionRead, mover_for
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES, SaveOptions
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.async_utils import AsyncRequest
@@ -326,7 +330,7 @@ def _create_or_open_zarr_arrays(
     found: list[ZarrArray | None] = []
     for tensor in sharded_tensors:
         if is_main_replica(tensor.replica_id):
-            node = location.child(arrays.read_array_meta(location, tensor.key).node)
+            node = location.child(read_array_meta(location, tensor.key).node)
             found.append(_open_zarr_array_verbose(node.place, "r+"))
         else:
             found.append(None)
@@ -353,7 +357,7 @@ def _create_zarr_array(
     """
     meta = array_meta(sharded_tensor, SaveOptions(), layouts=layouts)
     location = Location.of(checkpoint_dir)
-    arrays.create_array(location, meta)
+    create_array(location, meta)
     return _open_zarr_array_verbose(location.child(meta.node).place, "r+")
 
 
@@ -372,7 +376,7 @@ def _save_to_existing_array(sharded_tensor: ShardedTensor, arr: ZarrArray | None
         )
     box, key = local_box(sharded_tensor), sharded_tensor.key
     place = _place_of(arr)
-    meta = None if place is None else arrays.read_array_meta(place[0], place[1])
+    meta = None if place is None else read_array_meta(place[0], place[1])
     if place is None or meta is None or meta.codecs is None or not meta.grid.is_aligned(box):
         data = dtypes.as_numpy(sharded_tensor.data.detach().cpu())
         arr = arr.with_config({"write_empty_chunks": True})  # write chunks of zeros too
@@ -389,7 +393,7 @@ def _save_to_existing_array(sharded_tensor: ShardedTensor, arr: ZarrArray | None
     writes = [*plan.writes, *(_completed(place[0], cut) for cut in plan.cut)]
     if not place[0].is_local:  # a save never overwrites an object
         place[0].remote.delete([item.name for item in writes])
-    arrays.mover_for(place[0], SaveOptions(durable=False)).write(writes, lambda *_: None)
+    mover_for(place[0], SaveOptions(durable=False)).write(writes, lambda *_: None)
 
 
 def _place_of(arr: ZarrArray) -> tuple[Location, str] | None:
@@ -424,7 +428,7 @@ def _load_from_array(sharded_tensor: ShardedTensor, checkpoint_dir: str | Path) 
     """Load one sharded tensor from its array, committed or not."""
     context = LoadContext(stored=StoredCheckpoint(Location.of(checkpoint_dir)))
     url = context.stored.location.url
-    meta = arrays.read_array_meta(context.stored.location, sharded_tensor.key)
+    meta = read_array_meta(context.stored.location, sharded_tensor.key)
     plan = plan_reads([sharded_tensor], {meta.key: meta}, url)
     read_chunks(context, plan)
     tensor: torch.Tensor = assemble(plan, {"": sharded_tensor}, url)[""]
@@ -529,8 +533,8 @@ def load_zarr_based_sharded_metadata(
             read_documents(root.child(node), ("zarr.json", ".zarray")).values()
         ):
             continue
-        key = key_of(node) or arrays.read_array_meta(root, node).key
+        key = key_of(node) or read_array_meta(root, node).key
         shape, dtype = get_shape_dtype_fn(str(root.child(node).place))
         torch_dtype = dtypes.torch_dtype(dtypes.zarr_name(np.dtype(dtype)))
         found[key] = whole_tensor(key, tuple(int(n) for n in shape), torch_dtype)
-    return {**whole_tensors(arrays.root_arrays(root)), **found}
+    return {**whole_tensors(root_arrays(root)), **found}

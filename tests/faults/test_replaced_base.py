@@ -18,12 +18,11 @@ import torch
 
 import shardstore
 from shardstore.mapping import ShardedTensor
-from shardstore.storage.arrays import mover_for
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit import base as base_chunks
 from shardstore.storage.commit import folder
 from shardstore.storage.commit.base import Adopter
-from shardstore.storage.movers.chunks import ChunkWrite
+from shardstore.storage.movers.chunks import ChunkWrite, mover_for
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.remote import RemoteStore

@@ -218,7 +218,7 @@ def test_a_late_attempt_copies_nothing(place: Place) -> None:
     copies = Adopter(base, late, [])
     assert copies.take("w0/c.1.0", len(chunk), None)
     newer = object_commit.begin(target)
-    newer.put("w0/c.0.0", b"what the newer one wrote")
+    newer.put_all([("w0/c.0.0", b"what the newer one wrote")])
     with pytest.raises(StorageError, match="newer attempt"):
         copies.take("w0/c.0.0", len(chunk), None)
     assert target.read("w0/c.0.0") == b"what the newer one wrote"

@@ -96,7 +96,7 @@ def test_a_late_writer_changes_nothing_that_is_there(target: Target) -> None:
     with pytest.raises(StorageError, match="another attempt, which is finished"):
         write_chunks(older, 1.0)
     with pytest.raises(StorageError, match="belongs"):
-        older.put("common.pt", b"old") if place.exists("common.pt") else commit(older)
+        older.put_all([("common.pt", b"old")]) if place.exists("common.pt") else commit(older)
     assert (chunk(place), chunk(place, 1)) == (2.0, 2.0)
     assert place.read(ROOT) == newer.id.encode()
 
@@ -106,9 +106,9 @@ def test_what_a_late_writer_left_is_overwritten_by_the_owner(target: Target) -> 
     older = begin(place)
     newer = begin(place)
     write_chunks(older, 1.0)  # after the newer one cleared the place
-    older.put("common.pt", b"old")
+    older.put_all([("common.pt", b"old")])
     write_chunks(newer, 2.0)
-    newer.put("common.pt", b"new")
+    newer.put_all([("common.pt", b"new")])
     newer.put_all([("a/zarr.json", b"1"), ("common.pt", b"new")])
     commit(newer)
     assert chunk(place) == 2.0
@@ -120,7 +120,7 @@ def test_our_own_writes_again_are_no_conflict(target: Target) -> None:
     attempt = begin(place)
     for _ in range(2):
         write_chunks(attempt, 1.0)
-        attempt.put("common.pt", b"x")
+        attempt.put_all([("common.pt", b"x")])
     place.remote.create(ROOT, b"content")  # as after a commit whose answer was lost
     commit(attempt, b"content")
     assert place.remote.walk(ATTEMPTS) == []
@@ -390,7 +390,7 @@ def test_overwriting_takes_the_commit_away_first(target: Target) -> None:
     place = target("over")
     first = begin(place)
     write_chunks(first, 1.0)
-    first.put("w/zarr.json", b"{}")
+    first.put_all([("w/zarr.json", b"{}")])
     commit(first)
     place.write("log/train.txt", b"mine")
     with pytest.raises(CheckpointExistsError, match="overwrite=True"):

@@ -53,7 +53,7 @@ def committers(server: S3Server, work: Callable[[int, Location], None]) -> tuple
 def test_one_of_racing_saves_wins(any_s3_server: S3Server) -> None:
     def work(number: int, place: Location) -> None:
         attempt = object_commit.begin(place)
-        attempt.put(f"w/c.{number}", b"%d" % number)
+        attempt.put_all([(f"w/c.{number}", b"%d" % number)])
         attempt.commit([("zarr.json", b"%d" % number)], durable=True)
 
     won, there = committers(any_s3_server, work)
@@ -81,7 +81,7 @@ def test_of_racing_overwriters_one_is_left_whole(any_s3_server: S3Server) -> Non
     url = f"s3://{any_s3_server.new_bucket()}/run/step-1"
     place = Location.of(url, **any_s3_server.storage_options)
     first = object_commit.begin(place)
-    first.put("w/zarr.json", b"first")
+    first.put_all([("w/zarr.json", b"first")])
     first.commit([("zarr.json", b"first")], durable=True)
     start = threading.Barrier(COMMITTERS)
 
@@ -91,7 +91,7 @@ def test_of_racing_overwriters_one_is_left_whole(any_s3_server: S3Server) -> Non
         try:
             attempt = object_commit.begin(place, overwrite=True)
             for name in ("w/c.0", "w/c.1", "common.pt", "w/zarr.json"):
-                attempt.put(name, content)
+                attempt.put_all([(name, content)])
             attempt.commit([("manifest.npz", content), ("zarr.json", content)], durable=True)
         except StorageError:
             return False
@@ -111,12 +111,12 @@ def test_of_racing_overwriters_one_is_left_whole(any_s3_server: S3Server) -> Non
 def test_a_late_writer_of_a_dead_attempt_changes_nothing(any_s3_server: S3Server) -> None:
     run = Run.new(any_s3_server, any_s3_server)
     late = object_commit.begin(Location.of(run.url(1), **run.options))
-    late.put("w/c.0.0", b"first try")
+    late.put_all([("w/c.0.0", b"first try")])
     run.save(1)
     assert run.version(1) == 1
     before = run.direct.keys(run.bucket)
     with pytest.raises(StorageError, match="belongs to"):
-        late.put("w/c.0.0", b"late")
+        late.put_all([("w/c.0.0", b"late")])
     with pytest.raises(CheckpointingException):
         late.commit([("zarr.json", b"late")], durable=True)
     late.abandon()
@@ -131,7 +131,7 @@ def test_a_late_deletion_of_leftovers_takes_nothing_of_a_newer_save(
     with FaultProxy(any_s3_server.endpoint_url) as proxy:
         run = Run.new(any_s3_server.at(proxy.endpoint_url), any_s3_server)
         dead = object_commit.begin(Location.of(run.url(1), **run.with_direct().options))
-        dead.put("w/c.0.0", b"left over")
+        dead.put_all([("w/c.0.0", b"left over")])
         slow = proxy.add(Fault.DELAY, methods=("POST",), path="delete", skip=1, delay_s=2.0)
 
         def older() -> None:

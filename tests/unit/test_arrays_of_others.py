@@ -14,8 +14,7 @@ import shardstore
 from shardstore import ShardedTensor
 from shardstore.errors import AccessPatternError, CheckpointExistsError, StorageError
 from shardstore.inspection.verify import Finding, verify
-from shardstore.storage import arrays
-from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.checkpoint import StoredCheckpoint, create_array, read_array_meta
 from shardstore.storage.commit import folder as commit
 from shardstore.storage.commit.checkpoints import delete_checkpoint
 from shardstore.storage.stores.location import Location
@@ -167,9 +166,9 @@ def test_verify_finds_arrays_that_another_program_took_out_of_the_root(tmp_path:
 def test_an_array_that_the_root_alone_describes_is_not_created_again(tmp_path: Path) -> None:
     shardstore.save(state_of(1), tmp_path / "c", array_documents=False)
     place = Location.of(tmp_path / "c")
-    meta = arrays.read_array_meta(place, "w")
+    meta = read_array_meta(place, "w")
     with pytest.raises(CheckpointExistsError):
-        arrays.create_array(place, meta)
+        create_array(place, meta)
     assert not (tmp_path / "c" / "w" / "zarr.json").exists()
 
 

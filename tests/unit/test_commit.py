@@ -84,7 +84,7 @@ def test_a_commit_while_the_interpreter_ends(
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
     attempt = begin(Location.of(tmp_path / "checkpoint"))
-    attempt.put("zarr.json", b"{}")
+    attempt.put_all([("zarr.json", b"{}")])
     files = sorted(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(threading.Thread, "start", refused)
     attempt.commit([("metadata.json", b"{}")], durable=False)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from shardstore.errors import CheckpointExistsError, StorageError
 from shardstore.storage.stores.location import Location
@@ -48,14 +47,11 @@ class Attempt(ABC):
         target: the target of the save.
         id: unique name of the attempt, the same on all ranks.
         overwrite: whether a checkpoint at the target may be replaced.
-        defers_documents: whether the documents of arrays are written after all chunks. This is so
-            if the attempt writes directly to its target, where other programs could open them.
     """
 
     target: Location
     id: str
     overwrite: bool = False
-    defers_documents: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -83,17 +79,15 @@ class Attempt(ABC):
         """
 
     @abstractmethod
-    def put(self, name: str, data: bytes) -> None:
-        """Write a small document or object of this attempt. Any rank may call it.
+    def put_all(self, documents: Sequence[tuple[str, bytes]]) -> None:
+        """Write small documents and objects of this attempt in parallel. Any rank may call it.
+
+        Args:
+            documents: names and contents.
 
         Raises:
             StorageError: the store failed, or a newer attempt owns the target.
         """
-
-    def put_all(self, documents: Sequence[tuple[str, bytes]]) -> None:
-        """Write many documents, in parallel if that is faster. Raises the errors of :meth:`put`."""
-        for name, data in documents:
-            self.put(name, data)
 
     def flush(self) -> None:  # noqa: B027 (what a store acknowledged is durable)
         """Wait until everything that this rank wrote is durable."""

@@ -39,7 +39,8 @@ from shardstore.storage.commit.inventory import (
     names_at,
     own_names,
 )
-from shardstore.storage.movers.files import sync_file_system
+from shardstore.storage.movers.files import sync_file_system, write_file
+from shardstore.storage.movers.parallel import default_threads, run_batched
 from shardstore.storage.stores.location import Location, fsync, store_errors
 
 OWNER_NAME = ".owner.json"
@@ -91,9 +92,16 @@ class FolderAttempt(Attempt):
                 )
             time.sleep(POLL_S)
 
-    def put(self, name: str, data: bytes) -> None:
-        """Write a document. Raises the errors of :meth:`Location.write`."""
-        self.location.write(name, data)
+    def put_all(self, documents: Sequence[tuple[str, bytes]]) -> None:
+        """See :meth:`Attempt.put_all`."""
+        folder = self.location.url
+
+        def work(batch: Sequence[tuple[str, bytes]]) -> None:
+            for name, data in batch:
+                with store_errors("writing", f"{folder}/{name}"):
+                    write_file(f"{folder}/{name}", [[data]])
+
+        run_batched(documents, work, threads=default_threads(), batch_weight=64)
 
     def flush(self) -> None:
         """Wait until everything that this rank wrote is on the disk."""

@@ -34,7 +34,6 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import ClassVar
 
 from shardstore.errors import CheckpointingException, StorageError
 from shardstore.storage.commit.attempt import Attempt, SupersededError, exists_error
@@ -74,8 +73,6 @@ class ObjectAttempt(Attempt):
     It writes directly to its target. ``id`` is the number of the claim and a random part; the
     commit record contains it too.
     """
-
-    defers_documents: ClassVar[bool] = True
 
     @property
     def location(self) -> Location:
@@ -152,13 +149,8 @@ class ObjectAttempt(Attempt):
         text = json.dumps(sorted(set(nodes))).encode()
         self.target.remote.write(self.mark(f"nodes-{rank}.json"), text)
 
-    def put(self, name: str, data: bytes) -> None:
-        """Write a small object, replacing one of an older attempt. Any rank may call it."""
-        if not self.target.remote.create(name, data):
-            self._settle(name, data)
-
     def put_all(self, documents: Sequence[tuple[str, bytes]]) -> None:
-        """Write many small objects in parallel. Any rank may call it."""
+        """See :meth:`Attempt.put_all`. Replace objects of older attempts."""
         put_objects(self.target, documents, self._settle)
 
     def _settle(self, name: str, data: bytes) -> None:

@@ -14,7 +14,6 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from shardstore.storage import arrays
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.format import documents
 from shardstore.storage.format.documents import ArrayMeta
@@ -26,7 +25,7 @@ from shardstore.storage.format.manifest import (
 )
 from shardstore.storage.format.merge import Merged, merge, rank_record
 from shardstore.storage.format.names import CONFIG_NAME, check_collisions
-from shardstore.storage.movers.chunks import ChunkWrite
+from shardstore.storage.movers.chunks import ChunkWrite, mover_for
 from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.movers.parallel import run_together
 from shardstore.storage.options import SaveOptions
@@ -78,7 +77,7 @@ class About:
 class Files:
     """Files of an attempt other than chunks.
 
-    In an object store each file is one request, so files are collected and sent in parallel.
+    Files are collected and written in parallel: in an object store, each is one request.
 
     Args:
         attempt: the attempt that the files belong to.
@@ -99,9 +98,6 @@ class Files:
             StorageError: the store refused this file or an earlier one.
         """
         self._manifest.add_file(name, data)
-        if not self._attempt.defers_documents:
-            self._attempt.put(name, data)
-            return
         if self._kept_bytes + len(data) > self._room:
             self.flush()
         self._kept.append((name, data))
@@ -136,6 +132,15 @@ def note_arrays(
     return [(meta, text) for meta, text in noted if text]
 
 
+def write_documents(attempt: Attempt, created: Iterable[tuple[ArrayMeta, str]]) -> None:
+    """Write the documents of arrays, after all their chunks: other programs could open them.
+
+    Raises:
+        StorageError: the store failed.
+    """
+    attempt.put_all([(f"{m.node}/{m.document_name}", text.encode()) for m, text in created])
+
+
 def write_chunks(
     attempt: Attempt,
     options: SaveOptions,
@@ -156,14 +161,12 @@ def write_chunks(
         StorageError: the store failed.
     """
     manifest.array_documents = options.array_documents
-    created = note_arrays(manifest, metas)
+    note_arrays(manifest, metas)
 
     def done(item: ChunkWrite, record: ChunkRecord) -> None:
         manifest.add_chunk(item.array, item.index, record)
 
-    if not attempt.defers_documents:
-        arrays.write_documents(attempt, options, created)
-    arrays.mover_for(attempt.location, options, attempt).write(writes, done)
+    mover_for(attempt.location, options, attempt).write(writes, done)
 
 
 def publish(
@@ -185,9 +188,9 @@ def publish(
         CheckpointExistsError, StorageError: see :meth:`Attempt.commit`.
     """
     merged = merge_reports(reports, options)
-    if merged.array_documents and attempt.defers_documents:
-        created = [(m, t) for m, (_, t) in zip(merged.arrays, merged.documents, strict=True)]
-        arrays.write_documents(attempt, options, created)
+    if merged.array_documents:
+        documents = (text for _, text in merged.documents)
+        write_documents(attempt, zip(merged.arrays, documents, strict=True))
     commit(attempt, options, merged, about)
 
 

@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
 
 import numpy as np
@@ -133,18 +133,32 @@ class FileMover:
 
 def _write_chunk(path: str, item: ChunkWrite, *, durable: bool) -> ChunkRecord:
     chunk = EncodedChunk(item.array, item.data(), IO_BYTES)
-    fd = _create(path)
+    write_file(path, chunk, durable=durable)
+    return chunk.record
+
+
+def write_file(
+    path: str, content: Iterable[Sequence[bytes | memoryview]], *, durable: bool = False
+) -> None:
+    """Write a file from lists of buffers, and create its folder. Replace an existing file.
+
+    Args:
+        path: path of the file.
+        content: lists of buffers in order, each valid until the next one is requested.
+        durable: start the writeback of a large file.
+    """
+    fd, size = _create(path), 0
     try:
-        for parts in chunk:
+        for parts in content:
             for part in parts:
                 view = memoryview(part)
-                while view:
+                size += len(view)
+                while view:  # a disk that fills up writes a part first, and then refuses
                     view = view[os.write(fd, view) :]
-        if durable and chunk.record.stored_bytes >= WRITEBACK_FROM:
+        if durable and size >= WRITEBACK_FROM:
             start_writeback(fd)
     finally:
         os.close(fd)  # some file systems report write errors here
-    return chunk.record
 
 
 def start_writeback(fd: int) -> None:
