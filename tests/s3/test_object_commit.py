@@ -358,7 +358,7 @@ def test_who_is_late_with_a_file_does_not_write_into_the_one_in_its_place(tmp_pa
     place.remote.write("w/c.0.0", b"owner's")
     with late:
         late.write(b"late")
-    assert place.remote.read("w/c.0.0") == b"owner's"
+    assert place.read("w/c.0.0") == b"owner's"
     assert sorted(place.remote.walk("w")) == ["w/c.0.0", "w/other"]
 
 

@@ -127,7 +127,7 @@ def test_a_deletion_that_the_store_refuses_for_one_key_is_an_error(
     if options is None:
         pytest.skip("of stores that delete many objects with one request")
     shardstore.save(state_of(1), url, storage_options=options)
-    call = RemoteStore._call
+    call = RemoteStore.call
 
     def locked(self: RemoteStore, method: str, *args: Any, **kwargs: Any) -> Any:
         """As S3 answers for a key that the role may not delete: the request succeeds."""
@@ -141,7 +141,7 @@ def test_a_deletion_that_the_store_refuses_for_one_key_is_an_error(
         denied = {"Code": "AccessDenied", "Message": "Access Denied"}
         return {"Errors": [{"Key": key, **denied} for key in kept]}
 
-    monkeypatch.setattr(RemoteStore, "_call", locked)
+    monkeypatch.setattr(RemoteStore, "call", locked)
     for attempt in (
         lambda: delete_checkpoint(url, storage_options=options),
         lambda: shardstore.save(state_of(2), url, overwrite=True, storage_options=options),

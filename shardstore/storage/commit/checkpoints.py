@@ -26,7 +26,6 @@ from shardstore.storage.commit.inventory import (
 )
 from shardstore.storage.format.names import MANIFEST_NAME
 from shardstore.storage.options import SaveOptions
-from shardstore.storage.stores.errors import explained
 from shardstore.storage.stores.location import Location
 
 
@@ -189,37 +188,27 @@ def _sweep_targets(place: Location, before: datetime, dry_run: bool) -> list[Lef
 def _sweep_uploads(place: Location, before: datetime, dry_run: bool) -> list[Leftover]:
     """Find multipart uploads that were never completed (Amazon S3 API, ListMultipartUploads), and
     abort them if asked to."""
-    fs = place.remote.fs
-    if not hasattr(fs, "_call_s3"):
+    store = place.remote
+    if not hasattr(store.fs, "_call_s3"):
         return []
     bucket, _, prefix = place.url.partition("://")[2].partition("/")
     # The slash excludes places whose names only begin with the same letters.
     asked: dict[str, Any] = {"Bucket": bucket, "Prefix": f"{prefix}/" if prefix else ""}
-    found = []
-    try:
+    found: list[Leftover] = []
+    with store.errors("sweeping uploads below", ""):
         while True:
-            listed = _s3(fs, "list_multipart_uploads", **asked)
+            listed = store.call("call_s3", "list_multipart_uploads", **asked)
             for upload in listed.get("Uploads") or []:
                 if upload["Initiated"] > before:
                     continue
-                key, number = upload["Key"], upload["UploadId"]
-                found.append(Leftover(f"s3://{bucket}/{key}", 1, 0, "upload"))
+                one = {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
+                found.append(Leftover(f"s3://{bucket}/{upload['Key']}", 1, 0, "upload"))
                 if not dry_run:
-                    _s3(fs, "abort_multipart_upload", Bucket=bucket, Key=key, UploadId=number)
+                    store.call("call_s3", "abort_multipart_upload", **one)
             if not listed.get("IsTruncated"):
                 return found
             asked["KeyMarker"] = listed["NextKeyMarker"]
             asked["UploadIdMarker"] = listed["NextUploadIdMarker"]
-    except Exception as error:
-        raise explained("sweeping uploads below", place.url, error) from error
-
-
-def _s3(fs: Any, method: str, **kwargs: Any) -> Any:
-    from fsspec.asyn import sync  # type: ignore[import-untyped]
-
-    from shardstore.storage.stores.remote import DEADLINE_S
-
-    return sync(fs.loop, fs._call_s3, method, timeout=DEADLINE_S, **kwargs)
 
 
 def _sweep_folders(place: Location, older_than: timedelta, dry_run: bool) -> list[Leftover]:

@@ -39,6 +39,7 @@ from shardstore.storage.commit.inventory import (
     names_at,
     own_names,
 )
+from shardstore.storage.format.names import key_of
 from shardstore.storage.movers.files import sync_file_system, write_file
 from shardstore.storage.movers.parallel import default_threads, run_batched
 from shardstore.storage.stores.location import Location, fsync, store_errors
@@ -98,7 +99,9 @@ class FolderAttempt(Attempt):
 
         def work(batch: Sequence[tuple[str, bytes]]) -> None:
             for name, data in batch:
-                with store_errors("writing", f"{folder}/{name}"):
+                node, below, _ = name.partition("/")
+                key = key_of(node) if below else None
+                with store_errors("writing", f"{folder}/{name}", key=key):
                     write_file(f"{folder}/{name}", [[data]])
 
         run_batched(documents, work, threads=default_threads(), batch_weight=64)

@@ -13,10 +13,11 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 
 from shardstore.errors import DamagedCheckpointError, FormatVersionError, NotACheckpointError
+from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.identity import is_foreign_node, what_else
-from shardstore.storage.format.documents import parse_root
 from shardstore.storage.format.names import (
     COMMON_STATE_NAME,
     CONFIG_NAME,
@@ -131,9 +132,9 @@ def known_nodes(location: Location, names: Collection[str]) -> tuple[set[str], s
     }
     ours = set(_announced(location, names))
     # The manifest still lists the arrays after an interrupted deletion removed the root.
-    for described in (_of_root, _of_manifest):
-        if not unknown <= ours:
-            ours |= unknown & described(location)
+    described = _described(location)
+    while not unknown <= ours and (nodes := next(described, None)) is not None:
+        ours |= unknown & nodes
     if location.is_local and "zarr.json" not in names and not _OWN.isdisjoint(names):
         ours |= {name.partition("/")[0] for name in names if name.endswith("/.zarray")}
     asked = sorted(documented - ours)
@@ -160,25 +161,17 @@ def _regular(location: Location, name: str) -> bytes | None:
         return b""
 
 
-def _of_root(location: Location) -> set[str]:
-    try:
-        root = parse_root(location.read("zarr.json"), f"{location.url}/zarr.json")
-    except (FileNotFoundError, NotACheckpointError, DamagedCheckpointError, FormatVersionError):
-        return set()
-    # The root group of another program describes no arrays of shardstore.
-    return set() if root.format_version is None else set(root.texts)
-
-
-def _of_manifest(location: Location) -> set[str]:
-    # Imported late: it imports NumPy, which a deletion of arrays with documents does not need.
-    from shardstore.storage.format.manifest import Manifest
-
-    try:
-        data = location.read(MANIFEST_NAME)
-        manifest = Manifest.from_bytes(data, f"{location.url}/{MANIFEST_NAME}")
-    except (FileNotFoundError, DamagedCheckpointError):
-        return set()
-    return {node for node, _, _ in manifest.arrays}
+def _described(location: Location) -> Iterator[set[str]]:
+    """Yield the arrays that the root document describes, and those that the manifest describes."""
+    stored = StoredCheckpoint(location)
+    with suppress(NotACheckpointError, DamagedCheckpointError, FormatVersionError):
+        root = stored.root
+        # The root group of another program describes no arrays of shardstore.
+        if root is not None and root.format_version is not None:
+            yield set(root.texts)
+    with suppress(DamagedCheckpointError):
+        if (manifest := stored.manifest) is not None:
+            yield {node for node, _, _ in manifest.arrays}
 
 
 def _announced(location: Location, names: Iterable[str]) -> Iterator[str]:

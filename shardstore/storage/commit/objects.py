@@ -392,8 +392,8 @@ def _number_of(name: str) -> int:
 def _read_claim(target: Location, number: int) -> dict[str, object]:
     """Return the content of a claim; empty if the claim is gone or cannot be parsed."""
     try:
-        about = json.loads(target.remote.read(f"{ATTEMPTS}/{number:06d}.json"))
-    except (FileNotFoundError, ValueError):
+        about = json.loads(target.read_range(f"{ATTEMPTS}/{number:06d}.json") or b"")
+    except ValueError:
         return {}
     return about if isinstance(about, dict) else {}
 

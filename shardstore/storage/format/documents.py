@@ -164,12 +164,8 @@ def _codec_documents(dtype: str, codecs: tuple[str, ...] | None) -> list[dict[st
     itemsize = dtypes.itemsize(dtype)
     configurations = {**COMPRESSORS, "bytes": {"endian": "little"} if itemsize > 1 else {}}
     configurations["blosc"] = {"typesize": itemsize, **configurations["blosc"]}
-    documents: list[dict[str, Any]] = []
-    for name in ("bytes", *(codecs or ())):
-        configuration = configurations.get(name)
-        about = {"configuration": configuration} if configuration else {}
-        documents.append({"name": name, **about})
-    return documents
+    chain = ((name, configurations.get(name)) for name in ("bytes", *(codecs or ())))
+    return [{"name": n, "configuration": c} if c else {"name": n} for n, c in chain]
 
 
 def array_document(meta: ArrayMeta) -> str:

@@ -289,29 +289,16 @@ class Manifest:
         places = self._places.values()
         rows = np.repeat(keep, [place.chunks for place in places])
         inner = np.repeat(keep, [place.chunks * place.boundaries for place in places])
-        return Manifest(
-            [entry for entry in self.arrays if entry[0] not in nodes],
-            self.stored[rows],
-            self.crc[rows],
-            self.digest[rows],
-            self.rank[rows],
-            self.running[inner],
-        )
+        arrays = [entry for entry in self.arrays if entry[0] not in nodes]
+        columns = {name: getattr(self, name)[rows] for name in _COLUMNS if name != "running"}
+        return Manifest(arrays, **columns, running=self.running[inner])
 
     def to_bytes(self) -> bytes:
         """Return the content of ``manifest.npz``."""
         arrays = zlib.compress(json.dumps(self.arrays).encode(), 1)
         out = io.BytesIO()
-        np.savez(
-            out,
-            allow_pickle=False,
-            arrays=np.frombuffer(arrays, dtype=np.uint8),
-            stored_bytes=self.stored,
-            crc32c=self.crc,
-            xxh3_128=self.digest,
-            rank=self.rank,
-            running_crc32c=self.running,
-        )
+        columns = {member: getattr(self, name) for name, (member, _) in _COLUMNS.items()}
+        np.savez(out, allow_pickle=False, arrays=np.frombuffer(arrays, np.uint8), **columns)
         return out.getvalue()
 
     @classmethod
@@ -321,7 +308,6 @@ class Manifest:
         Raises:
             DamagedCheckpointError: the file is damaged.
         """
-        names = ("stored_bytes", "crc32c", "xxh3_128", "rank", "running_crc32c")
         try:
             with zipfile.ZipFile(io.BytesIO(data)) as file:
                 if sum(member.file_size for member in file.infolist()) > len(data):
@@ -336,13 +322,13 @@ class Manifest:
                     (require_inside(node, url), int(n), int(size))
                     for node, n, size in json.loads(text)
                 ]
-                manifest = cls(arrays, *(columns[name] for name in names))
+                manifest = cls(arrays, *(columns[member] for member, _ in _COLUMNS.values()))
             if any(n < 0 or size < 1 for _, n, size in arrays):
                 raise ValueError("an array of impossible size")
             rows = sum(n for _, n, _ in arrays)
             boundaries = sum(n * inner_blocks(size) for _, n, size in arrays)
             wanted = [(rows,), (rows,), (rows, 16), (rows,), (boundaries,)]
-            for (name, kind), shape in zip(_COLUMNS.items(), wanted, strict=True):
+            for (name, (_, kind)), shape in zip(_COLUMNS.items(), wanted, strict=True):
                 column = getattr(manifest, name)
                 if (column.shape, column.dtype) != (shape, np.dtype(kind)):
                     raise ValueError(f"{column.dtype} of shape {column.shape} as column {name}")
@@ -357,8 +343,14 @@ class Manifest:
 
 
 _JOINED = ("keys", "summaries", "created", "rows", "running", "others")
-_COLUMNS = {"stored": "u8", "crc": "u4", "digest": "u1", "rank": "u4", "running": "u4"}
-"""NumPy data types of the columns of a manifest."""
+_COLUMNS = {
+    "stored": ("stored_bytes", "u8"),
+    "crc": ("crc32c", "u4"),
+    "digest": ("xxh3_128", "u1"),
+    "rank": ("rank", "u4"),
+    "running": ("running_crc32c", "u4"),
+}
+"""Columns of a manifest: their names in the file, and NumPy data types."""
 
 
 def content_digest(arrays: Iterable[ArrayMeta], manifest: Manifest) -> str | None:

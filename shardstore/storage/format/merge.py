@@ -105,11 +105,8 @@ def merge(reports: Sequence[bytes | RankManifest], *, check: bool = True) -> Mer
     return Merged(
         Manifest(
             entries,
-            ordered["stored"].copy(),
-            ordered["crc"].copy(),
-            ordered["digest"].copy(),
-            ordered["rank"].copy(),
-            _running(parts, rows, starts, [size for _, _, size in entries]),
+            **{name: ordered[name].copy() for name in ("stored", "crc", "digest", "rank")},
+            running=_running(parts, rows, starts, [size for _, _, size in entries]),
         ),
         [(first.meta.node, first.text) for first in created.values()],
         metas,

@@ -77,9 +77,6 @@ class ObjectMover:
         self, writes: Sequence[ChunkWrite], done: Callable[[ChunkWrite, ChunkRecord], None]
     ) -> None:
         """See :meth:`Mover.write`."""
-        for array in {item.array for item in writes}:
-            if not (array.is_plain or array.is_packed):
-                raise ValueError(f"chunks of key {array.key!r} have codecs {array.codecs}")
         for item in writes:
             if _stored_bytes(item.array) > MAX_OBJECT_BYTES:
                 raise self._too_large(item)

@@ -1,7 +1,7 @@
 """Reads chunks with codecs of other programs through TensorStore's zarr drivers.
 
 Arrays open with assumed metadata (TensorStore reads no document), and reads are strict (a missing
-chunk is an error, not the fill value). On a disk, data moves straight into the given memory.
+chunk is an error, not the fill value).
 """
 
 from __future__ import annotations
@@ -106,28 +106,19 @@ class TensorStoreReader:
         stores: dict[ArrayMeta, Any] = {}
         pending: deque[tuple[RegionRead, Any]] = deque()
         flying = 0
-        try:
-            for read in reads:
-                if not read.box.size:
-                    continue
-                if read.array not in stores:
-                    fill = self._fill_missing
-                    stores[read.array] = open_array(self.location, read.array, fill_missing=fill)
-                part = stores[read.array][read.box.slices]
-                if self.location.is_local:
-                    pending.append((read, ts.array(read.out, copy=False, write=True).write(part)))
-                else:  # an abandoned request must not write into the caller's memory later
-                    pending.append((read, part.read()))
-                flying += read.out.nbytes
-                while pending and flying >= IN_FLIGHT_BYTES:
-                    flying -= pending[0][0].out.nbytes
-                    self._finish(*pending.popleft(), manifest, done)
-            while pending:
+        for read in reads:
+            if not read.box.size:
+                continue
+            if read.array not in stores:
+                fill = self._fill_missing
+                stores[read.array] = open_array(self.location, read.array, fill_missing=fill)
+            pending.append((read, stores[read.array][read.box.slices].read()))
+            flying += read.out.nbytes
+            while pending and flying >= IN_FLIGHT_BYTES:
+                flying -= pending[0][0].out.nbytes
                 self._finish(*pending.popleft(), manifest, done)
-        finally:  # after an error, wait for reads that still write into the caller's memory
-            for _, future in pending:
-                if self.location.is_local:
-                    future.exception()
+        while pending:
+            self._finish(*pending.popleft(), manifest, done)
 
     def _finish(
         self,
@@ -136,21 +127,18 @@ class TensorStoreReader:
         manifest: Callable[[], Manifest | None],
         done: ReadDone | None,
     ) -> None:
-        local = self.location.is_local
+        failure = None
         try:
-            if local:
-                future.result()
+            if self.location.is_local:
+                read.out[...] = future.result()
             else:
-                read.out[...] = wait(
-                    future, self.location.remote, shared_context(), read.out.nbytes
-                )
-            error = None
-        except ValueError as found:
-            error = found
-        if error is not None:
-            # The store's answer may contain the access key, so it is not chained as the cause.
-            text = str(error) if local else plain_words(str(error))
-            raise self._explained(read, text, manifest) from (error if local else None)
+                remote, size = self.location.remote, read.out.nbytes
+                read.out[...] = wait(future, remote, shared_context(), size)
+        except ValueError as error:
+            failure = self._explained(read, plain_words(str(error)), manifest)
+        if failure is not None:
+            # Raised outside of the handler: the store's answer may contain the access key.
+            raise failure
         touched = sum(1 for _ in read.array.grid.overlapping(read.box))
         counters.add(bytes_read=touched * read.array.chunk_bytes, chunks_read=touched)
         if done is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import TYPE_CHECKING
 
@@ -327,7 +327,11 @@ class ChunkChecker:
         Returns:
             Number of bytes read, and the problem; ``None`` if the chunk is intact.
         """
-        expected = self._expected(array, index)
+        expected, manifest = Expected(0, array.chunk_bytes), self._manifest
+        row = None if manifest is None else manifest.row(array, index)
+        if manifest is not None and row is not None:
+            digest = manifest.digest[row].tobytes() if self._hashes else None
+            expected = replace(expected, crc=int(manifest.crc[row]), digest=digest)
         verifier = ChunkVerifier(array, expected)
         location = self._stored.location
         name = array.chunk_name(index)
@@ -348,13 +352,6 @@ class ChunkChecker:
             return 0, Problem("crc", f"cannot be decoded: {_first_line(error)}")
         except OSError as error:
             return 0, Problem("unreadable", f"cannot be read: {_first_line(error)}")
-
-    def _expected(self, array: ArrayMeta, index: Sequence[int]) -> Expected:
-        row = None if self._manifest is None else self._manifest.row(array, index)
-        if self._manifest is None or row is None:
-            return Expected(0, array.chunk_bytes)
-        digest = self._manifest.digest[row].tobytes() if self._hashes else None
-        return Expected(0, array.chunk_bytes, crc=int(self._manifest.crc[row]), digest=digest)
 
     def _check_decoded(
         self, array: ArrayMeta, index: Sequence[int], verifier: ChunkVerifier

@@ -140,18 +140,6 @@ class RemoteStore:
 
     # -- documents -----------------------------------------------------------------------------
 
-    def read(self, name: str) -> bytes:
-        """Return a document's content.
-
-        Raises:
-            FileNotFoundError: there is no such document.
-            StorageError: the store refused, or did not answer.
-        """
-        found = self.read_range(name, 0, None)
-        if found is None:
-            raise FileNotFoundError(f"{self.url}/{name}")
-        return found
-
     def read_range(self, name: str, start: int, stop: int | None, size: int = 0) -> bytes | None:
         """Return bytes ``start:stop`` of a document, fewer if it ends before ``stop``; ``None`` if
         there is no such document. ``size`` is the expected number of bytes, which extends the
@@ -165,7 +153,7 @@ class RemoteStore:
             part = {"start": start, "end": stop}
         try:
             with self.errors("reading", name, absent=True):
-                data: bytes = self._call("cat_file", self._path(name), size=size, **part)
+                data: bytes = self.call("cat_file", self._path(name), size=size, **part)
                 return data
         except FileNotFoundError:
             return None
@@ -242,9 +230,9 @@ class RemoteStore:
                 self.fs.cp_file(*paths)
             elif hasattr(self.fs, "_copy_basic"):
                 condition: dict[str, Any] = {"IfNoneMatch": "*"} if create else {}
-                self._call("copy_basic", *paths, **condition)
+                self.call("copy_basic", *paths, **condition)
             else:
-                self._call("cp_file", *paths)
+                self.call("cp_file", *paths)
 
         try:
             with self.errors("copying to", name, absent=True):
@@ -276,7 +264,7 @@ class RemoteStore:
 
     def _info(self, name: str) -> Mapping[str, Any]:
         with suppress(FileNotFoundError), self.errors("looking for", name, absent=True):
-            found: Mapping[str, Any] = self._call("info", self._path(name))
+            found: Mapping[str, Any] = self.call("info", self._path(name))
             return found
         return {}
 
@@ -297,8 +285,8 @@ class RemoteStore:
 
     def _names(self, path: str) -> list[str]:
         if hasattr(self.fs, "_lsdir"):  # the ls() of s3fs lists the parent of an empty folder too
-            return [about["name"] for about in self._call("lsdir", path, refresh=True)]
-        found: list[str] = self._call("ls", path, detail=False, refresh=True)
+            return [about["name"] for about in self.call("lsdir", path, refresh=True)]
+        found: list[str] = self.call("ls", path, detail=False, refresh=True)
         return found
 
     def walk(self, name: str = "") -> list[str]:
@@ -310,9 +298,9 @@ class RemoteStore:
         are relative to this store's URL; the time is that of the store's clock."""
         found: dict[str, Any] = {}
         with suppress(FileNotFoundError), self.errors("listing", name, absent=True):
-            found = self._call("find", self._path(name), detail=True)
+            found = self.call("find", self._path(name), detail=True)
             if not isinstance(found, dict):  # some ignore ``detail`` if the path is a document
-                found = {path: self._call("info", path) for path in found}
+                found = {path: self.call("info", path) for path in found}
         base = self.path.lstrip("/") + "/"
         return sorted(
             (path.lstrip("/")[len(base) :], about.get("size") or 0, _written_at(about))
@@ -342,7 +330,7 @@ class RemoteStore:
                     return
                 for path in batch:
                     with suppress(FileNotFoundError):
-                        self._call("rm_file", path)
+                        self.call("rm_file", path)
 
             batch_weight = DELETE_BATCH if bulk else SINGLE_DELETES
             run_batched(paths, work, threads=DELETE_REQUESTS, batch_weight=batch_weight)
@@ -364,13 +352,11 @@ class RemoteStore:
         """
         bucket = self.fs.split_path(paths[0])[0]
         left = [self.fs.split_path(path)[1] for path in paths]
-        for path in paths:
-            self.fs.invalidate_cache(self.fs._parent(path))
         for tried in range(DELETE_TRIES):
             if tried:
                 time.sleep(0.2 * 2**tried)
             wanted = {"Objects": [{"Key": key} for key in left], "Quiet": True}
-            answer = self._call("call_s3", "delete_objects", Bucket=bucket, Delete=wanted)
+            answer = self.call("call_s3", "delete_objects", Bucket=bucket, Delete=wanted)
             refused = [e for e in answer.get("Errors") or () if e.get("Code") != "NoSuchKey"]
             if not refused:
                 return
@@ -407,7 +393,7 @@ class RemoteStore:
     def _pipe(self, path: str, data: bytes, *, create: bool) -> None:
         mode = "create" if create else "overwrite"
         if isinstance(self.fs, AsyncFileSystem):
-            self._call("pipe_file", path, data, size=len(data), mode=mode)
+            self.call("pipe_file", path, data, size=len(data), mode=mode)
             return
         self._make_folder_of(path)
         if not create:
@@ -441,7 +427,7 @@ class RemoteStore:
         first = id(self.fs) not in _answered
         return (FIRST_DEADLINE_S if first else DEADLINE_S) + size / SLOWEST_BYTES_PER_S
 
-    def _call(self, method: str, *args: Any, size: int = 0, **kwargs: Any) -> Any:
+    def call(self, method: str, *args: Any, size: int = 0, **kwargs: Any) -> Any:
         """Call a method of the file system that transfers ``size`` bytes. Asynchronous file systems
         have a deadline."""
         if not isinstance(self.fs, AsyncFileSystem):
