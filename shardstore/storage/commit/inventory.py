@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 
 from shardstore.errors import DamagedCheckpointError, FormatVersionError, NotACheckpointError
-from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.identity import is_foreign_node, what_else
 from shardstore.storage.format.names import (
     COMMON_STATE_NAME,
@@ -26,13 +24,15 @@ from shardstore.storage.format.names import (
     MANIFEST_NAME,
     require_inside,
 )
-from shardstore.storage.stores.location import Location, open_regular, store_errors
+from shardstore.storage.stores.location import Location
 
 ATTEMPTS = ".attempts"
 """Folder of the claims and marks, below a target in an object store."""
 DELETING = f"{ATTEMPTS}/deleting"
 """Mark of a deletion that is still running or whose process died."""
 COMMITS = ("zarr.json", CONFIG_NAME)
+HASHED_BYTES = 16 * 1024 * 1024
+"""A file is read in parts of this size to compute its hash."""
 
 _OWN = frozenset({*COMMITS, COMMON_STATE_NAME, MANIFEST_NAME, DCP_METADATA_NAME, INTEGRITY_NAME})
 _MARK = re.compile(rf"(?:{ATTEMPTS}/)?(\d{{6,}})\.(\w+)")
@@ -163,6 +163,8 @@ def _regular(location: Location, name: str) -> bytes | None:
 
 def _described(location: Location) -> Iterator[set[str]]:
     """Yield the arrays that the root document describes, and those that the manifest describes."""
+    from shardstore.storage.checkpoint import StoredCheckpoint  # which imports this module
+
     stored = StoredCheckpoint(location)
     with suppress(NotACheckpointError, DamagedCheckpointError, FormatVersionError):
         root = stored.root
@@ -266,11 +268,7 @@ def write_integrity(location: Location) -> None:
     Raises:
         StorageError: the store failed.
     """
-    if location.is_local:
-        paths = (path for path in location.path.rglob("*") if path.is_file())
-        names = [path.relative_to(location.path).as_posix() for path in paths]
-    else:
-        names = [name for name in location.remote.walk() if not name.startswith(f"{ATTEMPTS}/")]
+    names = [name for name in location.walk() if not name.startswith(f"{ATTEMPTS}/")]
     files = {name: _sha256(location, name) for name in sorted(names) if name != INTEGRITY_NAME}
     document = json.dumps({"algorithm": "sha256", "files": files}, indent=2)
     location.replace(INTEGRITY_NAME, document.encode())
@@ -299,12 +297,10 @@ def check_integrity(location: Location) -> None:
         raise FormatVersionError(f"{url} has {algorithm!r} hashes; only sha256 is known", url=url)
     wrong = []
     for name, expected in files.items():
-        try:
-            found = _sha256(location, require_inside(name, url))
-        except (FileNotFoundError, IsADirectoryError):
+        found = _sha256(location, require_inside(name, url))
+        if found is None:
             wrong.append(f"{name} is missing")
-            continue
-        if found != expected:
+        elif found != expected:
             wrong.append(f"{name} has the SHA-256 {found:.16}..., expected {expected!s:.16}...")
     if wrong:
         raise DamagedCheckpointError(
@@ -314,22 +310,17 @@ def check_integrity(location: Location) -> None:
         )
 
 
-def _sha256(location: Location, name: str) -> str:
-    """Return the hash of a file.
+def _sha256(location: Location, name: str) -> str | None:
+    """Return the hash of a file; ``None`` if there is none.
 
     Raises:
-        FileNotFoundError, IsADirectoryError: there is no file of this name.
         DamagedCheckpointError: it is not a regular file.
         StorageError: the store failed.
     """
-    if not location.is_local:
-        return hashlib.sha256(location.read(name)).hexdigest()
-    path = f"{location.url}/{name}"
-    try:
-        with os.fdopen(open_regular(path), "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except (FileNotFoundError, IsADirectoryError):
-        raise
-    except OSError:
-        with store_errors("reading", path):
-            raise
+    hasher, size = hashlib.sha256(), 0
+    while (part := location.read_range(name, size, size + HASHED_BYTES)) is not None:
+        hasher.update(part)
+        size += len(part)
+        if len(part) < HASHED_BYTES:
+            return hasher.hexdigest()
+    return None
