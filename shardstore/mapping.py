@@ -139,8 +139,8 @@ class ShardedTensor(ShardedBase):
                 that of ``flattened_range``.
             AccessPatternError: shapes, offsets, fragmentations and range do not fit together.
         """
-        flat, size = self.flattened_range, math.prod(self.local_shape)
-        if flat is not None:
+        if (flat := self.flattened_range) is not None:
+            size = math.prod(self.local_shape)
             if not isinstance(flat, slice) or flat.step is not None:
                 raise self._wrong(f"flattened_range={flat!r} must be a slice without a step")
             start = 0 if flat.start is None else flat.start
@@ -180,7 +180,7 @@ class ShardedTensor(ShardedBase):
         if flat is not None:
             start, stop = self._flat_bounds()
             expected = (stop - start,)
-        if tuple(data.shape) != expected:
+        if data.shape != expected:
             described = f"local_shape is {expected}"
             if flat is not None:
                 described = f"with flattened_range {flat} it must be 1-D, {expected[0]} elements"

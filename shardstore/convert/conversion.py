@@ -158,7 +158,7 @@ def convert(
             "conversion takes: its documents are damaged, or its chunks are much too small",
             url=place.url,
         )
-    chunks = [(array, array.grid.index(i)) for array in arrays for i in range(array.grid.size)]
+    chunks = [(array, array.grid.index_at(i)) for array in arrays for i in range(array.grid.size)]
     total = sum(map(_chunk_bytes, chunks))
     receipts: Receipts = {}
 

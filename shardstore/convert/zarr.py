@@ -46,7 +46,7 @@ class ZarrSource:
         meta = self.arrays[key]
         shards = Grid(meta.shape, meta.shard_shape or meta.grid.chunk_shape)
         grid = min(shards, meta.grid, key=lambda grid: grid.size)
-        return [grid.box(grid.index(i)) for i in range(grid.size)]
+        return [grid.box(grid.index_at(i)) for i in range(grid.size)]
 
     def extras(self) -> Extras:
         """Return the common part as stored, and the sharded objects."""

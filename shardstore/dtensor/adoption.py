@@ -116,11 +116,11 @@ class Adopted:
 
 def _leaves(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield every value of nested dicts, lists and tuples, with its path."""
-    if isinstance(state, dict | list | tuple):
-        for name, value in state.items() if isinstance(state, dict) else enumerate(state):
+    for name, value in state.items() if isinstance(state, dict) else enumerate(state):
+        if isinstance(value, dict | list | tuple):
             yield from _leaves(value, (*path, name))
-    else:
-        yield path, state
+        else:
+            yield (*path, name), value
 
 
 def _key(path: Path) -> str:

@@ -220,7 +220,7 @@ def stream(
         array.checkpoint.stored.require_chunks(array.meta)
         grid = array.meta.grid
         for number in range(grid.size) if numbers is None else numbers[array.key]:
-            box = grid.box(grid.index(number))
+            box = grid.box(grid.index_at(number))
             chunks.append((array, box, box.size * array.dtype.itemsize))
     largest = copies * max((size for _, _, size in chunks), default=0)
     threads = max(1, min(default_threads(), budget_bytes // max(1, largest)))

@@ -420,7 +420,7 @@ class _Verification:
         places = set(filter(None, map(object_place, files)))
         for shape in {shape for _, shape in places}:
             grid = Grid(shape, (1,) * len(shape))
-            indices = map(grid.index, range(grid.size))
+            indices = map(grid.index_at, range(grid.size))
             missing = (index for index in indices if (index, shape) not in places)
             for index in islice(missing, SHOWN_OBJECTS):
                 file = f"shard_{'.'.join(map(str, index))}_{'.'.join(map(str, shape))}.pt"
@@ -465,7 +465,7 @@ class _Verification:
             self._check_document(array, names)
             self._check_folder(array, names)
         size = 0
-        for index in map(array.grid.index, range(first, last)):
+        for index in map(array.grid.index_at, range(first, last)):
             read, problem = self._checker.check(array, index)
             size += read
             if problem is not None:
@@ -520,7 +520,7 @@ class _Verification:
         """Find sharded objects and foreign files in an array's folder."""
         if array.codecs is None:
             return  # other programs may use other names for chunks
-        indices = map(array.grid.index, range(array.grid.size))
+        indices = map(array.grid.index_at, range(array.grid.size))
         others = names.difference(map(array.chunk_key, indices), [array.document_name])
         objects = sorted(filter(object_place, others))
         _do_all(self._object_jobs(array.node, array.key, objects))

@@ -130,18 +130,12 @@ def _tied(tensors: Sequence[ShardedTensor]) -> dict[int, str]:
     for tensor in tensors:
         data: Any = tensor.data
         if type(data) in (torch.Tensor, torch.nn.Parameter) and data.layout is torch.strided:
-            extent = data.numel()
-            if not data.is_contiguous():
-                extent = 1 + sum(
-                    s * (n - 1) for s, n in zip(data.stride(), data.shape, strict=True)
-                )
-            start = data.data_ptr()  # 0: a tensor without memory
-            if start and data.numel():
-                spans.append((start, start + extent * data.element_size(), tensor, data))
-    spans.sort(key=operator.itemgetter(0))
+            start, size = data.data_ptr(), dtypes.extent_bytes(data)
+            if start and size:  # 0: a tensor without memory
+                spans.append((start, start + size, tensor, data))
     tied: dict[int, str] = {}
     before: list[_Span] = []
-    for span in spans:
+    for span in sorted(spans, key=operator.itemgetter(0)):
         start, _, tensor, data = span
         before = [other for other in before if other[1] > start]
         for _, _, other, memory in before:

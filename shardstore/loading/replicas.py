@@ -158,7 +158,7 @@ class Exchange:
         array = self._stored.arrays[key]
         parts = self._parts.get(chunk, ())
         targets = [((..., *part.within.slices), part.out) for part in parts]
-        return Piece(array, array.grid.box(array.grid.index(number)), targets)
+        return Piece(array, array.grid.box(array.grid.index_at(number)), targets)
 
     def _read_alone(self, chunks: Sequence[_ChunkId]) -> None:
         """Read the chunks that no other rank wants. It runs in another thread; copies to a device

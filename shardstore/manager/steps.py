@@ -338,7 +338,7 @@ def what_is_missing(place: Location) -> str | None:
             return f"{place.url}/{name} is missing"
     for meta in arrays.values():
         for linear in range(meta.grid.size):
-            index = meta.grid.index(linear)
+            index = meta.grid.index_at(linear)
             row = manifest.row(meta, index)
             if row is None:
                 break  # rewritten by another program

@@ -244,8 +244,7 @@ class StoredCheckpoint:
         """Raise :class:`ChunkMissingError` if an array has more than :data:`MANY_CHUNKS` chunks by
         its document alone, not by the commit, and fewer than one in 100 exists. A read would
         allocate memory for each chunk."""
-        count = array.grid.size
-        if array.crcs is not None or count <= MANY_CHUNKS:
+        if array.crcs is not None or (count := array.grid.size) <= MANY_CHUNKS:
             return
         files = len(self.location.walk(array.node))
         if count > 100 * files:

@@ -60,7 +60,7 @@ def write_checkpoint(root: Path, metas: list[ArrayMeta]) -> dict[str, np.ndarray
         arrays[meta.key] = np.arange(size).reshape(meta.shape).astype(meta.dtype)
         writes = [
             ChunkWrite(meta, index, arrays[meta.key][(..., *meta.grid.box(index).slices)])
-            for index in map(meta.grid.index, range(meta.grid.size))
+            for index in map(meta.grid.index_at, range(meta.grid.size))
         ]
         FileMover(place).write(
             writes, lambda item, record: report.add_chunk(item.array, item.index, record)

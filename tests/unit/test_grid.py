@@ -177,7 +177,7 @@ def test_overlapping_boxes_and_numbers(data: st.DataObject) -> None:
     )
     owner = np.zeros(shape, int)
     for linear in range(grid.size):
-        index = grid.index(linear)
+        index = grid.index_at(linear)
         assert grid.linear(index) == linear
         owner[grid.box(index).slices] += 1 + linear
     # Each element is in one chunk: the numbers add up to the position of its chunk.

@@ -34,7 +34,7 @@ def record_of(meta: ArrayMeta, index: tuple[int, ...]) -> ChunkRecord:
 
 
 def indices(meta: ArrayMeta) -> list[tuple[int, ...]]:
-    return [meta.grid.index(i) for i in range(meta.grid.size)]
+    return [meta.grid.index_at(i) for i in range(meta.grid.size)]
 
 
 METAS = [

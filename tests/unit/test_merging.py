@@ -168,7 +168,7 @@ def test_the_coordinators_own_report_needs_no_packing() -> None:
             manifest = manifests[place % 2]
             manifest.add_array(meta, created=place == 0)
             record = ChunkRecord(9 + place, 2**32 - 1 - place, bytes([place] * 16), [])
-            manifest.add_chunk(meta, grid.index(place), record)
+            manifest.add_chunk(meta, grid.index_at(place), record)
     for manifest in manifests:
         manifest.objects = [f"o/shard_{manifest.rank}_2"]
         manifest.copies = [f"c{manifest.rank}"]

@@ -168,18 +168,22 @@ def require_memory(tensor: torch.Tensor) -> None:
 
     Without this check NumPy would allocate new memory for a freed tensor.
     """
-    held = tensor.untyped_storage().nbytes()
-    extent = tensor.numel()
-    if extent and not tensor.is_contiguous():
-        axes = zip(tensor.stride(), tensor.shape, strict=True)
-        extent = 1 + sum(stride * (n - 1) for stride, n in axes)
-    wanted = (tensor.storage_offset() + extent) * tensor.element_size()
-    if extent and held < wanted:
+    held, size = tensor.untyped_storage().nbytes(), extent_bytes(tensor)
+    wanted = tensor.storage_offset() * tensor.element_size() + size
+    if size and held < wanted:
         raise ArgumentError(
             f"the memory of a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype} was "
             f"freed: its storage has {held} of {wanted} bytes, as FSDP leaves parameters that are "
             "not gathered, or not sharded, at the moment; give the tensors that have memory now"
         )
+
+
+def extent_bytes(tensor: torch.Tensor) -> int:
+    """Return the size of the memory from the first to the last element of a tensor, in bytes."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return tensor.nbytes
+    axes = zip(tensor.stride(), tensor.shape, strict=True)
+    return (1 + sum(stride * (n - 1) for stride, n in axes)) * tensor.element_size()
 
 
 def memory_of(tensor: torch.Tensor, name: str) -> NDArray[Any]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
+from typing import NamedTuple
 
 from shardstore.errors import AccessPatternError
 
@@ -28,8 +28,7 @@ MIN_BLOCK_BYTES = 4096
 BLOCKS_PER_CHUNK = 32
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(NamedTuple):
     """A hyperrectangle: ``offset`` and ``shape``, each with one entry per axis."""
 
     offset: Shape
@@ -64,8 +63,7 @@ class Box:
         return tuple(slice(o, o + s) for o, s in zip(self.offset, self.shape, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class Grid:
+class Grid(NamedTuple):
     """A regular chunk grid (Zarr v3 core specification, "Regular grids").
 
     Attributes:
@@ -103,7 +101,7 @@ class Grid:
             position = position * n + i
         return position
 
-    def index(self, linear: int) -> Shape:
+    def index_at(self, linear: int) -> Shape:
         """Return the chunk index at a position; the inverse of :meth:`linear`."""
         out: list[int] = []
         for n in reversed(self.counts):

@@ -263,7 +263,7 @@ def _check_coverage(
     numbers = np.searchsorted(starts, wrong[:SHOWN], side="right") - 1
     for row, number in zip(wrong[:SHOWN], numbers, strict=True):
         meta = metas[number]
-        box = meta.grid.box(meta.grid.index(int(row - starts[number])))
+        box = meta.grid.box(meta.grid.index_at(int(row - starts[number])))
         region = f"key {meta.key!r} offset {box.offset} shape {box.shape}"
         if times[row] == 0:
             shown.append(f"{region} was written by no rank (no main replica holds it)")

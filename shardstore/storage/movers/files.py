@@ -16,6 +16,7 @@ from itertools import repeat
 
 import numpy as np
 
+from shardstore.storage.format.documents import CRC32C
 from shardstore.storage.format.manifest import ChunkRecord, Manifest
 from shardstore.storage.movers.checksums import read_chunk
 from shardstore.storage.movers.chunk_bytes import (
@@ -116,8 +117,11 @@ class FileMover:
             size = 0
             for part in batch:
                 path = f"{root}/{part.array.node}/{part.key}"
-                with store_errors("reading", path, key=part.array.key):
-                    size += _read_at_once(path, part) or _read_chunk(path, part, manifest)
+                read = _read_at_once(path, part)
+                if not read:
+                    with store_errors("reading", path, key=part.array.key):
+                        read = _read_chunk(path, part, manifest)
+                size += read
                 if done is not None:
                     done(part.out.nbytes, 1)
             counters.add(bytes_read=size, chunks_read=len(batch))
@@ -218,12 +222,12 @@ def _read_at_once(path: str, part: ChunkPart) -> int:
         what is wrong with a damaged one. The destination may then be partly overwritten.
     """
     array, out = part.array, part.out
-    if not (part.is_whole and array.is_plain and array.has_crc):
+    if not part.is_whole or array.codecs != (CRC32C,):
         return 0
-    if out.flags.c_contiguous:
-        target = as_bytes(out)
-    elif out.strides[-1] == out.itemsize:
+    if out.strides[-1:] == (out.itemsize,):
         target = out.view(np.uint8)
+    elif out.flags.c_contiguous:
+        target = as_bytes(out)
     else:
         return 0
     sound = is_intact(read_chunk(path, out.nbytes, target), array.expected_crc(part.number))
