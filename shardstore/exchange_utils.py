@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from shardstore.dict_utils import nested_values
 from shardstore.distributed.groups import (
     Group,
     broadcast_bytes,
@@ -23,7 +22,7 @@ from shardstore.distributed.groups import (
 from shardstore.errors import CheckpointingException
 from shardstore.mapping import ShardedStateDict, ShardedTensor, is_main_replica
 from shardstore.sharded.layouts import data_shape
-from shardstore.utils import _sharded_tensor_shard_id, _ShardId
+from shardstore.utils import _sharded_tensor_shard_id, _ShardId, sharded_tensors_of
 
 T = TypeVar("T", bound=Hashable)
 
@@ -118,11 +117,7 @@ def determine_main_replica_uniform_distribution(
     """
     if group_size(parallelization_group) <= 1:
         return None
-    local = [
-        value.without_data()
-        for value in nested_values(sharded_state_dict)
-        if isinstance(value, ShardedTensor)
-    ]
+    local = [tensor.without_data() for tensor in sharded_tensors_of(sharded_state_dict)]
     by_rank = gathered(local, parallelization_group)
 
     ranks: dict[_ShardId, list[int]] = {}

@@ -67,6 +67,11 @@ def _sharded_object_id(sharded_object: ShardedObject) -> _ShardId:
     return sharded_object.key, sharded_object.global_offset, sharded_object.global_shape
 
 
+def sharded_tensors_of(state_dict: ShardedStateDict) -> list[ShardedTensor]:
+    """Return all sharded tensors of a nested state dict."""
+    return [value for value in nested_values(state_dict) if isinstance(value, ShardedTensor)]
+
+
 def _extract(
     state_dict: ShardedStateDict, *kinds: type
 ) -> tuple[ShardedStateDict, ShardedStateDict]:

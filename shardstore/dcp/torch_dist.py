@@ -74,6 +74,7 @@ from shardstore.strategies.checkpointable import (
     LocalShardsContainer,
 )
 from shardstore.strategies.common import TorchCommonLoadStrategy
+from shardstore.utils import sharded_tensors_of
 
 BACKEND, VERSION = DCP_BACKEND, 1
 WRITER_THREADS = 2
@@ -583,13 +584,12 @@ class TorchDistLoadShardedStrategy(ReadsOwnFormat, LoadShardedStrategy):
         """
         files = DcpFiles.open(checkpoint_dir)
         context, url = context_of(checkpoint_dir), files.location.url
-        values = list(nested_values(sharded_state_dict))
-        tensors = [value for value in values if isinstance(value, ShardedTensor)]
+        tensors = sharded_tensors_of(sharded_state_dict)
         plan = plan_reads(tensors, files.arrays, url, cast=context.cast or self.cast)
         read_chunks(context, plan, read=files.read)
         objects = {
             id(value): files.read_unwrapped(value.unique_key)
-            for value in values
+            for value in nested_values(sharded_state_dict)
             if isinstance(value, ShardedObject)
         }
         return assemble(plan, sharded_state_dict, url, objects)

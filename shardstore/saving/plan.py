@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardstore.dict_utils import nested_values
 from shardstore.errors import AccessPatternError, CheckpointingException, DTypeMismatchError
-from shardstore.mapping import ShardedStateDict, ShardedTensor, is_main_replica
+from shardstore.mapping import ShardedTensor, is_main_replica
 from shardstore.saving.replicas import Shard, SharedWrites, identity
 from shardstore.saving.sources import CutChunk, TensorSource, WritePlan, fetched
 from shardstore.sharded.layouts import (
@@ -36,11 +35,6 @@ from shardstore.storage.options import SaveOptions
 
 CHUNKS_PER_RANGE = 4
 MIN_RANGE_CHUNK_BYTES = 256 * 1024
-
-
-def sharded_tensors_of(state_dict: ShardedStateDict) -> list[ShardedTensor]:
-    """Return all sharded tensors of a nested state dict."""
-    return [value for value in nested_values(state_dict) if isinstance(value, ShardedTensor)]
 
 
 def array_meta(

@@ -21,7 +21,6 @@ from shardstore.errors import ArgumentError, CheckpointingException
 from shardstore.loading.context import CONTENT_METADATA_KEY
 from shardstore.mapping import CommonStateDict, ShardedObject, ShardedStateDict, StateDict
 from shardstore.progress import Meter, callback_of
-from shardstore.saving.plan import sharded_tensors_of
 from shardstore.saving.replicas import copies_of
 from shardstore.saving.session import Part, SaveSession
 from shardstore.state_dict_utils import check_lists, check_state, save_preprocess
@@ -36,6 +35,7 @@ from shardstore.strategies.base import (
     SaveCommonStrategy,
     SaveShardedStrategy,
 )
+from shardstore.utils import sharded_tensors_of
 from shardstore.validation import (
     comparable,
     compare_common,

@@ -37,7 +37,12 @@ from shardstore.strategies.base import (
     LoadShardedStrategy,
     SaveShardedStrategy,
 )
-from shardstore.utils import _sharded_object_id, _sharded_tensor_shard_id, _ShardId
+from shardstore.utils import (
+    _sharded_object_id,
+    _sharded_tensor_shard_id,
+    _ShardId,
+    sharded_tensors_of,
+)
 
 T = TypeVar("T", bound=ShardedBase)
 
@@ -295,16 +300,11 @@ def distribute_main_replicas_with_precomputed_distribution(
         return
     rank = group_rank(parallelization_group)
     seen: set[_ShardId] = set()
-    for sh_ten in nested_values(sharded_state_dict):
-        if not isinstance(sh_ten, ShardedTensor):
-            continue
+    for sh_ten in sharded_tensors_of(sharded_state_dict):
         shard_id = _sharded_tensor_shard_id(sh_ten)
         # If a state dict holds a shard twice, only one is the main replica.
-        is_main = (
-            shard_id in precomputed_distribution.shards_in_this_group
-            and precomputed_distribution.main_rank_for_shard[shard_id] == rank
-            and shard_id not in seen
-        )
+        main_rank = precomputed_distribution.main_rank_for_shard.get(shard_id)
+        is_main = main_rank == rank and shard_id not in seen
         seen.add(shard_id)
         sh_ten.replica_id = 0 if is_main else 1
 
@@ -334,18 +334,18 @@ def _fits(distribution: ShardDistribution, state_dict: ShardedStateDict, group: 
     Every rank of the group calls it and waits for the others.
     """
     rank = group_rank(group)
-    described = distribution.shard_to_metadata
-    tensors = [value for value in nested_values(state_dict) if isinstance(value, ShardedTensor)]
-    local = {_sharded_tensor_shard_id(tensor): tensor for tensor in tensors}
-    same = all(
-        shard_id in described
-        and (tensor.dtype, tensor.local_shape)
-        == (described[shard_id].dtype, described[shard_id].local_shape)
-        for shard_id, tensor in local.items()
-    )
+    local = {
+        _sharded_tensor_shard_id(tensor): (tensor.dtype, tensor.local_shape)
+        for tensor in sharded_tensors_of(state_dict)
+    }
+    described = {
+        shard_id: (tensor.dtype, tensor.local_shape)
+        for shard_id, tensor in distribution.shard_to_metadata.items()
+        if shard_id in local
+    }
     expected = {key for key, ranks in distribution.all_ranks_for_shard.items() if rank in ranks}
     own = local.keys() & distribution.shards_in_this_group
-    return not any_rank(not same or own != expected, group)
+    return not any_rank(local != described or own != expected, group)
 
 
 def _by_reader(

@@ -31,7 +31,7 @@ from shardstore.loading.context import LoadContext, context_of, read_documents
 from shardstore.loading.plan import held_regions, plan_reads, whole_tensor, whole_tensors
 from shardstore.mapping import ShardedStateDict, ShardedTensor, StateDict, is_main_replica
 from shardstore.saving.execute import stage_chunks, write_chunks
-from shardstore.saving.plan import array_meta, plan_writes, sharded_tensors_of
+from shardstore.saving.plan import array_meta, plan_writes
 from shardstore.saving.session import Created, Part, SaveSession, session_of
 from shardstore.saving.sources import CutChunk, WritePlan, fetched
 from shardstore.sharded.layouts import (
@@ -64,6 +64,7 @@ from shardstore.strategies.base import (
     StrategyAction,
     register_default_strategy,
 )
+from shardstore.utils import sharded_tensors_of
 
 if TYPE_CHECKING:
     import zarr
