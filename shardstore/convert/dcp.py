@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from shardstore.convert.formats import Arrays, Extras, FileTarget, Receipts, values_of
 from shardstore.core import DCP_BACKEND, CheckpointingConfig
-from shardstore.dcp.files import DcpFiles
+from shardstore.dcp.files import DcpFiles, append
 from shardstore.megatron import modernise, modernised_key
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
@@ -112,13 +112,11 @@ class DcpTarget(FileTarget):
         return self._put([dtypes.as_tensor(chunk.data()) for chunk in chunks])
 
     def _put(self, values: Sequence[object]) -> list[Any]:
-        file, places = io.BytesIO(), []
-        for value in values:
-            start = file.tell()
-            torch.save(value, file)
-            places.append((self._next, start, file.tell() - start))
+        file, name = io.BytesIO(), _file_name(self._next)
+        infos = [append(file, name, value) for value in values]
+        places = [(self._next, info.offset, info.length) for info in infos]
         if places:
-            self._at.write(_file_name(self._next), file.getvalue())
+            self._at.write(name, file.getvalue())
             self._next += 1
         return places
 
@@ -144,7 +142,7 @@ class DcpTarget(FileTarget):
             about[key], paths[key] = BytesStorageMetadata(), path
             stored[MetadataIndex(key)] = place
         infos = {item: _StorageInfo(_file_name(n), *place) for item, (n, *place) in stored.items()}
-        self._metadata = pickle.dumps(Metadata(about, paths, infos, version="1.0.0"))
+        self._metadata = pickle.dumps(Metadata(about, paths, infos, version=CURRENT_DCP_VERSION))
         self._files = DcpFiles.parse(self._at, self._metadata)
 
     def _values(self, extras: Extras) -> Iterator[tuple[str, tuple[str | int, ...], Any]]:

@@ -1,4 +1,4 @@
-"""Reads DCP's own checkpoints, ``.metadata`` and ``__R_N.distcp``, in one process.
+"""DCP's own files, ``.metadata`` and ``__R_N.distcp``: adds an item, and reads a checkpoint.
 
 ``.metadata`` is a pickle. A restricted unpickler reads it and rebuilds only the classes of DCP's
 metadata. Any other class becomes an inert object, so no code of the file can run. Tensors are
@@ -14,7 +14,7 @@ import os
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 from numpy.typing import NDArray
@@ -74,6 +74,25 @@ class StoredPart:
     extent: Extent
     stored_shape: tuple[int, ...]
     first: int = 0
+
+
+def append(file: IO[bytes], name: str, value: object) -> _StorageInfo:
+    """Write a tensor or an object to the end of a file.
+
+    Args:
+        file: the open file.
+        name: its name.
+        value: the value; bytes in the format of ``torch.save`` if it is a ``BytesIO``.
+
+    Returns:
+        The place of the value, for the metadata.
+    """
+    start = file.tell()
+    if isinstance(value, io.BytesIO):
+        file.write(value.getbuffer())
+    else:
+        torch.save(value, file)
+    return _StorageInfo(name, start, file.tell() - start)
 
 
 class _Inert:

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from shardstore.core import DCP_BACKEND
-from shardstore.dcp.files import ORIGINAL_SHAPE, DcpFiles
+from shardstore.dcp.files import ORIGINAL_SHAPE, DcpFiles, append
 from shardstore.dict_utils import nested_values
 from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import (
@@ -402,13 +402,7 @@ class _FilesSave:
         for name, items in files:
             with open(os.path.join(self.folder, name), "wb") as file:
                 for item in items:
-                    start, data = file.tell(), self._data(item)
-                    if isinstance(data, io.BytesIO):
-                        file.write(data.getbuffer())
-                    else:
-                        torch.save(data, file)
-                    info = _StorageInfo(name, start, file.tell() - start)
-                    self._written.append((item.index, info))
+                    self._written.append((item.index, append(file, name, self._data(item))))
 
     def _data(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
         """Return an item in host memory, from the copy if there is one."""
