@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import weakref
@@ -13,31 +12,27 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from datetime import timedelta
-from functools import partial
-from types import TracebackType
 from typing import Any, Literal, Unpack
 
 import torch.distributed as dist
 
 from shardstore.async_handle import AsyncSave, async_save
-from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import ArgumentError
-from shardstore.manager.restore import (
-    Damage,
-    Restored,
-    agree_on_damage,
-    choose,
-    damage_of,
-    discard_later_steps,
-    warn_of,
-    warn_of_later,
+from shardstore.manager.restore import Restored, restore_step
+from shardstore.manager.steps import (
+    MARK,
+    Retention,
+    StepInfo,
+    Steps,
+    branches,
+    mark_of,
+    note_save,
+    number_of,
 )
-from shardstore.manager.retention import Retention, note_save
-from shardstore.manager.steps import MARK, StepInfo, Steps, branches, mark_of, number_of
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
-from shardstore.progress import ProgressArgument, ProgressCallback, callback_of
+from shardstore.progress import ProgressArgument
 from shardstore.saving.run import SaveCall
-from shardstore.serialization import begin_save, load
+from shardstore.serialization import begin_save
 from shardstore.storage.movers.parallel import yield_to_others
 from shardstore.storage.options import StepKeywords, options_of
 from shardstore.storage.stores.location import Location
@@ -366,49 +361,15 @@ class CheckpointManager:
                 to an earlier step; a shape mismatch or a store that fails does not.
         """
         self._open()
-        steps, ranks = self._steps, Ranks.current()
-        what = f"restoring from {self.root.url}"
-        error: BaseException | None = None
-        callback: ProgressCallback | None = None
-        try:
-            callback = callback_of(progress, shows=ranks.is_coordinator)
-            step = None if step is None else number_of(step)
-        except (TypeError, ValueError) as problem:
-            error = problem
-        check = partial(damage_of, callback=callback) if verify_first else None
-        passed: list[Damage] = []
-        with ExitStack() as used:  # prevents rank 0 from deleting the step during the load
-
-            def decide(_: list[bytes]) -> bytes:
-                chosen = choose(steps, used, step, passed, check)
-                return json.dumps([*chosen, bool(discard_later)]).encode()
-
-            while True:
-                answer = ranks.together(what=what, error=error, decide=decide)
-                chosen, found, discards = json.loads(answer)
-                for damage in found:
-                    warn_of(damage, steps)
-                passed += found
-                if chosen is None:
-                    return None
-                place = steps.place(chosen)
-                try:
-                    loaded = load(state, place.place, progress=callback, **options)
-                    break
-                except Exception as problem:
-                    if step is not None or ranks.is_broken:
-                        raise
-                    text = agree_on_damage(ranks, place, problem, what)
-                    if text is None:
-                        raise
-                    warn_of((chosen, text), steps)
-                    passed.append((chosen, text))
-        numbers = tuple(number for number, _ in passed)
-        if discards:
-            discard_later_steps(ranks, steps, chosen)
-        elif ranks.is_coordinator:
-            warn_of_later(steps, chosen, numbers)
-        return Restored(chosen, loaded, place.url, numbers)
+        return restore_step(
+            self._steps,
+            state,
+            step,
+            verify_first=verify_first,
+            discard_later=discard_later,
+            progress=progress,
+            options=options,
+        )
 
     # -- the background --------------------------------------------------------------------------
 
@@ -431,12 +392,7 @@ class CheckpointManager:
     def __enter__(self) -> CheckpointManager:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -464,10 +420,8 @@ class CheckpointManager:
                 job()
             except Exception as error:
                 logger.warning(
-                    "background work on %s failed; it is repeated after the next save: %s: %s",
-                    self.root.url,
-                    type(error).__name__,
-                    error,
+                    f"background work on {self.root.url} failed; it is repeated after the next "
+                    f"save: {type(error).__name__}: {error}"
                 )
 
         try:

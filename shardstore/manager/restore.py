@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from shardstore.distributed.coordinator import Ranks
@@ -18,17 +19,16 @@ from shardstore.errors import (
     StorageError,
 )
 from shardstore.inspection.verify import Finding, verify
-from shardstore.manager.steps import Steps, branches, logger
-from shardstore.progress import ProgressCallback
+from shardstore.manager.steps import Steps, branches, logger, number_of
+from shardstore.mapping import ShardedStateDict
+from shardstore.progress import ProgressArgument, ProgressCallback, callback_of
+from shardstore.serialization import load
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.inventory import is_checkpoint
 from shardstore.storage.stores.location import Location
 
 SHOWN = 3
 """Number of findings that a text names."""
-
-Damage = tuple[int, str]
-"""A step, and a text of its damage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +48,67 @@ class Restored:
     damaged: tuple[int, ...] = ()
 
 
-def choose(
+def restore_step(
+    steps: Steps,
+    state: ShardedStateDict,
+    wanted: int | None,
+    *,
+    verify_first: bool,
+    discard_later: bool,
+    progress: ProgressArgument,
+    options: Mapping[str, Any],
+) -> Restored | None:
+    """Do what :meth:`CheckpointManager.restore` describes. Every rank calls it."""
+    ranks, what = Ranks.current(), f"restoring from {steps.root.url}"
+    error: BaseException | None = None
+    callback: ProgressCallback | None = None
+    try:
+        callback = callback_of(progress, shows=ranks.is_coordinator)
+        wanted = None if wanted is None else number_of(wanted)
+    except (TypeError, ValueError) as problem:
+        error = problem
+    check = partial(_damage_of, callback=callback) if verify_first else None
+    damaged: dict[int, str] = {}
+    with ExitStack() as used:  # prevents rank 0 from deleting the step during the load
+
+        def decide(_: list[bytes]) -> bytes:
+            chosen, found = _choose(steps, used, wanted, damaged, check)
+            return json.dumps([chosen, list(found.items()), bool(discard_later)]).encode()
+
+        while True:
+            answer = ranks.together(what=what, error=error, decide=decide)
+            chosen, found, discards = json.loads(answer)
+            for number, text in found:
+                _warn_of_damage(steps, number, text)
+            damaged.update(found)
+            if chosen is None:
+                return None
+            place = steps.place(chosen)
+            try:
+                loaded = load(state, place.place, progress=callback, **options)
+                break
+            except Exception as problem:
+                if wanted is not None or ranks.is_broken:
+                    raise
+                text = _agree_on_damage(ranks, place, problem, what)
+                if text is None:
+                    raise
+                _warn_of_damage(steps, chosen, text)
+                damaged[chosen] = text
+    if discards:
+        _discard_later_steps(ranks, steps, chosen)
+    elif ranks.is_coordinator:
+        _warn_of_later_steps(steps, chosen, damaged)
+    return Restored(chosen, loaded, place.url, tuple(damaged))
+
+
+def _choose(
     steps: Steps,
     used: ExitStack,
     wanted: int | None,
-    passed: Sequence[Damage],
+    damaged: Mapping[int, str],
     check: Callable[[Location], str | None] | None,
-) -> tuple[int | None, list[Damage]]:
+) -> tuple[int | None, dict[int, str]]:
     """Return the step to load, and the damaged steps that were skipped. Rank 0 calls it.
 
     Args:
@@ -62,7 +116,7 @@ def choose(
         used: prevents the deletion of the step until it is closed.
         wanted: number of the only step to consider; ``None``: the newest, see
             :func:`~shardstore.manager.steps.branches`.
-        passed: steps that are known to be damaged.
+        damaged: steps that are known to be damaged, with texts.
         check: verifies a step before it is loaded; returns a text of its damage.
 
     Returns:
@@ -72,13 +126,13 @@ def choose(
         NotACheckpointError: the wanted step does not exist.
         DamagedCheckpointError: every step is damaged.
     """
-    found: list[Damage] = []
+    found: dict[int, str] = {}
     there = steps.infos()
     current, abandoned = branches(there)
     tried = [*reversed(current), *reversed(abandoned)] if wanted is None else [wanted]
     for step in tried:
         used.close()
-        if step not in there or any(step == number for number, _ in passed):
+        if step not in there or step in damaged:
             continue
         used.enter_context(steps.using([step]))
         if not is_checkpoint(steps.place(step)):  # deleted since it was listed
@@ -86,11 +140,10 @@ def choose(
         text = None if check is None else check(steps.place(step))
         if text is None:
             return step, found
-        found.append((step, text))
+        found[step] = text
     used.close()
-    damaged = [*passed, *found]
-    if damaged:
-        texts = "; ".join(f"step {step}: {text}" for step, text in damaged[:SHOWN])
+    if known := {**damaged, **found}:
+        texts = "; ".join(f"step {step}: {known[step]}" for step in list(known)[:SHOWN])
         raise DamagedCheckpointError(
             f"no restorable checkpoint below {steps.root.url}: every step is damaged ({texts}). "
             "Verify older copies, or pass a different root to start over",
@@ -105,7 +158,7 @@ def choose(
     return None, found
 
 
-def agree_on_damage(ranks: Ranks, place: Location, problem: Exception, what: str) -> str | None:
+def _agree_on_damage(ranks: Ranks, place: Location, problem: Exception, what: str) -> str | None:
     """Return a text of the damage if damage is the only cause of a failed load, else ``None``.
 
     Every rank calls it with its error of the load, and waits for all others. It returns the same
@@ -143,7 +196,7 @@ def agree_on_damage(ranks: Ranks, place: Location, problem: Exception, what: str
     return answer
 
 
-def damage_of(place: Location, callback: ProgressCallback | None) -> str | None:
+def _damage_of(place: Location, callback: ProgressCallback | None) -> str | None:
     """Verify a checkpoint and return a text of its damage, ``None`` if there is none."""
     findings: list[Finding] = []
     try:
@@ -157,7 +210,7 @@ def damage_of(place: Location, callback: ProgressCallback | None) -> str | None:
     return "; ".join(texts[:SHOWN]) + more
 
 
-def warn_of_later(steps: Steps, chosen: int, damaged: Sequence[int]) -> None:
+def _warn_of_later_steps(steps: Steps, chosen: int, damaged: Collection[int]) -> None:
     """Log a warning about steps with higher numbers than the restored one. Rank 0 calls it."""
     try:
         there = {step: info for step, info in steps.infos().items() if step not in damaged}
@@ -182,7 +235,7 @@ def warn_of_later(steps: Steps, chosen: int, damaged: Sequence[int]) -> None:
     )
 
 
-def discard_later_steps(ranks: Ranks, steps: Steps, chosen: int) -> None:
+def _discard_later_steps(ranks: Ranks, steps: Steps, chosen: int) -> None:
     """Delete the managed steps with higher numbers, on rank 0. Every rank calls it and waits."""
 
     def work(_: list[bytes]) -> bytes:
@@ -202,9 +255,8 @@ def discard_later_steps(ranks: Ranks, steps: Steps, chosen: int) -> None:
     ranks.together(what=f"deleting the steps after {chosen} below {steps.root.url}", decide=work)
 
 
-def warn_of(damage: Damage, steps: Steps) -> None:
+def _warn_of_damage(steps: Steps, number: int, text: str) -> None:
     """Mark a step as damaged, and log a warning. Every rank calls it."""
-    number, text = damage
     steps.damaged.add(number)
     steps.log(
         "damaged",

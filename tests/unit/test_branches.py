@@ -15,8 +15,7 @@ from shardstore.errors import (
     CheckpointExistsError,
     NotACheckpointError,
 )
-from shardstore.manager.retention import Retention
-from shardstore.manager.steps import StepInfo, branches
+from shardstore.manager.steps import Retention, StepInfo, branches
 from tests.helpers.managed import damage, managed, state_of, wanted, warnings_of
 
 

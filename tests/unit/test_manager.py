@@ -15,7 +15,7 @@ import torch
 
 import shardstore
 from scripts.s3_servers import S3Server
-from shardstore import CheckpointManager, ShardedTensor
+from shardstore import CheckpointManager, ShardedObject, ShardedTensor
 from shardstore.errors import (
     CheckpointExistsError,
     DamagedCheckpointError,
@@ -178,21 +178,26 @@ def test_what_is_no_damage_is_not_passed_over(tmp_path: Path) -> None:
         manager.restore(wanted()[0])
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("w/c.0.0", "has 5 bytes, not 8196"), ("rng/shard_0_1.pt", "shard_0_1.pt is missing")],
+)
 def test_the_newest_whole_step_is_never_deleted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, said: str
 ) -> None:
-    """The step that would be kept lost a chunk right after its commit."""
+    """The step that would be kept lost a file right after its commit."""
     manager = CheckpointManager(tmp_path, keep_last=1)
     manager.save(1, state_of(1))
     manager.close()
     gate = threading.Event()
     manager._later(lambda: assert_set(gate))
-    manager.save(2, state_of(2))
-    (tmp_path / "step-2/w/c.0.0").write_bytes(b"short")
+    manager.save(2, {**state_of(2), "rng": ShardedObject("rng", {"seed": 1}, (1,), (0,))})
+    lost = tmp_path / "step-2" / name
+    lost.write_bytes(b"short") if "bytes" in said else lost.unlink()
     gate.set()
     manager.close()
     assert manager.steps() == [1, 2]
-    assert "has 5 bytes, not 8196" in warnings_of(caplog)[-1]
+    assert said in warnings_of(caplog)[-1]
     manager.save(3, state_of(3))
     manager.close()
     assert manager.steps() == [3]
