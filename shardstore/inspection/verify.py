@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -155,6 +155,8 @@ def verify(
 
 _Job = tuple[int, Callable[[], None]]
 """The bytes of some chunks (0 for another file), and a function that verifies them."""
+_Place = tuple[tuple[int, ...], tuple[int, ...]]
+"""Index of a sharded object, and the shape of its grid."""
 
 
 @dataclass
@@ -177,10 +179,8 @@ class _Verification:
         self.manifest: Manifest | None = None
         with suppress(CheckpointingException):  # _read_arrays() reports it
             _ = self.stored.root  # read before the listing, to detect a replacement between the two
-        # All names in an object store, sorted: one listing instead of one per array.
-        self.listed = [] if self.location.is_local else self.location.remote.walk()
-        # Names of the objects' files that were verified or reported.
-        self.seen: set[str] = set()
+        # All files, sorted: in an object store one listing instead of one per array.
+        self.names = sorted(self._walk())
         self.result = Verified()
         self.lock = threading.Lock()
 
@@ -204,7 +204,7 @@ class _Verification:
 
     def _plan(self) -> list[_Job]:
         """Verify the documents of the checkpoint, and return jobs that verify the rest."""
-        top = self._entries("")
+        top = sorted({name.partition("/")[0] for name in self.names})
         if not {"zarr.json", CONFIG_NAME} & set(top):
             self.stored.require()
         arrays = self._read_arrays(top)
@@ -214,7 +214,8 @@ class _Verification:
         nodes = {meta.node for meta in arrays}
         if self.root_is_damaged:
             nodes |= self._undescribed(nodes)
-        jobs = self._file_jobs(top, nodes, common_backend)
+        jobs = self._common_jobs(top, common_backend) + self._object_jobs(nodes)
+        self._report_foreign(nodes)
         wanted = [meta for meta in arrays if self.wants(meta.key)]
         self.result.arrays = len(wanted)
         for array in list(wanted):
@@ -248,25 +249,24 @@ class _Verification:
                 self.result.notes += 1
             self.found(Finding(kind, severity, text, path, **about))
 
-    def _names_below(self, node: str) -> Iterable[str]:
-        """Return the names of all files below a node, relative to it."""
+    def _walk(self) -> Iterator[str]:
+        """Yield the names of all files below the checkpoint."""
         if not self.location.is_local:
-            first = bisect_left(self.listed, f"{node}/")
-            last = bisect_left(self.listed, f"{node}0")  # "0" is the character after "/"
-            return (name[len(node) + 1 :] for name in self.listed[first:last])
-        top = f"{self.url}/{node}"
-        return (
-            f"{folder}/{name}"[len(top) + 1 :]
-            for folder, _, names in os.walk(top)
-            for name in names
-        )
+            yield from self.location.remote.walk()
+            return
+        for entry in self.location.listing():
+            if not self.location.is_dir(entry):
+                yield entry
+                continue
+            for folder, _, names in os.walk(f"{self.url}/{entry}"):
+                below = folder[len(self.url) + 1 :]
+                yield from (f"{below}/{name}" for name in names)
 
-    def _entries(self, node: str) -> list[str]:
-        """Return the names directly below a node; none for a file."""
-        if self.location.is_local:
-            return self.location.listing(node)
-        names = self._names_below(node) if node else self.listed
-        return sorted({name.partition("/")[0] for name in names})
+    def _names_below(self, node: str) -> set[str]:
+        """Return the names of all files below a node, relative to it."""
+        first = bisect_left(self.names, f"{node}/")
+        last = bisect_left(self.names, f"{node}0")  # "0" is the character after "/"
+        return {name[len(node) + 1 :] for name in self.names[first:last]}
 
     # -- documents of the whole checkpoint ------------------------------------------------------
 
@@ -361,43 +361,18 @@ class _Verification:
 
     # -- files that do not belong to arrays -----------------------------------------------------
 
-    def _file_jobs(self, top: Sequence[str], nodes: set[str], common_backend: object) -> list[_Job]:
-        """Return jobs that verify common values and sharded objects; report foreign files."""
-        jobs: list[_Job] = []
-        if not self.keys and COMMON_STATE_NAME in top:
-            check = partial(self._check_archive, COMMON_STATE_NAME, "common-damaged")
-            jobs.append((0, check))
-        elif not self.keys and self._is_ours and common_backend == "torch":
+    def _common_jobs(self, top: Sequence[str], backend: object) -> list[_Job]:
+        """Return the job that verifies the common values."""
+        if self.keys:
+            return []
+        if COMMON_STATE_NAME in top:
+            return [(0, partial(self._check_archive, COMMON_STATE_NAME, "common-damaged"))]
+        if self._is_ours and backend == "torch":
             text = "PATH is missing: the common values of the state are lost"
             self._report("common-missing", COMMON_STATE_NAME, text)
-        elif not self.keys and self.root is not None and not self.root.is_summed:
-            jobs.append((0, partial(self._check_values, self.root)))
-        is_old_layout = self.root is None and not self.root_is_damaged
-        known = {node.partition("/")[0] for node in nodes}.union(OWN_FILES)
-        for name in top:
-            key = key_of(name) or name
-            if name in known or not self.wants(key):
-                continue
-            entries = self._entries(name)
-            objects = [entry for entry in entries if object_place(entry)]
-            jobs += self._object_jobs(name, key, objects)
-            if name.endswith(".sync") and is_old_layout:
-                continue  # a lock that Megatron-Core left behind
-            for entry in sorted(set(entries).difference(objects)):
-                self._foreign(f"{name}/{entry}")
-            if not entries:
-                self._foreign(name)
-        # If all objects of a key are missing, only the commit names them.
-        for name in () if self.root is None else self.root.file_sums:
-            node, _, file = name.rpartition("/")
-            key = key_of(node) or node
-            if name in self.seen or not self.wants(key) or self.location.exists(name):
-                continue
-            if place := object_place(file):
-                self._object_missing(name, place[0], key)
-            elif name != COMMON_STATE_NAME:
-                self._report("file-missing", name, "PATH is missing, and the commit names it")
-        return jobs
+        elif self.root is not None and not self.root.is_summed:
+            return [(0, partial(self._check_values, self.root))]
+        return []
 
     def _check_values(self, root: RootDocument) -> None:
         """Verify the common values in a root document that has no checksum."""
@@ -408,33 +383,56 @@ class _Verification:
         except DamagedCheckpointError as error:
             self._report("common-damaged", "zarr.json", str(error))
 
-    def _foreign(self, name: str) -> None:
-        self._report("foreign", name, "PATH is not part of the checkpoint", "note")
+    def _object_jobs(self, nodes: set[str]) -> list[_Job]:
+        """Return jobs that verify the sharded objects. Report the objects that are missing: those
+        that the commit names, and those that the grid of a key lacks.
 
-    def _object_jobs(self, node: str, key: str, files: Sequence[str]) -> list[_Job]:
-        """Return jobs that verify a key's objects; report objects that its grid lacks."""
-        paths = [f"{node}/{file}" for file in files]
-        with self.lock:
-            self.result.objects += len(paths)
-            self.seen.update(paths)
-        places = set(filter(None, map(object_place, files)))
-        for shape in {shape for _, shape in places}:
-            grid = Grid(shape, (1,) * len(shape))
-            indices = map(grid.index_at, range(grid.size))
-            missing = (index for index in indices if (index, shape) not in places)
-            for index in islice(missing, SHOWN_OBJECTS):
-                file = f"shard_{'.'.join(map(str, index))}_{'.'.join(map(str, shape))}.pt"
-                self._object_missing(f"{node}/{file}", index, key)
-        check = partial(self._check_archive, kind="object-damaged", key=key)
-        return [(0, partial(check, path)) for path in paths]
+        Args:
+            nodes: folders of arrays, which may hold objects too.
+        """
+        there = set(self.names)
+        committed = () if self.root is None else self.root.file_sums
+        objects: dict[str, dict[_Place, str]] = {}
+        for name in sorted(there.union(committed)):
+            node, _, file = name.rpartition("/")
+            place = object_place(file)
+            if place is not None and node and ("/" not in node or node in nodes):
+                objects.setdefault(node, {})[place] = name
+            elif name not in there and name != COMMON_STATE_NAME and self.wants(_key(node)):
+                self._report("file-missing", name, "PATH is missing, and the commit names it")
+        jobs: list[_Job] = []
+        for node, named in objects.items():
+            key = _key(node)
+            if not self.wants(key):
+                continue
+            for shape in {shape for _, shape in named}:
+                grid = Grid(shape, (1,) * len(shape))
+                indices = map(grid.index_at, range(grid.size))
+                missing = (index for index in indices if (index, shape) not in named)
+                for index in islice(missing, SHOWN_OBJECTS):
+                    file = f"shard_{'.'.join(map(str, index))}_{'.'.join(map(str, shape))}.pt"
+                    named[index, shape] = f"{node}/{file}"
+            for (index, _), name in named.items():
+                if name in there:
+                    check = partial(self._check_archive, name, "object-damaged", key)
+                    jobs.append((0, check))
+                else:
+                    text = f"object {index} of key {key!r} is missing: PATH"
+                    self._report("object-missing", name, text, key=key)
+        self.result.objects = len(jobs)
+        return jobs
 
-    def _object_missing(self, name: str, index: tuple[int, ...], key: str) -> None:
-        with self.lock:
-            if name in self.seen:
-                return
-            self.seen.add(name)
-        text = f"object {index} of key {key!r} is missing: PATH"
-        self._report("object-missing", name, text, key=key)
+    def _report_foreign(self, nodes: set[str]) -> None:
+        """Report files outside of the folders of arrays that are not part of the checkpoint."""
+        known = {node.partition("/")[0] for node in nodes}.union(OWN_FILES)
+        is_old_layout = self.root is None and not self.root_is_damaged
+        parts = (name.split("/") for name in self.names)
+        for name in sorted({"/".join(part[:2]) for part in parts if part[0] not in known}):
+            folder, _, file = name.partition("/")
+            # Megatron-Core left locks behind.
+            is_known = object_place(file) or (is_old_layout and folder.endswith(".sync"))
+            if not is_known and self.wants(_key(folder)):
+                self._report("foreign", name, "PATH is not part of the checkpoint", "note")
 
     def _check_archive(self, name: str, kind: str, key: str | None = None) -> None:
         try:
@@ -461,7 +459,7 @@ class _Verification:
         """Verify consecutive chunks. The first run of an array also verifies its document and
         folder."""
         if first == 0:
-            names = set(self._names_below(array.node))
+            names = self._names_below(array.node)
             self._check_document(array, names)
             self._check_folder(array, names)
         size = 0
@@ -517,16 +515,20 @@ class _Verification:
             self._report("foreign", name, text, "note", key=key)
 
     def _check_folder(self, array: ArrayMeta, names: set[str]) -> None:
-        """Find sharded objects and foreign files in an array's folder."""
+        """Find foreign files in an array's folder."""
         if array.codecs is None:
             return  # other programs may use other names for chunks
         indices = map(array.grid.index_at, range(array.grid.size))
-        others = names.difference(map(array.chunk_key, indices), [array.document_name])
-        objects = sorted(filter(object_place, others))
-        _do_all(self._object_jobs(array.node, array.key, objects))
-        for name in sorted(others.difference(objects, (".zattrs", ".zarray"))):
-            text = f"PATH is not a chunk of key {array.key!r}"
-            self._report("foreign", f"{array.node}/{name}", text, "note", key=array.key)
+        own = (array.document_name, ".zattrs", ".zarray")
+        for name in sorted(names.difference(map(array.chunk_key, indices), own)):
+            if not object_place(name):
+                text = f"PATH is not a chunk of key {array.key!r}"
+                self._report("foreign", f"{array.node}/{name}", text, "note", key=array.key)
+
+
+def _key(node: str) -> str:
+    """Return the key of a node; its name if that was shortened."""
+    return key_of(node) or node
 
 
 def _without_nothing(text: bytes) -> Any:
