@@ -323,8 +323,6 @@ def verify(
     keys: opt.Patterns = None,
     hashes: Annotated[bool, opt.flag("--hashes", "128-bit hashes too, not only crc32c.")] = False,
     strict: Annotated[bool, opt.flag("--strict", "Exit with 1 for notes too.")] = False,
-    threads: Annotated[int | None, opt.value("N", "Threads that read.", at_least=1)] = None,
-    limit: Annotated[int, opt.value("N", "Findings to print.", at_least=1)] = 100,
     as_json: opt.Json = False,
     storage_option: opt.Options = None,
 ) -> None:
@@ -340,7 +338,7 @@ def verify(
 
     def found(finding: Finding) -> None:
         findings.append(finding)
-        if not as_json and len(findings) <= limit:
+        if not as_json:
             say(f"{finding.severity.upper():<7}{finding.kind:<18}{finding.message}")
             sys.stdout.flush()
 
@@ -349,7 +347,6 @@ def verify(
         found,
         keys=keys or (),
         hashes=hashes,
-        threads=threads,
         progress=opt.bar(as_json),
     )
     if keys and not result.arrays and not result.objects:
@@ -357,8 +354,6 @@ def verify(
     if as_json:
         emit({"url": location.url, **result.as_dict(), "findings": list(map(asdict, findings))})
     else:
-        if len(findings) > limit:
-            say(f"... and {len(findings) - limit} more (--limit shows them)")
         say(verdict(result))
     raise typer.Exit(0 if result.ok and not (strict and findings) else opt.DAMAGE)
 

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardstore.convert.formats import Receipts, Source, Target
+from shardstore.convert.formats import Receipts, Target
 from shardstore.convert.safetensors import SafetensorsSource, SafetensorsTarget, is_file_name
 from shardstore.convert.zarr import ShardstoreTarget, ZarrSource
 from shardstore.core import maybe_load_config
@@ -37,10 +37,15 @@ from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.names import DCP_METADATA_NAME
 from shardstore.storage.movers.chunk_bytes import as_bytes
 from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
+from shardstore.storage.options import require_number
 from shardstore.storage.stores.location import Location
+
+if TYPE_CHECKING:
+    from shardstore.convert.dcp import DcpSource  # imports torch
 
 logger = logging.getLogger(__name__)
 
+Source: TypeAlias = "ZarrSource | SafetensorsSource | DcpSource"
 FORMATS = ("shardstore", "megatron-zarr", "torch_dist", "dcp", "safetensors")
 TARGET_FORMATS = ("shardstore", "safetensors", "dcp", "megatron")
 DEFAULT_MEMORY_BUDGET = 512 * 1024 * 1024
@@ -117,9 +122,8 @@ def convert(
         UnsafeObjectError: a pickled class of the source is not allowed.
         StorageError: a disk or a store failed. The next run continues the work.
     """
-    for name, size in (("memory_budget", memory_budget), ("file_bytes", file_bytes)):
-        if not isinstance(size, int) or size < 1:
-            raise ArgumentError(f"{name}={size!r} must be a number of bytes, at least 1")
+    require_number("memory_budget", memory_budget)
+    require_number("file_bytes", file_bytes)
     callback_of(progress, shows=False)
     place = Location.given(source, source_options)
     goal = Location.given(target, target_options)
@@ -145,7 +149,7 @@ def convert(
     log_event(logger, "convert_begin", f"{goal.url}: converting", url=goal.url, **about)
     started = perf_counter()
     opened = open_source(place, found)
-    same = [about, opened.identity(), memory_budget, file_bytes]
+    same = [about, opened.identity(), int(memory_budget), int(file_bytes)]
     journal = _Journal(beside.child(f".{goal.name}.convert.journal"), json.dumps(same))
     sources = {built.key_of(key): meta for key, meta in opened.arrays.items()}
     arrays = [
@@ -392,12 +396,11 @@ def _batches(chunks: Sequence[_Chunk], batch_bytes: int) -> Iterator[list[_Chunk
     batch: list[_Chunk] = []
     size = 0
     for chunk in chunks:
-        nbytes = _chunk_bytes(chunk)
-        if batch and size + nbytes > batch_bytes:
+        size += _chunk_bytes(chunk)
+        if batch and size > batch_bytes:
             yield batch
-            batch, size = [], 0
+            batch, size = [], _chunk_bytes(chunk)
         batch.append(chunk)
-        size += nbytes
     if batch:
         yield batch
 

@@ -55,14 +55,11 @@ class DcpSource:
     def extras(self) -> Extras:
         """Return the common part and sharded objects; values as JSON if they have a JSON form."""
         files = self._files
+        objects = {key: partial(files.read_unwrapped, key) for key in files.objects}
         if self._place.exists(COMMON_STATE_NAME):
-            objects = {key: partial(files.read_unwrapped, key) for key in files.objects}
             return Extras(self._place.read(COMMON_STATE_NAME), objects=objects)
-        if (common := f"{COMMON_OBJECT}/shard_0_1") in files.objects:  # Megatron-Core 0.19
-            others = {
-                key: partial(files.read_unwrapped, key) for key in files.objects if key != common
-            }
-            return Extras(dump_bytes(files.read_unwrapped(common)), objects=others)
+        if common := objects.pop(f"{COMMON_OBJECT}/shard_0_1", None):  # Megatron-Core 0.19
+            return Extras(dump_bytes(common()), objects=objects)
         values: dict[str, Any] = {}
         found: dict[str, Callable[[], Any]] = {}
         for key in files.objects:

@@ -1,4 +1,9 @@
-"""Interfaces of a format for conversions: source, target, and the values that are not arrays."""
+"""What the formats of conversions share: targets, and the values that are not arrays.
+
+A source of each format has ``arrays`` (key -> tensor), ``boxes(key)`` (those of the tensor's stored
+parts), ``read(reads)`` (regions into their destinations), ``extras()`` (the content that is not
+tensors) and ``identity()`` (JSON that changes if the checkpoint is replaced).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from shardstore.errors import CheckpointExistsError
 from shardstore.storage.format import dtypes
@@ -43,26 +48,6 @@ class Extras:
     record: StateRecord = field(default_factory=StateRecord)
     objects: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
     attributes: Mapping[str, Any] = field(default_factory=dict)
-
-
-class Source(Protocol):
-    """An opened checkpoint."""
-
-    @property
-    def arrays(self) -> Mapping[str, ArrayMeta]:
-        """Key -> tensor."""
-
-    def boxes(self, key: str) -> list[Box]:
-        """Return the boxes of the tensor's stored parts."""
-
-    def read(self, reads: Sequence[RegionRead]) -> None:
-        """Read regions into their destinations."""
-
-    def extras(self) -> Extras:
-        """Return the content that is not tensors."""
-
-    def identity(self) -> list[Any]:
-        """Return JSON that identifies this checkpoint; it changes if the checkpoint is replaced."""
 
 
 class Target(ABC):

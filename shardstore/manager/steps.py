@@ -34,6 +34,7 @@ from shardstore.storage.commit.inventory import is_checkpoint
 from shardstore.storage.format.manifest import content_digest
 from shardstore.storage.format.names import CONFIG_NAME
 from shardstore.storage.movers.parallel import run_batched
+from shardstore.storage.options import require_number
 from shardstore.storage.stores.location import Location
 
 logger = logging.getLogger("shardstore.manager")
@@ -383,11 +384,7 @@ class Retention:
 
     def __post_init__(self) -> None:
         for name in ("keep_last", "keep_every", "best"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise ArgumentError(f"{name}={value!r} must be a whole number, or None")
-            if value is not None and value < 1:
-                raise ArgumentError(f"{name}={value} must be at least 1, or None")
+            require_number(name, getattr(self, name), none=True)
         if self.mode not in ("min", "max"):
             raise ArgumentError(f"mode={self.mode!r} must be 'min' or 'max'")
         if (self.best is None) != (self.metric is None):
