@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -249,18 +248,12 @@ class _Verification:
                 self.result.notes += 1
             self.found(Finding(kind, severity, text, path, **about))
 
-    def _walk(self) -> Iterator[str]:
-        """Yield the names of all files below the checkpoint."""
+    def _walk(self) -> list[str]:
+        """Return the names of all files below the checkpoint, also behind links in its folder."""
         if not self.location.is_local:
-            yield from self.location.remote.walk()
-            return
-        for entry in self.location.listing():
-            if not self.location.is_dir(entry):
-                yield entry
-                continue
-            for folder, _, names in os.walk(f"{self.url}/{entry}"):
-                below = folder[len(self.url) + 1 :]
-                yield from (f"{below}/{name}" for name in names)
+            return self.location.walk()
+        entries = self.location.listing()
+        return [name for entry in entries for name in self.location.walk(entry) or [entry]]
 
     def _names_below(self, node: str) -> set[str]:
         """Return the names of all files below a node, relative to it."""
