@@ -134,7 +134,8 @@ class DcpTarget(FileTarget):
             about[key].chunks.append(chunk)
             stored[MetadataIndex(key, box.offset)] = place
         values = list(self._values(self._extras))
-        places = self._put([value for _, _, value in values])
+        # A value may be a BytesIO itself, whose content append() would take for a saved value.
+        places = self._put([io.BytesIO(dump_bytes(value)) for _, _, value in values])
         for (key, path, _), place in zip(values, places, strict=True):
             about[key], paths[key] = BytesStorageMetadata(), path
             stored[MetadataIndex(key)] = place
@@ -153,10 +154,9 @@ class DcpTarget(FileTarget):
     def documents(self, extras: Extras) -> Iterator[tuple[str, bytes, bytes]]:
         """Yield key, expected bytes and stored bytes of each value that is not a tensor."""
         for key, _, value in self._values(extras):
-            stream, extent = io.BytesIO(), self._files.objects[key]
-            torch.save(value, stream)
+            extent = self._files.objects[key]
             stop = extent.offset + extent.length
-            yield key, stream.getvalue(), read_bytes(self._at, extent.file, extent.offset, stop)
+            yield key, dump_bytes(value), read_bytes(self._at, extent.file, extent.offset, stop)
 
     def publish(self) -> None:
         """Write the metadata, which makes the files a checkpoint.
