@@ -156,10 +156,14 @@ def _chunk_bytes(chunk_shape: tuple[int, ...], dtype: str) -> int:
     return math.prod(chunk_shape) * dtypes.itemsize(dtype)
 
 
-def _dumps(document: object) -> str:
-    return json.dumps(document, separators=(",", ":"), ensure_ascii=False)
+_dumps = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 
+def _text(document: object) -> str:
+    return msgspec.json.encode(document).decode()
+
+
+@lru_cache(maxsize=256)
 def _codec_documents(dtype: str, codecs: tuple[str, ...] | None) -> list[dict[str, Any]]:
     itemsize = dtypes.itemsize(dtype)
     configurations = {**COMPRESSORS, "bytes": {"endian": "little"} if itemsize > 1 else {}}
@@ -171,7 +175,7 @@ def _codec_documents(dtype: str, codecs: tuple[str, ...] | None) -> list[dict[st
 def array_document(meta: ArrayMeta) -> str:
     """Return the text of an array's own document. It is the same on every rank."""
     if meta.zarr_format == 2:
-        return _dumps(
+        return _text(
             {
                 "zarr_format": 2,
                 "shape": meta.shape,
@@ -187,7 +191,7 @@ def array_document(meta: ArrayMeta) -> str:
     about: dict[str, Any] = {"key": meta.key}
     if meta.shard_shape is not None:
         about["shard_shape"] = meta.shard_shape
-    return _dumps(
+    return _text(
         {
             "zarr_format": 3,
             "node_type": "array",

@@ -84,14 +84,16 @@ class FileMover:
         """See :meth:`Mover.write`."""
 
         def work(batch: Sequence[ChunkWrite]) -> None:
+            size = 0
             for item in batch:
                 array = item.array
                 path = f"{self.location.url}/{item.name}"
                 with store_errors("writing", path, key=array.key):
                     record = _write_chunk(path, item, durable=self.durable)
-                counters.add(bytes_written=record.stored_bytes, chunks_written=1)
+                size += record.stored_bytes
                 with self._done:
                     done(item, record)
+            counters.add(bytes_written=size, chunks_written=len(batch))
 
         run_batched(
             writes,
@@ -137,6 +139,9 @@ class FileMover:
 
 def _write_chunk(path: str, item: ChunkWrite, *, durable: bool) -> ChunkRecord:
     chunk = EncodedChunk(item.array, item.data(), IO_BYTES)
+    if not any(item.index):  # an array's folder is made with its first chunk
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path.rpartition("/")[0])
     write_file(path, chunk, durable=durable)
     return chunk.record
 
