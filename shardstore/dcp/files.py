@@ -44,6 +44,7 @@ from shardstore.storage.format.names import require_inside
 from shardstore.storage.movers.chunks import ReadDone, RegionRead
 from shardstore.storage.movers.ranges import RangeFile, for_each_region, read_box, read_bytes
 from shardstore.storage.stores.location import Location
+from shardstore.values.record import state_path
 from shardstore.values.torch_archive import Records
 from shardstore.values.torch_values import BoundedUnpickler, load_bytes
 
@@ -323,7 +324,7 @@ def _parsed(location: Location, metadata: Metadata) -> DcpFiles:
     paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
     if not all(type(key) is str for key in (*metadata.state_dict_metadata, *paths)):
         raise TypeError("a key is not a string")
-    files = DcpFiles(location, paths={key: tuple(path) for key, path in paths.items()})
+    files = DcpFiles(location, paths={key: state_path(path) for key, path in paths.items()})
     for key, about in metadata.state_dict_metadata.items():
         if not isinstance(about, TensorStorageMetadata):
             files.objects[key] = stored[key, None]

@@ -62,7 +62,7 @@ class StateRecord:
         if found is None:
             return None
         try:
-            paths = {str(key): _path(path) for key, path in found["paths"].items()}
+            paths = {str(key): state_path(path) for key, path in found["paths"].items()}
             return cls(paths, dict(found["values"]), [str(key) for key in found["files"]])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DamagedCheckpointError(
@@ -124,7 +124,12 @@ class StateRecord:
         return {name: _lists_restored(value, (name,), mixed) for name, value in state.items()}
 
 
-def _path(path: Any) -> StatePath:
+def state_path(path: Any) -> StatePath:
+    """Return a path as a tuple.
+
+    Raises:
+        TypeError: it is empty or too long, or has a part that is neither a string nor an integer.
+    """
     if not 0 < len(path) <= MOST_DEEP or not all(type(name) in (str, int) for name in path):
         raise TypeError(f"{path!r:.60} is not a path")
     return tuple(path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 import tempfile
 import tracemalloc
 from pathlib import Path
@@ -89,6 +90,18 @@ def test_dcp(tmp_path: Path) -> None:
     dcp.load(wanted, checkpoint_id=str(tmp_path / "back"), no_dist=True)
     assert wanted.pop("optim") == state["optim"]
     assert same(wanted, tensors)
+
+
+@pytest.mark.parametrize("path", [("a", 0.5), ("a", torch.float32), ("a", None), (), 3])
+def test_dcp_with_a_damaged_path(tmp_path: Path, path: object) -> None:
+    """A record of such a path could not be written, or not be read."""
+    dcp.save({"a": {"b": 3}}, checkpoint_id=tmp_path / "a")
+    metadata = pickle.loads((tmp_path / "a" / ".metadata").read_bytes())
+    metadata.planner_data["a.b"] = path
+    (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(DamagedCheckpointError, match=r"\.metadata"):
+        convert(tmp_path / "a", tmp_path / "b")
+    assert not (tmp_path / "b").exists()
 
 
 def test_safetensors_files_and_index(tmp_path: Path) -> None:

@@ -77,7 +77,9 @@ def test_v2_codes() -> None:
     assert dtypes.v2_dtype_name("|u1") == "uint8"
 
 
-@pytest.mark.parametrize("code", [">f4", "|O", "|S3", "<M8[s]", "f4,f4", [["a", "<f4"]], 3, "x"])
+@pytest.mark.parametrize(
+    "code", [">f4", "|O", "|S3", "<M8[s]", "f4,f4", "1/0", "(2,", "\ud800", [["a", "<f4"]], 3, "x"]
+)
 def test_strange_v2_codes_are_refused(code: object) -> None:
     with pytest.raises(DTypeMismatchError, match="known: bool"):
         dtypes.v2_dtype_name(code)

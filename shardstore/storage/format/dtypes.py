@@ -137,7 +137,7 @@ def v2_dtype_name(code: object, url: str | None = None) -> str:
 
         try:
             name = _by_numpy().get(np.dtype(code))
-        except TypeError:
+        except (TypeError, ValueError, SyntaxError):  # "1/0", "(2,": NumPy parses a small language
             name = None
         if name is not None:
             return name
