@@ -429,7 +429,7 @@ class _Verification:
 
     def _check_archive(self, name: str, kind: str, key: str | None = None) -> None:
         try:
-            data = self.location.read(name)
+            data = self.stored.document(name)
             if not data:
                 raise ValueError("it is empty")
             if name.endswith(".json"):

@@ -82,16 +82,26 @@ def context_of(place: str | Path | Location) -> LoadContext:
     return replace(current, stored=StoredCheckpoint(location))
 
 
-def read_documents(location: Location, names: Sequence[str]) -> dict[str, bytes | None]:
+def read_documents(
+    location: Location, names: Sequence[str], sizes: Mapping[str, int] | None = None
+) -> dict[str, bytes | None]:
     """Read small documents, concurrently from an object store.
+
+    Args:
+        location: the checkpoint.
+        names: names of the documents.
+        sizes: sizes of documents from the commit, see :attr:`RootDocument.file_bytes`.
 
     Returns:
         Name -> content, ``None`` if there is no such document.
 
     Raises:
+        DamagedCheckpointError: a document is larger than the commit says.
         StorageError: the store failed.
     """
-    return dict(zip(names, location.read_many(names), strict=True))
+    sizes = sizes or {}
+    texts = location.read_many(names, [*map(sizes.get, names)])
+    return dict(zip(names, texts, strict=True))
 
 
 @contextmanager

@@ -109,7 +109,11 @@ class StoredCheckpoint:
             StorageError: the store failed.
         """
         try:
-            data = self.documents[name] if name in self.documents else self.location.read(name)
+            if name in self.documents:
+                data = self.documents[name]
+            else:
+                root: RootDocument | None = vars(self).get("root")
+                data = self.location.read(name, root.file_bytes.get(name) if root else None)
             if data is None:
                 raise FileNotFoundError(f"{self.location.url}/{name}")
         except FileNotFoundError:

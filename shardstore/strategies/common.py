@@ -277,6 +277,7 @@ def _read_files(
     """
     location = stored.location
     step = 1 if location.is_local else READ_TOGETHER
+    sizes = {} if stored.root is None else stored.root.file_bytes
     for start in range(0, len(objects), step):
         left = [(sharded, _names_of(sharded)) for sharded in objects[start : start + step]]
         while left:
@@ -285,7 +286,7 @@ def _read_files(
                     for name in _names_of(sharded):
                         stored.require_unnamed(name)
                     raise _missing(location, sharded)
-            found = read_documents(location, [names[0] for _, names in left])
+            found = read_documents(location, [names[0] for _, names in left], sizes)
             for sharded, names in left:
                 if (data := found[names[0]]) is not None:
                     yield sharded, names[0], data

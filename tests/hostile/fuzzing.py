@@ -70,8 +70,8 @@ TYPES = words("""float tuple set frozenset Size complex bytes bytearray dtype de
     Parameter BytesIO range slice date datetime time timedelta Decimal UUID Path PurePosixPath
     Fraction""")
 NAMES = words("""zarr_format node_type attributes shardstore format_version commit content config
-    values chunk_crc32c file_crc32c consolidated_metadata metadata shape data_type chunk_grid
-    chunk_shape
+    values chunk_crc32c file_crc32c file_bytes consolidated_metadata metadata shape data_type
+    chunk_grid chunk_shape
     configuration chunk_key_encoding separator codecs name fill_value key shard_shape state_dict
     paths files array_documents endian checkpoint_manager sharded_backend dtype data_offsets
     __metadata__ weight_map w b ranks $type value root_crc32c step metrics saved_ns""")
@@ -482,7 +482,8 @@ class Inputs:
 
 def _unname(place: Path) -> None:
     tree = json.loads((place / "zarr.json").read_bytes())
-    tree["attributes"]["shardstore"].pop("file_crc32c", None)
+    for member in ("file_crc32c", "file_bytes"):
+        tree["attributes"]["shardstore"].pop(member, None)
     (place / "zarr.json").write_text(json.dumps(tree))
 
 

@@ -562,3 +562,19 @@ def test_a_folder_that_is_seen_late_is_waited_for(
     monkeypatch.setattr(commit, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=shows_it))
     attempt.require_seen()
     assert Path(here).is_dir()
+
+
+def test_a_version_that_cannot_be_read_stops_no_commit(tmp_path: Path) -> None:
+    """Reading ``/proc/self/mem`` fails with EIO, as a disk may."""
+    about = tmp_path / "shardstore-9.dist-info"
+    about.mkdir()
+    (about / "METADATA").symlink_to("/proc/self/mem")
+    program = "from shardstore.storage.commit import publish; print(publish._version())"
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    assert done.stdout == b"unknown\n"

@@ -222,8 +222,9 @@ def commit(attempt: Attempt, options: SaveOptions, merged: Merged, about: About)
     if about.has_root:
         with collector_paused():
             record = _commit_record(attempt, merged, about)
-            last.append((MANIFEST_NAME, merged.manifest.to_bytes()))
-            last.append(("zarr.json", _root(merged, about, record)))
+            manifest = merged.manifest.to_bytes()
+            last.append((MANIFEST_NAME, manifest))
+            last.append(("zarr.json", _root(merged, about, record, len(manifest))))
     attempt.commit(last, durable=options.durable)
     return record
 
@@ -246,8 +247,9 @@ def _commit_record(attempt: Attempt, merged: Merged, about: About) -> dict[str, 
     }
 
 
-def _root(merged: Merged, about: About, record: Mapping[str, Any]) -> bytes:
+def _root(merged: Merged, about: About, record: Mapping[str, Any], manifest_bytes: int) -> bytes:
     """Return the root document, which is the commit."""
+    files = sorted(merged.files.items())
     ours: dict[str, Any] = {
         **about.record,
         **({} if about.config is None else {CONFIG: about.config}),
@@ -257,8 +259,10 @@ def _root(merged: Merged, about: About, record: Mapping[str, Any]) -> bytes:
     }
     if not merged.array_documents:
         ours[documents.ARRAY_DOCUMENTS] = False
-    if merged.files:
-        ours[documents.FILE_SUMS] = dict(sorted(merged.files.items()))
+    if files:
+        ours[documents.FILE_SUMS] = {name: crc for name, (crc, _) in files}
+    sizes = {name: size for name, (_, size) in files}
+    ours[documents.FILE_BYTES] = {MANIFEST_NAME: manifest_bytes, **sizes}
     return documents.root_document(merged.documents, {**about.attributes, "shardstore": ours})
 
 
@@ -266,5 +270,5 @@ def _root(merged: Merged, about: About, record: Mapping[str, Any]) -> bytes:
 def _version() -> str:
     try:
         return version("shardstore")
-    except PackageNotFoundError:
+    except (PackageNotFoundError, OSError):  # an unreadable file of the installation too
         return "unknown"

@@ -40,6 +40,9 @@ CHUNK_SUMS = "chunk_crc32c"
 FILE_SUMS = "file_crc32c"
 """Member beside it: the checksums of the files other than chunks that loads read."""
 
+FILE_BYTES = "file_bytes"
+"""Member beside it: the sizes of these files and of the manifest."""
+
 ROOT_SUM = "root_crc32c"
 """Member beside it: the checksum of the root document itself, see :func:`root_document`."""
 
@@ -321,6 +324,21 @@ class _Root(msgspec.Struct):
 
 _NODE = msgspec.json.Decoder(_Array | _Group)
 _V2_ARRAY = msgspec.json.Decoder(_V2Array)
+
+
+class _OwnSizes(msgspec.Struct):
+    file_bytes: dict[str, Any]
+
+
+class _OwnAttributes(msgspec.Struct):
+    shardstore: _OwnSizes
+
+
+class _RootSizes(msgspec.Struct):
+    attributes: _OwnAttributes
+
+
+_SIZES = msgspec.json.Decoder(_RootSizes)
 _ATTRIBUTES = msgspec.json.Decoder(_Attributes)
 _MEMBERS = msgspec.json.Decoder(_Members)
 _ROOT = msgspec.json.Decoder(_Root)
@@ -588,9 +606,27 @@ class RootDocument:
         return _dict_of(self.about, FILE_SUMS)
 
     @property
+    def file_bytes(self) -> dict[str, int]:
+        """Name below the root -> size in bytes of the files in :attr:`file_sums` and the
+        manifest; empty in older checkpoints."""
+        return _sizes(_dict_of(self.about, FILE_BYTES))
+
+    @property
     def chunk_sums(self) -> dict[str, str]:
         """Node -> base64 of :attr:`ArrayMeta.crcs`, from the commit."""
         return _dict_of(self.about, CHUNK_SUMS)
+
+
+def _sizes(found: dict[str, Any]) -> dict[str, int]:
+    return {name: size for name, size in found.items() if type(size) is int and size >= 0}
+
+
+def file_bytes_in(text: bytes) -> dict[str, int]:
+    """Return :attr:`RootDocument.file_bytes` of a root document, without parsing the rest."""
+    try:
+        return _sizes(_SIZES.decode(text).attributes.shardstore.file_bytes)
+    except msgspec.DecodeError:
+        return {}
 
 
 def parse_root(text: str | bytes, url: str) -> RootDocument:

@@ -78,7 +78,8 @@ class RankManifest:
     Attributes:
         rank: the writer's global rank.
         objects: unique keys of the sharded objects that it wrote.
-        files: name -> crc32c of the files other than chunks that it wrote and that loads read.
+        files: name -> crc32c and size of the files other than chunks that it wrote and that loads
+            read.
         copies: keys that it holds copies of and did not write, if it reports them.
         reused_bytes: bytes of the chunks that it reused from a base.
         array_documents: whether it writes the documents of the arrays that it creates.
@@ -93,7 +94,7 @@ class RankManifest:
 
     rank: int
     objects: list[str] = field(default_factory=list)
-    files: dict[str, int] = field(default_factory=dict)
+    files: dict[str, tuple[int, int]] = field(default_factory=dict)
     copies: Sequence[str] = ()
     reused_bytes: int = 0
     array_documents: bool = True
@@ -139,7 +140,7 @@ class RankManifest:
 
     def add_file(self, name: str, data: bytes) -> None:
         """Record a file other than a chunk, by its name below the root."""
-        self.files[name] = crc32c(data, 0)
+        self.files[name] = crc32c(data, 0), len(data)
 
     def join(self, other: RankManifest) -> None:
         """Add the arrays and chunks of another rank's report, for :func:`.merge.merge`.

@@ -52,7 +52,7 @@ class Merged:
         documents: ``(node, document text)`` of every array.
         arrays: metadata of every array.
         objects: unique key of each sharded object -> ranks that wrote it.
-        files: name -> crc32c of the files other than chunks.
+        files: name -> crc32c and size of the files other than chunks.
         copies: rank -> keys that it holds copies of, for the ranks that report them.
         reused_bytes: bytes of the chunks that were reused from a base.
         array_documents: whether each array has its own document in addition to the root's copy.
@@ -63,7 +63,7 @@ class Merged:
     documents: list[tuple[str, str]]
     arrays: list[ArrayMeta]
     objects: dict[str, list[int]]
-    files: dict[str, int]
+    files: dict[str, tuple[int, int]]
     copies: dict[int, Sequence[str]]
     reused_bytes: int
     array_documents: bool
@@ -111,7 +111,7 @@ def merge(reports: Sequence[bytes | RankManifest], *, check: bool = True) -> Mer
         [(first.meta.node, first.text) for first in created.values()],
         metas,
         objects,
-        {name: crc for part in everyone for name, crc in part.files.items()},
+        {name: sums for part in everyone for name, sums in part.files.items()},
         {part.rank: part.copies for part in everyone if part.copies},
         sum(part.reused_bytes for part in everyone),
         _array_documents(everyone),

@@ -26,7 +26,7 @@ from shardstore.storage.movers.chunks import (
     RegionRead,
     chunk_parts,
 )
-from shardstore.storage.movers.codecs import CRC_BYTES, EncodedChunk
+from shardstore.storage.movers.codecs import CRC_BYTES, EncodedChunk, most_packed_bytes
 from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.verify import MISSING, Expected, chunk_error, receive
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES
@@ -144,7 +144,9 @@ class ObjectMover:
             is_whole = expected.sums is None and size == array.chunk_bytes
             # A compressed chunk is in memory three times: twice as received, and decompressed.
             yield 3 * size if array.is_packed else size, size
-            stop = None if is_whole else expected.last
+            stop = io.end_of(_stored_bytes(array)) if is_whole else expected.last
+            if array.is_packed:  # its size is not known
+                stop = most_packed_bytes(array) + 1 if io.reads_past_end else None
             get = io.begin_get(key, expected.first, stop, size=size)
             yield None
             data = get()

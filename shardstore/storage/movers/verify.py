@@ -146,6 +146,8 @@ class ChunkVerifier:
         size = expected.last - expected.first + (CRC_BYTES if has_own else 0)
         if array.is_packed and not body:
             return Problem("size", f"has {self.count} bytes, fewer than any chunk")
+        if array.is_packed and (found := size_problem(array, self.count)) is not None:
+            return found
         if not array.is_packed and self.count != size:
             found = size_problem(array, expected.first + self.count)
             return found or Problem("size", f"came as {self.count} bytes where {size} were read")
@@ -340,7 +342,11 @@ class ChunkChecker:
             if not (array.is_plain or array.is_packed):
                 return self._check_decoded(array, index, verifier)
             if not location.is_local:
-                verifier.update(memoryview(location.read(name)))
+                most = stored_bytes(array) or most_packed_bytes(array)
+                data = location.read_range(name, 0, most + 1)
+                if data is None:
+                    return 0, MISSING
+                verifier.update(memoryview(data))
                 return verifier.count, verifier.finish()
             quick = array.codecs == (CRC32C,) and not self._hashes
             if quick and is_intact(read_chunk(path, array.chunk_bytes), expected.crc):

@@ -186,6 +186,17 @@ def open_regular(path: str) -> int:
     )
 
 
+def require_size(data: bytes | memoryview | None, url: str, most: int | None) -> None:
+    """Raise :class:`DamagedCheckpointError` if a file or object has more bytes than the commit
+    says."""
+    if data is not None and most is not None and len(data) > most:
+        raise DamagedCheckpointError(
+            f"{url} has more than {most} bytes, its size in the commit: the checkpoint is damaged; "
+            "load an earlier one",
+            url=url,
+        )
+
+
 def fsync(path: str) -> None:
     """Wait until a file, or the entries of a folder, are on the disk."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -327,29 +338,37 @@ class Location:
         """Return the location below this one."""
         return Location("/".join([self.url, *names]), self.options)
 
-    def read(self, name: str) -> bytes:
-        """Return the content of a small document.
+    def read(self, name: str, most: int | None = None) -> bytes:
+        """Return the content of a small document, of at most ``most`` bytes.
 
         Raises:
             FileNotFoundError: there is no such document.
-            DamagedCheckpointError: a FIFO, a device or a socket has its name.
+            DamagedCheckpointError: a FIFO, a device or a socket has its name, or it is too large.
             StorageError: the store failed.
         """
         counters.add(documents_read=1)
-        found = self.read_range(name)
+        found = self._read(name, most)
         if found is None:
             raise FileNotFoundError(f"{self.url}/{name}")
         return found
 
-    def read_many(self, names: Sequence[str]) -> list[bytes | None]:
+    def read_many(
+        self, names: Sequence[str], most: Sequence[int | None] = ()
+    ) -> list[bytes | None]:
         """Return the contents of small documents, concurrently from an object store; ``None`` for
-        each document that does not exist. Raises the other errors of :meth:`read`."""
+        each document that does not exist. ``most`` has the largest size of each, if it is known.
+        Raises the other errors of :meth:`read`."""
         counters.add(documents_read=len(names))
         if self.is_local:
-            return [self.read_range(name) for name in names]
+            return [*map(self._read, names, most or [None] * len(names))]
         from shardstore.storage.stores.object_io import read_objects
 
-        return read_objects(self, names)
+        return read_objects(self, names, most)
+
+    def _read(self, name: str, most: int | None) -> bytes | None:
+        found = self.read_range(name, 0, None if most is None else most + 1)
+        require_size(found, f"{self.url}/{name}", most)
+        return found
 
     def read_range(self, name: str, start: int = 0, stop: int | None = None) -> bytes | None:
         """Return bytes ``start:stop`` of a file, fewer if it ends before ``stop``; ``None`` if

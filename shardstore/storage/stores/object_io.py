@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from shardstore.storage.movers.parallel import default_threads, run_batched
-from shardstore.storage.stores.location import Location
+from shardstore.storage.stores.location import Location, require_size
 
 if TYPE_CHECKING:
     from shardstore.storage.stores.remote import RemoteStore
@@ -44,11 +44,13 @@ class ObjectIO:
         requests: useful number of concurrent requests.
         small_requests: the same for objects below :data:`LARGE_BYTES`.
         blocks: whether each request blocks a thread.
+        reads_past_end: whether a range may end after the object, without a second request.
     """
 
     requests: int
     small_requests: int
     blocks = True
+    reads_past_end = True
 
     def put(self, key: str, parts: Sequence[bytes | memoryview], *, create: bool) -> bool:
         """Write an object.
@@ -86,6 +88,11 @@ class ObjectIO:
             StorageError: the store refused, or did not answer.
         """
         return self.begin_get(key, start, stop, size=size)()
+
+    def end_of(self, size: int | None) -> int | None:
+        """Return the ``stop`` of a :meth:`get` of an object of ``size`` bytes (``None``: unknown).
+        One more byte is requested if that costs nothing, to detect a larger object."""
+        return size + self.reads_past_end if size else None
 
     def begin_put(
         self, key: str, parts: Sequence[bytes | memoryview], *, create: bool
@@ -194,10 +201,18 @@ def run_requests(
     run_batched(range(threads), work, threads=min(threads, len(items)))
 
 
-def read_objects(location: Location, keys: Sequence[str]) -> list[bytes | None]:
+def read_objects(
+    location: Location, keys: Sequence[str], sizes: Sequence[int | None] = ()
+) -> list[bytes | None]:
     """Read many small objects in parallel. Return ``None`` for each missing object.
 
+    Args:
+        location: the location below which the objects are.
+        keys: their names.
+        sizes: their sizes, if the commit has them.
+
     Raises:
+        DamagedCheckpointError: an object is larger than its size.
         StorageError: the store failed.
     """
     found: list[bytes | None] = [None] * len(keys)
@@ -206,10 +221,12 @@ def read_objects(location: Location, keys: Sequence[str]) -> list[bytes | None]:
     io = object_io(location)
 
     def begin(number: int, _: bool) -> Callable[[], None]:
-        get = io.begin_get(keys[number])
+        size = sizes[number] if sizes else None
+        get = io.begin_get(keys[number], 0, io.end_of(size))
 
         def finish() -> None:
             data = get()
+            require_size(data, f"{location.url}/{keys[number]}", size)
             found[number] = None if data is None else bytes(data)
 
         return finish

@@ -140,6 +140,7 @@ class KvStoreIO(ObjectIO):
     requests = 32
     small_requests = 64
     blocks = False
+    reads_past_end = False
 
     def __init__(self, location: Location) -> None:
         self._location, self._remote = location, location.remote

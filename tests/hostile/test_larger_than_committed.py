@@ -1,0 +1,84 @@
+"""A file that is larger than the commit says: refused before its bytes are taken into memory."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardstore
+from scripts.s3_servers import S3Server
+from shardstore import ShardedObject, ShardedTensor
+from shardstore.cli.app import run
+from shardstore.errors import DamagedCheckpointError
+from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.stores.location import Location
+from tests.hostile.test_bombs import bounded
+
+MORE = bytes(256 * 1024**2)
+FILES = ["w/c.0", "packed/c.0", "common.pt", "manifest.npz", "o/shard_0_1.pt"]
+
+
+def state(key: str = "w") -> dict[str, Any]:
+    return {
+        key: ShardedTensor.from_rank_offsets(key, torch.arange(3000.0)),
+        "o": ShardedObject("o", {"a": 1}, (1,), (0,)),
+        "step": 3,
+    }
+
+
+def load(place: Location, key: str) -> None:
+    shardstore.load(state(key), place.place)
+
+
+def read_manifest(place: Location, _: str) -> None:
+    stored = StoredCheckpoint(place)
+    assert stored.root is not None
+    assert stored.manifest is not None
+
+
+def enlarged(place: Location, name: str) -> tuple[str, Callable[[Location, str], None]]:
+    """Save, and enlarge a file; its key and what reads it."""
+    key = "packed" if name.startswith("packed") else "w"
+    packed = "zstd" if key == "packed" else None
+    shardstore.save(state(key), place.place, compression=packed)
+    place.write(name, place.read(name) + MORE)
+    return key, read_manifest if name == "manifest.npz" else load
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_in_a_folder(tmp_path: Path, name: str) -> None:
+    place = Location.of(tmp_path / "c")
+    key, read = enlarged(place, name)
+    with bounded(len(MORE) // 4), pytest.raises(DamagedCheckpointError, match=r"bytes"):
+        read(place, key)
+    with bounded(len(MORE) // 4):
+        assert run(["verify", str(place)]) == 1
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_in_a_store(name: str) -> None:
+    place = Location.of(f"memory://{uuid.uuid4().hex}/c")
+    key, read = enlarged(place, name)
+    if name != "common.pt":  # is read together with the root document, which has its size
+        with bounded(len(MORE) // 4), pytest.raises(DamagedCheckpointError, match=r"bytes"):
+            read(place, key)
+    with bounded(len(MORE) // 4):
+        assert run(["verify", str(place)]) == 1
+
+
+@pytest.mark.parametrize("name", ["w/c.0", "manifest.npz", "o/shard_0_1.pt"])
+def test_on_s3(s3_server: S3Server, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load takes only the bytes that belong to the object; a verification finds the others."""
+    place = Location.of(f"s3://{s3_server.new_bucket()}/c", **s3_server.storage_options)
+    key, _ = enlarged(place, name)
+    with bounded(len(MORE) // 4):
+        load(place, key)
+    for variable, value in s3_server.environment.items():
+        monkeypatch.setenv(variable, value)
+    with bounded(len(MORE) // 4):
+        assert run(["verify", str(place)]) == 1
