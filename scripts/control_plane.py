@@ -1,8 +1,10 @@
 """What ranks tell each other before a commit, in worlds of up to 100,000 ranks: a simulation.
 
-`measure N` starts N real ranks and prints what a meeting costs the coordinator. `draw FILE`
-simulates one save, with costs that were fitted to such runs, and draws it beside what PyTorch DCP
-and Megatron-Core gather. The tree is the package's own.
+`measure N` starts N real ranks and prints what a meeting costs the coordinator. `times N FOLDER`
+starts N real ranks, and prints how long their first and tenth save and load take; with another
+version on PYTHONPATH, it measures that one. `draw FILE` simulates one save, with costs that were
+fitted to such runs, and draws it beside what PyTorch DCP and Megatron-Core gather. The tree is the
+package's own.
 """
 
 from __future__ import annotations
@@ -13,14 +15,14 @@ import math
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from shardstore.distributed.coordinator import Ranks, neighbours
 
 WORLDS = (8, 64, 256, 1024, 4096, 16_384, 100_000)
 LATENCY_S, NETWORK_BYTES_PER_S = 50e-6, 1.25e9
@@ -54,6 +56,8 @@ def meeting(world: int, size: int, joined: int, join_s: float, merge_s: float) -
         join_s: what a leader spends on it.
         merge_s: what the coordinator spends on it.
     """
+    from shardstore.distributed.coordinator import neighbours
+
     _, below = neighbours(0, world)
     own = [rank for rank in below if not neighbours(rank, world)[1]]
     leaders = [rank for rank in below if neighbours(rank, world)[1]]
@@ -142,34 +146,34 @@ def draw(output: Path) -> None:
     output.write_text("\n".join([head + style, page, *parts, "</svg>"]) + "\n")
 
 
-def measure(world: int) -> None:
-    """Run real ranks, forked from this process; rank 0 prints a line for each size of reports."""
+def run_ranks(world: int, work: Callable[[int, int], None]) -> None:
+    """Call a function with rank and world size on real ranks, forked from this process."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+        address = f"tcp://127.0.0.1:{found.getsockname()[1]}"
     started = []
     for rank in range(world):
         started.append(os.fork())
         if not started[-1]:
-            _meet(rank, world, port)
+            torch.set_num_threads(1)
+            wait = timedelta(minutes=10)
+            dist.init_process_group("gloo", address, rank=rank, world_size=world, timeout=wait)
+            dist.barrier()
+            work(rank, world)
+            dist.barrier()
             os._exit(0)
     for process in started:
         os.waitpid(process, 0)
 
 
-def _meet(rank: int, world: int, port: int) -> None:
-    torch.set_num_threads(1)
-    address = f"tcp://127.0.0.1:{port}"
-    wait = timedelta(minutes=10)
-    dist.init_process_group("gloo", address, rank=rank, world_size=world, timeout=wait)
-    dist.barrier()
-    before = len(os.listdir("/proc/self/fd"))
+def measure(rank: int, world: int) -> None:
+    """Meet again and again; rank 0 prints a line for each size of reports."""
+    from shardstore.distributed.coordinator import Ranks
+
     ranks = Ranks.current()
-    ranks.together(what="measuring")
-    added = len(os.listdir("/proc/self/fd")) - before
     for size in (100, 20_000, 400_000):
         report, spent, took = os.urandom(size), [], []
-        for _ in range(12):
+        for _ in range(13):
             dist.barrier()
             processor, clock = time.process_time(), time.perf_counter()
             ranks.together(report, what="measuring", decide=lambda reports: b"")
@@ -177,9 +181,37 @@ def _meet(rank: int, world: int, port: int) -> None:
             took.append(time.perf_counter() - clock)
         if rank == 0:
             of_0 = {"processor_s": sorted(spent)[3], "clock_s": sorted(took)[3]}
-            about = {"ranks": world, "report_bytes": size, "descriptors": added}
-            print(json.dumps(about | of_0), flush=True)
-    dist.barrier()
+            print(json.dumps({"ranks": world, "report_bytes": size} | of_0), flush=True)
+
+
+def times(rank: int, world: int, folder: Path) -> None:
+    """Save and load 20 small tensors ten times; rank 0 prints the times of the last rank."""
+    import shardstore
+
+    part = (0, rank, world)
+    state: dict[str, Any] = {
+        f"w{i}": shardstore.ShardedTensor.from_rank_offsets(f"w{i}", torch.ones(4, 4), part)
+        for i in range(20)
+    }
+
+    def last(value: float) -> float:
+        found = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return found.item()
+
+    before, found = len(os.listdir("/proc/self/fd")), dict[str, float]()
+    for name, function in (("save", shardstore.save), ("load", shardstore.load)):
+        took = []
+        for number in range(10):
+            dist.barrier()
+            clock = time.perf_counter()
+            function(state, folder / str(number))
+            took.append(last(time.perf_counter() - clock))
+            if (name, number) == ("save", 0):
+                found["descriptors"] = last(len(os.listdir("/proc/self/fd")) - before)
+        found |= {f"first {name}": took[0], f"tenth {name}": min(took[5:])}
+    if rank == 0:
+        print(json.dumps({"ranks": world} | found), flush=True)
 
 
 def main() -> None:
@@ -187,10 +219,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(required=True, dest="command")
     commands.add_parser("measure").add_argument("ranks", type=int)
+    timing = commands.add_parser("times")
+    timing.add_argument("ranks", type=int)
+    timing.add_argument("folder", type=Path)
     commands.add_parser("draw").add_argument("file", type=Path)
     options = parser.parse_args()
     if options.command == "measure":
-        measure(options.ranks)
+        run_ranks(options.ranks, measure)
+    elif options.command == "times":
+        run_ranks(options.ranks, partial(times, folder=options.folder))
     else:
         draw(options.file)
 
