@@ -243,8 +243,11 @@ FORMAT_READER = """
     ]
     config = json.loads((root / "metadata.json").read_text())
     assert (config["sharded_backend"], config["sharded_backend_version"]) == ("zarr", 2)
-    top = {node for node in nodes} | {"rng", "zarr.json", "metadata.json", "common.pt"}
-    assert {p.name for p in root.iterdir()} == top | {"manifest.npz"}
+    # A folder of an array without chunks would hold its document alone.
+    own = about.get("array_documents", True)
+    top = {node for node, count, _ in arrays if count or own} | {"rng", "zarr.json"}
+    top |= {"metadata.json", "common.pt", "manifest.npz"}
+    assert {p.name for p in root.iterdir()} == top
 """
 
 ZARR_READER = """

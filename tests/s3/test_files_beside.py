@@ -126,7 +126,7 @@ def test_a_missing_object_is_named_and_a_damaged_one_too(place: str) -> None:
     shardstore.save(state(4), place)
     store = Location.of(place).remote
     name = f"extra/shard_3_{OBJECTS}.pt"
-    good = store.read(name)
+    good = Location.of(place).read(name)
     store.write(name, good[:-1])
     with pytest.raises(DamagedCheckpointError, match=name):
         shardstore.load(state(0), place)
@@ -141,7 +141,7 @@ def test_verification_looks_at_objects_beside_each_other(place: str) -> None:
     shardstore.save(state(4), place)
     store = Location.of(place).remote
     damaged, missing = f"extra/shard_3_{OBJECTS}.pt", f"extra/shard_5_{OBJECTS}.pt"
-    store.write(damaged, store.read(damaged)[:-1])
+    store.write(damaged, Location.of(place).read(damaged)[:-1])
     store.delete([missing])
     store.write("extra/stranger.txt", b"?")
     store.write("alone.txt", b"?")
