@@ -1,27 +1,30 @@
 """`benchmark page`: the page of figures, made from what the runs wrote as JSON, with pictures.
 
-Everything on the page comes from the files: machine, commands, versions, targets met and missed,
-where a peer is faster and where it is not, and every figure. Notes that people wrote into an
-earlier version of the page, between its two marks, stay.
+Each file becomes a section: machine, command, versions, targets met and missed, and every figure.
+Of an earlier version of the page, the sections without a file stay, and so do the notes that people
+wrote between its two marks. The page begins with the targets met and missed, and with where a peer
+is faster and where it is not.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
 from arguments import new_file, run_of_benchmark
 
 from bench import pictures
-from bench.clients import DCP_OURS, LIMITS, OURS
-from bench.results import Results
+from bench.clients import LIMITS, OURS
+from bench.results import Results, amount
 
 Row = Sequence[str]
-Runs = Sequence[tuple[str, Results]]
 Group = tuple[str, int, str]
+Sections = Mapping[str, str]
+"""Name of a run -> its part of the page."""
 HEAD = ("case", "ranks", "measure", "client", "median", "range", "to shardstore")
 TARGETS = ("case", "target", "measured", "")
 INTRODUCTION = (
@@ -31,6 +34,10 @@ INTRODUCTION = (
 )
 NOTES = ("<!-- notes: begin -->", "<!-- notes: end -->")
 """Marks around what people wrote."""
+_SECTION = re.compile(r"^## (\S+)\n(.*?)(?=^## |\Z)", re.DOTALL | re.MULTILINE)
+_TARGET = re.compile(
+    r"^\| ([^|]+) \| ([^|]+) \| ([^|]*) \| (pass|FAIL|not measured) \|", re.MULTILINE
+)
 
 
 def add_parser(commands: Any) -> None:
@@ -40,60 +47,65 @@ def add_parser(commands: Any) -> None:
     )
     parser.set_defaults(run=run)
     parser.add_argument(
-        "json", type=run_of_benchmark, nargs="+", metavar="FILE", help="what --json wrote"
+        "json", type=run_of_benchmark, nargs="*", metavar="FILE", help="what --json wrote"
     )
     parser.add_argument("--markdown", type=new_file, required=True, metavar="FILE", help="the page")
 
 
 def run(options: argparse.Namespace) -> int:
     """Write page and pictures; 0."""
-    runs = [(f.stem, Results.from_dict(json.loads(f.read_text()))) for f in options.json]
     before = options.markdown.read_text("utf-8") if options.markdown.exists() else ""
     _, begin, rest = before.partition(NOTES[0])
-    notes, end, _ = rest.partition(NOTES[1])
+    notes, end, rest = rest.partition(NOTES[1])
     kept = notes.strip() if begin and end else ""
-    options.markdown.write_text(page(runs, options.markdown.stem, kept), encoding="utf-8")
+    sections = sections_of(rest or before)
+    for file in options.json:
+        results = Results.from_dict(json.loads(file.read_text()))
+        picture = f"{options.markdown.stem}/{file.stem}.svg"
+        sections[file.stem] = section(file.stem, results, picture)
+    options.markdown.write_text(page(sections, kept), encoding="utf-8")
     pictures.draw_all(options.markdown)
     print(options.markdown)
     return 0
 
 
-def page(runs: Runs, folder: str, notes: str = "") -> str:
-    """The page as Markdown; `folder` of `NAME.svg` lies beside it, `notes` are people's."""
-    abouts = {name: list(_about(results.notes)) for name, results in runs}
-    lines = [line for about in abouts.values() for line in about]
-    # A line is said once, above all runs, unless runs differ in it.
-    subjects = {line.partition(":")[0]: set[str]() for line in lines}
-    for line in lines:
-        subjects[line.partition(":")[0]].add(line)
-    shared = [found.pop() for found in subjects.values() if len(found) == 1]
+def sections_of(page: str) -> dict[str, str]:
+    """The sections of the runs on a page."""
+    return {name: text.strip() for name, text in _SECTION.findall(page)}
+
+
+def page(sections: Sections, notes: str = "") -> str:
+    """The page as Markdown; `notes` are people's."""
     parts = [
         "# Benchmarks",
         INTRODUCTION,
         "\n\n".join((NOTES[0], notes, NOTES[1])) if notes else "",
         "## In short",
-        "\n".join(_missed(name, results) for name, results in runs),
+        "\n".join(_missed(name, text) for name, text in sections.items()),
         "### Where a peer is faster",
-        _compared(runs, slower=True),
+        _compared(sections, slower=True),
         "### Where no peer is faster",
-        _compared(runs, slower=False),
-        "## Machine, versions and clients",
-        "\n".join(f"- {line}" for line in shared),
+        _compared(sections, slower=False),
+        *(f"## {name}\n\n{text}" for name, text in sections.items()),
     ]
-    for name, results in runs:
-        notes = results.notes
-        own = [line for line in abouts[name] if line not in shared]
-        parts += [
-            f"## {name}",
-            f"![{name}]({folder}/{name}.svg)" if ratios(results) else "",
-            f"`{notes['command']}`, {notes['date']}; {notes['repeats']} rounds, "
-            f"scale {notes['scale']}.",
-            "\n".join(f"- {line}" for line in own),
-            _pipes(TARGETS, _verdicts(results)) if results.targets else "",
-            _pipes(HEAD, _figures(results)),
-            *_failures(results),
-        ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def section(name: str, results: Results, picture: str) -> str:
+    """The section of a run, without its heading."""
+    notes, figures = results.notes, _pipes(HEAD, _figures(results))
+    drawn = pictures.figures_of(figures)
+    has_picture = pictures.compared(drawn) or pictures.growth(drawn)
+    parts = [
+        f"![{name}]({picture})" if has_picture else "",
+        f"`{notes['command']}`, {notes['date']}; {notes['repeats']} rounds, "
+        f"scale {notes['scale']}.",
+        "\n".join(f"- {line}" for line in _about(notes)),
+        _pipes(TARGETS, _verdicts(results)) if results.targets else "",
+        figures,
+        *_failures(results),
+    ]
+    return "\n\n".join(part for part in parts if part)
 
 
 def text(results: Results) -> str:
@@ -151,7 +163,7 @@ def _figures(results: Results) -> list[Row]:
 def _verdicts(results: Results) -> list[Row]:
     words = {True: "pass", False: "FAIL", None: "not measured"}
     return [
-        (v.case, v.target, "" if v.value is None else f"{v.value:.3g}", words[v.ok])
+        (v.case, v.target, "" if v.value is None else amount(v.value), words[v.ok])
         for v in results.targets
     ]
 
@@ -164,40 +176,29 @@ def _failures(results: Results) -> list[str]:
     ]
 
 
-def _missed(name: str, results: Results) -> str:
-    met = sum(verdict.ok is True for verdict in results.targets)
-    lines = [f"- **{name}**: {met} of {len(results.targets)} targets met."]
-    for verdict in results.targets:
-        if verdict.ok is False:
-            lines.append(f"  - missed: {verdict.case}, {verdict.target}: {verdict.value:.3g}")
-        elif verdict.ok is None:
-            lines.append(f"  - not measured: {verdict.case}, {verdict.target}")
+def _missed(name: str, section: str) -> str:
+    targets = _TARGET.findall(section)
+    met = sum(verdict == "pass" for *_, verdict in targets)
+    lines = [f"- **{name}**: {met} of {len(targets)} targets met."]
+    for case, target, value, verdict in targets:
+        if verdict == "FAIL":
+            lines.append(f"  - missed: {case}, {target}: {value}")
+        elif verdict == "not measured":
+            lines.append(f"  - not measured: {case}, {target}")
     return "\n".join(lines)
 
 
-def ratios(results: Results) -> list[tuple[Group, dict[str, float]]]:
-    """For each time that several clients took: each client's median over ours, or the first's."""
-    units = _units(results)
-    out = []
-    for group, clients in _groups(results).items():
-        name = next((own for own in (OURS, DCP_OURS) if own in clients), next(iter(clients)))
-        base = median(clients[name])
-        if units[group[2]] == "s" and len(clients) > 1 and base:
-            out.append((group, {client: median(v) / base for client, v in clients.items()}))
-    return out
-
-
-def _compared(runs: Runs, *, slower: bool) -> str:
+def _compared(sections: Sections, *, slower: bool) -> str:
     """Every time that we and a peer were measured in, with the fastest peer; the widest first."""
     rows: list[tuple[float, Row]] = []
-    for name, results in runs:
-        for (case, world, measure), clients in ratios(results):
+    for name, section in sections.items():
+        for (case, world, measure, unit), clients in pictures.figures_of(section).items():
             peers = {
-                ratio: peer
-                for peer, ratio in clients.items()
-                if OURS not in peer and peer not in LIMITS
+                clients[peer] / clients[OURS]: peer
+                for peer in clients
+                if unit == "s" and clients.get(OURS) and OURS not in peer and peer not in LIMITS
             }
-            if OURS in clients and peers and (min(peers) < 1) == slower:
+            if peers and (min(peers) < 1) == slower:
                 best = min(peers)
                 row = (name, case, str(world), measure, peers[best], f"{best:.2f}")
                 rows.append((best, row))

@@ -6,16 +6,18 @@ import argparse
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from arguments import page_of_figures
 
-from bench.clients import DCP_OURS, LIMITS, OURS
+from bench.clients import BUDGET, DCP_OURS, LIMITS, OURS
 
 Group = tuple[str, int, str, str]
 """Case, number of ranks, measure, unit."""
 Figures = Mapping[Group, Mapping[str, float]]
 """Median of each client."""
+Growth: TypeAlias = dict[tuple[str, str], dict[int, dict[int, float]]]
+"""What was measured, and things counted -> ranks -> number of things -> seconds."""
 
 OVERVIEW = "overview"
 _SYNC, _WARM = "save + one sync", "load, warm cache"
@@ -41,7 +43,30 @@ NAMES = {
     "dcp-s3": "DCP over s3fs, 2 threads",
     "dcp-s3-default": "DCP over s3fs, default",
     "megatron-zarr": "Megatron 0.15.3 zarr",
+    "shardstore, 256 MiB": "staging budget of 256 MiB",
+    BUDGET: "staging budget of 256 MiB",
 }
+CASES = {
+    "save-load": "GPT of 2 GiB",
+    "dcp": "GPT of 2 GiB through DCP",
+    "flattened": "2.4 GiB of flattened optimizer ranges",
+    "small": "20,000 small arrays",
+    "memory": "",
+    "s3-chunks": "64 tensors of 32 MiB",
+    "s3-arrays": "2,000 arrays of 16 KiB",
+    "s3-latency": "2,000 arrays of 16 KiB, 50 ms a request",
+    "s3-memory": "64 tensors of 32 MiB",
+    "s3-dcp": "GPT of 2 GiB through DCP",
+    "stall": "Asynchronous save",
+    "train": "Training during an asynchronous save",
+    "base": "Save upon a base, one chunk in 20 changed",
+    "replicas": "Load of replicas that share 250 MB/s",
+    "loads": "Load",
+    "start": "Command line",
+    "verify": "",
+    "cli": "",
+}
+"""What the title of a group says of its case; nothing where the measure says it all."""
 MINE, PEER, LIMIT, INK, FAINT = "#0f766e", "#94a3b8", "#dbe2ea", "#1f2937", "#64748b"
 MAX_SHOWN = 12.0
 """Longer bars are cut, and say how long they are."""
@@ -71,19 +96,30 @@ def draw_all(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     folder = page.with_suffix("")
     folder.mkdir(exist_ok=True)
-    found = re.search(r"processor ([^;]+); cores (\d+);.*?file system (\w+)", text)
-    machine = "{}, {} cores, {}".format(*found.groups()) if found else ""
     everything: dict[Group, Mapping[str, float]] = {}
+    sources = {}
     for name, section in re.findall(r"^## (\S+)\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE):
-        figures = figures_of(section)
+        figures, source = figures_of(section), source_of(section + text)
         several = compared(figures)
         everything.update(several)
+        sources.update(dict.fromkeys(several, source))
         if several:
-            draw(several, machine, folder / f"{name}.svg")
-        else:
-            draw_growth(figures, machine, folder / f"{name}.svg")
-    if all(group in everything for _, group in PANELS):
-        draw_overview(everything, machine, folder / f"{OVERVIEW}.svg")
+            draw(several, source, folder / f"{name}.svg")
+        elif panels := growth(figures):
+            draw_growth(panels, source, folder / f"{name}.svg")
+    shown = {sources.get(group) for _, group in PANELS}
+    if None not in shown:
+        draw_overview(everything, "; ".join(sorted(map(str, shown))), folder / f"{OVERVIEW}.svg")
+
+
+def source_of(text: str) -> str:
+    """Version and machine that the text names first."""
+    found = re.search(r"processor ([^;]+); cores (\d+);.*?file system (\w+)", text)
+    machine = "{}, {} cores, {}".format(*found.groups()) if found else ""
+    version = re.search(
+        r"^.*Environment of shardstore: .*?(shardstore [\d.]+\w*)", text, re.MULTILINE
+    )
+    return ", ".join(filter(None, (version and version[1], machine)))
 
 
 def figures_of(section: str) -> dict[Group, dict[str, float]]:
@@ -106,7 +142,7 @@ def base_of(clients: Mapping[str, float]) -> str:
     return next((own for own in (OURS, DCP_OURS) if own in clients), next(iter(clients)))
 
 
-def draw(figures: Figures, machine: str, output: Path) -> None:
+def draw(figures: Figures, source: str, output: Path) -> None:
     """A bar for each client: times as ratios to the client that they are compared with."""
     rows = sum(len(clients) + 1.8 for clients in figures.values())
     fig, axes = _pyplot().subplots(figsize=(8.0, 0.9 + 0.23 * rows), layout="constrained")
@@ -116,9 +152,15 @@ def draw(figures: Figures, machine: str, output: Path) -> None:
         base = clients[base_of(clients)]
         ratios = unit == "s" and base > 0
         scale = base if ratios else max(clients.values()) / MAX_SHOWN
-        ranks = f", {world} ranks" if world != 1 else ""
-        head = f"{measure}{ranks}" if measure.startswith(case) else f"{case}{ranks}: {measure}"
-        axes.text(0, place, head, weight="bold", va="center", fontsize=9, color=INK)
+        axes.text(
+            0,
+            place,
+            _title(case, world, measure),
+            weight="bold",
+            va="center",
+            fontsize=9,
+            color=INK,
+        )
         top = place
         for client, value in clients.items():
             place += 1
@@ -139,24 +181,26 @@ def draw(figures: Figures, machine: str, output: Path) -> None:
     axes.set_xticks([])
     _frameless(axes)
     bases = {_name(one) for one in map(base_of, figures.values())}
-    base_name = bases.pop() if len(bases) == 1 else "the first of each group"
     cut = f"; bars are cut at {MAX_SHOWN:g}x" if longest > MAX_SHOWN else ""
-    about = f"Medians, and times as multiples of {base_name} (dashed); shorter is better{cut}"
-    axes.set_title(f"{about}\n{machine}", fontsize=8, color=FAINT, loc="left")
+    base_line = f"{bases.pop()} (dashed)" if len(bases) == 1 else "the bar at the dashed line"
+    about = f"Medians, and times as multiples of {base_line}; shorter is better{cut}"
+    axes.set_title(f"{about}\n{source}", fontsize=8, color=FAINT, loc="left")
     _save(fig, output)
 
 
-def draw_growth(figures: Figures, machine: str, output: Path) -> bool:
-    """A panel for each time that was measured for several sizes; whether there is one."""
-    lines: dict[tuple[str, str], dict[int, dict[int, float]]] = {}
+def growth(figures: Figures) -> Growth:
+    """The times that were measured for several sizes."""
+    lines: Growth = {}
     for (_, world, measure, unit), clients in figures.items():
         if unit == "s" and (found := _SIZE.fullmatch(measure)):
             what, size, things = found.groups()
             worlds = lines.setdefault((what, things), {})
             worlds.setdefault(world, {})[int(size.replace(",", ""))] = next(iter(clients.values()))
-    panels = {key: w for key, w in lines.items() if any(len(line) > 1 for line in w.values())}
-    if not panels:
-        return False
+    return {key: w for key, w in lines.items() if any(len(line) > 1 for line in w.values())}
+
+
+def draw_growth(panels: Growth, source: str, output: Path) -> None:
+    """A panel for each time that was measured for several sizes."""
     rows = -(-len(panels) // 2)
     size = (8.0, 0.4 + 2.4 * rows)
     fig, grid = _pyplot().subplots(rows, 2, figsize=size, layout="constrained", squeeze=False)
@@ -177,12 +221,11 @@ def draw_growth(figures: Figures, machine: str, output: Path) -> bool:
         axes.legend(fontsize=7, frameon=False)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
-    fig.supxlabel(machine, fontsize=8, color=FAINT)
+    fig.supxlabel(source, fontsize=8, color=FAINT)
     _save(fig, output)
-    return True
 
 
-def draw_overview(figures: Figures, machine: str, output: Path) -> None:
+def draw_overview(figures: Figures, source: str, output: Path) -> None:
     """The picture of the README: a panel for each of a few times, in seconds."""
     fig, panels = _pyplot().subplots(2, 2, figsize=(8.0, 4.3), layout="constrained")
     for axes, (title, group) in zip(panels.flat, PANELS, strict=True):
@@ -200,7 +243,7 @@ def draw_overview(figures: Figures, machine: str, output: Path) -> None:
         axes.set_xticks([])
         _frameless(axes)
         axes.set_title(title, fontsize=9, color=INK, loc="left", weight="bold")
-    about = f"Median seconds; shorter is better. {machine}. Only shardstore keeps checksums."
+    about = f"Median seconds; shorter is better. Only shardstore keeps checksums.\n{source}"
     fig.supxlabel(about, fontsize=8, color=FAINT)
     _save(fig, output)
 
@@ -210,6 +253,13 @@ def _label(axes: Any, x: float, y: float, text: str, **font: Any) -> None:
     offset = {"xytext": (4, 0), "textcoords": "offset points"}
     box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
     axes.annotate(text, (x, y), **offset, va="center", fontsize=8, color=INK, bbox=box, **font)
+
+
+def _title(case: str, world: int, measure: str) -> str:
+    ranks = f"{world} ranks" if world != 1 else ""
+    about = ", ".join(filter(None, (CASES.get(case, case), ranks)))
+    title = f"{about}: {measure}".removeprefix(": ").replace(" s3", " S3")
+    return title[0].upper() + title[1:]
 
 
 def _name(client: str) -> str:

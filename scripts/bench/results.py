@@ -53,11 +53,16 @@ class Target:
 
     def text(self) -> str:
         """The target in words."""
-        bound = f"at least {self.least:g}" if self.most is None else f"at most {self.most:g}"
+        bound = f"at least {self.least:g}" if self.most is None else f"at most {amount(self.most)}"
         if not self.peers:
             return f"{self.measure}, {self.client}: {bound}"
         relation = "times as fast as" if self.most is None else "times"
         return f"{self.measure}, {self.client}: {bound} {relation} {' or '.join(self.peers)}"
+
+
+def amount(value: float) -> str:
+    """The value of a target: a ratio, a count or seconds, or else bytes, which are many."""
+    return f"{value / 2**20:,.4g} MiB" if value >= 2**15 else f"{value:.4g}"
 
 
 @dataclass(frozen=True)

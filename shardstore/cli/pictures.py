@@ -310,7 +310,8 @@ def _node(
     wrong = damage.get(meta.key, ())
     dtype, shape, chunks, shards, size = map(escape, describe(meta))
     bad = mark if wrong else ""
-    lines = [f"chunks: {chunks}", f"saved from: {shards}" if shards else ""]
+    origin = "saved whole" if shards == "whole" else f"saved from {shards}" if shards else ""
+    lines = [f"chunks: {chunks}", origin]
     if statistics is not None:
         lines.append(f"{_numbers(statistics)}{' (of the readable chunks)' if wrong else ''}")
     damaged = "".join(f'<div class="bad">{escape(line)}</div>' for line in wrong)

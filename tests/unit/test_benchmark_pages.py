@@ -96,8 +96,21 @@ def test_notes_stay_when_the_page_is_made_again(run: Path, tmp_path: Path) -> No
     assert text.startswith("# Benchmarks\n")
     assert text.count("A note.") == 1
     assert "old figures" not in text
+    assert text.count("## disk\n") == 1
     bench("page", run, "--markdown", page)
     assert page.read_text() == text
+
+
+def test_sections_of_other_runs_stay(run: Path, tmp_path: Path) -> None:
+    page, other = tmp_path / "docs.md", Path(shutil.copy(run, tmp_path / "earlier.json"))
+    assert bench("page", run, other, "--markdown", page).returncode == 0
+    before = page.read_text()
+    run.write_text(run.read_text().replace("--repeats 5", "--repeats 7"))
+    other.unlink()
+    assert bench("page", run, "--markdown", page).returncode == 0
+    assert page.read_text() == before.replace("--repeats 5", "--repeats 7", 1)
+    assert "**earlier**: 1 of 3 targets met." in before
+    assert "| earlier | save-load | 1 | load | a-peer | 0.25 |" in before
 
 
 def texts(picture: Path) -> list[str]:
