@@ -1,6 +1,6 @@
 """Makes unmodified Megatron-Core and its trainers use this package.
 
-:func:`install` replaces ``megatron.core.dist_checkpointing`` by this package.
+:func:`install` replaces ``megatron.core.dist_checkpointing`` with this package.
 ``python -m shardstore.megatron TRAINER.py ARGUMENTS...`` calls it and runs a program. In each
 module of ``dist_checkpointing``, the names that this package has too are replaced. Names that only
 Megatron-Core has (helpers of its trainer) stay, and use this package's classes. Functions and
@@ -50,10 +50,10 @@ _format = ZARR_BACKEND
 
 
 def install(format: str = ZARR_BACKEND) -> None:
-    """Replace ``megatron.core.dist_checkpointing`` by this package.
+    """Replace ``megatron.core.dist_checkpointing`` with this package.
 
     Each process calls it once, before or after it imports Megatron-Core. It also replaces names
-    that other modules have imported from there. Objects that were made before still work.
+    that other modules have imported from there. Objects of Megatron-Core's classes still work.
 
     Args:
         format: the format that ``save`` writes if a program asks for ``torch_dist``, ``zarr`` or no
@@ -69,7 +69,9 @@ def install(format: str = ZARR_BACKEND) -> None:
         raise ArgumentError(f"format={format!r:.100} must be one of {', '.join(FORMATS)}")
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         if format != _format:
-            raise ArgumentError(f"install({format!r}): {_format!r} is installed already")
+            raise ArgumentError(
+                f"install({format!r}): {_format!r} is installed already; choose one"
+            )
         return
     _format = format
     taken = {name: sys.modules[name] for name in sys.modules if _is_below(name)}
@@ -108,7 +110,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Overlay(Loader):
-    """Loads a module of Megatron-Core, if it exists, and replaces its names by ours."""
+    """Loads a module of Megatron-Core, if it exists, and replaces its names with ours."""
 
     def __init__(self, ours: str, own: ModuleSpec | None) -> None:
         self._ours, self._own = ours, own
@@ -403,7 +405,7 @@ def _is_old(context: LoadContext) -> bool:
 
 
 def modernise(common_state: StateDict) -> StateDict:
-    """Replace the names of old optimizer states by those of Megatron-Core since 0.15, in place."""
+    """Rename old optimizer states as Megatron-Core since 0.15 names them, in place."""
     if _modernise(common_state):
         common_state.setdefault(CONTENT_METADATA_KEY, {SHARDING_TYPES[0]: NEW_SHARDING})
     return common_state
@@ -436,9 +438,10 @@ def _renamed(before: str, after: str, value: Any) -> Any:
 
 
 def get_async_strategy(async_strategy: str = "nvrx", module: str | None = None) -> tuple[str, Any]:
-    """Return ``"mcore"`` and the asynchronous classes of Megatron-Core, or the class ``module``.
+    """Return ``"mcore"``, and a dict of Megatron-Core's asynchronous classes by name, or the one
+    that ``module`` names. Its queue and request are this package's.
 
-    The argument ``async_strategy`` has no effect. The queue and the request are this package's.
+    The argument ``async_strategy`` has no effect.
     """
     own = importlib.import_module(f"{ROOT}.strategies.torch")._import_mcore_async()
     return "mcore", own if module is None else own[module]

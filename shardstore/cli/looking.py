@@ -142,7 +142,7 @@ def describe(meta: ArrayMeta) -> tuple[str, str, str, str, str]:
     counts, grid = shard_counts(meta), meta.grid
     shards = "" if counts is None else f"{'x'.join(map(str, counts))} shards"
     if counts is not None and all(count == 1 for count in counts):
-        shards = "whole"
+        shards = "1 shard"
     chunk = f"{grid.size} of {list(grid.chunk_shape)}" if grid.size else "no chunk"
     return meta.dtype, str(list(meta.shape)), chunk, shards, human_bytes(array_bytes(meta))
 

@@ -150,7 +150,7 @@ def report(
     wrong = {(finding.key, finding.chunk) for finding in findings if finding.severity == "damage"}
 
     note = f"The {MAX_PICTURED} largest of {len(arrays):,} arrays have pictures."
-    parts, level = [f'<p class="dim">{note}</p>'] if len(arrays) > MAX_PICTURED else [], 0
+    parts, level = [f'<p class="dim">{note}</p>'] * (len(arrays) > MAX_PICTURED), 0
     for depth, node in modules(ckpt.metas.values()).walk():
         pictures = {}
         found = statistics.get(node.array.key) if node.array else None
@@ -310,8 +310,7 @@ def _node(
     wrong = damage.get(meta.key, ())
     dtype, shape, chunks, shards, size = map(escape, describe(meta))
     bad = mark if wrong else ""
-    origin = "saved whole" if shards == "whole" else f"saved from {shards}" if shards else ""
-    lines = [f"chunks: {chunks}", origin]
+    lines = [f"chunks: {chunks}", f"saved from {shards}" if shards else ""]
     if statistics is not None:
         lines.append(f"{_numbers(statistics)}{' (of the readable chunks)' if wrong else ''}")
     damaged = "".join(f'<div class="bad">{escape(line)}</div>' for line in wrong)

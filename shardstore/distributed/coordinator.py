@@ -2,12 +2,12 @@
 pieces of chunks.
 
 The ranks form a tree of two levels. Each block of about the square root of the number of ranks
-reports to its first rank, in the block of rank 0 to rank 1. Those leaders report to rank 0, the
-coordinator, which decides. So no rank receives more than about the square root of the number of
-ranks. The answer goes down the same way. Each rank is connected only to its neighbours in the tree.
-A rank that waits for a dead rank notices the death at once, and all other ranks still get an answer
-that names the dead rank. A rank that loses its connection towards the coordinator, or does not
-answer before the deadline, reads the outcome from the store of the process group.
+reports to its leader: its first rank, but rank 1 in the block of rank 0. The leaders report to rank
+0, the coordinator, which decides. So no rank receives more than about the square root of the number
+of ranks. The answer goes down the same way. Each rank is connected only to its neighbours in the
+tree. A rank that waits for a dead rank notices the death at once, and all other ranks still get an
+answer that names the dead rank. A rank that loses its connection towards the coordinator, or does
+not answer before the deadline, reads the outcome from the store of the process group.
 
 All messages are CPU tensors over separate gloo connections (:mod:`.messages`). They do not touch
 the trainer's NCCL streams or collectives. Without a process group there is one rank.

@@ -122,11 +122,11 @@ def _require_zarr(location: Location) -> None:
     try:
         backend = json.loads(location.read(CONFIG_NAME))["sharded_backend"]
     except (ValueError, KeyError, TypeError):
-        raise NotACheckpointError(f"{location.url}/{CONFIG_NAME} is damaged") from None
+        raise NotACheckpointError(f"{location.url}/{CONFIG_NAME} names no backend") from None
     if backend != "zarr":
         raise NotACheckpointError(
             f"{location.url} was written by the backend {backend!r}, not as Zarr arrays; "
-            "convert it first"
+            f"convert it first, `shardstore convert {location.url} TARGET`"
         )
 
 
