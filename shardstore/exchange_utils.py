@@ -227,11 +227,6 @@ def require_known(exchange_algo: str) -> None:
         )
 
 
-def is_float8tensor(tensor: object) -> bool:
-    """Return whether a tensor is a float8 tensor of TransformerEngine, which wraps scaled bytes."""
-    return type(tensor).__name__ == "Float8Tensor"
-
-
 def _receiving(wanted: ShardedTensor) -> torch.Tensor:
     """Return the data of a shard if it can receive bytes, else a new tensor."""
     data = wanted.data

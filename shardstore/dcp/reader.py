@@ -38,7 +38,6 @@ from shardstore.errors import (
     CheckpointingException,
     DTypeMismatchError,
     KeyNameError,
-    MissingKeyError,
 )
 from shardstore.loading.assemble import assemble, read_chunks
 from shardstore.loading.context import LoadContext
@@ -309,7 +308,10 @@ class StorageReader(Placed, DcpStorageReader):
         for item in plan.items:
             key = item.storage_index.fqn
             if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, self._pickled(key))
+                pickled = io.BytesIO()  # the form that the planner reads
+                torch.save(self._values[key](), pickled)
+                pickled.seek(0)
+                planner.load_bytes(item, pickled)
                 continue
             target = planner.resolve_tensor(item).detach()
             targets.append((item, target))
@@ -345,18 +347,3 @@ class StorageReader(Placed, DcpStorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
-
-    def _pickled(self, key: str) -> io.BytesIO:
-        """Return a value in the form that the planner reads, pickled in this process.
-
-        Raises:
-            MissingKeyError: there is no value with this key.
-            UnsafeObjectError: a pickled class is not allowed.
-        """
-        url = self.checkpoint_id
-        if key not in self._values:
-            raise MissingKeyError(f"value {key!r} is not in the checkpoint {url}", key=key, url=url)
-        stream = io.BytesIO()
-        torch.save(self._values[key](), stream)
-        stream.seek(0)
-        return stream

@@ -420,8 +420,7 @@ class StorageWriter(Placed, DcpStorageWriter):
 
     def _commit(self, metadata: Metadata, reports: Sequence[Report]) -> None:
         attempt, start = self._attempt, perf_counter()
-        if attempt is None:
-            raise CheckpointingException(f"this process has begun no save to {self.checkpoint_id}")
+        assert attempt is not None  # prepare_global_plan() has begun it
         record = _state_record(metadata, reports)
         manifests = [RankManifest.from_bytes(r.manifest, n) for n, r in enumerate(reports)]
         cut: dict[tuple[str, tuple[int, ...]], CutChunk] = {}

@@ -122,12 +122,10 @@ class LoadStrategyBase(ABC):
     @abstractmethod
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         """Raise a CheckpointingException if this strategy cannot read ``loaded_backend``."""
-        raise NotImplementedError
 
     @abstractmethod
     def check_version_compatibility(self, loaded_version: int) -> None:
         """Raise a CheckpointingException if this strategy cannot read ``loaded_version``."""
-        raise NotImplementedError
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -194,7 +192,6 @@ class LoadCommonStrategy(LoadStrategyBase):
         Returns:
             The common state dict as it was saved.
         """
-        raise NotImplementedError
 
     @abstractmethod
     def load_sharded_objects(
@@ -209,7 +206,6 @@ class LoadCommonStrategy(LoadStrategyBase):
         Returns:
             The same structure with each ShardedObject replaced by its stored value.
         """
-        raise NotImplementedError
 
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
         """List the sharded objects that this strategy stored.
@@ -238,7 +234,6 @@ class LoadShardedStrategy(LoadStrategyBase):
         Returns:
             The same structure with each leaf replaced by the loaded tensor or object.
         """
-        raise NotImplementedError
 
     @abstractmethod
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
@@ -251,7 +246,6 @@ class LoadShardedStrategy(LoadStrategyBase):
             Tensor key -> unsharded ShardedTensor without data; only its global shape and dtype are
             meaningful.
         """
-        raise NotImplementedError
 
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
         """List the stored tensors and objects.
@@ -301,7 +295,6 @@ class SaveCommonStrategy(SaveStrategyBase):
             common_state_dict: state dict without sharded leaves.
             checkpoint_dir: directory to write to.
         """
-        raise NotImplementedError
 
     def save_sharded_objects(
         self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: str | Path
@@ -330,7 +323,6 @@ class SaveShardedStrategy(SaveStrategyBase):
                 :attr:`can_handle_sharded_objects`).
             checkpoint_dir: directory to write to.
         """
-        raise NotImplementedError
 
 
 class AsyncSaveShardedStrategy(SaveShardedStrategy):
@@ -352,7 +344,6 @@ class AsyncSaveShardedStrategy(SaveShardedStrategy):
         Returns:
             The function to run in the background and those that finalise the save.
         """
-        raise NotImplementedError
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
         """Save synchronously: run the result of :meth:`async_save` on every rank."""
