@@ -31,7 +31,6 @@ from shardstore.dcp.reader import Placed, forget_listings
 from shardstore.distributed.groups import group_size
 from shardstore.errors import (
     AccessPatternError,
-    ArgumentError,
     CheckpointingException,
     KeyNameError,
 )
@@ -54,7 +53,7 @@ from shardstore.storage.format.manifest import RankManifest
 from shardstore.storage.format.names import DCP_METADATA_NAME as METADATA_NAME
 from shardstore.storage.format.names import check_collisions
 from shardstore.storage.movers.chunks import ChunkWrite, Source
-from shardstore.storage.options import SaveOptions, WriterKeywords, options_of
+from shardstore.storage.options import SaveOptions, WriterKeywords, options_of, require_bool
 from shardstore.strategies.common import object_file
 from shardstore.values.plain import NotPlainError
 from shardstore.values.record import BACKEND, MEMBER, VERSION, StateRecord, as_text, is_long
@@ -255,8 +254,7 @@ class StorageWriter(Placed, DcpStorageWriter):
         if error is not None:
             raise error
         super().__init__(url, self.options.storage_options)
-        if not isinstance(allow_pickle, bool):
-            raise ArgumentError(f"allow_pickle={allow_pickle!r:.100} must be True or False")
+        require_bool("allow_pickle", allow_pickle)
         self._allow_pickle = allow_pickle
         self._marker = dcp_marker
         self._attempt: Attempt | None = None

@@ -37,15 +37,26 @@ class SaveKeywords(StepKeywords, total=False):
     staging_budget_bytes: int | None
 
 
-class WriterKeywords(TypedDict, total=False):
+class ChunkKeywords(TypedDict, total=False):
+    """Keywords of the writers of chunks; :class:`SaveOptions` describes each."""
+
+    target_chunk_bytes: int
+    threads: int | None
+    array_documents: bool
+
+
+class StrategyKeywords(ChunkKeywords, total=False):
+    """Keywords of the strategy that saves the Zarr formats."""
+
+    budget_bytes: int
+
+
+class WriterKeywords(ChunkKeywords, total=False):
     """Keywords of :class:`shardstore.dcp.StorageWriter` and :func:`shardstore.dcp.install`;
     :class:`SaveOptions` describes each."""
 
     overwrite: bool
     durable: bool
-    target_chunk_bytes: int
-    threads: int | None
-    array_documents: bool
     storage_options: Mapping[str, Any] | None
 
 

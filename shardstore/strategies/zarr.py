@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from logging import getLogger
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, Unpack, cast
 
 import numpy as np
 import torch
@@ -51,10 +51,9 @@ from shardstore.storage.checkpoint import (
 )
 from shardstore.storage.commit.publish import note_arrays
 from shardstore.storage.format import dtypes
-from shardstore.storage.format.grid import DEFAULT_TARGET_CHUNK_BYTES
 from shardstore.storage.format.names import check_collisions, key_of
 from shardstore.storage.movers.chunks import ChunkWrite, RegionRead, mover_for
-from shardstore.storage.options import DEFAULT_BUDGET_BYTES, SaveOptions
+from shardstore.storage.options import SaveOptions, StrategyKeywords, options_of
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import (
@@ -101,40 +100,28 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
     Args:
         backend: ``"zarr"``.
         version: 2 for Zarr v3, 1 for the Zarr v2 layout of Megatron-Core.
-        target_chunk_bytes: size of chunks in bytes; larger shards are cut (version 2).
-        threads: number of threads that write on each rank.
-        budget_bytes: see :attr:`SaveOptions.budget_bytes`.
-        array_documents: see :attr:`SaveOptions.array_documents`. Documents are left out if this or
-            the argument of :func:`shardstore.save` is ``False`` (version 2).
+        **options: ``target_chunk_bytes`` (version 2), ``threads``, ``budget_bytes`` and
+            ``array_documents``, see :class:`~shardstore.storage.options.SaveOptions`. Array
+            documents are left out if this or the argument of :func:`shardstore.save` is ``False``
+            (version 2).
 
     Raises:
+        ArgumentError: an option is unknown, or has a wrong type or value.
         FormatVersionError: there is no such version, or ``array_documents=False`` with version 1.
     """
 
     meets_to_plan: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        backend: str,
-        version: int,
-        *,
-        target_chunk_bytes: int = DEFAULT_TARGET_CHUNK_BYTES,
-        threads: int | None = None,
-        budget_bytes: int = DEFAULT_BUDGET_BYTES,
-        array_documents: bool = True,
-    ) -> None:
+    def __init__(self, backend: str, version: int, **options: Unpack[StrategyKeywords]) -> None:
         super().__init__(backend, version)
         if version not in (V2_LAYOUT, V3_LAYOUT):
             raise FormatVersionError(
                 f"backend {backend!r} has no version {version!r}; 2 is Zarr v3 (default), 1 the "
                 "Zarr v2 layout of Megatron-Core"
             )
-        self.options = SaveOptions(
-            target_chunk_bytes=target_chunk_bytes,
-            threads=threads,
-            budget_bytes=budget_bytes,
-            array_documents=array_documents,
-        )
+        self.options, error = options_of(type(self).__name__, options, keywords=StrategyKeywords)
+        if error is not None:
+            raise error
         if version == V2_LAYOUT:
             _check_v2(self.options)
 
