@@ -23,8 +23,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
-import torch
-
 from shardstore.errors import ArgumentError, SaveInProgressError
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
 from shardstore.saving.run import SaveCall
@@ -32,7 +30,7 @@ from shardstore.saving.session import SaveSession
 from shardstore.serialization import begin_save
 from shardstore.storage.movers.parallel import yield_to_others
 from shardstore.storage.options import SaveKeywords, options_of
-from shardstore.strategies.async_utils import AsyncRequest
+from shardstore.strategies.async_utils import AsyncRequest, current_cuda_device, run
 from shardstore.strategies.base import SaveCommonStrategy, SaveShardedStrategy
 
 logger = logging.getLogger(__name__)
@@ -156,7 +154,7 @@ class AsyncSave:
         self._running: tuple[SaveSession, AsyncRequest] | None = (session, request)
         self._is_seen = False
         self._end: Future[dict[str, Any]] = Future()
-        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+        self._device = current_cuda_device()
         # A daemon thread, so that the exit functions run and decide whether to wait for it.
         self._thread = threading.Thread(target=self._run, name="shardstore-save", daemon=True)
         self._aborts = at_exit == "abort"
@@ -167,10 +165,7 @@ class AsyncSave:
         session, request = self._running
         yield_to_others()
         try:
-            if self._device is not None:
-                torch.cuda.set_device(self._device)
-            if request.async_fn is not None:
-                request.async_fn(*request.async_fn_args, **request.async_fn_kwargs)
+            run(request, request.async_fn_args, self._device)
             for finalize in request.finalize_fns:
                 finalize()
             self._end.set_result(session.record)

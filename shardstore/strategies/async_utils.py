@@ -80,7 +80,7 @@ class AsyncRequest(NamedTuple):
         """
         error: BaseException | None = None
         try:
-            _run(self, _staged_args(self))
+            run(self, _staged_args(self))
         except Exception as caught:
             error = caught
         _agree(True, error, self.call_idx, no_dist=False)
@@ -231,7 +231,7 @@ class AsyncCallsQueue:
         executor = self._executor or ThreadPoolExecutor(
             1, thread_name_prefix="shardstore-save", initializer=yield_to_others
         )
-        future = executor.submit(_run, request, args, _current_cuda_device())
+        future = executor.submit(run, request, args, current_cuda_device())
         if self.persistent:
             self._executor = executor
         else:
@@ -369,9 +369,10 @@ def _staged_args(request: AsyncRequest) -> tuple[Any, ...]:
     return (args[0], request.preload_fn(), *args[2:])
 
 
-def _run(
+def run(
     request: AsyncRequest, args: Sequence[Any], cuda_device: torch.device | None = None
 ) -> None:
+    """Call the function of a request, on a CUDA device if one is given."""
     if request.async_fn is None:
         return
     if cuda_device is not None:
@@ -379,7 +380,7 @@ def _run(
     request.async_fn(*args, **request.async_fn_kwargs)
 
 
-def _current_cuda_device() -> torch.device | None:
+def current_cuda_device() -> torch.device | None:
     """Return the calling thread's CUDA device: a new thread would start with device 0."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
