@@ -36,12 +36,11 @@ from torch.futures import Future
 
 from shardstore.errors import (
     CheckpointingException,
-    DTypeMismatchError,
     KeyNameError,
 )
 from shardstore.loading.assemble import assemble, read_chunks
 from shardstore.loading.context import LoadContext
-from shardstore.loading.plan import plan_reads, require_writable
+from shardstore.loading.plan import plan_reads, require_cast, require_writable
 from shardstore.mapping import ShardedObject, ShardedTensor
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.format import dtypes
@@ -327,14 +326,8 @@ class StorageReader(Placed, DcpStorageReader):
                     ShardedTensor(key, target, target.dtype, lengths, shape, offset, None)
                 )
                 continue
-            if target.dtype != common.dtype and not self._cast:
-                raise DTypeMismatchError(
-                    f"key {key!r} is stored as {common.dtype} in {url} but is to be loaded into "
-                    f"{target.dtype}; nothing is cast silently: load into {common.dtype} and "
-                    "convert, or give the StorageReader cast=True",
-                    key=key,
-                    url=url,
-                )
+            if target.dtype != common.dtype:
+                require_cast(key, common.dtype, target.dtype, url, self._cast)
             where: tuple[Any, ...] = (..., *Box(offset, tuple(item.lengths)).slices)
             with torch.no_grad():
                 target.copy_(common[where])

@@ -191,7 +191,7 @@ def _find_array(
             " A `strict` mode other than assume_ok_unexpected leaves such keys out",
         )
     if cast != "warn" and meta.dtype != dtypes.zarr_name(tensor.dtype):
-        _require_cast(tensor, meta, url, cast)
+        require_cast(tensor.key, dtypes.torch_dtype(meta.dtype), tensor.dtype, url, cast)
     has_axes = len(meta.shape) == len(tensor.global_shape)
     if meta.shape != tensor.global_shape and not (tensor.allow_shape_mismatch and has_axes):
         raise ShapeMismatchError(
@@ -214,24 +214,27 @@ def _missing(key: str, arrays: Mapping[str, Any], url: str, more: str = "") -> M
     )
 
 
-def _require_cast(tensor: ShardedTensor, meta: ArrayMeta, url: str, cast: object) -> None:
+def require_cast(key: str, stored: torch.dtype, asked: torch.dtype, url: str, cast: object) -> None:
     """Raise an error unless a tensor may be filled with values of another data type.
 
     Within a kind (float64 to float16, int64 to int8), values out of range are converted as by
     ``copy_``.
     """
     remedy = "cast=True does not allow this cast, because it loses more than precision:"
-    if torch.can_cast(dtypes.torch_dtype(meta.dtype), tensor.dtype):
+    if torch.can_cast(stored, asked):
         if cast:
             return
         remedy = "nothing is cast silently: load with cast=True, or"
     raise DTypeMismatchError(
-        f"key {tensor.key!r} is stored as {meta.dtype} in {url} but asked for as "
-        f"{dtypes.zarr_name(tensor.dtype)}; {remedy} load it as "
-        f"{dtypes.torch_dtype(meta.dtype)} and convert",
-        key=tensor.key,
+        f"key {key!r} is stored as {_name(stored)} in {url} but asked for as {_name(asked)}; "
+        f"{remedy} load it as {stored} and convert",
+        key=key,
         url=url,
     )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _plan_read(tensor: ShardedTensor, meta: ArrayMeta, *, tied: str = "") -> TensorRead:

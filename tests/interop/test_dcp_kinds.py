@@ -121,6 +121,8 @@ def test_common_tensors_are_not_cast_silently(tmp_path: Path) -> None:
     assert "'x'" in str(error)
     load(wanted, tmp_path / "c", cast=True)
     assert wanted["x"].tolist() == [0, 1, 2]
+    lossy = {"x": torch.zeros(3, dtype=torch.bool)}
+    assert isinstance(cause(lambda: load(lossy, tmp_path / "c", cast=True)), DTypeMismatchError)
 
 
 def test_kinds_that_do_not_fit(tmp_path: Path) -> None:
