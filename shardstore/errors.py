@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 
@@ -66,6 +67,31 @@ class CheckpointingException(Exception):  # noqa: N818 (Megatron-Core's name)
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), self.args, dict(self.__dict__))
+
+
+@cache
+def kind_of_dcp(
+    kind: type[CheckpointingException],
+) -> type[CheckpointingException]:
+    """Return a class of errors that is ``kind`` and also PyTorch DCP's ``CheckpointException``.
+
+    Megatron-Core's loads from ``torch_dist`` raise that one. A pickled error is of ``kind`` alone.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    class Both(kind, CheckpointException):  # type: ignore[valid-type, misc]
+        @property
+        def failures(self) -> dict[int, Any]:
+            """Rank -> error, as in DCP; the texts of a :class:`RanksError`."""
+            own: dict[int, Any] = vars(self).get("failures") or {self.rank or 0: (self, None)}
+            return own
+
+        def __reduce__(self) -> tuple[object, ...]:
+            reduced: Any = kind.__reduce__(self)
+            return reduced[0], (kind, *reduced[1][1:])
+
+    Both.__module__, Both.__name__, Both.__qualname__ = __name__, kind.__name__, kind.__qualname__
+    return Both
 
 
 def _rebuild(

@@ -218,13 +218,27 @@ class PlainZarrSaveStrategy(ZarrSaveShardedStrategy):
         super().__init__(ZARR_BACKEND, 2)
 
 
+class TorchDistSaveStrategy(dcp_strategies.TorchDistSaveShardedStrategy):
+    """Takes its place after :func:`install` with ``"torch_dist"``.
+
+    By default, each rank writes as many files as in the installed Megatron-Core.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if len(args) < 4 and _megatron_version() >= (0, 17):
+            kwargs.setdefault("thread_count", 1)
+        super().__init__(*args, **kwargs)
+
+
 def get_default_save_sharded_strategy(
     backend: str = DCP_BACKEND, version: int | None = None
 ) -> SaveShardedStrategy:
     """Return the default strategy for saving. For Megatron-Core's backends it writes the installed
     format."""
     if _format == ZARR_BACKEND and backend in FORMATS:
-        backend, version = ZARR_BACKEND, None
+        return PlainZarrSaveStrategy()
+    if backend == DCP_BACKEND:
+        return TorchDistSaveStrategy(backend, version or 1)
     return serialization.get_default_save_sharded_strategy(backend, version)
 
 
@@ -455,11 +469,7 @@ def _replaced(module: str) -> dict[str, Any]:
         defaults = get_default_save_sharded_strategy, get_default_load_sharded_strategy
         return {function.__name__: function for function in (*own, *defaults)}
     if module == f"{ROOT}.strategies.torch":
-        saves = (
-            PlainZarrSaveStrategy
-            if _format == ZARR_BACKEND
-            else dcp_strategies.TorchDistSaveShardedStrategy
-        )
+        saves = PlainZarrSaveStrategy if _format == ZARR_BACKEND else TorchDistSaveStrategy
         return {
             "TorchDistSaveShardedStrategy": saves,
             "TorchDistLoadShardedStrategy": AnyFormatLoadStrategy,

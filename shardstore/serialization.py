@@ -387,11 +387,11 @@ def load_content_metadata(
         storage_options: see :func:`shardstore.save`.
 
     Raises:
-        CheckpointingException: neither ``checkpoint_dir`` nor ``preloaded_state_dict`` is given.
+        ArgumentError: neither ``checkpoint_dir`` nor ``preloaded_state_dict`` is given.
     """
     if preloaded_state_dict is None:
         if checkpoint_dir is None:
-            raise CheckpointingException(
+            raise ArgumentError(
                 "load_content_metadata needs checkpoint_dir or preloaded_state_dict"
             )
         preloaded_state_dict = load_common_state_dict(

@@ -12,9 +12,9 @@ import io
 import math
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeVar, cast
 
 import torch
 from numpy.typing import NDArray
@@ -24,6 +24,8 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
+    TensorProperties,
     TensorStorageMetadata,
 )
 
@@ -39,14 +41,16 @@ from shardstore.errors import (
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box, Grid, flat_range_boxes
+from shardstore.storage.format.names import COMMON_OBJECT, require_inside
 from shardstore.storage.format.names import DCP_METADATA_NAME as METADATA_NAME
-from shardstore.storage.format.names import require_inside
 from shardstore.storage.movers.chunks import ReadDone, RegionRead
 from shardstore.storage.movers.ranges import RangeFile, for_each_region, read_box, read_bytes
 from shardstore.storage.stores.location import Location
 from shardstore.values.record import state_path
 from shardstore.values.torch_archive import Records
 from shardstore.values.torch_values import BoundedUnpickler, load_bytes
+
+T = TypeVar("T")
 
 ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"
 """Megatron-Core's name for the shape of a tensor that is stored as flattened ranges."""
@@ -123,7 +127,7 @@ _RECORDS: dict[str, type] = {
     "_StorageInfo": _StorageInfo,
 }
 _BUILTIN: dict[str, type] = {kind.__name__: kind for kind in (dict, frozenset, list, set, tuple)}
-_BUILTIN |= {"Size": tuple, "OrderedDict": dict}
+_BUILTIN |= {"Size": torch.Size, "OrderedDict": dict}
 
 
 class _Unpickler(BoundedUnpickler):
@@ -165,14 +169,7 @@ class DcpFiles:
             DamagedCheckpointError: ``.metadata`` cannot be read.
         """
         location = Location.of(place)
-        url = f"{location.url}/{METADATA_NAME}"
-        try:
-            data = location.read(METADATA_NAME)
-        except FileNotFoundError:
-            raise NotACheckpointError(
-                f"{url} is missing: {location.url} is not a complete DCP checkpoint", url=url
-            ) from None
-        return cls.parse(location, data)
+        return cls.parse(location, _read(location))
 
     @classmethod
     def parse(cls, location: Location, data: bytes) -> DcpFiles:
@@ -184,20 +181,7 @@ class DcpFiles:
 
         Raises: the errors of :meth:`open`.
         """
-        url = f"{location.url}/{METADATA_NAME}"
-        try:
-            metadata = _Unpickler(io.BytesIO(data)).load()
-            if isinstance(metadata, Metadata) and isinstance(metadata.state_dict_metadata, dict):
-                return _parsed(location, metadata)
-        except CheckpointingException:
-            raise
-        except Exception as error:  # a damaged pickle can raise anything
-            raise DamagedCheckpointError(
-                f"{url} cannot be read ({type(error).__name__}: {error}); load an earlier "
-                "checkpoint",
-                url=url,
-            ) from error
-        raise NotACheckpointError(f"{url} is not the metadata of a DCP checkpoint", url=url)
+        return _unpickled(location, data, _parsed)
 
     def read(self, reads: Sequence[RegionRead], done: ReadDone | None = None) -> None:
         """Read regions of tensors into their destinations.
@@ -297,6 +281,69 @@ class DcpFiles:
         except FileNotFoundError:
             raise _missing(f"object {key!r}", path, key) from None
         return load_bytes(data, path, key)
+
+
+def remove_keys(location: Location, prefix: str) -> bool:
+    """Remove the tensors and objects whose keys begin with a prefix from ``.metadata``, and then
+    the files whose names begin with it and which hold no others. One rank calls it.
+
+    Returns:
+        False if there is no such file; then nothing changes, as in Megatron-Core.
+
+    Raises: the errors of :meth:`DcpFiles.open`.
+    """
+
+    def stays(key: str) -> bool:
+        return not key.startswith(prefix) or key.startswith(f"{COMMON_OBJECT}/")
+
+    def edited(_: Location, old: Metadata) -> tuple[Metadata, set[str]]:
+        kept = {index: at for index, at in old.storage_data.items() if stays(index.fqn)}
+        held = {at.relative_path for at in kept.values()}
+        names = {at.relative_path for at in old.storage_data.values()} - held
+        about = {key: one for key, one in old.state_dict_metadata.items() if stays(key)}
+        for one in about.values():
+            if isinstance(one, TensorStorageMetadata):
+                one.properties = TensorProperties(dtype=one.properties.dtype)
+        paths = old.planner_data if isinstance(old.planner_data, dict) else {}
+        paths = {key: path for key, path in paths.items() if stays(key)}
+        new = Metadata(about, paths or None, kept, StorageMeta(), old.version)
+        cast(Any, new).mcore_data = vars(old).get("mcore_data", {})
+        return new, {name for name in names if name.startswith(prefix)}
+
+    metadata, names = _unpickled(location, _read(location), edited)
+    if names:
+        location.replace(METADATA_NAME, pickle.dumps(metadata))
+    for name in names:
+        location.delete(require_inside(name, f"{location.url}/{METADATA_NAME}"))
+    return bool(names)
+
+
+def _read(location: Location) -> bytes:
+    """Return the content of ``.metadata``."""
+    try:
+        return location.read(METADATA_NAME)
+    except FileNotFoundError:
+        url = f"{location.url}/{METADATA_NAME}"
+        raise NotACheckpointError(
+            f"{url} is missing: {location.url} is not a complete DCP checkpoint", url=url
+        ) from None
+
+
+def _unpickled(location: Location, data: bytes, use: Callable[[Location, Metadata], T]) -> T:
+    """Return the result of ``use`` for the metadata that a ``.metadata`` document holds."""
+    url = f"{location.url}/{METADATA_NAME}"
+    try:
+        metadata = _Unpickler(io.BytesIO(data)).load()
+        if isinstance(metadata, Metadata) and isinstance(metadata.state_dict_metadata, dict):
+            return use(location, metadata)
+    except CheckpointingException:
+        raise
+    except Exception as error:  # a damaged pickle can raise anything
+        raise DamagedCheckpointError(
+            f"{url} cannot be read ({type(error).__name__}: {error}); load an earlier checkpoint",
+            url=url,
+        ) from error
+    raise NotACheckpointError(f"{url} is not the metadata of a DCP checkpoint", url=url)
 
 
 def _missing(what: str, path: str, key: str) -> ChunkMissingError:

@@ -27,7 +27,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from shardstore.core import DCP_BACKEND
-from shardstore.dcp.files import ORIGINAL_SHAPE, DcpFiles, append
+from shardstore.coverage.access_pattern import check_reports, report_shards
+from shardstore.dcp.files import ORIGINAL_SHAPE, DcpFiles, append, remove_keys
 from shardstore.dict_utils import nested_values
 from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import (
@@ -229,7 +230,11 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
             location = Location.of(place)
             location.require_local(f"writing the {BACKEND!r} format")
             saving.folder = location.url
-            return _planner_of(state_dict, self.keep_only_main_replica, saving.ranks.is_coordinator)
+            only_main = self.keep_only_main_replica
+            planner = _planner_of(state_dict, only_main, saving.ranks.is_coordinator)
+            if only_main and (session is None or session.options.validate_access_integrity):
+                planner.report = report_shards(nested_values(state_dict))
+            return planner
 
         saving.plan(prepare)
         return session, saving
@@ -241,21 +246,24 @@ def _untimed(name: str) -> AbstractContextManager[None]:
 
 class _Planner(DefaultSavePlanner):
     """Planner that keeps flat keys. It sends the coordinator the original shapes of flattened
-    tensors, and the keys of which this rank holds only copies."""
+    tensors, the keys of which this rank holds only copies, and the shards that are checked."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.shapes: dict[str, dict[str, tuple[int, ...]]] = {}
         self.copies: list[str] = []
+        self.report = report_shards(())
 
     def create_local_plan(self) -> SavePlan:
-        return replace(super().create_local_plan(), planner_data=(self.shapes, self.copies))
+        told = self.shapes, self.copies, self.report
+        return replace(super().create_local_plan(), planner_data=told)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        check_reports([plan.planner_data[2] for plan in all_plans])
         plans, metadata = super().create_global_plan(all_plans)
         cast(Any, metadata).mcore_data = {}
         for rank, plan in enumerate(all_plans):
-            shapes, copies = plan.planner_data
+            shapes, copies, _ = plan.planner_data
             cast(Any, metadata).mcore_data.update(shapes)
             if lost := set(copies) - set(metadata.state_dict_metadata):
                 raise without_main_replica(sorted(lost), rank)
@@ -381,21 +389,26 @@ class _FilesSave:
         return {i: data for i, data in self._copies.items() if isinstance(data, ChunkWrite)}
 
     def _files(self) -> list[tuple[str, list[WriteItem]]]:
-        """Return the name and the items of each file; files of a prefix have about equal sizes."""
+        """Return the name and the items of each file; files of a prefix have about equal sizes.
+
+        With a prefix, half of the files are for keys that have it, at least one; as in
+        Megatron-Core.
+        """
+        most = max(1, self.threads // 2) if self.hint else self.threads
         by_prefix: dict[str, list[WriteItem]] = {"": []}
         for item in self._items:
             prefix = self.hint if item.index.fqn.startswith(self.hint) else ""
             by_prefix.setdefault(prefix, []).append(item)
-        files = []
+        files: list[tuple[str, list[WriteItem]]] = []
         for prefix, items in by_prefix.items():
-            parts: list[list[WriteItem]] = [[] for _ in range(min(self.threads, len(items)))]
+            parts: list[list[WriteItem]] = [[] for _ in range(min(most, len(items)))]
             sizes = [0] * len(parts)
             for item in sorted(items, key=_size_of, reverse=True):
                 least = sizes.index(min(sizes))
                 parts[least].append(item)
                 sizes[least] += _size_of(item)
-            names = (f"{prefix}__{self.ranks.rank}_{n}.distcp" for n in range(len(parts)))
-            files += list(zip(names, parts, strict=True))
+            for part in parts:
+                files.append((f"{prefix}__{self.ranks.rank}_{len(files)}.distcp", part))
         return files
 
     def _write_files(self, files: Sequence[tuple[str, list[WriteItem]]]) -> None:
@@ -609,18 +622,18 @@ class TorchDistLoadShardedStrategy(ReadsOwnFormat, LoadShardedStrategy):
         return found
 
     def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
-        """Raise an error, because many tensors share a file in this format.
+        """Remove tensors that were saved with ``separation_hint=key_prefix``. One rank calls it.
 
-        Raises:
-            CheckpointingException: always; it names other ways.
+        In this format many tensors share a file. If no file holds only keys with this prefix, it
+        warns and changes nothing, as in Megatron-Core.
         """
-        raise CheckpointingException(
-            f"tensors whose keys begin with {key_prefix!r} cannot be removed from "
-            f"{checkpoint_dir}: in the {BACKEND!r} format many tensors share a file. Load the "
-            "other tensors and save them anew, or convert the checkpoint to ('zarr', 2) "
-            "(`shardstore convert`) and remove them there",
-            url=str(checkpoint_dir),
-        )
+        if not remove_keys(Location.of(checkpoint_dir), key_prefix):
+            warnings.warn(
+                f"{checkpoint_dir} is unchanged: none of its files holds only keys that begin with "
+                f"{key_prefix!r}. Save with separation_hint={key_prefix!r}, or convert the "
+                "checkpoint to ('zarr', 2) (`shardstore convert`), and remove them there",
+                stacklevel=2,
+            )
 
 
 class TorchDistCommonSaveStrategy(SaveCommonStrategy):

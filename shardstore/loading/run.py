@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import torch
 
-from shardstore.core import CONFIG_FNAME
+from shardstore.core import CONFIG_FNAME, DCP_BACKEND, stored_config
 from shardstore.coverage.access_pattern import (
     check_reports,
     join_reports,
@@ -31,7 +32,7 @@ from shardstore.distributed.coordinator import GroupRanks, Ranks
 from shardstore.distributed.groups import Group, require_group
 from shardstore.dtensor.adoption import Adopted, adopt_for_load, needs_adoption
 from shardstore.dtensor.layout import apply_claims, claims, decide_claims
-from shardstore.errors import ArgumentError, RanksError
+from shardstore.errors import ArgumentError, CheckpointingException, RanksError, kind_of_dcp
 from shardstore.loading.context import (
     DEFAULT_BUDGET_BYTES,
     LoadContext,
@@ -220,7 +221,7 @@ def _run_once(
         )
         context, reports = open_checkpoint(call, location, request, answer, meter)
         watched = context.stored.unless_replaced()
-        with using(context):
+        with using(context), _errors_of(context):
             if reports is None:
                 # Every rank finds the stored arrays of its plain tensors and DTensors.
                 request, owners = step(
@@ -254,6 +255,20 @@ def _run_once(
     if StrictHandling.requires_returning_mismatch_keys(call.mode):
         return loaded, matched.missing, matched.unexpected
     return loaded
+
+
+@contextmanager
+def _errors_of(context: LoadContext) -> Iterator[None]:
+    """Make errors of a load from DCP's own files DCP's errors too, as Megatron-Core raises them."""
+    try:
+        yield
+    except CheckpointingException as error:
+        config = None
+        with suppress(CheckpointingException):
+            config = stored_config(context.stored)
+        if config is not None and config.sharded_backend == DCP_BACKEND:
+            error.__class__ = kind_of_dcp(type(error))  # type: ignore[arg-type]
+        raise
 
 
 def open_checkpoint(

@@ -3,6 +3,7 @@ is the state at the call, nothing shows before all ranks are done, and everybody
 
 from __future__ import annotations
 
+import pickle
 import resource
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 import shardstore
 from shardstore import ShardedObject, ShardedTensor
 from shardstore.errors import (
     AccessPatternError,
     ArgumentError,
-    CheckpointingException,
     FormatVersionError,
+    MissingKeyError,
     RanksError,
     SaveInProgressError,
     StorageError,
@@ -410,11 +413,67 @@ def test_arguments_that_make_no_sense(wrong: dict[str, Any]) -> None:
         TorchDistSaveShardedStrategy("torch_dist", 2)
 
 
-def test_tensors_can_not_be_removed_and_the_error_says_what_can_be_done(tmp_path: Path) -> None:
+def test_without_a_file_of_their_own_tensors_stay_and_the_warning_says_what_can_be_done(
+    tmp_path: Path,
+) -> None:
     shardstore.save(sharded(w=torch.ones(3)), tmp_path / "c", FORMAT)
-    with pytest.raises(CheckpointingException, match=r"'w'.*torch_dist.*convert"):
+    with pytest.warns(UserWarning, match=r"unchanged.*separation_hint='w'.*convert"):
         shardstore.remove_sharded_tensors(tmp_path / "c", "w")
     assert torch.equal(shardstore.load_plain_tensors(tmp_path / "c")["w"], torch.ones(3))
+
+
+def test_tensors_with_files_of_their_own_are_removed(tmp_path: Path) -> None:
+    place, common = tmp_path / "c", ("torch_dist", 1)
+    state = sharded(**{name: torch.arange(4.0) for name in ("c.a", "c.b", "w")}) | {"step": 3}
+    strategy = TorchDistSaveShardedStrategy(separation_hint="c.")
+    shardstore.save(state, place, strategy, common)
+    assert {path.name for path in place.glob("*.distcp")} == {"__0_0.distcp", "c.__0_1.distcp"}
+    shardstore.remove_sharded_tensors(place, "c")  # the object "common_state" stays
+    assert {path.name for path in place.glob("*.distcp")} == {"__0_0.distcp"}
+    loaded = shardstore.load_plain_tensors(place)
+    assert sorted(loaded) == ["step", "w"]
+    assert torch.equal(loaded["w"], torch.arange(4.0))
+    plain = {"w": torch.zeros(4)}
+    dcp.load(plain, checkpoint_id=place, no_dist=True)
+    assert torch.equal(plain["w"], torch.arange(4.0))
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        (
+            {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, 0, 2))},
+            "'w'.*no main replica",
+        ),
+        ({"o": ShardedObject("o", 1, (2,), (0,))}, "'o'.*every part needs one"),
+    ],
+    ids=["tensor", "object"],
+)
+def test_a_missing_part_is_an_error(tmp_path: Path, state: dict[str, Any], said: str) -> None:
+    with pytest.raises(AccessPatternError, match=said):
+        shardstore.save(state, tmp_path / "c", FORMAT)
+    assert not (tmp_path / "c").exists()
+    shardstore.save(state, tmp_path / "c", FORMAT, validate_access_integrity=False)
+
+
+def _load_what_one_rank_lacks(rank: int, world_size: int, place: Path) -> list[str]:
+    shardstore.save({"step": 1}, place, FORMAT)
+    wrong = sharded(q=torch.ones(3)) if rank == 1 else {}
+    with pytest.raises(CheckpointException) as caught:
+        shardstore.load(wrong, place)
+    error: Any = caught.value
+    assert set(error.failures) == {1} or isinstance(error, MissingKeyError)
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error)
+    assert type(again) in type(error).__bases__
+    return [kind.__name__ for kind in type(error).__mro__]
+
+
+def test_errors_of_a_load_are_dcps_too_on_every_rank(tmp_path: Path) -> None:
+    found = run_ranks(_load_what_one_rank_lacks, 3, tmp_path / "c")
+    assert all("CheckpointingException" in kinds and "Exception" in kinds for kinds in found)
+    assert "MissingKeyError" in found[1]
+    assert "RanksError" in found[0]
 
 
 def _quietly(rank: int, world_size: int, folder: str) -> None:

@@ -14,13 +14,16 @@ import importlib
 import itertools
 import json
 import sys
+import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import typing_extensions
 
+typing.override = typing_extensions.override  # wheels for Python 3.12 import it
 Question = tuple[str, Callable[[], Any]]
 Modules = Callable[[str], Any]
 
@@ -56,7 +59,7 @@ def plain(value: Any) -> str:
     if hasattr(value, "local_shape"):
         fields = ("key", "data", "dtype", "local_shape", "global_shape", "global_offset")
         fields += ("axis_fragmentations", "replica_id", "prepend_axis_num", "flattened_range")
-        return f"tensor({', '.join(plain(getattr(value, name)) for name in fields)})"
+        return f"tensor({', '.join(plain(getattr(value, name, None)) for name in fields)})"
     if hasattr(value, "unique_key"):
         return f"object({value.unique_key}, {plain(value.data)}, {value.replica_id})"
     if isinstance(value, type):
@@ -219,23 +222,23 @@ def _checks(module: Modules) -> Iterator[Question]:
     def thing(index: int, parts: int, replica: int = 0) -> Any:
         return mapping.ShardedObject("o", None, (parts,), (index,), replica_id=replica)
 
-    arrangements: dict[str, list[list[Any]]] = {
-        "whole": [[part(0, 2)], [part(1, 2)]],
-        "part is missing": [[part(0, 2)]],
-        "twice": [[part(0, 1)], [part(0, 1)]],
-        "with a copy": [[part(0, 1)], [part(0, 1, replica_id=1)]],
-        "copies alone": [[part(0, 1, replica_id=1)], [part(0, 1, replica_id=2)]],
-        "ranges": [[flat(0, 3)], [flat(3, 6)]],
-        "ranges with a gap": [[flat(0, 3)], [flat(4, 6)]],
-        "ranges that overlap": [[flat(0, 4)], [flat(3, 6)]],
-        "objects": [[thing(0, 2)], [thing(1, 2)]],
-        "object is missing": [[thing(0, 2)], []],
-        "object twice": [[thing(0, 1)], [thing(0, 1)]],
-        "object with a copy": [[thing(0, 1)], [thing(0, 1, 1)]],
-        "nothing": [[], []],
+    arrangements: dict[str, Callable[[], list[list[Any]]]] = {
+        "whole": lambda: [[part(0, 2)], [part(1, 2)]],
+        "part is missing": lambda: [[part(0, 2)]],
+        "twice": lambda: [[part(0, 1)], [part(0, 1)]],
+        "with a copy": lambda: [[part(0, 1)], [part(0, 1, replica_id=1)]],
+        "copies alone": lambda: [[part(0, 1, replica_id=1)], [part(0, 1, replica_id=2)]],
+        "ranges": lambda: [[flat(0, 3)], [flat(3, 6)]],
+        "ranges with a gap": lambda: [[flat(0, 3)], [flat(4, 6)]],
+        "ranges that overlap": lambda: [[flat(0, 4)], [flat(3, 6)]],
+        "objects": lambda: [[thing(0, 2)], [thing(1, 2)]],
+        "object is missing": lambda: [[thing(0, 2)], []],
+        "object twice": lambda: [[thing(0, 1)], [thing(0, 1)]],
+        "object with a copy": lambda: [[thing(0, 1)], [thing(0, 1, 1)]],
+        "nothing": lambda: [[], []],
     }
     for name, held in arrangements.items():
-        yield name, lambda held=held: validation.validate_sharding_integrity(held)
+        yield name, lambda held=held: validation.validate_sharding_integrity(held())
 
     stored = {"k": part(0, 1), "stored": part(0, 1)}
     asked = {"k": part(0, 1), "more": [mapping.ShardedTensor.from_rank_offsets("q", torch.ones(2))]}
