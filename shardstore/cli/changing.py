@@ -12,7 +12,7 @@ import typer
 
 from shardstore.cli import options as opt
 from shardstore.cli.printing import emit, say
-from shardstore.errors import CheckpointingException, NotACheckpointError
+from shardstore.errors import CheckpointingException
 from shardstore.inspection.opened import array_bytes, clean, counted, human_bytes
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
@@ -83,9 +83,8 @@ def gc(
 
     location = opt.locate(root, storage_option)
     if location.is_local and not location.is_dir():
-        raise NotACheckpointError(
-            f"{location.url} is not a folder; give the folder that holds the checkpoints",
-            url=location.url,
+        raise opt.UsageProblem(
+            f"{location.url} is not a folder; give the folder that holds the checkpoints"
         )
     found = sweep(location, dry_run=not delete, older_than=timedelta(hours=older_than))
     size = sum(leftover.stored_bytes for leftover in found)
@@ -101,10 +100,7 @@ def gc(
     elif delete:
         say(f"removed {human_bytes(size)} in {len(found)} attempt(s)")
     else:
-        say(
-            f"{human_bytes(size)} in {len(found)} attempt(s); run again with --delete to remove "
-            "them"
-        )
+        say(f"{human_bytes(size)} in {len(found)} attempt(s); --delete removes them")
 
 
 def rm(
@@ -128,7 +124,7 @@ def rm(
     if not is_checkpoint(location):
         instead = what_else(location)
         found = f"is {instead}, not a checkpoint" if instead else "is not a checkpoint"
-        raise NotACheckpointError(f"{location.url} {found}; nothing was removed", url=location.url)
+        raise opt.UsageProblem(f"{location.url} {found}; nothing was removed")
     what = f"{location.url}{_size(location)}"
     if not yes:
         if as_json or not sys.stdin.isatty():

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
@@ -32,8 +31,6 @@ T = TypeVar("T")
 DEFAULT_BUDGET_BYTES = 256 * 1024 * 1024
 BATCH_CHUNKS = 8
 """Largest number of chunks in a batch; an interrupt waits until the running batches end."""
-READ_TOGETHER = 8
-"""Number of sharded objects that are in memory at a time."""
 BLOCK = 128 * 1024
 """Elements in a block; as float64, a block fits into the processor's cache."""
 
@@ -445,11 +442,10 @@ def _files(a: OpenCheckpoint, b: OpenCheckpoint, wants: Callable[[str], bool]) -
     return dict(sorted(out.items()))
 
 
-def _contents(ckpt: OpenCheckpoint, wants: Callable[[str], bool]) -> dict[str, bytes]:
+def _contents(ckpt: OpenCheckpoint, wants: Callable[[str], bool]) -> dict[str, bytes | None]:
     """Return path -> content, for ``common.pt`` and each chosen sharded object."""
     location = ckpt.stored.location
     names = [name for key, name in ckpt.objects.names.items() if wants(key.rpartition("/")[0])]
     if location.exists(COMMON_STATE_NAME):
         names.append(COMMON_STATE_NAME)
-    with ThreadPoolExecutor(READ_TOGETHER) as pool:
-        return dict(zip(names, pool.map(location.read, names), strict=True))
+    return dict(zip(names, location.read_many(names), strict=True))

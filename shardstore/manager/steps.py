@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 import operator
-import os
 import re
 import threading
 import time
@@ -331,10 +330,8 @@ def what_is_missing(place: Location) -> str | None:
     listed = {} if place.is_local else {name: size for name, size, _ in place.remote.details()}
 
     def size_of(name: str) -> int | None:
-        if not place.is_local:
-            return listed.get(name)
-        with suppress(FileNotFoundError, NotADirectoryError):
-            return os.stat(f"{place.url}/{name}").st_size
+        with suppress(FileNotFoundError):
+            return place.size(name) if place.is_local else listed.get(name)
         return None
 
     for name in (CONFIG_NAME, *root.file_sums):
