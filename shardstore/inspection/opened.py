@@ -122,7 +122,8 @@ def _require_zarr(location: Location) -> None:
     try:
         backend = json.loads(location.read(CONFIG_NAME))["sharded_backend"]
     except (ValueError, KeyError, TypeError):
-        raise NotACheckpointError(f"{location.url}/{CONFIG_NAME} names no backend") from None
+        url = f"{location.url}/{CONFIG_NAME}"
+        raise NotACheckpointError(f"{url} is damaged: it names no backend") from None
     if backend != "zarr":
         raise NotACheckpointError(
             f"{location.url} was written by the backend {backend!r}, not as Zarr arrays; "
