@@ -115,7 +115,7 @@ def check_reports(reports: Sequence[bytes]) -> None:
         for item in items:
             objects[item.key].append((rank, item))
     both = sorted(held.keys() & objects.keys())
-    samples = {tuple(cuts): key for key, cuts in sorted(held.items(), reverse=True)}
+    samples = {tuple(cuts): key for key, cuts in reversed(held.items())}
     looked_at = {*samples.values(), *both}
     tensors: dict[str, _Tensors] = defaultdict(list)
     for rank, report in enumerate(parsed):

@@ -100,9 +100,9 @@ def plan_reads(
     for tensor in tensors:
         meta = _find_array(arrays, tensor, url, cast)
         plan[id(tensor)] = _plan_read(tensor, meta, tied=tied.get(id(tensor), ""))
-        if meta.dtype != (asked := dtypes.zarr_name(tensor.dtype)):
+        if cast == "warn" and meta.dtype != (asked := dtypes.zarr_name(tensor.dtype)):
             differing.append(f"{tensor.key!r} ({meta.dtype} as {asked})")
-    if cast == "warn" and differing:
+    if differing:
         logger.warning(
             "%d tensors of %s are stored in another data type and are cast, such as %s",
             len(differing),
@@ -192,8 +192,9 @@ def _find_array(
         )
     if cast != "warn" and meta.dtype != dtypes.zarr_name(tensor.dtype):
         require_cast(tensor.key, dtypes.torch_dtype(meta.dtype), tensor.dtype, url, cast)
-    has_axes = len(meta.shape) == len(tensor.global_shape)
-    if meta.shape != tensor.global_shape and not (tensor.allow_shape_mismatch and has_axes):
+    if meta.shape != tensor.global_shape and not (
+        tensor.allow_shape_mismatch and len(meta.shape) == len(tensor.global_shape)
+    ):
         raise ShapeMismatchError(
             f"Global shape mismatch for key {tensor.key!r}: stored {meta.shape}, expected "
             f"{tensor.global_shape} ({url}); build the model with the stored shape, or set "
@@ -260,7 +261,7 @@ def _plan_read(tensor: ShardedTensor, meta: ArrayMeta, *, tied: str = "") -> Ten
     kind = HostRead if through_host else RegionRead
     for region, where in held_regions(tensor, box, out):
         if not read.is_padded:
-            if region.size:
+            if 0 not in region.shape:
                 read.regions.append(kind(meta, region, where))
         elif stored := Box((0,) * len(meta.shape), meta.shape).intersect(region):
             inside: tuple[Any, ...] = (..., *stored.relative_to(region.offset).slices)

@@ -398,7 +398,7 @@ def parse_array(node: str, text: Text, url: str, sums: object = None) -> ArrayMe
     chunk_shape = document.chunk_grid.configuration.chunk_shape
     shared = bytes(document.codecs), bytes(document.chunk_key_encoding)
     try:
-        grid, codecs, separator = _layout(document.shape, chunk_shape, *shared)
+        grid, chunks, codecs, separator = _layout(document.shape, chunk_shape, *shared)
     except (msgspec.ValidationError, ValueError) as error:
         raise FormatVersionError(
             f"{url} is no array that this version of shardstore reads: {error}", url=url
@@ -417,15 +417,16 @@ def parse_array(node: str, text: Text, url: str, sums: object = None) -> ArrayMe
         separator=separator,
         shard_shape=_shards(own.shard_shape, grid),
         document=_encoded(text) if codecs is None else None,
-        crcs=_crcs(sums, grid) if isinstance(sums, str) else None,
+        crcs=_crcs(sums, chunks) if isinstance(sums, str) else None,
     )
 
 
 @lru_cache(maxsize=4096)  # a model has many arrays of few layouts
 def _layout(
     shape: Shape, chunk_shape: Shape, codecs: bytes, encoding: bytes
-) -> tuple[Grid, tuple[str, ...] | None, str]:
-    """Return the grid, :attr:`ArrayMeta.codecs` and the separator of chunk keys."""
+) -> tuple[Grid, int, tuple[str, ...] | None, str]:
+    """Return the grid, its number of chunks, :attr:`ArrayMeta.codecs` and the separator of chunk
+    keys."""
     _require_possible(shape, chunk_shape)
     if 0 in chunk_shape:
         raise ValueError(f"chunk shape {chunk_shape} for shape {shape}")
@@ -436,7 +437,8 @@ def _layout(
     little = (first.configuration or {}).get("endian", "little") == "little"
     chain = tuple(codec.name for codec in others)
     known = first.name == "bytes" and little and chain in _CHAINS
-    return Grid(shape, chunk_shape), chain if known else None, separator
+    grid = Grid(shape, chunk_shape)
+    return grid, grid.size, chain if known else None, separator
 
 
 def _shards(shape: Shape | None, grid: Grid) -> Shape | None:
@@ -454,12 +456,12 @@ def _require_possible(*shapes: Shape) -> None:
             raise ValueError(f"chunk shape {shapes[1]!r:.60} for shape {shapes[0]!r:.60}")
 
 
-def _crcs(sums: str, grid: Grid) -> bytes | None:
+def _crcs(sums: str, chunks: int) -> bytes | None:
     try:
         crcs = a2b_base64(sums, strict_mode=True)
     except ValueError:
         return None
-    return crcs if len(crcs) == 4 * grid.size else None
+    return crcs if len(crcs) == 4 * chunks else None
 
 
 def parse_v2_array(node: str, text: Text, url: str) -> ArrayMeta:
