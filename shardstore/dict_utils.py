@@ -145,16 +145,12 @@ def inspect_types(x: Any, prefix: tuple[Any, ...] = (), indent: int = 4) -> None
         indent: spaces per level.
     """
     margin = " " * (indent * len(prefix))
-    if isinstance(x, dict):
+    if isinstance(x, dict | list):
         print()
-        for key, value in x.items():
-            print(f"{margin}> {key}: ", end="")
+        mark, items = (">", x.items()) if isinstance(x, dict) else ("-", enumerate(x))
+        for key, value in items:
+            print(f"{margin}{mark} {key}: ", end="")
             inspect_types(value, (*prefix, key), indent)
-    elif isinstance(x, list):
-        print()
-        for position, value in enumerate(x):
-            print(f"{margin}- {position}: ", end="")
-            inspect_types(value, (*prefix, position), indent)
     elif isinstance(x, torch.Tensor):
         print(f"Tensor of shape {x.shape}")
     else:

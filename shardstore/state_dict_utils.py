@@ -95,11 +95,7 @@ def load_preprocess(
     apply_factories(wanted)
 
     nonpersistent, wanted = extract_nonpersistent(wanted)
-
-    def unwrapped(value: LocalNonpersistentObject) -> Any:
-        return value.unwrap()
-
-    dict_list_map_inplace(unwrapped, nonpersistent)
+    dict_list_map_inplace(LocalNonpersistentObject.unwrap, nonpersistent)
     return wanted, nonpersistent, factories
 
 

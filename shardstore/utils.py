@@ -298,7 +298,7 @@ def debug_msg(msg: str) -> None:
         scope_logger.debug(f"{scope} {msg}")
 
 
-def _clean_metadata_for_serialization(metadata: dict[Any, Any]) -> dict[Any, Any]:
+def _clean_metadata_for_serialization(metadata: Any) -> Any:
     """Return a copy without values that cannot be stored, such as process groups and functions.
 
     Args:
@@ -307,16 +307,12 @@ def _clean_metadata_for_serialization(metadata: dict[Any, Any]) -> dict[Any, Any
     Returns:
         The entries that can be stored, at any depth. Other elements of lists are left out.
     """
-    clean: dict[Any, Any] = _clean(metadata)
-    return clean
-
-
-def _clean(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _clean(v) for k, v in value.items() if _is_storable(v)}
-    if isinstance(value, list):
-        return [_clean(v) for v in value if _is_storable(v)]
-    return value
+    clean = _clean_metadata_for_serialization
+    if isinstance(metadata, dict):
+        return {key: clean(value) for key, value in metadata.items() if _is_storable(value)}
+    if isinstance(metadata, list):
+        return [clean(value) for value in metadata if _is_storable(value)]
+    return metadata
 
 
 def _is_storable(value: Any) -> bool:
