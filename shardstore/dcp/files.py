@@ -195,15 +195,9 @@ class DcpFiles:
             DamagedCheckpointError: a file does not match the metadata, or a part of a region is
                 not stored.
         """
+        for_each_region(reads, lambda read: self._read_one(read, done))
 
-        def work(read: RegionRead) -> None:
-            self._read_one(read)
-            if done is not None:
-                done(read.out.nbytes, 1)
-
-        for_each_region(reads, work)
-
-    def _read_one(self, read: RegionRead) -> None:
+    def _read_one(self, read: RegionRead, done: ReadDone | None) -> None:
         key, box = read.array.key, read.box
         seen = 0
         for part in self.parts[key]:
@@ -221,6 +215,8 @@ class DcpFiles:
                 key=key,
                 url=self.location.url,
             )
+        if done is not None:
+            done(read.out.nbytes, 1)
 
     def _read_part(self, meta: ArrayMeta, part: StoredPart, within: Box, out: NDArray[Any]) -> None:
         """Read a box of a part into ``out``. The box's offset is relative to the part's corner."""
