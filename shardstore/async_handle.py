@@ -53,6 +53,7 @@ def async_save(
     preprocess_common_before_consistancy_check: Callable[[CommonStateDict], StateDict]
     | None = None,
     content_metadata: dict[str, Any] | None = None,
+    verify_integrity: bool = False,
     overlap_staging: bool = False,
     when_busy: Literal["wait", "refuse"] = "wait",
     at_exit: Literal["wait", "abort"] = "wait",
@@ -129,6 +130,7 @@ def async_save(
         async_sharded_save=True,
         preprocess_common_before_consistancy_check=preprocess_common_before_consistancy_check,
         content_metadata=content_metadata,
+        verify_integrity=verify_integrity,
         error=error,
         later=RANKS_PURPOSE,
     )

@@ -259,7 +259,6 @@ class _Planner(DefaultSavePlanner):
         return replace(super().create_local_plan(), planner_data=told)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        check_reports([plan.planner_data[2] for plan in all_plans])
         plans, metadata = super().create_global_plan(all_plans)
         cast(Any, metadata).mcore_data = {}
         for rank, plan in enumerate(all_plans):
@@ -267,6 +266,7 @@ class _Planner(DefaultSavePlanner):
             cast(Any, metadata).mcore_data.update(shapes)
             if lost := set(copies) - set(metadata.state_dict_metadata):
                 raise without_main_replica(sorted(lost), rank)
+        check_reports([plan.planner_data[2] for plan in all_plans])
         return plans, metadata
 
 

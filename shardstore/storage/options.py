@@ -167,7 +167,8 @@ def options_of(
     try:
         if unknown := sorted(set(given) - set(known)):
             raise ArgumentError(
-                f"{caller} has no keyword {', '.join(unknown)}; it takes {', '.join(sorted(known))}"
+                f"{caller} has no keyword {', '.join(unknown)}; it takes its named arguments "
+                f"and {', '.join(sorted(known))}"
             )
         return SaveOptions(**given, **further), error
     except (ValueError, TypeError) as problem:

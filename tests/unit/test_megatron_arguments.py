@@ -75,11 +75,17 @@ def test_another_async_strategy_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("in_background", [False, True])
-def test_integrity_is_noted_and_verified(tmp_path: Path, backend: str, in_background: bool) -> None:
-    place = tmp_path / "step"
+@pytest.mark.parametrize("in_background", [False, True, "with a handle"])
+def test_integrity_is_noted_and_verified(
+    tmp_path: Path, backend: str, in_background: bool | str
+) -> None:
+    place, version = tmp_path / "step", (backend, 1 if backend != "zarr" else 2)
     options: Any = {"verify_integrity": True, "async_sharded_save": in_background}
-    request = shardstore.save(state(), place, (backend, 1 if backend != "zarr" else 2), **options)
+    request = None
+    if isinstance(in_background, str):
+        shardstore.async_save(state(), place, version, verify_integrity=True).result()
+    else:
+        request = shardstore.save(state(), place, version, **options)
     if request is not None:
         assert not (place / "integrity.json").exists()
         request.execute_sync()
