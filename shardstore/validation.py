@@ -240,13 +240,13 @@ def compare_common(mine: StateDict, of_coordinator: bytes, rank: int) -> None:
         only_on_0, only_here, mismatched = diff(pickle.loads(of_coordinator), mine)
     except Exception as error:
         logger.warning(
-            "Rank %d common state dict could not be compared with rank 0's: %s", rank, error
+            "The common values of rank %d cannot be compared with rank 0's: %s", rank, error
         )
         return
     if only_on_0 or only_here or mismatched:
         logger.warning(
-            "Rank %d common state dict differs from rank 0 common state dict. "
-            "Keys only on rank 0: %s, Keys only on %d: %s, Mismatched keys: %s",
+            "The common values of rank %d differ from those of rank 0, which are saved. "
+            "Only on rank 0: %s; only on rank %d: %s; different: %s",
             rank,
             only_on_0,
             rank,
@@ -430,7 +430,7 @@ def validate_sharding_integrity(
     """
     rank = group_rank(None)
     if common_state_dict is not None and group_size(None) > 1:
-        with raise_together(None, "Comparing the common state dict with that of rank 0"):
+        with raise_together(None, "comparing the common values with those of rank 0"):
             mine = comparable(common_state_dict, None)
             said = [pickled(mine) if rank == 0 else b""]
         torch.distributed.broadcast_object_list(said, src=0)

@@ -182,9 +182,9 @@ def _missed(name: str, section: str) -> str:
     lines = [f"- **{name}**: {met} of {len(targets)} targets met."]
     for case, target, value, verdict in targets:
         if verdict == "FAIL":
-            lines.append(f"  - missed: {case}, {target}: {value}")
+            lines.append(f"    - missed: {case}, {target}: {value}")
         elif verdict == "not measured":
-            lines.append(f"  - not measured: {case}, {target}")
+            lines.append(f"    - not measured: {case}, {target}")
     return "\n".join(lines)
 
 

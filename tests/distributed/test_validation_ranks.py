@@ -72,9 +72,9 @@ def test_common_state_that_differs_is_logged_by_the_rank_itself() -> None:
     first, second, third = run_ranks(_common, 3, True)
     assert (first, third) == ([], [])
     assert second == [
-        "Rank 1 common state dict differs from rank 0 common state dict. "
-        "Keys only on rank 0: [('step',)], Keys only on 1: [('mine',)], "
-        "Mismatched keys: [(('deep', 'list', 1), <class 'int'>, <class 'int'>)]"
+        "The common values of rank 1 differ from those of rank 0, which are saved. "
+        "Only on rank 0: [('step',)]; only on rank 1: [('mine',)]; "
+        "different: [(('deep', 'list', 1), <class 'int'>, <class 'int'>)]"
     ]
 
 
