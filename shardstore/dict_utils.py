@@ -15,6 +15,8 @@ import torch
 from shardstore.errors import StructureError
 from shardstore.sharded.base import ShardedBase
 
+_NESTED = (dict, list)  # a tuple, because `dict | list` makes an object for each test
+
 
 def extract_matching_values(
     x: dict[Any, Any] | list[Any],
@@ -44,7 +46,7 @@ def extract_matching_values(
         )
     matching, others = empty_like(x), empty_like(x)
     for key, value in x.items() if isinstance(x, dict) else enumerate(x):
-        if isinstance(value, dict | list):
+        if isinstance(value, _NESTED):
             inner_matching, inner_others = extract_matching_values(
                 value, predicate, return_lists_as_dicts
             )
@@ -172,7 +174,7 @@ def nested_items_iter(
     The caller may assign to this place while iterating.
     """
     for key, value in list(x.items()) if isinstance(x, dict) else enumerate(x):
-        if isinstance(value, dict | list):
+        if isinstance(value, _NESTED):
             yield from nested_items_iter(value)
         else:
             yield x, key, value
