@@ -122,17 +122,14 @@ def ls(
         return
     rows = []
     for level, node in modules(arrays.values()).walk():
-        is_collapsed = not flat and level + 1 == depth and bool(node.below)
-        if node.array is not None and not is_collapsed:
-            label = node.array.key if flat else "  " * level + node.name
-            about = describe(node.array)
-        elif not flat:
-            label = "  " * level + node.name
+        if flat:
+            if node.array is not None:
+                rows.append((node.array.key, *describe(node.array)))
+        elif depth is None or level < depth:
             about = counted(node.arrays, "array"), "", "", "", human_bytes(node.bytes)
-        else:
-            continue
-        if flat or depth is None or level < depth:
-            rows.append((label, *about))
+            if node.array is not None and (level + 1 != depth or not node.below):
+                about = describe(node.array)
+            rows.append(("  " * level + node.name, *about))
     print_table(rows, "<<<<<>", columns(wide))
     say(f"{counted(len(arrays), 'array')}, {human_bytes(size)}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from time import perf_counter
@@ -53,9 +53,7 @@ class ZarrSource:
         ckpt = self._ckpt
         attributes = {name: v for name, v in ckpt.attrs.items() if name != "shardstore"}
         record = StateRecord.from_root(ckpt.attrs, ckpt.url)
-        objects: dict[str, Callable[[], Any]] = {}
-        if record is None or record.files:
-            objects = {key: partial(ckpt.objects.__getitem__, key) for key in ckpt.objects}
+        objects = {key: partial(ckpt.objects.__getitem__, key) for key in ckpt.objects}
         if record is not None:
             # Their files are listed with the sharded objects.
             return Extras(None, StateRecord(record.paths, record.values), objects, attributes)

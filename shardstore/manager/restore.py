@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -16,10 +16,9 @@ from shardstore.errors import (
     DamagedCheckpointError,
     NotACheckpointError,
     RanksError,
-    StorageError,
 )
 from shardstore.inspection.verify import Finding, verify
-from shardstore.manager.steps import Steps, branches, logger, number_of
+from shardstore.manager.steps import StepInfo, Steps, branches, logger, number_of
 from shardstore.mapping import ShardedStateDict
 from shardstore.progress import ProgressArgument, ProgressCallback, callback_of
 from shardstore.serialization import load
@@ -69,10 +68,12 @@ def restore_step(
         error = problem
     check = partial(_damage_of, callback=callback) if verify_first else None
     damaged: dict[int, str] = {}
+    infos: dict[int, StepInfo] = {}  # all steps, on rank 0
     with ExitStack() as used:  # prevents rank 0 from deleting the step during the load
 
         def decide(_: list[bytes]) -> bytes:
-            chosen, found = _choose(steps, used, wanted, damaged, check)
+            infos.update(steps.infos())
+            chosen, found = _choose(steps, infos, used, wanted, damaged, check)
             return json.dumps([chosen, list(found.items()), bool(discard_later)]).encode()
 
         while True:
@@ -96,14 +97,16 @@ def restore_step(
                 _warn_of_damage(steps, chosen, text)
                 damaged[chosen] = text
     if discards:
-        _discard_later_steps(ranks, steps, chosen)
+        _discard_later_steps(ranks, steps, infos, chosen)
     elif ranks.is_coordinator:
-        _warn_of_later_steps(steps, chosen, damaged)
+        there = {step: info for step, info in infos.items() if step not in damaged}
+        _warn_of_later_steps(steps, there, chosen)
     return Restored(chosen, loaded, place.url, tuple(damaged))
 
 
 def _choose(
     steps: Steps,
+    infos: Mapping[int, StepInfo],
     used: ExitStack,
     wanted: int | None,
     damaged: Mapping[int, str],
@@ -113,6 +116,7 @@ def _choose(
 
     Args:
         steps: the steps of the run.
+        infos: descriptions of all steps.
         used: prevents the deletion of the step until it is closed.
         wanted: number of the only step to consider; ``None``: the newest, see
             :func:`~shardstore.manager.steps.branches`.
@@ -127,12 +131,11 @@ def _choose(
         DamagedCheckpointError: every step is damaged.
     """
     found: dict[int, str] = {}
-    there = steps.infos()
-    current, abandoned = branches(there)
+    current, abandoned = branches(infos)
     tried = [*reversed(current), *reversed(abandoned)] if wanted is None else [wanted]
     for step in tried:
         used.close()
-        if step not in there or step in damaged:
+        if step not in infos or step in damaged:
             continue
         used.enter_context(steps.using([step]))
         if not is_checkpoint(steps.place(step)):  # deleted since it was listed
@@ -152,7 +155,7 @@ def _choose(
     if wanted is not None:
         raise NotACheckpointError(
             f"there is no step {wanted} below {steps.root.url}; existing steps: "
-            f"{', '.join(map(str, there)) or 'none'}",
+            f"{', '.join(map(str, infos)) or 'none'}",
             url=steps.url(wanted),
         )
     return None, found
@@ -210,17 +213,12 @@ def _damage_of(place: Location, callback: ProgressCallback | None) -> str | None
     return "; ".join(texts[:SHOWN]) + more
 
 
-def _warn_of_later_steps(steps: Steps, chosen: int, damaged: Collection[int]) -> None:
+def _warn_of_later_steps(steps: Steps, infos: Mapping[int, StepInfo], chosen: int) -> None:
     """Log a warning about steps with higher numbers than the restored one. Rank 0 calls it."""
-    try:
-        there = {step: info for step, info in steps.infos().items() if step not in damaged}
-    except StorageError as error:  # the step is restored; do not fail
-        logger.warning("steps after %d could not be listed: %s", chosen, error)
-        return
-    later = [step for step in there if step > chosen]
+    later = [step for step in infos if step > chosen]
     if not later:
         return
-    latest = branches(there)[0][-1]
+    latest = branches(infos)[0][-1]
     resumes = f"Until a step is saved, a restore without a step loads step {latest}. "
     steps.log(
         "later_steps",
@@ -235,14 +233,15 @@ def _warn_of_later_steps(steps: Steps, chosen: int, damaged: Collection[int]) ->
     )
 
 
-def _discard_later_steps(ranks: Ranks, steps: Steps, chosen: int) -> None:
+def _discard_later_steps(
+    ranks: Ranks, steps: Steps, infos: Mapping[int, StepInfo], chosen: int
+) -> None:
     """Delete the managed steps with higher numbers, on rank 0. Every rank calls it and waits."""
 
     def work(_: list[bytes]) -> bytes:
-        infos, kept = steps.infos(), []
-        for step in sorted(infos, reverse=True):  # the highest first, so that no gap is left
-            if step <= chosen:
-                break
+        kept = []
+        later = (step for step in infos if step > chosen)
+        for step in sorted(later, reverse=True):  # the highest first, so that no gap is left
             if not infos[step].managed or not steps.delete(step):
                 kept.append(step)
                 continue
