@@ -57,29 +57,6 @@ _WHERE = {
     "shard": "dtensor",
     "sweep": "storage.commit.checkpoints",
 }
-_MODULES = frozenset(
-    {
-        "convert",
-        "core",
-        "dcp",
-        "dict_utils",
-        "dtensor",
-        "errors",
-        "exchange_utils",
-        "manager",
-        "mapping",
-        "megatron",
-        "optimizer",
-        "progress",
-        "serialization",
-        "state_dict_utils",
-        "storage",
-        "strategies",
-        "utils",
-        "validation",
-    }
-)
-
 __all__ = sorted(_WHERE)
 
 
@@ -91,10 +68,16 @@ def __getattr__(name: str) -> object:
             value = getattr(importlib.import_module(f"shardstore.{_WHERE[name]}"), name)
         globals()[name] = value
         return value
-    if name in _MODULES:
+    try:
         return importlib.import_module(f"shardstore.{name}")
-    raise AttributeError(f"module 'shardstore' has no attribute {name!r}")
+    except ModuleNotFoundError as error:
+        if error.name != f"shardstore.{name}":
+            raise
+        raise AttributeError(f"module 'shardstore' has no attribute {name!r}") from None
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_WHERE, *_MODULES})
+    import pkgutil
+
+    modules = (module.name for module in pkgutil.iter_modules(__path__))
+    return sorted({*globals(), *_WHERE, *modules})

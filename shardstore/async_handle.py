@@ -23,13 +23,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
+from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import ArgumentError, SaveInProgressError
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
-from shardstore.saving.run import SaveCall
-from shardstore.saving.session import SaveSession
-from shardstore.serialization import begin_save
+from shardstore.saving.run import prepare, run_save
+from shardstore.saving.session import Part, SaveSession
+from shardstore.serialization import save_strategies
 from shardstore.storage.movers.parallel import yield_to_others
-from shardstore.storage.options import SaveKeywords, options_of
+from shardstore.storage.options import SaveKeywords, options_of, require_bool
 from shardstore.strategies.async_utils import AsyncRequest, current_cuda_device, run
 from shardstore.strategies.base import SaveCommonStrategy, SaveShardedStrategy
 
@@ -96,45 +97,45 @@ def async_save(
             copy: the target exists, or the input is wrong on some rank.
     """
     global _latest
-    error = _error
-    for name, given, choices in (
-        ("when_busy", when_busy, ("wait", "refuse")),
-        ("at_exit", at_exit, ("wait", "abort")),
-    ):
-        if given not in choices:  # SaveSession.begin raises it on every rank
-            error = error or ArgumentError(
-                f"{name}={given!r} must be {' or '.join(map(repr, choices))}"
-            )
-    chosen, error = options_of(
-        "async_save",
-        options,
-        error=error,
-        validate_access_integrity=validate_access_integrity,
-        overlap_staging=overlap_staging,
-    )
-    if _latest is not None and not _latest.done():
-        if when_busy != "refuse":
+
+    def prepared(ranks: Ranks) -> Part:
+        if _error is not None:
+            raise _error
+        for name, given, choices in (
+            ("when_busy", when_busy, ("wait", "refuse")),
+            ("at_exit", at_exit, ("wait", "abort")),
+        ):
+            if given not in choices:
+                raise ArgumentError(f"{name}={given!r} must be {' or '.join(map(repr, choices))}")
+        require_bool("verify_integrity", verify_integrity)
+        chosen = options_of(
+            "async_save",
+            options,
+            validate_access_integrity=validate_access_integrity,
+            overlap_staging=overlap_staging,
+        )
+        if _latest is not None and not _latest.done():
+            if when_busy == "refuse":
+                raise SaveInProgressError(
+                    f"the asynchronous save to {_latest.url} is still running; wait for its "
+                    "handle, save less often, or pass when_busy='wait'",
+                    url=_latest.url,
+                )
             _latest.wait()
-        else:
-            error = SaveInProgressError(
-                f"the asynchronous save to {_latest.url} is still running; wait for its handle, "
-                "save less often, or pass when_busy='wait'",
-                url=_latest.url,
-            )
-    call = SaveCall(
-        sharded_state_dict=sharded_state_dict,
-        checkpoint_dir=checkpoint_dir,
-        options=chosen,
-        sharded_strategy=sharded_strategy,
-        common_strategy=common_strategy,
-        async_sharded_save=True,
-        preprocess_common_before_consistancy_check=preprocess_common_before_consistancy_check,
-        content_metadata=content_metadata,
-        verify_integrity=verify_integrity,
-        error=error,
-        later=RANKS_PURPOSE,
+        return prepare(
+            ranks,
+            sharded_state_dict,
+            checkpoint_dir,
+            chosen,
+            save_strategies(sharded_strategy, common_strategy),
+            in_background=True,
+            preprocess=preprocess_common_before_consistancy_check,
+            content_metadata=content_metadata,
+        )
+
+    session, request = run_save(
+        checkpoint_dir, prepared, later=RANKS_PURPOSE, verify_integrity=verify_integrity
     )
-    session, request = begin_save(call)
     assert request is not None
     _latest = AsyncSave(session, request, at_exit)
     return _latest

@@ -15,6 +15,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, Unpack, cast
 import torch
 
 from shardstore.core import CheckpointingException
+from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import ArgumentError
 from shardstore.loading.context import (
     CONTENT_METADATA_KEY,
@@ -26,10 +27,9 @@ from shardstore.loading.plan import part_of
 from shardstore.loading.run import LoadCall, run_load
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
 from shardstore.progress import ProgressCallback
-from shardstore.saving.run import SaveCall, run_save
-from shardstore.saving.session import SaveSession
-from shardstore.storage.movers.collector import collector_paused
-from shardstore.storage.options import SaveKeywords, options_of
+from shardstore.saving.run import prepare, run_save
+from shardstore.saving.session import Part
+from shardstore.storage.options import SaveKeywords, options_of, require_bool
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import (
@@ -127,36 +127,32 @@ def save(
         StorageError: the store failed (full, read-only, unreachable).
         RanksError: another rank failed, or did not answer in time.
     """
-    chosen, error = options_of("save", options, validate_access_integrity=validate_access_integrity)
-    if async_strategy not in (None, "mcore", "nvrx"):
-        error = error or ArgumentError(
-            f"async_strategy={async_strategy!r:.100} must be 'mcore', 'nvrx' or None"
+
+    def prepared(ranks: Ranks) -> Part:
+        if async_strategy not in (None, "mcore", "nvrx"):
+            raise ArgumentError(
+                f"async_strategy={async_strategy!r:.100} must be 'mcore', 'nvrx' or None"
+            )
+        require_bool("verify_integrity", verify_integrity)
+        return prepare(
+            ranks,
+            sharded_state_dict,
+            checkpoint_dir,
+            options_of("save", options, validate_access_integrity=validate_access_integrity),
+            save_strategies(sharded_strategy, common_strategy),
+            in_background=async_sharded_save,
+            preprocess=preprocess_common_before_consistancy_check,
+            content_metadata=content_metadata,
         )
-    call = SaveCall(
-        sharded_state_dict=sharded_state_dict,
-        checkpoint_dir=checkpoint_dir,
-        options=chosen,
-        sharded_strategy=sharded_strategy,
-        common_strategy=common_strategy,
-        async_sharded_save=async_sharded_save,
-        preprocess_common_before_consistancy_check=preprocess_common_before_consistancy_check,
-        content_metadata=content_metadata,
-        verify_integrity=verify_integrity,
-        error=error,
-    )
-    return begin_save(call)[1]
+
+    return run_save(checkpoint_dir, prepared, verify_integrity=verify_integrity)[1]
 
 
-def begin_save(call: SaveCall) -> tuple[SaveSession, AsyncRequest | None]:
-    """Do what :func:`save` does; also return the session, which has the commit record."""
-    with collector_paused():
-        return run_save(call, _save_strategies)
-
-
-def _save_strategies(
+def save_strategies(
     sharded: SaveShardedStrategy | tuple[str, int] | None,
     common: SaveCommonStrategy | tuple[str, int] | None,
 ) -> tuple[SaveShardedStrategy, SaveCommonStrategy]:
+    """Return the strategies for the arguments of :func:`save`."""
     # Looked up at call time, because programs replace these functions to change the defaults.
     sharded = get_default_save_sharded_strategy() if sharded is None else sharded
     common = get_default_save_common_strategy() if common is None else common

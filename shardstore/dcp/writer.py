@@ -250,9 +250,7 @@ class StorageWriter(Placed, DcpStorageWriter):
         dcp_marker: bool = False,
         **options: Unpack[WriterKeywords],
     ) -> None:
-        self.options, error = options_of("StorageWriter", options, keywords=WriterKeywords)
-        if error is not None:
-            raise error
+        self.options = options_of("StorageWriter", options, keywords=WriterKeywords)
         super().__init__(url, self.options.storage_options)
         require_bool("allow_pickle", allow_pickle)
         self._allow_pickle = allow_pickle

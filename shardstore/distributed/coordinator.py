@@ -33,10 +33,10 @@ import torch.distributed as dist
 
 from shardstore.distributed.groups import (
     gathered,
+    global_rank,
     group_rank,
     group_size,
     has_ranks,
-    raise_together,
 )
 from shardstore.distributed.messages import GRACE_S, Asked, Channel, Message, attempt
 from shardstore.errors import CheckpointingException, RanksError
@@ -257,6 +257,8 @@ class Ranks:
         report: Callable[[T], bytes] = lambda _: b"",
         decide: Callable[[list[bytes]], bytes] | None = None,
         merge: Callable[[list[bytes]], bytes] | None = None,
+        *,
+        error: BaseException | None = None,
     ) -> tuple[T, bytes]:
         """Call a function on every rank. If it fails on any rank, every rank raises.
 
@@ -268,16 +270,17 @@ class Ranks:
             report: makes this rank's report from the result of ``work``.
             decide: see :meth:`together`.
             merge: see :meth:`together`.
+            error: an earlier error of this rank; ``work`` is not called then.
 
         Returns:
             The result of ``work`` on this rank, and the coordinator's answer.
         """
-        error: BaseException | None = None
         done: list[T] = []
         said = b""
         try:
-            done.append(work())
-            said = report(done[0])
+            if error is None:
+                done.append(work())
+                said = report(done[0])
         except Exception as problem:
             error = problem
         answer = self.together(said, what=what, error=error, merge=merge, decide=decide)
@@ -428,24 +431,19 @@ class GroupRanks(Ranks):
             return Ranks.current()
         return cls(group_rank(group), group_size(group), group=group)
 
-    def together(
+    def _meet(
         self,
-        report: bytes = b"",
-        *,
+        told: _Told,
         what: str,
-        error: BaseException | None = None,
-        merge: Callable[[list[bytes]], bytes] | None = None,
-        decide: Callable[[list[bytes]], bytes] | None = None,
-    ) -> bytes:
-        """See :meth:`Ranks.together`."""
-        with raise_together(self.group, what):
-            if error is not None:
-                raise error
-        reports, answer = gathered(report, self.group), b""
-        with raise_together(self.group, what):
-            if decide is not None and self.is_coordinator:
-                answer = decide(reports)
-        return gathered(answer, self.group)[0]
+        merge: Callable[[list[bytes]], bytes] | None,
+        decide: Callable[[list[bytes]], bytes] | None,
+    ) -> Message:
+        told.failures = {global_rank(self.group, r): text for r, text in told.failures.items()}
+        everyone = _Told()
+        for one in gathered(told, self.group):
+            everyone.add(one)
+        verdict = _verdict(everyone, what, decide) if self.is_coordinator else Message(_OK, b"")
+        return gathered(verdict, self.group)[0]
 
 
 def _verdict(told: _Told, what: str, decide: Callable[[list[bytes]], bytes] | None) -> Message:

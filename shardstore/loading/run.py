@@ -214,10 +214,11 @@ def _run_once(
     step = partial(ranks.step, f"loading {location.url}")
     with metered("load", location.url, callback) as meter, collector_paused():
         request, answer = step(
-            lambda: _prepare(call, location, error),
+            lambda: _prepare(call, location),
             lambda request: pickle.dumps((_report(call, request.wanted), [request.offer])),
             lambda said: _agree(call, location, said),
             _joined,
+            error=error,
         )
         context, reports = open_checkpoint(call, location, request, answer, meter)
         watched = context.stored.unless_replaced()
@@ -304,10 +305,8 @@ def open_checkpoint(
 # -- the request -----------------------------------------------------------------------------------
 
 
-def _prepare(call: LoadCall, location: Location, error: BaseException | None) -> _Request:
+def _prepare(call: LoadCall, location: Location) -> _Request:
     """Check the arguments, and split the state dict unless this needs the stored keys."""
-    if error is not None:
-        raise error
     require_group("replica_group", call.replica_group)
     location_of(location)
     check_state(call.sharded_state_dict)

@@ -17,6 +17,7 @@ from typing import Any, Literal, Unpack
 import torch.distributed as dist
 
 from shardstore.async_handle import AsyncSave, async_save
+from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import ArgumentError
 from shardstore.manager.restore import Restored, restore_step
 from shardstore.manager.steps import (
@@ -31,8 +32,9 @@ from shardstore.manager.steps import (
 )
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
 from shardstore.progress import ProgressArgument
-from shardstore.saving.run import SaveCall
-from shardstore.serialization import begin_save
+from shardstore.saving.run import prepare, run_save
+from shardstore.saving.session import Part
+from shardstore.serialization import save_strategies
 from shardstore.storage.movers.parallel import yield_to_others
 from shardstore.storage.options import StepKeywords, options_of
 from shardstore.storage.stores.location import Location
@@ -218,18 +220,24 @@ class CheckpointManager:
         used = self._used_by(place, given)
         settings = {name: given.pop(name) for name in StepKeywords.__annotations__ if name in given}
         validate = given.pop("validate_access_integrity", True)
-        chosen, error = options_of(
-            "save", settings, error=error, validate_access_integrity=validate
-        )
-        with self._steps.using(used):
-            call = SaveCall(
-                sharded_state_dict=state,
-                checkpoint_dir=place.place,
-                options=chosen,
-                error=error,
+        strategies = (given.pop("sharded_strategy", None), given.pop("common_strategy", None))
+        preprocess = given.pop("preprocess_common_before_consistancy_check", None)
+
+        def prepared(ranks: Ranks) -> Part:
+            if error is not None:
+                raise error
+            return prepare(
+                ranks,
+                state,
+                place.place,
+                options_of("save", settings, validate_access_integrity=validate),
+                save_strategies(*strategies),
+                preprocess=preprocess,
                 **given,
             )
-            session, _ = begin_save(call)
+
+        with self._steps.using(used):
+            session, _ = run_save(place.place, prepared)
         self._steps.damaged.discard(about.step)
         if self._is_first:
             self._later(lambda: note_save(self._steps, self.policy, about, session.record))

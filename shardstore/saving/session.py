@@ -24,10 +24,10 @@ import xxhash
 
 from shardstore.coverage.access_pattern import check_object
 from shardstore.distributed.coordinator import Ranks
-from shardstore.dtensor.layout import decide_claims
+from shardstore.dtensor.layout import claims, decide_claims
 from shardstore.errors import AccessPatternError, SaveInProgressError, StorageError
 from shardstore.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
-from shardstore.progress import Meter, log_event
+from shardstore.progress import Meter, callback_of, log_event
 from shardstore.saving import replicas
 from shardstore.saving.replicas import Offer
 from shardstore.saving.staging import Staging
@@ -41,9 +41,10 @@ from shardstore.storage.format.manifest import ChunkRecord, RankManifest
 from shardstore.storage.format.merge import Merged, join
 from shardstore.storage.movers.chunks import ChunkWrite, Writer, mover_for
 from shardstore.storage.options import SaveOptions
-from shardstore.storage.stores.location import Location
+from shardstore.storage.stores.location import Location, shown
 from shardstore.strategies.async_utils import AsyncRequest, OwnProcessCall
 from shardstore.strategies.base import SaveCommonStrategy, SaveShardedStrategy
+from shardstore.validation import pickled
 
 logger = logging.getLogger(__name__)
 
@@ -60,24 +61,20 @@ class Part:
     Attributes:
         target: target of the save.
         options: options of the save.
-        error: an error in the rank's preparation; every rank raises an error then.
         sharded: tensors and objects, with factories built.
         tensors: the tensors in ``sharded``.
         common: common values.
-        compared: common values that are compared with the coordinator's.
+        compared: common values that are compared between the ranks; ``None``: they are not.
         strategies: the strategies for tensors and for common values.
         about: further content of the root document.
         base: a committed checkpoint whose chunks are reused.
-        told: on the coordinator: ``compared``, pickled for the other ranks.
         copies: shards of which the rank holds only copies; an error if no rank writes them.
-        claims: shards of DTensors that other ranks may hold too, see :mod:`.dtensor.layout`.
         adopts: whether plain tensors of the rank are arrays, because it has DTensors too.
-        meter: counts for a progress callback.
+        in_background: whether the save is asynchronous.
     """
 
     target: Location
     options: SaveOptions
-    error: BaseException | None = None
     sharded: ShardedStateDict = field(default_factory=dict)
     tensors: Sequence[ShardedTensor] = ()
     common: StateDict = field(default_factory=dict)
@@ -85,11 +82,9 @@ class Part:
     strategies: tuple[SaveShardedStrategy, SaveCommonStrategy] | None = None
     about: About = About(common_backend=None)  # noqa: RUF009 (frozen)
     base: Location | None = None
-    told: bytes = b""
     copies: Sequence[str] = ()
-    claims: bytes = b""
     adopts: bool = False
-    meter: Meter | None = None
+    in_background: bool = False
 
 
 @dataclass(frozen=True)
@@ -168,7 +163,8 @@ class SaveSession:
         if ranks.rank in agreed.tellers:
             self.manifest.copies = part.copies
         self.files = Files(attempt, self.manifest, part.options.budget_bytes)
-        self.meter = part.meter or Meter("save", part.target.url)
+        callback = callback_of(part.options.progress, shows=ranks.is_coordinator)
+        self.meter = Meter("save", part.target.url, callback)
         self.base: BaseChunks | None = None
         if part.base is not None and agreed.base_documents is not None:
             self.base = BaseChunks(part.base, agreed.base_documents)
@@ -185,12 +181,20 @@ class SaveSession:
         self._started = perf_counter()
 
     @classmethod
-    def begin(cls, ranks: Ranks, part: Part, *, later: str | None = None) -> SaveSession:
+    def begin(
+        cls,
+        ranks: Ranks,
+        place: str | Path,
+        prepare: Callable[[], Part],
+        *,
+        later: str | None = None,
+    ) -> tuple[SaveSession, Part]:
         """Agree with all ranks to begin. Every rank calls it and waits for all others.
 
         Args:
             ranks: the ranks of the save.
-            part: this rank's part of the save.
+            place: the target as the caller gave it, for error texts.
+            prepare: returns this rank's part of the save. Every rank raises its error.
             later: purpose of the connections for the steps after planning; default: the connections
                 of ``ranks``.
 
@@ -198,38 +202,22 @@ class SaveSession:
             CheckpointExistsError, StorageError: the attempt cannot begin; raised on every rank.
             RanksError: another rank failed, or did not answer in time.
         """
-        target, error = part.target, part.error
-        offer: Offer | None = None
-        try:
-            offer = replicas.offer(part.tensors, part.options.replica_group)
-            if ranks.world_size > 1 and target.url.startswith("memory://"):
-                raise StorageError(
-                    f"{target.url} is the memory of one process, but {ranks.world_size} ranks "
-                    "save; give a folder or an object store that all of them see",
-                    url=target.url,
-                )
-        except Exception as problem:
-            error = error or problem
-        opening = _Opening(
-            target.url,
-            None if part.base is None else part.base.url,
-            needs_layouts(part.tensors),
-            part.adopts,
-            xxhash.xxh3_128_digest("\n".join(part.copies).encode()) if part.copies else b"",
-            part.claims,
-            offer,
-        )
-
+        prepared: list[Part] = []
         begun: list[Attempt] = []  # on the coordinator
 
-        def decide(reports: list[bytes]) -> bytes:
-            return pickle.dumps(_agreed([pickle.loads(report) for report in reports], part, begun))
+        def opening() -> bytes:
+            prepared.append(prepare())
+            return pickle.dumps(_opening(prepared[0], ranks.world_size))
 
-        what = f"saving to {target.url}"
+        def decide(reports: list[bytes]) -> bytes:
+            openings = [pickle.loads(report) for report in reports]
+            return pickle.dumps(_agreed(openings, prepared[0], begun))
+
         try:
-            answer = ranks.together(pickle.dumps(opening), what=what, error=error, decide=decide)
+            _, answer = ranks.step(f"saving to {shown(place)}", opening, bytes, decide)
             agreed: Agreement = pickle.loads(answer)
-            attempt = checkpoints.join(target, agreed.attempt_id, part.options)
+            (part,) = prepared
+            attempt = checkpoints.join(part.target, agreed.attempt_id, part.options)
             then = ranks if later is None else ranks.over(later)
             session = cls(ranks, then, part, agreed, attempt)
         except BaseException:
@@ -241,7 +229,7 @@ class SaveSession:
                 attempt.require_seen()
             except Exception as problem:  # raised in the next step of all ranks
                 session.failure = problem
-        return session
+        return session, part
 
     def run(
         self,
@@ -277,8 +265,8 @@ class SaveSession:
         if error is not None:
             self.failure = error
             if self.plans and self.over is None:  # other ranks wait for this one's plan
-                with suppress(Exception):
-                    self.meet(what=self.planning, error=error)
+                with suppress(Exception), self.common_step():
+                    self.ranks.together(what=self.planning, error=error)
         function = request.async_fn
 
         def guarded(*args: Any, **kwargs: Any) -> None:
@@ -298,19 +286,11 @@ class SaveSession:
         request.add_finalize_fn(partial(self.finish, None, about))
         return request
 
-    def meet(
-        self,
-        report: bytes = b"",
-        *,
-        what: str,
-        error: BaseException | None = None,
-        merge: Callable[[list[bytes]], bytes] | None = None,
-        decide: Callable[[list[bytes]], bytes] | None = None,
-    ) -> bytes:
-        """Call :meth:`Ranks.together`, and keep its error in :attr:`over`, because no rank may
-        begin a further step after it."""
+    @contextmanager
+    def common_step(self) -> Iterator[None]:
+        """Keep an error of a step of all ranks in :attr:`over`: no rank begins a further one."""
         try:
-            return self.ranks.together(report, what=what, error=error, merge=merge, decide=decide)
+            yield
         except BaseException as problem:
             self.over = problem
             raise
@@ -332,8 +312,8 @@ class SaveSession:
             if self.failure is not None:
                 raise self.failure
             return Layouts()
-        with self.timed("exchange"):
-            answer = self.meet(
+        with self.timed("exchange"), self.common_step():
+            answer = self.ranks.together(
                 local_layouts(tensors, self.ranks.rank),
                 what=self.planning,
                 error=self.failure,
@@ -426,7 +406,7 @@ class SaveSession:
             RanksError: another rank failed.
             StorageError: the commit failed; the target is unchanged.
         """
-        report, error = self._report(error)
+        error = error or self.failure
 
         def decide(reports: list[bytes]) -> bytes:
             whole = replace(
@@ -442,7 +422,8 @@ class SaveSession:
             if self.over is not None:
                 raise error or self.over
             what = f"committing {self.target.url}"
-            answer = self.meet(report, what=what, error=error, merge=join, decide=decide)
+            with self.common_step():
+                answer = self.ranks.step(what, self._report, bytes, decide, join, error=error)[1]
             self.record = json.loads(answer)
         except BaseException:
             self._give_up()
@@ -456,23 +437,17 @@ class SaveSession:
         if self.ranks.is_coordinator:
             self.attempt.abandon()
 
-    def _report(self, error: BaseException | None) -> tuple[bytes, BaseException | None]:
-        """Return this rank's manifest for the coordinator, or its error."""
-        error = error if error is not None else self.failure
-        if error is not None:
-            return b"", error
-        try:
-            self.files.flush()
-            if self.base is not None:
-                self.base.warn()
-            self.meter.enter("commit")
-            if self.ranks.is_coordinator:
-                return b"", None  # the coordinator's own manifest is not sent
-            if self.options.durable:
-                self.attempt.flush()
-            return self.manifest.to_bytes(), None
-        except Exception as problem:
-            return b"", problem
+    def _report(self) -> bytes:
+        """End the writing, and return this rank's manifest for the coordinator."""
+        self.files.flush()
+        if self.base is not None:
+            self.base.warn()
+        self.meter.enter("commit")
+        if self.ranks.is_coordinator:
+            return b""  # the coordinator's own manifest is not sent
+        if self.options.durable:
+            self.attempt.flush()
+        return self.manifest.to_bytes()
 
     def _merged(self, reports: list[bytes]) -> Merged:
         """Merge and check the manifests of all ranks. The coordinator calls it."""
@@ -505,6 +480,26 @@ class SaveSession:
             logger.info("%s: %d of %d bytes were reused from %s", url, reused, size, before)
 
 
+def _opening(part: Part, world_size: int) -> _Opening:
+    """Return this rank's report at the beginning of a save."""
+    url = part.target.url
+    if world_size > 1 and url.startswith("memory://"):
+        raise StorageError(
+            f"{url} is the memory of one process, but {world_size} ranks save; give a folder or an "
+            "object store that all of them see",
+            url=url,
+        )
+    return _Opening(
+        url,
+        None if part.base is None else part.base.url,
+        needs_layouts(part.tensors),
+        part.adopts,
+        xxhash.xxh3_128_digest("\n".join(part.copies).encode()) if part.copies else b"",
+        claims(part.sharded),
+        replicas.offer(part.tensors, part.options.replica_group),
+    )
+
+
 def _agreed(openings: Sequence[_Opening], part: Part, begun: list[Attempt]) -> Agreement:
     """Check the ranks' reports, begin an attempt, and append it to ``begun``. The coordinator calls
     it."""
@@ -519,7 +514,7 @@ def _agreed(openings: Sequence[_Opening], part: Part, begun: list[Attempt]) -> A
     return Agreement(
         attempt.id,
         any(opening.needs_layouts for opening in openings),
-        part.told,
+        b"" if part.compared is None else pickled(part.compared),
         base,
         replicas.agree(opening.offer for opening in openings),
         list(tellers.values()),

@@ -9,7 +9,7 @@ from numbers import Integral
 from typing import Any, Literal, TypedDict
 
 from shardstore.errors import ArgumentError
-from shardstore.progress import ProgressCallback
+from shardstore.progress import ProgressCallback, callback_of
 from shardstore.storage.format.grid import DEFAULT_TARGET_CHUNK_BYTES
 
 DEFAULT_BUDGET_BYTES = 256 * 1024 * 1024
@@ -132,6 +132,7 @@ class SaveOptions:
         if self.compression not in (None, "zstd", "blosc"):
             raise ArgumentError(f"compression={self.compression!r} must be 'zstd', 'blosc' or None")
         require_number("staging_budget_bytes", self.staging_budget_bytes, none=True)
+        callback_of(self.progress, shows=False)
 
     def of_strategy(self, strategy: SaveOptions) -> SaveOptions:
         """Return these options with the strategy's chunk size, threads and memory."""
@@ -149,30 +150,26 @@ def options_of(
     given: Mapping[str, Any],
     *,
     keywords: type = SaveKeywords,
-    error: BaseException | None = None,
     **further: Any,
-) -> tuple[SaveOptions, BaseException | None]:
-    """Return the options of a save and the error in them, ``None`` if there is none.
-
-    The error is returned, and not raised, so that all ranks can raise it together.
+) -> SaveOptions:
+    """Return the options of a save.
 
     Args:
         caller: name of the called function, for the error text.
         given: the caller's keyword arguments.
         keywords: typed dict of the keywords that the function takes.
-        error: an earlier error, returned instead of a new one.
         further: fields of :class:`SaveOptions` that are not keywords.
+
+    Raises:
+        ArgumentError: there is no such keyword, or an option has a wrong type or value.
     """
     known = keywords.__annotations__
-    try:
-        if unknown := sorted(set(given) - set(known)):
-            raise ArgumentError(
-                f"{caller} has no keyword {', '.join(unknown)}; it takes its named arguments "
-                f"and {', '.join(sorted(known))}"
-            )
-        return SaveOptions(**given, **further), error
-    except (ValueError, TypeError) as problem:
-        return SaveOptions(), error or problem
+    if unknown := sorted(set(given) - set(known)):
+        raise ArgumentError(
+            f"{caller} has no keyword {', '.join(unknown)}; it takes its named arguments "
+            f"and {', '.join(sorted(known))}"
+        )
+    return SaveOptions(**given, **further)
 
 
 def require_bool(name: str, value: object) -> None:

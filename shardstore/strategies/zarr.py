@@ -119,9 +119,7 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
                 f"backend {backend!r} has no version {version!r}; 2 is Zarr v3 (default), 1 the "
                 "Zarr v2 layout of Megatron-Core"
             )
-        self.options, error = options_of(type(self).__name__, options, keywords=StrategyKeywords)
-        if error is not None:
-            raise error
+        self.options = options_of(type(self).__name__, options, keywords=StrategyKeywords)
         if version == V2_LAYOUT:
             _check_v2(self.options)
 
@@ -176,8 +174,11 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
         if (session := session_of(place)) is not None:
             return work(session)
         # The strategy is called directly: begin a save.
-        part = Part(target=Location.of(place), options=self.options, tensors=tensors)
-        session = SaveSession.begin(Ranks.current(), part)
+        session, part = SaveSession.begin(
+            Ranks.current(),
+            place,
+            lambda: Part(target=Location.of(place), options=self.options, tensors=tensors),
+        )
         session.plans = session.agreed.exchange_layouts
         return session.run(work, part.about, in_background=carry_out is stage_chunks)
 
@@ -186,13 +187,12 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
     ) -> tuple[WritePlan, Created]:
         rank = session.ranks.rank
         session.options = options = session.options.of_strategy(self.options)
-        session.zarr_format = 2 if self.version == V2_LAYOUT else 3
+        session.zarr_format = zarr_format = 2 if self.version == V2_LAYOUT else 3
         session.manifest.array_documents = options.array_documents
         layouts = session.exchanged_layouts(tensors)
-        error: Exception | None = None
-        plan, created = WritePlan(), []
-        try:
-            if session.zarr_format == 2:
+
+        def planned() -> tuple[WritePlan, Created]:
+            if zarr_format == 2:
                 _check_v2(options)
             with session.timed("plan"):
                 check_collisions(tensor.key for tensor in tensors)
@@ -200,24 +200,24 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
                     tensors,
                     rank,
                     options,
-                    zarr_format=session.zarr_format,
+                    zarr_format=zarr_format,
                     layouts=layouts,
                     shared=session.shared,
                 )
                 created = note_arrays(session.manifest, plan.arrays)
             written = plan.written(rank)
-            if session.zarr_format == 2:
+            if zarr_format == 2:
                 session.attempt.announce({array.node for array in written}, rank)
             session.expect(written)
-        except Exception as problem:
-            error = problem
-        if session.agreed.exchange_layouts:
-            # Before pieces are sent, so that no rank waits for one that could not plan.
-            session.meet(what=session.planning, error=error)
-            session.plans = False
-        if error is not None:
-            raise error
-        return plan, created
+            return plan, created
+
+        if not session.agreed.exchange_layouts:
+            return planned()
+        # Before pieces are sent, so that no rank waits for one that could not plan.
+        with session.common_step():
+            plan, _ = session.ranks.step(session.planning, planned)
+        session.plans = False
+        return plan
 
 
 def _check_v2(options: SaveOptions) -> None:

@@ -87,7 +87,7 @@ def unfinished_save(
 ) -> SaveSession:
     """A save that wrote everything but its commit, and is never heard of again."""
     part = Part(target=Location.of(url, **options), options=SaveOptions())
-    session = SaveSession.begin(Ranks(), part)
+    session, _ = SaveSession.begin(Ranks(), url, lambda: part)
     with session._active():
         ZarrSaveShardedStrategy("zarr", version).save(
             {"w": tensor("layer/0.w", torch.full((20, 30), value))}, session.attempt.location.place

@@ -14,7 +14,7 @@ import shardstore
 from shardstore.dcp import StorageReader, StorageWriter
 from shardstore.errors import ArgumentError, StorageError
 from shardstore.mapping import ShardedTensor
-from shardstore.saving.run import SaveCall
+from shardstore.saving.session import Part
 from shardstore.storage.commit.checkpoints import latest, sweep
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
@@ -96,15 +96,12 @@ def test_credentials_in_a_url_are_refused_and_not_repeated(url: str) -> None:
 
 def test_calls_and_places_do_not_show_their_options() -> None:
     options = {"key": "AKOFATRAINER00000", "secret": "of-a-trainer-123456"}
-    call = SaveCall(
-        sharded_state_dict={},
-        checkpoint_dir="s3://bucket/x",
-        options=SaveOptions(storage_options=options),
-    )
+    place = Location.given("s3://bucket/x", options)
+    part = Part(target=place, options=SaveOptions(storage_options=options))
     for one in (
-        call,
-        call.options,
-        Location.given("s3://bucket/x", options),
+        part,
+        part.options,
+        place,
         StorageWriter("s3://b/x", storage_options=options),
     ):
         assert "of-a-trainer" not in f"{one!r} {one}"
