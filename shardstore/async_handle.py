@@ -129,13 +129,12 @@ def async_save(
             chosen,
             save_strategies(sharded_strategy, common_strategy),
             in_background=True,
+            later=RANKS_PURPOSE,
             preprocess=preprocess_common_before_consistancy_check,
             content_metadata=content_metadata,
         )
 
-    session, request = run_save(
-        checkpoint_dir, prepared, later=RANKS_PURPOSE, verify_integrity=verify_integrity
-    )
+    session, request = run_save(checkpoint_dir, prepared, verify_integrity=verify_integrity)
     assert request is not None
     _latest = AsyncSave(session, request, at_exit)
     return _latest

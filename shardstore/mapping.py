@@ -153,17 +153,14 @@ class ShardedTensor(ShardedBase):
                 )
         if self.data is not None:
             self._validate_data(self.data)
-        about = (
-            self.local_shape,
-            self.global_shape,
-            self.global_offset,
-            self.axis_fragmentations,
+        parts = self.axis_fragmentations
+        problem = misfit(  # a caller may have set lists, which are not hashable
+            tuple(self.local_shape),
+            tuple(self.global_shape),
+            tuple(self.global_offset),
+            None if parts is None else tuple(parts),
             self.prepend_axis_num,
         )
-        try:
-            problem = misfit(*about)
-        except TypeError:  # a caller set a list, which is not hashable
-            problem = misfit.__wrapped__(*about)
         if problem is not None:
             raise self._wrong(problem)
 
@@ -454,23 +451,23 @@ class ShardedTensor(ShardedBase):
         local_shape[dim] = length
         global_shape[axis] = global_size // max(1, size) * length
         global_offset[axis] = offset // max(1, size) * length
-        whole = replace(
+        data, flat = self.data, self.flattened_range
+        if flat is None:
+            data = None if data is None else data.narrow(dim, start, length)
+        else:
+            row = math.prod(self.local_shape[1:])
+            first, last = self._flat_bounds()
+            kept_first, kept_last = max(first, start * row), min(last, (start + length) * row)
+            if kept_first >= kept_last:
+                return []
+            flat = slice(kept_first - start * row, kept_last - start * row)
+            data = None if data is None else data[kept_first - first : kept_last - first]
+        narrowed = replace(
             self,
-            data=None,
-            flattened_range=None,
+            data=data,
+            flattened_range=flat,
             local_shape=tuple(local_shape),
             global_shape=tuple(global_shape),
             global_offset=tuple(global_offset),
         )
-        if self.flattened_range is None:
-            data = None if self.data is None else self.data.narrow(dim, start, length)
-            return [replace(whole, data=data)]
-
-        row = math.prod(self.local_shape[1:])
-        first, last = self._flat_bounds()
-        kept_first, kept_last = max(first, start * row), min(last, (start + length) * row)
-        if kept_first >= kept_last:
-            return []
-        flat = slice(kept_first - start * row, kept_last - start * row)
-        data = None if self.data is None else self.data[kept_first - first : kept_last - first]
-        return [replace(whole, data=data, flattened_range=flat)]
+        return [narrowed]

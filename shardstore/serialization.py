@@ -14,7 +14,6 @@ from typing import Any, Literal, ParamSpec, TypeVar, Unpack, cast
 
 import torch
 
-from shardstore.core import CheckpointingException
 from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import ArgumentError
 from shardstore.loading.context import (
@@ -43,6 +42,7 @@ from shardstore.strategies.base import (
 from shardstore.validation import CkptShardedMetadata as CkptShardedMetadata
 from shardstore.validation import (
     StrictHandling,
+    strategy_of,
     validate_sharded_objects_handling,
 )
 
@@ -156,21 +156,9 @@ def save_strategies(
     # Looked up at call time, because programs replace these functions to change the defaults.
     sharded = get_default_save_sharded_strategy() if sharded is None else sharded
     common = get_default_save_common_strategy() if common is None else common
-    if not isinstance(sharded, SaveShardedStrategy):
-        sharded = cast(
-            SaveShardedStrategy, _registered(sharded, StrategyAction.SAVE_SHARDED, "sharded")
-        )
-    if not isinstance(common, SaveCommonStrategy):
-        common = cast(SaveCommonStrategy, _registered(common, StrategyAction.SAVE_COMMON, "common"))
-    return sharded, common
-
-
-def _registered(given: object, action: StrategyAction, name: str) -> object:
-    if isinstance(given, tuple | list) and len(given) == 2:
-        return get_default_strategy(action, *given)
-    raise CheckpointingException(
-        f"{name}_strategy={given!r} must be a strategy for saving or a (backend, version) pair "
-        "such as ('zarr', 2)"
+    return (
+        strategy_of(SaveShardedStrategy, sharded, StrategyAction.SAVE_SHARDED),
+        strategy_of(SaveCommonStrategy, common, StrategyAction.SAVE_COMMON),
     )
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from shardstore.dict_utils import (
     dict_list_map_inplace,
-    dict_list_map_outplace,
     extract_matching_values,
 )
 from shardstore.errors import StructureError
@@ -62,13 +61,11 @@ def save_preprocess(
     sharded = filter_out_empty_flatten_tensor(sharded)
     if validate_access_integrity:
         # Only this check needs the process group and its modules.
-        from shardstore.validation import determine_global_metadata, validate_sharding_integrity
+        from shardstore import validation
 
-        compared: StateDict = dict_list_map_outplace(lambda value: value, common)
-        if preprocess_common_before_consistancy_check is not None:
-            compared = preprocess_common_before_consistancy_check(compared)
-        _, global_metadata = determine_global_metadata(sharded)
-        validate_sharding_integrity(global_metadata, common_state_dict=compared)
+        compared = validation.comparable(common, preprocess_common_before_consistancy_check)
+        _, global_metadata = validation.determine_global_metadata(sharded)
+        validation.validate_sharding_integrity(global_metadata, common_state_dict=compared)
     return sharded, common
 
 

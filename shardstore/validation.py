@@ -43,7 +43,6 @@ from shardstore.storage.stores.location import Location
 from shardstore.strategies.base import (
     LoadCommonStrategy,
     LoadShardedStrategy,
-    LoadStrategyBase,
     SaveCommonStrategy,
     SaveShardedStrategy,
     StrategyAction,
@@ -173,17 +172,11 @@ def validate_integrity_and_strict_load(
     missing: set[str] = set()
     if all_ranks:
         missing = stored - {item.key for one_rank in global_metadata or () for item in one_rank}
-    sentences = []
-    if missing:
-        sentences.append(
-            f"Missing keys (in the checkpoint, in no rank's state dict): {sorted(missing)}."
-        )
-    if unexpected:
-        sentences.append(
-            "Unexpected keys (in this rank's state dict, not in the checkpoint): "
-            f"{sorted(unexpected)}."
-        )
-    text = " ".join(sentences)
+    found = {
+        "Missing keys (in the checkpoint, in no rank's state dict)": missing,
+        "Unexpected keys (in this rank's state dict, not in the checkpoint)": unexpected,
+    }
+    text = " ".join(f"{what}: {sorted(keys)}." for what, keys in found.items() if keys)
     if text and strict in (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL):
         logger.warning("%s", text)
     elif text and strict in (StrictHandling.RAISE_UNEXPECTED, StrictHandling.RAISE_ALL):
@@ -301,12 +294,8 @@ def verify_integrity_manifest(checkpoint_dir: str | Path) -> None:
         DamagedCheckpointError: a file is missing or differs, or the document is malformed.
     """
     location = Location.of(checkpoint_dir)
-
-    def decide(_: list[bytes]) -> bytes:
-        check_integrity(location)
-        return b""
-
-    Ranks.current().together(what=f"verifying {location.url}", decide=decide)
+    what = f"verifying {location.url}"
+    Ranks.current().together(what=what, decide=lambda _: check_integrity(location))
 
 
 def verify_checkpoint_and_load_strategy(
@@ -334,36 +323,52 @@ def verify_checkpoint_and_load_strategy(
         NotACheckpointError: there is no checkpoint.
         CheckpointingException: a strategy cannot read this checkpoint.
     """
-    config = config or verify_checkpoint(checkpoint_dir)
+    config, url = config or verify_checkpoint(checkpoint_dir), str(checkpoint_dir)
     sharded = config.sharded_backend, config.sharded_backend_version
     common = config.common_backend, config.common_backend_version
-    for_sharded = _strategy_for(checkpoint_dir, "sharded", sharded_strategy, sharded)
-    for_common = _strategy_for(checkpoint_dir, "common", common_strategy, common)
-    return cast(LoadShardedStrategy, for_sharded), cast(LoadCommonStrategy, for_common)
+    return (
+        _reading_strategy(
+            LoadShardedStrategy, sharded_strategy, StrategyAction.LOAD_SHARDED, sharded, url
+        ),
+        _reading_strategy(
+            LoadCommonStrategy, common_strategy, StrategyAction.LOAD_COMMON, common, url
+        ),
+    )
 
 
-def _strategy_for(
-    checkpoint_dir: str | Path, part: str, given: object, written_by: tuple[str, int]
-) -> LoadStrategyBase:
+def _reading_strategy(
+    kind: type, given: object, action: StrategyAction, written_by: tuple[str, int], url: str
+) -> Any:
     """Return the given or the default strategy; raise an error if it cannot read the checkpoint."""
-    if given is None or isinstance(given, tuple):
-        backend, version = given or written_by
-        try:
-            given = get_default_strategy(StrategyAction(f"load_{part}"), backend, version)
-        except CheckpointingException as error:
-            raise FormatVersionError(
-                f"the checkpoint {checkpoint_dir} cannot be loaded with backend {backend!r}, "
-                f"version {version!r}: {error}",
-                url=str(checkpoint_dir),
-            ) from error
-    if not isinstance(given, LoadShardedStrategy if part == "sharded" else LoadCommonStrategy):
-        raise CheckpointingException(
-            f"{part}_strategy={given!r} must be a strategy for loading or a (backend, version) "
-            "pair such as ('zarr', 2)"
-        )
-    given.check_backend_compatibility(written_by[0])
-    given.check_version_compatibility(written_by[1])
-    return given
+    given = written_by if given is None else given
+    try:
+        strategy = strategy_of(kind, given, action)
+    except CheckpointingException as error:
+        if not isinstance(given, tuple):
+            raise
+        raise FormatVersionError(
+            f"the checkpoint {url} cannot be loaded: {error}", url=url
+        ) from error
+    strategy.check_backend_compatibility(written_by[0])
+    strategy.check_version_compatibility(written_by[1])
+    return strategy
+
+
+def strategy_of(kind: type, given: object, action: StrategyAction) -> Any:
+    """Return a given strategy, or the one that is registered for a ``(backend, version)``.
+
+    Raises:
+        CheckpointingException: it is neither, or none is registered.
+    """
+    if isinstance(given, tuple | list) and len(given) == 2:
+        given = get_default_strategy(action, *given)
+    if isinstance(given, kind):
+        return given
+    verb, part = action.value.split("_")
+    raise CheckpointingException(
+        f"{part}_strategy={given!r} must be a strategy that can {verb}, or a (backend, version) "
+        "pair such as ('zarr', 2)"
+    )
 
 
 def validate_sharded_objects_handling(

@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -47,6 +47,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Merge: TypeAlias = Callable[[list[bytes]], bytes]
+"""Merges the reports of consecutive ranks into one."""
+Decide: TypeAlias = Callable[[list[bytes]], bytes | None]
+"""Makes the coordinator's answer from the reports; ``None`` is an empty answer."""
 
 DEADLINE_VARIABLE = "SHARDSTORE_DEADLINE_S"
 """Environment variable: seconds that a rank waits for another rank before it gives up."""
@@ -63,9 +67,7 @@ def deadline_from_environment() -> float:
     Raises:
         CheckpointingException: the variable is not a positive number.
     """
-    text = os.environ.get(DEADLINE_VARIABLE)
-    if not text:
-        return DEFAULT_DEADLINE_S
+    text = os.environ.get(DEADLINE_VARIABLE) or DEFAULT_DEADLINE_S
     try:
         seconds = float(text)
     except ValueError:
@@ -108,7 +110,7 @@ class _Told:
         self.causes += other.causes
         self.broken |= other.broken
 
-    def to_bytes(self, merge: Callable[[list[bytes]], bytes] | None) -> bytes:
+    def to_bytes(self, merge: Merge | None) -> bytes:
         """Return the message for the next rank. After a failure it has no reports."""
         reports: list[bytes] = []
         if not self.failures:
@@ -210,8 +212,8 @@ class Ranks:
         *,
         what: str,
         error: BaseException | None = None,
-        merge: Callable[[list[bytes]], bytes] | None = None,
-        decide: Callable[[list[bytes]], bytes] | None = None,
+        merge: Merge | None = None,
+        decide: Decide = lambda _: None,
     ) -> bytes:
         """Send every rank's report to the coordinator, and its answer to every rank.
 
@@ -238,7 +240,7 @@ class Ranks:
         if self.world_size == 1:
             if error is not None:
                 raise error
-            return decide([report]) if decide is not None else b""
+            return decide([report]) or b""
         told = _Told([report])
         if error is not None:
             shown = _portable(error)
@@ -255,8 +257,8 @@ class Ranks:
         what: str,
         work: Callable[[], T],
         report: Callable[[T], bytes] = lambda _: b"",
-        decide: Callable[[list[bytes]], bytes] | None = None,
-        merge: Callable[[list[bytes]], bytes] | None = None,
+        decide: Decide = lambda _: None,
+        merge: Merge | None = None,
         *,
         error: BaseException | None = None,
     ) -> tuple[T, bytes]:
@@ -292,8 +294,8 @@ class Ranks:
         self,
         told: _Told,
         what: str,
-        merge: Callable[[list[bytes]], bytes] | None,
-        decide: Callable[[list[bytes]], bytes] | None,
+        merge: Merge | None,
+        decide: Decide,
     ) -> Message:
         channel = self._channel
         assert channel is not None
@@ -435,8 +437,8 @@ class GroupRanks(Ranks):
         self,
         told: _Told,
         what: str,
-        merge: Callable[[list[bytes]], bytes] | None,
-        decide: Callable[[list[bytes]], bytes] | None,
+        merge: Merge | None,
+        decide: Decide,
     ) -> Message:
         told.failures = {global_rank(self.group, r): text for r, text in told.failures.items()}
         everyone = _Told()
@@ -446,13 +448,13 @@ class GroupRanks(Ranks):
         return gathered(verdict, self.group)[0]
 
 
-def _verdict(told: _Told, what: str, decide: Callable[[list[bytes]], bytes] | None) -> Message:
+def _verdict(told: _Told, what: str, decide: Decide) -> Message:
     """Return the coordinator's answer to the reports and failures of all ranks."""
     if told.failures:
         error: BaseException = _failure(what, told.failures, told.causes)
         return Message(_BROKEN if told.broken else _ERROR, pickle.dumps(error))
     try:
-        return Message(_OK, b"" if decide is None else decide(told.reports))
+        return Message(_OK, decide(told.reports) or b"")
     except Exception as problem:
         error = _portable(problem) or CheckpointingException(_describe(problem))
         return Message(_ERROR, pickle.dumps(error))

@@ -30,18 +30,13 @@ ROUND_BYTES = 16 * 1024 * 1024
 def write_chunks(session: SaveSession, plan: WritePlan, created: Created) -> None:
     """Create the arrays, write this rank's chunks, and merge and write shared chunks.
 
-    Every rank calls it. Ranks that share chunks wait for each other's pieces. A rank writes the
-    documents of the arrays that it creates after its chunks, because other programs could open
-    them. If this rank cannot write, it raises the error after all pieces are exchanged.
+    Every rank calls it. Ranks that share chunks wait for each other's pieces, before they write
+    other chunks, which may take longer on some ranks. A rank writes the documents of the arrays
+    that it creates after its chunks, because other programs could open them.
     """
-    _connect(session, plan.cut)  # before the writing, which may take longer on some ranks
-    error: Exception | None = None
-    try:
-        # The largest first, so that threads end at about the same time.
-        session.write(sorted(plan.writes, key=lambda write: -write.array.chunk_bytes))
-    except Exception as problem:
-        error = problem
-    _exchange(session, plan.cut, session.write, error=error)
+    _exchange(session, plan.cut, session.write)
+    # The largest first, so that threads end at about the same time.
+    session.write(sorted(plan.writes, key=lambda write: -write.array.chunk_bytes))
     session.write_documents(created)
 
 
@@ -52,7 +47,6 @@ def stage_chunks(session: SaveSession, plan: WritePlan, created: Created) -> Asy
     budget has no room are written in this call too.
     """
     options = session.options
-    _connect(session, plan.cut)
     budget, brought = options.staging_budget_bytes, list[ChunkWrite]()
     size = sum(array.chunk_bytes for array in plan.written(session.ranks.rank))
     if budget is None or size <= budget:
@@ -76,22 +70,14 @@ def stage_chunks(session: SaveSession, plan: WritePlan, created: Created) -> Asy
     return AsyncRequest(write, (), [])
 
 
-def _connect(session: SaveSession, cut: Sequence[CutChunk]) -> None:
-    """Connect with the ranks that share chunks with this one."""
-    rank = session.ranks.rank
-    holders = {other for chunk in cut if chunk.owner == rank for other, _, _ in chunk.pieces}
-    session.ranks.connect(({chunk.owner for chunk in cut} | holders) - {rank}, "pieces")
-
-
 def _exchange(
     session: SaveSession,
     cut: Sequence[CutChunk],
     take: Callable[[Sequence[ChunkWrite]], None],
-    *,
-    most_bytes: int | None = None,
-    error: Exception | None = None,
+    most_bytes: int = ROUND_BYTES,
 ) -> None:
-    """Merge the shared chunks that this rank owns, round by round.
+    """Connect with the ranks that share chunks with this one, and merge the shared chunks that it
+    owns, round by round.
 
     The rounds may differ between ranks, because all ranks exchange chunks in the same order. After
     an error of this rank, or if a rank is lost, the pieces of later rounds are still sent, because
@@ -101,10 +87,13 @@ def _exchange(
         session: the save.
         cut: the chunks that this rank shares.
         take: called with the merged chunks of each round.
-        most_bytes: size of a round; default: :data:`ROUND_BYTES`.
-        error: an earlier error: pieces are sent, but no chunks are written.
+        most_bytes: size of a round.
     """
-    for batch in in_rounds(cut, lambda chunk: chunk.array.chunk_bytes, most_bytes or ROUND_BYTES):
+    rank = session.ranks.rank
+    holders = {other for chunk in cut if chunk.owner == rank for other, _, _ in chunk.pieces}
+    session.ranks.connect(({chunk.owner for chunk in cut} | holders) - {rank}, "pieces")
+    error: Exception | None = None
+    for batch in in_rounds(cut, lambda chunk: chunk.array.chunk_bytes, most_bytes):
         try:
             with session.timed("exchange"):
                 writes = _put_together(session.ranks, batch)

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
 import xxhash
 
+from shardstore.distributed.groups import global_ranks
 from shardstore.errors import AccessPatternError
 from shardstore.exchange_utils import distribute_shards_to_ranks
 from shardstore.mapping import ShardedObject, ShardedTensor, is_main_replica
@@ -104,10 +104,8 @@ def offer(tensors: Iterable[ShardedTensor], group: Any) -> Offer | None:
     Returns:
         ``None`` if there is nothing to share.
     """
-    if group is None or not dist.is_initialized() or dist.get_world_size(group) < 2:
-        return None
-    members = tuple(dist.get_process_group_ranks(group))
-    if dist.get_rank() not in members:
+    members = () if group is None else global_ranks(group)
+    if len(members) < 2:
         return None
     shared = _shareable(tensors)
     told = [
@@ -153,8 +151,8 @@ def accepted(
         agreed: the result of :func:`agree`.
         rank: this rank.
     """
-    members = tuple(dist.get_process_group_ranks(group)) if agreed and group is not None else ()
-    if rank not in members or members not in agreed:
+    members = () if group is None else global_ranks(group)
+    if members not in agreed:
         return None
     written = agreed[members]
     shared = (identity(t) for n, t in enumerate(_shareable(tensors)) if written >> n & 1)

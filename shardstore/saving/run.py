@@ -43,11 +43,7 @@ from shardstore.validation import (
 
 
 def run_save(
-    place: str | Path,
-    prepared: Callable[[Ranks], Part],
-    *,
-    later: str | None = None,
-    verify_integrity: bool = False,
+    place: str | Path, prepared: Callable[[Ranks], Part], *, verify_integrity: bool = False
 ) -> tuple[SaveSession, AsyncRequest | None]:
     """Save, or begin an asynchronous save. Every rank calls it, see :func:`shardstore.save`.
 
@@ -55,7 +51,6 @@ def run_save(
         place: the target as the caller gave it, for error texts.
         prepared: returns this rank's part of the save, see :func:`prepare`. Every rank raises its
             error.
-        later: purpose of the process group for the commit; default: that of the call.
         verify_integrity: see :func:`shardstore.save`.
 
     Returns:
@@ -63,17 +58,11 @@ def run_save(
     """
     ranks = Ranks.current()
     with collector_paused():
-        session, part = SaveSession.begin(ranks, place, lambda: prepared(ranks), later=later)
-        request = session.run(
-            partial(_write, part=part), part.about, in_background=part.in_background
-        )
+        session, part = SaveSession.begin(ranks, place, lambda: prepared(ranks))
+        request = session.run(part, lambda session: _write(session, part))
     if verify_integrity:
-
-        def decide(_: list[bytes]) -> bytes:
-            write_integrity(session.target)
-            return b""
-
         what = f"writing {INTEGRITY_NAME} of {session.target.url}"
+        decide = lambda _: write_integrity(session.target)  # noqa: E731
         add = partial(session.ranks.together, what=what, decide=decide)
         if request is None:
             add()
@@ -90,12 +79,16 @@ def prepare(
     strategies: tuple[SaveShardedStrategy, SaveCommonStrategy],
     *,
     in_background: bool = False,
+    later: str | None = None,
     preprocess: Callable[[CommonStateDict], StateDict] | None = None,
     content_metadata: dict[str, Any] | None = None,
 ) -> Part:
     """Check the arguments, build factories, and split the state. It waits for no rank.
 
-    :func:`shardstore.save` describes the arguments.
+    Args:
+        later: see :class:`Part`.
+
+    :func:`shardstore.save` describes the other arguments.
 
     Raises:
         CheckpointingException: an argument or a value of the state is wrong.
@@ -141,6 +134,7 @@ def prepare(
         base=base,
         adopts=state_dict is not given_state,
         in_background=in_background,
+        later=later,
     )
     if options.validate_access_integrity:
         noted = common_strategy.notes_objects and not sharded_strategy.can_handle_sharded_objects

@@ -71,6 +71,7 @@ class Part:
         copies: shards of which the rank holds only copies; an error if no rank writes them.
         adopts: whether plain tensors of the rank are arrays, because it has DTensors too.
         in_background: whether the save is asynchronous.
+        later: purpose of the connections for the steps after planning; default: the same ones.
     """
 
     target: Location
@@ -85,6 +86,7 @@ class Part:
     copies: Sequence[str] = ()
     adopts: bool = False
     in_background: bool = False
+    later: str | None = None
 
 
 @dataclass(frozen=True)
@@ -182,12 +184,7 @@ class SaveSession:
 
     @classmethod
     def begin(
-        cls,
-        ranks: Ranks,
-        place: str | Path,
-        prepare: Callable[[], Part],
-        *,
-        later: str | None = None,
+        cls, ranks: Ranks, place: str | Path, prepare: Callable[[], Part]
     ) -> tuple[SaveSession, Part]:
         """Agree with all ranks to begin. Every rank calls it and waits for all others.
 
@@ -195,8 +192,6 @@ class SaveSession:
             ranks: the ranks of the save.
             place: the target as the caller gave it, for error texts.
             prepare: returns this rank's part of the save. Every rank raises its error.
-            later: purpose of the connections for the steps after planning; default: the connections
-                of ``ranks``.
 
         Raises:
             CheckpointExistsError, StorageError: the attempt cannot begin; raised on every rank.
@@ -218,8 +213,8 @@ class SaveSession:
             agreed: Agreement = pickle.loads(answer)
             (part,) = prepared
             attempt = checkpoints.join(part.target, agreed.attempt_id, part.options)
-            then = ranks if later is None else ranks.over(later)
-            session = cls(ranks, then, part, agreed, attempt)
+            later = ranks if part.later is None else ranks.over(part.later)
+            session = cls(ranks, later, part, agreed, attempt)
         except BaseException:
             for attempt in begun:
                 attempt.abandon()
@@ -232,19 +227,17 @@ class SaveSession:
         return session, part
 
     def run(
-        self,
-        work: Callable[[SaveSession], AsyncRequest | None],
-        about: About,
-        *,
-        in_background: bool,
+        self, part: Part, work: Callable[[SaveSession], AsyncRequest | None]
     ) -> AsyncRequest | None:
         """Write this rank's part and commit. Every rank calls it and waits for all others.
 
         Args:
+            part: this rank's part of the save.
             work: writes, or returns a request that writes.
-            about: further content of the root document.
-            in_background: return a request that writes and commits. It raises errors, which only
-                this rank would see here.
+
+        Returns:
+            A request that writes and commits, if the save is asynchronous. It raises errors, which
+            only this rank would see here.
 
         Raises:
             CheckpointingException: see :meth:`finish`.
@@ -258,8 +251,8 @@ class SaveSession:
         except BaseException:  # an interrupt; the other ranks notice that this one is gone
             self._give_up()
             raise
-        if not in_background:
-            self.finish(error, about)
+        if not part.in_background:
+            self.finish(error, part.about)
             return None
         request = request or AsyncRequest(None, (), [])
         if error is not None:
@@ -283,7 +276,7 @@ class SaveSession:
             request = request._replace(
                 async_fn=call, finalize_fns=[call.join, *request.finalize_fns]
             )
-        request.add_finalize_fn(partial(self.finish, None, about))
+        request.add_finalize_fn(partial(self.finish, None, part.about))
         return request
 
     @contextmanager

@@ -174,13 +174,15 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
         if (session := session_of(place)) is not None:
             return work(session)
         # The strategy is called directly: begin a save.
-        session, part = SaveSession.begin(
-            Ranks.current(),
-            place,
-            lambda: Part(target=Location.of(place), options=self.options, tensors=tensors),
+        part = Part(
+            target=Location.of(place),
+            options=self.options,
+            tensors=tensors,
+            in_background=carry_out is stage_chunks,
         )
+        session, _ = SaveSession.begin(Ranks.current(), place, lambda: part)
         session.plans = session.agreed.exchange_layouts
-        return session.run(work, part.about, in_background=carry_out is stage_chunks)
+        return session.run(part, work)
 
     def _plan(
         self, session: SaveSession, tensors: Sequence[ShardedTensor]
