@@ -248,54 +248,47 @@ class AsyncSave:
             self._is_seen = True
             running[0].abort()
 
-    def _leave(self) -> None:
-        """End the handle in a forked child: the thread and the save belong to the parent."""
-        self._is_seen = True
-        if self._running is None:
-            return
-        self._end = Future()  # a thread may have held the lock of the old one
-        self._end.set_exception(
-            SaveInProgressError(
-                f"the asynchronous save to {self.url} belongs to the parent process "
-                f"{os.getppid()}; wait for it there",
-                url=self.url,
-            )
-        )
-
-    def _at_exit(self) -> None:
-        if self._aborts:
-            self.abort()
-        self.wait(ABORT_WAIT_S if self._aborts else None)
-
-    def _tell(self) -> None:
-        """At exit, print the error if the program never asked for it, and set exit code 1."""
-        if self.done() and not self._is_seen and (error := self._end.exception()) is not None:
-            print(f"the asynchronous save to {self.url} failed:", file=sys.stderr)
-            traceback.print_exception(error)
-            for file in gc.get_objects():  # os._exit does not flush open files
-                if isinstance(file, io.TextIOBase | io.BufferedIOBase):
-                    with suppress(Exception):
-                        file.flush()
-            # The interpreter deletes this object after all exit functions and all other modules,
-            # because it refers to none of them.
-            leave = {"__del__": staticmethod(partial(os._exit, 1))}
-            sys.shardstore_exit = type("Exit", (), leave)()  # type: ignore[attr-defined]
-
 
 def _leave_latest() -> None:
+    """End the handle in a forked child: the thread and the save belong to the parent."""
     # Keep the handle, because the child must not free memory of the save that a driver may own.
-    if _latest is not None:
-        _latest._leave()
+    save = _latest
+    if save is None:
+        return
+    save._is_seen = True
+    if save._running is not None:
+        save._end = Future()  # a thread may have held the lock of the old one
+        save._end.set_exception(
+            SaveInProgressError(
+                f"the asynchronous save to {save.url} belongs to the parent process "
+                f"{os.getppid()}; wait for it there",
+                url=save.url,
+            )
+        )
 
 
 def _end_latest() -> None:
     if _latest is not None:
-        _latest._at_exit()
+        if _latest._aborts:
+            _latest.abort()
+        _latest.wait(ABORT_WAIT_S if _latest._aborts else None)
 
 
 def _tell_latest() -> None:
-    if _latest is not None:
-        _latest._tell()
+    """At exit, print the error if the program never asked for it, and set exit code 1."""
+    save = _latest
+    if save is None or not save.done() or save._is_seen or save._end.exception() is None:
+        return
+    print(f"the asynchronous save to {save.url} failed:", file=sys.stderr)
+    traceback.print_exception(save._end.exception())
+    for file in gc.get_objects():  # os._exit does not flush open files
+        if isinstance(file, io.TextIOBase | io.BufferedIOBase):
+            with suppress(Exception):
+                file.flush()
+    # The interpreter deletes this object after all exit functions and all other modules, because
+    # it refers to none of them.
+    leave = {"__del__": staticmethod(partial(os._exit, 1))}
+    sys.shardstore_exit = type("Exit", (), leave)()  # type: ignore[attr-defined]
 
 
 os.register_at_fork(after_in_child=_leave_latest)

@@ -234,23 +234,7 @@ def load(
             or only some ranks of a group want to share their reading.
         RanksError: another rank failed, or did not answer in time.
     """
-    call = LoadCall(
-        sharded_state_dict=sharded_state_dict,
-        checkpoint_dir=checkpoint_dir,
-        sharded_strategy=sharded_strategy,
-        common_strategy=common_strategy,
-        validate_access_integrity=validate_access_integrity,
-        strict=strict,
-        verify_integrity=verify_integrity,
-        process_group=process_group,
-        storage_options=storage_options,
-        map_location=map_location,
-        replica_group=replica_group,
-        share_replicas=share_replicas,
-        exchange_budget_bytes=exchange_budget_bytes,
-        cast=cast,
-        progress=progress,
-    )
+    call = LoadCall(**locals())  # its fields are the parameters of this function
     # Looked up at call time, because programs replace it.
     return run_load(call, load_sharded_metadata)
 

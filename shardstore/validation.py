@@ -21,7 +21,7 @@ from shardstore.dict_utils import (
     nested_values,
 )
 from shardstore.distributed.coordinator import Ranks
-from shardstore.distributed.groups import gathered, group_rank, group_size, raise_together
+from shardstore.distributed.groups import gathered, group_rank, group_size
 from shardstore.errors import (
     ArgumentError,
     CheckpointingException,
@@ -435,11 +435,13 @@ def validate_sharding_integrity(
     """
     rank = group_rank(None)
     if common_state_dict is not None and group_size(None) > 1:
-        with raise_together(None, "comparing the common values with those of rank 0"):
-            mine = comparable(common_state_dict, None)
-            said = [pickled(mine) if rank == 0 else b""]
-        torch.distributed.broadcast_object_list(said, src=0)
+        mine, said = Ranks.current().step(
+            "comparing the common values with those of rank 0",
+            lambda: comparable(common_state_dict, None),
+            lambda mine: b"" if rank else pickled(mine),
+            lambda reports: reports[0],
+        )
         if rank:
-            compare_common(mine, said[0], rank)
+            compare_common(mine, said, rank)
     if rank == 0:
         check_reports([report_shards(shards) for shards in global_metadata])

@@ -399,10 +399,9 @@ class Ranks:
             (rank, channel.begin_piece(rank, torch.from_numpy(buffer), receive=True))
             for rank, buffer in receives
         ]
-        begun += [
-            (rank, channel.begin_piece(rank, _as_tensor(piece), receive=False))
-            for rank, piece in sends
-        ]
+        for rank, piece in sends:
+            data = torch.from_numpy(np.require(piece, requirements="W"))
+            begun.append((rank, channel.begin_piece(rank, data, receive=False)))
         lost: dict[int, RuntimeError] = {}
         for rank, work in begun:
             problem = attempt(partial(channel.sent, work, self.deadline_s))
@@ -458,12 +457,6 @@ def _verdict(told: _Told, what: str, decide: Decide) -> Message:
     except Exception as problem:
         error = _portable(problem) or CheckpointingException(_describe(problem))
         return Message(_ERROR, pickle.dumps(error))
-
-
-def _as_tensor(piece: NDArray[np.uint8]) -> torch.Tensor:
-    if not piece.flags.writeable:
-        piece = piece.copy()
-    return torch.from_numpy(piece)
 
 
 def _first_line(error: BaseException) -> str:

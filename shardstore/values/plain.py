@@ -45,16 +45,16 @@ class NotPlainError(TypeError):
     """The value has no JSON form."""
 
 
-def encode(value: object) -> Any:
+def encode(value: Any, depth: int = 0) -> Any:
     """Return the JSON form of a value, for ``json.dumps``.
+
+    Args:
+        value: the value.
+        depth: number of containers around it.
 
     Raises:
         NotPlainError: the value has no JSON form; the text names its type.
     """
-    return _encode(value, 0)
-
-
-def _encode(value: Any, depth: int) -> Any:
     if depth > _MAX_DEPTH:
         raise NotPlainError(f"nested deeper than {_MAX_DEPTH} levels")
     kind = type(value)
@@ -65,7 +65,7 @@ def _encode(value: Any, depth: int) -> Any:
     if kind is float:
         return value if math.isfinite(value) else _tagged("float", repr(value))
     if kind is list:
-        return [_encode(item, depth + 1) for item in value]
+        return [encode(item, depth + 1) for item in value]
     if kind is dict:
         return _encode_dict(value, depth)
     if kind in _FORMS:
@@ -136,16 +136,16 @@ def _encode_defaultdict(value: collections.defaultdict[Any, Any], depth: int) ->
 
 def _encode_dict(value: dict[Any, Any], depth: int) -> Any:
     if _TAG not in value and all(type(key) is str and _text(key) == key for key in value):
-        return {key: _encode(item, depth + 1) for key, item in value.items()}
+        return {key: encode(item, depth + 1) for key, item in value.items()}
     return _tagged("dict", _pairs(value, depth + 1))
 
 
 def _pairs(value: Any, depth: int) -> list[Any]:
-    return [[_encode(key, depth), _encode(item, depth)] for key, item in value.items()]
+    return [[encode(key, depth), encode(item, depth)] for key, item in value.items()]
 
 
 def _items(value: Iterable[Any], depth: int) -> list[Any]:
-    return [_encode(item, depth) for item in value]
+    return [encode(item, depth) for item in value]
 
 
 def _text(value: str) -> Any:
@@ -288,7 +288,7 @@ def _of_members(kind: Any) -> _Form:
         vars(space).update(decode(members))
         return space
 
-    return kind.__name__, lambda value, depth: _encode(vars(value), depth), made
+    return kind.__name__, lambda value, depth: encode(vars(value), depth), made
 
 
 def _of_parts(kind: Any, *names: str) -> _Form:
