@@ -34,29 +34,22 @@ if TYPE_CHECKING:
     from shardstore.validation import StrictHandling as StrictHandling
 
 _WHERE = {
-    "AsyncSave": "async_handle",
-    "CheckpointManager": "manager",
-    "CheckpointingException": "core",
-    "LocalNonpersistentObject": "mapping",
-    "ShardedObject": "mapping",
-    "ShardedTensor": "mapping",
-    "StrictHandling": "validation",
-    "async_save": "async_handle",
-    "check_is_distributed_checkpoint": "core",
-    "delete_checkpoint": "storage.commit.checkpoints",
-    "latest": "storage.commit.checkpoints",
-    "load": "serialization",
-    "load_common_state_dict": "serialization",
-    "load_content_metadata": "serialization",
-    "load_plain_tensors": "serialization",
-    "load_sharded_metadata": "serialization",
-    "load_tensors_metadata": "serialization",
-    "open": "inspection.opened",
-    "remove_sharded_tensors": "serialization",
-    "save": "serialization",
-    "shard": "dtensor",
-    "sweep": "storage.commit.checkpoints",
+    name: module
+    for module, names in {
+        "async_handle": "AsyncSave async_save",
+        "core": "CheckpointingException check_is_distributed_checkpoint",
+        "dtensor": "shard",
+        "inspection.opened": "open",
+        "manager": "CheckpointManager",
+        "mapping": "LocalNonpersistentObject ShardedObject ShardedTensor",
+        "serialization": "load load_common_state_dict load_content_metadata load_plain_tensors "
+        "load_sharded_metadata load_tensors_metadata remove_sharded_tensors save",
+        "storage.commit.checkpoints": "delete_checkpoint latest sweep",
+        "validation": "StrictHandling",
+    }.items()
+    for name in names.split()
 }
+"""Public name -> the module that defines it."""
 __all__ = sorted(_WHERE)
 
 

@@ -11,11 +11,7 @@ from typing import Any
 import msgspec
 
 from shardstore.errors import CheckpointingException as CheckpointingException
-from shardstore.errors import (
-    DamagedCheckpointError,
-    FormatVersionError,
-    NotACheckpointError,
-)
+from shardstore.errors import DamagedCheckpointError, FormatVersionError, NotACheckpointError
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
 

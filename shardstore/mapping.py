@@ -382,9 +382,7 @@ class ShardedTensor(ShardedBase):
         return tuple(size // parts for size, parts in cuts)
 
     def init_data(
-        self,
-        device: str | torch.device,
-        init_fn: Callable[..., torch.Tensor] = torch.empty,
+        self, device: str | torch.device, init_fn: Callable[..., torch.Tensor] = torch.empty
     ) -> None:
         """Allocate ``data``, unless the shard has data.
 

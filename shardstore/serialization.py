@@ -40,11 +40,7 @@ from shardstore.strategies.base import (
     get_default_strategy,
 )
 from shardstore.validation import CkptShardedMetadata as CkptShardedMetadata
-from shardstore.validation import (
-    StrictHandling,
-    strategy_of,
-    validate_sharded_objects_handling,
-)
+from shardstore.validation import StrictHandling, strategy_of, validate_sharded_objects_handling
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -406,10 +402,7 @@ def load_sharded_metadata(
 
 
 def remove_sharded_tensors(
-    checkpoint_dir: str | Path,
-    key_prefix: str,
-    *,
-    storage_options: Mapping[str, Any] | None = None,
+    checkpoint_dir: str | Path, key_prefix: str, *, storage_options: Mapping[str, Any] | None = None
 ) -> None:
     """Remove all tensors whose key starts with a prefix. One rank calls it.
 

@@ -9,10 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from shardstore.dict_utils import (
-    dict_list_map_inplace,
-    extract_matching_values,
-)
+from shardstore.dict_utils import dict_list_map_inplace, extract_matching_values
 from shardstore.errors import StructureError
 from shardstore.mapping import (
     CommonStateDict,
@@ -164,9 +161,7 @@ def check_lists(x: dict[Any, Any] | list[Any], path: tuple[Any, ...] = ()) -> tu
     return sharded, common
 
 
-def filter_out_empty_flatten_tensor(
-    sharded_state_dict: dict[Any, Any] | list[Any],
-) -> Any:
+def filter_out_empty_flatten_tensor(sharded_state_dict: dict[Any, Any] | list[Any]) -> Any:
     """Return a copy without the sharded tensors whose flattened range is empty.
 
     Dicts and lists that hold nothing else are removed too. Empty tensors that are not flattened

@@ -268,8 +268,7 @@ def verify_checkpoint(checkpoint_dir: str | Path) -> CheckpointingConfig:
             f"A save that did not finish leaves such a directory"
         )
         raise NotACheckpointError(
-            f"{checkpoint_dir} is not a distributed checkpoint: {hint}",
-            url=str(checkpoint_dir),
+            f"{checkpoint_dir} is not a distributed checkpoint: {hint}", url=str(checkpoint_dir)
         )
     return config
 

@@ -31,13 +31,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardstore.distributed.groups import (
-    gathered,
-    global_rank,
-    group_rank,
-    group_size,
-    has_ranks,
-)
+from shardstore.distributed.groups import gathered, global_rank, group_rank, group_size, has_ranks
 from shardstore.distributed.messages import GRACE_S, Asked, Channel, Message, attempt
 from shardstore.errors import CheckpointingException, RanksError
 
@@ -290,13 +284,7 @@ class Ranks:
 
     # -- up and down the tree ------------------------------------------------------------------
 
-    def _meet(
-        self,
-        told: _Told,
-        what: str,
-        merge: Merge | None,
-        decide: Decide,
-    ) -> Message:
+    def _meet(self, told: _Told, what: str, merge: Merge | None, decide: Decide) -> Message:
         channel = self._channel
         assert channel is not None
         above, below = neighbours(self.rank, self.world_size)
@@ -432,13 +420,7 @@ class GroupRanks(Ranks):
             return Ranks.current()
         return cls(group_rank(group), group_size(group), group=group)
 
-    def _meet(
-        self,
-        told: _Told,
-        what: str,
-        merge: Merge | None,
-        decide: Decide,
-    ) -> Message:
+    def _meet(self, told: _Told, what: str, merge: Merge | None, decide: Decide) -> Message:
         told.failures = {global_rank(self.group, r): text for r, text in told.failures.items()}
         everyone = _Told()
         for one in gathered(told, self.group):

@@ -19,13 +19,7 @@ from shardstore.errors import AccessPatternError, CheckpointingException, DTypeM
 from shardstore.mapping import ShardedTensor, is_main_replica
 from shardstore.saving.replicas import Shard, SharedWrites, identity
 from shardstore.saving.sources import CutChunk, TensorSource, WritePlan, fetched
-from shardstore.sharded.layouts import (
-    FlatRange,
-    Layouts,
-    flat_bounds,
-    is_first,
-    local_box,
-)
+from shardstore.sharded.layouts import FlatRange, Layouts, flat_bounds, is_first, local_box
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import CRC32C, SEPARATOR, ArrayMeta
 from shardstore.storage.format.grid import Box, Grid, plan_grid, shard_edges
@@ -91,7 +85,7 @@ def plan_writes(
     *,
     zarr_format: int = 3,
     layouts: Layouts | None = None,
-    shared: SharedWrites | None = None,
+    shared: SharedWrites = SharedWrites(),  # noqa: B008 (frozen)
     known: Mapping[str, ArrayMeta] | None = None,
 ) -> WritePlan:
     """Plan the writes of a rank's sharded tensors. A pure function; it waits for no rank.
@@ -116,7 +110,7 @@ def plan_writes(
     found: list[tuple[ShardedTensor, ArrayMeta, Box, tuple[int, ...] | None]] = []
     in_group: dict[Shard, tuple[ArrayMeta, Box]] = {}
     for tensor in tensors:
-        is_shared = shared is not None and shared.holds(tensor)
+        is_shared = shared.holds(tensor)
         if not is_shared and not is_main_replica(tensor.replica_id):
             continue
         tensor.validate_metadata_integrity()
@@ -134,7 +128,7 @@ def plan_writes(
             in_group[identity(tensor)] = (meta, box)
         if whole is not None or box.size:
             found.append((tensor, meta, box, whole))
-    mine = set() if shared is None else shared.own_chunks(in_group)
+    mine = shared.own_chunks(in_group)
     cut: dict[tuple[str, tuple[int, ...]], CutChunk] = {}
     for tensor, meta, box, whole in found:
         if tensor.data is None:

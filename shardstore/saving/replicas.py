@@ -37,8 +37,8 @@ class SharedWrites:
         shards: shards that have their main replica in the group.
     """
 
-    position: int
-    size: int
+    position: int = 0
+    size: int = 1
     shards: frozenset[Shard] = frozenset()
 
     def holds(self, tensor: ShardedTensor) -> bool:
@@ -142,8 +142,8 @@ def agree(offers: Iterable[Offer | None]) -> dict[tuple[int, ...], int]:
 
 def accepted(
     tensors: Iterable[ShardedTensor], group: Any, agreed: Mapping[tuple[int, ...], int], rank: int
-) -> SharedWrites | None:
-    """Return the shards that this rank's group divides; ``None`` if there are none.
+) -> SharedWrites:
+    """Return the shards that this rank's group divides, if there are any.
 
     Args:
         tensors: the argument of :func:`offer`.
@@ -153,7 +153,7 @@ def accepted(
     """
     members = () if group is None else global_ranks(group)
     if members not in agreed:
-        return None
+        return SharedWrites()
     written = agreed[members]
     shared = (identity(t) for n, t in enumerate(_shareable(tensors)) if written >> n & 1)
     return SharedWrites(members.index(rank), len(members), frozenset(shared))

@@ -35,11 +35,7 @@ from shardstore.strategies.base import (
     SaveShardedStrategy,
 )
 from shardstore.utils import sharded_tensors_of
-from shardstore.validation import (
-    comparable,
-    compare_common,
-    validate_sharded_objects_handling,
-)
+from shardstore.validation import comparable, compare_common, validate_sharded_objects_handling
 
 
 def run_save(

@@ -147,7 +147,7 @@ class SaveSession:
         over: the error of a step of all ranks. Every rank has it, and none begins a further step.
         plans: whether the ranks exchange layouts before they write.
         base: the checkpoint whose chunks are reused, ``None`` without one.
-        shared: the shards whose chunks this rank's group divides, ``None`` if it does not.
+        shared: the shards whose chunks this rank's group divides.
         staging: the copy of the state that an asynchronous save writes from, if it made one.
         record: the commit record (bytes, chunks, seconds); empty before the commit.
         meter: counts for a progress callback.

@@ -10,7 +10,7 @@ import math
 import pickle
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
+from typing import NamedTuple
 
 from shardstore.coverage.access_pattern import check_flat_ranges
 from shardstore.errors import AccessPatternError
@@ -18,8 +18,7 @@ from shardstore.mapping import ShardedTensor, is_main_replica
 from shardstore.storage.format.grid import Box, cut_gcd
 
 
-@dataclass(frozen=True)
-class FlatRange:
+class FlatRange(NamedTuple):
     """Elements ``start:stop`` of a flattened shard, held by a rank."""
 
     start: int
@@ -98,7 +97,8 @@ def local_layouts(tensors: Iterable[ShardedTensor], rank: int) -> bytes:
     entries = []
     for tensor in tensors:
         if is_main_replica(tensor.replica_id) and not is_alone(tensor):
-            bounds = flat_bounds(tensor) if tensor.flattened_range is not None else None
+            is_flat = tensor.flattened_range is not None
+            bounds = FlatRange(*flat_bounds(tensor), rank) if is_flat else None
             irregular = tensor.axis_fragmentations is None
             entries.append(
                 (tensor.key, tensor.global_shape, irregular, local_box(tensor), bounds, rank)
@@ -132,14 +132,12 @@ def merge_layouts(reports: Sequence[bytes]) -> Layouts:
                 boxes.append(box)
             if bounds is not None:
                 by_shard = layouts.ranges.setdefault(key, {})
-                by_shard.setdefault(box, []).append(FlatRange(bounds[0], bounds[1], rank))
+                by_shard.setdefault(box, []).append(bounds)
     for key, (shape, boxes) in shards.items():
         layouts.edges[key] = cut_gcd(shape, boxes)
     for key, by_shard in layouts.ranges.items():
         for box, ranges in by_shard.items():
-            by_shard[box] = sorted(
-                (r for r in ranges if r.stop > r.start), key=attrgetter("start", "stop", "rank")
-            )
+            by_shard[box] = sorted(r for r in ranges if r.stop > r.start)
             where = f"offset {box.offset}, shape {box.shape}"
             held = [(r.rank, r.start, r.stop) for r in by_shard[box]]
             check_flat_ranges(key, where, held, box.size)
