@@ -162,13 +162,11 @@ def _write(session: SaveSession, part: Part) -> AsyncRequest | None:
             if objects is not None:
                 common_strategy.save_sharded_objects(objects, place)
     except Exception as problem:
-        # The strategy may communicate with the other ranks, and then reports this error to them.
+        # Raised at the next step of all ranks, in the strategy or at the commit.
         session.failure = problem
     if part.in_background:
         return cast(AsyncSaveShardedStrategy, sharded_strategy).async_save(tensors, place)
     sharded_strategy.save(tensors, place)
-    if session.failure is not None:
-        raise session.failure
     return None
 
 

@@ -100,6 +100,7 @@ class _Opening:
     copies: bytes
     claims: bytes
     offer: Offer | None
+    common: bytes
 
 
 @dataclass(frozen=True)
@@ -168,8 +169,8 @@ class SaveSession:
         callback = callback_of(part.options.progress, shows=ranks.is_coordinator)
         self.meter = Meter("save", part.target.url, callback)
         self.base: BaseChunks | None = None
-        if part.base is not None and agreed.base_documents is not None:
-            self.base = BaseChunks(part.base, agreed.base_documents)
+        if part.base is not None:
+            self.base = BaseChunks(part.base, agreed.base_documents or {})
         self.shared = replicas.accepted(
             part.tensors, part.options.replica_group, agreed.shares, ranks.rank
         )
@@ -202,7 +203,7 @@ class SaveSession:
 
         def opening() -> bytes:
             prepared.append(prepare())
-            return pickle.dumps(_opening(prepared[0], ranks.world_size))
+            return pickle.dumps(_opening(prepared[0], ranks))
 
         def decide(reports: list[bytes]) -> bytes:
             openings = [pickle.loads(report) for report in reports]
@@ -473,15 +474,16 @@ class SaveSession:
             logger.info("%s: %d of %d bytes were reused from %s", url, reused, size, before)
 
 
-def _opening(part: Part, world_size: int) -> _Opening:
+def _opening(part: Part, ranks: Ranks) -> _Opening:
     """Return this rank's report at the beginning of a save."""
     url = part.target.url
-    if world_size > 1 and url.startswith("memory://"):
+    if ranks.world_size > 1 and url.startswith("memory://"):
         raise StorageError(
-            f"{url} is the memory of one process, but {world_size} ranks save; give a folder or an "
-            "object store that all of them see",
+            f"{url} is the memory of one process, but {ranks.world_size} ranks save; give a folder "
+            "or an object store that all of them see",
             url=url,
         )
+    is_told = ranks.is_coordinator and part.compared is not None
     return _Opening(
         url,
         None if part.base is None else part.base.url,
@@ -490,6 +492,7 @@ def _opening(part: Part, world_size: int) -> _Opening:
         xxhash.xxh3_128_digest("\n".join(part.copies).encode()) if part.copies else b"",
         claims(part.sharded),
         replicas.offer(part.tensors, part.options.replica_group),
+        pickled(part.compared) if is_told else b"",
     )
 
 
@@ -507,7 +510,7 @@ def _agreed(openings: Sequence[_Opening], part: Part, begun: list[Attempt]) -> A
     return Agreement(
         attempt.id,
         any(opening.needs_layouts for opening in openings),
-        b"" if part.compared is None else pickled(part.compared),
+        openings[0].common,
         base,
         replicas.agree(opening.offer for opening in openings),
         list(tellers.values()),
