@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from functools import cached_property
 from itertools import islice, product
 from operator import index as integer
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,7 @@ from shardstore.errors import (
     MissingKeyError,
     NotACheckpointError,
 )
-from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.checkpoint import StoredCheckpoint, unlocked_property
 from shardstore.storage.commit.identity import instead, is_foreign_node, node_type
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta, parse_array, parse_v2_array
@@ -177,14 +176,14 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
         """Bytes of all values, without padding and checksums."""
         return sum(map(array_bytes, self.metas.values()))
 
-    @cached_property
+    @unlocked_property
     def attrs(self) -> dict[str, Any]:
         """Attributes of the root group."""
         if self.stored.root is not None:
             return self.stored.root.attributes
         return _loads_if_there(self.stored, ".zattrs")
 
-    @cached_property
+    @unlocked_property
     def common(self) -> dict[str, Any]:
         """The common values, which rank 0 saved; empty for Zarr of other programs.
 
@@ -208,7 +207,7 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
         with using(LoadContext(stored=self.stored)):
             return load_common_state_dict(self.stored.location.place)
 
-    @cached_property
+    @unlocked_property
     def objects(self) -> StoredObjects:
         """Unique key (``rng/shard_0_4``) -> sharded object, loaded on access."""
         return StoredObjects(self.stored)
@@ -218,7 +217,7 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
         """The JSON-serialisable part of ``content_metadata``; ``None`` if the save had none."""
         return self.attrs.get("content_metadata")
 
-    @cached_property
+    @unlocked_property
     def info(self) -> dict[str, Any]:
         """A summary of the checkpoint as JSON: format, writer, sizes, metadata."""
         stored, root, metas = self.stored, self.stored.root, self.metas.values()
@@ -259,7 +258,7 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
         except DamagedCheckpointError as error:
             return None, str(error)
 
-    @cached_property
+    @unlocked_property
     def is_foreign(self) -> bool:
         """Whether another program wrote it: it may lack chunks that hold only the fill value."""
         root = self.stored.root
@@ -356,7 +355,7 @@ class StoredArray:
         """NumPy data type; bfloat16 and the 8-bit floats are those of ``ml_dtypes``."""
         return dtypes.numpy_dtype(self.meta.dtype)
 
-    @cached_property
+    @unlocked_property
     def attrs(self) -> dict[str, Any]:
         """Attributes of the array."""
         if self.meta.zarr_format == 2:
@@ -538,7 +537,7 @@ class StoredObjects(Mapping[str, Any]):
     def __init__(self, stored: StoredCheckpoint) -> None:
         self._stored = stored
 
-    @cached_property
+    @unlocked_property
     def names(self) -> dict[str, str]:
         """Unique key -> name of the file below the checkpoint."""
         with self._stored.unless_replaced():

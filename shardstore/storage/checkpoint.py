@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardstore.errors import (
     CheckpointExistsError,
@@ -62,6 +62,18 @@ _MISSING = -1
 """Stands for the checksum of a root document that does not exist."""
 LAYOUT = ("zarr", 2)
 """Backend and version in ``metadata.json`` of checkpoints with a root document."""
+
+
+T = TypeVar("T")
+
+
+class unlocked_property(cached_property[T]):  # noqa: N801 (as functools names it)
+    """A cached property. That of Python 3.11 has one lock for all instances, so that a store that
+    does not answer would hold up readers of other checkpoints."""
+
+    def __init__(self, func: Callable[[Any], T]) -> None:
+        super().__init__(func)
+        self.lock = nullcontext()
 
 
 class ReplacedError(StorageError):
@@ -172,7 +184,7 @@ class StoredCheckpoint:
         known = name in self.documents
         return self.documents[name] is not None if known else self.location.exists(name)
 
-    @cached_property
+    @unlocked_property
     def root(self) -> RootDocument | None:
         """The root document; ``None`` for the Zarr v2 layout, which has none.
 
@@ -215,7 +227,7 @@ class StoredCheckpoint:
                 url=url,
             )
 
-    @cached_property
+    @unlocked_property
     def arrays(self) -> Mapping[str, ArrayMeta]:
         """All arrays by key.
 
@@ -318,7 +330,7 @@ class StoredCheckpoint:
                 url=url,
             )
 
-    @cached_property
+    @unlocked_property
     def manifest(self) -> Manifest | None:
         """The manifest; ``None`` if the checkpoint has none."""
         try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ from shardstore.errors import (
     KeyNameError,
     MissingKeyError,
     NotACheckpointError,
+    UnsafeObjectError,
 )
-from shardstore.loading.context import context_of, read_documents
+from shardstore.loading.context import CONTENT_METADATA_KEY, context_of, read_documents
 from shardstore.mapping import ShardedObject, ShardedStateDict, StateDict, is_main_replica
 from shardstore.saving.session import session_of
 from shardstore.storage.checkpoint import StoredCheckpoint
@@ -302,6 +304,30 @@ def _missing(location: Location, sharded: ShardedObject) -> MissingKeyError:
         key=sharded.key,
         url=location.url,
     )
+
+
+def require_same_content(stored: StoredCheckpoint, common: bytes) -> None:
+    """Compare the ``content_metadata`` in a root document that has no checksum with ``common.pt``.
+
+    Raises:
+        DamagedCheckpointError: they differ, or ``common`` cannot be read.
+    """
+    root = stored.root
+    if root is None or root.is_summed or root.is_rewritten:
+        return
+    try:
+        loaded = load_bytes(common, f"{stored.location.url}/{COMMON_STATE_FNAME}")
+    except UnsafeObjectError:
+        return
+    saved = loaded.get(CONTENT_METADATA_KEY) if isinstance(loaded, dict) else None
+    copy = root.attributes.get(CONTENT_METADATA_KEY)
+    if copy is None and "converted_from" in root.about:
+        return  # only saves have the copy
+    for name, value in saved.items() if isinstance(saved, dict) else ():
+        with suppress(TypeError, ValueError):  # the text of another value may not be the same again
+            document = json.loads(json.dumps(value, allow_nan=False))
+            if not isinstance(copy, dict) or copy.get(str(name), ...) != document:
+                raise root.damaged(f"has another content_metadata[{name!r}] than common.pt")
 
 
 def register_default_common_strategies() -> None:

@@ -297,6 +297,20 @@ def test_a_root_that_another_program_wrote_anew_is_read(saved: Path) -> None:
     assert root.attributes["note"] == "the good one"
 
 
+@pytest.mark.parametrize("lost", [True, False])
+def test_content_metadata_of_version_0_1_0(tmp_path: Path, lost: bool) -> None:
+    """Its root has no checksum, but ``common.pt`` has the same content metadata."""
+    shutil.copytree(GOLDEN / "plain", tmp_path / "c")
+    assert not is_damaged(tmp_path / "c")
+    convert_it(tmp_path / "c")
+    text = (tmp_path / "c" / "zarr.json").read_bytes()
+    change = (b'"content_metadata"', b'"content_metadatb"') if lost else (b":7,", b":3,")
+    (tmp_path / "c" / "zarr.json").write_bytes(text.replace(*change, 1))
+    assert [one.kind for one in findings(tmp_path / "c")] == ["common-damaged"]
+    with pytest.raises(DamagedCheckpointError, match="content_metadata"):
+        convert_it(tmp_path / "c")
+
+
 def test_the_checksum_is_as_the_format_says(saved: Path) -> None:
     """Told from the bytes alone, as another implementation would."""
     text = (saved / "zarr.json").read_bytes()
