@@ -127,6 +127,8 @@ def test_documents(place: Path) -> None:
     assert one(place, "document-missing").key == "counts"
     path.write_text(text[:-5])
     one(place, "document-damaged")
+    path.write_text("[]")
+    one(place, "document-damaged")
     path.write_text(text.replace('"int64"', '"uint64"'))
     assert "data_type" in one(place, "document-differs").message
     path.write_text(json.dumps(json.loads(text), indent=3))
