@@ -17,7 +17,6 @@ from itertools import islice
 from time import perf_counter
 from typing import Any, Literal
 
-from shardstore.core import stored_config
 from shardstore.errors import CheckpointingException, ChunkMissingError, DamagedCheckpointError
 from shardstore.inspection.opened import matcher
 from shardstore.progress import Meter, ProgressArgument, log_event, metered
@@ -299,7 +298,7 @@ class _Verification:
         """Whether shardstore wrote the root document. A damaged one counts as written by it."""
         return self.root_is_damaged or self.root is None or self.root.format_version is not None
 
-    def _check_config(self, top: Sequence[str]) -> str:
+    def _check_config(self, top: Sequence[str]) -> object:
         """Verify ``metadata.json`` and return the name of the backend of the common values."""
         if CONFIG_NAME not in top:
             if self._is_ours:
@@ -307,11 +306,13 @@ class _Verification:
                 self._report("config-missing", CONFIG_NAME, text)
             return "torch"
         try:
-            config = stored_config(self.stored)
-        except CheckpointingException as error:
-            self._report("config-damaged", CONFIG_NAME, str(error))
+            document = json.loads(self.location.read(CONFIG_NAME))
+            if not isinstance(document, dict) or "sharded_backend" not in document:
+                raise ValueError("it names no sharded_backend")
+        except (OSError, ValueError) as error:
+            self._report("config-damaged", CONFIG_NAME, f"PATH is damaged: {error}")
             return "torch"
-        return "torch" if config is None else config.common_backend
+        return document.get("common_backend", "torch")
 
     def _read_manifest(self, arrays: Sequence[ArrayMeta]) -> None:
         try:
@@ -353,7 +354,7 @@ class _Verification:
 
     # -- files that do not belong to arrays -----------------------------------------------------
 
-    def _common_jobs(self, top: Sequence[str], backend: str) -> list[_Job]:
+    def _common_jobs(self, top: Sequence[str], backend: object) -> list[_Job]:
         """Return the job that verifies the common values."""
         if self.keys:
             return []
