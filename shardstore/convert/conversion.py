@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -37,6 +37,7 @@ from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.names import DCP_METADATA_NAME
 from shardstore.storage.movers.chunk_bytes import as_bytes
 from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
+from shardstore.storage.movers.parallel import in_rounds
 from shardstore.storage.options import require_number
 from shardstore.storage.stores.location import Location
 
@@ -173,7 +174,7 @@ def convert(
         with metered(operation, goal.url, progress) as meter:
             meter.expect(total, len(left))
             meter.count(total - sum(map(_chunk_bytes, left)), 0)
-            for batch in _batches(left, batch_bytes):
+            for batch in in_rounds(left, _chunk_bytes, batch_bytes):
                 work(_read(batch, opened.read, sources))
                 meter.count(sum(map(_chunk_bytes, batch)), len(batch))
 
@@ -390,19 +391,6 @@ def _read(
         reads.append(RegionRead(arrays[array.key] if arrays else array, box, data))
     read(reads)
     return out
-
-
-def _batches(chunks: Sequence[_Chunk], batch_bytes: int) -> Iterator[list[_Chunk]]:
-    batch: list[_Chunk] = []
-    size = 0
-    for chunk in chunks:
-        size += _chunk_bytes(chunk)
-        if batch and size > batch_bytes:
-            yield batch
-            batch, size = [], _chunk_bytes(chunk)
-        batch.append(chunk)
-    if batch:
-        yield batch
 
 
 def _chunk_bytes(chunk: _Chunk) -> int:

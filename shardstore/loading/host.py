@@ -20,6 +20,7 @@ from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box
 from shardstore.storage.movers.chunks import ChunkPart, ReadDone, RegionRead, chunk_parts
+from shardstore.storage.movers.parallel import in_rounds
 
 BUFFERS = 2
 ALIGNMENT = 64
@@ -151,15 +152,7 @@ def _views(buffer: NDArray[np.uint8], batch: Sequence[Piece]) -> list[NDArray[An
 
 def in_batches(pieces: Iterable[Piece], limit_bytes: int) -> list[list[Piece]]:
     """Divide pieces into batches that fit into a buffer or consist of one piece."""
-    batches: list[list[Piece]] = []
-    room = -1
-    for piece in pieces:
-        if piece.size_bytes > room:
-            batches.append([])
-            room = limit_bytes
-        batches[-1].append(piece)
-        room -= piece.size_bytes
-    return batches
+    return list(in_rounds(pieces, lambda piece: piece.size_bytes, limit_bytes))
 
 
 def _pieces(region: HostRead, limit_bytes: int) -> Iterator[Piece]:

@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 from shardstore.distributed.coordinator import Ranks
 from shardstore.saving.session import Created, SaveSession
 from shardstore.saving.sources import CutChunk, WritePlan, fetched
-from shardstore.saving.staging import Staging, in_rounds
+from shardstore.saving.staging import Staging
 from shardstore.storage.format import dtypes
 from shardstore.storage.movers.chunk_bytes import as_bytes
 from shardstore.storage.movers.chunks import ChunkWrite
+from shardstore.storage.movers.parallel import in_rounds
 from shardstore.strategies.async_utils import AsyncRequest
 
 ROUND_BYTES = 16 * 1024 * 1024

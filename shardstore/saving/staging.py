@@ -13,10 +13,10 @@ import math
 import mmap
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from logging import getLogger
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,11 +27,9 @@ from shardstore.saving.sources import DevicePart
 from shardstore.storage.format import dtypes
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.device import DeviceCopies, page_lock, page_unlock
-from shardstore.storage.movers.parallel import default_threads, run_batched
+from shardstore.storage.movers.parallel import default_threads, in_rounds, run_batched
 
 logger = getLogger(__name__)
-
-T = TypeVar("T")
 
 ALIGNMENT = 64
 COPY_BATCH_BYTES = 4 * 1024 * 1024
@@ -273,20 +271,6 @@ class Staging:
         arena, self._arena = self._arena, None
         if arena is not None:
             self._pool.give_back(arena)
-
-
-def in_rounds(items: Iterable[T], size: Callable[[T], int], most_bytes: int) -> Iterator[list[T]]:
-    """Yield items in rounds of at most ``most_bytes``; a larger item is a round by itself."""
-    batch: list[T] = []
-    total = 0
-    for item in items:
-        total += size(item)
-        if batch and total > most_bytes:
-            yield batch
-            batch, total = [], size(item)
-        batch.append(item)
-    if batch:
-        yield batch
 
 
 def _size(item: ChunkWrite) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -147,3 +147,17 @@ def _batches(
         if total >= batch_weight or stop - start >= batch_items or stop == len(items):
             yield items[start:stop]
             start, total = stop, 0
+
+
+def in_rounds(items: Iterable[T], size: Callable[[T], int], most_bytes: int) -> Iterator[list[T]]:
+    """Yield items in rounds of at most ``most_bytes``; a larger item is a round by itself."""
+    batch: list[T] = []
+    total = 0
+    for item in items:
+        total += size(item)
+        if batch and total > most_bytes:
+            yield batch
+            batch, total = [], size(item)
+        batch.append(item)
+    if batch:
+        yield batch
