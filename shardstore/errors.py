@@ -28,7 +28,8 @@ error is about; they are ``None`` where they do not apply. The text names them a
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -153,6 +154,30 @@ class ChunkMissingError(DamagedCheckpointError, FileNotFoundError):
 
 class ChunkCorruptError(DamagedCheckpointError):
     """A chunk of a committed checkpoint fails its checksum or has another size."""
+
+
+@contextmanager
+def as_damage(url: str, what: str = "", key: str | None = None) -> Iterator[None]:
+    """Raise an error of a block that decodes stored data as :class:`DamagedCheckpointError`.
+
+    Errors of this package stay as they are.
+
+    Args:
+        url: see :class:`CheckpointingException`.
+        what: begins the error text; default: that ``url`` cannot be read.
+        key: see :class:`CheckpointingException`.
+    """
+    try:
+        yield
+    except CheckpointingException:
+        raise
+    except Exception as error:  # decoders raise many kinds on damaged input
+        raise DamagedCheckpointError(
+            f"{what or f'{url} cannot be read'} ({type(error).__name__}: {error}); load an earlier "
+            "checkpoint",
+            key=key,
+            url=url,
+        ) from error
 
 
 class StructureError(CheckpointingException, ValueError):

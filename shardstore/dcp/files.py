@@ -30,13 +30,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardstore.errors import (
-    CheckpointingException,
     ChunkMissingError,
     DamagedCheckpointError,
     FormatVersionError,
     MissingKeyError,
     NotACheckpointError,
     StorageError,
+    as_damage,
 )
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
@@ -328,17 +328,10 @@ def _read(location: Location) -> bytes:
 def _unpickled(location: Location, data: bytes, use: Callable[[Location, Metadata], T]) -> T:
     """Return the result of ``use`` for the metadata that a ``.metadata`` document holds."""
     url = f"{location.url}/{METADATA_NAME}"
-    try:
+    with as_damage(url):
         metadata = _Unpickler(io.BytesIO(data)).load()
         if isinstance(metadata, Metadata) and isinstance(metadata.state_dict_metadata, dict):
             return use(location, metadata)
-    except CheckpointingException:
-        raise
-    except Exception as error:  # a damaged pickle can raise anything
-        raise DamagedCheckpointError(
-            f"{url} cannot be read ({type(error).__name__}: {error}); load an earlier checkpoint",
-            url=url,
-        ) from error
     raise NotACheckpointError(f"{url} is not the metadata of a DCP checkpoint", url=url)
 
 

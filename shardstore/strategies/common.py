@@ -24,6 +24,7 @@ from shardstore.errors import (
     MissingKeyError,
     NotACheckpointError,
     UnsafeObjectError,
+    as_damage,
 )
 from shardstore.loading.context import CONTENT_METADATA_KEY, context_of, read_documents
 from shardstore.mapping import ShardedObject, ShardedStateDict, StateDict, is_main_replica
@@ -65,14 +66,8 @@ def load_file(name: str, data: bytes, url: str, key: str) -> Any:
     """
     if not name.endswith(".json"):
         return load_bytes(data, url, key)
-    try:
+    with as_damage(url, f"{url} (object {key!r}) cannot be read", key):
         return plain_values.decode(json.loads(data))
-    except (ValueError, RecursionError) as error:
-        raise DamagedCheckpointError(
-            f"{url} (object {key!r}) cannot be read ({error}); load an earlier checkpoint",
-            key=key,
-            url=url,
-        ) from error
 
 
 def object_file(sharded: ShardedObject, suffix: str = ".pt") -> str:

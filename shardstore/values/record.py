@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from shardstore.errors import DamagedCheckpointError
+from shardstore.errors import as_damage
 from shardstore.sharded.base import StateDict
 from shardstore.values import plain as plain_values
 
@@ -61,15 +61,9 @@ class StateRecord:
         found = about.get(MEMBER) if isinstance(about, Mapping) else None
         if found is None:
             return None
-        try:
+        with as_damage(url, f"{url}/zarr.json: the record of the state dict is malformed"):
             paths = {str(key): state_path(path) for key, path in found["paths"].items()}
             return cls(paths, dict(found["values"]), [str(key) for key in found["files"]])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DamagedCheckpointError(
-                f"{url}/zarr.json: the record of the state dict is malformed "
-                f"({type(error).__name__}: {error}); load an earlier checkpoint",
-                url=url,
-            ) from error
 
     def value(self, key: str, url: str) -> Any:
         """Return a value by its flat key.
@@ -77,15 +71,8 @@ class StateRecord:
         Raises:
             DamagedCheckpointError: the stored JSON form cannot be decoded.
         """
-        try:
+        with as_damage(url, f"{url}/zarr.json: the value of {key!r} cannot be read", key):
             return plain_values.decode(self.values[key])
-        except (ValueError, RecursionError) as error:
-            raise DamagedCheckpointError(
-                f"{url}/zarr.json: the value of {key!r} cannot be read ({error}); load an "
-                "earlier checkpoint",
-                key=key,
-                url=url,
-            ) from error
 
     def nested(self, url: str, objects: Mapping[str, Any]) -> StateDict:
         """Return the nested state dict of all values.
@@ -102,16 +89,10 @@ class StateRecord:
         """
         state: StateDict = {}
         known = {**{key: self.value(key, url) for key in self.values}, **objects}
-        try:
+        with as_damage(url, f"{url}/zarr.json: the paths of the state dict contradict each other"):
             for key, value in known.items():
                 _set(state, self.paths.get(key, (key,)), value)
             return self._restored(state, known)
-        except (AttributeError, TypeError, RecursionError) as error:
-            raise DamagedCheckpointError(
-                f"{url}/zarr.json: the paths of the state dict contradict each other ({error}); "
-                "load an earlier checkpoint",
-                url=url,
-            ) from error
 
     def _restored(self, state: StateDict, known: Container[str]) -> StateDict:
         mixed = {

@@ -28,7 +28,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from shardstore.errors import AccessPatternError, DamagedCheckpointError
+from shardstore.errors import AccessPatternError, DamagedCheckpointError, as_damage
 from shardstore.storage.format.documents import ArrayMeta, array_document
 from shardstore.storage.format.grid import inner_blocks
 from shardstore.storage.format.names import MANIFEST_NAME, require_inside
@@ -309,7 +309,7 @@ class Manifest:
         Raises:
             DamagedCheckpointError: the file is damaged.
         """
-        try:
+        with as_damage(url, f"{url} is damaged"):
             with zipfile.ZipFile(io.BytesIO(data)) as file:
                 if sum(member.file_size for member in file.infolist()) > len(data):
                     raise ValueError("members that are larger than the file")
@@ -333,13 +333,6 @@ class Manifest:
                 column = getattr(manifest, name)
                 if (column.shape, column.dtype) != (shape, np.dtype(kind)):
                     raise ValueError(f"{column.dtype} of shape {column.shape} as column {name}")
-        except DamagedCheckpointError:
-            raise
-        except Exception as error:  # np.load raises many kinds on damaged input
-            raise DamagedCheckpointError(
-                f"{url} is damaged ({type(error).__name__}: {error}); load an earlier checkpoint",
-                url=url,
-            ) from error
         return manifest
 
 
