@@ -11,7 +11,11 @@ from typing import Any
 import msgspec
 
 from shardstore.errors import CheckpointingException as CheckpointingException
-from shardstore.errors import DamagedCheckpointError, FormatVersionError, NotACheckpointError
+from shardstore.errors import (
+    FormatVersionError,
+    NotACheckpointError,
+    as_damage,
+)
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
 
@@ -84,14 +88,10 @@ def stored_config(stored: StoredCheckpoint) -> CheckpointingConfig | None:
         return config
     url = f"{location.url.rstrip('/')}/{CONFIG_FNAME}"
     try:
-        document = json.loads(stored.document(CONFIG_FNAME))
+        with as_damage(url, f"{url} is not valid JSON"):
+            document = json.loads(stored.document(CONFIG_FNAME))
     except FileNotFoundError:
         return None
-    except ValueError as error:
-        raise DamagedCheckpointError(
-            f"{url} is not valid JSON ({error}); restore it from a copy, or use another checkpoint",
-            url=url,
-        ) from error
     config = _parse_config(document, url)
     has_root = config.sharded_backend == "zarr" and config.sharded_backend_version >= 2
     if not location.is_local and has_root and not stored.has_document("zarr.json"):

@@ -160,7 +160,7 @@ class ChunkCorruptError(DamagedCheckpointError):
 def as_damage(url: str, what: str = "", key: str | None = None) -> Iterator[None]:
     """Raise an error of a block that decodes stored data as :class:`DamagedCheckpointError`.
 
-    Errors of this package stay as they are.
+    Errors of this package, and missing files, stay what they are.
 
     Args:
         url: see :class:`CheckpointingException`.
@@ -169,12 +169,13 @@ def as_damage(url: str, what: str = "", key: str | None = None) -> Iterator[None
     """
     try:
         yield
-    except CheckpointingException:
+    except (CheckpointingException, FileNotFoundError):
         raise
     except Exception as error:  # decoders raise many kinds on damaged input
+        first_line = str(error).partition("\n")[0]
         raise DamagedCheckpointError(
-            f"{what or f'{url} cannot be read'} ({type(error).__name__}: {error}); load an earlier "
-            "checkpoint",
+            f"{what or f'{url} cannot be read'} ({type(error).__name__}: {first_line}); load an "
+            "earlier checkpoint",
             key=key,
             url=url,
         ) from error

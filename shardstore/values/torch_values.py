@@ -29,8 +29,8 @@ import torch
 from shardstore.errors import (
     ArgumentError,
     CheckpointingException,
-    DamagedCheckpointError,
     UnsafeObjectError,
+    as_damage,
 )
 from shardstore.storage.format.dtypes import require_memory
 from shardstore.values.torch_archive import Records, Stream, verify_archive
@@ -360,26 +360,20 @@ def load_bytes(
         DamagedCheckpointError: the file is damaged, or not a file of ``torch.save``.
     """
     about = f" (object {key!r})" if key is not None else ""
-    try:
+    with as_damage(url, f"{url}{about} cannot be read", key):
         if isinstance(data, bytes):
             if not checked:
                 verify_archive(data)
             data = io.BytesIO(data)
-        return _unpickled(data, meta=meta)
-    except (CheckpointingException, FileNotFoundError):
-        raise
-    except _RefusedError as error:
-        what, remedy = error.args
-        raise UnsafeObjectError(
-            f"{url}{about} needs {what}. If you trust this checkpoint, {remedy}", key=key, url=url
-        ) from None
-    except Exception as error:  # a damaged pickle can raise anything
-        raise DamagedCheckpointError(
-            f"{url}{about} cannot be read ({type(error).__name__}: "
-            f"{str(error).partition(chr(10))[0]}); load an earlier checkpoint",
-            key=key,
-            url=url,
-        ) from error
+        try:
+            return _unpickled(data, meta=meta)
+        except _RefusedError as error:
+            what, remedy = error.args
+            raise UnsafeObjectError(
+                f"{url}{about} needs {what}. If you trust this checkpoint, {remedy}",
+                key=key,
+                url=url,
+            ) from None
 
 
 def _unpickled(data: Stream, *, meta: bool = False) -> Any:
