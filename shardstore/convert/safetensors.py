@@ -87,7 +87,7 @@ def _read_header(
         DamagedCheckpointError: the file is truncated or not a safetensors file.
         DTypeMismatchError: a tensor has a data type that cannot be stored.
     """
-    path, size = f"{folder.url}/{name}", folder.size(name)
+    path, size = f"{folder.url}/{name}", folder.size(name) or 0
     length = int.from_bytes(read_bytes(folder, name, 0, 8), "little")
     if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
         raise _damaged(path, f"a header of {length} bytes in a file of {size}")

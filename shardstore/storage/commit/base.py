@@ -55,14 +55,13 @@ def read_base(location: Location) -> dict[str, bytes]:
     """
     found = {}
     for name in ("zarr.json", MANIFEST_NAME):
-        try:
-            found[name] = location.read(name)
-        except FileNotFoundError:
+        if (text := location.read_range(name)) is None:
             raise NotACheckpointError(
                 f"base={location.url} has no {name}: it is not a committed checkpoint of backend "
                 "('zarr', 2); leave base out",
                 url=location.url,
-            ) from None
+            )
+        found[name] = text
     BaseChunks(location, found)
     return found
 

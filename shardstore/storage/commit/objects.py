@@ -151,13 +151,7 @@ class ObjectAttempt(Attempt):
 
     def put_all(self, documents: Sequence[tuple[str, bytes]]) -> None:
         """See :meth:`Attempt.put_all`. Replace objects of older attempts."""
-        put_objects(self.target, documents, self._settle)
-
-    def _settle(self, name: str, data: bytes) -> None:
-        """Replace an existing object of other content, if this attempt still owns the target."""
-        if self.target.remote.read_range(name, 0, None) != data:
-            self.check()
-            self.target.remote.write(name, data)
+        put_objects(self.target, documents, self.check)
 
     # -- commit --------------------------------------------------------------------------------
 

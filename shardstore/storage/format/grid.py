@@ -255,7 +255,8 @@ def _divisor(edge: int, at_most: int, must_divide: bool) -> int:
     divisor, unless it is much larger; else return ``edge``, and the caller cuts the next axis. With
     ``must_divide``, return the smaller divisor instead of ``edge``.
     """
-    divisors = _divisors(edge)
+    small = [d for d in range(1, math.isqrt(edge) + 1) if edge % d == 0]
+    divisors = small + [edge // d for d in small]
     below = max(d for d in divisors if d <= at_most)
     above = min((d for d in divisors if d > at_most), default=edge)
     if below * 4 >= at_most or at_most == 1:
@@ -263,11 +264,6 @@ def _divisor(edge: int, at_most: int, must_divide: bool) -> int:
     if above <= at_most * 4:
         return above
     return below if must_divide and below > 1 else edge
-
-
-def _divisors(n: int) -> list[int]:
-    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return small + [n // d for d in small]
 
 
 def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:

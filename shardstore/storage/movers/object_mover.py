@@ -37,6 +37,7 @@ from shardstore.storage.stores.object_io import (
     ObjectIO,
     object_io,
     run_requests,
+    settle,
 )
 
 T = TypeVar("T", ChunkWrite, ChunkPart)
@@ -78,8 +79,15 @@ class ObjectMover:
     ) -> None:
         """See :meth:`Mover.write`."""
         for item in writes:
-            if _stored_bytes(item.array) > MAX_OBJECT_BYTES:
-                raise self._too_large(item)
+            if (size := _stored_bytes(item.array)) > MAX_OBJECT_BYTES:
+                raise StorageError(
+                    f"chunk {item.index} of key {item.array.key!r} has {size} bytes, and one "
+                    f"request takes at most {MAX_OBJECT_BYTES}; save in smaller chunks, as the "
+                    "default strategy ('zarr', 2) does",
+                    key=item.array.key,
+                    chunk=item.index,
+                    url=f"{self.location.url}/{item.name}",
+                )
 
         def request(io: ObjectIO, item: ChunkWrite) -> _Request:
             yield _held_bytes(item), item.array.chunk_bytes
@@ -88,43 +96,21 @@ class ObjectMover:
             is_new = io.begin_put(item.name, parts, create=True)
             yield None
             if not is_new():
-                self._settle(io, item.name, parts)
+                settle(io, self.location, item.name, parts, self._require_own)
             counters.add(bytes_written=chunk.record.stored_bytes, chunks_written=1)
             with self._done:
                 done(item, chunk.record)
 
         self._each(writes, request)
 
-    def _settle(self, io: ObjectIO, key: str, parts: Sequence[bytes | memoryview]) -> None:
-        """Resolve a conditional PUT that failed because the object exists. The object is from this
-        save, a leftover, or from a newer attempt."""
-        url = f"{self.location.url}/{key}"
-        there = io.get(key, size=sum(map(len, parts)))
-        if there is None and io.put(key, parts, create=True):
-            return
-        if there is None:
-            raise StorageError(
-                f"writing {url} failed: the store says that the object exists, but has none of "
-                "this name; save again",
-                url=url,
-            )
-        if there == b"".join(parts):
-            return
+    def _require_own(self) -> None:
+        """Raise unless this save may replace an object in its way."""
         if self._attempt is None:
-            raise StorageError(f"{url} exists already, with other content; save elsewhere", url=url)
+            url = self.location.url
+            raise StorageError(
+                f"{url}: the object exists already, with other content; save elsewhere", url=url
+            )
         self._attempt.check()
-        io.put(key, parts, create=False)
-
-    def _too_large(self, item: ChunkWrite) -> StorageError:
-        array = item.array
-        return StorageError(
-            f"chunk {item.index} of key {array.key!r} has {_stored_bytes(array)} bytes, "
-            f"and one request takes at most {MAX_OBJECT_BYTES}; save in smaller chunks, as the "
-            "default strategy ('zarr', 2) does",
-            key=array.key,
-            chunk=item.index,
-            url=f"{self.location.url}/{item.name}",
-        )
 
     # -- reading -------------------------------------------------------------------------------
 

@@ -440,21 +440,17 @@ class Location:
             return None
         return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
 
-    def size(self, name: str) -> int:
-        """Return the size of a file in bytes.
+    def size(self, name: str) -> int | None:
+        """Return the size of a file in bytes; ``None`` if there is no such file.
 
         Raises:
-            FileNotFoundError: there is no such file.
             StorageError: the store failed.
         """
-        path = f"{self.url}/{name}"
-        if self.is_local and os.path.exists(path):
-            with store_errors("reading", path):
-                return os.stat(path).st_size
-        sizes = {} if self.is_local else {at: size for at, size, _ in self.remote.details(name)}
-        if name not in sizes:
-            raise FileNotFoundError(path)
-        return sizes[name]
+        if not self.is_local:
+            return {at: size for at, size, _ in self.remote.details(name)}.get(name)
+        with suppress(OSError):
+            return os.stat(f"{self.url}/{name}").st_size
+        return None
 
     def exists(self, name: str = "") -> bool:
         """Return whether there is a document or folder of that name (default: this location

@@ -14,6 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from shardstore.errors import StorageError
 from shardstore.storage.movers.parallel import default_threads, run_batched
 from shardstore.storage.stores.location import Location, require_size
 
@@ -238,14 +239,14 @@ def read_objects(
 def put_objects(
     location: Location,
     objects: Sequence[tuple[str, bytes]],
-    exists: Callable[[str, bytes], None],
+    check: Callable[[], None],
 ) -> None:
-    """Create many small objects in parallel.
+    """Create many small objects in parallel, see :func:`settle`.
 
     Args:
         location: the location below which the objects are created.
         objects: names, relative to the location, and contents.
-        exists: called with name and content for each object whose name exists already.
+        check: raises unless existing objects may be replaced.
 
     Raises:
         StorageError: the store failed.
@@ -260,8 +261,40 @@ def put_objects(
 
         def finish() -> None:
             if not put():
-                exists(name, data)
+                settle(io, location, name, [data], check)
 
         return finish
 
     run_requests(io, objects, begin)
+
+
+def settle(
+    io: ObjectIO,
+    location: Location,
+    key: str,
+    parts: Sequence[bytes | memoryview],
+    check: Callable[[], None],
+) -> None:
+    """Resolve a conditional PUT that failed because the object exists. The object is from an
+    earlier try, whose answer was lost, or a leftover, or from a newer attempt.
+
+    Args:
+        io: puts and gets objects below the location.
+        location: the location of the object.
+        key: name of the object.
+        parts: the content, in order.
+        check: called before an object with other content is replaced; raises if it must stay.
+    """
+    there = io.get(key, size=sum(map(len, parts)))
+    if there is None and io.put(key, parts, create=True):
+        return
+    if there is None:
+        url = f"{location.url}/{key}"
+        raise StorageError(
+            f"writing {url} failed: the store says that the object exists, but has none of this "
+            "name; save again",
+            url=url,
+        )
+    if there != b"".join(parts):
+        check()
+        io.put(key, parts, create=False)

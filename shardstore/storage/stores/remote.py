@@ -88,8 +88,6 @@ def _made(url: str, protocol: str, options: Mapping[str, Any], is_s3: bool) -> A
             if problem := s3.problem_of(options, os.environ):
                 raise StorageError(f"{url}: the storage options do not fit: {problem}", url=url)
             given = s3.s3fs_options(options)
-        if issubclass(kind, LocalFileSystem):
-            given = {"auto_mkdir": True, **given}
         if not issubclass(kind, AsyncFileSystem):
             return fsspec.core.url_to_fs(url, **given)[0]
         made = fsspec.core.url_to_fs(url, skip_instance_cache=True, **given)[0]
