@@ -106,6 +106,28 @@ class TensorStoreReader:
         stores: dict[ArrayMeta, Any] = {}
         pending: deque[tuple[RegionRead, Any]] = deque()
         flying = 0
+
+        def finish() -> None:
+            nonlocal flying
+            read, future = pending.popleft()
+            flying -= read.out.nbytes
+            failure = None
+            try:
+                if self.location.is_local:
+                    read.out[...] = future.result()
+                else:
+                    remote, size = self.location.remote, read.out.nbytes
+                    read.out[...] = wait(future, remote, shared_context(), size)
+            except ValueError as error:
+                failure = self._explained(read, plain_words(str(error)), manifest)
+            if failure is not None:
+                # Raised outside of the handler: the store's answer may contain the access key.
+                raise failure
+            touched = sum(1 for _ in read.array.grid.overlapping(read.box))
+            counters.add(bytes_read=touched * read.array.chunk_bytes, chunks_read=touched)
+            if done is not None:
+                done(read.out.nbytes, touched)
+
         for read in reads:
             if not read.box.size:
                 continue
@@ -115,34 +137,9 @@ class TensorStoreReader:
             pending.append((read, stores[read.array][read.box.slices].read()))
             flying += read.out.nbytes
             while pending and flying >= IN_FLIGHT_BYTES:
-                flying -= pending[0][0].out.nbytes
-                self._finish(*pending.popleft(), manifest, done)
+                finish()
         while pending:
-            self._finish(*pending.popleft(), manifest, done)
-
-    def _finish(
-        self,
-        read: RegionRead,
-        future: Any,
-        manifest: Callable[[], Manifest | None],
-        done: ReadDone | None,
-    ) -> None:
-        failure = None
-        try:
-            if self.location.is_local:
-                read.out[...] = future.result()
-            else:
-                remote, size = self.location.remote, read.out.nbytes
-                read.out[...] = wait(future, remote, shared_context(), size)
-        except ValueError as error:
-            failure = self._explained(read, plain_words(str(error)), manifest)
-        if failure is not None:
-            # Raised outside of the handler: the store's answer may contain the access key.
-            raise failure
-        touched = sum(1 for _ in read.array.grid.overlapping(read.box))
-        counters.add(bytes_read=touched * read.array.chunk_bytes, chunks_read=touched)
-        if done is not None:
-            done(read.out.nbytes, touched)
+            finish()
 
     def _explained(
         self, read: RegionRead, text: str, manifest: Callable[[], Manifest | None]

@@ -276,16 +276,13 @@ class RemoteStore:
         """Return the names directly below a name; empty if there is none."""
         path, found = self._path(name), []
         with suppress(FileNotFoundError), self.errors("listing", name, absent=True):
-            found = self._names(path)
+            if hasattr(self.fs, "_lsdir"):  # the ls() of s3fs lists the parent of an empty folder
+                found = [about["name"] for about in self.call("lsdir", path, refresh=True)]
+            else:
+                found = self.call("ls", path, detail=False, refresh=True)
         # A listing may include the folder itself, or a document of the same name.
         below = {entry.rstrip("/") for entry in found} - {path, path.lstrip("/")}
         return sorted({entry.rsplit("/", 1)[-1] for entry in below})
-
-    def _names(self, path: str) -> list[str]:
-        if hasattr(self.fs, "_lsdir"):  # the ls() of s3fs lists the parent of an empty folder too
-            return [about["name"] for about in self.call("lsdir", path, refresh=True)]
-        found: list[str] = self.call("ls", path, detail=False, refresh=True)
-        return found
 
     def walk(self, name: str = "") -> list[str]:
         """Return the names of all documents below a name, relative to this store's URL."""
