@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -227,11 +227,13 @@ class ShardedTensor(ShardedBase):
                 key=key,
             )
         _require_tensor(key, data)
-        return cls._placed(
+        shape = tuple(data.shape)
+        return cls(
             key,
             data,
-            tuple(data.shape),
-            rank_offsets,
+            data.dtype,
+            shape,
+            *grid_position(key, shape, rank_offsets, prepend_axis_num),
             replica_id=replica_id,
             prepend_axis_num=prepend_axis_num,
             **init_kwargs,
@@ -271,19 +273,10 @@ class ShardedTensor(ShardedBase):
             )
         _require_tensor(key, data)
         shape = ints(non_flat_local_shape)
-        return cls._placed(key, data, shape, args, flattened_range=flattened_range, **kwargs)
-
-    @classmethod
-    def _placed(
-        cls,
-        key: str,
-        data: torch.Tensor,
-        local_shape: tuple[int, ...],
-        rank_offsets: Sequence[tuple[int, int, int]],
-        **kwargs: Any,
-    ) -> ShardedTensor:
-        position = grid_position(key, local_shape, rank_offsets, kwargs.get("prepend_axis_num", 0))
-        return cls(key, data, data.dtype, local_shape, *position, **kwargs)
+        position = grid_position(key, shape, args, kwargs.get("prepend_axis_num", 0))
+        return cls(
+            key, data, data.dtype, shape, *position, flattened_range=flattened_range, **kwargs
+        )
 
     def _flat_bounds(self) -> tuple[int, int]:
         """Return start and stop of the flattened range."""
