@@ -25,26 +25,25 @@ def _state(rank: int, world: int, *, filled: bool = False) -> dict[str, Any]:
     }
 
 
-def _loads(rank: int, world: int, folder: str) -> tuple[bool, int]:
+def _loads(rank: int, world: int, folder: str) -> tuple[bool, list[str]]:
     shardstore.save(_state(rank, world, filled=True), folder)
-    readings = 0
+    names: list[str] = []
     read = loading.read_documents
 
     def reading(*args: Any) -> dict[str, bytes | None]:
-        nonlocal readings
-        readings += 1
+        names.extend(args[1])
         return read(*args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "read_documents", reading)
         state = shardstore.load(_state(rank, world), folder)
     assert isinstance(state, dict)
-    return bool(state["step"] == 7 and (state["w"] == float(rank)).all()), readings
+    return bool(state["step"] == 7 and (state["w"] == float(rank)).all()), names
 
 
 def test_one_rank_reads_the_documents_for_all(tmp_path: Path) -> None:
     for rank, found in enumerate(run_ranks(_loads, WORLD, str(tmp_path / "x"))):
-        assert found == (True, int(rank == 0))
+        assert found == (True, [*loading.DOCUMENTS] if rank == 0 else [])
 
 
 def _fails(rank: int, world: int, folder: str) -> list[str]:
