@@ -24,7 +24,6 @@ from shardstore.storage.format.names import COMMON_STATE_NAME, node_name
 from shardstore.storage.movers.chunks import ChunkWrite, RegionRead, mover_for
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
-from shardstore.strategies.common import require_same_content
 from shardstore.values.record import BACKEND, MEMBER, VERSION, StateRecord
 
 
@@ -61,6 +60,8 @@ class ZarrSource:
         common = None
         with suppress(FileNotFoundError):
             common = ckpt.stored.document(COMMON_STATE_NAME)
+            from shardstore.strategies.common import require_same_content  # imports torch
+
             ckpt.stored.check_file(COMMON_STATE_NAME, common)
             require_same_content(ckpt.stored, common)
         return Extras(common, objects=objects, attributes=attributes)
