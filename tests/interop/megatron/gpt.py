@@ -51,8 +51,11 @@ class OnCpu(TorchFunctionMode):
         return found
 
 
-def build(tp: int, pp: int) -> Any:
-    """This rank's part of a model, for a layout of tensor and pipeline parallel ranks."""
+def build(tp: int, pp: int, **options: Any) -> Any:
+    """This rank's part of a model, for a layout of tensor and pipeline parallel ranks.
+
+    ``options`` are further ones of Megatron-Core's ``TransformerConfig``.
+    """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -72,6 +75,7 @@ def build(tp: int, pp: int) -> Any:
         bf16=True,
         use_cpu_initialization=True,
         gradient_accumulation_fusion=False,
+        **options,
     )
     model = GPTModel(
         config=config,
