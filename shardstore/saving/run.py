@@ -142,7 +142,7 @@ def prepare(
 
 def _write(session: SaveSession, part: Part) -> AsyncRequest | None:
     """Write this rank's part by the strategies. For an asynchronous save, return the request."""
-    assert part.strategies is not None  # else begin() has raised this rank's error
+    assert part.strategies is not None  # prepare() has set them
     sharded_strategy, common_strategy = part.strategies
     agreed, place = session.agreed, session.attempt.location.place
     session.plans = agreed.exchange_layouts and _meets_to_plan(sharded_strategy)
