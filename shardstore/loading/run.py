@@ -48,7 +48,6 @@ from shardstore.progress import Meter, ProgressCallback, callback_of, log_event,
 from shardstore.state_dict_utils import check_state, load_preprocess
 from shardstore.storage.checkpoint import ReplacedError, StoredCheckpoint
 from shardstore.storage.commit.inventory import check_integrity
-from shardstore.storage.format.documents import file_bytes_in
 from shardstore.storage.format.names import COMMON_OBJECT, COMMON_STATE_NAME
 from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.options import require_bool, require_number
@@ -366,12 +365,7 @@ def _agree(call: LoadCall, location: Location, said: Sequence[bytes]) -> bytes:
     apart = agree([one for some in offers for one in some], location.url)
     if call.verify_integrity:
         check_integrity(location)
-    if location.is_local:
-        documents = read_documents(location, DOCUMENTS[:2])
-        sizes = file_bytes_in(documents["zarr.json"] or b"")
-        documents |= read_documents(location, DOCUMENTS[2:], sizes)
-    else:  # at once: one request more would cost each load its latency
-        documents = read_documents(location, DOCUMENTS)
+    documents = read_documents(location, DOCUMENTS)
     checked: list[bytes] | None = None
     if None not in reports:
         checked = _checked(call, reports) if documents[CONFIG_FNAME] is not None else []
