@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -69,6 +70,22 @@ def test_in_a_store(name: str) -> None:
             read(place, key)
     with bounded(len(MORE) // 4):
         assert run(["verify", str(place)]) == 1
+
+
+@pytest.mark.parametrize("size", [-1, -2, 2**62, 2**63, 2**70, 1.5, True, None, "x", []])
+@pytest.mark.parametrize("store", ["local", "memory"])
+def test_a_size_that_is_none(tmp_path: Path, store: str, size: object) -> None:
+    """Such a file has no size in the commit."""
+    folder = tmp_path / "c" if store == "local" else f"memory://{uuid.uuid4().hex}/c"
+    place = Location.of(folder)
+    shardstore.save(state(), place.place)
+    document = json.loads(place.read("zarr.json"))
+    about = document["attributes"]["shardstore"]
+    del about["root_crc32c"]
+    about["file_bytes"] = dict.fromkeys(FILES, size)
+    place.write("zarr.json", json.dumps(document, separators=(",", ":")).encode())
+    load(place, "w")
+    read_manifest(place, "w")
 
 
 @pytest.mark.parametrize("name", ["w/c.0", "manifest.npz", "o/shard_0_1.pt"])

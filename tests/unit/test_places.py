@@ -124,3 +124,11 @@ def test_a_pickled_writer_of_dcp_still_reaches_its_store() -> None:
     for kind in (StorageWriter, StorageReader):
         copied = pickle.loads(pickle.dumps(kind("s3://bucket/x", storage_options=options)))
         assert copied._place.options == options
+
+
+def test_a_range_beyond_the_end_of_a_file(tmp_path: Path) -> None:
+    """As the metadata of a damaged checkpoint may ask for."""
+    (tmp_path / "a").write_bytes(b"0123")
+    ranges = [(0, 3), (2, 9), (4, 5), (9, 2**70), (2**70, 2**71), (3, 1)]
+    found = [Location.of(tmp_path).read_range("a", *one) for one in ranges]
+    assert found == [b"012", b"23", b"", b"", b"", b""]

@@ -620,7 +620,8 @@ class RootDocument:
 
 
 def _sizes(found: dict[str, Any]) -> dict[str, int]:
-    return {name: size for name, size in found.items() if type(size) is int and size >= 0}
+    # No file is larger, and the calls of the operating system take no larger number.
+    return {name: n for name, n in found.items() if type(n) is int and 0 <= n < 2**62}
 
 
 def file_bytes_in(text: bytes) -> dict[str, int]:

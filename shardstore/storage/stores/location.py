@@ -381,8 +381,8 @@ class Location:
                 with open(open_regular(path), "rb") as file:
                     if stop is None:
                         return file.read()
-                    file.seek(start)
                     size = os.fstat(file.fileno()).st_size
+                    file.seek(min(start, size))
                     return file.read(max(0, min(stop, size) - start))
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 return None
