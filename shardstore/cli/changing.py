@@ -111,8 +111,7 @@ def rm(
 ) -> None:
     """Remove a checkpoint. Other files in its folder stay. Refuses symbolic links."""
     from shardstore.storage.commit.checkpoints import delete_checkpoint
-    from shardstore.storage.commit.identity import what_else
-    from shardstore.storage.commit.inventory import is_checkpoint
+    from shardstore.storage.commit.identity import is_checkpoint, what_else
 
     location = opt.locate(checkpoint, storage_option)
     if location.is_local and location.path.is_symlink():

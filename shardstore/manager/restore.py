@@ -23,7 +23,7 @@ from shardstore.mapping import ShardedStateDict
 from shardstore.progress import ProgressArgument, ProgressCallback, callback_of
 from shardstore.serialization import load
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.commit.inventory import is_checkpoint
+from shardstore.storage.commit.identity import is_checkpoint
 from shardstore.storage.stores.location import Location
 
 SHOWN = 3

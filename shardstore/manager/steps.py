@@ -29,7 +29,7 @@ from shardstore.errors import (
 from shardstore.progress import log_event
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit import checkpoints, folder
-from shardstore.storage.commit.inventory import is_checkpoint
+from shardstore.storage.commit.identity import is_checkpoint
 from shardstore.storage.format.manifest import content_digest
 from shardstore.storage.format.names import CONFIG_NAME
 from shardstore.storage.movers.parallel import run_batched

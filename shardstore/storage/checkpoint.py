@@ -20,8 +20,7 @@ from shardstore.errors import (
     NotACheckpointError,
     StorageError,
 )
-from shardstore.storage.commit.identity import instead
-from shardstore.storage.commit.inventory import ATTEMPTS, is_committed
+from shardstore.storage.commit.identity import ATTEMPTS, instead, is_committed
 from shardstore.storage.format.documents import (
     CHUNK_SUMS,
     ArrayMeta,

@@ -35,7 +35,7 @@ from shardstore.inspection.verify import Finding, verify
 from shardstore.saving.session import Part, SaveSession
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.checkpoints import delete_checkpoint, latest
-from shardstore.storage.commit.inventory import is_checkpoint
+from shardstore.storage.commit.identity import is_checkpoint
 from shardstore.storage.movers.counters import counters
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location

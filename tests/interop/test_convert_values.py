@@ -18,7 +18,7 @@ from shardstore import ShardedObject, ShardedTensor
 from shardstore.convert import convert
 from shardstore.errors import DamagedCheckpointError
 from shardstore.progress import Progress
-from shardstore.storage.commit.inventory import is_checkpoint
+from shardstore.storage.commit.identity import is_checkpoint
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.common import object_document
 

@@ -32,7 +32,7 @@ from shardstore.errors import (
     DamagedCheckpointError,
     UnsafeObjectError,
 )
-from shardstore.storage.commit.inventory import is_checkpoint
+from shardstore.storage.commit.identity import is_checkpoint
 from shardstore.storage.stores.location import Location
 from tests.helpers.nested import same
 from tests.helpers.ranks_helper import run_ranks

@@ -27,7 +27,8 @@ from shardstore.errors import (
     StorageError,
 )
 from shardstore.storage.commit import objects as object_commit
-from shardstore.storage.commit.inventory import ATTEMPTS, is_committed, numbers
+from shardstore.storage.commit.identity import ATTEMPTS, is_committed
+from shardstore.storage.commit.inventory import numbers
 from shardstore.storage.commit.objects import ObjectAttempt, begin
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Grid

@@ -23,7 +23,7 @@ from shardstore.errors import (
 )
 from shardstore.storage.commit import inventory as own_objects
 from shardstore.storage.commit import objects as object_commit
-from shardstore.storage.commit.inventory import ATTEMPTS, is_committed
+from shardstore.storage.commit.identity import ATTEMPTS, is_committed
 from shardstore.storage.commit.objects import ObjectAttempt
 from shardstore.storage.commit.publish import About
 from shardstore.storage.stores.location import Location

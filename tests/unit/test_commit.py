@@ -24,7 +24,7 @@ from shardstore.errors import CheckpointExistsError, StorageError
 from shardstore.storage.commit import folder as commit
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.commit.folder import begin, join, leftovers
-from shardstore.storage.commit.inventory import is_checkpoint
+from shardstore.storage.commit.identity import is_checkpoint
 from shardstore.storage.movers.files import sync_file_system
 from shardstore.storage.stores.location import Location
 

@@ -16,14 +16,14 @@ from typing import Any
 from shardstore.errors import CheckpointExistsError, NotACheckpointError
 from shardstore.storage.commit import folder, objects
 from shardstore.storage.commit.attempt import Attempt
-from shardstore.storage.commit.identity import node_type, what_else
-from shardstore.storage.commit.inventory import (
+from shardstore.storage.commit.identity import (
     ATTEMPTS,
     is_checkpoint,
     is_committed,
-    known_nodes,
-    own_names,
+    node_type,
+    what_else,
 )
+from shardstore.storage.commit.inventory import known_nodes, own_names
 from shardstore.storage.format.names import MANIFEST_NAME
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location

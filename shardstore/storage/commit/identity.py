@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Collection
 
 from shardstore.errors import CheckpointingException, DamagedCheckpointError
 from shardstore.storage.format.names import CONFIG_NAME, DCP_METADATA_NAME, key_of
 from shardstore.storage.stores.location import Location, store_errors
+
+ATTEMPTS = ".attempts"
+"""Folder of the claims and marks, below a target in an object store."""
 
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")
 _MOST = 50
@@ -132,3 +136,49 @@ def _folder(location: Location) -> str | None:
 
 def _convert(location: Location) -> str:
     return f"convert it first, `shardstore convert {location.url} TARGET`"
+
+
+def is_checkpoint(location: Location) -> bool:
+    """Return whether a place holds a committed checkpoint: of shardstore, or of another backend
+    with a ``metadata.json``.
+
+    The folder of an array inside a checkpoint does not count, and neither does a Zarr group of
+    another program.
+    """
+    if location.is_local:
+        has_config = location.exists(CONFIG_NAME)
+        committed = has_config or location.exists("zarr.json")
+    else:
+        names = location.listing()
+        has_config, committed = CONFIG_NAME in names, is_committed(location, names)
+    return committed and (has_config or what_else(location) is None)
+
+
+def is_committed(location: Location, names: Collection[str] | None = None) -> bool:
+    """Return whether a place in an object store holds a committed checkpoint: of shardstore, or of
+    another backend with a ``metadata.json``.
+
+    Args:
+        location: the target.
+        names: the names below it, if the caller has listed them.
+
+    Raises:
+        StorageError: the store failed.
+    """
+    store = location.remote
+    if names is None:
+        # One byte shows that the document exists, without reading a large one.
+        has_root = store.read_range("zarr.json", 0, 1) is not None
+    else:
+        has_root = "zarr.json" in names
+    if has_root or (names is not None and CONFIG_NAME not in names):
+        return has_root
+    try:
+        config = json.loads(store.read_range(CONFIG_NAME, 0, None) or b"")
+    except ValueError:
+        return False
+    if not isinstance(config, dict):
+        return False
+    # With layout 2, the root document is the commit, and it is missing.
+    version = config.get("sharded_backend_version", 1)
+    return config.get("sharded_backend") != "zarr" or version == 1

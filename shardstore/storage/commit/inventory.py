@@ -1,5 +1,4 @@
-"""Find out which files at a place belong to a checkpoint, and whether one is committed there.
-``integrity.json`` lists the files with their hashes.
+"""Find out which files at a place belong to a checkpoint, and keep their hashes.
 
 The rules use the names, the documents that commit a checkpoint, and the lists of arrays that
 attempts store. They are the same for folders and object stores. For a folder, only the names of its
@@ -15,7 +14,8 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 
 from shardstore.errors import DamagedCheckpointError, FormatVersionError, NotACheckpointError
-from shardstore.storage.commit.identity import is_foreign_node, what_else
+from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.commit.identity import ATTEMPTS, is_foreign_node
 from shardstore.storage.format.names import (
     COMMON_STATE_NAME,
     CONFIG_NAME,
@@ -26,8 +26,6 @@ from shardstore.storage.format.names import (
 )
 from shardstore.storage.stores.location import Location
 
-ATTEMPTS = ".attempts"
-"""Folder of the claims and marks, below a target in an object store."""
 DELETING = f"{ATTEMPTS}/deleting"
 """Mark of a deletion that is still running or whose process died."""
 COMMITS = ("zarr.json", CONFIG_NAME)
@@ -49,52 +47,6 @@ def numbers(names: Iterable[str], *kinds: str) -> list[int]:
     ``clearing``) of the given kinds among names."""
     found = map(_MARK.fullmatch, names)
     return [int(mark[1]) for mark in found if mark is not None and mark[2] in kinds]
-
-
-def is_checkpoint(location: Location) -> bool:
-    """Return whether a place holds a committed checkpoint: of shardstore, or of another backend
-    with a ``metadata.json``.
-
-    The folder of an array inside a checkpoint does not count, and neither does a Zarr group of
-    another program.
-    """
-    if location.is_local:
-        has_config = location.exists(CONFIG_NAME)
-        committed = has_config or location.exists("zarr.json")
-    else:
-        names = location.listing()
-        has_config, committed = CONFIG_NAME in names, is_committed(location, names)
-    return committed and (has_config or what_else(location) is None)
-
-
-def is_committed(location: Location, names: Collection[str] | None = None) -> bool:
-    """Return whether a place in an object store holds a committed checkpoint: of shardstore, or of
-    another backend with a ``metadata.json``.
-
-    Args:
-        location: the target.
-        names: the names below it, if the caller has listed them.
-
-    Raises:
-        StorageError: the store failed.
-    """
-    store = location.remote
-    if names is None:
-        # One byte shows that the document exists, without reading a large one.
-        has_root = store.read_range("zarr.json", 0, 1) is not None
-    else:
-        has_root = "zarr.json" in names
-    if has_root or (names is not None and CONFIG_NAME not in names):
-        return has_root
-    try:
-        config = json.loads(store.read_range(CONFIG_NAME, 0, None) or b"")
-    except ValueError:
-        return False
-    if not isinstance(config, dict):
-        return False
-    # With layout 2, the root document is the commit, and it is missing.
-    version = config.get("sharded_backend_version", 1)
-    return config.get("sharded_backend") != "zarr" or version == 1
 
 
 def names_at(folder: Location) -> list[str]:
@@ -163,8 +115,6 @@ def _regular(location: Location, name: str) -> bytes | None:
 
 def _described(location: Location) -> Iterator[set[str]]:
     """Yield the arrays that the root document describes, and those that the manifest describes."""
-    from shardstore.storage.checkpoint import StoredCheckpoint  # which imports this module
-
     stored = StoredCheckpoint(location)
     with suppress(NotACheckpointError, DamagedCheckpointError, FormatVersionError):
         root = stored.root

@@ -37,14 +37,8 @@ from datetime import UTC, datetime
 
 from shardstore.errors import CheckpointingException, StorageError
 from shardstore.storage.commit.attempt import Attempt, SupersededError, exists_error
-from shardstore.storage.commit.inventory import (
-    ATTEMPTS,
-    DELETING,
-    deletion_rounds,
-    is_committed,
-    numbers,
-    remains,
-)
+from shardstore.storage.commit.identity import ATTEMPTS, is_committed
+from shardstore.storage.commit.inventory import DELETING, deletion_rounds, numbers, remains
 from shardstore.storage.movers.parallel import run_together
 from shardstore.storage.stores.errors import is_refusal
 from shardstore.storage.stores.location import Location
