@@ -7,16 +7,13 @@ at hand, they are asked again, and this package answers in their place.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
-ENVIRONMENT = ROOT / ".envs" / "megatron"
+from tests.helpers.megatron import PROGRAMS, ROOT, run
+
 GOLDEN = ROOT / "tests" / "golden" / "megatron-core-file-answers.json"
 VERSIONS = ("0.15.3", "0.17.1", "0.19.2")
 MEGATRON = "megatron.core.dist_checkpointing"
@@ -55,26 +52,11 @@ OWN_DEFAULTS = {
 }
 
 
-def ask(folder: Path, *, package: str, version: str | None = None, install: bool = False) -> Any:
+def ask(folder: Path, package: str, version: str | None = None, *, install: bool = False) -> Any:
     """The answers of a package, in the environment of Megatron-Core unless it is ours."""
-    if version is not None and not (ENVIRONMENT / version).is_dir():
-        pytest.skip("no environment with releases of megatron-core: scripts/megatron_env makes it")
+    arguments = PROGRAMS / "file_answers.py", package, folder / "answers"
     alone = version is not None and not install
-    paths = [] if version is None else [ENVIRONMENT / version, ENVIRONMENT / "triton"]
-    done = subprocess.run(
-        [
-            ENVIRONMENT / "bin" / "python" if alone else sys.executable,
-            Path(__file__).with_name("file_answers.py"),
-            *(package, folder / "answers"),
-            *(["install"] if install else []),
-        ],
-        env={**os.environ, "PYTHONPATH": ":".join(map(str, [ROOT, *paths]))},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    run(version, *arguments, *(["install"] if install else []), alone=alone)
     return json.loads((folder / "answers").read_text())
 
 
@@ -96,7 +78,7 @@ def agree(theirs: Any, ours: Any) -> bool:
 
 
 def test_answers_are_those_of_megatron(tmp_path: Path) -> None:
-    given, wanted = ask(tmp_path, package="shardstore"), kept("0.15.3")
+    given, wanted = ask(tmp_path, "shardstore"), kept("0.15.3")
     assert list(given) == list(wanted)
     differing = {q: (a, given[q]) for q, a in wanted.items() if not agree(a, given[q])}
     explained = OTHERWISE | OWN_DEFAULTS
@@ -107,13 +89,13 @@ def test_answers_are_those_of_megatron(tmp_path: Path) -> None:
 @pytest.mark.megatron
 @pytest.mark.parametrize("version", VERSIONS)
 def test_megatron_still_answers_so(tmp_path: Path, version: str) -> None:
-    assert ask(tmp_path, package=MEGATRON, version=version) == kept(version)
+    assert ask(tmp_path, MEGATRON, version) == kept(version)
 
 
 @pytest.mark.megatron
 @pytest.mark.parametrize("version", VERSIONS)
 def test_installed_it_answers_as_that_release(tmp_path: Path, version: str) -> None:
-    given, wanted = ask(tmp_path, package=MEGATRON, version=version, install=True), kept(version)
+    given, wanted = ask(tmp_path, MEGATRON, version, install=True), kept(version)
     differing = {q: (a, given[q]) for q, a in wanted.items() if not agree(a, given[q])}
     assert {q: both for q, both in differing.items() if q not in OTHERWISE} == {}
 
@@ -121,21 +103,10 @@ def test_installed_it_answers_as_that_release(tmp_path: Path, version: str) -> N
 @pytest.mark.megatron
 @pytest.mark.parametrize("version", ["0.15.3", "0.19.2"])
 def test_a_fully_parallel_load_takes_less_memory(tmp_path: Path, version: str) -> None:
-    if not (ENVIRONMENT / version).is_dir():
-        pytest.skip("no environment with releases of megatron-core: scripts/megatron_env makes it")
-    program = Path(__file__).with_name("load_memory.py")
-    paths = [ROOT, ENVIRONMENT / version, ENVIRONMENT / "triton"]
     found = []
-    for python, options in ((ENVIRONMENT / "bin" / "python", []), (sys.executable, ["install"])):
-        done = subprocess.run(
-            [python, program, MEGATRON, tmp_path, *options],
-            env={**os.environ, "PYTHONPATH": ":".join(map(str, paths))},
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-6000:]
+    for options in ([], ["install"]):
+        program = PROGRAMS / "load_memory.py", MEGATRON, tmp_path
+        run(version, *program, *options, alone=not options)
         found.append(json.loads((tmp_path / "peak").read_text()))
     theirs, ours = found
     # Of 64 MiB in 16 tensors, which both ranks have already and each reads one half of.

@@ -3,40 +3,21 @@ class derived before is an error that says what to do."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
-ENVIRONMENT = ROOT / ".envs" / "megatron"
+from tests.helpers.megatron import PROGRAMS, run
+
 pytestmark = pytest.mark.megatron
-
-
-def python(version: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run Python with a release of Megatron-Core."""
-    if not (ENVIRONMENT / version).is_dir():
-        pytest.skip("no environment with releases of megatron-core: scripts/megatron_env makes it")
-    paths = [ROOT, ENVIRONMENT / version, ENVIRONMENT / "triton"]
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": ":".join(map(str, paths))},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
 
 
 @pytest.mark.parametrize(("version", "written"), [("0.15.3", "torch_dist"), ("0.19.2", "zarr")])
 def test_objects_that_were_made_before_are_saved_and_loaded(
     tmp_path: Path, version: str, written: str
 ) -> None:
-    done = python(version, Path(__file__).with_name("made_before.py"), tmp_path, written)
-    assert done.returncode == 0, done.stderr[-6000:]
-    assert done.stdout.split() == ["megatron.core.dist_checkpointing.mapping", "shardstore.mapping"]
+    printed = run(version, PROGRAMS / "made_before.py", tmp_path, written)
+    assert printed.split() == ["megatron.core.dist_checkpointing.mapping", "shardstore.mapping"]
     assert (tmp_path / written / "zarr.json").exists() == (written == "zarr")
 
 
@@ -68,9 +49,8 @@ assert sys.modules[module.__name__] is module is not kept[0]  # now the name is 
     kinds = [("mapping", "ShardedTensor"), ("mapping", "ShardedObject")]
     kinds += [("mapping", "ShardedTensorFactory"), ("mapping", "LocalNonpersistentObject")]
     kinds += [("strategies.torch", "TorchDistSaveShardedStrategy")]
-    done = python("0.19.2", "-c", program, *(name for pair in kinds for name in pair))
-    assert done.returncode == 0, done.stderr[-6000:]
-    assert done.stdout.splitlines() == [
+    printed = run("0.19.2", "-c", program, *(name for pair in kinds for name in pair))
+    assert printed.splitlines() == [
         f"__main__.Mine is derived from megatron.core.dist_checkpointing.{module}.{kind}, which "
         "would stay Megatron-Core's own: call shardstore.megatron.install() before that module is "
         "imported"
@@ -101,5 +81,4 @@ dist_checkpointing.save(state(1.0), sys.argv[1])
 loaded = dist_checkpointing.load(state(0.0), sys.argv[1])
 assert loaded["w"].tolist() == [1, 1] and loaded["n"] == 1
 """
-    done = python("0.19.2", "-c", program, tmp_path)
-    assert done.returncode == 0, done.stderr[-6000:]
+    run("0.19.2", "-c", program, tmp_path)
