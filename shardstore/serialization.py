@@ -28,6 +28,8 @@ from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
 from shardstore.progress import ProgressCallback
 from shardstore.saving.run import prepare, run_save
 from shardstore.saving.session import Part
+from shardstore.storage.commit.inventory import check_integrity, write_integrity
+from shardstore.storage.format.names import INTEGRITY_NAME
 from shardstore.storage.options import SaveKeywords, options_of, require_bool
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.async_utils import AsyncRequest
@@ -407,11 +409,20 @@ def remove_sharded_tensors(
     """Remove all tensors whose key starts with a prefix. One rank calls it.
 
     It removes the tensors from the root document before it deletes their chunks, so that no reader
-    finds a tensor without its chunks.
+    finds a tensor without its chunks. If the checkpoint has an ``integrity.json``, every file is
+    compared with it first, and the hashes of the remaining files are written again.
+
+    Raises:
+        DamagedCheckpointError: a file differs from ``integrity.json``; nothing is removed.
     """
     with opened(checkpoint_dir, storage_options) as context:
         strategy, _ = find_strategies(context)
-    strategy.remove_sharded_tensors(context.stored.location.place, key_prefix)
+    location = context.stored.location
+    if has_hashes := location.exists(INTEGRITY_NAME):
+        check_integrity(location)
+    strategy.remove_sharded_tensors(location.place, key_prefix)
+    if has_hashes:
+        write_integrity(location)
 
 
 def get_default_load_sharded_strategy(checkpoint_dir: str | Path) -> LoadShardedStrategy:

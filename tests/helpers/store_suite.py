@@ -322,6 +322,23 @@ class StoreTests:
         at.write(name, own)
         assert_small_state(shardstore.load(small_state(), url, storage_options=options), 1.0)
 
+    def test_a_removal_keeps_the_hashes_of_the_files_true(self, place: Place) -> None:
+        url, options = place("hashed")
+        shardstore.save(small_state(2.0), url, storage_options=options, verify_integrity=True)
+        where = Location.of(url, **options)
+        rotten, b = where.read("b/c.0") + b"x", where.read("b/c.0")
+        where.write("b/c.0", rotten)
+        with pytest.raises(DamagedCheckpointError, match=r"b/c\.0 has the SHA-256"):
+            shardstore.remove_sharded_tensors(url, "half", storage_options=options)
+        assert where.listing("half") != []
+        where.write("b/c.0", b)
+        shardstore.remove_sharded_tensors(url, "half", storage_options=options)
+        state = {key: value for key, value in small_state().items() if key != "half"}
+        shardstore.load(state, url, storage_options=options, verify_integrity=True)
+        where.write("b/c.0", rotten)
+        with pytest.raises(DamagedCheckpointError, match=r"b/c\.0 has the SHA-256"):
+            shardstore.load(state, url, storage_options=options, verify_integrity=True)
+
     def test_tensors_are_removed_and_objects_stay(self, place: Place) -> None:
         url, options = place("removed")
         state = {**small_state(2.0), "also": ShardedObject("half", [1], (1,), (0,))}
