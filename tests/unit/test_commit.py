@@ -573,6 +573,7 @@ def test_a_version_that_cannot_be_read_stops_no_commit(tmp_path: Path) -> None:
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     done = subprocess.run(
         [sys.executable, "-c", program],
+        cwd=tmp_path,  # the current folder comes first
         env={**os.environ, "PYTHONPATH": path},
         stdout=subprocess.PIPE,
         check=True,

@@ -109,6 +109,6 @@ def test_a_fully_parallel_load_takes_less_memory(tmp_path: Path, version: str) -
         run(version, *program, *options, alone=not options)
         found.append(json.loads((tmp_path / "peak").read_text()))
     theirs, ours = found
-    # Of 64 MiB in 16 tensors, which both ranks have already and each reads one half of.
-    assert all(ours[algorithm] <= theirs[algorithm] for algorithm in theirs), found
-    assert max(ours.values()) <= 16 << 20, found
+    # Of 64 MiB in 16 tensors, which both ranks have already and each reads one half of. An
+    # algorithm may use memory that the one before it has left, so the largest are compared.
+    assert max(ours.values()) <= min(16 << 20, max(theirs.values())), found
