@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.megatron import PROGRAMS, ROOT, run
+from tests.helpers.megatron_releases import PROGRAMS, ROOT, run
 
 GOLDEN = ROOT / "tests" / "golden" / "megatron-core-file-answers.json"
 VERSIONS = ("0.15.3", "0.17.1", "0.19.2")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.megatron import PROGRAMS, run
+from tests.helpers.megatron_releases import PROGRAMS, run
 
 pytestmark = pytest.mark.megatron
 

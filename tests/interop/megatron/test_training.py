@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shardstore
-from tests.helpers.megatron import ENVIRONMENT, PROGRAMS, ROOT, run
+from tests.helpers.megatron_releases import ENVIRONMENT, PROGRAMS, ROOT, run
 
 pytestmark = pytest.mark.megatron
 
