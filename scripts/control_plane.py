@@ -191,6 +191,7 @@ def times(rank: int, world: int, folder: Path) -> None:
     began = time.perf_counter()
     import shardstore
 
+    verbs = (("save", shardstore.save), ("load", shardstore.load))
     imported = time.perf_counter() - began
     part = (0, rank, world)
     state: dict[str, Any] = {
@@ -204,7 +205,7 @@ def times(rank: int, world: int, folder: Path) -> None:
         return found.item()
 
     before, found = len(os.listdir("/proc/self/fd")), dict[str, float]()
-    for name, function in (("save", shardstore.save), ("load", shardstore.load)):
+    for name, function in verbs:
         took = []
         for number in range(10):
             dist.barrier()
