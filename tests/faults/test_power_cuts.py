@@ -191,6 +191,22 @@ def check(root: Path, wanted: dict[str, set[int | None]], has_log: bool) -> None
         assert (root / places[-1] / "log.txt").read_text() == "years of work"
 
 
+def test_a_folder_that_another_rank_used_at_once(tmp_path: Path) -> None:
+    (tmp_path / "before").mkdir()
+
+    def text(path: str) -> str:
+        return "".join(f"\\x{byte:02x}" for byte in f"{tmp_path}/root/{path}".encode())
+
+    lines = [
+        f'1 mkdir("{text("w")}", 0777 <unfinished ...>',
+        f'2 mkdir("{text("w")}", 0777) = -1 EEXIST (File exists)',
+        f'2 openat(AT_FDCWD</>, "{text("w/c.1")}", O_WRONLY|O_CREAT, 0666) = 3<{text("w/c.1")}>',
+        "1 <... mkdir resumed>) = 0",
+    ]
+    trace = Trace.of(lines, tmp_path / "root", tmp_path / "before")
+    assert [getattr(call, "text", "") for call in trace.calls] == ["mkdir w", "openat w/c.1"]
+
+
 def probe() -> bool:
     """Whether this process may trace others."""
     try:

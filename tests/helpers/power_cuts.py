@@ -14,6 +14,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 
 CALLS = (
@@ -213,16 +214,22 @@ class Trace:
 
 
 def _calls(lines: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    """Name, arguments and result of each call that succeeded, in the order of their ends."""
-    begun: dict[str, str] = {}
-    for line in lines:
+    """Name, arguments and result of each call that succeeded, in the order of their ends. A folder
+    comes where its mkdir began: another rank may use it before strace has seen the end."""
+    begun: dict[str, tuple[int, str]] = {}
+    done: list[tuple[int, tuple[str, str, str]]] = []
+    for number, line in enumerate(lines):
+        at = number
         if found := _CUT.fullmatch(line):
-            begun[found[1]] = found[2]
+            begun[found[1]] = number, found[2]
             continue
         if found := _RESUMED.fullmatch(line):
-            line = f"{found[1]} {begun.pop(found[1])}{found[2]}"
+            first, text = begun.pop(found[1])
+            line = f"{found[1]} {text}{found[2]}"
+            at = first if text.startswith("mkdir") else number
         if (found := _LINE.fullmatch(line)) and int(found[4]) >= 0:
-            yield found[2], found[3], found[4]
+            done.append((at, (found[2], found[3], found[4])))
+    return (call for _, call in sorted(done, key=itemgetter(0)))
 
 
 def _paths(name: str, arguments: str) -> list[str]:
