@@ -21,7 +21,7 @@ def run(version: str | None, *arguments: object, alone: bool = False, **settings
         version: the release; the test is skipped where it is not at hand.
         arguments: of Python.
         alone: in Megatron-Core's environment, which lacks what this package needs.
-        settings: further environment variables.
+        settings: further environment variables; ``PWD`` is the current folder, too.
     """
     if version is not None and not (ENVIRONMENT / version).is_dir():
         pytest.skip("no environment with releases of megatron-core: scripts/megatron_env makes it")
@@ -30,6 +30,7 @@ def run(version: str | None, *arguments: object, alone: bool = False, **settings
     done = subprocess.run(
         list(map(str, (python, *arguments))),
         env={**os.environ, "PYTHONPATH": ":".join(map(str, paths)), **settings},
+        cwd=settings.get("PWD"),
         capture_output=True,
         text=True,
         timeout=240,

@@ -7,9 +7,6 @@ Each test is one start of ``gpt.py``; later ones read what earlier ones wrote.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +14,9 @@ import pytest
 
 import shardstore
 from shardstore.convert import convert
+from tests.helpers import megatron_releases
+from tests.helpers.megatron_releases import ENVIRONMENT, PROGRAMS
 
-ROOT = Path(__file__).parents[3]
-ENVIRONMENT = ROOT / ".envs" / "megatron"
 pytestmark = pytest.mark.megatron
 
 
@@ -32,18 +29,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(version: str, layout: tuple[int, int], actions: list[list[Any]], **task: Any) -> None:
     """Run ``gpt.py`` with a release of Megatron-Core, in its environment or here to install."""
-    python = sys.executable if task.get("install") else ENVIRONMENT / "bin" / "python"
-    paths = [ROOT, ENVIRONMENT / version, ENVIRONMENT / "triton"]
     task |= {"tp": layout[0], "pp": layout[1], "actions": [[*one, {}][:3] for one in actions]}
-    done = subprocess.run(
-        [python, Path(__file__).with_name("gpt.py"), json.dumps(task, default=str)],
-        env={**os.environ, "PYTHONPATH": ":".join(map(str, paths))},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
+    program = PROGRAMS / "gpt.py"
+    megatron_releases.run(
+        version, program, json.dumps(task, default=str), alone=not task.get("install")
     )
-    assert done.returncode == 0, done.stderr[-6000:]
 
 
 def test_installed_in_0_15_it_writes_torch_dist(folder: Path) -> None:

@@ -3,17 +3,13 @@ one saved, under another layout and by another release, and compares model and o
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from scripts.s3_servers import S3Server
+from tests.helpers.megatron_releases import ENVIRONMENT, PROGRAMS, run
 
-ROOT = Path(__file__).parents[3]
-ENVIRONMENT = ROOT / ".envs" / "megatron"
 MODEL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 48 --swiglu "
     "--max-position-embeddings 16 --seq-length 16 --micro-batch-size 1 --bf16 --no-load-rng "
@@ -31,26 +27,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(version: str, options: str, *, install: str | None = "", **settings: str) -> str:
     """Run the trainer on two ranks; ``install``: options of this package, ``None``: without it."""
-    python = ENVIRONMENT / "bin" / "python" if install is None else sys.executable
-    paths = [ROOT, ENVIRONMENT / version, ENVIRONMENT / "triton"]
-    program = str(Path(__file__).with_name("trainer.py"))
+    program = str(PROGRAMS / "trainer.py")
     if install is not None:
         program = f"-m shardstore.megatron {install} {program}"
     command = (
         f"-m torch.distributed.run --standalone --nproc-per-node 2 {program} {MODEL} {options}"
     )
-    environment = {**os.environ, **settings, "PYTHONPATH": ":".join(map(str, paths))}
-    done = subprocess.run(
-        [python, *command.split()],
-        env=environment,
-        cwd=settings.get("PWD"),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    return done.stdout
+    return run(version, *command.split(), alone=install is None, **settings)
 
 
 def test_megatron_saves_by_itself(folder: Path) -> None:
