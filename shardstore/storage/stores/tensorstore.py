@@ -138,7 +138,7 @@ class KvStoreIO(ObjectIO):
     """
 
     requests = 32
-    small_requests = 64
+    small_requests = 96
     blocks = False
     reads_past_end = False
 
