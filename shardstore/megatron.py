@@ -486,6 +486,8 @@ def main() -> None:
         chosen, arguments = "".join(arguments[1:2]), arguments[2:]
     if not arguments or arguments[0].startswith("-"):
         sys.exit("usage: python -m shardstore.megatron [--format zarr|torch_dist] TRAINER.py ...")
+    if not Path(arguments[0]).is_file():
+        sys.exit(f"{arguments[0]} is not a file: give the path of the trainer's program")
     # This module runs as __main__, so import the copy that all other modules import.
     importlib.import_module("shardstore.megatron").install(chosen)
     sys.argv = arguments

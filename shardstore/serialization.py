@@ -413,8 +413,11 @@ def remove_sharded_tensors(
     compared with it first, and the hashes of the remaining files are written again.
 
     Raises:
+        ArgumentError: the prefix is no string.
         DamagedCheckpointError: a file differs from ``integrity.json``; nothing is removed.
     """
+    if not isinstance(key_prefix, str):
+        raise ArgumentError(f"key_prefix={key_prefix!r:.100} must be a string")
     with opened(checkpoint_dir, storage_options) as context:
         strategy, _ = find_strategies(context)
     location = context.stored.location

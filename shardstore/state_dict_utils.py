@@ -94,13 +94,13 @@ def load_preprocess(
 
 
 def check_state(state_dict: object) -> None:
-    """Check that a state dict is a dict or a list, and that its nesting ends.
+    """Check that a state dict is a dict, and that its nesting ends.
 
     Raises:
-        StructureError: the state dict is neither a dict nor a list, or dicts and lists in it are
-            nested more than :data:`MOST_DEEP` levels deep, as in one that contains itself.
+        StructureError: the state dict is no dict, or dicts and lists in it are nested more than
+            :data:`MOST_DEEP` levels deep, as in one that contains itself.
     """
-    if not isinstance(state_dict, dict | list):
+    if not isinstance(state_dict, dict):
         a = "an" if type(state_dict).__name__[0] in "aeiou" else "a"
         raise StructureError(
             f"the state dict must be a dict of tensors and values, not {a} "

@@ -38,7 +38,7 @@ from shardstore.storage.format.names import DCP_METADATA_NAME
 from shardstore.storage.movers.chunk_bytes import as_bytes
 from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
 from shardstore.storage.movers.parallel import in_rounds
-from shardstore.storage.options import require_number
+from shardstore.storage.options import require_bool, require_number
 from shardstore.storage.stores.location import Location
 
 if TYPE_CHECKING:
@@ -123,6 +123,8 @@ def convert(
         UnsafeObjectError: a pickled class of the source is not allowed.
         StorageError: a disk or a store failed. The next run continues the work.
     """
+    for name, flag in (("overwrite", overwrite), ("resume", resume), ("verify", verify)):
+        require_bool(name, flag)
     require_number("memory_budget", memory_budget)
     require_number("file_bytes", file_bytes)
     callback_of(progress, shows=False)

@@ -142,6 +142,7 @@ def install(
 
     # Raise errors of the options now, not at the first save.
     new_writer()
+    new_reader()
     saver: Any = state_dict_saver
     loader: Any = state_dict_loader
     try:

@@ -45,7 +45,7 @@ from shardstore.mapping import ShardedObject, ShardedTensor
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.grid import Box
-from shardstore.storage.options import require_number
+from shardstore.storage.options import require_bool, require_number
 from shardstore.storage.stores.location import Location, given_options
 from shardstore.strategies.common import TorchCommonLoadStrategy
 from shardstore.validation import verify_checkpoint_and_load_strategy
@@ -189,6 +189,7 @@ class StorageReader(Placed, DcpStorageReader):
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(url, storage_options)
+        require_bool("cast", cast)
         require_number("threads", threads, none=True)
         self._cast = cast
         self._threads = threads

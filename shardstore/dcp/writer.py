@@ -253,6 +253,7 @@ class StorageWriter(Placed, DcpStorageWriter):
         self.options = options_of("StorageWriter", options, keywords=WriterKeywords)
         super().__init__(url, self.options.storage_options)
         require_bool("allow_pickle", allow_pickle)
+        require_bool("dcp_marker", dcp_marker)
         self._allow_pickle = allow_pickle
         self._marker = dcp_marker
         self._attempt: Attempt | None = None

@@ -29,6 +29,7 @@ from shardstore.distributed.groups import group_rank, group_size
 from shardstore.dtensor.layout import ClaimedTensor, sharded_from_dtensor
 from shardstore.errors import AccessPatternError, KeyNameError
 from shardstore.mapping import ShardedBase, ShardedStateDict, ShardedTensor, StateDict
+from shardstore.state_dict_utils import check_state
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -54,6 +55,7 @@ def shard(state_dict: StateDict) -> ShardedStateDict:
         AccessPatternError: a DTensor has partial placements, or is inside a tuple.
         KeyNameError: two tensors have the same key.
     """
+    check_state(state_dict)
     return _adopt(state_dict, plain=lambda key: True, loading=False).state
 
 

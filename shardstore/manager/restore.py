@@ -22,8 +22,10 @@ from shardstore.manager.steps import StepInfo, Steps, branches, logger, number_o
 from shardstore.mapping import ShardedStateDict
 from shardstore.progress import ProgressArgument, ProgressCallback, callback_of
 from shardstore.serialization import load
+from shardstore.state_dict_utils import check_state
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.identity import is_checkpoint
+from shardstore.storage.options import require_bool
 from shardstore.storage.stores.location import Location
 
 SHOWN = 3
@@ -62,6 +64,9 @@ def restore_step(
     error: BaseException | None = None
     callback: ProgressCallback | None = None
     try:
+        check_state(state)
+        require_bool("verify_first", verify_first)
+        require_bool("discard_later", discard_later)
         callback = callback_of(progress, shows=ranks.is_coordinator)
         wanted = None if wanted is None else number_of(wanted)
     except (TypeError, ValueError) as problem:

@@ -121,8 +121,17 @@ def misfit(
 
 
 def ints(values: Sequence[int]) -> tuple[int, ...]:
-    """Convert any kind of integers to a tuple of ``int``."""
-    return tuple(int(value) for value in values)
+    """Convert any kind of integers to a tuple of ``int``.
+
+    Raises:
+        ArgumentError: ``values`` is no sequence of numbers.
+    """
+    try:
+        return tuple(int(value) for value in values)
+    except (TypeError, ValueError):
+        raise ArgumentError(
+            f"{values!r:.100} must be a tuple of whole numbers, such as (4, 2)"
+        ) from None
 
 
 def grid_position(

@@ -3,10 +3,12 @@ anything is touched."""
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -15,13 +17,15 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import shardstore
-from shardstore import ShardedTensor
+import shardstore.dcp
+from shardstore import CheckpointManager, ShardedObject, ShardedTensor
 from shardstore.convert import convert
 from shardstore.dcp import StorageReader, StorageWriter, install
 from shardstore.errors import ArgumentError, CheckpointingException, StructureError
 from shardstore.inspection.verify import Finding, verify
 from shardstore.progress import Progress
 from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.options import SaveKeywords, WriterKeywords
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from tests.helpers.ranks_helper import run_ranks
@@ -96,21 +100,96 @@ def test_ranks_agree_about_documents(tmp_path: Path) -> None:
         assert sorted(stored.location.listing("w")) == ["c.0.0", "c.1.0"]
 
 
-FLAGS = ["validate_access_integrity", "verify_integrity"]
-SAVE_FLAGS = ["overwrite", "durable", "allow_unconditional", "verify_base", "async_sharded_save"]
+def restore(folder: Path, **flags: Any) -> object:
+    return CheckpointManager(folder).restore(state(), **flags)
+
+
+FLAGGED: dict[Callable[..., object], Callable[..., object]] = {
+    shardstore.save: lambda saved, **flags: shardstore.save(state(), saved / "c", **flags),
+    shardstore.async_save: lambda saved, **flags: shardstore.async_save(
+        state(), saved / "c", **flags
+    ),
+    shardstore.load: lambda saved, **flags: shardstore.load(state(), saved, **flags),
+    shardstore.sweep: shardstore.sweep,
+    CheckpointManager.restore: restore,
+    convert: lambda saved, **flags: convert(saved, saved / "c.safetensors", **flags),
+    StorageReader.__init__: StorageReader,
+    StorageWriter.__init__: StorageWriter,
+    install: lambda _, **flags: install(**flags),
+}
+"""Each public function that takes True or False, and a call of it."""
+
+
+KEYWORDS = {f"Unpack[{kind.__name__}]": kind for kind in (SaveKeywords, WriterKeywords)}
+
+
+def flags_of(function: Callable[..., object]) -> list[str]:
+    names = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.annotation == "bool":
+            names.append(parameter.name)
+        if parameter.annotation in KEYWORDS:
+            hints = get_type_hints(KEYWORDS[parameter.annotation])
+            names += [name for name, kind in hints.items() if kind is bool]
+    return names
+
+
+def public_functions() -> Iterator[Callable[..., object]]:
+    for module in (shardstore, shardstore.convert, shardstore.dcp):
+        for found in vars(module).values():
+            if inspect.isfunction(found):
+                yield found
+            elif inspect.isclass(found) and not is_dataclass(found):
+                yield from (f for f in vars(found).values() if inspect.isfunction(f))
+
+
+def test_each_function_with_flags_is_tried() -> None:
+    of_dcp = {StorageReader.set_up_storage_reader, StorageWriter.set_up_storage_writer}
+    assert {f for f in public_functions() if flags_of(f)} - of_dcp == set(FLAGGED)
 
 
 @pytest.mark.parametrize("given", ["no", 1, None], ids=repr)
-@pytest.mark.parametrize("name", FLAGS + SAVE_FLAGS)
-def test_flags_are_true_or_false(saved: Path, name: str, given: object) -> None:
-    wanted = f"{name}={given!r} must be True or False"
-    wrong: dict[str, Any] = {name: given}
-    with pytest.raises(ArgumentError, match=wanted):
-        shardstore.save(state(), saved.with_name("c"), **wrong)
-    if name in FLAGS:
-        with pytest.raises(ArgumentError, match=wanted):
-            shardstore.load(state(), saved, **wrong)
+@pytest.mark.parametrize("function", FLAGGED, ids=lambda f: f.__qualname__)
+def test_flags_are_true_or_false(
+    saved: Path, function: Callable[..., object], given: object
+) -> None:
+    for name in flags_of(function):
+        with pytest.raises(ArgumentError, match=f"{name}={given!r} must be True or False"):
+            FLAGGED[function](saved, **{name: given})
     assert os.listdir(saved.parent) == ["saved"]
+
+
+def test_states_are_dicts(saved: Path) -> None:
+    manager = CheckpointManager(saved)
+    calls: list[Callable[[Any], object]] = [
+        lambda wrong: shardstore.save(wrong, saved / "c"),
+        lambda wrong: shardstore.async_save(wrong, saved / "c"),
+        lambda wrong: shardstore.load(wrong, saved),
+        lambda wrong: manager.save(1, wrong),
+        lambda wrong: manager.restore(wrong),
+        shardstore.shard,
+    ]
+    for call in calls:
+        for wrong in ([1], [state()["w"]], None, 3):
+            with pytest.raises(StructureError, match="the state dict must be a dict"):
+                call(wrong)
+
+
+@pytest.mark.parametrize("wrong", [3, None, ("x",), ("a", 2)], ids=repr)
+def test_shapes_are_whole_numbers(wrong: Any) -> None:
+    for make in (
+        lambda: ShardedObject("o", 1, wrong, (0,)),
+        lambda: ShardedObject("o", 1, (1,), wrong),
+    ):
+        with pytest.raises(ArgumentError, match="must be a tuple of whole numbers"):
+            make()
+
+
+def test_a_prefix_is_a_string(saved: Path) -> None:
+    for wrong in (3, None, b"w"):
+        with pytest.raises(ArgumentError, match=r"key_prefix=.* must be a string"):
+            shardstore.remove_sharded_tensors(saved, wrong)  # type: ignore[arg-type]
+    shardstore.load(state(), saved)
 
 
 def test_what_a_load_takes(saved: Path) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -187,3 +190,12 @@ def test_the_newest_version_of_a_backend() -> None:
 def test_install_refuses_another_format() -> None:
     with pytest.raises(ArgumentError, match="must be one of zarr, torch_dist"):
         install("pickle")
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["missing.py"], ["--format", "zarr"]])
+def test_a_program_that_is_not_there(arguments: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "shardstore.megatron", *arguments], capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert re.fullmatch(r"usage: .*\n|missing.py is not a file: .*\n", done.stderr)

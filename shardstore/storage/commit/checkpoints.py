@@ -25,7 +25,7 @@ from shardstore.storage.commit.identity import (
 )
 from shardstore.storage.commit.inventory import known_nodes, own_names
 from shardstore.storage.format.names import MANIFEST_NAME
-from shardstore.storage.options import SaveOptions
+from shardstore.storage.options import SaveOptions, require_bool
 from shardstore.storage.stores.location import Location
 
 
@@ -101,6 +101,7 @@ def sweep(
     Raises:
         StorageError: the store failed.
     """
+    require_bool("dry_run", dry_run)
     place = Location.given(root, storage_options)
     place.require_no_file()
     if place.is_local:
