@@ -12,10 +12,11 @@ import io
 import math
 import os
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any, NamedTuple, TypeVar, cast
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -159,6 +160,7 @@ class DcpFiles:
     parts: dict[str, Sequence[StoredPart]] = field(default_factory=dict)
     objects: dict[str, Extent] = field(default_factory=dict)
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
+    _corners: dict[str, NDArray[np.int64]] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def open(cls, place: str | os.PathLike[str] | Location) -> DcpFiles:
@@ -200,11 +202,10 @@ class DcpFiles:
     def _read_one(self, read: RegionRead, done: ReadDone | None) -> None:
         key, box = read.array.key, read.box
         seen = 0
-        for part in self.parts[key]:
+        for part in self._touching(key, box):
             common = part.box.intersect(box)
-            if common is None and box.size and part.box.shape:
+            if common is None:
                 continue
-            common = common or box
             into: tuple[Any, ...] = (..., *common.relative_to(box.offset).slices)
             self._read_part(read.array, part, common.relative_to(part.box.offset), read.out[into])
             seen += common.size
@@ -217,6 +218,17 @@ class DcpFiles:
             )
         if done is not None:
             done(read.out.nbytes, 1)
+
+    def _touching(self, key: str, box: Box) -> Iterator[StoredPart]:
+        """Yield the parts of a tensor that can overlap a box. A conversion asks for many boxes, and
+        a tensor may have a part for each of thousands of ranks."""
+        parts = self.parts[key]
+        if key not in self._corners:
+            corners = np.array([(part.box.offset, part.box.end) for part in parts], np.int64)
+            self._corners[key] = corners.reshape(len(parts), 2, len(box.shape))
+        low, high = self._corners[key].swapaxes(0, 1)
+        touching = np.flatnonzero(((low < box.end) & (high > box.offset)).all(1))
+        return (parts[number] for number in touching.tolist())
 
     def _read_part(self, meta: ArrayMeta, part: StoredPart, within: Box, out: NDArray[Any]) -> None:
         """Read a box of a part into ``out``. The box's offset is relative to the part's corner."""
