@@ -72,9 +72,7 @@ def encode(value: Any, depth: int = 0) -> Any:
         name, form, _ = _FORMS[kind]
         return _tagged(name, form(value, depth + 1))
     if isinstance(value, np.generic) and value.dtype.kind in _PLAIN:
-        # tobytes() of empty text returns bytes although its item size is 0.
-        data = value.tobytes()[: value.dtype.itemsize]
-        return _tagged("numpy", [value.dtype.str, _base64(data)])
+        return _tagged("numpy", _encode_scalar(value))
     if isinstance(value, np.dtype) and value.kind in _PLAIN:
         return _tagged("numpy.dtype", value.str)
     return _encode_of_torch(value, depth)
@@ -119,11 +117,31 @@ def _encode_array(array: np.ndarray[Any, Any], depth: int) -> Any:
     return [array.dtype.str, list(array.shape), _base64(array.tobytes())]
 
 
+def _encode_scalar(value: np.generic) -> list[str]:
+    # tobytes() of empty text returns bytes although its item size is 0.
+    form = [value.dtype.str, _base64(value.tobytes()[: value.dtype.itemsize])]
+    if (kind := type(value)) is not value.dtype.type:
+        raise NotPlainError(f"{kind.__module__}.{kind.__qualname__} has no JSON form")
+    if _numpy(form).dtype != value.dtype:
+        raise NotPlainError(f"{kind.__name__} that ends with a null character has no JSON form")
+    return form
+
+
+def _encode_slice(value: slice, depth: int) -> Any:
+    parts = [value.start, value.stop, value.step]
+    if any(isinstance(part, str) for part in parts):
+        raise NotPlainError(f"a slice with text, {value!r:.100}, has no JSON form")
+    return _items(parts, depth)
+
+
 def _encode_time(value: datetime.datetime | datetime.time, depth: int) -> Any:
     if type(value.tzinfo) not in (type(None), datetime.timezone):
         kind = type(value).__name__
         raise NotPlainError(f"datetime.{kind} in the time zone {value.tzinfo} has no JSON form")
-    return [value.isoformat(), value.fold]
+    text = value.isoformat()
+    if type(value).fromisoformat(text).utcoffset() != value.utcoffset():  # of microseconds
+        raise NotPlainError(f"an offset of {value.utcoffset()!r} from UTC has no JSON form")
+    return [text, value.fold]
 
 
 def _encode_defaultdict(value: collections.defaultdict[Any, Any], depth: int) -> Any:
@@ -313,7 +331,7 @@ _FORMS: dict[type, _Form] = {
     **{kind: _of_members(kind) for kind in (argparse.Namespace, types.SimpleNamespace)},
     complex: _of_parts(complex, "real", "imag"),
     range: _of_parts(range, "start", "stop", "step"),
-    slice: _of_parts(slice, "start", "stop", "step"),
+    slice: ("slice", _encode_slice, _of_parts(slice)[2]),
     datetime.timedelta: _of_parts(datetime.timedelta, "days", "seconds", "microseconds"),
     fractions.Fraction: _of_parts(fractions.Fraction, "numerator", "denominator"),
     type(pathlib.Path()): ("Path", *_of_text(pathlib.Path)[1:]),

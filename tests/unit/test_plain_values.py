@@ -219,6 +219,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "without memory": ((torch.ones(2, device="meta"),), "meta"),
     "own factory": (collections.defaultdict(lambda: 5), "lambda"),
     "own factory of a known name": (collections.defaultdict(type("list", (), {})), "list"),
+    "subclass of a number": (type("Mine", (np.float64,), {})(1), "Mine"),
+    "text that ends with a null": (np.str_("a\0"), "str_ that ends with a null"),
+    "bytes that end with a null": ([np.bytes_(b"a\0")], "bytes_ that ends with a null"),
+    "slice with text": ((slice(None, "b"),), "slice with text"),
+    "offset of microseconds": (
+        datetime.time(1, tzinfo=datetime.timezone(datetime.timedelta(microseconds=7))),
+        "microseconds=7.* from UTC",
+    ),
     "subclass of a dict": (type("Mine", (dict,), {})(a=1), "Mine"),
 }
 
