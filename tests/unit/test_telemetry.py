@@ -113,15 +113,15 @@ def test_the_commit_record_says_what_each_rank_did(tmp_path: Path) -> None:
     assert ranks["bytes"] == [commit["stored_bytes"]] == [64 * 32 * 4 + 4]
     assert ranks["chunks"] == [1]
     assert ranks["slowest"] == 0
-    assert 0 < ranks["write_s"][0] <= commit["seconds"]
-    assert 0 <= ranks["plan_s"][0] <= commit["seconds"]
+    assert 0 < ranks["write_s"][0] <= commit["seconds"] + 0.001  # seconds are rounded
+    assert 0 <= ranks["plan_s"][0] <= commit["seconds"] + 0.001
     assert zarr.open_group(tmp_path / "c", mode="r")["w"][0, 0] == 1
     record = shardstore.async_save(state_of(2), tmp_path / "d").result(60)
     assert record["content"] != commit["content"]
     # Large enough that its copy is not rounded to no time at all.
     large = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(8 << 20))}
     record = shardstore.async_save(large, tmp_path / "e").result(60)
-    assert 0 < record["ranks"]["stage_s"][0] <= record["seconds"]
+    assert 0 < record["ranks"]["stage_s"][0] <= record["seconds"] + 0.001
 
 
 def test_many_ranks_are_summed_up() -> None:

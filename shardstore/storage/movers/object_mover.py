@@ -42,9 +42,10 @@ from shardstore.storage.stores.object_io import (
 
 T = TypeVar("T", ChunkWrite, ChunkPart)
 
-_Request = Iterator[tuple[int, int] | None]
-"""A request in three steps: it yields the memory that it needs and the size of its object in bytes,
-then starts and yields ``None``, then waits for the end."""
+_Request = Iterator[tuple[int, int, int] | None]
+"""A request in three steps: it yields the memory that it needs, the further memory that only its
+start needs, and the size of its object in bytes; then starts and yields ``None``; then waits for
+the end."""
 
 CONNECTION_BYTES = 512 * 1024
 """Buffer size of a TensorStore connection; a small object fills only a part of the buffer."""
@@ -90,7 +91,8 @@ class ObjectMover:
                 )
 
         def request(io: ObjectIO, item: ChunkWrite) -> _Request:
-            yield _held_bytes(item), item.array.chunk_bytes
+            packing = _stored_bytes(item.array) if item.array.is_packed else 0
+            yield _held_bytes(item), packing, item.array.chunk_bytes
             chunk = EncodedChunk(item.array, item.data())
             (parts,) = chunk
             is_new = io.begin_put(item.name, parts, create=True)
@@ -129,7 +131,7 @@ class ObjectMover:
             size = expected.last - expected.first
             is_whole = expected.sums is None and size == array.chunk_bytes
             # A compressed chunk is in memory three times: twice as received, and decompressed.
-            yield 3 * size if array.is_packed else size, size
+            yield 3 * size if array.is_packed else size, 0, size
             stop = io.end_of(_stored_bytes(array)) if is_whole else expected.last
             if array.is_packed:  # its size is not known
                 stop = most_packed_bytes(array) + 1 if io.reads_past_end else None
@@ -170,16 +172,18 @@ class ObjectMover:
         def begin(item: T, may_wait: bool) -> Callable[[], None] | None:
             with about(item):
                 steps = request(io, item)
-                weight = next(steps)
-                assert weight is not None
-                if not budget.take(*weight, may_wait=may_wait):
+                needs = next(steps)
+                assert needs is not None
+                held, starting, size = needs
+                if not budget.take(held + starting, size, may_wait=may_wait):
                     return None
                 next(steps)
+                budget.shrink(held + starting, held, size)
 
             def finish() -> None:
                 with about(item):
                     next(steps, None)
-                budget.give(*weight)
+                budget.give(held, size)
 
             return finish
 
@@ -240,6 +244,12 @@ class _Budget:
                     return False
                 self._changed.wait()
             raise self._error
+
+    def shrink(self, held: int, left: int, size: int) -> None:
+        """Release a part of the memory of an object: it needs ``left`` bytes from now on."""
+        with self._changed:
+            self._free += self._of(held, size)[0] - self._of(left, size)[0]
+            self._changed.notify_all()
 
     def give(self, held: int, size: int) -> None:
         """Release the room of an object."""
