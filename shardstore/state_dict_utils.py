@@ -120,45 +120,56 @@ def check_state(state_dict: object) -> None:
                 open_paths.append((value, (*path, key)))
 
 
-def check_lists(x: dict[Any, Any] | list[Any], path: tuple[Any, ...] = ()) -> tuple[bool, bool]:
-    """Raise an error for lists that mix sharded and common elements.
+def check_lists(x: dict[Any, Any] | list[Any], path: tuple[Any, ...] = ()) -> frozenset[str]:
+    """Raise an error for lists whose elements hold different kinds of values: sharded, common and
+    local ones.
 
-    The two kinds are stored separately, without their positions in the list, so a load could not
-    rebuild such a list.
+    The kinds are stored or kept separately, without their positions in the list, so a load could
+    not rebuild such a list.
 
     Args:
-        x: the nested state dict of a save. Non-persistent objects do not count.
+        x: the nested state dict of a save, with its factories built.
         path: path of ``x`` in the whole state dict, for the error text.
 
     Returns:
-        Whether ``x`` holds sharded values, and whether it holds others.
+        The kinds of values in ``x``.
 
     Raises:
-        StructureError: ``x`` holds such a list, or a tuple with a sharded value.
+        StructureError: ``x`` holds such a list, a tuple with a sharded value, or a factory, which
+            another factory has built.
     """
     found = []
     for key, value in x.items() if isinstance(x, dict) else enumerate(x):
         if isinstance(value, dict | list):
-            sharded, common = check_lists(value, (*path, key))
-            if sharded or common or not value:
-                found.append((sharded, common or not value))
-        elif not isinstance(value, LocalNonpersistentObject):
-            is_sharded = isinstance(value, ShardedBase)
-            if isinstance(value, tuple) and any(isinstance(item, ShardedBase) for item in value):
-                raise StructureError(
-                    f"the tuple at {'.'.join(map(str, (*path, key)))!r} has a sharded value in it, "
-                    "and tuples are stored whole, by one rank; make it a list",
-                    key=".".join(map(str, (*path, key))),
-                )
-            found.append((is_sharded, not is_sharded))
-    sharded, common = any(s for s, _ in found), any(c for _, c in found)
-    if sharded and common and isinstance(x, list) and not all(s and c for s, c in found):
-        kinds = ["both" if s and c else "sharded" if s else "common" for s, c in found]
+            found.append(check_lists(value, (*path, key)) or frozenset({"common"}))
+        else:
+            found.append(frozenset({_kind(value, ".".join(map(str, (*path, key))))}))
+    kinds = frozenset[str]().union(*found)
+    if isinstance(x, list) and any(one != kinds for one in found):
+        held = ", ".join(" and ".join(sorted(one)) for one in found[:8])
         raise StructureError(
-            f"the list at {'.'.join(map(str, path)) or 'the top'} mixes sharded values with "
-            f"others ({', '.join(kinds[:8])}), and a load could not rebuild it; make it a dict"
+            f"the list at {'.'.join(map(str, path)) or 'the top'} mixes kinds of values ({held}), "
+            "and a load could not rebuild it; make it a dict"
         )
-    return sharded, common
+    return kinds
+
+
+def _kind(value: object, name: str) -> str:
+    if isinstance(value, tuple) and any(isinstance(item, ShardedBase) for item in value):
+        raise StructureError(
+            f"the tuple at {name!r} has a sharded value in it, and tuples are stored whole, by one "
+            "rank; make it a list",
+            key=name,
+        )
+    if isinstance(value, ShardedTensorFactory):
+        raise StructureError(
+            f"a factory built the factory at {name!r}, and factories are built once; let it build "
+            "sharded tensors",
+            key=name,
+        )
+    if isinstance(value, LocalNonpersistentObject):
+        return "local"
+    return "sharded" if isinstance(value, ShardedBase) else "common"
 
 
 def filter_out_empty_flatten_tensor(sharded_state_dict: dict[Any, Any] | list[Any]) -> Any:

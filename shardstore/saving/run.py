@@ -107,8 +107,8 @@ def prepare(
             "async_sharded_save out or use another strategy"
         )
     state_dict = adopt_for_save(given_state)
-    check_lists(state_dict)
     sharded, common = save_preprocess(state_dict, validate_access_integrity=False)
+    check_lists(state_dict)  # now with what the factories built
     attributes = {}
     if content_metadata is not None:
         common[CONTENT_METADATA_KEY] = content_metadata

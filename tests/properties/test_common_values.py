@@ -154,13 +154,17 @@ def test_a_value_comes_back_or_is_refused_by_name(value: Any, as_object: bool) -
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_the_error_names_path_and_type(name: str) -> None:
-    state = {"model": {"layers": [{"other": 1}, {"bad": REFUSED[name]()}]}, "n": 1}
+    layers = [{"other": 1, "bad": 0}, {"other": 1, "bad": REFUSED[name]()}]
+    state = {"model": {"layers": layers}, "n": 1}
     with pytest.raises(CheckpointingException) as caught:
         shardstore.save(state, "memory://values/refused", overwrite=True)
     assert "model.layers.1.bad" in str(caught.value)
     assert name.partition(" ")[0] in str(caught.value)
-    state["model"]["layers"][1]["bad"] = LocalNonpersistentObject(0)
+    for layer in layers:
+        layer["bad"] = LocalNonpersistentObject(3)
     shardstore.save(state, "memory://values/refused", overwrite=True)
+    loaded = shardstore.load(state, "memory://values/refused")
+    assert loaded["model"]["layers"] == [{"other": 1, "bad": 3}] * 2
 
 
 def test_a_class_that_the_program_allows_passes() -> None:

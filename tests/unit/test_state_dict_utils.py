@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import shardstore
 from shardstore.errors import CheckpointingException, StructureError
 from shardstore.mapping import (
     LocalNonpersistentObject,
@@ -163,8 +166,16 @@ def test_filter_out_empty_flattened() -> None:
         [{"w": tensor("a")}, {"n": 2}],
         [{"w": tensor("a"), "n": 1}, 3],
         [{"w": tensor("a"), "n": 1}, {}],
+        [LocalNonpersistentObject(1), tensor("a")],
+        [5, LocalNonpersistentObject(1)],
+        [{"z": LocalNonpersistentObject(1)}, {"a": tensor("a")}],
+        [{"w": tensor("a")}, {"w": tensor("b"), "n": LocalNonpersistentObject(1)}],
+        [[LocalNonpersistentObject(1)], []],
     ],
-    ids=["beside", "between", "nested", "uneven", "empty"],
+    ids=[
+        *("beside", "between", "nested", "uneven", "empty"),
+        *("local", "local and common", "local in one", "local too in one", "local and empty"),
+    ],
 )
 def test_a_list_that_could_not_be_put_together_again_is_refused(mixed: list[Any]) -> None:
     """Its parts would come back in other places, or not at all."""
@@ -177,9 +188,26 @@ def test_lists_of_one_kind_and_of_both_kinds_throughout_are_fine() -> None:
         "sharded": [tensor("a"), tensor("b")],
         "common": [1, [2, {}], []],
         "both": [{"w": tensor("c"), "n": 1}, {"w": tensor("d"), "n": 2}],
-        "not kept": [LocalNonpersistentObject(1), tensor("e")],
+        "not kept": [LocalNonpersistentObject(1), LocalNonpersistentObject(2)],
+        "all": [{"w": tensor("e"), "n": LocalNonpersistentObject(1)}],
     }
-    assert check_lists(state) == (True, True)
+    assert check_lists(state) == {"sharded", "common", "local"}
     sharded, common = save_preprocess(state, validate_access_integrity=False)
     assert [list(part) for part in sharded["both"]] == [["w"], ["w"]]
     assert common["both"] == [{"n": 1}, {"n": 2}]
+
+
+def test_what_factories_build_in_a_list_is_checked_too(tmp_path: Path) -> None:
+    def factory(build: Callable[[str], Any]) -> ShardedTensorFactory:
+        return ShardedTensorFactory("f", DATA, lambda key, *_: build(key), lambda part: part)
+
+    builders: list[Callable[[str], Any]] = [
+        lambda key: {"a": tensor(key), "b": 5},
+        lambda key: {},
+        lambda key: [tensor(key), 5],
+        lambda key: factory(tensor),
+    ]
+    for build in builders:
+        with pytest.raises(StructureError, match=r"make it a dict|a factory built the factory"):
+            shardstore.save({"l": [tensor("w"), factory(build)]}, tmp_path / "c")
+    assert not list(tmp_path.iterdir())
