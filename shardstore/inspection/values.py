@@ -86,8 +86,11 @@ class Statistics:
 
     def merge(self, other: Statistics) -> None:
         """Add the values of other statistics."""
-        for name in ("count", "nan", "inf", "zeros", "_sums", "_norms", "_ends"):
+        for name in ("count", "nan", "inf", "zeros"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        self._ends += other._ends
+        self._sums += other._sums
+        self._norms += other._norms
 
     @property
     def min(self) -> float | None:

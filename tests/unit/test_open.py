@@ -25,7 +25,9 @@ from shardstore.errors import (
     MissingKeyError,
     NotACheckpointError,
 )
+from shardstore.inspection.values import Statistics
 from shardstore.mapping import ShardedObject, ShardedTensor
+from shardstore.storage.format import documents
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from tests.helpers.cli_checkpoints import flip
 
@@ -272,3 +274,25 @@ def test_looking_imports_no_torch(place: Path, tmp_path: Path) -> None:
     words = [sys.executable, "-c", program, str(place), str(tmp_path / "x")]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_sizes_of_files_are_read_once_for_all_objects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {str(i): ShardedObject(f"o{i}", i, (1,), (0,)) for i in range(3)}
+    shardstore.save(state, tmp_path / "a")
+    calls: list[Any] = []
+    sizes = documents._sizes
+    monkeypatch.setattr(documents, "_sizes", lambda found: calls.append(found) or sizes(found))
+    assert sorted(shardstore.open(tmp_path / "a").objects.values()) == [0, 1, 2]
+    assert len(calls) == 1
+
+
+def test_merging_statistics_copies_no_earlier_sums() -> None:
+    whole, part = Statistics(), Statistics()
+    part.add(np.ones(4))
+    kept = (whole._sums, whole._norms, whole._ends)
+    for _ in range(3):
+        whole.merge(part)
+    assert all(a is b for a, b in zip(kept, (whole._sums, whole._norms, whole._ends), strict=True))
+    assert (whole.count, whole.mean, len(part._sums)) == (12, 1.0, 1)

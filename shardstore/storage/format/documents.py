@@ -12,7 +12,7 @@ import math
 from binascii import a2b_base64
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
@@ -607,7 +607,7 @@ class RootDocument:
         """Name below the root -> crc32c of each file other than a chunk that the commit names."""
         return _dict_of(self.about, FILE_SUMS)
 
-    @property
+    @cached_property
     def file_bytes(self) -> dict[str, int]:
         """Name below the root -> size in bytes of the files in :attr:`file_sums` and the
         manifest; empty in older checkpoints."""
