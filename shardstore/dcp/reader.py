@@ -39,7 +39,7 @@ from shardstore.errors import (
     KeyNameError,
 )
 from shardstore.loading.assemble import assemble, read_chunks
-from shardstore.loading.context import LoadContext
+from shardstore.loading.context import LoadContext, using
 from shardstore.loading.plan import plan_reads, require_cast, require_writable
 from shardstore.mapping import ShardedObject, ShardedTensor
 from shardstore.storage.checkpoint import StoredCheckpoint
@@ -257,7 +257,7 @@ class StorageReader(Placed, DcpStorageReader):
                     len(both),
                     ", ".join(map(repr, both[:8])),
                 )
-            flat = {key: value for key, value in flat.items() if key not in both}
+            flat = {key: value for key, value in flat.items() if key not in stored.arrays}
             for key, value in flat.items():
                 if isinstance(value, torch.Tensor) and value.layout is torch.strided:
                     self._tensors[key] = value
@@ -273,7 +273,8 @@ class StorageReader(Placed, DcpStorageReader):
 
         def read_object(key: str) -> Any:
             wanted = {key: objects[key]}
-            return TorchCommonLoadStrategy().load_sharded_objects(wanted, place)[key]
+            with using(LoadContext(stored=stored)), stored.unless_replaced():
+                return TorchCommonLoadStrategy().load_sharded_objects(wanted, place)[key]
 
         self._values.update((key, partial(read_object, key)) for key in objects)
         return paths

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from typer.testing import CliRunner
 
 import shardstore
-from shardstore import ShardedTensor
+from shardstore import ShardedObject, ShardedTensor
 from shardstore.cli.app import app
 from shardstore.convert import convert
 from shardstore.dcp import StorageReader, StorageWriter, install
@@ -32,6 +32,7 @@ from shardstore.errors import (
     DamagedCheckpointError,
     UnsafeObjectError,
 )
+from shardstore.storage import checkpoint
 from shardstore.storage.commit.identity import is_checkpoint
 from shardstore.storage.stores.location import Location
 from tests.helpers.nested import same
@@ -247,3 +248,24 @@ def test_every_rank_is_told(tmp_path: Path) -> None:
         assert "allow_pickle=True" in told
     assert is_checkpoint(Location.of(tmp_path / "c"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]
+
+
+def test_the_root_is_not_parsed_for_each_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = {str(i): ShardedObject(f"o{i}", i, (1,), (0,)) for i in range(9)}
+    shardstore.save(saved, tmp_path / "a")
+    reader = StorageReader(tmp_path / "a")
+    reader.read_metadata()
+    calls: list[str] = []
+    parse = checkpoint.parse_root
+
+    def counted(text: bytes, url: str) -> Any:
+        calls.append(url)
+        return parse(text, url)
+
+    monkeypatch.setattr(checkpoint, "parse_root", counted)
+    state: State = {f"o{i}": None for i in range(9)}
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    assert state == {f"o{i}": i for i in range(9)}
+    assert len(calls) < len(state)
