@@ -157,9 +157,7 @@ def test_a_disk_is_measured(tmp_path: Path) -> None:
     assert list(data["notes"]["versions"]) == ["shardstore"]
 
 
-@pytest.mark.long
 def test_resharding_is_measured(tmp_path: Path) -> None:
-    """It starts eighty ranks."""
     case = ("disk", "--only", "reshard", "--scale", "0.002", "--clients", "shardstore")
     data = measured(tmp_path, *case)
     figures = {s["measure"]: s["value"] for s in data["samples"]}
