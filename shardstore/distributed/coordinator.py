@@ -291,8 +291,9 @@ class Ranks:
         if not channel.is_connected and (late := channel.posted()):
             channel.is_broken = True
             return Message(_BROKEN, late)
-        for ranks in ([] if above is None else [above], below):  # the one above waits too
-            self.connect(ranks, "tree")
+        self.connect(below, "tree")  # first, so that they get an answer if the rank above is lost
+        if above is not None:
+            self.connect([above], "tree", or_outcome=True)
         answer = None if above is None else channel.ask(above)
         until = monotonic() + self.deadline_s
         for rank, asked in [(rank, channel.ask(rank)) for rank in below]:
@@ -335,9 +336,9 @@ class Ranks:
             if posted is None:
                 failure = RanksError(
                     f"{what}: rank {self.rank} has no answer from rank {above}, which died or "
-                    f"waited longer than {self.deadline_s:g} s for another rank "
-                    f"({_first_line(problem)}). "
-                    f"See its log; {DEADLINE_VARIABLE} sets the wait",
+                    f"waited too long for another rank ({_first_line(problem)}). See its log. "
+                    f"{DEADLINE_VARIABLE} ({self.deadline_s:g} s) and the timeout of the process "
+                    "group set the wait",
                     failures={above: "no answer"},
                 )
                 posted = pickle.dumps(failure)
@@ -352,14 +353,15 @@ class Ranks:
 
     # -- connections ---------------------------------------------------------------------------
 
-    def connect(self, ranks: Collection[int], stage: str) -> None:
+    def connect(self, ranks: Collection[int], stage: str, *, or_outcome: bool = False) -> None:
         """Connect with other ranks for :meth:`exchange`. They call it with the same stage.
 
         It waits for them until the deadline, or for the timeout of the default process group if
         that is shorter. If a rank does not connect, :meth:`exchange` raises the error.
         """
         if self._channel is not None:
-            self._channel.connect(ranks, stage, min(self.deadline_s, _group_timeout_s()))
+            wait_s = min(self.deadline_s, _group_timeout_s())
+            self._channel.connect(ranks, stage, wait_s, or_outcome=or_outcome)
 
     # -- pieces of chunks ----------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ import struct
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import timedelta
+from time import monotonic
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -107,7 +108,9 @@ class Channel:
         """Whether there is any connection."""
         return bool(self._links)
 
-    def connect(self, ranks: Collection[int], stage: str, wait_s: float) -> None:
+    def connect(
+        self, ranks: Collection[int], stage: str, wait_s: float, *, or_outcome: bool = False
+    ) -> None:
         """Connect with other ranks. Each of them calls it with this rank and the same stage.
 
         If a rank does not connect, sending to it or receiving from it raises the error.
@@ -115,8 +118,9 @@ class Channel:
         Args:
             ranks: the other ranks; existing connections stay.
             stage: name of the step, the same on all ranks.
-            wait_s: seconds to wait for each rank to arrive. A rank with a lower number may wait as
+            wait_s: seconds to wait for each rank to arrive. A rank that has arrived may wait as
                 long for others before it connects.
+            or_outcome: give up when there is an outcome in the store (:meth:`posted`).
         """
         ranks = sorted(set(ranks) - self._links.keys() - self._lost.keys())
         if not ranks:
@@ -128,18 +132,24 @@ class Channel:
             try:
                 if not self._store.check([f"{stage}/{rank}"]):
                     raise RuntimeError(f"it did not come within {wait_s:g} s")
-                self._links[rank] = self._link(rank, wait_s)
+                self._links[rank] = self._link(rank, wait_s, or_outcome)
             except RuntimeError as problem:
                 self._lost[rank] = problem
 
-    def _link(self, rank: int, wait_s: float) -> Any:
+    def _link(self, rank: int, wait_s: float, or_outcome: bool) -> Any:
+        """Connect with a rank that has arrived, when both have no earlier connection to make."""
         low, high = sorted((self.rank, rank))
         pair = PrefixStore(f"{low}-{high}", self._store)
-        if self.rank == low:
-            pair.set("ready", "")
-        else:
-            others_s = wait_s + GRACE_S + 5 * _CONNECT_S
-            pair.wait(["ready"], timedelta(seconds=wait_s + others_s))
+        pair.set(f"{self.rank}", "")
+        others_s = wait_s + GRACE_S + 5 * _CONNECT_S  # of a rank that waits for one other
+        until = monotonic() + others_s + (wait_s if self.rank == high else 0)
+        there, slice_s = [f"{rank}"], timedelta(seconds=GRACE_S)
+        # If the store is gone, `wait` fails like a timeout, and `check` raises.
+        while attempt(lambda: pair.wait(there, slice_s)) is not None and not pair.check(there):
+            if monotonic() > until:
+                raise RuntimeError(f"it died, or waited longer than {others_s:g} s for others")
+            if or_outcome and self.posted() is not None:
+                raise RuntimeError("another rank was lost")
         options = self._gloo._Options()
         options._devices, options._threads = [self._device], 0
         options._timeout = timedelta(seconds=_CONNECT_S)

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardstore.distributed import coordinator
+from shardstore.distributed import coordinator, messages
 from shardstore.distributed.coordinator import DEADLINE_VARIABLE, Ranks, neighbours
-from shardstore.distributed.messages import _CONNECT_S, GRACE_S
+from shardstore.distributed.messages import _CONNECT_S, GRACE_S, Channel
 from shardstore.errors import RanksError
 from tests.helpers.rank_server import start
 from tests.helpers.ranks_helper import run_ranks
@@ -81,6 +81,8 @@ def _until_an_error(
     """Meet again and again, over one channel or a new one each time, until told of a death."""
     os.environ.pop(DEADLINE_VARIABLE, None)
     coordinator.LEAST_BLOCK = 1
+    if when == "arrived":  # its survivors wait as long as ranks can take to connect
+        messages._CONNECT_S = 1.0
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/rendezvous",
@@ -99,6 +101,8 @@ def _until_an_error(
 
         if when == "before":
             die()
+        if when == "arrived":
+            Channel._link = lambda *_: die()  # type: ignore[method-assign]
         threading.Timer(dies_after_s, die).start()
     outcome: Any = None
     try:
@@ -122,8 +126,9 @@ def deaths(folder: Path, dying: dict[int, float], when: str, most_s: float) -> N
     Args:
         folder: an empty one.
         dying: rank -> seconds after which it dies.
-        when: "before" the first meeting, over connections made for each meeting ("connecting"), or
-            "later", over those of the first.
+        when: "before" the first meeting, in it before the first connection is made ("arrived"),
+            over connections made for each meeting ("connecting"), or "later", over those of the
+            first.
         most_s: seconds after which every survivor must have been told.
     """
     for rank in dying:
@@ -152,6 +157,11 @@ def deaths(folder: Path, dying: dict[int, float], when: str, most_s: float) -> N
 @pytest.mark.parametrize("who", [0, 3, 5])
 def test_a_rank_that_dies_before_the_first_meeting(tmp_path: Path, who: int) -> None:
     deaths(tmp_path, {who: 0}, "before", most_s=2 * (TIMEOUT_S + GRACE_S))
+
+
+@pytest.mark.parametrize("who", [0, 3])
+def test_a_rank_that_dies_before_its_first_connection(tmp_path: Path, who: int) -> None:
+    deaths(tmp_path, {who: 100}, "arrived", MOST_S["connecting"])
 
 
 @pytest.mark.parametrize("when", ["connecting", "later"])
