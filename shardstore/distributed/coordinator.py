@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from shardstore.distributed.groups import gathered, global_rank, group_rank, group_size, has_ranks
-from shardstore.distributed.messages import GRACE_S, Asked, Channel, Message, attempt
+from shardstore.distributed.messages import GRACE_S, Asked, Channel, Message, attempt, first_s
 from shardstore.errors import CheckpointingException, RanksError
 
 if TYPE_CHECKING:
@@ -87,6 +87,12 @@ def neighbours(rank: int, world_size: int) -> tuple[int | None, list[int]]:
     if rank != leader:
         return leader, []
     return 0, list(range(leader + 1, min(first + block, world_size)))
+
+
+def _height(rank: int, world_size: int) -> int:
+    """Return the number of levels of ranks that report to a rank."""
+    below = neighbours(rank, world_size)[1]
+    return 1 + max(_height(one, world_size) for one in below) if below else 0
 
 
 @dataclass
@@ -291,9 +297,10 @@ class Ranks:
         if not channel.is_connected and (late := channel.posted()):
             channel.is_broken = True
             return Message(_BROKEN, late)
-        self.connect(below, "tree")  # first, so that they get an answer if the rank above is lost
-        if above is not None:
-            self.connect([above], "tree", or_outcome=True)
+        # Those below first, so that they get an answer if the rank above is lost.
+        for ranks in (below, [] if above is None else [above]):
+            waits = {one: first_s(_height(one, self.world_size), self._connect_s) for one in ranks}
+            channel.connect(waits, "tree", self._connect_s, or_outcome=True)
         answer = None if above is None else channel.ask(above)
         until = monotonic() + self.deadline_s
         for rank, asked in [(rank, channel.ask(rank)) for rank in below]:
@@ -309,7 +316,9 @@ class Ranks:
         told.broken |= channel.is_broken
         if above is None or answer is None:
             verdict = _verdict(told, what, decide)
-            if verdict.status == _BROKEN:
+            if verdict.status == _BROKEN and (first := channel.posted()):
+                verdict = Message(_BROKEN, first)
+            elif verdict.status == _BROKEN:
                 channel.post(verdict.body)
         else:
             verdict = self._ask(above, answer, Message(_OK, told.to_bytes(merge)), what)
@@ -353,15 +362,20 @@ class Ranks:
 
     # -- connections ---------------------------------------------------------------------------
 
-    def connect(self, ranks: Collection[int], stage: str, *, or_outcome: bool = False) -> None:
+    def connect(self, ranks: Collection[int], stage: str) -> None:
         """Connect with other ranks for :meth:`exchange`. They call it with the same stage.
 
         It waits for them until the deadline, or for the timeout of the default process group if
         that is shorter. If a rank does not connect, :meth:`exchange` raises the error.
         """
         if self._channel is not None:
-            wait_s = min(self.deadline_s, _group_timeout_s())
-            self._channel.connect(ranks, stage, wait_s, or_outcome=or_outcome)
+            waits = dict.fromkeys(ranks, first_s(1, self._connect_s))
+            self._channel.connect(waits, stage, self._connect_s)
+
+    @property
+    def _connect_s(self) -> float:
+        """Seconds to wait for a rank at the first connection."""
+        return min(self.deadline_s, _group_timeout_s())
 
     # -- pieces of chunks ----------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from time import monotonic
@@ -70,6 +70,16 @@ def attempt(step: Callable[[], T]) -> T | RuntimeError:
         return problem
 
 
+def first_s(height: int, wait_s: float) -> float:
+    """Return the seconds that a rank may need to connect with the ranks that report to it.
+
+    Args:
+        height: 0 if no rank reports to it, 1 if ranks do, 2 if ranks report to those.
+        wait_s: seconds to wait for each rank to arrive. Of those that have arrived, two may die.
+    """
+    return height * (wait_s + 2 * (GRACE_S + 5 * _CONNECT_S))
+
+
 class Channel:
     """The connections of this rank to other ranks, for one purpose.
 
@@ -109,45 +119,43 @@ class Channel:
         return bool(self._links)
 
     def connect(
-        self, ranks: Collection[int], stage: str, wait_s: float, *, or_outcome: bool = False
+        self, ranks: Mapping[int, float], stage: str, wait_s: float, *, or_outcome: bool = False
     ) -> None:
         """Connect with other ranks. Each of them calls it with this rank and the same stage.
 
         If a rank does not connect, sending to it or receiving from it raises the error.
 
         Args:
-            ranks: the other ranks; existing connections stay.
+            ranks: the other ranks -> seconds to wait for a rank that has arrived, but connects with
+                others first (:func:`first_s`). Existing connections stay.
             stage: name of the step, the same on all ranks.
-            wait_s: seconds to wait for each rank to arrive. A rank that has arrived may wait as
-                long for others before it connects.
+            wait_s: seconds to wait for each rank to arrive.
             or_outcome: give up when there is an outcome in the store (:meth:`posted`).
         """
-        ranks = sorted(set(ranks) - self._links.keys() - self._lost.keys())
-        if not ranks:
+        new = sorted(ranks.keys() - self._links.keys() - self._lost.keys())
+        if not new:
             return
         with suppress(RuntimeError):  # the loop below notes the error of each rank
             self._store.set(f"{stage}/{self.rank}", "")
-            self._store.wait([f"{stage}/{rank}" for rank in ranks], timedelta(seconds=wait_s))
-        for rank in ranks:  # all ranks connect in one order, so that none blocks another
+            self._store.wait([f"{stage}/{rank}" for rank in new], timedelta(seconds=wait_s))
+        for rank in new:  # all ranks connect in one order, so that none blocks another
             try:
                 if not self._store.check([f"{stage}/{rank}"]):
                     raise RuntimeError(f"it did not come within {wait_s:g} s")
-                self._links[rank] = self._link(rank, wait_s, or_outcome)
+                self._links[rank] = self._link(rank, ranks[rank], or_outcome)
             except RuntimeError as problem:
                 self._lost[rank] = problem
 
     def _link(self, rank: int, wait_s: float, or_outcome: bool) -> Any:
-        """Connect with a rank that has arrived, when both have no earlier connection to make."""
         low, high = sorted((self.rank, rank))
         pair = PrefixStore(f"{low}-{high}", self._store)
         pair.set(f"{self.rank}", "")
-        others_s = wait_s + GRACE_S + 5 * _CONNECT_S  # of a rank that waits for one other
-        until = monotonic() + others_s + (wait_s if self.rank == high else 0)
+        until = monotonic() + wait_s
         there, slice_s = [f"{rank}"], timedelta(seconds=GRACE_S)
         # If the store is gone, `wait` fails like a timeout, and `check` raises.
         while attempt(lambda: pair.wait(there, slice_s)) is not None and not pair.check(there):
-            if monotonic() > until:
-                raise RuntimeError(f"it died, or waited longer than {others_s:g} s for others")
+            if monotonic() >= until:
+                raise RuntimeError(f"it did not connect within {max(wait_s, GRACE_S):g} s")
             if or_outcome and self.posted() is not None:
                 raise RuntimeError("another rank was lost")
         options = self._gloo._Options()
