@@ -92,7 +92,7 @@ def neighbours(rank: int, world_size: int) -> tuple[int | None, list[int]]:
 def _height(rank: int, world_size: int) -> int:
     """Return the number of levels of ranks that report to a rank."""
     below = neighbours(rank, world_size)[1]
-    return 1 + max(_height(one, world_size) for one in below) if below else 0
+    return 1 + _height(below[0], world_size) if below else 0
 
 
 @dataclass
@@ -297,10 +297,12 @@ class Ranks:
         if not channel.is_connected and (late := channel.posted()):
             channel.is_broken = True
             return Message(_BROKEN, late)
-        # Those below first, so that they get an answer if the rank above is lost.
-        for ranks in (below, [] if above is None else [above]):
-            waits = {one: first_s(_height(one, self.world_size), self._connect_s) for one in ranks}
-            channel.connect(waits, "tree", self._connect_s, or_outcome=True)
+        if not channel.is_connected:
+            # Those below first, so that they get an answer if the rank above is lost.
+            for ranks in (below, [] if above is None else [above]):
+                wait_s = self._connect_s
+                waits = {one: first_s(_height(one, self.world_size), wait_s) for one in ranks}
+                channel.connect(waits, "tree", wait_s, or_outcome=True)
         answer = None if above is None else channel.ask(above)
         until = monotonic() + self.deadline_s
         for rank, asked in [(rank, channel.ask(rank)) for rank in below]:
@@ -363,7 +365,8 @@ class Ranks:
     # -- connections ---------------------------------------------------------------------------
 
     def connect(self, ranks: Collection[int], stage: str) -> None:
-        """Connect with other ranks for :meth:`exchange`. They call it with the same stage.
+        """Connect with other ranks for :meth:`exchange`. They call it with the same stage, after a
+        :meth:`together`.
 
         It waits for them until the deadline, or for the timeout of the default process group if
         that is shorter. If a rank does not connect, :meth:`exchange` raises the error.

@@ -148,6 +148,7 @@ def _pieces(rank: int, world: int) -> list[bytes]:
     buffers = [(r, np.zeros(5 + rank, np.uint8)) for r in others]
     buffers += [(r, np.zeros(2000, np.uint8)) for r in others]
     sends = [(to, pieces[to]) for pieces in (first, second) for to in others]
+    ranks.together(what="beginning")
     ranks.connect(others, "pieces")
     ranks.exchange(sends, buffers)
     return [buffer.tobytes() for _, buffer in buffers]
@@ -165,6 +166,7 @@ def _piece_that_nobody_waits_for(rank: int, world: int) -> str:
     """Rank 0 gave up before it asked for the piece that rank 1 sends it."""
     os.environ[DEADLINE_VARIABLE] = "2"
     ranks = Ranks.current()
+    ranks.together(what="beginning")
     ranks.connect([1 - rank], "pieces")
     try:
         if rank == 1:
