@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from shardstore.distributed.groups import gathered, global_rank, group_rank, group_size, has_ranks
-from shardstore.distributed.messages import GRACE_S, Asked, Channel, Message, attempt, first_s
+from shardstore.distributed.messages import GRACE_S, Asked, Channel, Message, attempt, connect_s
 from shardstore.errors import CheckpointingException, RanksError
 
 if TYPE_CHECKING:
@@ -298,11 +298,7 @@ class Ranks:
             channel.is_broken = True
             return Message(_BROKEN, late)
         if not channel.is_connected:
-            # Those below first, so that they get an answer if the rank above is lost.
-            for ranks in (below, [] if above is None else [above]):
-                wait_s = self._connect_s
-                waits = {one: first_s(_height(one, self.world_size), wait_s) for one in ranks}
-                channel.connect(waits, "tree", wait_s, or_outcome=True)
+            self._connect_tree(channel, what)
         answer = None if above is None else channel.ask(above)
         until = monotonic() + self.deadline_s
         for rank, asked in [(rank, channel.ask(rank)) for rank in below]:
@@ -311,17 +307,14 @@ class Ranks:
             left_s = until + more_s - monotonic()
             said = attempt(partial(channel.receive, rank, asked, left_s))
             if isinstance(said, RuntimeError):
-                text = f"no answer ({_first_line(said)})"
-                told.add(_Told(failures={rank: text}, broken=True))
+                told.add(_Told(failures=_no_answer([rank], said), broken=True))
             else:
                 told.add(pickle.loads(said.body))
         told.broken |= channel.is_broken
         if above is None or answer is None:
             verdict = _verdict(told, what, decide)
-            if verdict.status == _BROKEN and (first := channel.posted()):
-                verdict = Message(_BROKEN, first)
-            elif verdict.status == _BROKEN:
-                channel.post(verdict.body)
+            if verdict.status == _BROKEN:
+                verdict = Message(_BROKEN, channel.post(verdict.body))
         else:
             verdict = self._ask(above, answer, Message(_OK, told.to_bytes(merge)), what)
         begun = [(rank, channel.begin(rank, verdict)) for rank in below]
@@ -352,8 +345,7 @@ class Ranks:
                     "group set the wait",
                     failures={above: "no answer"},
                 )
-                posted = pickle.dumps(failure)
-                channel.post(posted)
+                posted = channel.post(pickle.dumps(failure))
             return Message(_BROKEN, posted)
 
     @property
@@ -364,16 +356,30 @@ class Ranks:
 
     # -- connections ---------------------------------------------------------------------------
 
-    def connect(self, ranks: Collection[int], stage: str) -> None:
-        """Connect with other ranks for :meth:`exchange`. They call it with the same stage, after a
+    def _connect_tree(self, channel: Channel, what: str) -> None:
+        """Connect with the neighbours in the tree. The first rank that loses another posts the
+        outcome for all."""
+        above, below = neighbours(self.rank, self.world_size)
+        missing = attempt(partial(channel.gather, self._connect_s))
+        if missing and not isinstance(missing, RuntimeError):
+            problem = RuntimeError(f"it did not come within {self._connect_s:g} s")
+            channel.post(pickle.dumps(_failure(what, _no_answer(missing, problem), [])))
+        begun = monotonic()
+        # Those below first: all leaders connect with their blocks at the same time.
+        for rank in [*below, *([] if above is None else [above])]:
+            until = begun + connect_s(_height(rank, self.world_size))
+            if lost := channel.link(rank, until):
+                channel.post(pickle.dumps(_failure(what, _no_answer([rank], lost), [])))
+
+    def connect(self, ranks: Collection[int]) -> None:
+        """Connect with other ranks for :meth:`exchange`. They call it too, after a
         :meth:`together`.
 
         It waits for them until the deadline, or for the timeout of the default process group if
         that is shorter. If a rank does not connect, :meth:`exchange` raises the error.
         """
         if self._channel is not None:
-            waits = dict.fromkeys(ranks, first_s(1, self._connect_s))
-            self._channel.connect(waits, stage, self._connect_s)
+            self._channel.connect(ranks, self._connect_s)
 
     @property
     def _connect_s(self) -> float:
@@ -458,6 +464,10 @@ def _verdict(told: _Told, what: str, decide: Decide) -> Message:
     except Exception as problem:
         error = _portable(problem) or CheckpointingException(_describe(problem))
         return Message(_ERROR, pickle.dumps(error))
+
+
+def _no_answer(ranks: Sequence[int], problem: RuntimeError) -> dict[int, str]:
+    return dict.fromkeys(ranks, f"no answer ({_first_line(problem)})")
 
 
 def _first_line(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import timedelta
 from time import monotonic
@@ -70,14 +70,13 @@ def attempt(step: Callable[[], T]) -> T | RuntimeError:
         return problem
 
 
-def first_s(height: int, wait_s: float) -> float:
+def connect_s(height: int) -> float:
     """Return the seconds that a rank may need to connect with the ranks that report to it.
 
     Args:
         height: 0 if no rank reports to it, 1 if ranks do, 2 if ranks report to those.
-        wait_s: seconds to wait for each rank to arrive. Of those that have arrived, two may die.
     """
-    return height * (wait_s + 2 * (GRACE_S + 5 * _CONNECT_S))
+    return (height + 1) * (5 * _CONNECT_S + GRACE_S)
 
 
 class Channel:
@@ -95,11 +94,13 @@ class Channel:
 
     def __init__(self, purpose: str, after: Channel | None = None) -> None:
         self.rank, self.world, self.is_broken = dist.get_rank(), dist.group.WORLD, False
+        self._world_size = dist.get_world_size()
+        self._outcome: bytes | None = None
         store = _get_default_store()
         self._number: int = 0 if after is None else after._number + 1
         self._store = PrefixStore(f"shardstore/{purpose}{self._number}", store)
         while after is not None and self.posted() is not None:  # it has lost a rank too
-            self._number += 1
+            self._number, self._outcome = self._number + 1, None
             self._store = PrefixStore(f"shardstore/{purpose}{self._number}", store)
         self._gloo: Any = dist.ProcessGroupGloo
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
@@ -118,46 +119,81 @@ class Channel:
         """Whether there is any connection."""
         return bool(self._links)
 
-    def connect(
-        self, ranks: Mapping[int, float], stage: str, wait_s: float, *, or_outcome: bool = False
-    ) -> None:
-        """Connect with other ranks. Each of them calls it with this rank and the same stage.
+    def gather(self, wait_s: float) -> list[int]:
+        """Wait until every rank of the world has called it.
+
+        Returns:
+            The ranks that did not call it within ``wait_s`` seconds. Only one rank gets them, and
+            calls :meth:`post` for all.
+
+        Raises:
+            RuntimeError: the store is gone.
+        """
+        self._store.set(f"here/{self.rank}", "")
+        if self._store.add("here", 1) == self._world_size:
+            self._store.set("all", "")
+        late = attempt(lambda: self._store.wait(["all"], timedelta(seconds=wait_s)))
+        if late is None or self._store.check(["all"]):
+            return []
+        if self._store.add("late", 1) > 1:
+            self.posted(GRACE_S)
+            return []
+        everyone = range(self._world_size)
+        return [rank for rank in everyone if not self._store.check([f"here/{rank}"])]
+
+    def connect(self, ranks: Collection[int], wait_s: float) -> None:
+        """Connect with other ranks. Each of them calls it with this rank.
 
         If a rank does not connect, sending to it or receiving from it raises the error.
 
         Args:
-            ranks: the other ranks -> seconds to wait for a rank that has arrived, but connects with
-                others first (:func:`first_s`). Existing connections stay.
-            stage: name of the step, the same on all ranks.
-            wait_s: seconds to wait for each rank to arrive.
-            or_outcome: give up when there is an outcome in the store (:meth:`posted`).
+            ranks: the other ranks. Existing connections stay.
+            wait_s: seconds to wait for each rank to call it.
         """
-        new = sorted(ranks.keys() - self._links.keys() - self._lost.keys())
+        new = sorted(set(ranks) - self._links.keys() - self._lost.keys())
         if not new:
             return
-        with suppress(RuntimeError):  # the loop below notes the error of each rank
-            self._store.set(f"{stage}/{self.rank}", "")
-            self._store.wait([f"{stage}/{rank}" for rank in new], timedelta(seconds=wait_s))
+        missing = set(new)
+        with suppress(RuntimeError):  # the store is gone
+            self._store.set(f"connects/{self.rank}", "")
+            here = [f"connects/{rank}" for rank in new]
+            late = attempt(lambda: self._store.wait(here, timedelta(seconds=wait_s)))
+            missing = {r for r in new if late and not self._store.check([f"connects/{r}"])}
+        until = monotonic() + wait_s + connect_s(1)  # a rank may wait for others that did not come
         for rank in new:  # all ranks connect in one order, so that none blocks another
-            try:
-                if not self._store.check([f"{stage}/{rank}"]):
-                    raise RuntimeError(f"it did not come within {wait_s:g} s")
-                self._links[rank] = self._link(rank, ranks[rank], or_outcome)
-            except RuntimeError as problem:
-                self._lost[rank] = problem
+            self.link(rank, 0 if rank in missing else until)
 
-    def _link(self, rank: int, wait_s: float, or_outcome: bool) -> Any:
+    def link(self, rank: int, until: float) -> RuntimeError | None:
+        """Connect with a rank that calls it with this rank.
+
+        Args:
+            rank: the other rank.
+            until: when to give up, on the monotonic clock. It gives up earlier if there is an
+                outcome in the store (:meth:`posted`).
+
+        Returns:
+            ``None``, or the error that sending to the rank or receiving from it raises.
+        """
+        try:
+            if self._outcome is not None:
+                raise RuntimeError("another rank was lost")
+            self._links[rank] = self._linked(rank, until)
+        except RuntimeError as problem:
+            self._lost[rank] = problem
+        return self._lost.get(rank)
+
+    def _linked(self, rank: int, until: float) -> Any:
         low, high = sorted((self.rank, rank))
         pair = PrefixStore(f"{low}-{high}", self._store)
         pair.set(f"{self.rank}", "")
-        until = monotonic() + wait_s
+        begun = monotonic()
         there, slice_s = [f"{rank}"], timedelta(seconds=GRACE_S)
         # If the store is gone, `wait` fails like a timeout, and `check` raises.
         while attempt(lambda: pair.wait(there, slice_s)) is not None and not pair.check(there):
-            if monotonic() >= until:
-                raise RuntimeError(f"it did not connect within {max(wait_s, GRACE_S):g} s")
-            if or_outcome and self.posted() is not None:
+            if self.posted() is not None:
                 raise RuntimeError("another rank was lost")
+            if monotonic() >= until:
+                raise RuntimeError(f"it did not connect within {monotonic() - begun:.0f} s")
         options = self._gloo._Options()
         options._devices, options._threads = [self._device], 0
         options._timeout = timedelta(seconds=_CONNECT_S)
@@ -165,20 +201,25 @@ class Channel:
 
     # -- outcome in the store, for ranks that lost their connections ---------------------------
 
-    def post(self, outcome: bytes) -> None:
-        """Put the outcome of the last step on this channel into the store."""
-        with suppress(RuntimeError):  # the store is gone; the ranks notice the loss themselves
+    def post(self, outcome: bytes) -> bytes:
+        """Put the outcome of the last step on this channel into the store. Return the one that
+        stands: the first."""
+        if self._outcome is None:
             # As text, because some stores end a value at a zero byte.
-            self._store.set("outcome", outcome.hex())
+            first = attempt(lambda: self._store.compare_set("outcome", "", outcome.hex()))
+            if isinstance(first, RuntimeError):  # the store is gone; other ranks notice it too
+                return outcome
+            self._outcome = bytes.fromhex(first.decode())
+        return self._outcome
 
     def posted(self, wait_s: float = 0) -> bytes | None:
         """Return the posted outcome. Wait up to ``wait_s`` seconds for it, then return ``None``."""
         with suppress(RuntimeError):  # the store is gone, perhaps with the coordinator
-            if wait_s:
+            if wait_s and self._outcome is None:
                 self._store.wait(["outcome"], timedelta(seconds=wait_s))
-            if self._store.check(["outcome"]):
-                return bytes.fromhex(self._store.get("outcome").decode())
-        return None
+            if self._outcome is None and self._store.check(["outcome"]):
+                self._outcome = bytes.fromhex(self._store.get("outcome").decode())
+        return self._outcome
 
     # -- messages ------------------------------------------------------------------------------
 

@@ -92,7 +92,7 @@ def _exchange(
     """
     rank = session.ranks.rank
     holders = {other for chunk in cut if chunk.owner == rank for other, _, _ in chunk.pieces}
-    session.ranks.connect(({chunk.owner for chunk in cut} | holders) - {rank}, "pieces")
+    session.ranks.connect(({chunk.owner for chunk in cut} | holders) - {rank})
     error: Exception | None = None
     for batch in in_rounds(cut, lambda chunk: chunk.array.chunk_bytes, most_bytes):
         try:

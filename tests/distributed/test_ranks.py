@@ -149,7 +149,7 @@ def _pieces(rank: int, world: int) -> list[bytes]:
     buffers += [(r, np.zeros(2000, np.uint8)) for r in others]
     sends = [(to, pieces[to]) for pieces in (first, second) for to in others]
     ranks.together(what="beginning")
-    ranks.connect(others, "pieces")
+    ranks.connect(others)
     ranks.exchange(sends, buffers)
     return [buffer.tobytes() for _, buffer in buffers]
 
@@ -167,7 +167,7 @@ def _piece_that_nobody_waits_for(rank: int, world: int) -> str:
     os.environ[DEADLINE_VARIABLE] = "2"
     ranks = Ranks.current()
     ranks.together(what="beginning")
-    ranks.connect([1 - rank], "pieces")
+    ranks.connect([1 - rank])
     try:
         if rank == 1:
             ranks.exchange([(0, np.zeros(412, np.uint8))], [])
@@ -195,7 +195,7 @@ def _main(rank: int, folder: str, who: int, how: str) -> None:
     )
     ranks = Ranks.current()
     ranks.together(b"", what="beginning")
-    ranks.connect({(rank - 1) % WORLD, (rank + 1) % WORLD}, "pieces")
+    ranks.connect({(rank - 1) % WORLD, (rank + 1) % WORLD})
     if rank == who and how != "silent":
         os.kill(os.getpid(), signal.SIGKILL)
     started = time.monotonic()
