@@ -12,6 +12,7 @@ import argparse
 import collections
 import datetime
 import decimal
+import enum
 import fractions
 import io
 import math
@@ -156,6 +157,14 @@ def _subclassed(rebuild: Any, kind: Any, args: Any, state: Any) -> Any:
     return torch._tensor._rebuild_from_type_v2(rebuild, kind, args, state)  # type: ignore[no-untyped-call]
 
 
+def _member(kind: Any, name: str) -> enum.Enum:
+    """Return a member of an allowed enumeration, which Python 3.11.0 to 3.11.3 store as a call of
+    ``getattr``."""
+    fits = isinstance(kind, enum.EnumMeta) and type(name) is str and name in kind.__members__
+    _require(fits, "an attribute")
+    return cast(enum.Enum, kind[name])
+
+
 _LAYOUTS = {str(found): found for found in vars(torch).values() if type(found) is torch.layout}
 _REBUILD: list[Any] = [
     torch._utils._rebuild_tensor,
@@ -210,6 +219,7 @@ _KNOWN: dict[str, Any] = {
     "numpy.core.multiarray.scalar": _numpy_scalar,
     "numpy._core.multiarray.scalar": _numpy_scalar,
     "_codecs.encode": _encode,
+    "builtins.getattr": _member,
 }
 
 
@@ -242,6 +252,10 @@ class _Unpickler(BoundedUnpickler):
             return _KNOWN[full]
         if full in self._allowed and module not in _BLOCKED:
             return self._allowed[full]
+        for kind in self._allowed.values():  # members that Python 3.11.0 to 3.11.3 store by name
+            is_members = isinstance(kind, enum.EnumMeta) and kind.__module__ == module
+            if is_members and name in kind.__members__:
+                return kind[name]
         if full == "torch.storage.UntypedStorage":
             return torch.uint8
         if module in ("torch", "torch.cuda") and name.endswith("Storage"):

@@ -6,11 +6,13 @@ import argparse
 import collections
 import datetime
 import decimal
+import enum
 import fractions
 import io
 import os
 import pathlib
 import pickle
+import signal
 import subprocess
 import sys
 import textwrap
@@ -31,6 +33,10 @@ from shardstore.storage.stores.location import Location
 from shardstore.values.torch_values import dump_bytes, load_bytes
 
 LIMIT_BYTES = 256 << 20
+
+
+class Color(enum.Enum):
+    RED = 1
 
 
 class Call:
@@ -116,6 +122,7 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
         + (b"K\x00J\xff\xff\xff\x7f\x85K\x00\x85\x89}tRK\x00K\x01st."),
         {"data/0": bytes(4)},
     ),
+    "attribute of a value": lambda: dump_bytes(Call(getattr, decimal.Decimal, "from_float")),
     "state of a function": lambda: archive(b"\x80\x02c_codecs\nencode\n}b."),
     "call of a class by an old opcode": lambda: archive(
         b"\x80\x02(J\xff\xff\xff\x7fitorch\nTensor\n."
@@ -198,6 +205,20 @@ def test_no_class_with_a_state_setter_is_called() -> None:
     again = filled[:-1] + b"(K\x01K\x04\x85h\x00K\x00Nt" + b"b."
     with pytest.raises(CheckpointingException):
         load_bytes(archive(again), "/place/common.pt")
+
+
+def test_members_of_enumerations_as_early_releases_of_python_3_11_store_them() -> None:
+    """3.11.0 to 3.11.3 store a call of getattr, or the name in the module (signals)."""
+    named = archive(b"\x80\x02csignal\nSIGTERM\n.")
+    called = dump_bytes(Call(getattr, Color, "RED"))
+    with torch.serialization.safe_globals([Color, signal.Signals]):
+        assert load_bytes(called, "/place/common.pt") is Color.RED
+        assert load_bytes(named, "/place/common.pt") is signal.SIGTERM
+        with pytest.raises(DamagedCheckpointError, match="an attribute"):
+            load_bytes(dump_bytes(Call(getattr, Color, "__init_subclass__")), "/place/common.pt")
+    for data, match in ((called, "Color"), (named, "SIGTERM")):
+        with pytest.raises(UnsafeObjectError, match=match):
+            load_bytes(data, "/place/common.pt")
 
 
 VALUES: dict[str, Any] = {

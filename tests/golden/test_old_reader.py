@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tarfile
+import zipfile
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ print("FOUND" + json.dumps(found))
 @pytest.fixture(scope="module")
 def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The package of version 0.1.0, if this checkout has it."""
-    command = ["git", "-C", str(ROOT), "archive", COMMIT, "shardstore"]
+    command = ["git", "-C", str(ROOT), "archive", "--format=zip", COMMIT, "shardstore"]
     try:
         made = subprocess.run(command, capture_output=True)
     except FileNotFoundError:
@@ -58,8 +58,8 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if made.returncode:
         pytest.skip(f"this checkout is no repository with commit {COMMIT}: {made.stderr[:200]!r}")
     folder = tmp_path_factory.mktemp("old")
-    with tarfile.open(fileobj=BytesIO(made.stdout)) as archive:
-        archive.extractall(folder, filter="data")
+    with zipfile.ZipFile(BytesIO(made.stdout)) as archive:
+        archive.extractall(folder)
     return folder
 
 
