@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,7 +17,9 @@ from shardstore.progress import Meter
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.identity import instead
 from shardstore.storage.format.documents import file_bytes_in
-from shardstore.storage.stores.location import Location
+from shardstore.storage.movers.counters import counters
+from shardstore.storage.movers.parallel import run_together
+from shardstore.storage.stores.location import Location, require_size
 from shardstore.validation import verify_checkpoint_and_load_strategy
 
 if TYPE_CHECKING:
@@ -25,6 +28,10 @@ if TYPE_CHECKING:
 CONTENT_METADATA_KEY = "content_metadata"
 
 DEFAULT_BUDGET_BYTES = 256 * 1024 * 1024
+
+ROOT = "zarr.json"
+START_BYTES = 16 * 1024 * 1024
+"""Bytes of a document that are read from an object store before its size is known."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -91,8 +98,8 @@ def read_documents(
     Args:
         location: the checkpoint.
         names: names of the documents.
-        sizes: sizes of documents from the commit, see :attr:`RootDocument.file_bytes`. On a disk,
-            those in the root document if it is the first of ``names``.
+        sizes: sizes of documents from the commit, see :attr:`RootDocument.file_bytes`. If the root
+            document is the first of ``names``, it has the sizes of the others.
 
     Returns:
         Name -> content, ``None`` if there is no such document.
@@ -102,11 +109,27 @@ def read_documents(
         StorageError: the store failed.
     """
     sizes, found = sizes or {}, dict[str, bytes | None]()
-    if location.is_local and names[0] == "zarr.json":  # in a store, one more wait for an answer
-        (text,) = location.read_many(names[:1])
-        sizes, found, names = file_bytes_in(text or b""), {"zarr.json": text}, names[1:]
-    texts = location.read_many(names, [*map(sizes.get, names)])
-    return {**found, **dict(zip(names, texts, strict=True))}
+    if names[0] == ROOT:
+        found = _read_starts(location, names[:1] if location.is_local else names)
+        sizes = file_bytes_in(found[ROOT] or b"")
+    for name, start in found.items():
+        require_size(start, f"{location.url}/{name}", sizes.get(name))
+    cut = {n for n, start in found.items() if n != ROOT and len(start or b"") == START_BYTES}
+    left = [name for name in names if name not in found or name in cut]
+    texts = location.read_many(left, [*map(sizes.get, left)])
+    return {**found, **dict(zip(left, texts, strict=True))}
+
+
+def _read_starts(location: Location, names: Sequence[str]) -> dict[str, bytes | None]:
+    """Read the root document, and the first bytes of other documents at the same time. Their sizes
+    are not known yet, and a further wait for an answer would slow each load."""
+    if location.is_local:
+        return dict(zip(names, location.read_many(names), strict=True))
+    counters.add(documents_read=len(names))
+    read = location.remote.read_range
+    stops = [None if name == ROOT else START_BYTES for name in names]
+    starts = [partial(read, n, 0, stop, START_BYTES) for n, stop in zip(names, stops, strict=True)]
+    return dict(zip(names, run_together(*starts), strict=True))
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from shardstore.errors import (
 )
 from shardstore.storage.commit.identity import ATTEMPTS, instead, is_committed
 from shardstore.storage.format.documents import (
+    CHUNK_BYTES,
     CHUNK_SUMS,
     ArrayMeta,
     Refused,
@@ -422,11 +423,11 @@ class StoredCheckpoint:
     def _attributes_without(self, nodes: set[str]) -> dict[str, Any]:
         """Return the attributes of the root group without the checksums of some arrays."""
         assert self.root is not None
-        sums = self.root.chunk_sums
-        if not sums:
+        if not self.root.chunk_sums:
             return self.root.attributes
-        kept = {node: crcs for node, crcs in sums.items() if node not in nodes}
-        about = {**self.root.attributes["shardstore"], CHUNK_SUMS: kept}
+        about = dict(self.root.attributes["shardstore"])
+        for name in about.keys() & {CHUNK_SUMS, CHUNK_BYTES}:
+            about[name] = {node: text for node, text in about[name].items() if node not in nodes}
         if self.root.commit:
             # The digest covers all arrays and does not fit the remaining ones.
             about["commit"] = {n: v for n, v in self.root.commit.items() if n != "content"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from shardstore.cli.app import run
 from shardstore.errors import DamagedCheckpointError
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
+from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from tests.hostile.test_bombs import bounded
 
 MORE = bytes(256 * 1024**2)
@@ -65,9 +67,8 @@ def test_in_a_folder(tmp_path: Path, name: str) -> None:
 def test_in_a_store(name: str) -> None:
     place = Location.of(f"memory://{uuid.uuid4().hex}/c")
     key, read = enlarged(place, name)
-    if name != "common.pt":  # is read together with the root document, which has its size
-        with bounded(len(MORE) // 4), pytest.raises(DamagedCheckpointError, match=r"bytes"):
-            read(place, key)
+    with bounded(len(MORE) // 4), pytest.raises(DamagedCheckpointError, match=r"bytes"):
+        read(place, key)
     with bounded(len(MORE) // 4):
         assert run(["verify", str(place)]) == 1
 
@@ -88,14 +89,53 @@ def test_a_size_that_is_none(tmp_path: Path, store: str, size: object) -> None:
     read_manifest(place, "w")
 
 
-@pytest.mark.parametrize("name", ["w/c.0", "manifest.npz", "o/shard_0_1.pt"])
+@pytest.mark.parametrize("name", FILES)
 def test_on_s3(s3_server: S3Server, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A load takes only the bytes that belong to the object; a verification finds the others."""
+    """A load takes only the bytes that belong to the object, or the first of ``common.pt``; a
+    verification finds the others."""
     place = Location.of(f"s3://{s3_server.new_bucket()}/c", **s3_server.storage_options)
     key, _ = enlarged(place, name)
-    with bounded(len(MORE) // 4):
+    refused = pytest.raises(DamagedCheckpointError) if name == "common.pt" else nullcontext()
+    with bounded(len(MORE) // 4), refused:
         load(place, key)
     for variable, value in s3_server.environment.items():
         monkeypatch.setenv(variable, value)
     with bounded(len(MORE) // 4):
         assert run(["verify", str(place)]) == 1
+
+
+@pytest.mark.parametrize("compression", ["zstd", "blosc"])
+@pytest.mark.parametrize("store", ["local", "memory"])
+def test_the_commit_has_the_size_of_each_compressed_chunk(
+    tmp_path: Path, store: str, compression: str
+) -> None:
+    """Also of chunks that a base had, and until the array is removed."""
+
+    def state(**arrays: torch.Tensor) -> dict[str, Any]:
+        return {key: ShardedTensor.from_rank_offsets(key, data) for key, data in arrays.items()}
+
+    def check(place: Location) -> None:
+        sizes = {}
+        for array in StoredCheckpoint(place).arrays.values():
+            for number in range(array.grid.size):
+                name = array.chunk_name(array.grid.index_at(number))
+                sizes[name] = array.expected_size(number)
+        assert len(sizes) >= 6
+        assert sizes == {name: place.size(name) for name in sizes}
+
+    top = tmp_path.as_posix() if store == "local" else f"memory://{uuid.uuid4().hex}"
+    base, place = Location.of(f"{top}/base"), Location.of(f"{top}/c")
+    w, v = torch.randn(40, 20), torch.arange(200.0).reshape(20, 10)
+    small = ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=512)
+    shardstore.save(state(w=w, v=v), base.place, small, compression=compression)
+    w[9, 3] += 1
+    reused = {"base": base.place, "compression": compression}
+    shardstore.save(state(w=w, v=v), place.place, small, **reused)
+    check(base)
+    check(place)
+    StoredCheckpoint(place).remove("v")
+    check(place)
+    assert "v" not in StoredCheckpoint(place).root.chunk_bytes  # type: ignore[union-attr]
+    shardstore.save(state(w=w), place.place, overwrite=True)
+    (array,) = StoredCheckpoint(place).arrays.values()
+    assert array.sizes is None

@@ -37,6 +37,9 @@ FORMAT_VERSION = 1
 CHUNK_SUMS = "chunk_crc32c"
 """Member of ``attributes.shardstore`` in the root document: the checksums of all chunks."""
 
+CHUNK_BYTES = "chunk_bytes"
+"""Member beside it: the sizes of the chunks of compressed arrays."""
+
 FILE_SUMS = "file_crc32c"
 """Member beside it: the checksums of the files other than chunks that loads read."""
 
@@ -87,6 +90,7 @@ class ArrayMeta:
         document: text of the document, if only TensorStore can decode the codecs.
         crcs: crc32c of each chunk in C order over the grid, little-endian uint32, if the commit has
             them.
+        sizes: the same for the size of each compressed chunk in bytes.
     """
 
     key: str
@@ -99,6 +103,7 @@ class ArrayMeta:
     shard_shape: tuple[int, ...] | None = None
     document: bytes | None = field(default=None, compare=False, repr=False)
     crcs: bytes | None = field(default=None, compare=False, repr=False)
+    sizes: bytes | None = field(default=None, compare=False, repr=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -113,8 +118,11 @@ class ArrayMeta:
     def expected_crc(self, number: int) -> int | None:
         """Return the crc32c of a decoded chunk from the commit; ``None`` if the commit has none.
         ``number`` is the position of the chunk in C order over the grid."""
-        crcs = self.crcs
-        return None if crcs is None else int.from_bytes(crcs[4 * number : 4 * number + 4], "little")
+        return None if self.crcs is None else _number(self.crcs, number)
+
+    def expected_size(self, number: int) -> int | None:
+        """Return the size of a compressed chunk from the commit, as :meth:`expected_crc`."""
+        return None if self.sizes is None else _number(self.sizes, number)
 
     @property
     def has_crc(self) -> bool:
@@ -378,7 +386,9 @@ def _decoded(decoder: msgspec.json.Decoder[T], text: Text, url: str) -> T:
         ) from error
 
 
-def parse_array(node: str, text: Text, url: str, sums: object = None) -> ArrayMeta | None:
+def parse_array(
+    node: str, text: Text, url: str, sums: object = None, sizes: object = None
+) -> ArrayMeta | None:
     """Parse the ``zarr.json`` of a node; ``None`` for a group.
 
     Args:
@@ -386,6 +396,7 @@ def parse_array(node: str, text: Text, url: str, sums: object = None) -> ArrayMe
         text: the document.
         url: URL of the document, for error texts.
         sums: base64 of :attr:`ArrayMeta.crcs`, if known; ignored if they do not fit the grid.
+        sizes: the same for :attr:`ArrayMeta.sizes`.
 
     Raises:
         NotACheckpointError: the document is not valid JSON.
@@ -417,7 +428,8 @@ def parse_array(node: str, text: Text, url: str, sums: object = None) -> ArrayMe
         separator=separator,
         shard_shape=_shards(own.shard_shape, grid),
         document=_encoded(text) if codecs is None else None,
-        crcs=_crcs(sums, chunks) if isinstance(sums, str) else None,
+        crcs=_numbers(sums, chunks) if isinstance(sums, str) else None,
+        sizes=_numbers(sizes, chunks) if isinstance(sizes, str) else None,
     )
 
 
@@ -456,12 +468,16 @@ def _require_possible(*shapes: Shape) -> None:
             raise ValueError(f"chunk shape {shapes[1]!r:.60} for shape {shapes[0]!r:.60}")
 
 
-def _crcs(sums: str, chunks: int) -> bytes | None:
+def _numbers(text: str, chunks: int) -> bytes | None:
     try:
-        crcs = a2b_base64(sums, strict_mode=True)
+        numbers = a2b_base64(text, strict_mode=True)
     except ValueError:
         return None
-    return crcs if len(crcs) == 4 * chunks else None
+    return numbers if len(numbers) == 4 * chunks else None
+
+
+def _number(numbers: bytes, position: int) -> int:
+    return int.from_bytes(numbers[4 * position : 4 * position + 4], "little")
 
 
 def parse_v2_array(node: str, text: Text, url: str) -> ArrayMeta:
@@ -568,13 +584,15 @@ class RootDocument:
                 reads every array that such a save wrote; or a member is not an array; or two
                 arrays have the same key.
         """
-        sums = self.chunk_sums
+        sums, sizes = self.chunk_sums, self.chunk_bytes
         ours = self.format_version is not None and not self.is_rewritten
         no_save = "has a description of {!r} that no save writes ({})"
         found = []
         for node, text in self.texts.items():
             try:
-                meta = parse_array(node, text, f"{self.url}/{node}", sums.get(node))
+                meta = parse_array(
+                    node, text, f"{self.url}/{node}", sums.get(node), sizes.get(node)
+                )
             except (FormatVersionError, DTypeMismatchError) as error:
                 if refused is not None and self.format_version is None:
                     refused[names.key_of(node) or node] = error
@@ -617,6 +635,11 @@ class RootDocument:
     def chunk_sums(self) -> dict[str, str]:
         """Node -> base64 of :attr:`ArrayMeta.crcs`, from the commit."""
         return _dict_of(self.about, CHUNK_SUMS)
+
+    @property
+    def chunk_bytes(self) -> dict[str, str]:
+        """Node -> base64 of :attr:`ArrayMeta.sizes`, from the commit."""
+        return _dict_of(self.about, CHUNK_BYTES)
 
 
 def _sizes(found: dict[str, Any]) -> dict[str, int]:

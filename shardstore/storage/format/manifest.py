@@ -22,7 +22,7 @@ from array import array
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -278,10 +278,17 @@ class Manifest:
     def chunk_sums(self) -> dict[str, str]:
         """Return node -> base64 of the crc32c of its chunks in order, as little-endian uint32. The
         commit contains them."""
-        crcs = self.crc.astype("<u4")
+        return self._by_node(self.crc, self._places)
+
+    def chunk_bytes(self, nodes: Iterable[str]) -> dict[str, str]:
+        """Return the same for the stored size of each chunk of some arrays."""
+        return self._by_node(self.stored, nodes)
+
+    def _by_node(self, column: NDArray[Any], nodes: Iterable[str]) -> dict[str, str]:
+        numbers, places = column.astype("<u4"), [(node, self._places[node]) for node in nodes]
         return {
-            node: b64encode(crcs[place.row : place.row + place.chunks].tobytes()).decode()
-            for node, place in self._places.items()
+            node: b64encode(numbers[place.row : place.row + place.chunks].tobytes()).decode()
+            for node, place in places
         }
 
     def without(self, nodes: set[str]) -> Manifest:

@@ -28,7 +28,7 @@ from shardstore.storage.movers.chunks import (
 )
 from shardstore.storage.movers.codecs import CRC_BYTES, EncodedChunk, most_packed_bytes
 from shardstore.storage.movers.counters import counters
-from shardstore.storage.movers.verify import MISSING, Expected, chunk_error, receive
+from shardstore.storage.movers.verify import MISSING, Expected, Problem, chunk_error, receive
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.object_io import (
@@ -133,13 +133,20 @@ class ObjectMover:
             # A compressed chunk is in memory three times: twice as received, and decompressed.
             yield 3 * size if array.is_packed else size, 0, size
             stop = io.end_of(_stored_bytes(array)) if is_whole else expected.last
-            if array.is_packed:  # its size is not known
-                stop = most_packed_bytes(array) + 1 if io.reads_past_end else None
+            packed = array.expected_size(part.number)
+            if array.is_packed:  # the commit of an older checkpoint does not have its size
+                most = most_packed_bytes(array) if io.reads_past_end else None
+                stop = io.end_of(packed or most)
             get = io.begin_get(key, expected.first, stop, size=size)
             yield None
             data = get()
             del get  # frees TensorStore's copy
-            problem = MISSING if data is None else receive(part, expected, data)
+            if data is None:
+                problem: Problem | None = MISSING
+            elif packed and len(data) > packed:
+                problem = Problem("size", f"has more than {packed} bytes, its size in the commit")
+            else:
+                problem = receive(part, expected, data)
             if problem is not None:
                 url = f"{self.location.url}/{key}"
                 raise chunk_error(array, part.index, url, problem, manifest)
