@@ -238,7 +238,7 @@ def _content(path: Path, place: Path, compressed: bool) -> Any:
 def _root(document: Any, compressed: bool) -> Any:
     attributes = document["attributes"]
     about = attributes["shardstore"]
-    for member in ("root_crc32c", "file_bytes"):  # version 0.1.0 wrote none
+    for member in ("root_crc32c", "file_bytes", "chunk_bytes"):  # version 0.1.0 wrote none
         about.pop(member, None)
     commit = about["commit"]
     for member in ("attempt", "created", "seconds", "shardstore"):
