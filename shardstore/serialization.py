@@ -100,7 +100,8 @@ def save(
             must support this.
         preprocess_common_before_consistancy_check: called with a copy of the common values; the
             ranks compare its results.
-        content_metadata: a dict that is stored in the checkpoint. Its JSON-serialisable part also
+        content_metadata: a dict that is stored in the checkpoint, in place of a dict of that name
+            in the state, as an earlier load returned it. Its JSON-serialisable part also
             becomes attributes of the root group.
         async_strategy: ``"mcore"`` or ``"nvrx"``, as in Megatron-Core. Both return the same
             request, for its queues, for those of nvidia-resiliency-ext and for this package's.

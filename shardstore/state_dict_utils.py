@@ -77,10 +77,17 @@ def load_preprocess(
         sharded_state_dict: not changed; the results share its tensors.
 
     Returns:
-        The entries to load; the non-persistent local objects; and the factories, without data, for
+        The entries to load, without flattened ranges of tensors that have no elements; the
+        non-persistent local objects; and the factories, without data, for
         :func:`shardstore.mapping.apply_factory_merges` (lists as dicts from index to value).
     """
-    wanted = filter_out_empty_flatten_tensor(sharded_state_dict)
+
+    def is_stored(value: Any) -> bool:
+        nothing = isinstance(value, ShardedTensor) and 0 in value.global_shape
+        return not (nothing and is_empty_range(value))
+
+    # Other empty ranges stay, so that lists keep the positions of their elements.
+    wanted, _ = extract_matching_values(sharded_state_dict, is_stored)
     factories, _ = extract_matching_values(
         wanted, lambda value: isinstance(value, ShardedTensorFactory), return_lists_as_dicts=True
     )

@@ -16,7 +16,7 @@ from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import require_group
 from shardstore.dtensor.adoption import adopt_for_save, keys_of_plain
 from shardstore.dtensor.layout import apply_claims
-from shardstore.errors import ArgumentError, CheckpointingException
+from shardstore.errors import ArgumentError, CheckpointingException, StructureError
 from shardstore.loading.context import CONTENT_METADATA_KEY
 from shardstore.mapping import CommonStateDict, ShardedObject, ShardedStateDict, StateDict
 from shardstore.saving.replicas import copies_of
@@ -111,6 +111,15 @@ def prepare(
     check_lists(state_dict)  # now with what the factories built
     attributes = {}
     if content_metadata is not None:
+        if (
+            CONTENT_METADATA_KEY in sharded
+            or type(common.get(CONTENT_METADATA_KEY, {})) is not dict
+        ):
+            raise StructureError(
+                f"content_metadata= would replace the value at {CONTENT_METADATA_KEY!r} in the "
+                "state, which is no dict of an earlier load; rename that key",
+                key=CONTENT_METADATA_KEY,
+            )
         common[CONTENT_METADATA_KEY] = content_metadata
         attributes[CONTENT_METADATA_KEY] = _attributes(content_metadata)
     if (key := common_strategy.object_key) is not None:

@@ -72,6 +72,35 @@ def test_an_empty_range_of_a_tensor_without_elements_is_nothing(tmp_path: Path) 
     assert shardstore.load({"e": empty}, tmp_path / "c") == {"n": 1}
 
 
+def test_an_empty_range_keeps_its_place(tmp_path: Path) -> None:
+    """Its key in a dict, and its position in a list: another element does not move there."""
+
+    def part(key: str, start: int, stop: int, *, meta: bool = False) -> ShardedTensor:
+        data = torch.arange(float(start), float(stop))
+        made = ShardedTensor.from_rank_offsets_flat(
+            key, data, (5, 2), flattened_range=slice(start, stop)
+        )
+        return made.without_data() if meta else made
+
+    def state(meta: bool) -> dict[str, Any]:
+        return {
+            "d": {"whole": part("a", 0, 10, meta=meta), "none": part("a", 4, 4, meta=meta)},
+            "l": [{"w": part("b", 10, 10, meta=meta)}, {"w": part("b", 0, 10, meta=meta)}],
+            "tensors": [part("c", 0, 0, meta=meta), part("c", 0, 10, meta=meta)],
+        }
+
+    shardstore.save(state(False), tmp_path / "c")
+    whole, none = torch.arange(10.0), torch.empty(0)
+    for meta in (False, True):
+        loaded = shardstore.load(state(meta), tmp_path / "c")
+        expected = {
+            "d": {"whole": whole, "none": none},
+            "l": [{"w": none}, {"w": whole}],
+            "tensors": [none, whole],
+        }
+        torch.testing.assert_close(loaded, expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("backend", [("zarr", 2), ("torch_dist", 1)], ids=str)
 def test_content_metadata_is_that_of_the_call(

@@ -42,6 +42,22 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "saved"
 
 
+@pytest.mark.parametrize("value", [3, [1], torch.ones(2), ShardedTensor, {"w": ShardedTensor}])
+def test_a_value_that_content_metadata_would_replace(tmp_path: Path, value: Any) -> None:
+    def made(one: Any) -> Any:
+        if isinstance(one, dict):
+            return {key: made(item) for key, item in one.items()}
+        return ShardedTensor.from_rank_offsets("w", torch.ones(2)) if one is ShardedTensor else one
+
+    given = {**state(), "content_metadata": made(value)}
+    with pytest.raises(StructureError, match=r"'content_metadata' in the state.*rename that key"):
+        shardstore.save(given, tmp_path / "c", content_metadata={"a": 1})
+    assert not (tmp_path / "c").exists()
+    given["content_metadata"] = {"a": 0, "of": "an earlier load"}
+    shardstore.save(given, tmp_path / "c", content_metadata={"a": 1})
+    assert shardstore.load_content_metadata(tmp_path / "c") == {"a": 1}
+
+
 # -- numbers and groups ------------------------------------------------------------------------
 
 

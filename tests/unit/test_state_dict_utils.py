@@ -127,7 +127,7 @@ def test_load_splits_off_what_is_not_stored() -> None:
 def test_load_keeps_what_factories_build_for_their_merge() -> None:
     whole = {"a": flat(1, 1), "l": [3, factory(flat(2, 2), flat(3, 4))]}
     wanted, _, factories = load_preprocess(whole)
-    assert list(wanted) == ["l"]
+    assert list(wanted) == ["a", "l"]
     assert list(wanted["l"][1]) == ["flat2", "flat3"]
     assert list(factories["l"]) == [1]
     loaded = {"l": [3, {2: "loaded", 3: "loaded"}]}
