@@ -426,8 +426,9 @@ class StoredCheckpoint:
         if not self.root.chunk_sums:
             return self.root.attributes
         about = dict(self.root.attributes["shardstore"])
-        for name in about.keys() & {CHUNK_SUMS, CHUNK_BYTES}:
-            about[name] = {node: text for node, text in about[name].items() if node not in nodes}
+        columns = {CHUNK_SUMS: self.root.chunk_sums, CHUNK_BYTES: self.root.chunk_bytes}
+        for name in columns.keys() & about:
+            about[name] = {n: text for n, text in columns[name].items() if n not in nodes}
         if self.root.commit:
             # The digest covers all arrays and does not fit the remaining ones.
             about["commit"] = {n: v for n, v in self.root.commit.items() if n != "content"}
