@@ -135,8 +135,9 @@ class ObjectMover:
             stop = io.end_of(_stored_bytes(array)) if is_whole else expected.last
             packed = array.expected_size(part.number)
             if array.is_packed:  # the commit of an older checkpoint does not have its size
-                most = most_packed_bytes(array) if io.reads_past_end else None
-                stop = io.end_of(packed or most)
+                most = most_packed_bytes(array)
+                stop = io.end_of(min(packed or most, most))
+                stop = stop if packed or io.reads_past_end else None
             get = io.begin_get(key, expected.first, stop, size=size)
             yield None
             data = get()

@@ -176,6 +176,7 @@ class KvStoreIO(ObjectIO):
         self, key: str, start: int = 0, stop: int | None = None, *, size: int = UNKNOWN_BYTES
     ) -> Callable[[], bytes | memoryview | None]:
         """See :meth:`ObjectIO.begin_get`."""
+        size = size if stop is None else min(size, stop - start)
         if size <= KEPT_BYTES:
             return self._begin_range(key, start, stop, size)
         starts = range(start, start + size, max(PART_BYTES, -(-size // MOST_PARTS)))
