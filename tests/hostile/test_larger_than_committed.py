@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import uuid
 from collections.abc import Callable
@@ -139,6 +140,54 @@ def test_the_commit_has_the_size_of_each_compressed_chunk(
     shardstore.save(state(w=w), place.place, overwrite=True)
     (array,) = StoredCheckpoint(place).arrays.values()
     assert array.sizes is None
+
+
+def test_a_size_of_a_chunk_that_no_chunk_has() -> None:
+    """A root that says 4 GiB does not raise the limit of a read."""
+    place = Location.of(f"memory://{uuid.uuid4().hex}/c")
+    enlarged(place, "packed/c.0")
+    document = json.loads(place.read("zarr.json"))
+    about = document["attributes"]["shardstore"]
+    del about["root_crc32c"]
+    about["chunk_bytes"] = {"packed": base64.b64encode(b"\xff" * 4).decode()}
+    place.write("zarr.json", json.dumps(document, separators=(",", ":")).encode())
+    with bounded(len(MORE) // 4), pytest.raises(DamagedCheckpointError, match="packed"):
+        load(place, "packed")
+
+
+@pytest.mark.parametrize("compression", ["zstd", "blosc"])
+def test_chunks_that_compress_to_less_than_a_part_of_a_request(
+    s3_server: S3Server, compression: str
+) -> None:
+    """Large objects of S3 are read in parts; the parts are those of the compressed chunk."""
+    place = Location.of(f"s3://{s3_server.new_bucket()}/c", **s3_server.storage_options)
+    data = torch.arange(8 << 20, dtype=torch.float32) % 7
+    stored = ShardedTensor.from_rank_offsets("w", data)
+    shardstore.save({"w": stored}, place.place, compression=compression)
+    for part in (0, 1):
+        wanted = torch.empty(4 << 20)
+        half = ShardedTensor.from_rank_offsets("w", wanted, (0, part, 2))
+        found = shardstore.load({"w": half}, place.place, validate_access_integrity=False)["w"]
+        assert torch.equal(found, data.chunk(2)[part])
+
+
+@pytest.mark.parametrize("store", ["local", "memory"])
+def test_sizes_that_cannot_be_decoded(tmp_path: Path, store: str) -> None:
+    """No text, or nested without end: damage, and nothing bare."""
+    top = tmp_path.as_posix() if store == "local" else f"memory://{uuid.uuid4().hex}"
+    place = Location.of(f"{top}/c")
+    shardstore.save(state(), place.place)
+    root = place.read("zarr.json")
+    start = root.index(b'"file_bytes"')
+    end = root.index(b"}", start)
+    flipped = [root[:i] + bytes([root[i] ^ 0x80]) + root[i + 1 :] for i in range(start, end)]
+    nested = root[:start] + b'"file_bytes":{"x":' + b"[" * 100_000 + root[start:]
+    for text in (*flipped, nested):
+        place.write("zarr.json", text)
+        with pytest.raises(CheckpointingException):
+            load(place, "w")
+        with pytest.raises(CheckpointingException):
+            shardstore.load_plain_tensors(place.place)
 
 
 @pytest.mark.parametrize("value", [5, "x", [], None, {"w": 5, "packed": "AA=="}])

@@ -651,8 +651,8 @@ def file_bytes_in(text: bytes) -> dict[str, int]:
     """Return :attr:`RootDocument.file_bytes` of a root document, without parsing the rest."""
     try:
         return _sizes(_SIZES.decode(text).attributes.shardstore.file_bytes)
-    except msgspec.DecodeError:
-        return {}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return {}  # the caller's parse_root says what is wrong
 
 
 def parse_root(text: str | bytes, url: str) -> RootDocument:
