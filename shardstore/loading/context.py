@@ -106,17 +106,19 @@ def read_documents(
 
     Raises:
         DamagedCheckpointError: a document is larger than the commit says.
+        ReplacedError: the checkpoint was replaced during the read.
         StorageError: the store failed.
     """
     sizes, found = sizes or {}, dict[str, bytes | None]()
     if names[0] == ROOT:
         found = _read_starts(location, names[:1] if location.is_local else names)
         sizes = file_bytes_in(found[ROOT] or b"")
-    for name, start in found.items():
-        require_size(start, f"{location.url}/{name}", sizes.get(name))
     cut = {n for n, start in found.items() if n != ROOT and len(start or b"") == START_BYTES}
     left = [name for name in names if name not in found or name in cut]
-    texts = location.read_many(left, [*map(sizes.get, left)])
+    with StoredCheckpoint(location, documents=found).unless_replaced():
+        for name, start in found.items():
+            require_size(start, f"{location.url}/{name}", sizes.get(name))
+        texts = location.read_many(left, [*map(sizes.get, left)])
     return {**found, **dict(zip(left, texts, strict=True))}
 
 

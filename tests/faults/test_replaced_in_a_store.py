@@ -66,7 +66,12 @@ def put_back(objects: Objects) -> None:
 
 
 def state(version: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"step": version, "o": ShardedObject("o", [version], (1,), (0,))}
+    grows = "x" * 100 * version
+    found: dict[str, Any] = {
+        "step": version,
+        "grows": grows,
+        "o": ShardedObject("o", [version], (1,), (0,)),
+    }
     for i in range(3):
         value = torch.full((6, 8), float(10 * version + i))
         found[f"w{i}"] = ShardedTensor.from_rank_offsets(f"w{i}", value)
