@@ -18,6 +18,7 @@ import io
 import math
 import pathlib
 import pickle
+import sys
 import types
 import uuid
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
@@ -160,9 +161,13 @@ def _subclassed(rebuild: Any, kind: Any, args: Any, state: Any) -> Any:
 def _member(kind: Any, name: str) -> enum.Enum:
     """Return a member of an allowed enumeration, which Python 3.11.0 to 3.11.3 store as a call of
     ``getattr``."""
-    fits = isinstance(kind, enum.EnumMeta) and type(name) is str and name in kind.__members__
-    _require(fits, "an attribute")
-    return cast(enum.Enum, kind[name])
+    if isinstance(kind, enum.EnumMeta) and type(name) is str and name in kind.__members__:
+        return cast(enum.Enum, kind[name])
+    raise _RefusedError(
+        f"a call of getattr for {name!r:.100}",
+        "if you trust the file, allow it before loading: "
+        "torch.serialization.add_safe_globals([getattr])",
+    )
 
 
 _LAYOUTS = {str(found): found for found in vars(torch).values() if type(found) is torch.layout}
@@ -219,7 +224,6 @@ _KNOWN: dict[str, Any] = {
     "numpy.core.multiarray.scalar": _numpy_scalar,
     "numpy._core.multiarray.scalar": _numpy_scalar,
     "_codecs.encode": _encode,
-    "builtins.getattr": _member,
 }
 
 
@@ -253,9 +257,12 @@ class _Unpickler(BoundedUnpickler):
         if full in self._allowed and module not in _BLOCKED:
             return self._allowed[full]
         for kind in self._allowed.values():  # members that Python 3.11.0 to 3.11.3 store by name
-            is_members = isinstance(kind, enum.EnumMeta) and kind.__module__ == module
-            if is_members and name in kind.__members__:
-                return kind[name]
+            if isinstance(kind, enum.EnumMeta) and kind.__module__ == module:
+                member = vars(sys.modules[module]).get(name)
+                if type(member) is kind:
+                    return member
+        if full == "builtins.getattr":
+            return _member
         if full == "torch.storage.UntypedStorage":
             return torch.uint8
         if module in ("torch", "torch.cuda") and name.endswith("Storage"):
@@ -309,7 +316,8 @@ class _Unpickler(BoundedUnpickler):
         elif type(target) in _ATTRIBUTED:
             vars(target).update(self.stack.pop())
         else:
-            _require(id(type(target)) in self._allowed_ids, "a state")
+            is_member = isinstance(target, enum.Enum)  # one for the whole process
+            _require(id(type(target)) in self._allowed_ids and not is_member, "a state")
             BoundedUnpickler.dispatch[pickle.BUILD[0]](self)
 
     dispatch: ClassVar[dict[int, Any]] = {

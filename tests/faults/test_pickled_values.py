@@ -37,6 +37,12 @@ LIMIT_BYTES = 256 << 20
 
 class Color(enum.Enum):
     RED = 1
+    Holder = 2  # has the name of a class of this module
+
+
+class Holder:
+    class Inner:
+        pass
 
 
 class Call:
@@ -214,11 +220,44 @@ def test_members_of_enumerations_as_early_releases_of_python_3_11_store_them() -
     with torch.serialization.safe_globals([Color, signal.Signals]):
         assert load_bytes(called, "/place/common.pt") is Color.RED
         assert load_bytes(named, "/place/common.pt") is signal.SIGTERM
-        with pytest.raises(DamagedCheckpointError, match="an attribute"):
+        with pytest.raises(UnsafeObjectError, match="a call of getattr for '__init_subclass__'"):
             load_bytes(dump_bytes(Call(getattr, Color, "__init_subclass__")), "/place/common.pt")
+        with pytest.raises(UnsafeObjectError, match="SIG_DFL"):  # a member of another enumeration
+            load_bytes(archive(b"\x80\x02csignal\nSIG_DFL\n."), "/place/common.pt")
     for data, match in ((called, "Color"), (named, "SIGTERM")):
         with pytest.raises(UnsafeObjectError, match=match):
             load_bytes(data, "/place/common.pt")
+
+
+def test_a_class_in_a_class_that_the_program_allows() -> None:
+    """Protocol 2 stores it as a call of getattr."""
+    called = dump_bytes(Call(getattr, Holder, "Inner"))
+    with torch.serialization.safe_globals([Holder, Holder.Inner, getattr]):
+        assert load_bytes(called, "/place/common.pt") is Holder.Inner
+    with (
+        torch.serialization.safe_globals([Holder, Holder.Inner]),
+        pytest.raises(UnsafeObjectError, match="add_safe_globals"),
+    ):
+        load_bytes(called, "/place/common.pt")
+
+
+def test_a_class_with_the_name_of_a_member_is_not_taken_for_it() -> None:
+    named = f"c{__name__}\nHolder\n.".encode()
+    with (
+        torch.serialization.safe_globals([Color]),
+        pytest.raises(UnsafeObjectError, match="Holder"),
+    ):
+        load_bytes(archive(b"\x80\x02" + named), "/place/common.pt")
+
+
+def test_a_file_does_not_change_a_member_of_the_process() -> None:
+    changing = dump_bytes(Call(Color, 1, state={"_value_": 99}))
+    with (
+        torch.serialization.safe_globals([Color]),
+        pytest.raises(DamagedCheckpointError, match="a state"),
+    ):
+        load_bytes(changing, "/place/common.pt")
+    assert Color.RED.value == 1
 
 
 VALUES: dict[str, Any] = {
