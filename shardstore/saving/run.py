@@ -111,9 +111,8 @@ def prepare(
     check_lists(state_dict)  # now with what the factories built
     attributes = {}
     if content_metadata is not None:
-        if (
-            CONTENT_METADATA_KEY in sharded
-            or type(common.get(CONTENT_METADATA_KEY, {})) is not dict
+        if CONTENT_METADATA_KEY in sharded or not isinstance(
+            common.get(CONTENT_METADATA_KEY, {}), dict
         ):
             raise StructureError(
                 f"content_metadata= would replace the value at {CONTENT_METADATA_KEY!r} in the "

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -53,7 +54,7 @@ def test_a_value_that_content_metadata_would_replace(tmp_path: Path, value: Any)
     with pytest.raises(StructureError, match=r"'content_metadata' in the state.*rename that key"):
         shardstore.save(given, tmp_path / "c", content_metadata={"a": 1})
     assert not (tmp_path / "c").exists()
-    given["content_metadata"] = {"a": 0, "of": "an earlier load"}
+    given["content_metadata"] = OrderedDict({"a": 0, "of": "an earlier load"})
     shardstore.save(given, tmp_path / "c", content_metadata={"a": 1})
     assert shardstore.load_content_metadata(tmp_path / "c") == {"a": 1}
 
