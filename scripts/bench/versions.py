@@ -5,7 +5,8 @@ its own:
 
 The other checkout has its compiled part beside its sources, and what it imports is installed here.
 Prints medians, minima, processor time of the client and peaks of memory, with the ratios of this
-checkout to the other one.
+checkout to the other one. On one machine the server takes processor time from the client. To keep
+them apart, start both on some processors (taskset), and give the client others: --client-cpu 1.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ def main() -> None:
     parser.add_argument("other", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=CASES)
+    parser.add_argument("--client-cpu", type=int, action="append", help="may be repeated")
     options = parser.parse_args()
     from bench.bucket import Bucket, proxy
 
@@ -80,7 +82,7 @@ def main() -> None:
                 for who in sorted(checkouts, reverse=bool(number % 2)):
                     url = bucket.new(who)
                     for verb in ("save", "load"):
-                        sample = _sample(checkouts[who], verb, count, size, url)
+                        sample = _sample(checkouts[who], options.client_cpu, verb, count, size, url)
                         if number:
                             found[verb, who].append(sample)
         bucket.remove()
@@ -96,9 +98,13 @@ def _row(samples: list[dict[str, float]]) -> list[float]:
     return [medians[0], min(sample["s"] for sample in samples), *medians[1:]]
 
 
-def _sample(checkout: Path, verb: str, count: int, size: int, url: str) -> dict[str, float]:
+def _sample(
+    checkout: Path, cpus: list[int] | None, verb: str, count: int, size: int, url: str
+) -> dict[str, float]:
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
     command = [sys.executable, __file__, verb, str(count), str(size), url]
+    if cpus:
+        command = ["taskset", "-c", ",".join(map(str, cpus)), *command]
     ended = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE)
     sample: dict[str, Any] = json.loads(ended.stdout)
     return sample
