@@ -19,7 +19,7 @@ BUDGET = 40 * MIB
 LIMIT = BUDGET + CHUNK + BUDGET // 20
 """TensorStore may free a chunk when the next one is taken already."""
 TRIES = 3
-"""One process of many was seen 2.6 MiB above the limit, on a busy machine; the cause is not known."""
+"""One process of many was seen 2.6 MiB above the limit; the cause is not known."""
 ROWS, COLUMNS = 4096, 4096
 """Of four bytes: 64 MiB."""
 
