@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import struct
 import uuid
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -142,6 +143,24 @@ def test_the_commit_has_the_size_of_each_compressed_chunk(
     assert array.sizes is None
 
 
+@pytest.mark.parametrize("store", ["local", "memory"])
+@pytest.mark.parametrize("more", [-1, 1])
+def test_a_chunk_of_another_size_than_in_the_commit(tmp_path: Path, store: str, more: int) -> None:
+    """It is intact, and is not what was committed: loads and verifications agree."""
+    top = tmp_path.as_posix() if store == "local" else f"memory://{uuid.uuid4().hex}"
+    place = Location.of(f"{top}/c")
+    shardstore.save(state("packed"), place.place, compression="zstd")
+    document = json.loads(place.read("zarr.json"))
+    about = document["attributes"]["shardstore"]
+    del about["root_crc32c"]
+    size = struct.pack("<I", place.size("packed/c.0") + more)
+    about["chunk_bytes"] = {"packed": base64.b64encode(size).decode()}
+    place.write("zarr.json", json.dumps(document, separators=(",", ":")).encode())
+    with pytest.raises(DamagedCheckpointError, match=r"packed.* bytes, not"):
+        load(place, "packed")
+    assert run(["verify", str(place)]) == 1
+
+
 def test_a_size_of_a_chunk_that_no_chunk_has() -> None:
     """A root that says 4 GiB does not raise the limit of a read."""
     place = Location.of(f"memory://{uuid.uuid4().hex}/c")
@@ -153,6 +172,8 @@ def test_a_size_of_a_chunk_that_no_chunk_has() -> None:
     place.write("zarr.json", json.dumps(document, separators=(",", ":")).encode())
     with bounded(len(MORE) // 4), pytest.raises(DamagedCheckpointError, match="packed"):
         load(place, "packed")
+    with bounded(len(MORE) // 4):
+        assert run(["verify", str(place)]) == 1
 
 
 @pytest.mark.parametrize("compression", ["zstd", "blosc"])

@@ -27,17 +27,19 @@ MAX_COMPRESSED_BYTES = 0x7E000000
 """The largest buffer that numcodecs compresses."""
 
 
-def stored_bytes(array: ArrayMeta) -> int | None:
-    """Return the size of a stored chunk in bytes; ``None`` for a compressed chunk, whose size
-    varies."""
+def stored_bytes(array: ArrayMeta, number: int) -> int | None:
+    """Return the size of a stored chunk in bytes; ``None`` for a compressed chunk whose size the
+    commit does not have. ``number`` is the position of the chunk in C order over the grid."""
     if array.is_packed:
-        return None
+        return array.expected_size(number)
     return array.chunk_bytes + (CRC_BYTES if array.has_crc else 0)
 
 
-def most_packed_bytes(array: ArrayMeta) -> int:
-    """Return the largest possible size of a compressed chunk in bytes. No compressor adds more."""
-    return array.chunk_bytes + array.chunk_bytes // 64 + 4096
+def most_stored_bytes(array: ArrayMeta, number: int) -> int:
+    """Return the largest possible size of a stored chunk in bytes, see :func:`stored_bytes`. No
+    compressor adds more."""
+    most = array.chunk_bytes + array.chunk_bytes // 64 + 4096
+    return min(stored_bytes(array, number) or most, most)
 
 
 class EncodedChunk:

@@ -26,7 +26,12 @@ from shardstore.storage.movers.chunks import (
     RegionRead,
     chunk_parts,
 )
-from shardstore.storage.movers.codecs import CRC_BYTES, EncodedChunk, most_packed_bytes
+from shardstore.storage.movers.codecs import (
+    CRC_BYTES,
+    EncodedChunk,
+    most_stored_bytes,
+    stored_bytes,
+)
 from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.verify import MISSING, Expected, Problem, chunk_error, receive
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES
@@ -132,20 +137,17 @@ class ObjectMover:
             is_whole = expected.sums is None and size == array.chunk_bytes
             # A compressed chunk is in memory three times: twice as received, and decompressed.
             yield 3 * size if array.is_packed else size, 0, size
-            stop = io.end_of(_stored_bytes(array)) if is_whole else expected.last
-            packed = array.expected_size(part.number)
-            if array.is_packed:  # the commit of an older checkpoint does not have its size
-                most = most_packed_bytes(array)
-                stop = io.end_of(min(packed or most, most))
-                stop = stop if packed or io.reads_past_end else None
+            stop: int | None = expected.last
+            if is_whole:  # the commit of an older checkpoint lacks the sizes of compressed chunks
+                is_known = stored_bytes(array, part.number) is not None or io.reads_past_end
+                most = most_stored_bytes(array, part.number)
+                stop = io.end_of(most) if is_known else None
             get = io.begin_get(key, expected.first, stop, size=size)
             yield None
             data = get()
             del get  # frees TensorStore's copy
             if data is None:
                 problem: Problem | None = MISSING
-            elif packed and len(data) > packed:
-                problem = Problem("size", f"has more than {packed} bytes, its size in the commit")
             else:
                 problem = receive(part, expected, data)
             if problem is not None:

@@ -28,7 +28,7 @@ from shardstore.storage.movers.codecs import (
     CRC,
     CRC_BYTES,
     decompress,
-    most_packed_bytes,
+    most_stored_bytes,
     stored_bytes,
 )
 from shardstore.storage.stores.location import open_regular
@@ -66,6 +66,7 @@ class Expected:
     Attributes:
         first: first byte of the range to read, in the uncompressed chunk.
         last: one past the last byte of the range.
+        number: position of the chunk in C order over the grid.
         sums: the manifest's running checksums, one per block, from the block that starts at
             ``first``. They verify a part of the chunk, which starts and ends at block boundaries.
         before: running checksum of the bytes before that part.
@@ -75,6 +76,7 @@ class Expected:
 
     first: int
     last: int
+    number: int
     sums: Sequence[int] | None = None
     before: int = 0
     crc: int | None = None
@@ -88,7 +90,7 @@ class Expected:
         total, block = array.chunk_bytes, block_bytes(array.chunk_bytes)
         low, high = span(part.within, array.grid.chunk_shape, part.out.dtype.itemsize)
         if array.is_plain and not array.has_crc:
-            return cls(low, high)
+            return cls(low, high, part.number)
         first, last = low // block * block, min(-(-high // block) * block, total)
         # If the part is all but the padding, read the padding too: the chunk's own checksum
         # then suffices.
@@ -96,16 +98,17 @@ class Expected:
         is_whole = array.is_packed or last - first == total or (is_all and 2 * high >= total)
         crc = array.expected_crc(part.number)
         if is_whole and crc is not None:
-            return cls(0, total, crc=crc)
+            return cls(0, total, part.number, crc=crc)
         found = manifest()
         running = None if found is None else found.running_of(array, part.index)
         if running is None:
-            return cls(0, total, crc=crc)
+            return cls(0, total, part.number, crc=crc)
         sums = running.tolist()
         if is_whole:
-            return cls(0, total, crc=sums[-1])
+            return cls(0, total, part.number, crc=sums[-1])
         begin = first // block
-        return cls(first, last, sums[begin:], sums[begin - 1] if begin else 0)
+        before = sums[begin - 1] if begin else 0
+        return cls(first, last, part.number, sums[begin:], before)
 
 
 class ChunkVerifier:
@@ -146,10 +149,11 @@ class ChunkVerifier:
         size = expected.last - expected.first + (CRC_BYTES if has_own else 0)
         if array.is_packed and not body:
             return Problem("size", f"has {self.count} bytes, fewer than any chunk")
-        if array.is_packed and (found := size_problem(array, self.count)) is not None:
+        end = expected.first + self.count
+        if array.is_packed and (found := size_problem(array, expected.number, end)) is not None:
             return found
         if not array.is_packed and self.count != size:
-            found = size_problem(array, expected.first + self.count)
+            found = size_problem(array, expected.number, end)
             return found or Problem("size", f"came as {self.count} bytes where {size} were read")
         if has_own:
             (own,) = CRC.unpack(self._rest[-CRC_BYTES:])
@@ -203,9 +207,10 @@ def is_intact(read: tuple[int, int] | None, committed: int | None) -> bool:
     return read is not None and read[0] == read[1] and committed in (None, read[0])
 
 
-def size_problem(array: ArrayMeta, found: int) -> Problem | None:
-    """Return the problem if a chunk's file or object has a wrong size, else ``None``."""
-    stored, most = stored_bytes(array), most_packed_bytes(array)
+def size_problem(array: ArrayMeta, number: int, found: int) -> Problem | None:
+    """Return the problem if a chunk's file or object has a wrong size, else ``None``. ``number`` is
+    the position of the chunk in C order over the grid."""
+    stored, most = stored_bytes(array, number), most_stored_bytes(array, number)
     if stored is None and found > most:
         return Problem("size", f"has {found} bytes, and compressed chunks at most {most}")
     if stored in (None, found):
@@ -241,7 +246,8 @@ def read_file(
         return 0, NO_FILE
     verifier = ChunkVerifier(array, expected)
     try:
-        if (problem := size_problem(array, os.fstat(fd).st_size)) is not None:
+        size = os.fstat(fd).st_size
+        if (problem := size_problem(array, expected.number, size)) is not None:
             return 0, problem
         for view in targets:
             got = _fill(fd, view, expected.first + verifier.count)
@@ -329,7 +335,8 @@ class ChunkChecker:
         Returns:
             Number of bytes read, and the problem; ``None`` if the chunk is intact.
         """
-        expected, manifest = Expected(0, array.chunk_bytes), self._manifest
+        number, manifest = array.grid.linear(index), self._manifest
+        expected = Expected(0, array.chunk_bytes, number)
         row = None if manifest is None else manifest.row(array, index)
         if manifest is not None and row is not None:
             digest = manifest.digest[row].tobytes() if self._hashes else None
@@ -342,8 +349,7 @@ class ChunkChecker:
             if not (array.is_plain or array.is_packed):
                 return self._check_decoded(array, index, verifier)
             if not location.is_local:
-                most = stored_bytes(array) or most_packed_bytes(array)
-                data = location.read_range(name, 0, most + 1)
+                data = location.read_range(name, 0, most_stored_bytes(array, number) + 1)
                 if data is None:
                     return 0, MISSING
                 verifier.update(memoryview(data))
