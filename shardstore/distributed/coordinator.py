@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -122,17 +123,18 @@ class _Told:
         return pickle.dumps(replace(self, reports=reports))
 
 
-_channels: dict[str, Channel] = {}
+_channels: WeakKeyDictionary[Any, dict[str, Channel]] = WeakKeyDictionary()
+"""Channels by default process group and purpose. They end with their group: a channel that stays
+keeps the group's store alive, and a group that is made anew would read its old keys."""
 # Connections that are still open when the interpreter ends may abort the process.
 atexit.register(_channels.clear)
 
 
 def _channel(purpose: str) -> Channel:
-    channel = _channels.get(purpose)
-    if channel is None or channel.world is not dist.group.WORLD:
-        channel = _channels[purpose] = Channel(purpose)
-    elif channel.is_broken:
-        channel = _channels[purpose] = Channel(purpose, after=channel)
+    channels = _channels.setdefault(dist.group.WORLD, {})
+    channel = channels.get(purpose)
+    if channel is None or channel.is_broken:
+        channel = channels[purpose] = Channel(purpose, after=channel)
     return channel
 
 

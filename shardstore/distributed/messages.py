@@ -88,12 +88,11 @@ class Channel:
 
     Attributes:
         rank: rank of this process.
-        world: the default process group, which the channel belongs to.
         is_broken: whether a rank was lost. The ranks then use a new channel.
     """
 
     def __init__(self, purpose: str, after: Channel | None = None) -> None:
-        self.rank, self.world, self.is_broken = dist.get_rank(), dist.group.WORLD, False
+        self.rank, self.is_broken = dist.get_rank(), False
         self._world_size = dist.get_world_size()
         self._outcome: bytes | None = None
         store = _get_default_store()

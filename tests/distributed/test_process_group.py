@@ -1,8 +1,12 @@
-"""A load by the ranks of one process group alone."""
+"""A load by the ranks of one process group alone, and groups that are made anew."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -48,3 +52,31 @@ def test_one_group_loads_and_the_others_do_not(tmp_path: Path) -> None:
     whole = ShardedTensor.from_rank_offsets("w", torch.arange(24.0).reshape(8, 3))
     shardstore.save({"w": whole, "note": "common"}, tmp_path)
     assert run_ranks(load_in_groups, 4, tmp_path) == ["done"] * 4
+
+
+def made_anew(rank: int, world: int, folder: Path, port: int) -> str:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for number in range(4):
+        ended = folder / f"ended-{number}"
+        dist.barrier()
+        dist.destroy_process_group()
+        if rank == 0:  # its store, at the same port, must be gone before another rank asks
+            ended.touch()
+        while not ended.exists():
+            time.sleep(0.01)
+        limit = timedelta(seconds=20)
+        dist.init_process_group("gloo", rank=rank, world_size=world, timeout=limit)
+        data = torch.full((4, 3), 10.0 * number + rank)
+        tensor = ShardedTensor.from_rank_offsets("w", data, (0, rank, world))
+        shardstore.save({"w": tensor, "note": "common"}, folder / f"step-{number}")
+        found = shardstore.load(wanted(rank, world), folder / f"step-{number}")
+        assert torch.equal(found["w"], data)
+    return "done"
+
+
+def test_a_process_group_that_is_made_anew_at_the_same_address(tmp_path: Path) -> None:
+    """As a trainer that restarts in its processes makes it: the store of the last group has ended
+    with it, and no rank meets addresses of then."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    assert run_ranks(made_anew, 2, tmp_path, port) == ["done"] * 2
