@@ -309,7 +309,7 @@ def test_a_rank_that_dies_in_the_background_is_named_to_all(tmp_path: Path) -> N
 def _commit_past_the_deadline(rank: int, world_size: int, folder: str) -> list[int]:
     """The coordinator commits for longer than the others wait; then another save. Returns how many
     channels each made."""
-    os.environ["SHARDSTORE_DEADLINE_S"] = "2"
+    os.environ["SHARDSTORE_DEADLINE_S"] = "6"
     ranks.GRACE_S = 0.1
     made: list[int] = []
     channel, commit = ranks.Channel, FolderAttempt.commit
