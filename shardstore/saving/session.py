@@ -39,7 +39,8 @@ from shardstore.storage.commit.publish import About, Files, commit, merge_report
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.manifest import ChunkRecord, RankManifest
 from shardstore.storage.format.merge import Merged, join
-from shardstore.storage.movers.chunks import ChunkWrite, Writer, mover_for
+from shardstore.storage.movers.access import mover_for
+from shardstore.storage.movers.chunks import ChunkWrite, Writer
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location, shown
 from shardstore.strategies.async_utils import AsyncRequest, OwnProcessCall

@@ -313,7 +313,7 @@ class StoredCheckpoint:
         differing = [
             meta.key
             for meta in metas
-            if manifest.first_row(meta) is None
+            if manifest.rows(meta) is None
             or root.chunk_sums.get(meta.node, sums[meta.node]) != sums[meta.node]
         ]
         content = root.commit.get("content")
@@ -353,20 +353,10 @@ class StoredCheckpoint:
         unknown = {read.array.node: read.array for read in reads if read.array.crcs is None}
         for array in unknown.values():
             self.require_chunks(array)
-        own = [read for read in reads if read.array.codecs is not None]
-        other = [read for read in reads if read.array.codecs is None]
+        from shardstore.storage.movers.access import read_regions
+
         with self.unless_replaced():
-            if own:
-                from shardstore.storage.movers.chunks import mover_for
-                from shardstore.storage.options import SaveOptions
-
-                mover = mover_for(self.location, SaveOptions(threads=self._threads))
-                mover.read(own, self._manifest, done)
-            if other:
-                # Imported where it is needed: TensorStore takes half a second.
-                from shardstore.storage.movers.tensorstore_reader import TensorStoreReader
-
-                TensorStoreReader(self.location).read(other, self._manifest, done)
+            read_regions(self.location, reads, self._manifest, done, threads=self._threads)
 
     def _manifest(self) -> Manifest | None:
         with self._lock:  # one reading thread reads the manifest, the others wait

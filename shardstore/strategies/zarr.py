@@ -52,7 +52,8 @@ from shardstore.storage.checkpoint import (
 from shardstore.storage.commit.publish import note_arrays
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.names import check_collisions, key_of
-from shardstore.storage.movers.chunks import ChunkWrite, RegionRead, mover_for
+from shardstore.storage.movers.access import mover_for
+from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
 from shardstore.storage.options import SaveOptions, StrategyKeywords, options_of
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.async_utils import AsyncRequest

@@ -22,7 +22,8 @@ from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit import base as base_chunks
 from shardstore.storage.commit import folder
 from shardstore.storage.commit.base import Adopter
-from shardstore.storage.movers.chunks import ChunkWrite, mover_for
+from shardstore.storage.movers.access import mover_for
+from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.remote import RemoteStore

@@ -6,8 +6,9 @@ import contextlib
 import os
 import tempfile
 import tracemalloc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from shardstore.storage.movers.chunks import ChunkWrite, Mover, RegionRead
 from shardstore.storage.movers.codecs import decompress
 from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.files import FileMover
-from shardstore.storage.movers.tensorstore_reader import TensorStoreReader, open_array
+from shardstore.storage.movers.tensorstore_reader import open_array, read_decoded
 from shardstore.storage.stores.location import Location
 
 assert zarr_dtypes is not None  # teaches zarr bfloat16 and float8
@@ -204,7 +205,7 @@ def test_any_region_is_read_into_any_destination(
     meta, array, _ = case
     with folder() as place:
         manifest = manifest_of(meta, write_all(FileMover(place, threads=1), meta, array))
-        for mover in (FileMover(place, threads=2), TensorStoreReader(place)):
+        for read in (FileMover(place, threads=2).read, partial(read_decoded, place)):
             for known in (none, lambda: manifest):
                 boxes = data.draw(st.lists(regions(meta.shape), min_size=1, max_size=3))
                 outs = []
@@ -212,7 +213,7 @@ def test_any_region_is_read_into_any_destination(
                     empty = np.zeros(box.shape, array.dtype)
                     outs.append(strided(empty, data.draw(st.sampled_from(STYLES))))
                 reads = [RegionRead(meta, b, o) for b, o in zip(boxes, outs, strict=True)]
-                mover.read(reads, known)
+                read(reads, known)
                 for box, out in zip(boxes, outs, strict=True):
                     assert bits(out) == bits(array[(..., *box.slices)])
 
@@ -282,9 +283,10 @@ def test_large_running_checksums_are_those_of_the_files(large: Large) -> None:
         index = meta.grid.index_at(linear)
         plain = (place.path / meta.node / meta.chunk_key(index)).read_bytes()[:-4]
         ends = [*range(block, len(plain), block), len(plain)]
-        running = manifest.running_of(meta, index)
-        assert running is not None
-        assert running.tolist() == [crc32c(plain[:end]) for end in ends]
+        rows = manifest.rows(meta)
+        assert rows is not None
+        found = [*rows.running[linear], rows.crc[linear]]
+        assert found == [crc32c(plain[:end]) for end in ends]
 
 
 @settings(
@@ -415,8 +417,19 @@ def damaged(path: Path, content: bytes | None) -> Iterator[None]:
         path.write_bytes(before)
 
 
+Read = Callable[[Sequence[RegionRead], Callable[[], Manifest | None]], None]
+
+
+def with_files(place: Location) -> Read:
+    return FileMover(place).read
+
+
+def with_tensorstore(place: Location) -> Read:
+    return partial(read_decoded, place)
+
+
 def read_with(
-    mover: FileMover | TensorStoreReader,
+    read: Read,
     meta: ArrayMeta,
     box: Box,
     manifest: Manifest | None,
@@ -426,7 +439,7 @@ def read_with(
     out = np.zeros(box.shape, np.float32)
     if turned:
         out = strided(out, "transposed")
-    mover.read([RegionRead(meta, box, out)], lambda: manifest)
+    read([RegionRead(meta, box, out)], lambda: manifest)
     return out
 
 
@@ -447,32 +460,30 @@ def test_a_flipped_byte_is_found_by_every_read_that_touches_its_block(
     first, last = start * row // block, ((start + count) * row - 1) // block
     touched = first <= position // block <= last
     turned = data.draw(st.booleans())
-    mover = FileMover(place, threads=1)
+    read = FileMover(place, threads=1).read
     with damaged(path, bytes(content)):
         if touched or count == 400:
             with pytest.raises(ChunkCorruptError) as caught:
-                read_with(mover, meta, box, manifest, turned=turned)
+                read_with(read, meta, box, manifest, turned=turned)
             error = caught.value
             assert (error.key, error.chunk, error.rank) == (meta.key, (0, 0), RANK)
             assert error.url == str(path)
             assert f"rank {RANK}" in str(error)
             assert repr(meta.key) in str(error)
         else:
-            out = read_with(mover, meta, box, manifest, turned=turned)
+            out = read_with(read, meta, box, manifest, turned=turned)
             assert bits(out) == bits(array[box.slices])
         # Without a manifest, and through TensorStore, the whole chunk is verified.
-        for other in (mover, TensorStoreReader(place)):
+        for other in (read, with_tensorstore(place)):
             with pytest.raises(ChunkCorruptError) as caught:
                 read_with(other, meta, box, None, turned=turned)
             assert (caught.value.key, caught.value.chunk) == (meta.key, (0, 0))
 
 
 @pytest.mark.parametrize("box", [Box((0, 0), (700, 300)), Box((390, 7), (20, 2))])
-@pytest.mark.parametrize("kind", [FileMover, TensorStoreReader])
+@pytest.mark.parametrize("kind", [with_files, with_tensorstore])
 @pytest.mark.parametrize("length", [0, 1, 4096, 479_999, 480_003])
-def test_truncated(
-    sound: Large, box: Box, kind: type[FileMover] | type[TensorStoreReader], length: int
-) -> None:
+def test_truncated(sound: Large, box: Box, kind: Callable[[Location], Read], length: int) -> None:
     meta, _, place, manifest = sound
     path = place.path / meta.node / meta.chunk_key((1, 0))
     content = path.read_bytes()
@@ -487,14 +498,12 @@ def test_longer(sound: Large) -> None:
     meta, _, place, manifest = sound
     path = place.path / meta.node / meta.chunk_key((1, 0))
     with damaged(path, path.read_bytes() + b"x"), pytest.raises(ChunkCorruptError) as caught:
-        read_with(FileMover(place), meta, Box((390, 7), (20, 2)), manifest)
+        read_with(with_files(place), meta, Box((390, 7), (20, 2)), manifest)
     assert (caught.value.key, caught.value.chunk, caught.value.rank) == (meta.key, (1, 0), RANK)
 
 
-@pytest.mark.parametrize("kind", [FileMover, TensorStoreReader])
-def test_a_flipped_stored_checksum(
-    sound: Large, kind: type[FileMover] | type[TensorStoreReader]
-) -> None:
+@pytest.mark.parametrize("kind", [with_files, with_tensorstore])
+def test_a_flipped_stored_checksum(sound: Large, kind: Callable[[Location], Read]) -> None:
     meta, _, place, manifest = sound
     path = place.path / meta.node / meta.chunk_key((0, 0))
     content = bytearray(path.read_bytes())
@@ -503,8 +512,8 @@ def test_a_flipped_stored_checksum(
         read_with(kind(place), meta, Box((0, 0), (700, 300)), manifest)
 
 
-@pytest.mark.parametrize("kind", [FileMover, TensorStoreReader])
-def test_missing(sound: Large, kind: type[FileMover] | type[TensorStoreReader]) -> None:
+@pytest.mark.parametrize("kind", [with_files, with_tensorstore])
+def test_missing(sound: Large, kind: Callable[[Location], Read]) -> None:
     meta, _, place, manifest = sound
     path = place.path / meta.node / meta.chunk_key((1, 0))
     with damaged(path, None):
@@ -526,7 +535,7 @@ def test_tensorstore_names_the_right_one_of_many_chunks(tmp_path: Path) -> None:
         (place.path / meta.node / meta.chunk_key((11,))).unlink()
         out = np.zeros(24, np.int32)
         with pytest.raises(ChunkMissingError) as caught:
-            TensorStoreReader(place).read([RegionRead(meta, Box((0,), (24,)), out)], none)
+            read_decoded(place, [RegionRead(meta, Box((0,), (24,)), out)])
         assert caught.value.chunk == (11,)
 
 
@@ -545,7 +554,7 @@ def test_a_manifest_of_another_grid_is_not_used(sound: Large, tmp_path: Path) ->
     place = Location.of(tmp_path)
     write_all(FileMover(place), other, array)
     box = Box((300, 100), (200, 100))
-    assert bits(read_with(FileMover(place), other, box, manifest)) == bits(array[box.slices])
+    assert bits(read_with(with_files(place), other, box, manifest)) == bits(array[box.slices])
 
 
 def test_the_first_error_stops_the_others(tmp_path: Path) -> None:
@@ -611,7 +620,7 @@ def test_reads_and_writes_cut_short_are_gone_on_with(
     manifest = manifest_of(meta, write_all(FileMover(place), meta, array))
     for known in (None, manifest):
         for box in (Box((0, 0), (30, 100)), Box((3, 10), (20, 30)), Box((1, 0), (18, 100))):
-            assert bits(read_with(FileMover(place), meta, box, known)) == bits(array[box.slices])
+            assert bits(read_with(with_files(place), meta, box, known)) == bits(array[box.slices])
 
 
 def test_a_small_scratch_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

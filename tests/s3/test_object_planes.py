@@ -222,12 +222,12 @@ def test_a_program_may_import_tensorstore_first(s3_server: S3Server) -> None:
         shardstore.save(state, sys.argv[1], overwrite=True)
         location = shardstore.storage.stores.location.Location.of(sys.argv[1])
         stored = shardstore.storage.checkpoint.StoredCheckpoint(location)
-        from shardstore.storage.movers.tensorstore_reader import TensorStoreReader
+        from shardstore.storage.movers.tensorstore_reader import read_decoded
         from shardstore.storage.movers.chunks import RegionRead
         from shardstore.storage.format.grid import Box
         out = torch.zeros(3).numpy()
         read = RegionRead(stored.arrays["w"], Box((0,), (3,)), out)
-        TensorStoreReader(location).read([read], lambda: None)
+        read_decoded(location, [read])
         assert out.tolist() == [1, 1, 1]
     """
     environment = {**os.environ, **s3_server.environment}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
@@ -18,11 +18,6 @@ from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta, chunk_key
 from shardstore.storage.format.grid import Box, Grid
 from shardstore.storage.format.manifest import ChunkRecord, Manifest
-from shardstore.storage.options import SaveOptions
-from shardstore.storage.stores.location import Location
-
-if TYPE_CHECKING:
-    from shardstore.storage.commit.attempt import Attempt
 
 Source = NDArray[Any] | Callable[[], NDArray[Any]]
 FEW_CUTS = 16
@@ -187,15 +182,3 @@ class Mover(Writer, Protocol):
             ChunkMissingError, ChunkCorruptError: a chunk is missing or damaged. The error names
                 key, chunk and, if the manifest has it, the rank that wrote the chunk.
         """
-
-
-def mover_for(location: Location, options: SaveOptions, attempt: Attempt | None = None) -> Mover:
-    """Return the mover of a location, which writes chunks as part of an attempt. Each mover is
-    imported where it is needed."""
-    if location.is_local:
-        from shardstore.storage.movers.files import FileMover
-
-        return FileMover(location, threads=options.threads, durable=options.durable)
-    from shardstore.storage.movers.object_mover import ObjectMover
-
-    return ObjectMover(location, attempt=attempt, budget_bytes=options.budget_bytes)

@@ -33,7 +33,7 @@ from shardstore.storage.movers.codecs import (
     stored_bytes,
 )
 from shardstore.storage.movers.counters import counters
-from shardstore.storage.movers.verify import MISSING, Expected, Problem, chunk_error, receive
+from shardstore.storage.movers.verify import MISSING, ChunkVerifier, Problem, chunk_error
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.object_io import (
@@ -132,29 +132,30 @@ class ObjectMover:
 
         def request(io: ObjectIO, part: ChunkPart) -> _Request:
             array, key = part.array, f"{part.array.node}/{part.key}"
-            expected = Expected.of(part, manifest)
-            size = expected.last - expected.first
-            is_whole = expected.sums is None and size == array.chunk_bytes
+            verifier = ChunkVerifier.of(part, manifest)
+            size = verifier.last - verifier.first
+            is_whole = not verifier.sums and size == array.chunk_bytes
             # A compressed chunk is in memory three times: twice as received, and decompressed.
             yield 3 * size if array.is_packed else size, 0, size
-            stop: int | None = expected.last
+            stop: int | None = verifier.last
             if is_whole:  # the commit of an older checkpoint lacks the sizes of compressed chunks
                 is_known = stored_bytes(array, part.number) is not None or io.reads_past_end
                 most = most_stored_bytes(array, part.number)
                 stop = io.end_of(most) if is_known else None
-            get = io.begin_get(key, expected.first, stop, size=size)
+            get = io.begin_get(key, verifier.first, stop, size=size)
             yield None
             data = get()
             del get  # frees TensorStore's copy
-            if data is None:
-                problem: Problem | None = MISSING
-            else:
-                problem = receive(part, expected, data)
-            if problem is not None:
+            problem: Problem | None = MISSING
+            if data is not None:
+                verifier.update(memoryview(data))
+                problem = verifier.finish()
+            if data is None or problem is not None:
                 url = f"{self.location.url}/{key}"
-                raise chunk_error(array, part.index, url, problem, manifest)
-            counters.add(bytes_read=len(data or b""), chunks_read=1)
-            del data
+                raise chunk_error(array, part.index, url, problem or MISSING, manifest)
+            verifier.scatter(part, verifier.chunk or data)
+            counters.add(bytes_read=len(data), chunks_read=1)
+            del data, verifier
             if done is not None:
                 done(part.out.nbytes, 1)
 
