@@ -333,10 +333,10 @@ def test_contiguous_part_reads_little_more_than_it_wants(tmp_path: Path) -> None
     manifest = manifest_of(meta, write_all(FileMover(place), meta, array))
     block = block_bytes(size)
     for low, high in [(0, 10), (5, size // 2), (block - 1, block + 1), (size - 3, size)]:
-        before = counters.snapshot()
+        before = counters.copy()
         out = np.zeros(high - low, np.uint8)
         FileMover(place).read([RegionRead(meta, Box((low,), (high - low,)), out)], lambda: manifest)
-        after = counters.snapshot()
+        after = counters.copy()
         assert bits(out) == bits(array[low:high])
         read = after["bytes_read"] - before["bytes_read"]
         assert high - low <= read <= high - low + 2 * block
@@ -367,11 +367,11 @@ def test_padding_of_an_edge_chunk_is_not_read(tmp_path: Path) -> None:
     array = random_array((size + 100,), "uint8")
     place = Location.of(tmp_path)
     manifest = manifest_of(meta, write_all(FileMover(place), meta, array))
-    before = counters.snapshot()["bytes_read"]
+    before = counters.copy()["bytes_read"]
     out = np.zeros(100, np.uint8)
     FileMover(place).read([RegionRead(meta, Box((size,), (100,)), out)], lambda: manifest)
     assert bits(out) == bits(array[size:])
-    assert counters.snapshot()["bytes_read"] - before <= block_bytes(size)
+    assert counters.copy()["bytes_read"] - before <= block_bytes(size)
 
 
 def test_memory_stays_small_for_huge_chunks(tmp_path: Path) -> None:
