@@ -25,9 +25,9 @@ from shardstore.storage.format.documents import ArrayMeta, RootDocument, parse_a
 from shardstore.storage.format.grid import Grid
 from shardstore.storage.format.manifest import MANIFEST_NAME, Manifest
 from shardstore.storage.format.names import COMMON_STATE_NAME, CONFIG_NAME, key_of, object_place
-from shardstore.storage.movers.access import check_chunk
 from shardstore.storage.movers.chunk_bytes import free_scratch
 from shardstore.storage.movers.collector import collector_paused
+from shardstore.storage.movers.mover import check_chunk
 from shardstore.storage.movers.parallel import default_threads, run_batched
 from shardstore.storage.options import require_number
 from shardstore.values.record import StateRecord

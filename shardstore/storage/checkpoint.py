@@ -353,10 +353,12 @@ class StoredCheckpoint:
         unknown = {read.array.node: read.array for read in reads if read.array.crcs is None}
         for array in unknown.values():
             self.require_chunks(array)
-        from shardstore.storage.movers.access import read_regions
+        from shardstore.storage.movers.mover import Mover
+        from shardstore.storage.options import SaveOptions
 
         with self.unless_replaced():
-            read_regions(self.location, reads, self._manifest, done, threads=self._threads)
+            mover = Mover(self.location, SaveOptions(threads=self._threads))
+            mover.read(reads, self._manifest, done)
 
     def _manifest(self) -> Manifest | None:
         with self._lock:  # one reading thread reads the manifest, the others wait

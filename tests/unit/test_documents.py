@@ -35,7 +35,7 @@ from shardstore.storage.format.manifest import MANIFEST_NAME, RankManifest
 from shardstore.storage.format.merge import merge
 from shardstore.storage.format.names import node_name
 from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
-from shardstore.storage.movers.files import FileMover
+from shardstore.storage.movers.mover import Mover
 from shardstore.storage.stores.location import Location
 
 assert zarr_dtypes is not None  # teaches zarr bfloat16 and float8
@@ -62,7 +62,7 @@ def write_checkpoint(root: Path, metas: list[ArrayMeta]) -> dict[str, np.ndarray
             ChunkWrite(meta, index, arrays[meta.key][(..., *meta.grid.box(index).slices)])
             for index in map(meta.grid.index_at, range(meta.grid.size))
         ]
-        FileMover(place).write(
+        Mover(place).write(
             writes, lambda item, record: report.add_chunk(item.array, item.index, record)
         )
     merged = merge([report.to_bytes()])

@@ -29,11 +29,11 @@ from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.attempt import Attempt, SupersededError
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.manifest import MANIFEST_NAME, ChunkRecord, RankManifest
-from shardstore.storage.movers.access import check_chunk
 from shardstore.storage.movers.chunk_bytes import pieces
 from shardstore.storage.movers.chunks import ChunkWrite, Writer
 from shardstore.storage.movers.codecs import CRC, CRC_BYTES
 from shardstore.storage.movers.counters import counters
+from shardstore.storage.movers.mover import check_chunk
 from shardstore.storage.movers.parallel import default_threads, run_batched
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location

@@ -25,9 +25,9 @@ from shardstore.storage.format.manifest import (
 )
 from shardstore.storage.format.merge import Merged, merge
 from shardstore.storage.format.names import CONFIG_NAME, check_collisions
-from shardstore.storage.movers.access import mover_for
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.collector import collector_paused
+from shardstore.storage.movers.mover import Mover
 from shardstore.storage.movers.parallel import run_together
 from shardstore.storage.options import SaveOptions
 
@@ -167,7 +167,7 @@ def write_chunks(
     def done(item: ChunkWrite, record: ChunkRecord) -> None:
         manifest.add_chunk(item.array, item.index, record)
 
-    mover_for(attempt.location, options, attempt).write(writes, done)
+    Mover(attempt.location, options, attempt).write(writes, done)
 
 
 def publish(

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta, chunk_key
 from shardstore.storage.format.grid import Box, Grid
-from shardstore.storage.format.manifest import ChunkRecord, Manifest
+from shardstore.storage.format.manifest import ChunkRecord
 
 Source = NDArray[Any] | Callable[[], NDArray[Any]]
 FEW_CUTS = 16
@@ -158,27 +158,4 @@ class Writer(Protocol):
     def write(
         self, writes: Sequence[ChunkWrite], done: Callable[[ChunkWrite, ChunkRecord], None]
     ) -> None:
-        """Write whole chunks. Call ``done`` for each chunk, from any thread, one call at a time.
-
-        Raises:
-            StorageError: the store refused. The mover starts no further write and waits for the
-                running ones.
-        """
-
-
-class Mover(Writer, Protocol):
-    """Moves chunks between memory and one location."""
-
-    def read(
-        self,
-        reads: Sequence[RegionRead],
-        manifest: Callable[[], Manifest | None],
-        done: ReadDone | None = None,
-    ) -> None:
-        """Read regions into their destinations and verify every byte that has a checksum. Call
-        ``done`` as parts arrive, from any thread.
-
-        Raises:
-            ChunkMissingError, ChunkCorruptError: a chunk is missing or damaged. The error names
-                key, chunk and, if the manifest has it, the rank that wrote the chunk.
-        """
+        """See :meth:`Mover.write`."""

@@ -1,8 +1,9 @@
-"""The mover for local file systems: plain writes, and reads that verify checksums.
+"""Chunks in local file systems: plain writes, and reads that verify checksums.
 
-Uncompressed chunks move from and to the tensors' own memory. Their checksums are computed while the
-data is in the processor's cache. The compiled reader reads, copies and checksums a whole chunk in
-one pass.
+Writes and reads use about 5 MiB of memory per thread in addition to the arrays, for chunks of any
+size. Uncompressed chunks move from and to the tensors' own memory. Their checksums are computed
+while the data is in the processor's cache. The compiled reader reads, copies and checksums a whole
+chunk in one pass.
 """
 
 from __future__ import annotations
@@ -23,13 +24,7 @@ from shardstore.storage.format.documents import CRC32C, ArrayMeta
 from shardstore.storage.format.manifest import ChunkRecord, Manifest
 from shardstore.storage.movers.checksums import read_chunk
 from shardstore.storage.movers.chunk_bytes import as_bytes, buffers, scratch, view_in_chunk
-from shardstore.storage.movers.chunks import (
-    ChunkPart,
-    ChunkWrite,
-    ReadDone,
-    RegionRead,
-    chunk_parts,
-)
+from shardstore.storage.movers.chunks import ChunkPart, ChunkWrite, ReadDone
 from shardstore.storage.movers.codecs import CRC_BYTES, EncodedChunk
 from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.parallel import default_threads, run_batched
@@ -40,6 +35,7 @@ from shardstore.storage.movers.verify import (
     chunk_error,
     size_problem,
 )
+from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location, open_regular, store_errors
 
 IO_BYTES = 2 * 1024 * 1024
@@ -54,90 +50,71 @@ _SYNC_FILE_RANGE_WRITE = 2
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class FileMover:
-    """Moves chunks between memory and a folder.
+def write_files(
+    location: Location,
+    writes: Sequence[ChunkWrite],
+    done: Callable[[ChunkWrite, ChunkRecord], None],
+    options: SaveOptions,
+) -> None:
+    """Write chunks to a folder, see :meth:`Mover.write`. If a sync follows (``durable``), the
+    writeback to the disk starts at once."""
+    lock = threading.Lock()
 
-    It uses about 5 MiB of memory per thread in addition to the arrays, for chunks of any size.
+    def work(batch: Sequence[ChunkWrite]) -> None:
+        size = 0
+        for item in batch:
+            path = f"{location.url}/{item.name}"
+            with store_errors("writing", path, key=item.array.key):
+                chunk = EncodedChunk(item.array, item.data(), IO_BYTES)
+                write_file(path, chunk, durable=options.durable)
+            record = chunk.record
+            size += record.stored_bytes
+            with lock:
+                done(item, record)
+        counters.add(bytes_written=size, chunks_written=len(batch))
 
-    Args:
-        location: a local folder, the root of the checkpoint.
-        threads: number of threads for each call, including the caller's; ``None``:
-            :func:`default_threads`.
-        durable: whether a sync follows. If so, the mover starts the writeback to the disk at once.
-    """
+    run_batched(
+        writes,
+        work,
+        threads=options.threads or default_threads(),
+        weight=lambda item: item.array.chunk_bytes,
+        batch_weight=WRITE_BATCH_BYTES,
+    )
 
-    def __init__(
-        self, location: Location, *, threads: int | None = None, durable: bool = False
-    ) -> None:
-        self.location = location
-        self.threads = threads or default_threads()
-        self.durable = durable
-        self._done = threading.Lock()
 
-    # -- writing -------------------------------------------------------------------------------
+def read_files(
+    location: Location,
+    parts: Sequence[ChunkPart],
+    manifest: Callable[[], Manifest | None],
+    done: ReadDone | None,
+    options: SaveOptions,
+) -> None:
+    """Read parts of chunks from a folder, see :meth:`Mover.read`."""
+    root = location.url
 
-    def write(
-        self, writes: Sequence[ChunkWrite], done: Callable[[ChunkWrite, ChunkRecord], None]
-    ) -> None:
-        """See :meth:`Mover.write`."""
+    def work(batch: Sequence[ChunkPart]) -> None:
+        size = 0
+        for part in batch:
+            array, path = part.array, f"{root}/{part.array.node}/{part.key}"
+            crc = array.expected_crc(part.number)
+            read = read_at_once(path, array, crc, part.out) if part.is_whole else 0
+            if not read:
+                with store_errors("reading", path, key=array.key):
+                    read, problem = read_file(path, ChunkVerifier.of(part, manifest), part)
+                if problem is not None:
+                    raise chunk_error(array, part.index, path, problem, manifest)
+            size += read
+            if done is not None:
+                done(part.out.nbytes, 1)
+        counters.add(bytes_read=size, chunks_read=len(batch))
 
-        def work(batch: Sequence[ChunkWrite]) -> None:
-            size = 0
-            for item in batch:
-                array = item.array
-                path = f"{self.location.url}/{item.name}"
-                with store_errors("writing", path, key=array.key):
-                    chunk = EncodedChunk(array, item.data(), IO_BYTES)
-                    write_file(path, chunk, durable=self.durable)
-                record = chunk.record
-                size += record.stored_bytes
-                with self._done:
-                    done(item, record)
-            counters.add(bytes_written=size, chunks_written=len(batch))
-
-        run_batched(
-            writes,
-            work,
-            threads=self.threads,
-            weight=lambda item: item.array.chunk_bytes,
-            batch_weight=WRITE_BATCH_BYTES,
-        )
-
-    # -- reading -------------------------------------------------------------------------------
-
-    def read(
-        self,
-        reads: Sequence[RegionRead],
-        manifest: Callable[[], Manifest | None],
-        done: ReadDone | None = None,
-    ) -> None:
-        """See :meth:`Mover.read`."""
-        parts = [part for read in reads for part in chunk_parts(read)]
-        root = self.location.url
-
-        def work(batch: Sequence[ChunkPart]) -> None:
-            size = 0
-            for part in batch:
-                array, path = part.array, f"{root}/{part.array.node}/{part.key}"
-                crc = array.expected_crc(part.number)
-                read = read_at_once(path, array, crc, part.out) if part.is_whole else 0
-                if not read:
-                    with store_errors("reading", path, key=array.key):
-                        read, problem = read_file(path, ChunkVerifier.of(part, manifest), part)
-                    if problem is not None:
-                        raise chunk_error(array, part.index, path, problem, manifest)
-                size += read
-                if done is not None:
-                    done(part.out.nbytes, 1)
-            counters.add(bytes_read=size, chunks_read=len(batch))
-
-        run_batched(
-            parts,
-            work,
-            threads=self.threads,
-            weight=lambda part: part.out.nbytes,
-            batch_weight=READ_BATCH_BYTES,
-        )
+    run_batched(
+        parts,
+        work,
+        threads=options.threads or default_threads(),
+        weight=lambda part: part.out.nbytes,
+        batch_weight=READ_BATCH_BYTES,
+    )
 
 
 def write_file(
