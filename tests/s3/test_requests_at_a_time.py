@@ -15,9 +15,7 @@ import torch
 
 import shardstore
 from shardstore import ShardedTensor
-from shardstore.errors import (
-    StorageError,
-)
+from shardstore.errors import StorageError
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box, Grid
 from shardstore.storage.movers import chunk_bytes

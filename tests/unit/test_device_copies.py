@@ -12,13 +12,7 @@ import torch
 
 import shardstore
 from shardstore import ShardedTensor
-from shardstore.storage.movers.device import (
-    behind,
-    on_host,
-    page_lock,
-    page_unlock,
-    stream_of,
-)
+from shardstore.storage.movers.device import behind, on_host, page_lock, page_unlock, stream_of
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 
 

@@ -15,12 +15,7 @@ from shardstore.storage.format.manifest import ChunkRecord, Manifest
 from shardstore.storage.movers.chunk_bytes import as_bytes, whole_chunk
 from shardstore.storage.movers.chunks import ChunkWrite, ReadDone, RegionRead, chunk_parts
 from shardstore.storage.movers.codecs import most_stored_bytes
-from shardstore.storage.movers.files import (
-    read_at_once,
-    read_file,
-    read_files,
-    write_files,
-)
+from shardstore.storage.movers.files import read_at_once, read_file, read_files, write_files
 from shardstore.storage.movers.verify import MISSING, ChunkVerifier, Problem
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
