@@ -94,7 +94,7 @@ class BytesRead:
         if "shardstore" in sys.modules:
             from shardstore.storage.movers.counters import counters
 
-            ours = counters.bytes_read
+            ours = counters["bytes_read"]
         return _fields(Path("/proc/self/io"), ("rchar",))[0], ours
 
 

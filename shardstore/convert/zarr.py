@@ -21,7 +21,8 @@ from shardstore.storage.format.documents import SEPARATOR, ArrayMeta
 from shardstore.storage.format.grid import DEFAULT_TARGET_CHUNK_BYTES, Box, Grid, grid_of
 from shardstore.storage.format.manifest import ChunkRecord, RankManifest
 from shardstore.storage.format.names import COMMON_STATE_NAME, node_name
-from shardstore.storage.movers.chunks import ChunkWrite, RegionRead, mover_for
+from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
+from shardstore.storage.movers.mover import Mover
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 from shardstore.values.record import BACKEND, MEMBER, VERSION, StateRecord
@@ -161,7 +162,7 @@ class ShardstoreTarget(Target):
             receipt = [record.stored_bytes, record.crc, record.digest.hex(), running]
             found[item.array.key, tuple(item.index)] = receipt
 
-        mover = mover_for(self._attempt.location, self._options, self._attempt)
+        mover = Mover(self._attempt.location, self._options, self._attempt)
         mover.write(chunks, done)
         return [found[chunk.array.key, chunk.index] for chunk in chunks]
 
@@ -173,8 +174,7 @@ class ShardstoreTarget(Target):
 
     def read(self, reads: Sequence[RegionRead]) -> None:
         """Read regions of the written tensors, and verify their checksums."""
-        mover = mover_for(self._attempt.location, self._options, self._attempt)
-        mover.read(reads, lambda: None)
+        Mover(self._attempt.location, self._options).read(reads)
 
     def documents(self, extras: Extras) -> Iterator[tuple[str, bytes, bytes]]:
         """Yield name, expected bytes and stored bytes of each file, and of the root document's

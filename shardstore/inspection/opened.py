@@ -283,11 +283,11 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
         if not self.is_foreign:
             self.stored.read(reads)
         elif location.is_local or location.is_s3:
-            from shardstore.storage.movers.tensorstore_reader import TensorStoreReader
+            from shardstore.storage.movers.tensorstore_reader import read_decoded
 
             for read in reads:
                 read.array = self._as_written(read.array)
-            TensorStoreReader(location, fill_missing=True).read(reads, lambda: None)
+            read_decoded(location, reads, fill_missing=True)
         else:  # TensorStore has no driver for this store
             for read in reads:
                 read.out[...] = StoredArray(self, read.array).zarr[read.box.slices]

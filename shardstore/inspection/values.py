@@ -405,10 +405,8 @@ def _suspects(mine: StoredArray, other: StoredArray) -> Collection[int]:
 
 def _digests(array: StoredArray) -> NDArray[Any] | None:
     manifest, _ = array.checkpoint.manifest_or_damage()
-    row = None if manifest is None else manifest.first_row(array.meta)
-    if manifest is None or row is None:
-        return None
-    return manifest.digest[row : row + array.meta.grid.size]
+    rows = None if manifest is None else manifest.rows(array.meta)
+    return None if rows is None else rows.digest
 
 
 def _difference(a: NDArray[Any], b: NDArray[Any]) -> tuple[Statistics, Statistics]:

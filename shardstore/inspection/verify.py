@@ -27,8 +27,8 @@ from shardstore.storage.format.manifest import MANIFEST_NAME, Manifest
 from shardstore.storage.format.names import COMMON_STATE_NAME, CONFIG_NAME, key_of, object_place
 from shardstore.storage.movers.chunk_bytes import free_scratch
 from shardstore.storage.movers.collector import collector_paused
+from shardstore.storage.movers.mover import check_chunk
 from shardstore.storage.movers.parallel import default_threads, run_batched
-from shardstore.storage.movers.verify import ChunkChecker
 from shardstore.storage.options import require_number
 from shardstore.values.record import StateRecord
 from shardstore.values.torch_archive import verify_archive
@@ -209,7 +209,6 @@ class _Verification:
         arrays = self._read_arrays(top)
         common_backend = self._check_config(top)
         self._read_manifest(arrays)
-        self._checker = ChunkChecker(self.stored, self.manifest, hashes=self.hashes)
         nodes = {meta.node for meta in arrays}
         if self.root_is_damaged:
             nodes |= self._undescribed(nodes)
@@ -333,7 +332,7 @@ class _Verification:
                 self._report("manifest-missing", MANIFEST_NAME, text, "note")
             return
         for meta in arrays:
-            if manifest.first_row(meta) is None:
+            if manifest.rows(meta) is None:
                 text = (
                     f"PATH has no matching entry for key {meta.key!r}: another program rewrote "
                     "or added it; its chunks are compared with their own checksums only"
@@ -460,19 +459,18 @@ class _Verification:
             names = self._names_below(array.node)
             self._check_document(array, names)
             self._check_folder(array, names)
-        size = 0
+        size, manifest = 0, self.manifest
         for index in map(array.grid.index_at, range(first, last)):
-            read, problem = self._checker.check(array, index)
+            read, problem = check_chunk(self.location, array, index, manifest, hashes=self.hashes)
             size += read
             if problem is not None:
                 name = array.chunk_name(index)
-                rank = None if self.manifest is None else self.manifest.writer(array, index)
+                rank = None if manifest is None else manifest.writer(array, index)
                 by = "" if rank is None else f", written by rank {rank}"
                 text = f"chunk {index} of key {array.key!r} {problem.text}: PATH{by}"
                 kind = f"chunk-{problem.kind}"
                 self._report(kind, name, text, key=array.key, chunk=index, rank=rank)
-        manifest = self.manifest
-        checked = array.has_crc or (manifest is not None and manifest.first_row(array) is not None)
+        checked = array.has_crc or (manifest is not None and manifest.rows(array) is not None)
         with self.lock:
             self.result.chunks += last - first
             self.result.bytes += size

@@ -41,7 +41,7 @@ from shardstore.loading.host import (
     read_through_host,
 )
 from shardstore.storage.movers.chunks import ChunkPart, ReadDone, RegionRead, chunk_parts
-from shardstore.storage.movers.device import behind, stream_here
+from shardstore.storage.movers.device import behind, stream_of
 from shardstore.storage.movers.parallel import local_ranks
 from shardstore.storage.stores.location import Location
 
@@ -73,7 +73,7 @@ class Exchange:
         self._context = context
         self._stored, self._group = context.stored, context.group
         self._done = done
-        self._stream = stream_here()
+        self._stream = stream_of()
         self._limit_bytes = max(1, min(ROUND_BYTES, context.budget_bytes // BUFFERS))
         self._parts: dict[_ChunkId, list[ChunkPart]] = {}
         for region in regions:

@@ -338,12 +338,12 @@ def what_is_missing(place: Location) -> str | None:
         if size_of(name) is None:
             return f"{place.url}/{name} is missing"
     for meta in arrays.values():
-        for index in map(meta.grid.index_at, range(meta.grid.size)):
-            row = manifest.row(meta, index)
-            if row is None:
-                break  # rewritten by another program
+        if (rows := manifest.rows(meta)) is None:
+            continue  # rewritten by another program
+        for number, wanted in enumerate(rows.stored.tolist()):
+            index = meta.grid.index_at(number)
             name = meta.chunk_name(index)
-            size, wanted = size_of(name), int(manifest.stored[row])
+            size = size_of(name)
             if size != wanted:
                 how = "is missing" if size is None else f"has {size} bytes, not {wanted}"
                 return f"chunk {index} of key {meta.key!r} {how}: {place.url}/{name}"

@@ -39,7 +39,8 @@ from shardstore.storage.commit.publish import About, Files, commit, merge_report
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.manifest import ChunkRecord, RankManifest
 from shardstore.storage.format.merge import Merged, join
-from shardstore.storage.movers.chunks import ChunkWrite, Writer, mover_for
+from shardstore.storage.movers.chunks import ChunkWrite, Writer
+from shardstore.storage.movers.mover import Mover
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location, shown
 from shardstore.strategies.async_utils import AsyncRequest, OwnProcessCall
@@ -319,7 +320,7 @@ class SaveSession:
     @cached_property
     def mover(self) -> Writer:
         """The writer of chunks; it reuses chunks of the base, if one was given."""
-        mover = mover_for(self.attempt.location, self.options, self.attempt)
+        mover = Mover(self.attempt.location, self.options, self.attempt)
         if self.base is None:
             return mover
         return reusing(mover, self.base, self.attempt, self.manifest, self.options)

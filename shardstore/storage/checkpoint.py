@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -120,22 +120,17 @@ class StoredCheckpoint:
             DamagedCheckpointError: there is no such document, but the commit names it.
             StorageError: the store failed.
         """
-        try:
-            if name in self.documents:
-                data = self.documents[name]
-            else:
-                root: RootDocument | None = vars(self).get("root")
+        root: RootDocument | None = vars(self).get("root")
+        data = self.documents.get(name)
+        if name not in self.documents:
+            with suppress(FileNotFoundError):
                 data = self.location.read(name, root.file_bytes.get(name) if root else None)
-            if data is None:
-                raise FileNotFoundError(f"{self.location.url}/{name}")
-        except FileNotFoundError:
-            if name == "zarr.json":
-                self._seen = _MISSING
-            if name not in ("zarr.json", CONFIG_NAME, MANIFEST_NAME):
-                self.require_unnamed(name)
-            raise
         if name == "zarr.json":
-            self._seen = crc32c(data, 0)
+            self._seen = _MISSING if data is None else crc32c(data, 0)
+        if data is None:
+            if name not in ("zarr.json", CONFIG_NAME, MANIFEST_NAME):
+                self.check_file(name, None)
+            raise FileNotFoundError(f"{self.location.url}/{name}")
         return data
 
     def require_unchanged(self) -> None:
@@ -214,10 +209,9 @@ class StoredCheckpoint:
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return
         if layout == LAYOUT:
-            if found.startswith("is missing"):
-                self.require_unchanged()
-                if not self.location.exists(CONFIG_NAME):
-                    raise self._replaced()  # deleted since it was read
+            self.require_unchanged()
+            if not self.location.exists(CONFIG_NAME):
+                raise self._replaced()  # deleted since it was read
             url = f"{self.location.url}/zarr.json"
             raise DamagedCheckpointError(
                 f"{url}, the root document, {found} a checkpoint whose {CONFIG_NAME} says that it "
@@ -313,7 +307,7 @@ class StoredCheckpoint:
         differing = [
             meta.key
             for meta in metas
-            if manifest.first_row(meta) is None
+            if manifest.rows(meta) is None
             or root.chunk_sums.get(meta.node, sums[meta.node]) != sums[meta.node]
         ]
         content = root.commit.get("content")
@@ -353,20 +347,12 @@ class StoredCheckpoint:
         unknown = {read.array.node: read.array for read in reads if read.array.crcs is None}
         for array in unknown.values():
             self.require_chunks(array)
-        own = [read for read in reads if read.array.codecs is not None]
-        other = [read for read in reads if read.array.codecs is None]
+        from shardstore.storage.movers.mover import Mover
+        from shardstore.storage.options import SaveOptions
+
         with self.unless_replaced():
-            if own:
-                from shardstore.storage.movers.chunks import mover_for
-                from shardstore.storage.options import SaveOptions
-
-                mover = mover_for(self.location, SaveOptions(threads=self._threads))
-                mover.read(own, self._manifest, done)
-            if other:
-                # Imported where it is needed: TensorStore takes half a second.
-                from shardstore.storage.movers.tensorstore_reader import TensorStoreReader
-
-                TensorStoreReader(self.location).read(other, self._manifest, done)
+            mover = Mover(self.location, SaveOptions(threads=self._threads))
+            mover.read(reads, self._manifest, done)
 
     def _manifest(self) -> Manifest | None:
         with self._lock:  # one reading thread reads the manifest, the others wait
@@ -406,66 +392,57 @@ class StoredCheckpoint:
     def _delete_arrays(self, nodes: Sequence[str]) -> None:
         """Delete documents and chunks of arrays. Keep the files of sharded objects in the same
         folders."""
-        if not self.location.is_local:
-            store = self.location.remote
-            files = [name for node in nodes for name in store.walk(node)]
-            store.delete([name for name in files if not is_object_file(name.rpartition("/")[2])])
+        location = self.location
+        links = {node for node in nodes if location.is_link(node)}  # removed, not their targets
+        files = [name for node in nodes if node not in links for name in location.walk(node)]
+        files = [name for name in files if not is_object_file(name.rpartition("/")[2])]
+        if not location.is_local:
+            location.remote.delete(files)
             return
+        for name in files:
+            location.delete(name)
         for node in nodes:
-            if not self.location.is_link(node):  # a link itself is removed, not its target
-                for name in self.location.listing(node):
-                    if not is_object_file(name):
-                        self.location.delete(f"{node}/{name}")
-                if self.location.listing(node):
-                    continue
-            self.location.delete(node)
+            if node in links or not location.walk(node):
+                location.delete(node)
 
     def _attributes_without(self, nodes: set[str]) -> dict[str, Any]:
         """Return the attributes of the root group without the checksums of some arrays."""
         assert self.root is not None
-        if not self.root.chunk_sums:
-            return self.root.attributes
-        about = dict(self.root.attributes["shardstore"])
+        about = dict(self.root.about)
         columns = {CHUNK_SUMS: self.root.chunk_sums, CHUNK_BYTES: self.root.chunk_bytes}
         for name in columns.keys() & about:
             about[name] = {n: text for n, text in columns[name].items() if n not in nodes}
         if self.root.commit:
             # The digest covers all arrays and does not fit the remaining ones.
             about["commit"] = {n: v for n, v in self.root.commit.items() if n != "content"}
-        return {**self.root.attributes, "shardstore": about}
+        return {**self.root.attributes, **({"shardstore": about} if about else {})}
 
-    def check_file(self, name: str, data: bytes) -> bool:
+    def check_file(self, name: str, data: bytes | None) -> bool:
         """Compare the content of a file other than a chunk with its checksum in the commit.
+
+        Args:
+            name: name of the file below the root.
+            data: its content; ``None`` if there is no such file.
 
         Returns:
             Whether the commit has a checksum of the file.
 
         Raises:
-            DamagedCheckpointError: the checksums differ.
+            DamagedCheckpointError: the checksums differ, or the file is missing and the commit
+                names it.
         """
         known = None if self.root is None else self.root.file_sums.get(name)
-        if not isinstance(known, int):
-            return False
-        found = crc32c(data, 0)
-        if known == found:
-            return True
-        url = f"{self.location.url}/{name}"
-        raise DamagedCheckpointError(
-            f"{url} is not the file that was committed (crc32c {found:08x}, in the commit "
-            f"{known:08x}): it was damaged, or overwritten by an abandoned save; load an "
-            "earlier checkpoint",
-            url=url,
-        )
-
-    def require_unnamed(self, name: str) -> None:
-        """Raise :class:`DamagedCheckpointError` for a missing file if the commit names it."""
-        if self.root is not None and name in self.root.file_sums:
-            url = f"{self.location.url}/{name}"
-            raise DamagedCheckpointError(
-                f"{url} is missing, and the commit names it: the checkpoint is damaged; load an "
-                "earlier one",
-                url=url,
+        found = None if data is None else crc32c(data, 0)
+        if not isinstance(known, int) or known == found:
+            return isinstance(known, int)
+        what = "is missing, and the commit names it: the checkpoint is damaged"
+        if found is not None:
+            what = (
+                f"is not the file that was committed (crc32c {found:08x}, in the commit "
+                f"{known:08x}): it was damaged, or overwritten by an abandoned save"
             )
+        url = f"{self.location.url}/{name}"
+        raise DamagedCheckpointError(f"{url} {what}; load an earlier checkpoint", url=url)
 
     def object_files(self) -> list[str]:
         """Return the names of all files of sharded objects, as ``NODE/FILE``.
@@ -476,7 +453,7 @@ class StoredCheckpoint:
         names = self.location.walk()
         committed = () if self.root is None else self.root.file_sums
         for name in {name for name in committed if "/" in name}.difference(names):
-            self.require_unnamed(name)
+            self.check_file(name, None)
         return [name for name in names if is_object_file(name.partition("/")[2])]
 
     def require(self) -> None:

@@ -123,15 +123,14 @@ class SaveOptions:
     budget_bytes: int = DEFAULT_BUDGET_BYTES
 
     def __post_init__(self) -> None:
-        require_number("target_chunk_bytes", self.target_chunk_bytes)
-        require_number("budget_bytes", self.budget_bytes)
-        require_number("threads", self.threads, none=True)
         for option in fields(self):
+            value = getattr(self, option.name)
             if option.type == "bool":
-                require_bool(option.name, getattr(self, option.name))
+                require_bool(option.name, value)
+            elif option.type in ("int", "int | None"):
+                require_number(option.name, value, none=option.type != "int")
         if self.compression not in (None, "zstd", "blosc"):
             raise ArgumentError(f"compression={self.compression!r} must be 'zstd', 'blosc' or None")
-        require_number("staging_budget_bytes", self.staging_budget_bytes, none=True)
         callback_of(self.progress, shows=False)
 
     def of_strategy(self, strategy: SaveOptions) -> SaveOptions:

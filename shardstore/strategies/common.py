@@ -281,7 +281,7 @@ def _read_files(
             for sharded, names in left:
                 if not names:
                     for name in _names_of(sharded):
-                        stored.require_unnamed(name)
+                        stored.check_file(name, None)
                     raise _missing(location, sharded)
             found = read_documents(location, [names[0] for _, names in left], sizes)
             for sharded, names in left:

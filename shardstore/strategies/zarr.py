@@ -52,7 +52,8 @@ from shardstore.storage.checkpoint import (
 from shardstore.storage.commit.publish import note_arrays
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.names import check_collisions, key_of
-from shardstore.storage.movers.chunks import ChunkWrite, RegionRead, mover_for
+from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
+from shardstore.storage.movers.mover import Mover
 from shardstore.storage.options import SaveOptions, StrategyKeywords, options_of
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.async_utils import AsyncRequest
@@ -383,7 +384,7 @@ def _save_to_existing_array(sharded_tensor: ShardedTensor, arr: ZarrArray | None
     writes = [*plan.writes, *(_completed(place[0], cut) for cut in plan.cut)]
     if not place[0].is_local:  # a save never overwrites an object
         place[0].remote.delete([item.name for item in writes])
-    mover_for(place[0], SaveOptions(durable=False)).write(writes, lambda *_: None)
+    Mover(place[0], SaveOptions(durable=False)).write(writes, lambda *_: None)
 
 
 def _place_of(arr: ZarrArray) -> tuple[Location, str] | None:

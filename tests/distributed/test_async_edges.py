@@ -94,7 +94,7 @@ def groups_that_are_not_side_by_side_read_once_each(
     groups = [dist.new_group([0, 2]), dist.new_group([1])]
     asked = {} if rank == 1 else {"w": parts[0]}
     parts[0].data.zero_()
-    before = counters.snapshot()
+    before = counters.copy()
     shardstore.load(
         asked,
         folder / "c",
@@ -103,7 +103,7 @@ def groups_that_are_not_side_by_side_read_once_each(
         validate_access_integrity=False,
     )
     read = [None] * world_size
-    dist.all_gather_object(read, counters.snapshot()["bytes_read"] - before["bytes_read"])
+    dist.all_gather_object(read, counters.copy()["bytes_read"] - before["bytes_read"])
     counts = [int(n or 0) for n in read]
     assert whole.nbytes <= sum(counts) <= 1.02 * whole.nbytes + 64 * 4
     assert counts[1] == 0

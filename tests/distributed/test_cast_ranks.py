@@ -36,7 +36,7 @@ def saved(place: Path, rank: int) -> Path:
 
 def read_by_all(before: dict[str, int]) -> int:
     found: list[Any] = [None] * WORLD
-    dist.all_gather_object(found, counters.snapshot()["bytes_read"] - before["bytes_read"])
+    dist.all_gather_object(found, counters.copy()["bytes_read"] - before["bytes_read"])
     return sum(found)
 
 
@@ -78,7 +78,7 @@ def each_byte_is_read_once_by_replicas(rank: int, world_size: int, folder: Path)
                 "w": ShardedTensor.from_rank_offsets("w", data, replica_id=rank),
                 "s": ShardedTensor.from_rank_offsets("s", scalar, replica_id=rank),
             }
-            before = counters.snapshot()
+            before = counters.copy()
             shardstore.load(
                 state,
                 place,
@@ -102,7 +102,7 @@ def the_wrapper_casts_what_it_sends(rank: int, world_size: int, folder: Path) ->
         )
         data = torch.zeros(48, 256, dtype=torch.bfloat16)
         state = {"w": ShardedTensor.from_rank_offsets("w", data, replica_id=rank)}
-        before = counters.snapshot()
+        before = counters.copy()
         shardstore.load(state, place, strategy, cast=True)
         assert torch.equal(data, WHOLE.bfloat16()), algorithm
         assert read_by_all(before) <= 1.02 * WHOLE.nbytes

@@ -57,7 +57,7 @@ def whole_bytes() -> int:
 def moved(name: str, before: dict[str, int]) -> list[int]:
     """What each rank's counter has grown by."""
     found: list[Any] = [None] * WORLD
-    dist.all_gather_object(found, counters.snapshot()[name] - before[name])
+    dist.all_gather_object(found, counters.copy()[name] - before[name])
     return found
 
 
@@ -71,7 +71,7 @@ def check(place: Path) -> None:
 def chunks_are_shared_out_by_bytes(rank: int, world_size: int, folder: Path) -> None:
     for number, background in enumerate((False, True)):
         place = folder / f"c{number}"
-        before = counters.snapshot()
+        before = counters.copy()
         options: dict[str, Any] = {"replica_group": everything()}
         if background:
             shardstore.async_save(replicated(rank), place, SMALL, **options).result(60)
@@ -101,7 +101,7 @@ def groups_share_their_own_shards(rank: int, world_size: int, folder: Path) -> N
             flattened_range=slice(rank * 4096, (rank + 1) * 4096),
         ),
     }
-    before = counters.snapshot()
+    before = counters.copy()
     shardstore.save(state, folder / "c", SMALL, replica_group=groups[half])
     written = moved("bytes_written", before)
     # The optimizer's part is a quarter each; weights of the other half are none of a group's.
@@ -122,7 +122,7 @@ def other_shards_in_a_group_are_left_to_their_main_replica(
     )
     if rank == 3:
         state["w"].data = None  # and not every replica need have its data
-    before = counters.snapshot()
+    before = counters.copy()
     shardstore.save(state, folder / "c", SMALL, replica_group=everything())
     written = moved("bytes_written", before)
     assert written[0] > whole_bytes()
@@ -159,7 +159,7 @@ def each_byte_is_read_once(rank: int, world_size: int, folder: Path) -> None:
         wanted = replicated(rank)
         for tensor in wanted.values():
             tensor.data.zero_()
-        before = counters.snapshot()
+        before = counters.copy()
         loaded = shardstore.load(
             wanted,
             folder / "c",
@@ -252,7 +252,7 @@ def automatic_is_what_all_ranks_see(rank: int, world_size: int, folder: Path) ->
     shardstore.save(replicated(rank), folder / "c", SMALL)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", "2" if rank == 0 else "4")
-        before = counters.snapshot()
+        before = counters.copy()
         loaded = shardstore.load(replicated(rank), folder / "c", replica_group=everything())
         assert isinstance(loaded, dict)
         assert torch.equal(loaded["w"], WHOLE)
@@ -263,7 +263,7 @@ def sharing_is_a_choice(rank: int, world_size: int, folder: Path) -> None:
     """From a local disk every rank reads, unless told; a bad choice is an error on all ranks."""
     shardstore.save(replicated(rank), folder / "c", SMALL)
     for share, times in (("auto", WORLD), ("never", WORLD), ("always", 1)):
-        before = counters.snapshot()
+        before = counters.copy()
         shardstore.load(
             replicated(rank), folder / "c", replica_group=everything(), share_replicas=share
         )
@@ -305,7 +305,7 @@ def hosts_of_a_group_are_those_of_its_ranks(rank: int, world_size: int, folder: 
             assert (sharing_group(across, "auto", here) is not None) == is_on_several
         patch.setenv("LOCAL_WORLD_SIZE", "2")
         shardstore.save(replicated(rank), folder / "c", SMALL)
-        before = counters.snapshot()
+        before = counters.copy()
         loaded = shardstore.load(
             replicated(rank), folder / "c", replica_group=across, validate_access_integrity=False
         )
@@ -344,7 +344,7 @@ def ranks_may_ask_for_different_parts(rank: int, world_size: int, folder: Path) 
                 (1, 1),
                 flattened_range=slice(start, stop),
             )
-        before = counters.snapshot()
+        before = counters.copy()
         loaded = shardstore.load(
             wanted,
             folder / "c",
@@ -363,7 +363,7 @@ def ranks_may_ask_for_different_parts(rank: int, world_size: int, folder: Path) 
 def the_wrapper_can_share_chunks(rank: int, world_size: int, folder: Path) -> None:
     shardstore.save(replicated(rank), folder / "c", SMALL)
     strategy = FullyParallelLoadStrategyWrapper(ZarrLoadShardedStrategy(), exchange_algo="chunks")
-    before = counters.snapshot()
+    before = counters.copy()
     loaded = shardstore.load(replicated(rank), folder / "c", strategy)
     assert isinstance(loaded, dict)
     assert torch.equal(loaded["w"], WHOLE)

@@ -306,7 +306,7 @@ def replicas_share_the_work(rank: int, world_size: int, folder: Path) -> None:
     for whole in wholes.values():
         dist.broadcast(whole, 0)
     save = FullyParallelSaveStrategyWrapper(ZarrSaveShardedStrategy("zarr", 2))
-    before = counters.snapshot()["chunks_written"]
+    before = counters.copy()["chunks_written"]
     # Half of the ranks hold one part of the flattened optimizer state, half the other.
     part = slice(0, 40) if rank % 2 == 0 else slice(40, 96)
     flat = torch.arange(96.0)
@@ -316,7 +316,7 @@ def replicas_share_the_work(rank: int, world_size: int, folder: Path) -> None:
     )
     state["o"] = ShardedObject("o", [1], (1,), (0,), replica_id=rank)
     shardstore.save(state, folder / "c", save)
-    mine = torch.tensor(counters.snapshot()["chunks_written"] - before)
+    mine = torch.tensor(counters.copy()["chunks_written"] - before)
     assert mine > 0
     dist.all_reduce(mine)
     assert mine <= len(shapes) + 96 * 4 // 64 + 1
@@ -354,7 +354,7 @@ def documents_are_read_by_one_rank_of_several_machines(
     dist.barrier()
     sys.addaudithook(_note_opened)
     _opened.clear()
-    before = counters.snapshot()["documents_read"]
+    before = counters.copy()["documents_read"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", "1")
         load(
@@ -364,7 +364,7 @@ def documents_are_read_by_one_rank_of_several_machines(
         )
     read = [Path(path) for path in _opened if path.startswith(str(folder))]
     read = [path for path in read if not path.name.startswith("c.")]
-    counted = counters.snapshot()["documents_read"] - before
+    counted = counters.copy()["documents_read"] - before
     if rank:
         assert read == [], read
         assert counted == 0
@@ -472,10 +472,10 @@ def test_a_part_of_a_larger_state_may_be_asked_for(stored: Path) -> None:
 
 def _bytes_read(wanted: list[ShardedTensor], place: Path) -> int:
     """Bytes read if each of these were loaded by a rank of its own."""
-    before = counters.snapshot()["bytes_read"]
+    before = counters.copy()["bytes_read"]
     for tensor in wanted:
         load({"x": tensor}, place, validate_access_integrity=False)
-    return counters.snapshot()["bytes_read"] - before
+    return counters.copy()["bytes_read"] - before
 
 
 def _flat_shards(whole: torch.Tensor, parts: int) -> list[ShardedTensor]:

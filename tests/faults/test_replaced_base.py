@@ -22,7 +22,8 @@ from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit import base as base_chunks
 from shardstore.storage.commit import folder
 from shardstore.storage.commit.base import Adopter
-from shardstore.storage.movers.chunks import ChunkWrite, mover_for
+from shardstore.storage.movers.chunks import ChunkWrite
+from shardstore.storage.movers.mover import Mover
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.remote import RemoteStore
@@ -122,7 +123,7 @@ def test_nobody_writes_into_what_is_linked(tmp_path: Path) -> None:
     attempt = folder.begin(Location.of(tmp_path / "b"))
     assert Adopter(base, attempt, []).take("w/c.2.0", len(before), before[-4:])
     array = StoredCheckpoint(base).arrays["w"]
-    mover = mover_for(attempt.location, SaveOptions(), attempt)
+    mover = Mover(attempt.location, SaveOptions(), attempt)
     mover.write([ChunkWrite(array, (2, 0), tensor(2)[2:3].numpy())], lambda *_: None)
     assert base.read("w/c.2.0") == before
     assert attempt.location.read("w/c.2.0") != before

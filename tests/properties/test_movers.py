@@ -6,8 +6,9 @@ import contextlib
 import os
 import tempfile
 import tracemalloc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,12 @@ from shardstore.storage.format.manifest import ChunkRecord, Manifest, RankManife
 from shardstore.storage.format.merge import merge
 from shardstore.storage.format.names import node_name
 from shardstore.storage.movers import chunk_bytes, files
-from shardstore.storage.movers.chunks import ChunkWrite, Mover, RegionRead
+from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
 from shardstore.storage.movers.codecs import decompress
 from shardstore.storage.movers.counters import counters
-from shardstore.storage.movers.files import FileMover
-from shardstore.storage.movers.tensorstore_reader import TensorStoreReader, open_array
+from shardstore.storage.movers.mover import Mover
+from shardstore.storage.movers.tensorstore_reader import open_array, read_decoded
+from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 
 assert zarr_dtypes is not None  # teaches zarr bfloat16 and float8
@@ -182,7 +184,7 @@ def test_files_are_those_of_tensorstore_and_records_say_what_is_in_them(
 ) -> None:
     meta, array, style = case
     with folder() as one, folder() as other:
-        by_file = write_all(FileMover(one, threads=2), meta, array, style)
+        by_file = write_all(Mover(one, SaveOptions(threads=2)), meta, array, style)
         write_with_tensorstore(other, meta, array)
         assert stored_files(one.path, meta) == stored_files(other.path, meta)
         for index, record in by_file.items():
@@ -203,8 +205,8 @@ def test_any_region_is_read_into_any_destination(
 ) -> None:
     meta, array, _ = case
     with folder() as place:
-        manifest = manifest_of(meta, write_all(FileMover(place, threads=1), meta, array))
-        for mover in (FileMover(place, threads=2), TensorStoreReader(place)):
+        manifest = manifest_of(meta, write_all(Mover(place, SaveOptions(threads=1)), meta, array))
+        for read in (Mover(place, SaveOptions(threads=2)).read, partial(read_decoded, place)):
             for known in (none, lambda: manifest):
                 boxes = data.draw(st.lists(regions(meta.shape), min_size=1, max_size=3))
                 outs = []
@@ -212,7 +214,7 @@ def test_any_region_is_read_into_any_destination(
                     empty = np.zeros(box.shape, array.dtype)
                     outs.append(strided(empty, data.draw(st.sampled_from(STYLES))))
                 reads = [RegionRead(meta, b, o) for b, o in zip(boxes, outs, strict=True)]
-                mover.read(reads, known)
+                read(reads, known)
                 for box, out in zip(boxes, outs, strict=True):
                     assert bits(out) == bits(array[(..., *box.slices)])
 
@@ -224,7 +226,7 @@ def test_zarr_and_tensorstore_read_what_was_written(
 ) -> None:
     meta, array, style = case
     with folder() as place:
-        write_all(FileMover(place, threads=1), meta, array, style)
+        write_all(Mover(place, SaveOptions(threads=1)), meta, array, style)
         place.write(f"{meta.node}/{meta.document_name}", documents.array_document(meta).encode())
         assert bits(np.asarray(open_array(place, meta).read().result())) == bits(array)
         opened = zarr.open_array(f"{place.url}/{meta.node}", mode="r")
@@ -252,7 +254,7 @@ def large(
     shape, chunk, dtype = request.param
     meta, array = make_meta(shape, chunk, dtype), random_array(shape, dtype)
     place = Location.of(tmp_path_factory.mktemp("large"))
-    written = write_all(FileMover(place, threads=1), meta, array, "transposed")
+    written = write_all(Mover(place, SaveOptions(threads=1)), meta, array, "transposed")
     return meta, array, place, manifest_of(meta, written)
 
 
@@ -268,7 +270,7 @@ def test_large_chunks_are_the_same_files_from_any_source(large: Large, tmp_path:
         if style == "tensorstore":
             write_with_tensorstore(other, meta, array)
         else:
-            write_all(FileMover(other, threads=2), meta, array, style)
+            write_all(Mover(other, SaveOptions(threads=2)), meta, array, style)
         found = {path.name: path for path in (other.path / meta.node).iterdir()}
         assert found.keys() == expected.keys()
         for name, path in found.items():
@@ -282,9 +284,10 @@ def test_large_running_checksums_are_those_of_the_files(large: Large) -> None:
         index = meta.grid.index_at(linear)
         plain = (place.path / meta.node / meta.chunk_key(index)).read_bytes()[:-4]
         ends = [*range(block, len(plain), block), len(plain)]
-        running = manifest.running_of(meta, index)
-        assert running is not None
-        assert running.tolist() == [crc32c(plain[:end]) for end in ends]
+        rows = manifest.rows(meta)
+        assert rows is not None
+        found = [*rows.running[linear], rows.crc[linear]]
+        assert found == [crc32c(plain[:end]) for end in ends]
 
 
 @settings(
@@ -299,14 +302,14 @@ def test_large_regions(large: Large, data: st.DataObject) -> None:
     style = data.draw(st.sampled_from(("plain", "transposed", "strided")))
     for known in (none, lambda: manifest):
         out = strided(np.zeros(box.shape, array.dtype), style)
-        FileMover(place, threads=2).read([RegionRead(meta, box, out)], known)
+        Mover(place, SaveOptions(threads=2)).read([RegionRead(meta, box, out)], known)
         assert bits(out) == bits(array[box.slices])
 
 
 def test_large_regions_at_block_boundaries(large: Large) -> None:
     """Rows that begin or end at, just before and just behind a block's boundary."""
     meta, array, place, manifest = large
-    mover = FileMover(place, threads=1)
+    mover = Mover(place, SaveOptions(threads=1))
     row = meta.chunk_bytes // meta.grid.chunk_shape[0]
     block = block_bytes(meta.chunk_bytes)
     edge = min(meta.shape[0], meta.grid.chunk_shape[0])
@@ -328,13 +331,13 @@ def test_contiguous_part_reads_little_more_than_it_wants(tmp_path: Path) -> None
     size = 16 * 1024 * 1024
     meta, array = make_meta((size,), (size,), "uint8"), random_array((size,), "uint8")
     place = Location.of(tmp_path)
-    manifest = manifest_of(meta, write_all(FileMover(place), meta, array))
+    manifest = manifest_of(meta, write_all(Mover(place), meta, array))
     block = block_bytes(size)
     for low, high in [(0, 10), (5, size // 2), (block - 1, block + 1), (size - 3, size)]:
-        before = counters.snapshot()
+        before = counters.copy()
         out = np.zeros(high - low, np.uint8)
-        FileMover(place).read([RegionRead(meta, Box((low,), (high - low,)), out)], lambda: manifest)
-        after = counters.snapshot()
+        Mover(place).read([RegionRead(meta, Box((low,), (high - low,)), out)], lambda: manifest)
+        after = counters.copy()
         assert bits(out) == bits(array[low:high])
         read = after["bytes_read"] - before["bytes_read"]
         assert high - low <= read <= high - low + 2 * block
@@ -347,7 +350,7 @@ def test_whole_chunks_need_no_manifest(tmp_path: Path) -> None:
         random_array((1000, 1000), "float32"),
     )
     place = Location.of(tmp_path)
-    written = write_all(FileMover(place), meta, array)
+    written = write_all(Mover(place), meta, array)
 
     def never() -> Manifest | None:
         raise AssertionError("the manifest was asked for")
@@ -355,7 +358,7 @@ def test_whole_chunks_need_no_manifest(tmp_path: Path) -> None:
     meta.crcs = b"".join(record.crc.to_bytes(4, "little") for record in written.values())
     for style in ("plain", "transposed"):
         out = strided(np.zeros((900, 1000), np.float32), style)
-        FileMover(place).read([RegionRead(meta, Box((0, 0), (900, 1000)), out)], never)
+        Mover(place).read([RegionRead(meta, Box((0, 0), (900, 1000)), out)], never)
         assert bits(out) == bits(array[:900])
 
 
@@ -364,12 +367,12 @@ def test_padding_of_an_edge_chunk_is_not_read(tmp_path: Path) -> None:
     meta = make_meta((size + 100,), (size,), "uint8")
     array = random_array((size + 100,), "uint8")
     place = Location.of(tmp_path)
-    manifest = manifest_of(meta, write_all(FileMover(place), meta, array))
-    before = counters.snapshot()["bytes_read"]
+    manifest = manifest_of(meta, write_all(Mover(place), meta, array))
+    before = counters.copy()["bytes_read"]
     out = np.zeros(100, np.uint8)
-    FileMover(place).read([RegionRead(meta, Box((size,), (100,)), out)], lambda: manifest)
+    Mover(place).read([RegionRead(meta, Box((size,), (100,)), out)], lambda: manifest)
     assert bits(out) == bits(array[size:])
-    assert counters.snapshot()["bytes_read"] - before <= block_bytes(size)
+    assert counters.copy()["bytes_read"] - before <= block_bytes(size)
 
 
 def test_memory_stays_small_for_huge_chunks(tmp_path: Path) -> None:
@@ -384,8 +387,8 @@ def test_memory_stays_small_for_huge_chunks(tmp_path: Path) -> None:
     try:
         records: list[ChunkRecord] = []
         writes = [ChunkWrite(meta, (0, 0), source)]
-        FileMover(place).write(writes, lambda _, record: records.append(record))
-        FileMover(place).read([RegionRead(meta, Box((0, 0), shape), out)], none)
+        Mover(place).write(writes, lambda _, record: records.append(record))
+        Mover(place).read([RegionRead(meta, Box((0, 0), shape), out)], none)
         left, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -402,7 +405,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Large:
     shape, chunk = (700, 300), (400, 300)  # 480,000 bytes a chunk, blocks of 16 KiB
     meta, array = make_meta(shape, chunk, "float32"), random_array(shape, "float32")
     place = Location.of(tmp_path_factory.mktemp("sound"))
-    return meta, array, place, manifest_of(meta, write_all(FileMover(place), meta, array))
+    return meta, array, place, manifest_of(meta, write_all(Mover(place), meta, array))
 
 
 @contextlib.contextmanager
@@ -415,8 +418,19 @@ def damaged(path: Path, content: bytes | None) -> Iterator[None]:
         path.write_bytes(before)
 
 
+Read = Callable[[Sequence[RegionRead], Callable[[], Manifest | None]], None]
+
+
+def with_files(place: Location) -> Read:
+    return Mover(place).read
+
+
+def with_tensorstore(place: Location) -> Read:
+    return partial(read_decoded, place)
+
+
 def read_with(
-    mover: FileMover | TensorStoreReader,
+    read: Read,
     meta: ArrayMeta,
     box: Box,
     manifest: Manifest | None,
@@ -426,7 +440,7 @@ def read_with(
     out = np.zeros(box.shape, np.float32)
     if turned:
         out = strided(out, "transposed")
-    mover.read([RegionRead(meta, box, out)], lambda: manifest)
+    read([RegionRead(meta, box, out)], lambda: manifest)
     return out
 
 
@@ -447,32 +461,30 @@ def test_a_flipped_byte_is_found_by_every_read_that_touches_its_block(
     first, last = start * row // block, ((start + count) * row - 1) // block
     touched = first <= position // block <= last
     turned = data.draw(st.booleans())
-    mover = FileMover(place, threads=1)
+    read = Mover(place, SaveOptions(threads=1)).read
     with damaged(path, bytes(content)):
         if touched or count == 400:
             with pytest.raises(ChunkCorruptError) as caught:
-                read_with(mover, meta, box, manifest, turned=turned)
+                read_with(read, meta, box, manifest, turned=turned)
             error = caught.value
             assert (error.key, error.chunk, error.rank) == (meta.key, (0, 0), RANK)
             assert error.url == str(path)
             assert f"rank {RANK}" in str(error)
             assert repr(meta.key) in str(error)
         else:
-            out = read_with(mover, meta, box, manifest, turned=turned)
+            out = read_with(read, meta, box, manifest, turned=turned)
             assert bits(out) == bits(array[box.slices])
         # Without a manifest, and through TensorStore, the whole chunk is verified.
-        for other in (mover, TensorStoreReader(place)):
+        for other in (read, with_tensorstore(place)):
             with pytest.raises(ChunkCorruptError) as caught:
                 read_with(other, meta, box, None, turned=turned)
             assert (caught.value.key, caught.value.chunk) == (meta.key, (0, 0))
 
 
 @pytest.mark.parametrize("box", [Box((0, 0), (700, 300)), Box((390, 7), (20, 2))])
-@pytest.mark.parametrize("kind", [FileMover, TensorStoreReader])
+@pytest.mark.parametrize("kind", [with_files, with_tensorstore])
 @pytest.mark.parametrize("length", [0, 1, 4096, 479_999, 480_003])
-def test_truncated(
-    sound: Large, box: Box, kind: type[FileMover] | type[TensorStoreReader], length: int
-) -> None:
+def test_truncated(sound: Large, box: Box, kind: Callable[[Location], Read], length: int) -> None:
     meta, _, place, manifest = sound
     path = place.path / meta.node / meta.chunk_key((1, 0))
     content = path.read_bytes()
@@ -487,14 +499,12 @@ def test_longer(sound: Large) -> None:
     meta, _, place, manifest = sound
     path = place.path / meta.node / meta.chunk_key((1, 0))
     with damaged(path, path.read_bytes() + b"x"), pytest.raises(ChunkCorruptError) as caught:
-        read_with(FileMover(place), meta, Box((390, 7), (20, 2)), manifest)
+        read_with(with_files(place), meta, Box((390, 7), (20, 2)), manifest)
     assert (caught.value.key, caught.value.chunk, caught.value.rank) == (meta.key, (1, 0), RANK)
 
 
-@pytest.mark.parametrize("kind", [FileMover, TensorStoreReader])
-def test_a_flipped_stored_checksum(
-    sound: Large, kind: type[FileMover] | type[TensorStoreReader]
-) -> None:
+@pytest.mark.parametrize("kind", [with_files, with_tensorstore])
+def test_a_flipped_stored_checksum(sound: Large, kind: Callable[[Location], Read]) -> None:
     meta, _, place, manifest = sound
     path = place.path / meta.node / meta.chunk_key((0, 0))
     content = bytearray(path.read_bytes())
@@ -503,8 +513,8 @@ def test_a_flipped_stored_checksum(
         read_with(kind(place), meta, Box((0, 0), (700, 300)), manifest)
 
 
-@pytest.mark.parametrize("kind", [FileMover, TensorStoreReader])
-def test_missing(sound: Large, kind: type[FileMover] | type[TensorStoreReader]) -> None:
+@pytest.mark.parametrize("kind", [with_files, with_tensorstore])
+def test_missing(sound: Large, kind: Callable[[Location], Read]) -> None:
     meta, _, place, manifest = sound
     path = place.path / meta.node / meta.chunk_key((1, 0))
     with damaged(path, None):
@@ -522,11 +532,11 @@ def test_tensorstore_names_the_right_one_of_many_chunks(tmp_path: Path) -> None:
         meta = make_meta((24,), (2,), "int32", v2=v2)
         place = Location.of(tmp_path / str(v2))
         place.path.mkdir()
-        write_all(FileMover(place), meta, random_array((24,), "int32"))
+        write_all(Mover(place), meta, random_array((24,), "int32"))
         (place.path / meta.node / meta.chunk_key((11,))).unlink()
         out = np.zeros(24, np.int32)
         with pytest.raises(ChunkMissingError) as caught:
-            TensorStoreReader(place).read([RegionRead(meta, Box((0,), (24,)), out)], none)
+            read_decoded(place, [RegionRead(meta, Box((0,), (24,)), out)])
         assert caught.value.chunk == (11,)
 
 
@@ -535,7 +545,7 @@ def test_a_refusing_store_is_no_damage(tmp_path: Path) -> None:
     place = Location.of(tmp_path)
     meta = replace(meta, node="n" * 300)  # longer than the file system allows
     with pytest.raises(StorageError) as caught:
-        FileMover(place).read([RegionRead(meta, Box((0,), (4,)), np.zeros(4, np.int32))], none)
+        Mover(place).read([RegionRead(meta, Box((0,), (4,)), np.zeros(4, np.int32))], none)
     assert caught.value.key == meta.key
 
 
@@ -543,9 +553,9 @@ def test_a_manifest_of_another_grid_is_not_used(sound: Large, tmp_path: Path) ->
     _, array, _, manifest = sound
     other = make_meta((700, 300), (350, 150), "float32")
     place = Location.of(tmp_path)
-    write_all(FileMover(place), other, array)
+    write_all(Mover(place), other, array)
     box = Box((300, 100), (200, 100))
-    assert bits(read_with(FileMover(place), other, box, manifest)) == bits(array[box.slices])
+    assert bits(read_with(with_files(place), other, box, manifest)) == bits(array[box.slices])
 
 
 def test_the_first_error_stops_the_others(tmp_path: Path) -> None:
@@ -561,14 +571,14 @@ def test_the_first_error_stops_the_others(tmp_path: Path) -> None:
 
     writes = [ChunkWrite(meta, (i, 0), lambda i=i: source(i)) for i in range(64)]
     with pytest.raises(ValueError, match="the device is gone"):
-        FileMover(Location.of(tmp_path), threads=2).write(writes, lambda *_: None)
+        Mover(Location.of(tmp_path), SaveOptions(threads=2)).write(writes, lambda *_: None)
     assert len(started) <= 3 + 1 + 2
 
 
 def test_a_source_of_the_wrong_shape_or_type_is_refused(tmp_path: Path) -> None:
     meta = make_meta((5, 4), (2, 4), "float32")
     place = Location.of(tmp_path)
-    mover = FileMover(place)
+    mover = Mover(place)
     for wrong in (np.zeros((2, 3), "f4"), np.zeros((2, 4), "i4"), np.zeros((4, 2), "f4")):
         with pytest.raises(ValueError, match=r"layer/0\.weight"):
             mover.write([ChunkWrite(meta, (0, 0), wrong)], lambda *_: None)
@@ -587,7 +597,7 @@ def test_the_folder_of_a_swept_attempt_does_not_come_back(tmp_path: Path) -> Non
     meta = make_meta((4,), (4,), "int32")
     place = Location.of(tmp_path / "swept")
     with pytest.raises(StorageError, match="removed it while it was in use"):
-        write_all(FileMover(place), meta, random_array((4,), "int32"))
+        write_all(Mover(place), meta, random_array((4,), "int32"))
     assert not os.path.exists(place.url)
 
 
@@ -608,10 +618,10 @@ def test_reads_and_writes_cut_short_are_gone_on_with(
     monkeypatch.setattr(os, "write", lambda fd, data: real_write(fd, memoryview(data)[:1000]))
     meta, array = make_meta((30, 100), (20, 100), "float32"), random_array((30, 100), "float32")
     place = Location.of(tmp_path)
-    manifest = manifest_of(meta, write_all(FileMover(place), meta, array))
+    manifest = manifest_of(meta, write_all(Mover(place), meta, array))
     for known in (None, manifest):
         for box in (Box((0, 0), (30, 100)), Box((3, 10), (20, 30)), Box((1, 0), (18, 100))):
-            assert bits(read_with(FileMover(place), meta, box, known)) == bits(array[box.slices])
+            assert bits(read_with(with_files(place), meta, box, known)) == bits(array[box.slices])
 
 
 def test_a_small_scratch_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -628,7 +638,7 @@ def test_a_small_scratch_changes_nothing(tmp_path: Path, monkeypatch: pytest.Mon
         array = random_array(shape, dtype, case)
         place = Location.of(tmp_path / str(case))
         place.path.mkdir()
-        write_all(FileMover(place, threads=1), meta, array, STYLES[case % 4])
+        write_all(Mover(place, SaveOptions(threads=1)), meta, array, STYLES[case % 4])
         for _ in range(4):
             offset = tuple(int(rng.integers(0, n)) for n in shape)
             size = tuple(
@@ -636,5 +646,5 @@ def test_a_small_scratch_changes_nothing(tmp_path: Path, monkeypatch: pytest.Mon
             )
             box = Box(offset, size)
             out = strided(np.zeros(size, array.dtype), STYLES[case % 3])
-            FileMover(place, threads=1).read([RegionRead(meta, box, out)], none)
+            Mover(place, SaveOptions(threads=1)).read([RegionRead(meta, box, out)], none)
             assert bits(out) == bits(array[box.slices])

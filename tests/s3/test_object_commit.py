@@ -33,7 +33,7 @@ from shardstore.storage.commit.objects import ObjectAttempt, begin
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Grid
 from shardstore.storage.movers.chunks import ChunkWrite
-from shardstore.storage.movers.object_mover import ObjectMover
+from shardstore.storage.movers.mover import Mover
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.remote import RemoteStore
 from tests.helpers.store_suite import Target, assert_small_state, small_state, tensor
@@ -47,7 +47,7 @@ META = ArrayMeta("w", "w", Grid((4, 8), (2, 8)), "float32")
 def write_chunks(attempt: ObjectAttempt, value: float) -> None:
     data = np.full((2, 8), value, np.float32)
     writes = [ChunkWrite(META, (i, 0), data) for i in range(2)]
-    ObjectMover(attempt.location, attempt=attempt).write(writes, lambda *_: None)
+    Mover(attempt.location, attempt=attempt).write(writes, lambda *_: None)
 
 
 def commit(attempt: ObjectAttempt, content: bytes | None = None) -> None:

@@ -35,8 +35,8 @@ from shardstore.storage.format.grid import Box, Grid
 from shardstore.storage.format.manifest import ChunkRecord
 from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
 from shardstore.storage.movers.counters import counters
-from shardstore.storage.movers.files import FileMover
-from shardstore.storage.movers.object_mover import ObjectMover
+from shardstore.storage.movers.mover import Mover
+from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location, StoreUrl
 from shardstore.storage.stores.object_io import object_io, read_objects
 from shardstore.storage.stores.remote import RemoteStore
@@ -72,7 +72,7 @@ def test_objects_are_the_bytes_that_files_are(
     files = Location.of(tmp_path_factory.mktemp("files"))
     objects = Location.of(f"memory://{uuid.uuid4().hex}/c")
     records: list[dict[tuple[int, ...], ChunkRecord]] = [{}, {}]
-    for mover, found in zip((FileMover(files), ObjectMover(objects)), records, strict=True):
+    for mover, found in zip((Mover(files), Mover(objects)), records, strict=True):
         mover.write(writes, lambda item, record, found=found: found.update({item.index: record}))
     assert records[0] == records[1]
     for name in files.listing("w"):
@@ -81,17 +81,17 @@ def test_objects_are_the_bytes_that_files_are(
     start = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
     length = tuple(data.draw(st.integers(1, n - s)) for n, s in zip(shape, start, strict=True))
     out = np.zeros(tuple(reversed(length)), kind).transpose()
-    ObjectMover(objects).read([RegionRead(meta, Box(start, length), out)], lambda: None)
+    Mover(objects).read([RegionRead(meta, Box(start, length), out)], lambda: None)
     assert out.tobytes() == array[(..., *Box(start, length).slices)].tobytes()
     # With the checksums of the commit small chunks that are wanted whole take a shorter way.
     by_index = {meta.grid.linear(index): record.crc for index, record in records[0].items()}
     crcs = np.array([by_index[number] for number in range(len(by_index))], "<u4").tobytes()
     out = np.zeros(shape, kind)
     known = replace(meta, crcs=crcs)
-    before = counters.snapshot()
-    ObjectMover(objects).read([RegionRead(known, whole, out)], lambda: None)
+    before = counters.copy()
+    Mover(objects).read([RegionRead(known, whole, out)], lambda: None)
     assert out.tobytes() == array.tobytes()
-    assert counters.snapshot()["chunks_read"] - before["chunks_read"] == len(writes)
+    assert counters.copy()["chunks_read"] - before["chunks_read"] == len(writes)
 
 
 MANY = 600
@@ -133,7 +133,7 @@ def test_a_small_chunk_that_is_not_what_was_saved(
     reads = [RegionRead(arrays[f"k{i}"], Box((0,), (1024,)), out[i]) for i in range(MANY)]
     try:
         with pytest.raises(kind) as caught:
-            ObjectMover(many, budget_bytes=1 << 20).read(reads, lambda: None)
+            Mover(many, SaveOptions(budget_bytes=1 << 20)).read(reads, lambda: None)
     finally:
         many.remote.write("k7/c.0", there)
     assert said in str(caught.value)
@@ -222,12 +222,12 @@ def test_a_program_may_import_tensorstore_first(s3_server: S3Server) -> None:
         shardstore.save(state, sys.argv[1], overwrite=True)
         location = shardstore.storage.stores.location.Location.of(sys.argv[1])
         stored = shardstore.storage.checkpoint.StoredCheckpoint(location)
-        from shardstore.storage.movers.tensorstore_reader import TensorStoreReader
+        from shardstore.storage.movers.tensorstore_reader import read_decoded
         from shardstore.storage.movers.chunks import RegionRead
         from shardstore.storage.format.grid import Box
         out = torch.zeros(3).numpy()
         read = RegionRead(stored.arrays["w"], Box((0,), (3,)), out)
-        TensorStoreReader(location).read([read], lambda: None)
+        read_decoded(location, [read])
         assert out.tolist() == [1, 1, 1]
     """
     environment = {**os.environ, **s3_server.environment}

@@ -15,14 +15,13 @@ import torch
 
 import shardstore
 from shardstore import ShardedTensor
-from shardstore.errors import (
-    StorageError,
-)
+from shardstore.errors import StorageError
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box, Grid
 from shardstore.storage.movers import chunk_bytes
 from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
-from shardstore.storage.movers.object_mover import ObjectMover
+from shardstore.storage.movers.mover import Mover
+from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores import object_io as object_io_module
 from shardstore.storage.stores.location import Location
 
@@ -64,7 +63,7 @@ def test_requests_stay_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("shardstore.storage.movers.object_mover.object_io", Counting)
     meta = ArrayMeta("w", "w", Grid((64, 16384), (1, 16384)), "float32")
     array = np.random.default_rng(0).random((64, 32768), np.float32)[:, ::2]  # to be gathered
-    mover = ObjectMover(place, budget_bytes=1 << 20)
+    mover = Mover(place, SaveOptions(budget_bytes=1 << 20))
     mover.write(
         [ChunkWrite(meta, (i, 0), array[i : i + 1]) for i in range(64)], lambda item, record: None
     )
@@ -177,7 +176,7 @@ def test_small_objects_have_more_requests(monkeypatch: pytest.MonkeyPatch) -> No
     writes[50:50] = [
         ChunkWrite(large, (i, 0), np.zeros((1, 1 << 18), np.float32)) for i in range(8)
     ]
-    ObjectMover(place).write(writes, lambda item, record: None)
+    Mover(place).write(writes, lambda item, record: None)
     assert most["large"] <= 2
     assert 6 <= most["small"] <= 8
 
@@ -210,7 +209,7 @@ def test_after_an_error_none_that_waits_is_begun(monkeypatch: pytest.MonkeyPatch
     writes = [ChunkWrite(small, (i,), np.zeros(4, np.float32)) for i in range(22)]
     writes += [ChunkWrite(large, (i, 0), np.zeros((1, 1 << 18), np.float32)) for i in range(20)]
     with pytest.raises(StorageError, match="is refused") as caught:
-        ObjectMover(place).write(writes, lambda item, record: None)
+        Mover(place).write(writes, lambda item, record: None)
     assert caught.value.key == "large"
     assert len(begun) == 2
 
@@ -236,5 +235,5 @@ def test_gathered_chunks_keep_no_memory_of_threads_that_wait(
     data = np.zeros((4, 1 << 19), np.float32)[:, ::2]
     place = Location.of(f"memory://{uuid.uuid4().hex}/c")
     writes = [ChunkWrite(meta, (i, 0), data[i : i + 1]) for i in range(4)]
-    ObjectMover(place).write(writes, lambda item, record: None)
+    Mover(place).write(writes, lambda item, record: None)
     assert kept == [False] * 4

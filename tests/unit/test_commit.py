@@ -459,7 +459,7 @@ WRITE = """
     from shardstore.storage.movers.chunks import ChunkWrite
     from shardstore.storage.commit.folder import begin
     from shardstore.storage.format.documents import ArrayMeta
-    from shardstore.storage.movers.files import FileMover
+    from shardstore.storage.movers.mover import Mover
     from shardstore.storage.format.grid import Grid
     from shardstore.storage.stores.location import Location
 
@@ -469,7 +469,7 @@ WRITE = """
         row = np.ones((1, 300_000), np.float32)
         writes = [ChunkWrite(meta, (i, 0), row) for i in range(rows)]
         try:
-            FileMover(attempt.location).write(writes, lambda *_: None)
+            Mover(attempt.location).write(writes, lambda *_: None)
         except StorageError as error:
             attempt.abandon()
             return error

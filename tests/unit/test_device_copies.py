@@ -12,14 +12,7 @@ import torch
 
 import shardstore
 from shardstore import ShardedTensor
-from shardstore.storage.movers.device import (
-    behind,
-    on_host,
-    page_lock,
-    page_unlock,
-    stream_here,
-    stream_of,
-)
+from shardstore.storage.movers.device import behind, on_host, page_lock, page_unlock, stream_of
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 
 
@@ -29,7 +22,7 @@ def test_the_host_has_no_streams() -> None:
     with behind(None):
         assert on_host(tensor[::2], None).tolist() == [0, 2, 4, 6]
     if not torch.cuda.is_available():
-        assert stream_here() is None
+        assert stream_of() is None
 
 
 @pytest.mark.gpu

@@ -65,24 +65,23 @@ def test_ranks_in_any_order_merge_to_the_same_manifest(data: st.DataObject) -> N
     for meta in METAS:
         for index in indices(meta):
             record = record_of(meta, index)
-            row = manifest.row(meta, index)
-            assert row is not None
+            rows, number = manifest.rows(meta), meta.grid.linear(index)
+            assert rows is not None
             assert manifest.writer(meta, index) == owners[meta.key, index]
-            assert manifest.crc[row] == record.crc
-            assert manifest.stored[row] == record.stored_bytes
-            assert manifest.digest[row].tobytes() == record.digest
-            running = manifest.running_of(meta, index)
-            assert running is not None
-            assert running.tolist() == [*record.running, record.crc]
+            assert rows.rank[number] == owners[meta.key, index]
+            assert rows.crc[number] == record.crc
+            assert rows.stored[number] == record.stored_bytes
+            assert rows.digest[number].tobytes() == record.digest
+            assert rows.running[number].tolist() == list(record.running)
     fewer = manifest.without({METAS[0].node, METAS[2].node})
     assert [node for node, _, _ in fewer.arrays] == ["a%2Fx", "c", "empty"]
-    assert fewer.row(METAS[0], (0, 0)) is None
+    assert fewer.rows(METAS[0]) is None
     for meta in (METAS[1], METAS[4]):
         for index in indices(meta):
-            one, other = fewer.running_of(meta, index), manifest.running_of(meta, index)
+            one, other, number = fewer.rows(meta), manifest.rows(meta), meta.grid.linear(index)
             assert one is not None
             assert other is not None
-            assert one.tolist() == other.tolist()
+            assert one.running[number].tolist() == other.running[number].tolist()
             assert fewer.writer(meta, index) == manifest.writer(meta, index)
 
 
@@ -174,7 +173,7 @@ def test_documents_are_those_of_the_creators() -> None:
 def test_a_manifest_of_another_grid_knows_nothing() -> None:
     manifest = merge(reports_of([(A, indices(A), True)])).manifest
     for other in (meta_of("a", (600,), (2,)), meta_of("a", (3,), (1,)), meta_of("b", (6,), (2,))):
-        assert manifest.running_of(other, (0,)) is None
+        assert manifest.rows(other) is None
         assert manifest.writer(other, (0,)) is None
 
 
@@ -212,4 +211,4 @@ def test_damaged_files_are_refused_or_harmless(data: st.DataObject) -> None:
     else:
         content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
     with contextlib.suppress(DamagedCheckpointError):
-        Manifest.from_bytes(bytes(content), "the-url").running_of(A, (2,))
+        Manifest.from_bytes(bytes(content), "the-url").rows(A)

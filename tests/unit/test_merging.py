@@ -142,9 +142,9 @@ def test_running_checksums_of_many_lengths(
     merged = merge([manifest.to_bytes() for manifest in manifests]).manifest
     again = Manifest.from_bytes(merged.to_bytes(), "x")
     for meta, index in chunks:
-        found = again.running_of(meta, index)
-        assert found is not None
-        assert found.tolist() == wanted[meta.key, index]
+        rows, number = again.rows(meta), meta.grid.linear(index)
+        assert rows is not None
+        assert [*rows.running[number], rows.crc[number]] == wanted[meta.key, index]
 
 
 def test_a_report_that_is_cut_or_of_another_kind() -> None:

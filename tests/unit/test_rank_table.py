@@ -7,15 +7,13 @@ import json
 import pytest
 
 from shardstore.cli.pictures import rank_table
-from shardstore.storage.format.merge import MAX_COLUMNS_RANKS, RankRow, rank_record
+from shardstore.storage.format.merge import MAX_COLUMNS_RANKS, rank_record
 
 
 def record(world: int) -> object:
-    rows = [
-        RankRow(rank, (rank + 1) << 20, rank + 1, {"plan": 0.5, "write": rank + 0.5})
-        for rank in range(world)
-    ]
-    return json.loads(json.dumps(rank_record(rows)))
+    seconds = {rank: {"plan": 0.5, "write": rank + 0.5} for rank in range(world)}
+    sizes = [(rank + 1) << 20 for rank in range(world)]
+    return json.loads(json.dumps(rank_record(seconds, sizes, range(1, world + 1))))
 
 
 def test_a_row_a_rank() -> None:
@@ -35,7 +33,7 @@ def test_many_ranks_are_summed_up() -> None:
 
 
 def test_no_time_is_no_rate() -> None:
-    table = rank_table(rank_record([RankRow(0, 5, 1, {"write": 0.0})]))
+    table = rank_table(rank_record({0: {"write": 0.0}}, [5], [1]))
     assert table is not None
     assert table[1][-1] == ""
 

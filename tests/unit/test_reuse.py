@@ -39,9 +39,9 @@ def record_of(place: Path) -> dict[str, Any]:
 
 def save(tensors: dict[str, torch.Tensor], place: Path, **options: Any) -> dict[str, int]:
     """Save in small chunks; what the store was given."""
-    before = counters.snapshot()
+    before = counters.copy()
     shardstore.save(state_of(tensors), place, SMALL, **options)
-    return {name: value - before[name] for name, value in counters.snapshot().items()}
+    return counters - before
 
 
 def check(tensors: dict[str, torch.Tensor], place: Path) -> None:
@@ -61,7 +61,7 @@ def test_only_what_changed_is_sent(tmp_path: Path, save_in_background: bool) -> 
     for i in range(5):
         tensors[f"w{i}"][7, 3] += 1
     if save_in_background:
-        before = counters.snapshot()
+        before = counters.copy()
         handle = shardstore.async_save(
             state_of(tensors),
             tmp_path / "b",
@@ -71,7 +71,7 @@ def test_only_what_changed_is_sent(tmp_path: Path, save_in_background: bool) -> 
         )
         record = handle.result(60)
         assert record == record_of(tmp_path / "b")
-        second = {name: value - before[name] for name, value in counters.snapshot().items()}
+        second = counters - before
     else:
         second = save(tensors, tmp_path / "b", base=tmp_path / "a")
     assert second["bytes_written"] <= 0.06 * first["bytes_written"]
@@ -238,7 +238,7 @@ def test_a_flipped_bit_is_found_where_it_is_asked_for(
     save(tensors, tmp_path / "a", compression=compression, durable=False)
     damaged(tmp_path / "a" / "w" / "c.1.0", "a bit")
     options: dict[str, Any] = {"base": tmp_path / "a", "compression": compression}
-    before = counters.snapshot()
+    before = counters.copy()
     if save_in_background:
         place = tmp_path / "b"
         shardstore.async_save(
@@ -246,7 +246,7 @@ def test_a_flipped_bit_is_found_where_it_is_asked_for(
         ).result(60)
     else:
         save(tensors, tmp_path / "b", durable=False, verify_base=True, **options)
-    assert counters.snapshot()["chunks_written"] - before["chunks_written"] == 1
+    assert counters.copy()["chunks_written"] - before["chunks_written"] == 1
     assert "1 chunk(s) of the base" in caplog.text
     assert "w/c.1.0" in caplog.text
     check(tensors, tmp_path / "b")

@@ -45,7 +45,7 @@ def _text(found: list[ArrayMeta]) -> bytes:
 @given(members, st.booleans())
 def test_a_root_gives_back_what_was_put_in(found: list[ArrayMeta], spaced: bool) -> None:
     text = _text(found)
-    parsed = parse_root(json.dumps(json.loads(text), indent=1) if spaced else text, "x")
+    parsed = parse_root(json.dumps(json.loads(text), indent=1).encode() if spaced else text, "x")
     assert parsed.arrays() == {meta.key: meta for meta in found}
     crcs = {key: meta.crcs for key, meta in parsed.arrays().items()}
     wanted = {m.key: bytes(range(4 * m.grid.size)) if m in found[::2] else None for m in found}

@@ -15,7 +15,7 @@ import shardstore
 from shardstore import CheckpointManager, ShardedTensor
 from shardstore.errors import CheckpointingException, DamagedCheckpointError
 from shardstore.progress import Progress, bar
-from shardstore.storage.format.merge import MAX_COLUMNS_RANKS, RankRow, rank_record
+from shardstore.storage.format.merge import MAX_COLUMNS_RANKS, rank_record
 from tests.helpers.managed import state_of, wanted, warnings_of
 
 
@@ -125,16 +125,19 @@ def test_the_commit_record_says_what_each_rank_did(tmp_path: Path) -> None:
 
 
 def test_many_ranks_are_summed_up() -> None:
-    rows = [RankRow(rank, 10 * rank, rank, {"write": float(rank == 5000)}) for rank in range(16384)]
-    record = rank_record(rows[::-1])
+    def record_of(ranks: int) -> dict[str, Any]:
+        seconds = {rank: {"write": float(rank == 5000)} for rank in reversed(range(ranks))}
+        return rank_record(seconds, range(0, 10 * ranks, 10), range(ranks))
+
+    record = record_of(16384)
     assert record["slowest"] == 5000
     assert record["chunks"] == {"min": 0, "median": 8191, "max": 16383}
     assert record["bytes"]["max"] == 163830
     assert record["write_s"] == {"min": 0.0, "median": 0.0, "max": 1.0}
     assert len(json.dumps(record)) < 500
-    few = rank_record(rows[:MAX_COLUMNS_RANKS][::-1])
+    few = record_of(MAX_COLUMNS_RANKS)
     assert few["chunks"] == list(range(MAX_COLUMNS_RANKS))
-    assert rank_record([]) == {}
+    assert record_of(0) == {}
 
 
 def test_logs_are_structured(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

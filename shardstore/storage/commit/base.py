@@ -33,8 +33,8 @@ from shardstore.storage.movers.chunk_bytes import pieces
 from shardstore.storage.movers.chunks import ChunkWrite, Writer
 from shardstore.storage.movers.codecs import CRC, CRC_BYTES
 from shardstore.storage.movers.counters import counters
+from shardstore.storage.movers.mover import check_chunk
 from shardstore.storage.movers.parallel import default_threads, run_batched
-from shardstore.storage.movers.verify import ChunkChecker
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 
@@ -90,19 +90,16 @@ class BaseChunks:
 
     def record(self, array: ArrayMeta, index: Sequence[int], digest: bytes) -> ChunkRecord | None:
         """Return the base's record of a chunk if the hashes are equal, else ``None``."""
-        manifest = self._manifest
-        assert manifest is not None
-        row, running = manifest.row(array, index), manifest.running_of(array, index)
-        if row is None or running is None or manifest.digest[row].tobytes() != digest:
+        assert self._manifest is not None
+        rows, n = self._manifest.rows(array), array.grid.linear(index)
+        if rows is None or rows.digest[n].tobytes() != digest:
             return None
-        stored, crc = int(manifest.stored[row]), int(manifest.crc[row])
-        return ChunkRecord(stored, crc, digest, running[:-1].tolist())
+        return ChunkRecord(int(rows.stored[n]), int(rows.crc[n]), digest, rows.running[n].tolist())
 
     def damage(self, array: ArrayMeta, index: tuple[int, ...], place: Location) -> str | None:
         """Verify a chunk that was linked or copied to a place. Return a description of its damage,
         ``None`` if it is intact."""
-        checker = ChunkChecker(StoredCheckpoint(place, documents=self._texts), self._manifest)
-        size, problem = checker.check(self._arrays[array.key], index)
+        size, problem = check_chunk(place, self._arrays[array.key], index, self._manifest)
         counters.add(bytes_read=size)
         return None if problem is None else problem.text
 

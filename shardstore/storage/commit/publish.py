@@ -23,10 +23,11 @@ from shardstore.storage.format.manifest import (
     RankManifest,
     content_digest,
 )
-from shardstore.storage.format.merge import Merged, merge, rank_record
+from shardstore.storage.format.merge import Merged, merge
 from shardstore.storage.format.names import CONFIG_NAME, check_collisions
-from shardstore.storage.movers.chunks import ChunkWrite, mover_for
+from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.collector import collector_paused
+from shardstore.storage.movers.mover import Mover
 from shardstore.storage.movers.parallel import run_together
 from shardstore.storage.options import SaveOptions
 
@@ -166,7 +167,7 @@ def write_chunks(
     def done(item: ChunkWrite, record: ChunkRecord) -> None:
         manifest.add_chunk(item.array, item.index, record)
 
-    mover_for(attempt.location, options, attempt).write(writes, done)
+    Mover(attempt.location, options, attempt).write(writes, done)
 
 
 def publish(
@@ -242,7 +243,7 @@ def _commit_record(attempt: Attempt, merged: Merged, about: About) -> dict[str, 
         "reused_bytes": merged.reused_bytes,
         "seconds": round(about.seconds, 3),
         "shardstore": _version(),
-        "ranks": rank_record(merged.ranks),
+        "ranks": merged.ranks,
         **({} if content is None else {"content": content}),
     }
 

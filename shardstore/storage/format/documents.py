@@ -28,7 +28,6 @@ from shardstore.storage.format import dtypes, names
 from shardstore.storage.format.grid import Grid
 from shardstore.storage.movers.checksums import crc32c
 
-Text: TypeAlias = str | bytes
 T = TypeVar("T")
 
 FORMAT_VERSION = 1
@@ -174,23 +173,27 @@ def _text(document: object) -> str:
     return msgspec.json.encode(document).decode()
 
 
+def _named(name: str, **configuration: object) -> dict[str, Any]:
+    return {"name": name, "configuration": configuration} if configuration else {"name": name}
+
+
 @lru_cache(maxsize=256)
 def _codec_documents(dtype: str, codecs: tuple[str, ...] | None) -> list[dict[str, Any]]:
     itemsize = dtypes.itemsize(dtype)
     configurations = {**COMPRESSORS, "bytes": {"endian": "little"} if itemsize > 1 else {}}
     configurations["blosc"] = {"typesize": itemsize, **configurations["blosc"]}
-    chain = ((name, configurations.get(name)) for name in ("bytes", *(codecs or ())))
-    return [{"name": n, "configuration": c} if c else {"name": n} for n, c in chain]
+    return [_named(n, **configurations.get(n, {})) for n in ("bytes", *(codecs or ()))]
 
 
 def array_document(meta: ArrayMeta) -> str:
     """Return the text of an array's own document. It is the same on every rank."""
+    shape, chunk_shape = meta.grid
     if meta.zarr_format == 2:
         return _text(
             {
                 "zarr_format": 2,
-                "shape": meta.shape,
-                "chunks": meta.grid.chunk_shape,
+                "shape": shape,
+                "chunks": chunk_shape,
                 "dtype": dtypes.v2_dtype(meta.dtype),
                 "compressor": None,
                 "fill_value": None,
@@ -206,20 +209,14 @@ def array_document(meta: ArrayMeta) -> str:
         {
             "zarr_format": 3,
             "node_type": "array",
-            "shape": meta.shape,
+            "shape": shape,
             "data_type": meta.dtype,
-            "chunk_grid": {
-                "name": "regular",
-                "configuration": {"chunk_shape": meta.grid.chunk_shape},
-            },
-            "chunk_key_encoding": {
-                "name": "default",
-                "configuration": {"separator": meta.separator},
-            },
+            "chunk_grid": _named("regular", chunk_shape=chunk_shape),
+            "chunk_key_encoding": _named("default", separator=meta.separator),
             "fill_value": _FILL_VALUES.get(meta.dtype.rstrip("0123456789"), 0.0),
             "codecs": _codec_documents(meta.dtype, meta.codecs),
             # xarray requires one length for all axes of the same name, so names have the key.
-            "dimension_names": [f"{meta.key}:{axis}" for axis in range(len(meta.shape))],
+            "dimension_names": [f"{meta.key}:{axis}" for axis in range(len(shape))],
             "attributes": {"shardstore": about},
         }
     )
@@ -309,6 +306,9 @@ class _V2Array(msgspec.Struct):
     filters: Any = None
     dimension_separator: Literal[".", "/"] = "."
 
+    def __post_init__(self) -> None:
+        _require_possible(self.shape, self.chunks)
+
 
 class _Own(msgspec.Struct):
     key: str | None = None
@@ -332,21 +332,6 @@ class _Root(msgspec.Struct):
 
 _NODE = msgspec.json.Decoder(_Array | _Group)
 _V2_ARRAY = msgspec.json.Decoder(_V2Array)
-
-
-class _OwnSizes(msgspec.Struct):
-    file_bytes: dict[str, Any]
-
-
-class _OwnAttributes(msgspec.Struct):
-    shardstore: _OwnSizes
-
-
-class _RootSizes(msgspec.Struct):
-    attributes: _OwnAttributes
-
-
-_SIZES = msgspec.json.Decoder(_RootSizes)
 _ATTRIBUTES = msgspec.json.Decoder(_Attributes)
 _MEMBERS = msgspec.json.Decoder(_Members)
 _ROOT = msgspec.json.Decoder(_Root)
@@ -354,11 +339,7 @@ _ENCODING = msgspec.json.Decoder(_Encoding)
 _CODECS = msgspec.json.Decoder(list[_Extension])
 
 
-def _encoded(text: Text) -> bytes:
-    return text if isinstance(text, bytes) else text.encode()
-
-
-def _decoded(decoder: msgspec.json.Decoder[T], text: Text, url: str) -> T:
+def _decoded(decoder: msgspec.json.Decoder[T], text: bytes, url: str) -> T:
     """Parse a document with a decoder.
 
     Raises:
@@ -366,8 +347,7 @@ def _decoded(decoder: msgspec.json.Decoder[T], text: Text, url: str) -> T:
         FormatVersionError: the JSON does not match the decoder's type.
     """
     try:
-        if isinstance(text, bytes):
-            text.decode()  # the decoder does not check the UTF-8 of members that it skips
+        text.decode()  # the decoder does not check the UTF-8 of members that it skips
         try:
             return decoder.decode(text)
         except msgspec.ValidationError:
@@ -387,7 +367,7 @@ def _decoded(decoder: msgspec.json.Decoder[T], text: Text, url: str) -> T:
 
 
 def parse_array(
-    node: str, text: Text, url: str, sums: object = None, sizes: object = None
+    node: str, text: bytes, url: str, sums: object = None, sizes: object = None
 ) -> ArrayMeta | None:
     """Parse the ``zarr.json`` of a node; ``None`` for a group.
 
@@ -427,7 +407,7 @@ def parse_array(
         codecs,
         separator=separator,
         shard_shape=_shards(own.shard_shape, grid),
-        document=_encoded(text) if codecs is None else None,
+        document=text if codecs is None else None,
         crcs=_numbers(sums, chunks) if isinstance(sums, str) else None,
         sizes=_numbers(sizes, chunks) if isinstance(sizes, str) else None,
     )
@@ -480,7 +460,7 @@ def _number(numbers: bytes, position: int) -> int:
     return int.from_bytes(numbers[4 * position : 4 * position + 4], "little")
 
 
-def parse_v2_array(node: str, text: Text, url: str) -> ArrayMeta:
+def parse_v2_array(node: str, text: bytes, url: str) -> ArrayMeta:
     """Parse an array's ``.zarray``.
 
     Raises:
@@ -489,10 +469,6 @@ def parse_v2_array(node: str, text: Text, url: str) -> ArrayMeta:
         DTypeMismatchError: the data type is unknown.
     """
     document = _decoded(_V2_ARRAY, text, url)
-    try:
-        _require_possible(document.shape, document.chunks)
-    except ValueError as error:
-        raise FormatVersionError(f"{url} is no Zarr v2 array: {error}", url=url) from None
     plain = document.compressor is None and not document.filters
     return ArrayMeta(
         key=names.key_of(node) or node,
@@ -502,7 +478,7 @@ def parse_v2_array(node: str, text: Text, url: str) -> ArrayMeta:
         codecs=() if plain else None,
         zarr_format=2,
         separator=document.dimension_separator,
-        document=None if plain else _encoded(text),
+        document=None if plain else text,
     )
 
 
@@ -523,8 +499,8 @@ def by_key(metas: Sequence[ArrayMeta], url: str) -> dict[str, ArrayMeta]:
     return found
 
 
-def _dict_of(attributes: Mapping[str, Any], name: str) -> dict[str, Any]:
-    found = attributes.get(name)
+def _dict_of(attributes: object, name: str) -> dict[str, Any]:
+    found = attributes.get(name) if isinstance(attributes, dict) else None
     return found if isinstance(found, dict) else {}
 
 
@@ -600,12 +576,11 @@ class RootDocument:
                 if self.is_summed or not ours:
                     raise
                 raise self.damaged(no_save.format(node, error)) from error
-            if ours and meta is None:
-                raise self.damaged(no_save.format(node, "a group"))
-            if ours and meta is not None and meta.codecs is None and not self.is_summed:
-                raise self.damaged(no_save.format(node, "unknown codecs"))
-            if meta is not None:
+            if meta is not None and (meta.codecs is not None or self.is_summed or not ours):
                 found.append(meta)
+            elif ours:
+                what = "a group" if meta is None else "unknown codecs"
+                raise self.damaged(no_save.format(node, what))
         return by_key(found, self.url)
 
     def damaged(self, what: str) -> DamagedCheckpointError:
@@ -629,7 +604,7 @@ class RootDocument:
     def file_bytes(self) -> dict[str, int]:
         """Name below the root -> size in bytes of the files in :attr:`file_sums` and the
         manifest; empty in older checkpoints."""
-        return _sizes(_dict_of(self.about, FILE_BYTES))
+        return _file_bytes(self.attributes)
 
     @property
     def chunk_sums(self) -> dict[str, str]:
@@ -642,20 +617,21 @@ class RootDocument:
         return _dict_of(self.about, CHUNK_BYTES)
 
 
-def _sizes(found: dict[str, Any]) -> dict[str, int]:
+def _file_bytes(attributes: object) -> dict[str, int]:
+    found = _dict_of(_dict_of(attributes, "shardstore"), FILE_BYTES)
     # No file is larger, and the calls of the operating system take no larger number.
     return {name: n for name, n in found.items() if type(n) is int and 0 <= n < 2**62}
 
 
 def file_bytes_in(text: bytes) -> dict[str, int]:
-    """Return :attr:`RootDocument.file_bytes` of a root document, without parsing the rest."""
+    """Return :attr:`RootDocument.file_bytes` of a root document, without parsing its arrays."""
     try:
-        return _sizes(_SIZES.decode(text).attributes.shardstore.file_bytes)
+        return _file_bytes(_ROOT.decode(text).attributes)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return {}  # the caller's parse_root says what is wrong
 
 
-def parse_root(text: str | bytes, url: str) -> RootDocument:
+def parse_root(text: bytes, url: str) -> RootDocument:
     """Parse the root group's document.
 
     Raises:
@@ -664,7 +640,6 @@ def parse_root(text: str | bytes, url: str) -> RootDocument:
             of the checkpoint.
         FormatVersionError: the document has a later format version.
     """
-    text = _encoded(text)
     if is_summed := text.startswith(_SUMMED):
         stored, found = text[len(_SUMMED) : _SUM_END], b"%08x" % crc32c(text[_SUM_END:], 0)
         if stored != found:

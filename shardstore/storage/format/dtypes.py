@@ -7,6 +7,7 @@ because some unknown names make it abort the process.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
@@ -28,7 +29,7 @@ _ITEMSIZES = {
     "complex128": 16,
 }
 """Data types that can be stored, and the size of an element in bytes."""
-
+_KNOWN = ", ".join(_ITEMSIZES)
 
 _TORCH = "torch."
 _FOREIGN = frozenset(n for n in _ITEMSIZES if n == "bfloat16" or n.startswith("float8"))
@@ -47,10 +48,6 @@ def _types() -> dict[str, np.dtype[Any]]:
 @cache
 def _by_numpy() -> dict[np.dtype[Any], str]:
     return {dtype: name for name, dtype in _types().items()}
-
-
-def _known() -> str:
-    return ", ".join(_ITEMSIZES)
 
 
 def names() -> tuple[str, ...]:
@@ -75,7 +72,7 @@ def zarr_name(dtype: torch.dtype | np.dtype[Any]) -> str:
     if name is None:
         raise DTypeMismatchError(
             f"data type {dtype} cannot be stored as a Zarr array; convert the tensor to one of: "
-            f"{_known()}"
+            f"{_KNOWN}"
         )
     return name
 
@@ -83,15 +80,11 @@ def zarr_name(dtype: torch.dtype | np.dtype[Any]) -> str:
 def check(name: object, url: str | None = None) -> None:
     """Raise :class:`DTypeMismatchError` unless ``name`` is the Zarr name of a known data type."""
     if not isinstance(name, str) or name not in _ITEMSIZES:
-        raise _unknown(url, name)
-
-
-def _unknown(url: str | None, name: object) -> DTypeMismatchError:
-    return DTypeMismatchError(
-        f"{url or 'an array'} has data type {name!r}, which this version does not read; known: "
-        f"{_known()}",
-        url=url,
-    )
+        raise DTypeMismatchError(
+            f"{url or 'an array'} has data type {name!r}, which this version does not read; known: "
+            f"{_KNOWN}",
+            url=url,
+        )
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
@@ -130,18 +123,15 @@ def v2_dtype_name(code: object, url: str | None = None) -> str:
     Raises:
         DTypeMismatchError: the data type is structured, big-endian or unknown.
     """
-    if isinstance(code, str):
-        if code in _FOREIGN:
-            return code
+    name = code
+    if isinstance(code, str) and code not in _FOREIGN:
         import numpy as np
 
-        try:
-            name = _by_numpy().get(np.dtype(code))
-        except (TypeError, ValueError, SyntaxError):  # "1/0", "(2,": NumPy parses a small language
-            name = None
-        if name is not None:
-            return name
-    raise _unknown(url, code)
+        # NumPy parses a small language: "1/0", "(2,".
+        with suppress(TypeError, ValueError, SyntaxError):
+            name = _by_numpy().get(np.dtype(code), code)
+    check(name, url)
+    return cast("str", name)
 
 
 def as_numpy(tensor: torch.Tensor) -> NDArray[Any]:

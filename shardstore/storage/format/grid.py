@@ -279,28 +279,21 @@ def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
         raise AccessPatternError(
             f"flat range {start}:{stop} is not within the {total} elements of {shape}"
         )
-    return list(_boxes(tuple(shape), start, stop))
-
-
-def _boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
-    if start >= stop:
-        return
     if not shape:
-        yield Box((), ())
-        return
-    row = math.prod(shape[1:])
-    first, into = divmod(start, row)
-    if into or stop - start < row:
-        # The range begins inside a row or is shorter than one: yield this row, then the rest.
-        end = min(stop, (first + 1) * row)
-        for box in _boxes(shape[1:], into, end - first * row):
-            yield Box((first, *box.offset), (1, *box.shape))
-        yield from _boxes(shape, end, stop)
-        return
-    whole = stop // row
-    yield Box((first, *(0 for _ in shape[1:])), (whole - first, *shape[1:]))
-    for box in _boxes(shape[1:], 0, stop - whole * row):
-        yield Box((whole, *box.offset), (1, *box.shape))
+        return [Box((), ())] * (stop - start)
+    shape, boxes = tuple(shape), []
+    elements = Grid(shape, (1,) * len(shape))
+    rows = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    while start < stop:
+        # Take as many whole rows as there are, along the outermost axis that has one at the start.
+        axis, row = next(
+            (axis, row) for axis, row in enumerate(rows) if start % row == 0 and start + row <= stop
+        )
+        offset = elements.index_at(start)
+        count = min((stop - start) // row, shape[axis] - offset[axis])
+        boxes.append(Box(offset, (1,) * axis + (count, *shape[axis + 1 :])))
+        start += count * row
+    return boxes
 
 
 def block_bytes(chunk_bytes: int) -> int:

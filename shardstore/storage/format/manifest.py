@@ -89,7 +89,9 @@ class RankManifest:
         created: key -> array and document text, for each array that it creates.
         rows: one :data:`ROW` for each chunk.
         running: the running checksums of the chunks, in the order of ``rows``.
-        others: reports of further ranks, whose arrays and chunks :meth:`join` added to this one.
+        told: for a report that :meth:`join` filled, the first rank that describes each array.
+        others: for the same, the added reports without their arrays and chunks. Its own members
+            above ``keys`` have no meaning then.
     """
 
     rank: int
@@ -104,6 +106,7 @@ class RankManifest:
     created: dict[str, tuple[ArrayMeta, str]] = field(default_factory=dict)
     rows: bytearray = field(default_factory=bytearray)
     running: array[int] = field(default_factory=lambda: array("I"))
+    told: dict[str, int] = field(default_factory=dict)
     others: list[RankManifest] = field(default_factory=list)
 
     def add_array(self, meta: ArrayMeta, *, created: bool) -> str:
@@ -143,28 +146,36 @@ class RankManifest:
         self.files[name] = crc32c(data, 0), len(data)
 
     def join(self, other: RankManifest) -> None:
-        """Add the arrays and chunks of another rank's report, for :func:`.merge.merge`.
+        """Add another report to this one, which has no arrays and chunks of its own.
 
         Raises:
-            ValueError: the ranks describe an array differently.
+            AccessPatternError: the ranks describe an array differently.
         """
         numbers = []
         for key, summary in zip(other.keys, other.summaries, strict=True):
-            numbers.append(self.keys.setdefault(key, len(self.keys)))
-            if numbers[-1] == len(self.summaries):
+            rank = other.told.get(key, other.rank)
+            number = self.keys.setdefault(key, len(self.keys))
+            if number == len(self.summaries):
                 self.summaries.append(summary)
-            elif self.summaries[numbers[-1]] != summary:
-                raise ValueError(key)
-        for key, created in other.created.items():
-            if self.created.setdefault(key, created)[1] != created[1]:
-                raise ValueError(key)
+                self.told[key] = rank
+            elif (known := self.summaries[number]) != summary:
+                first = self.told[key]
+                raise AccessPatternError(
+                    f"Invalid access pattern: rank {rank} and rank {first} describe key {key!r} "
+                    f"differently: rank {rank} has {summary}; rank {first} has {known}; "
+                    "give both the same",
+                    key=key,
+                    rank=rank,
+                )
+            numbers.append(number)
+        self.created |= other.created
         rows = np.frombuffer(other.rows, ROW).copy()
         rows["array"] = np.array(numbers, np.int64)[rows["array"]]
         self.rows += rows.tobytes()
         self.running += other.running
         nothing = RankManifest(other.rank)
         alone = {name: getattr(nothing, name) for name in _JOINED}
-        self.others += [replace(other, **alone), *other.others]
+        self.others += other.others or [replace(other, **alone)]
 
     def to_bytes(self) -> bytes:
         """Return the serialised report for the coordinator, see :meth:`from_bytes`."""
@@ -203,15 +214,18 @@ def summary_of(meta: ArrayMeta) -> str:
     )
 
 
-class _Place(NamedTuple):
-    """Position of an array in the manifest: its first row, its first inner boundary, the boundaries
-    per chunk, the number of chunks, and the size of a decoded chunk in bytes."""
+class Rows(NamedTuple):
+    """The rows of one array: views of the columns of :class:`Manifest`, one entry per chunk.
 
-    row: int
-    boundary: int
-    boundaries: int
-    chunks: int
-    chunk_bytes: int
+    Attributes:
+        running: here ``(chunks, inner block boundaries of a chunk)``.
+    """
+
+    stored: NDArray[np.uint64]
+    crc: NDArray[np.uint32]
+    digest: NDArray[np.uint8]
+    rank: NDArray[np.uint32]
+    running: NDArray[np.uint32]
 
 
 @dataclass
@@ -235,45 +249,27 @@ class Manifest:
     running: NDArray[np.uint32]
 
     def __post_init__(self) -> None:
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, tuple[slice, slice, int, int]] = {}
         row = boundary = 0
         for node, chunks, size in self.arrays:
-            boundaries = inner_blocks(size)
-            self._places[node] = _Place(row, boundary, boundaries, chunks, size)
-            row += chunks
-            boundary += chunks * boundaries
+            inner = chunks * inner_blocks(size)
+            at = slice(row, row + chunks), slice(boundary, boundary + inner)
+            self._places[node] = (*at, chunks, size)
+            row, boundary = row + chunks, boundary + inner
 
-    def _of(self, meta: ArrayMeta) -> _Place | None:
-        """Return the position of an array; ``None`` if the manifest does not contain the array, or
+    def rows(self, meta: ArrayMeta) -> Rows | None:
+        """Return the rows of an array; ``None`` if the manifest does not contain the array, or
         contains it with another number or size of chunks, as its checksums do not apply then."""
-        place = self._places.get(meta.node)
-        return place if place and place[3:] == (meta.grid.size, meta.chunk_bytes) else None
-
-    def first_row(self, meta: ArrayMeta) -> int | None:
-        """Return the row of an array's first chunk; ``None`` if the manifest lacks the array."""
-        place = self._of(meta)
-        return None if place is None else place.row
-
-    def row(self, meta: ArrayMeta, index: Sequence[int]) -> int | None:
-        """Return the row of a chunk; ``None`` if the manifest lacks the array."""
-        first = self.first_row(meta)
-        return None if first is None else first + meta.grid.linear(index)
-
-    def running_of(self, meta: ArrayMeta, index: Sequence[int]) -> NDArray[np.uint32] | None:
-        """Return the running checksums of a chunk at its inner block boundaries, followed by that
-        of the whole chunk; ``None`` if the manifest lacks the array."""
-        place = self._of(meta)
-        if place is None:
+        place, chunks, size = self._places.get(meta.node), meta.grid.size, meta.chunk_bytes
+        if place is None or place[2:] != (chunks, size):
             return None
-        linear = meta.grid.linear(index)
-        start = place.boundary + linear * place.boundaries
-        inner = self.running[start : start + place.boundaries]
-        return np.append(inner, self.crc[place.row + linear])
+        rows, running = place[0], self.running[place[1]].reshape(chunks, inner_blocks(size))
+        return Rows(self.stored[rows], self.crc[rows], self.digest[rows], self.rank[rows], running)
 
     def writer(self, meta: ArrayMeta, index: Sequence[int]) -> int | None:
         """Return the global rank that wrote a chunk; ``None`` if the manifest lacks the array."""
-        row = self.row(meta, index)
-        return None if row is None else int(self.rank[row])
+        rows = self.rows(meta)
+        return None if rows is None else int(rows.rank[meta.grid.linear(index)])
 
     def chunk_sums(self) -> dict[str, str]:
         """Return node -> base64 of the crc32c of its chunks in order, as little-endian uint32. The
@@ -285,18 +281,15 @@ class Manifest:
         return self._by_node(self.stored, nodes)
 
     def _by_node(self, column: NDArray[Any], nodes: Iterable[str]) -> dict[str, str]:
-        numbers, places = column.astype("<u4"), [(node, self._places[node]) for node in nodes]
-        return {
-            node: b64encode(numbers[place.row : place.row + place.chunks].tobytes()).decode()
-            for node, place in places
-        }
+        numbers = column.astype("<u4")
+        texts = {node: b64encode(numbers[self._places[node][0]].tobytes()) for node in nodes}
+        return {node: text.decode() for node, text in texts.items()}
 
     def without(self, nodes: set[str]) -> Manifest:
         """Return the manifest without some arrays."""
         keep = np.array([node not in nodes for node, _, _ in self.arrays], dtype=bool)
-        places = self._places.values()
-        rows = np.repeat(keep, [place.chunks for place in places])
-        inner = np.repeat(keep, [place.chunks * place.boundaries for place in places])
+        rows = np.repeat(keep, [chunks for _, chunks, _ in self.arrays])
+        inner = np.repeat(keep, [n * inner_blocks(size) for _, n, size in self.arrays])
         arrays = [entry for entry in self.arrays if entry[0] not in nodes]
         columns = {name: getattr(self, name)[rows] for name in _COLUMNS if name != "running"}
         return Manifest(arrays, **columns, running=self.running[inner])
@@ -343,7 +336,7 @@ class Manifest:
         return manifest
 
 
-_JOINED = ("keys", "summaries", "created", "rows", "running", "others")
+_JOINED = ("keys", "summaries", "created", "rows", "running")
 _COLUMNS = {
     "stored": ("stored_bytes", "u8"),
     "crc": ("crc32c", "u4"),

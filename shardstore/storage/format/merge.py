@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,23 +26,6 @@ SHOWN = 4
 """Maximum number of wrong regions that an error lists."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankRow:
-    """One rank's part of a save.
-
-    Attributes:
-        rank: global rank.
-        stored_bytes: bytes of the chunks that it wrote, or reused from a base.
-        chunks: number of these chunks.
-        seconds: phase -> seconds (``plan``, ``exchange``, ``stage``, ``write``).
-    """
-
-    rank: int
-    stored_bytes: int
-    chunks: int
-    seconds: Mapping[str, float] = field(default_factory=dict)
-
-
 @dataclass
 class Merged:
     """The merged reports of all ranks.
@@ -56,7 +39,7 @@ class Merged:
         copies: rank -> keys that it holds copies of, for the ranks that report them.
         reused_bytes: bytes of the chunks that were reused from a base.
         array_documents: whether each array has its own document in addition to the root's copy.
-        ranks: bytes, chunks and durations of each rank.
+        ranks: bytes, chunks and durations of each rank, see :func:`rank_record`.
     """
 
     manifest: Manifest
@@ -67,7 +50,7 @@ class Merged:
     copies: dict[int, Sequence[str]]
     reused_bytes: int
     array_documents: bool
-    ranks: list[RankRow]
+    ranks: dict[str, Any]
 
 
 def merge(reports: Sequence[bytes | RankManifest], *, check: bool = True) -> Merged:
@@ -85,37 +68,51 @@ def merge(reports: Sequence[bytes | RankManifest], *, check: bool = True) -> Mer
         AccessPatternError: "Invalid access pattern", with key, region and ranks; or the ranks
             disagree about ``array_documents``.
     """
-    parts = _parts(reports)
-    everyone = [one for part in parts for one in (part, *part.others)]
-    created = _created(parts)
+    whole = _joined(reports)
+    for key in whole.keys:
+        if key not in whole.created:
+            raise AccessPatternError(
+                f"Invalid access pattern: rank {whole.told[key]} wrote a part of key {key!r}, but "
+                "no rank holds its first shard (offset 0 along every axis) as main replica; check "
+                "offsets and replica ids",
+                key=key,
+                rank=whole.told[key],
+            )
+    created = dict(sorted(whole.created.items()))
     numbers = {key: number for number, key in enumerate(created)}
-    rows = np.concatenate([np.zeros(0, ROW), *(_rows_of(part, created, numbers) for part in parts)])
-    metas = [first.meta for first in created.values()]
+    rows = np.frombuffer(whole.rows, ROW)
+    array = np.array([numbers[key] for key in whole.keys], np.int64)[rows["array"]]
+    metas = [meta for meta, _ in created.values()]
     entries = [(meta.node, meta.grid.size, meta.chunk_bytes) for meta in metas]
     starts = np.cumsum([0, *(chunks for _, chunks, _ in entries)], dtype=np.int64)
-    position = starts[rows["array"]] + rows["chunk"]
+    position = starts[array] + rows["chunk"]
     if check:
         _check_coverage(position, rows["rank"], starts, metas)
     ordered = np.zeros(int(starts[-1]), ROW)
     ordered[position] = rows
     objects: dict[str, list[int]] = {}
-    for part in everyone:
+    for part in whole.others:
         for unique_key in part.objects:
             objects.setdefault(unique_key, []).append(part.rank)
+    seconds = {part.rank: part.seconds for part in whole.others}
+    ranks = 1 + max(seconds, default=0)
+    chunks = np.bincount(rows["rank"], minlength=ranks)
+    stored = np.zeros(ranks, np.int64)
+    np.add.at(stored, rows["rank"], rows["stored"].astype(np.int64))
     return Merged(
         Manifest(
             entries,
             **{name: ordered[name].copy() for name in ("stored", "crc", "digest", "rank")},
-            running=_running(parts, rows, starts, [size for _, _, size in entries]),
+            running=_running(whole, array, starts, [size for _, _, size in entries]),
         ),
-        [(first.meta.node, first.text) for first in created.values()],
+        [(meta.node, text) for meta, text in created.values()],
         metas,
         objects,
-        {name: sums for part in everyone for name, sums in part.files.items()},
-        {part.rank: part.copies for part in everyone if part.copies},
-        sum(part.reused_bytes for part in everyone),
-        _array_documents(everyone),
-        _rank_rows(everyone, rows),
+        {name: sums for part in whole.others for name, sums in part.files.items()},
+        {part.rank: part.copies for part in whole.others if part.copies},
+        sum(part.reused_bytes for part in whole.others),
+        _array_documents(whole.others),
+        rank_record(seconds, stored.tolist(), chunks.tolist()),
     )
 
 
@@ -123,29 +120,18 @@ def join(reports: Sequence[bytes]) -> bytes:
     """Return one report that combines those of several ranks, as input of :func:`merge`.
 
     Raises:
-        Exception: the reports contradict each other. :func:`merge` of the same reports raises an
-            error that explains why.
+        AccessPatternError, DamagedCheckpointError: as :func:`merge`.
     """
-    whole, *others = _parts(reports)
-    for other in others:
-        whole.join(other)
-    return whole.to_bytes()
+    return _joined(reports).to_bytes()
 
 
-def _parts(reports: Iterable[bytes | RankManifest]) -> list[RankManifest]:
-    return [
-        RankManifest.from_bytes(report, number) if isinstance(report, bytes) else report
-        for number, report in enumerate(reports)
-    ]
-
-
-def _rank_rows(parts: Iterable[RankManifest], rows: NDArray[Any]) -> list[RankRow]:
-    """Return one row per report. If a rank sent several, the first has its bytes and chunks."""
-    chunks = np.bincount(rows["rank"])
-    stored = np.zeros(len(chunks), np.int64)
-    np.add.at(stored, rows["rank"], rows["stored"].astype(np.int64))
-    wrote = dict(enumerate(zip(stored.tolist(), chunks.tolist(), strict=True)))
-    return [RankRow(part.rank, *wrote.pop(part.rank, (0, 0)), part.seconds) for part in parts]
+def _joined(reports: Iterable[bytes | RankManifest]) -> RankManifest:
+    whole = RankManifest(0)
+    for number, report in enumerate(reports):
+        if isinstance(report, bytes):
+            report = RankManifest.from_bytes(report, number)
+        whole.join(report)
+    return whole
 
 
 def _array_documents(parts: Iterable[RankManifest]) -> bool:
@@ -161,8 +147,8 @@ def _array_documents(parts: Iterable[RankManifest]) -> bool:
 
 
 def _running(
-    parts: Iterable[RankManifest],
-    rows: NDArray[Any],
+    whole: RankManifest,
+    array: NDArray[np.int64],
     starts: NDArray[np.int64],
     chunk_bytes: Iterable[int],
 ) -> NDArray[np.uint32]:
@@ -170,83 +156,20 @@ def _running(
 
     The number of checksums per chunk depends on the array. The checksums of a chunk stay together
     and move from their position in the ranks' order to that in the manifest.
+
+    Args:
+        whole: the joined reports.
+        array: number of the array of each chunk in them.
+        starts: first row of each array in the manifest, and the number of rows.
+        chunk_bytes: size of a chunk of each array.
     """
     lengths = np.array([inner_blocks(size) for size in chunk_bytes], np.int64)
     bases = np.cumsum([0, *(np.diff(starts) * lengths)], dtype=np.int64)
-    count = lengths[rows["array"]]
-    moved = bases[rows["array"]] + rows["chunk"] * count - (np.cumsum(count) - count)
-    given = np.concatenate([np.zeros(0, np.uint32), *(part.running for part in parts)])
+    count, chunk = lengths[array], np.frombuffer(whole.rows, ROW)["chunk"]
+    moved = bases[array] + chunk * count - (np.cumsum(count) - count)
     out = np.zeros(int(bases[-1]), np.uint32)
-    out[np.repeat(moved, count) + np.arange(len(given))] = given
+    out[np.repeat(moved, count) + np.arange(len(whole.running))] = whole.running
     return out
-
-
-class _Created(NamedTuple):
-    """An array as described by the rank that creates it."""
-
-    by: RankManifest
-    meta: ArrayMeta
-    text: str
-    summary: str
-
-
-def _created(parts: Iterable[RankManifest]) -> dict[str, _Created]:
-    """Return the created arrays by key, in the order of the keys."""
-    found: dict[str, _Created] = {}
-    for part in parts:
-        for key, (meta, text) in part.created.items():
-            summary = part.summaries[part.keys[key]]
-            first = found.setdefault(key, _Created(part, meta, text, summary))
-            if first.text != text:
-                raise _disagreement(key, part, summary, first)
-    return dict(sorted(found.items()))
-
-
-def _writer(part: RankManifest, key: str) -> int:
-    """Return a rank that wrote chunks of an array, among the ranks of a report."""
-    rows = np.frombuffer(part.rows, ROW)
-    ranks = rows["rank"][rows["array"] == part.keys[key]]
-    return int(ranks[0]) if len(ranks) else part.rank
-
-
-def _disagreement(
-    key: str, part: RankManifest, summary: str, first: _Created
-) -> AccessPatternError:
-    rank, creator = _writer(part, key), _writer(first.by, key)
-    return AccessPatternError(
-        f"Invalid access pattern: rank {rank} and rank {creator} describe key {key!r} "
-        f"differently: rank {rank} has {summary}; rank {creator} has {first.summary}; "
-        "give both the same",
-        key=key,
-        rank=rank,
-    )
-
-
-def _rows_of(
-    part: RankManifest, created: Mapping[str, _Created], numbers: Mapping[str, int]
-) -> NDArray[Any]:
-    """Return the rows of a report, with array numbers in the order of the keys.
-
-    Raises:
-        AccessPatternError: a rank wrote to an array that no rank created, or describes it
-            differently from its creator.
-    """
-    for key, summary in zip(part.keys, part.summaries, strict=True):
-        first = created.get(key)
-        if first is None:
-            rank = _writer(part, key)
-            raise AccessPatternError(
-                f"Invalid access pattern: rank {rank} wrote a part of key {key!r}, but no "
-                "rank holds its first shard (offset 0 along every axis) as main replica; check "
-                "offsets and replica ids",
-                key=key,
-                rank=rank,
-            )
-        if summary != first.summary:
-            raise _disagreement(key, part, summary, first)
-    rows = np.frombuffer(part.rows, ROW).copy()
-    rows["array"] = np.array([numbers[key] for key in part.keys], np.int64)[rows["array"]]
-    return rows
 
 
 def _check_coverage(
@@ -280,32 +203,30 @@ def _check_coverage(
     )
 
 
-def rank_record(rows: Iterable[RankRow]) -> dict[str, Any]:
+def rank_record(
+    seconds: Mapping[int, Mapping[str, float]], stored: Sequence[int], chunks: Sequence[int]
+) -> dict[str, Any]:
     """Return the slowest rank, and the columns ``bytes``, ``chunks`` and ``NAME_s`` in the order of
     the ranks. For more than 256 ranks, a column is its minimum, median and maximum.
 
     Args:
-        rows: the rows of all ranks, in any order; several rows of one rank are added.
+        seconds: rank -> phase (``plan``, ``exchange``, ``stage``, ``write``) -> seconds.
+        stored: bytes of the chunks that each rank wrote, or reused from a base.
+        chunks: number of these chunks.
     """
-    rows = sorted(rows, key=lambda row: row.rank)
-    if not rows:
+    ranks = sorted(seconds)
+    if not ranks:
         return {}
-    ranks = list(dict.fromkeys(row.rank for row in rows))
-    names = sorted({name for row in rows for name in row.seconds})
-    columns: dict[str, dict[int, float]] = {
-        name: dict.fromkeys(ranks, 0) for name in ("bytes", "chunks", *(f"{n}_s" for n in names))
+    record: dict[str, Any] = {
+        "slowest": max(ranks, key=lambda rank: sum(seconds[rank].values())),
+        "bytes": [stored[rank] for rank in ranks],
+        "chunks": [chunks[rank] for rank in ranks],
     }
-    took = dict.fromkeys(ranks, 0.0)
-    for row in rows:
-        columns["bytes"][row.rank] += row.stored_bytes
-        columns["chunks"][row.rank] += row.chunks
-        for name, seconds in row.seconds.items():
-            columns[f"{name}_s"][row.rank] += seconds
-            took[row.rank] += seconds
-    record: dict[str, Any] = {"slowest": max(took, key=took.__getitem__)}
-    for name, column in columns.items():
-        values = [round(value, 4) for value in column.values()]
-        record[name] = values if len(ranks) <= MAX_COLUMNS_RANKS else _summary(values)
+    for name in sorted({name for phases in seconds.values() for name in phases}):
+        record[f"{name}_s"] = [round(seconds[rank].get(name, 0), 4) for rank in ranks]
+    if len(ranks) > MAX_COLUMNS_RANKS:
+        for name in record.keys() - {"slowest"}:
+            record[name] = _summary(record[name])
     return record
 
 

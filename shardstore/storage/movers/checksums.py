@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import xxhash
 from crc32c import crc32c as _crc32c
 
 try:
@@ -35,15 +36,19 @@ class Sums:
         crc: crc32c of all bytes so far.
         position: byte offset of the next byte in the chunk.
         running: values of ``crc`` at the ends of blocks.
+        hasher: hash of the same bytes, if it is wanted.
     """
 
     block: int
     crc: int = 0
     position: int = 0
     running: list[int] = field(default_factory=list)
+    hasher: xxhash.xxh3_128 | None = None
 
     def add(self, data: memoryview) -> None:
         """Continue over further bytes."""
+        if self.hasher is not None:
+            self.hasher.update(data)
         start, size = 0, data.nbytes
         while start < size:
             step = min(self.block - self.position % self.block, size - start)

@@ -9,6 +9,7 @@ import math
 import mmap
 import threading
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -83,24 +84,41 @@ def pieces(
             yield whole[start : start + most_bytes]
         return
     total = math.prod(chunk_shape) * source.dtype.itemsize
-    position = 0
-    for first, last, part in slabs(source, Box((0,) * source.ndim, source.shape), chunk_shape):
-        yield from _zeros(first - position)
-        buffer = scratch(last - first)
-        view = view_in_chunk(buffer, part, chunk_shape)
-        if part.nbytes < len(buffer):
+    box = Box((0,) * source.ndim, source.shape)
+    for buffer, part, is_gap in buffers(source, box, chunk_shape, 0, total):
+        if is_gap or (part is not None and part.nbytes < len(buffer)):
             buffer[:] = 0
-        view[...] = part
+        if part is not None:
+            view_in_chunk(buffer, part, chunk_shape)[...] = part
         yield buffer.data
-        position = last
-    yield from _zeros(total - position)
 
 
-def _zeros(count: int) -> Iterator[memoryview]:
-    for start in range(0, count, SCRATCH_BYTES):
-        buffer = scratch(min(SCRATCH_BYTES, count - start))
-        buffer[:] = 0
-        yield buffer.data
+def buffers(
+    data: NDArray[Any], box: Box, chunk_shape: tuple[int, ...], first: int, last: int
+) -> Iterator[tuple[NDArray[np.uint8], NDArray[Any] | None, bool]]:
+    """Yield memory for the bytes ``first:last`` of a chunk in order, at most :data:`SCRATCH_BYTES`
+    at a time: the memory of ``data`` where it has the layout of the chunk, else scratch memory.
+
+    Args:
+        data: an array of the box's shape.
+        box: a box whose bytes are in the range, relative to the chunk's corner.
+        chunk_shape: shape of the chunk.
+        first: the first byte.
+        last: one past the last byte.
+
+    Yields:
+        The memory; the part of ``data`` whose elements belong in it, ``None`` if it is their own
+        memory; and whether no element of the box is in it.
+    """
+    position = first
+    for start, stop, part in chain(slabs(data, box, chunk_shape), [(last, last, None)]):
+        for low in range(position, start, SCRATCH_BYTES):
+            yield scratch(min(SCRATCH_BYTES, start - low)), None, True
+        if part is not None and part.flags.c_contiguous and part.nbytes == stop - start:
+            yield as_bytes(part), None, False
+        elif part is not None:
+            yield scratch(stop - start), part, False
+        position = stop
 
 
 def span(box: Box, chunk_shape: tuple[int, ...], itemsize: int) -> tuple[int, int]:

@@ -10,19 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta, chunk_key
 from shardstore.storage.format.grid import Box, Grid
-from shardstore.storage.format.manifest import ChunkRecord, Manifest
-from shardstore.storage.options import SaveOptions
-from shardstore.storage.stores.location import Location
-
-if TYPE_CHECKING:
-    from shardstore.storage.commit.attempt import Attempt
+from shardstore.storage.format.manifest import ChunkRecord
 
 Source = NDArray[Any] | Callable[[], NDArray[Any]]
 FEW_CUTS = 16
@@ -163,39 +158,4 @@ class Writer(Protocol):
     def write(
         self, writes: Sequence[ChunkWrite], done: Callable[[ChunkWrite, ChunkRecord], None]
     ) -> None:
-        """Write whole chunks. Call ``done`` for each chunk, from any thread, one call at a time.
-
-        Raises:
-            StorageError: the store refused. The mover starts no further write and waits for the
-                running ones.
-        """
-
-
-class Mover(Writer, Protocol):
-    """Moves chunks between memory and one location."""
-
-    def read(
-        self,
-        reads: Sequence[RegionRead],
-        manifest: Callable[[], Manifest | None],
-        done: ReadDone | None = None,
-    ) -> None:
-        """Read regions into their destinations and verify every byte that has a checksum. Call
-        ``done`` as parts arrive, from any thread.
-
-        Raises:
-            ChunkMissingError, ChunkCorruptError: a chunk is missing or damaged. The error names
-                key, chunk and, if the manifest has it, the rank that wrote the chunk.
-        """
-
-
-def mover_for(location: Location, options: SaveOptions, attempt: Attempt | None = None) -> Mover:
-    """Return the mover of a location, which writes chunks as part of an attempt. Each mover is
-    imported where it is needed."""
-    if location.is_local:
-        from shardstore.storage.movers.files import FileMover
-
-        return FileMover(location, threads=options.threads, durable=options.durable)
-    from shardstore.storage.movers.object_mover import ObjectMover
-
-    return ObjectMover(location, attempt=attempt, budget_bytes=options.budget_bytes)
+        """See :meth:`Mover.write`."""

@@ -61,8 +61,8 @@ class EncodedChunk:
     ) -> None:
         self._array, self._data, self._piece_bytes = array, data, piece_bytes
         self._stored = 0
-        self._sums = Sums(block_bytes(array.chunk_bytes))
         self._hasher = xxhash.xxh3_128()
+        self._sums = Sums(block_bytes(array.chunk_bytes), hasher=self._hasher)
 
     @property
     def record(self) -> ChunkRecord:
@@ -77,7 +77,6 @@ class EncodedChunk:
             data, limit = whole_chunk(data, shape), array.chunk_bytes
         for piece in pieces(data, shape, limit):
             self._sums.add(piece)
-            self._hasher.update(piece)
             item: list[bytes | memoryview] = [piece]
             if array.is_packed:
                 packed = _compress(array, data)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 MANY = 2000
 """Objects created minus objects freed during a pause, above which the pause freezes the rest."""
 
-_pauses: list[object] = []
+_pauses: list[None] = []
 """The pauses that disabled the collector; several, if several threads began one at once."""
 
 
@@ -25,8 +25,7 @@ def collector_paused() -> Iterator[None]:
     if not gc.isenabled():
         yield
         return
-    pause = object()
-    _pauses.append(pause)
+    _pauses.append(None)
     gc.disable()
     try:
         yield
@@ -38,7 +37,7 @@ def collector_paused() -> Iterator[None]:
             gc.freeze()
             gc.unfreeze()
         gc.enable()
-        _pauses.remove(pause)
+        _pauses.pop()
 
 
 def _end_all() -> None:

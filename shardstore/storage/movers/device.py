@@ -6,10 +6,8 @@ So a save records the caller's streams when it is planned, and the copying threa
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,17 +20,13 @@ PORTABLE = 1
 """cudaHostRegisterPortable: page-locked for all devices, not for one alone (CUDA runtime API)."""
 
 
-def stream_of(device: torch.device) -> torch.cuda.Stream | None:
-    """Return this thread's current stream of a device; ``None`` for a device without CUDA."""
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-
-def stream_here() -> torch.cuda.Stream | None:
-    """Return this thread's current stream of the current device; ``None`` if the process does not
-    use CUDA."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+def stream_of(device: torch.device | None = None) -> torch.cuda.Stream | None:
+    """Return this thread's current stream of a device, by default of the current CUDA device;
+    ``None`` for a device without CUDA, or if the process does not use CUDA."""
+    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if not initialized or (device is not None and device.type != "cuda"):
         return None
-    return torch.cuda.current_stream()
+    return torch.cuda.current_stream(device)
 
 
 @contextmanager
@@ -60,54 +54,32 @@ def on_host(tensor: torch.Tensor, stream: torch.cuda.Stream | None) -> NDArray[A
         return dtypes.as_numpy(tensor.contiguous().cpu())
 
 
-@dataclass(frozen=True)
-class DeviceEvent:
-    """The end of a copy."""
-
-    event: torch.cuda.Event
-    device: torch.device
-
-    def wait(self) -> None:
-        """Block until the copy ends, without using a processor."""
-        with torch.cuda.device(self.device):
-            self.event.synchronize()
-
-
 class DeviceCopies:
     """Queue of copies from one device, on a separate stream that first waits for the work on the
     caller's current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._lock = threading.Lock()
-        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        ready.record(torch.cuda.current_stream(device))
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._stream.wait_event(ready)
-        self._last: DeviceEvent | None = None
+        self._stream.wait_stream(torch.cuda.current_stream(device))
 
-    def copy(self, source: torch.Tensor, target: NDArray[Any]) -> DeviceEvent:
-        """Queue a copy and return the event of its end."""
-        with self._lock, behind(self._stream):
+    def copy(self, source: torch.Tensor, target: NDArray[Any]) -> None:
+        """Queue a copy. Any thread may call it."""
+        with behind(self._stream):
             dtypes.require_memory(source)
             dtypes.as_tensor(target).copy_(source.detach(), non_blocking=True)
             source.record_stream(self._stream)
-            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            event.record(self._stream)
-            self._last = DeviceEvent(event, self._device)
-            return self._last
 
     def wait(self, *, host: bool) -> None:
-        """Wait for all queued copies: block the caller if ``host``, else only the caller's current
-        stream."""
-        with self._lock:
-            last = self._last
-        if last is None:
+        """Wait for all queued copies: block the caller if ``host``, without using a processor, else
+        only the caller's current stream."""
+        if not host:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
             return
-        if host:
-            last.wait()
-        else:
-            torch.cuda.current_stream(self._device).wait_event(last.event)
+        with behind(self._stream):
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+            event.synchronize()
 
 
 def page_lock(memory: NDArray[np.uint8], device: torch.device) -> int:

@@ -1,8 +1,9 @@
-"""The mover for local file systems: plain writes, and reads that verify checksums.
+"""Chunks in local file systems: plain writes, and reads that verify checksums.
 
-Uncompressed chunks move from and to the tensors' own memory. Their checksums are computed while the
-data is in the processor's cache. The compiled reader reads, copies and checksums a whole chunk in
-one pass.
+Writes and reads use about 5 MiB of memory per thread in addition to the arrays, for chunks of any
+size. Uncompressed chunks move from and to the tensors' own memory. Their checksums are computed
+while the data is in the processor's cache. The compiled reader reads, copies and checksums a whole
+chunk in one pass.
 """
 
 from __future__ import annotations
@@ -13,36 +14,29 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from shardstore.storage.format.documents import CRC32C
+from shardstore.errors import DamagedCheckpointError
+from shardstore.storage.format.documents import CRC32C, ArrayMeta
 from shardstore.storage.format.manifest import ChunkRecord, Manifest
 from shardstore.storage.movers.checksums import read_chunk
-from shardstore.storage.movers.chunk_bytes import (
-    as_bytes,
-    scratch,
-    slabs,
-    span,
-    view_in_chunk,
-)
-from shardstore.storage.movers.chunks import (
-    ChunkPart,
-    ChunkWrite,
-    ReadDone,
-    RegionRead,
-    chunk_parts,
-)
+from shardstore.storage.movers.chunk_bytes import as_bytes, buffers, scratch, view_in_chunk
+from shardstore.storage.movers.chunks import ChunkPart, ChunkWrite, ReadDone
 from shardstore.storage.movers.codecs import CRC_BYTES, EncodedChunk
 from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.parallel import default_threads, run_batched
 from shardstore.storage.movers.verify import (
-    Expected,
+    MISSING,
+    ChunkVerifier,
+    Problem,
     chunk_error,
-    is_intact,
-    read_file,
+    size_problem,
 )
-from shardstore.storage.stores.location import Location, store_errors
+from shardstore.storage.options import SaveOptions
+from shardstore.storage.stores.location import Location, open_regular, store_errors
 
 IO_BYTES = 2 * 1024 * 1024
 """Size of a single read or write: large enough to make the cost of system calls negligible, small
@@ -56,94 +50,71 @@ _SYNC_FILE_RANGE_WRITE = 2
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class FileMover:
-    """Moves chunks between memory and a folder.
+def write_files(
+    location: Location,
+    writes: Sequence[ChunkWrite],
+    done: Callable[[ChunkWrite, ChunkRecord], None],
+    options: SaveOptions,
+) -> None:
+    """Write chunks to a folder, see :meth:`Mover.write`. If a sync follows (``durable``), the
+    writeback to the disk starts at once."""
+    lock = threading.Lock()
 
-    It uses about 5 MiB of memory per thread in addition to the arrays, for chunks of any size.
+    def work(batch: Sequence[ChunkWrite]) -> None:
+        size = 0
+        for item in batch:
+            path = f"{location.url}/{item.name}"
+            with store_errors("writing", path, key=item.array.key):
+                chunk = EncodedChunk(item.array, item.data(), IO_BYTES)
+                write_file(path, chunk, durable=options.durable)
+            record = chunk.record
+            size += record.stored_bytes
+            with lock:
+                done(item, record)
+        counters.add(bytes_written=size, chunks_written=len(batch))
 
-    Args:
-        location: a local folder, the root of the checkpoint.
-        threads: number of threads for each call, including the caller's; ``None``:
-            :func:`default_threads`.
-        durable: whether a sync follows. If so, the mover starts the writeback to the disk at once.
-    """
-
-    def __init__(
-        self, location: Location, *, threads: int | None = None, durable: bool = False
-    ) -> None:
-        self.location = location
-        self.threads = threads or default_threads()
-        self.durable = durable
-        self._done = threading.Lock()
-
-    # -- writing -------------------------------------------------------------------------------
-
-    def write(
-        self, writes: Sequence[ChunkWrite], done: Callable[[ChunkWrite, ChunkRecord], None]
-    ) -> None:
-        """See :meth:`Mover.write`."""
-
-        def work(batch: Sequence[ChunkWrite]) -> None:
-            size = 0
-            for item in batch:
-                array = item.array
-                path = f"{self.location.url}/{item.name}"
-                with store_errors("writing", path, key=array.key):
-                    record = _write_chunk(path, item, durable=self.durable)
-                size += record.stored_bytes
-                with self._done:
-                    done(item, record)
-            counters.add(bytes_written=size, chunks_written=len(batch))
-
-        run_batched(
-            writes,
-            work,
-            threads=self.threads,
-            weight=lambda item: item.array.chunk_bytes,
-            batch_weight=WRITE_BATCH_BYTES,
-        )
-
-    # -- reading -------------------------------------------------------------------------------
-
-    def read(
-        self,
-        reads: Sequence[RegionRead],
-        manifest: Callable[[], Manifest | None],
-        done: ReadDone | None = None,
-    ) -> None:
-        """See :meth:`Mover.read`."""
-        parts = [part for read in reads for part in chunk_parts(read)]
-        root = self.location.url
-
-        def work(batch: Sequence[ChunkPart]) -> None:
-            size = 0
-            for part in batch:
-                path = f"{root}/{part.array.node}/{part.key}"
-                read = _read_at_once(path, part)
-                if not read:
-                    with store_errors("reading", path, key=part.array.key):
-                        read = _read_chunk(path, part, manifest)
-                size += read
-                if done is not None:
-                    done(part.out.nbytes, 1)
-            counters.add(bytes_read=size, chunks_read=len(batch))
-
-        run_batched(
-            parts,
-            work,
-            threads=self.threads,
-            weight=lambda part: part.out.nbytes,
-            batch_weight=READ_BATCH_BYTES,
-        )
+    run_batched(
+        writes,
+        work,
+        threads=options.threads or default_threads(),
+        weight=lambda item: item.array.chunk_bytes,
+        batch_weight=WRITE_BATCH_BYTES,
+    )
 
 
-def _write_chunk(path: str, item: ChunkWrite, *, durable: bool) -> ChunkRecord:
-    chunk = EncodedChunk(item.array, item.data(), IO_BYTES)
-    if not any(item.index):  # an array's folder is made with its first chunk
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(path.rpartition("/")[0])
-    write_file(path, chunk, durable=durable)
-    return chunk.record
+def read_files(
+    location: Location,
+    parts: Sequence[ChunkPart],
+    manifest: Callable[[], Manifest | None],
+    done: ReadDone | None,
+    options: SaveOptions,
+) -> None:
+    """Read parts of chunks from a folder, see :meth:`Mover.read`."""
+    root = location.url
+
+    def work(batch: Sequence[ChunkPart]) -> None:
+        size = 0
+        for part in batch:
+            array, path = part.array, f"{root}/{part.array.node}/{part.key}"
+            crc = array.expected_crc(part.number)
+            read = read_at_once(path, array, crc, part.out) if part.is_whole else 0
+            if not read:
+                with store_errors("reading", path, key=array.key):
+                    read, problem = read_file(path, ChunkVerifier.of(part, manifest), part)
+                if problem is not None:
+                    raise chunk_error(array, part.index, path, problem, manifest)
+            size += read
+            if done is not None:
+                done(part.out.nbytes, 1)
+        counters.add(bytes_read=size, chunks_read=len(batch))
+
+    run_batched(
+        parts,
+        work,
+        threads=options.threads or default_threads(),
+        weight=lambda part: part.out.nbytes,
+        batch_weight=READ_BATCH_BYTES,
+    )
 
 
 def write_file(
@@ -219,74 +190,92 @@ def _create(path: str) -> int:
                 os.mkdir(os.path.dirname(path))
 
 
-def _read_at_once(path: str, part: ChunkPart) -> int:
-    """Read a whole chunk with the compiled reader.
+def read_at_once(
+    path: str, array: ArrayMeta, crc: int | None, out: NDArray[Any] | None = None
+) -> int:
+    """Read and verify a whole chunk with the compiled reader.
+
+    Args:
+        path: path of the chunk's file.
+        array: the chunk's array.
+        crc: the commit's crc32c of the chunk, if known.
+        out: receives the elements, if given. After a failure it may be partly overwritten.
 
     Returns:
-        Number of bytes read; 0 if :func:`_read_chunk` must read the chunk, which also finds out
-        what is wrong with a damaged one. The destination may then be partly overwritten.
+        Number of bytes read; 0 if :func:`read_file` must read the chunk, which also finds out what
+        is wrong with a damaged one.
     """
-    array, out = part.array, part.out
-    if not part.is_whole or array.codecs != (CRC32C,):
+    target: NDArray[np.uint8] | None = None
+    if array.codecs != (CRC32C,):
         return 0
-    if out.strides[-1:] == (out.itemsize,):
-        target = out.view(np.uint8)
-    elif out.flags.c_contiguous:
-        target = as_bytes(out)
-    else:
-        return 0
-    sound = is_intact(read_chunk(path, out.nbytes, target), array.expected_crc(part.number))
-    return out.nbytes + CRC_BYTES if sound else 0
+    if out is not None:
+        if out.strides[-1:] == (out.itemsize,):
+            target = out.view(np.uint8)
+        elif out.flags.c_contiguous:
+            target = as_bytes(out)
+        else:
+            return 0
+    found = read_chunk(path, array.chunk_bytes, target)
+    is_intact = found is not None and found[0] == found[1] and crc in (None, found[0])
+    return array.chunk_bytes + CRC_BYTES if is_intact else 0
 
 
-def _read_chunk(path: str, part: ChunkPart, manifest: Callable[[], Manifest | None]) -> int:
-    """Read a part of a chunk into its destination. The bytes of an uncompressed chunk reach the
-    destination before they are verified.
+def read_file(
+    path: str, verifier: ChunkVerifier, part: ChunkPart | None = None
+) -> tuple[int, Problem | None]:
+    """Read the bytes of a chunk's file that a verifier takes.
+
+    Args:
+        path: path of the file.
+        verifier: the range of bytes to read, and their checksums.
+        part: receives its elements, those of an uncompressed chunk before they are verified;
+            ``None``: they are discarded.
 
     Returns:
-        Number of bytes read.
-
-    Raises:
-        ChunkMissingError, ChunkCorruptError: the chunk is missing or damaged. The error names key,
-            chunk, path and writer.
+        Number of bytes read, and the problem; ``None`` if the chunk is intact.
     """
-    array, expected = part.array, Expected.of(part, manifest)
-    packed = array.is_packed
-    targets = repeat(scratch(IO_BYTES).data) if packed else _targets(part, expected)
-    size, problem = read_file(path, array, expected, targets, part)
-    if problem is not None:
-        raise chunk_error(array, part.index, path, problem, manifest)
-    return size
+    try:
+        fd = open_regular(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return 0, MISSING
+    except (IsADirectoryError, DamagedCheckpointError):
+        return 0, Problem("unreadable", "cannot be read: it is no regular file")
+    array = verifier.array
+    try:
+        size = os.fstat(fd).st_size
+        if (problem := size_problem(array, verifier.number, size)) is not None:
+            return 0, problem
+        views = None if part is None or array.is_packed else _targets(part, verifier)
+        for view in views or repeat(scratch(IO_BYTES).data):
+            got = _fill(fd, view, verifier.first + verifier.count)
+            verifier.update(view[:got])
+            if got < len(view):
+                break
+    finally:
+        os.close(fd)
+    problem = verifier.finish()
+    if part is not None and problem is None and verifier.chunk is not None:
+        verifier.scatter(part, verifier.chunk)
+    return verifier.count, problem
 
 
-def _targets(part: ChunkPart, expected: Expected) -> Iterator[memoryview]:
-    """Yield memory for the expected bytes in order. The caller fills each view before it requests
-    the next one."""
-    array, out, shape = part.array, part.out, part.array.grid.chunk_shape
-    low, high = span(part.within, shape, out.dtype.itemsize)
-    yield from _skipped(low - expected.first)
-    if out.flags.c_contiguous and out.nbytes == high - low:
-        yield from _cut(as_bytes(out).data)
-    else:
-        for start, stop, target in slabs(out, part.within, shape):
-            yield from _skipped(start - low)
-            buffer = scratch(stop - start)
-            yield from _cut(buffer.data)
+def _fill(fd: int, view: memoryview, offset: int) -> int:
+    """Read until ``view`` is full or the file ends. Return the number of bytes."""
+    done = 0
+    while done < len(view) and (got := os.preadv(fd, [view[done:]], offset + done)):
+        done += got
+    return done
+
+
+def _targets(part: ChunkPart, verifier: ChunkVerifier) -> Iterator[memoryview]:
+    """Yield memory for the bytes of a chunk to read, in order. The caller fills each view before it
+    requests the next one."""
+    shape = part.array.grid.chunk_shape
+    memory = buffers(part.out, part.within, shape, verifier.first, verifier.last)
+    for buffer, target, _ in memory:
+        for start in range(0, len(buffer), IO_BYTES):
+            yield buffer[start : start + IO_BYTES].data
+        if target is not None:
             target[...] = view_in_chunk(buffer, target, shape)
-            low = stop
-    yield from _skipped(expected.last - high)
-    if array.has_crc and expected.sums is None:
+    if part.array.has_crc and not verifier.sums:
         yield memoryview(bytearray(CRC_BYTES))
-
-
-def _cut(view: memoryview) -> Iterator[memoryview]:
-    for start in range(0, len(view), IO_BYTES):
-        yield view[start : start + IO_BYTES]
-
-
-def _skipped(count: int) -> Iterator[memoryview]:
-    """Yield scratch memory for ``count`` bytes that are read only for verification."""
-    while count > 0:
-        view = scratch(min(count, IO_BYTES)).data
-        yield view
-        count -= len(view)

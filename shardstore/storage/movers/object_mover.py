@@ -1,4 +1,4 @@
-"""The mover for object stores: one PUT for each chunk; whole or ranged GETs, verified.
+"""Chunks in object stores: one PUT for each chunk; whole or ranged GETs, verified.
 
 An object has the same bytes as a chunk file (the chunk, then its crc32c). A PUT is conditional: it
 creates the object or fails. If an object of that name exists, it is either the result of an earlier
@@ -19,13 +19,7 @@ from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.manifest import ChunkRecord, Manifest
 from shardstore.storage.movers.chunk_bytes import lies_as_chunk
-from shardstore.storage.movers.chunks import (
-    ChunkPart,
-    ChunkWrite,
-    ReadDone,
-    RegionRead,
-    chunk_parts,
-)
+from shardstore.storage.movers.chunks import ChunkPart, ChunkWrite, ReadDone
 from shardstore.storage.movers.codecs import (
     CRC_BYTES,
     EncodedChunk,
@@ -33,8 +27,8 @@ from shardstore.storage.movers.codecs import (
     stored_bytes,
 )
 from shardstore.storage.movers.counters import counters
-from shardstore.storage.movers.verify import MISSING, Expected, Problem, chunk_error, receive
-from shardstore.storage.options import DEFAULT_BUDGET_BYTES
+from shardstore.storage.movers.verify import MISSING, ChunkVerifier, Problem, chunk_error
+from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.object_io import (
     LARGE_BYTES,
@@ -56,148 +50,136 @@ CONNECTION_BYTES = 512 * 1024
 """Buffer size of a TensorStore connection; a small object fills only a part of the buffer."""
 
 
-class ObjectMover:
-    """Moves chunks between memory and an object store.
-
-    Args:
-        location: root of the checkpoint.
-        attempt: the save attempt that the chunks belong to. It checks that the attempt still owns
-            its target.
-        budget_bytes: memory for chunks in transfer; a chunk larger than the budget transfers alone.
-    """
-
-    def __init__(
-        self,
-        location: Location,
-        *,
-        attempt: Attempt | None = None,
-        budget_bytes: int = DEFAULT_BUDGET_BYTES,
-    ) -> None:
-        self.location = location
-        self.budget_bytes = budget_bytes
-        self._attempt = attempt
-        self._done = threading.Lock()
-
-    # -- writing -------------------------------------------------------------------------------
-
-    def write(
-        self, writes: Sequence[ChunkWrite], done: Callable[[ChunkWrite, ChunkRecord], None]
-    ) -> None:
-        """See :meth:`Mover.write`."""
-        for item in writes:
-            if (size := _stored_bytes(item.array)) > MAX_OBJECT_BYTES:
-                raise StorageError(
-                    f"chunk {item.index} of key {item.array.key!r} has {size} bytes, and one "
-                    f"request takes at most {MAX_OBJECT_BYTES}; save in smaller chunks, as the "
-                    "default strategy ('zarr', 2) does",
-                    key=item.array.key,
-                    chunk=item.index,
-                    url=f"{self.location.url}/{item.name}",
-                )
-
-        def request(io: ObjectIO, item: ChunkWrite) -> _Request:
-            packing = _stored_bytes(item.array) if item.array.is_packed else 0
-            yield _held_bytes(item), packing, item.array.chunk_bytes
-            chunk = EncodedChunk(item.array, item.data())
-            (parts,) = chunk
-            is_new = io.begin_put(item.name, parts, create=True)
-            yield None
-            if not is_new():
-                settle(io, self.location, item.name, parts, self._require_own)
-            counters.add(bytes_written=chunk.record.stored_bytes, chunks_written=1)
-            with self._done:
-                done(item, chunk.record)
-
-        self._each(writes, request)
-
-    def _require_own(self) -> None:
-        """Raise unless this save may replace an object in its way."""
-        if self._attempt is None:
-            url = self.location.url
+def write_objects(
+    location: Location,
+    writes: Sequence[ChunkWrite],
+    done: Callable[[ChunkWrite, ChunkRecord], None],
+    options: SaveOptions,
+    attempt: Attempt | None,
+) -> None:
+    """Write chunks as objects, see :meth:`Mover.write`. A chunk larger than the memory budget
+    transfers alone."""
+    lock = threading.Lock()
+    for item in writes:
+        if (size := _stored_bytes(item.array)) > MAX_OBJECT_BYTES:
             raise StorageError(
-                f"{url}: the object exists already, with other content; save elsewhere", url=url
+                f"chunk {item.index} of key {item.array.key!r} has {size} bytes, and one request "
+                f"takes at most {MAX_OBJECT_BYTES}; save in smaller chunks, as the default "
+                "strategy ('zarr', 2) does",
+                key=item.array.key,
+                chunk=item.index,
+                url=f"{location.url}/{item.name}",
             )
-        self._attempt.check()
 
-    # -- reading -------------------------------------------------------------------------------
+    def require_own() -> None:
+        """Raise unless this save may replace an object in its way."""
+        if attempt is None:
+            raise StorageError(
+                f"{location.url}: the object exists already, with other content; save elsewhere",
+                url=location.url,
+            )
+        attempt.check()
 
-    def read(
-        self,
-        reads: Sequence[RegionRead],
-        manifest: Callable[[], Manifest | None],
-        done: ReadDone | None = None,
-    ) -> None:
-        """See :meth:`Mover.read`. Whole chunks are also compared with the commit, which detects
-        chunks that a late writer of another save has overwritten."""
+    def request(io: ObjectIO, item: ChunkWrite) -> _Request:
+        packing = _stored_bytes(item.array) if item.array.is_packed else 0
+        yield _held_bytes(item), packing, item.array.chunk_bytes
+        chunk = EncodedChunk(item.array, item.data())
+        (parts,) = chunk
+        is_new = io.begin_put(item.name, parts, create=True)
+        yield None
+        if not is_new():
+            settle(io, location, item.name, parts, require_own)
+        counters.add(bytes_written=chunk.record.stored_bytes, chunks_written=1)
+        with lock:
+            done(item, chunk.record)
 
-        def request(io: ObjectIO, part: ChunkPart) -> _Request:
-            array, key = part.array, f"{part.array.node}/{part.key}"
-            expected = Expected.of(part, manifest)
-            size = expected.last - expected.first
-            is_whole = expected.sums is None and size == array.chunk_bytes
-            # A compressed chunk is in memory three times: twice as received, and decompressed.
-            yield 3 * size if array.is_packed else size, 0, size
-            stop: int | None = expected.last
-            if is_whole:  # the commit of an older checkpoint lacks the sizes of compressed chunks
-                is_known = stored_bytes(array, part.number) is not None or io.reads_past_end
-                most = most_stored_bytes(array, part.number)
-                stop = io.end_of(most) if is_known else None
-            get = io.begin_get(key, expected.first, stop, size=size)
-            yield None
-            data = get()
-            del get  # frees TensorStore's copy
-            if data is None:
-                problem: Problem | None = MISSING
-            else:
-                problem = receive(part, expected, data)
-            if problem is not None:
-                url = f"{self.location.url}/{key}"
-                raise chunk_error(array, part.index, url, problem, manifest)
-            counters.add(bytes_read=len(data or b""), chunks_read=1)
-            del data
-            if done is not None:
-                done(part.out.nbytes, 1)
+    _each(location, writes, request, options.budget_bytes)
 
-        self._each([part for read in reads for part in chunk_parts(read)], request)
 
-    def _each(self, items: Sequence[T], request: Callable[[ObjectIO, T], _Request]) -> None:
-        """Run one request for each item. Add key and chunk to errors of the store."""
-        if not items:
-            return
-        io = object_io(self.location)
-        sizes = {item.array.chunk_bytes for item in items}
-        budget = _Budget(self.budget_bytes, io.requests, max(sizes))
+def read_objects(
+    location: Location,
+    parts: Sequence[ChunkPart],
+    manifest: Callable[[], Manifest | None],
+    done: ReadDone | None,
+    options: SaveOptions,
+) -> None:
+    """Read parts of chunks from objects, see :meth:`Mover.read`. Whole chunks are also compared
+    with the commit, which detects chunks that a late writer of another save has overwritten."""
 
-        @contextmanager
-        def about(item: T) -> Iterator[None]:
-            try:
-                yield
-            except BaseException as error:
-                budget.stop(error)
-                if isinstance(error, StorageError) and error.key is None:
-                    error.key, error.chunk = item.array.key, item.index
-                    error.message += f" (chunk {item.index} of key {item.array.key!r})"
-                raise
+    def request(io: ObjectIO, part: ChunkPart) -> _Request:
+        array, key = part.array, f"{part.array.node}/{part.key}"
+        verifier = ChunkVerifier.of(part, manifest)
+        size = verifier.last - verifier.first
+        # A compressed chunk is in memory three times: twice as received, and decompressed.
+        yield 3 * size if array.is_packed else size, 0, size
+        stop: int | None = verifier.last
+        if not verifier.sums and size == array.chunk_bytes:
+            # The commit of an older checkpoint lacks the sizes of compressed chunks.
+            is_known = stored_bytes(array, part.number) is not None or io.reads_past_end
+            stop = io.end_of(most_stored_bytes(array, part.number)) if is_known else None
+        get = io.begin_get(key, verifier.first, stop, size=size)
+        yield None
+        data = get()
+        del get  # frees TensorStore's copy
+        problem: Problem | None = MISSING
+        if data is not None:
+            verifier.update(memoryview(data))
+            problem = verifier.finish()
+        if data is None or problem is not None:
+            url = f"{location.url}/{key}"
+            raise chunk_error(array, part.index, url, problem or MISSING, manifest)
+        verifier.scatter(part, verifier.chunk or data)
+        counters.add(bytes_read=len(data), chunks_read=1)
+        del data, verifier
+        if done is not None:
+            done(part.out.nbytes, 1)
 
-        def begin(item: T, may_wait: bool) -> Callable[[], None] | None:
+    _each(location, parts, request, options.budget_bytes)
+
+
+def _each(
+    location: Location,
+    items: Sequence[T],
+    request: Callable[[ObjectIO, T], _Request],
+    budget_bytes: int,
+) -> None:
+    """Run one request for each item. Add key and chunk to errors of the store."""
+    if not items:
+        return
+    io = object_io(location)
+    sizes = {item.array.chunk_bytes for item in items}
+    budget = _Budget(budget_bytes, io.requests, max(sizes))
+
+    @contextmanager
+    def about(item: T) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            budget.stop(error)
+            if isinstance(error, StorageError) and error.key is None:
+                error.key, error.chunk = item.array.key, item.index
+                error.message += f" (chunk {item.index} of key {item.array.key!r})"
+            raise
+
+    def begin(item: T, may_wait: bool) -> Callable[[], None] | None:
+        with about(item):
+            steps = request(io, item)
+            needs = next(steps)
+            assert needs is not None
+            held, starting, size = needs
+            if not budget.take(held + starting, size, may_wait=may_wait):
+                return None
+            next(steps)
+            budget.shrink(held + starting, held, size)
+
+        def finish() -> None:
             with about(item):
-                steps = request(io, item)
-                needs = next(steps)
-                assert needs is not None
-                held, starting, size = needs
-                if not budget.take(held + starting, size, may_wait=may_wait):
-                    return None
-                next(steps)
-                budget.shrink(held + starting, held, size)
+                next(steps, None)
+            budget.give(held, size)
 
-            def finish() -> None:
-                with about(item):
-                    next(steps, None)
-                budget.give(held, size)
+        return finish
 
-            return finish
-
-        run_requests(io, items, begin, small=min(sizes) < LARGE_BYTES)
+    run_requests(io, items, begin, small=min(sizes) < LARGE_BYTES)
 
 
 def _stored_bytes(array: ArrayMeta) -> int:

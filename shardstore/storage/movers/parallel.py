@@ -82,14 +82,14 @@ def run_batched(
         work: called with a batch, by several threads at a time.
         threads: number of threads, including the caller's.
         weight: returns the weight of a job (bytes).
-        batch_weight: a batch is closed once it has this weight.
-        batch_items: a batch is closed once it has this many jobs.
+        batch_weight: largest weight of a batch; a job that exceeds it is a batch by itself.
+        batch_items: largest number of jobs in a batch.
 
     Raises:
         BaseException: the first error that ``work`` raised. No batch starts after it, and all
             threads have ended. The scratch memory of the calling thread is freed.
     """
-    batches = deque(_batches(items, weight, batch_weight, batch_items))
+    batches = deque(in_rounds(items, weight, batch_weight, batch_items))
     failures: list[BaseException] = []
 
     def worker() -> None:
@@ -138,24 +138,19 @@ def run_together(*jobs: Callable[[], Any]) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _batches(
-    items: Sequence[T], weight: Callable[[T], int], batch_weight: int, batch_items: int
-) -> Iterator[Sequence[T]]:
-    start = total = 0
-    for stop, item in enumerate(items, 1):
-        total += weight(item)
-        if total >= batch_weight or stop - start >= batch_items or stop == len(items):
-            yield items[start:stop]
-            start, total = stop, 0
-
-
-def in_rounds(items: Iterable[T], size: Callable[[T], int], most_bytes: int) -> Iterator[list[T]]:
-    """Yield items in rounds of at most ``most_bytes``; a larger item is a round by itself."""
+def in_rounds(
+    items: Iterable[T],
+    size: Callable[[T], int],
+    most_bytes: int,
+    most_items: int | None = None,
+) -> Iterator[list[T]]:
+    """Yield items in rounds of at most ``most_bytes`` and ``most_items``. An item that is larger
+    than ``most_bytes`` is a round by itself."""
     batch: list[T] = []
     total = 0
     for item in items:
         total += size(item)
-        if batch and total > most_bytes:
+        if batch and (total > most_bytes or len(batch) == most_items):
             yield batch
             batch, total = [], size(item)
         batch.append(item)

@@ -6,13 +6,13 @@ It uses a few MiB of memory per thread, for files of any size.
 
 from __future__ import annotations
 
-import io
 import math
-import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
+from fsspec.spec import AbstractBufferedFile  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
 from shardstore.storage.format.grid import Box
@@ -89,11 +89,11 @@ def for_each_region(reads: Sequence[RegionRead], read: Callable[[RegionRead], No
     )
 
 
-class RangeFile(io.RawIOBase):
+class RangeFile(AbstractBufferedFile):  # type: ignore[misc]
     """File object over a range of a file, for readers of small structures in it.
 
-    It reads in blocks and keeps them, because such readers seek back and forth. It is not meant for
-    the array data.
+    It reads ahead and keeps what it read last, because such readers seek back and forth. It is not
+    meant for the array data.
 
     Args:
         location: folder or prefix of the file.
@@ -103,47 +103,9 @@ class RangeFile(io.RawIOBase):
     """
 
     def __init__(self, location: Location, name: str, start: int, length: int) -> None:
-        self._location, self._name = location, name
-        self._start, self._length = start, length
-        self._position = 0
-        self._blocks: dict[int, bytes] = {}
+        self._read = partial(read_bytes, location, name)
+        self._first = start
+        super().__init__(None, name, block_size=BLOCK_BYTES, cache_type="bytes", size=length)
 
-    def readable(self) -> bool:
-        """Return true."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return true."""
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Go to a position within the range and return it."""
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
-        self._position = max(0, base + offset)
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        """Read into a buffer and return the number of bytes, fewer than its size at the end of the
-        range or of the file."""
-        view = memoryview(buffer).cast("B")
-        size = min(len(view), max(0, self._length - self._position))
-        if size > 4 * BLOCK_BYTES:
-            data = self._fetch(self._position, self._position + size)
-        else:
-            first = self._position // BLOCK_BYTES
-            last = -(-(self._position + size) // BLOCK_BYTES)
-            joined = b"".join(self._block(i) for i in range(first, last))
-            begin = self._position - first * BLOCK_BYTES
-            data = joined[begin : begin + size]
-        view[: len(data)] = data
-        self._position += len(data)
-        return len(data)
-
-    def _block(self, i: int) -> bytes:
-        if i not in self._blocks:
-            stop = min((i + 1) * BLOCK_BYTES, self._length)
-            self._blocks[i] = self._fetch(i * BLOCK_BYTES, stop)
-        return self._blocks[i]
-
-    def _fetch(self, start: int, stop: int) -> bytes:
-        return read_bytes(self._location, self._name, self._start + start, self._start + stop)
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        return self._read(self._first + start, self._first + end)

@@ -19,6 +19,7 @@ from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.manifest import Manifest
 from shardstore.storage.movers.chunks import ReadDone, RegionRead
 from shardstore.storage.movers.counters import counters
+from shardstore.storage.movers.parallel import in_rounds
 from shardstore.storage.movers.verify import MISSING, Problem, chunk_error
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.s3 import has_forked
@@ -84,42 +85,39 @@ def open_array(
         ) from error
 
 
-class TensorStoreReader:
-    """Reads regions of arrays through TensorStore.
+def read_decoded(
+    location: Location,
+    reads: Sequence[RegionRead],
+    manifest: Callable[[], Manifest | None] = lambda: None,
+    done: ReadDone | None = None,
+    *,
+    fill_missing: bool = False,
+) -> None:
+    """Read regions of arrays whose codecs TensorStore decodes, see :meth:`Mover.read`.
 
     Args:
         location: root of the checkpoint.
+        reads: the regions.
+        manifest: returns the manifest, for the rank that wrote a missing or damaged chunk.
+        done: see :meth:`Mover.read`.
         fill_missing: see :func:`open_array`.
     """
-
-    def __init__(self, location: Location, *, fill_missing: bool = False) -> None:
-        self.location = location
-        self._fill_missing = fill_missing
-
-    def read(
-        self,
-        reads: Sequence[RegionRead],
-        manifest: Callable[[], Manifest | None],
-        done: ReadDone | None = None,
-    ) -> None:
-        """See :meth:`Mover.read`."""
-        stores: dict[ArrayMeta, Any] = {}
-        pending: deque[tuple[RegionRead, Any]] = deque()
-        flying = 0
-
-        def finish() -> None:
-            nonlocal flying
-            read, future = pending.popleft()
-            flying -= read.out.nbytes
-            failure = None
+    stores: dict[ArrayMeta, Any] = {}
+    wanted = (read for read in reads if read.box.size)
+    for batch in in_rounds(wanted, lambda read: read.out.nbytes, IN_FLIGHT_BYTES):
+        for array in {read.array for read in batch} - stores.keys():
+            stores[array] = open_array(location, array, fill_missing=fill_missing)
+        futures = deque(stores[read.array][read.box.slices].read() for read in batch)
+        for read in batch:
+            failure, future = None, futures.popleft()
             try:
-                if self.location.is_local:
+                if location.is_local:
                     read.out[...] = future.result()
                 else:
-                    remote, size = self.location.remote, read.out.nbytes
-                    read.out[...] = wait(future, remote, shared_context(), size)
+                    size = read.out.nbytes
+                    read.out[...] = wait(future, location.remote, shared_context(), size)
             except ValueError as error:
-                failure = self._explained(read, plain_words(str(error)), manifest)
+                failure = _explained(location, read, plain_words(str(error)), manifest)
             if failure is not None:
                 # Raised outside of the handler: the store's answer may contain the access key.
                 raise failure
@@ -128,35 +126,19 @@ class TensorStoreReader:
             if done is not None:
                 done(read.out.nbytes, touched)
 
-        for read in reads:
-            if not read.box.size:
-                continue
-            if read.array not in stores:
-                fill = self._fill_missing
-                stores[read.array] = open_array(self.location, read.array, fill_missing=fill)
-            pending.append((read, stores[read.array][read.box.slices].read()))
-            flying += read.out.nbytes
-            while pending and flying >= IN_FLIGHT_BYTES:
-                finish()
-        while pending:
-            finish()
 
-    def _explained(
-        self, read: RegionRead, text: str, manifest: Callable[[], Manifest | None]
-    ) -> Exception:
-        """Return the error for a failed read. The name of the failed file and the reason are in
-        TensorStore's error text only."""
-        array = read.array
-        missing, damaged = text.startswith("NOT_FOUND"), text.startswith(_DAMAGE)
-        if missing or damaged:
-            for index in array.grid.overlapping(read.box):
-                name = array.chunk_name(index)
-                if f'/{name}"' in text:
-                    problem = MISSING if missing else Problem("crc", f"is damaged ({text})")
-                    url = f"{self.location.url}/{name}"
-                    return chunk_error(array, index, url, problem, manifest)
-        return StorageError(
-            f"reading key {array.key!r} from {self.location.url}/{array.node} failed: {text}",
-            key=array.key,
-            url=f"{self.location.url}/{array.node}",
-        )
+def _explained(
+    location: Location, read: RegionRead, text: str, manifest: Callable[[], Manifest | None]
+) -> Exception:
+    """Return the error for a failed read. The name of the failed file and the reason are in
+    TensorStore's error text only."""
+    array, above = read.array, f"{location.url}/{read.array.node}"
+    missing, damaged = text.startswith("NOT_FOUND"), text.startswith(_DAMAGE)
+    for index in array.grid.overlapping(read.box) if missing or damaged else ():
+        name = array.chunk_key(index)
+        if f'/{array.node}/{name}"' in text:
+            problem = MISSING if missing else Problem("crc", f"is damaged ({text})")
+            return chunk_error(array, index, f"{above}/{name}", problem, manifest)
+    return StorageError(
+        f"reading key {array.key!r} from {above} failed: {text}", key=array.key, url=above
+    )

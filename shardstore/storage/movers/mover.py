@@ -1,0 +1,136 @@
+"""Moves chunks of any location and of any codecs, and verifies single chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardstore.errors import DamagedCheckpointError
+from shardstore.storage.commit.attempt import Attempt
+from shardstore.storage.format import dtypes
+from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.manifest import ChunkRecord, Manifest
+from shardstore.storage.movers.chunk_bytes import as_bytes, whole_chunk
+from shardstore.storage.movers.chunks import ChunkWrite, ReadDone, RegionRead, chunk_parts
+from shardstore.storage.movers.codecs import most_stored_bytes
+from shardstore.storage.movers.files import read_at_once, read_file, read_files, write_files
+from shardstore.storage.movers.verify import MISSING, ChunkVerifier, Problem
+from shardstore.storage.options import SaveOptions
+from shardstore.storage.stores.location import Location
+
+
+@dataclass(frozen=True)
+class Mover:
+    """Moves chunks between memory and one location.
+
+    Attributes:
+        location: root of the checkpoint or of an attempt.
+        options: threads, durability and memory budget.
+        attempt: the save attempt that written chunks belong to. In an object store it checks that
+            the attempt still owns its target.
+    """
+
+    location: Location
+    options: SaveOptions = SaveOptions()  # noqa: RUF009 (frozen)
+    attempt: Attempt | None = None
+
+    def write(
+        self, writes: Sequence[ChunkWrite], done: Callable[[ChunkWrite, ChunkRecord], None]
+    ) -> None:
+        """Write whole chunks. Call ``done`` for each chunk, from any thread, one call at a time.
+
+        Raises:
+            StorageError: the store refused. The mover starts no further write and waits for the
+                running ones.
+        """
+        if self.location.is_local:
+            write_files(self.location, writes, done, self.options)
+            return
+        from shardstore.storage.movers.object_mover import write_objects
+
+        write_objects(self.location, writes, done, self.options, self.attempt)
+
+    def read(
+        self,
+        reads: Sequence[RegionRead],
+        manifest: Callable[[], Manifest | None] = lambda: None,
+        done: ReadDone | None = None,
+    ) -> None:
+        """Read regions into their destinations and verify every byte that has a checksum. Call
+        ``done`` as parts arrive, from any thread. Each reader is imported where it is needed.
+
+        Raises:
+            ChunkMissingError, ChunkCorruptError: a chunk is missing or damaged. The error names
+                key, chunk and, if the manifest has it, the rank that wrote the chunk.
+        """
+        own = [read for read in reads if read.array.codecs is not None]
+        other = [read for read in reads if read.array.codecs is None]
+        parts = (part for read in own for part in chunk_parts(read))
+        if self.location.is_local:
+            read_files(self.location, [*parts], manifest, done, self.options)
+        elif own:
+            from shardstore.storage.movers.object_mover import read_objects
+
+            read_objects(self.location, [*parts], manifest, done, self.options)
+        if other:
+            from shardstore.storage.movers.tensorstore_reader import read_decoded
+
+            read_decoded(self.location, other, manifest, done)
+
+
+def check_chunk(
+    location: Location,
+    array: ArrayMeta,
+    index: Sequence[int],
+    manifest: Manifest | None,
+    *,
+    hashes: bool = False,
+) -> tuple[int, Problem | None]:
+    """Verify one chunk and discard its data. Several threads may call it.
+
+    Args:
+        location: root of the checkpoint.
+        array: the chunk's array.
+        index: index of the chunk.
+        manifest: the checkpoint's manifest, if it has one.
+        hashes: whether to compare the 128-bit hash too, which takes a second pass over the bytes.
+
+    Returns:
+        Number of bytes read, and the problem; ``None`` if the chunk is intact.
+    """
+    number, name = array.grid.linear(index), array.chunk_name(index)
+    rows = None if manifest is None else manifest.rows(array)
+    crc, digest = None if rows is None else int(rows.crc[number]), None
+    if rows is not None and hashes:
+        digest = rows.digest[number].tobytes()
+    verifier = ChunkVerifier(array, number, 0, array.chunk_bytes, crc=crc, digest=digest)
+    data: bytes | memoryview | None
+    try:
+        if array.codecs is None:
+            box = array.grid.box(index)
+            out = np.empty(box.shape, dtypes.numpy_dtype(array.dtype))
+            Mover(location).read([RegionRead(array, box, out)], lambda: manifest)
+            data = as_bytes(whole_chunk(out, array.grid.chunk_shape)).data
+        elif not location.is_local:
+            data = location.read_range(name, 0, most_stored_bytes(array, number) + 1)
+        elif not hashes and (size := read_at_once(f"{location.url}/{name}", array, crc)):
+            return size, None
+        else:
+            return read_file(f"{location.url}/{name}", verifier)
+    except FileNotFoundError:
+        return 0, MISSING
+    except DamagedCheckpointError as error:
+        return 0, Problem("crc", f"cannot be decoded: {_first_line(error)}")
+    except OSError as error:
+        return 0, Problem("unreadable", f"cannot be read: {_first_line(error)}")
+    if data is None:
+        return 0, MISSING
+    verifier.update(memoryview(data))
+    return verifier.count, verifier.finish()
+
+
+def _first_line(error: BaseException) -> str:
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return str(text).splitlines()[0]
