@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from shardstore.errors import StructureError
-from shardstore.sharded.base import ShardedBase
+from shardstore.mapping import ShardedBase
 
 _NESTED = (dict, list)  # a tuple, because `dict | list` makes an object for each test
 

@@ -22,8 +22,8 @@ from shardstore.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
     StateDict,
+    data_shape,
 )
-from shardstore.sharded.layouts import data_shape
 from shardstore.utils import extract_sharded_tensors_and_factories
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from shardstore.coverage.access_pattern import check_flat_ranges
 from shardstore.errors import AccessPatternError
-from shardstore.mapping import ShardedTensor, is_main_replica
+from shardstore.mapping import ShardedTensor, data_shape, flat_bounds, is_main_replica
 from shardstore.storage.format.grid import Box, cut_gcd
 
 
@@ -44,19 +44,6 @@ def local_box(tensor: ShardedTensor) -> Box:
     return Box(tensor.global_offset, (1,) * tensor.prepend_axis_num + tensor.local_shape)
 
 
-def flat_bounds(tensor: ShardedTensor) -> tuple[int, int]:
-    """Return start and stop of the flattened range in the flattened local tensor."""
-    return tensor._flat_bounds()
-
-
-def data_shape(tensor: ShardedTensor) -> tuple[int, ...]:
-    """Return the shape of a shard's local data; 1-D for a flattened range."""
-    if tensor.flattened_range is None:
-        return tensor.local_shape
-    start, stop = flat_bounds(tensor)
-    return (stop - start,)
-
-
 def as_flat_range(rows: ShardedTensor) -> ShardedTensor:
     """Return a shard of whole rows as a flattened range of the global tensor."""
     shape = rows.global_shape
@@ -74,10 +61,7 @@ def as_flat_range(rows: ShardedTensor) -> ShardedTensor:
 def is_empty_range(tensor: ShardedTensor) -> bool:
     """Return whether a tensor is a flattened range without elements. Such a range is neither saved
     nor loaded."""
-    if tensor.flattened_range is None:
-        return False
-    start, stop = flat_bounds(tensor)
-    return start == stop
+    return tensor.flattened_range is not None and data_shape(tensor) == (0,)
 
 
 def is_alone(tensor: ShardedTensor) -> bool:

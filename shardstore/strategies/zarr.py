@@ -29,7 +29,13 @@ from shardstore.errors import (
 from shardstore.loading.assemble import assemble, read_chunks
 from shardstore.loading.context import LoadContext, context_of, read_documents
 from shardstore.loading.plan import held_regions, plan_reads, whole_tensor, whole_tensors
-from shardstore.mapping import ShardedStateDict, ShardedTensor, StateDict, is_main_replica
+from shardstore.mapping import (
+    ShardedStateDict,
+    ShardedTensor,
+    StateDict,
+    flat_bounds,
+    is_main_replica,
+)
 from shardstore.saving.execute import stage_chunks, write_chunks
 from shardstore.saving.plan import array_meta, plan_writes
 from shardstore.saving.session import Created, Part, SaveSession, session_of
@@ -37,7 +43,6 @@ from shardstore.saving.sources import CutChunk, WritePlan, fetched
 from shardstore.sharded.layouts import (
     FlatRange,
     Layouts,
-    flat_bounds,
     is_first,
     local_box,
     local_layouts,
