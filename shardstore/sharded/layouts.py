@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from shardstore.coverage.access_pattern import check_flat_ranges
+from shardstore.coverage.tiling import find_tiling_fault
 from shardstore.errors import AccessPatternError
 from shardstore.mapping import ShardedTensor, data_shape, flat_bounds, is_main_replica
 from shardstore.storage.format.grid import Box, cut_gcd
@@ -108,8 +108,7 @@ def merge_layouts(reports: Sequence[bytes]) -> Layouts:
                 if shape != global_shape:
                     raise AccessPatternError(
                         f"Invalid access pattern: rank {rank} gives key {key!r} the global shape "
-                        f"{global_shape}, "
-                        f"another rank {shape}",
+                        f"{global_shape}, another rank {shape}",
                         key=key,
                         rank=rank,
                     )
@@ -122,10 +121,31 @@ def merge_layouts(reports: Sequence[bytes]) -> Layouts:
     for key, by_shard in layouts.ranges.items():
         for box, ranges in by_shard.items():
             by_shard[box] = sorted(r for r in ranges if r.stop > r.start)
-            where = f"offset {box.offset}, shape {box.shape}"
-            held = [(r.rank, r.start, r.stop) for r in by_shard[box]]
-            check_flat_ranges(key, where, held, box.size)
+            check_flat_ranges(key, box, by_shard[box])
     return layouts
+
+
+def check_flat_ranges(key: str, box: Box, ranges: Sequence[FlatRange]) -> None:
+    """Check that flattened ranges cover a shard exactly once.
+
+    Raises:
+        AccessPatternError: elements are held twice or not at all; the text names them and the
+            ranks.
+    """
+    fault = find_tiling_fault([((r.start,), (r.stop - r.start,)) for r in ranges], (box.size,))
+    if fault is None:
+        return
+    ranks = [ranges[number].rank for number in fault.shards]
+    many = f"are held by {len(ranks)} main replicas, on ranks {sorted(ranks)[:16]}"
+    raise AccessPatternError(
+        f"Invalid access pattern: Flattened ranges dont cover the whole shard ShardedTensor("
+        f"key={key!r}, offset {box.offset}, shape {box.shape}), {box.size} elements, exactly once: "
+        f"elements {fault.offset[0]}:{fault.offset[0] + fault.shape[0]} "
+        f"{many if ranks else 'are held by no rank'}; ranges by rank: "
+        f"{sorted((r.rank, r.start, r.stop) for r in ranges)[:8]}",
+        key=key,
+        rank=ranks[0] if ranks else None,
+    )
 
 
 def is_first(tensor: ShardedTensor) -> bool:
