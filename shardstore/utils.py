@@ -30,10 +30,6 @@ from shardstore.mapping import (
 # Key, global offset, and the flattened range's bounds (tensors) or the grid's shape (objects).
 _ShardId: TypeAlias = tuple[str, tuple[int, ...], tuple[Any, ...] | None]
 
-_FLOAT8_DTYPES = frozenset(
-    getattr(torch, name) for name in dir(torch) if name.startswith("float8_")
-)
-
 
 class _UnequalLengthsError(StructureError, AssertionError):
     """The error of zip_strict, for callers that catch either kind."""
@@ -205,17 +201,12 @@ def force_all_tensors_to_non_fp8(sharded_state_dict: ShardedStateDict) -> None:
     """
 
     def widened(value: Any) -> Any:
-        if isinstance(value, ShardedTensor):
-            if value.data is not None:
-                value.data = _without_fp8(value.data)
-                value.dtype = value.data.dtype
-            elif value.dtype in _FLOAT8_DTYPES:
-                value.dtype = torch.bfloat16
-        elif isinstance(value, ShardedTensorFactory):
-            if value.data is not None:
-                value.data = _without_fp8(value.data)
-        elif isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor):
             return _without_fp8(value)
+        if isinstance(value, ShardedTensor | ShardedTensorFactory) and value.data is not None:
+            value.data = _without_fp8(value.data)
+        if isinstance(value, ShardedTensor):
+            value.dtype = _wider(value.dtype) if value.data is None else value.data.dtype
         return value
 
     dict_list_map_inplace(widened, sharded_state_dict)
@@ -224,7 +215,11 @@ def force_all_tensors_to_non_fp8(sharded_state_dict: ShardedStateDict) -> None:
 def _without_fp8(tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor).dequantize is not torch.Tensor.dequantize:
         return tensor.dequantize()
-    return tensor.to(torch.bfloat16) if tensor.dtype in _FLOAT8_DTYPES else tensor
+    return tensor.to(_wider(tensor.dtype))
+
+
+def _wider(dtype: torch.dtype) -> torch.dtype:
+    return torch.bfloat16 if str(dtype).startswith("torch.float8_") else dtype
 
 
 fallback_logger = logging.getLogger(__name__)

@@ -91,12 +91,7 @@ class StrictHandling(Enum):
     @staticmethod
     def requires_global_app_metadata(val: StrictHandling) -> bool:
         """Return whether a mode needs the keys of all ranks before loading."""
-        return val in (
-            StrictHandling.IGNORE_ALL,
-            StrictHandling.LOG_ALL,
-            StrictHandling.RAISE_ALL,
-            StrictHandling.RETURN_ALL,
-        )
+        return val.name.endswith("_ALL")
 
     @staticmethod
     def requires_returning_mismatch_keys(val: StrictHandling) -> bool:
@@ -181,9 +176,8 @@ def validate_integrity_and_strict_load(
         logger.warning("%s", text)
     elif text and strict in (StrictHandling.RAISE_UNEXPECTED, StrictHandling.RAISE_ALL):
         text += " Other `strict` modes log, return or ignore them."
-        if unexpected:
-            raise MissingKeyError(text, key=min(unexpected))
-        raise CheckpointingException(text)
+        kind = MissingKeyError if unexpected else CheckpointingException
+        raise kind(text, key=min(unexpected, default=None))
     if unexpected:
         _, sharded_state_dict = extract_matching_values(
             sharded_state_dict, lambda v: isinstance(v, ShardedBase) and v.key in unexpected
@@ -219,12 +213,9 @@ def pickled(common: StateDict) -> bytes:
     """
     try:
         return pickle.dumps(common)
-    except Exception as error:
+    except Exception:
         require_loadable(common, "the common (non-sharded) state")  # its error names the path
-        raise CheckpointingException(
-            f"the common (non-sharded) state cannot be pickled: {type(error).__name__}: "
-            f"{error}; wrap such values in LocalNonpersistentObject to leave them out"
-        ) from error
+        raise
 
 
 def compare_common(mine: StateDict, of_coordinator: bytes, rank: int) -> None:
@@ -258,18 +249,15 @@ def verify_checkpoint(checkpoint_dir: str | Path) -> CheckpointingConfig:
     config = maybe_load_config(checkpoint_dir)
     if config is None:
         is_local = "://" not in str(checkpoint_dir)
-        if is_local and not os.path.isdir(checkpoint_dir):
-            raise NotACheckpointError(
-                f"Checkpoint directory {checkpoint_dir} does not exist", url=str(checkpoint_dir)
-            )
         hint = instead(Location.of(checkpoint_dir)) or (
             f"it has no readable metadata.json"
             f"{'' if is_local else ', or not the zarr.json that commits it'}. "
             f"A save that did not finish leaves such a directory"
         )
-        raise NotACheckpointError(
-            f"{checkpoint_dir} is not a distributed checkpoint: {hint}", url=str(checkpoint_dir)
-        )
+        text = f"{checkpoint_dir} is not a distributed checkpoint: {hint}"
+        if is_local and not os.path.isdir(checkpoint_dir):
+            text = f"Checkpoint directory {checkpoint_dir} does not exist"
+        raise NotACheckpointError(text, url=str(checkpoint_dir))
     return config
 
 
