@@ -31,8 +31,8 @@ import math
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeGuard
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeGuard
 
 import ml_dtypes
 import numpy as np
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from zarr.core.dtype.common import DTypeJSON
     from zarr.core.dtype.wrapper import TBaseDType
 
-_SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_SPECIAL = ("NaN", "Infinity", "-Infinity")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,6 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
     """Base of these data types. A subclass sets the scalar type."""
 
     _scalar: ClassVar[type[np.generic]]
-    _nan_bits: ClassVar[int]
     _has_infinity: ClassVar[bool]
     # Whether every reader converts a fill value given as a number to the same bits.
     _numbers_agree: ClassVar[bool] = True
@@ -61,8 +60,7 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
     def __init_subclass__(cls) -> None:
         cls.dtype_cls = type(np.dtype(cls._scalar))
         cls._zarr_v3_name = cls._scalar.__name__
-        nan, infinity = np.array([math.nan, math.inf]).astype(cls._scalar)
-        cls._nan_bits, cls._has_infinity = cls._bits(nan), math.isinf(float(infinity))
+        cls._has_infinity = math.isinf(np.dtype(cls._scalar).type(math.inf))
 
     @property
     def item_size(self) -> int:
@@ -78,10 +76,6 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
         """
         if not cls._check_native_dtype(dtype):
             raise DataTypeValidationError(f"{dtype!r} is not the numpy type {cls._zarr_v3_name}")
-        return cls._from_byte_order(dtype.byteorder)
-
-    @classmethod
-    def _from_byte_order(cls, order: str) -> Self:
         return cls()
 
     def to_native_dtype(self) -> np.dtype[Any]:
@@ -89,22 +83,16 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
         return np.dtype(self._scalar)
 
     @classmethod
-    def _from_json_v2(cls, data: DTypeJSON) -> Self:
-        return cls._named(data, isinstance(data, Mapping) and data.get("name"), 2)
-
-    @classmethod
     def _from_json_v3(cls, data: DTypeJSON) -> Self:
         # Specification, "Extension points": a string stands for an object with only this name.
-        if isinstance(data, Mapping):
-            return cls._named(data, not data.get("configuration") and data.get("name"), 3)
-        return cls._named(data, data, 3)
+        name: object = data
+        if isinstance(data, Mapping) and not data.get("configuration"):
+            name = data.get("name")
+        if name != cls._zarr_v3_name:
+            raise DataTypeValidationError(f"{data!r} is not the data type {cls._zarr_v3_name}")
+        return cls()
 
-    @classmethod
-    def _named(cls, data: object, name: object, zarr_format: int) -> Self:
-        if name == cls._zarr_v3_name:
-            return cls()
-        kind = f"the Zarr v{zarr_format} data type {cls._zarr_v3_name}"
-        raise DataTypeValidationError(f"{data!r} is not {kind}")
+    _from_json_v2 = _from_json_v3
 
     def to_json(self, zarr_format: ZarrFormat) -> Any:
         """Return the registered name for array metadata.
@@ -136,16 +124,21 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
         """
         if isinstance(data, np.ndarray) and data.ndim == 0:
             data = data[()]
+        if isinstance(data, str):
+            data = self._from_text(data)
         if type(data) is self._scalar:
             return data
-        if isinstance(data, str):
-            return self._from_text(data)
-        if self._check_scalar(data):
-            return self._from_number(float(data))
-        raise TypeError(
-            f"{data!r} of type {type(data).__name__} cannot be a {self._zarr_v3_name} value: "
-            'give a number, "NaN", or the bits as a string like "0x7f"'
-        )
+        if not self._check_scalar(data):
+            raise TypeError(
+                f"{data!r} of type {type(data).__name__} cannot be a {self._zarr_v3_name} value: "
+                'give a number, "NaN", or the bits as a string like "0x7f"'
+            )
+        number = float(data)
+        if number == 0 and math.copysign(1, number) > 0:
+            return self._from_bits(0)
+        number = math.nan if math.isnan(number) else number  # one NaN, whatever its sign
+        scalar: np.generic = np.dtype(self._scalar).type(number)
+        return scalar
 
     def default_scalar(self) -> np.generic:
         """Return the value whose bits are all zero. It is 0, unless the type has no zero."""
@@ -176,10 +169,9 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
                 Zarr v2, which cannot express it.
         """
         scalar = self.cast_scalar(data)
-        bits = self._bits(scalar)
-        if bits == self._nan_bits:
+        bits, number = self._bits(scalar), float(scalar)
+        if bits == self._bits(self.cast_scalar(math.nan)):
             return "NaN"
-        number = float(scalar)
         as_text = f"0x{bits:0{2 * self.item_size}x}"
         if zarr_format == 3 and (math.isnan(number) or not self._numbers_agree):
             return as_text
@@ -192,37 +184,24 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
             return "Infinity" if number > 0 else "-Infinity"
         return 0.0 if bits == 0 else number
 
-    @classmethod
-    def _from_bits(cls, bits: int) -> np.generic:
-        data = bits.to_bytes(np.dtype(cls._scalar).itemsize, sys.byteorder)
-        scalar: np.generic = np.frombuffer(data, cls._scalar)[0]
+    def _from_bits(self, bits: int) -> np.generic:
+        scalar: np.generic = np.array([bits], f"u{self.item_size}").view(self._scalar)[0]
         return scalar
 
-    @classmethod
-    def _bits(cls, scalar: np.generic) -> int:
-        return int.from_bytes(np.array(scalar, cls._scalar).tobytes(), sys.byteorder)
+    def _bits(self, scalar: np.generic) -> int:
+        return int(np.array([scalar], self._scalar).view(f"u{self.item_size}")[0])
 
-    @classmethod
-    def _from_text(cls, text: str) -> np.generic:
-        digits = 2 * np.dtype(cls._scalar).itemsize
-        if text == "NaN" or (text in _SPECIAL and cls._has_infinity):
-            return cls._from_number(_SPECIAL[text])
+    def _from_text(self, text: str) -> float | np.generic:
+        digits = 2 * self.item_size
+        if text == "NaN" or (text in _SPECIAL and self._has_infinity):
+            return float(text)
         if re.fullmatch(f"0x0*[0-9a-fA-F]{{1,{digits}}}", text):
-            return cls._from_bits(int(text, 16))
-        infinities = ', "Infinity", "-Infinity"' if cls._has_infinity else " (no infinities)"
+            return self._from_bits(int(text, 16))
+        infinities = ', "Infinity", "-Infinity"' if self._has_infinity else " (no infinities)"
         raise ValueError(
-            f'{text!r} is not a {cls._zarr_v3_name} value: expected a number, "NaN"{infinities}, '
+            f'{text!r} is not a {self._zarr_v3_name} value: expected a number, "NaN"{infinities}, '
             f'or {digits} hexadecimal digits after "0x"'
         )
-
-    @classmethod
-    def _from_number(cls, number: float) -> np.generic:
-        if number == 0 and math.copysign(1, number) > 0:
-            return cls._from_bits(0)
-        if math.isnan(number):
-            return cls._from_bits(cls._nan_bits)
-        scalar: np.generic = np.dtype(cls._scalar).type(number)
-        return scalar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,9 +211,11 @@ class BFloat16(_MLFloat, HasEndianness):
     _scalar = ml_dtypes.bfloat16
 
     @classmethod
-    def _from_byte_order(cls, order: str) -> Self:
-        native = np.dtype("=u2").newbyteorder(order)  # type: ignore[arg-type]
-        return cls(endianness="little" if native == np.dtype("<u2") else "big")
+    def from_native_dtype(cls, dtype: TBaseDType) -> Self:
+        """Return this data type, in the byte order of a NumPy data type."""
+        orders: dict[str, Literal["little", "big"]] = {"<": "little", ">": "big"}
+        found = super().from_native_dtype(dtype)
+        return replace(found, endianness=orders.get(dtype.byteorder, sys.byteorder))
 
     def to_native_dtype(self) -> np.dtype[Any]:
         """Return the NumPy data type, in this byte order."""
