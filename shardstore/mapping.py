@@ -530,20 +530,16 @@ def _grid_position(
     for rank_offset in rank_offsets:
         try:
             axis, index, parts = map(operator.index, rank_offset)
-            is_inside = 0 <= axis < len(sizes) and 0 <= index < parts
+            fits = 0 <= axis < len(sizes) and 0 <= index < parts
+            fits = fits and cuts.setdefault(axis, (index, parts)) == (index, parts)
         except (TypeError, ValueError):
-            is_inside = False
-        if not is_inside:
+            fits = False
+        if not fits:
             raise AccessPatternError(
-                f"{key}: rank offset {rank_offset!r} is not (axis, index, parts), three whole "
-                f"numbers from 0: axis below {len(sizes)} ({prepend_axis_num} axes are prepended), "
+                f"{key}: rank offset {rank_offset!r} of {rank_offsets} is not (axis, index, "
+                f"parts), three whole numbers from 0: an axis below {len(sizes)} "
+                f"({prepend_axis_num} of them prepended) without a different rank offset, and an "
                 "index below parts",
-                key=key,
-            )
-        if cuts.setdefault(axis, (index, parts)) != (index, parts):
-            raise AccessPatternError(
-                f"{key}: axis {axis} has two different rank offsets, {(axis, *cuts[axis])} and "
-                f"{tuple(rank_offset)}; give one",
                 key=key,
             )
     places = [cuts.get(axis, (0, 1)) for axis in range(len(sizes))]

@@ -65,14 +65,12 @@ def get_param_id_to_sharded_param_map(
         other parameters are left out. If no shard matches, a warning is logged.
     """
     numbers = get_optim_param_to_id_map(optim_params_iter)
-    found: dict[int, ShardedTensor | ShardedTensorFactory] = {}
     shards, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
-    for shard in nested_values(shards):
-        number = numbers.get(id(shard.data))
-        if number is None:
-            logger.debug("%s is not a parameter of the optimizer", shard.key)
-        else:
-            found[number] = shard
+    found: dict[int, ShardedTensor | ShardedTensorFactory] = {
+        numbers[id(shard.data)]: shard
+        for shard in nested_values(shards)
+        if id(shard.data) in numbers
+    }
     if not found:
         logger.warning(
             "None of the model's shards is a parameter of the optimizer.%s", KEEP_VARS_HINT

@@ -30,6 +30,8 @@ from shardstore.mapping import (
 # Key, global offset, and the flattened range's bounds (tensors) or the grid's shape (objects).
 _ShardId: TypeAlias = tuple[str, tuple[int, ...], tuple[Any, ...] | None]
 
+_Split: TypeAlias = tuple[ShardedStateDict, StateDict]
+
 
 class _UnequalLengthsError(StructureError, AssertionError):
     """The error of zip_strict, for callers that catch either kind."""
@@ -68,15 +70,13 @@ def sharded_tensors_of(state_dict: ShardedStateDict) -> list[ShardedTensor]:
     return [value for value in nested_values(state_dict) if isinstance(value, ShardedTensor)]
 
 
-def _extract(
-    state_dict: ShardedStateDict, *kinds: type
-) -> tuple[ShardedStateDict, ShardedStateDict]:
+def _extract(state_dict: ShardedStateDict, *kinds: type) -> _Split:
     return extract_matching_values(state_dict, lambda value: isinstance(value, kinds))
 
 
 def extract_sharded_tensors(
     sharded_state_dict: ShardedStateDict,
-) -> tuple[ShardedStateDict, StateDict]:
+) -> _Split:
     """Split off the tensors.
 
     Returns:
@@ -87,7 +87,7 @@ def extract_sharded_tensors(
 
 def extract_sharded_tensors_and_factories(
     sharded_state_dict: ShardedStateDict,
-) -> tuple[ShardedStateDict, StateDict]:
+) -> _Split:
     """Split off the tensors and the factories of tensors.
 
     Returns:
@@ -99,7 +99,7 @@ def extract_sharded_tensors_and_factories(
 
 def extract_sharded_tensors_or_nonpersistent(
     sharded_state_dict: ShardedStateDict,
-) -> tuple[ShardedStateDict, StateDict]:
+) -> _Split:
     """Split off the tensors, the factories of tensors, and non-persistent objects.
 
     Returns:
@@ -113,7 +113,7 @@ def extract_sharded_tensors_or_nonpersistent(
 
 def extract_sharded_base(
     sharded_state_dict: ShardedStateDict,
-) -> tuple[ShardedStateDict, StateDict]:
+) -> _Split:
     """Split off everything sharded: tensors, objects and factories.
 
     Returns:
@@ -124,7 +124,7 @@ def extract_sharded_base(
 
 def extract_nonpersistent(
     sharded_state_dict: ShardedStateDict,
-) -> tuple[ShardedStateDict, StateDict]:
+) -> _Split:
     """Split off the non-persistent objects.
 
     Returns:

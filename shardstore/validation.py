@@ -229,13 +229,9 @@ def compare_common(mine: StateDict, of_coordinator: bytes, rank: int) -> None:
         return
     if only_on_0 or only_here or mismatched:
         logger.warning(
-            "The common values of rank %d differ from those of rank 0, which are saved. "
-            "Only on rank 0: %s; only on rank %d: %s; different: %s",
-            rank,
-            only_on_0,
-            rank,
-            only_here,
-            mismatched,
+            f"The common values of rank {rank} differ from those of rank 0, which are saved. "
+            f"Only on rank 0: {only_on_0}; only on rank {rank}: {only_here}; "
+            f"different: {mismatched}"
         )
 
 
@@ -313,32 +309,22 @@ def verify_checkpoint_and_load_strategy(
     config, url = config or verify_checkpoint(checkpoint_dir), str(checkpoint_dir)
     sharded = config.sharded_backend, config.sharded_backend_version
     common = config.common_backend, config.common_backend_version
-    return (
-        _reading_strategy(
-            LoadShardedStrategy, sharded_strategy, StrategyAction.LOAD_SHARDED, sharded, url
-        ),
-        _reading_strategy(
-            LoadCommonStrategy, common_strategy, StrategyAction.LOAD_COMMON, common, url
-        ),
-    )
-
-
-def _reading_strategy(
-    kind: type, given: object, action: StrategyAction, written_by: tuple[str, int], url: str
-) -> Any:
-    """Return the given or the default strategy; raise an error if it cannot read the checkpoint."""
-    given = written_by if given is None else given
-    try:
-        strategy = strategy_of(kind, given, action)
-    except CheckpointingException as error:
-        if not isinstance(given, tuple):
-            raise
-        raise FormatVersionError(
-            f"the checkpoint {url} cannot be loaded: {error}", url=url
-        ) from error
-    strategy.check_backend_compatibility(written_by[0])
-    strategy.check_version_compatibility(written_by[1])
-    return strategy
+    found: list[Any] = []
+    for kind, action, given, (backend, version) in (
+        (LoadShardedStrategy, StrategyAction.LOAD_SHARDED, sharded_strategy, sharded),
+        (LoadCommonStrategy, StrategyAction.LOAD_COMMON, common_strategy, common),
+    ):
+        given = (backend, version) if given is None else given
+        try:
+            found.append(strategy_of(kind, given, action))
+        except CheckpointingException as error:
+            if not isinstance(given, tuple):
+                raise
+            text = f"the checkpoint {url} cannot be loaded: {error}"
+            raise FormatVersionError(text, url=url) from error
+        found[-1].check_backend_compatibility(backend)
+        found[-1].check_version_compatibility(version)
+    return found[0], found[1]
 
 
 def strategy_of(kind: type, given: object, action: StrategyAction) -> Any:

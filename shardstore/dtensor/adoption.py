@@ -153,7 +153,19 @@ def _adopt(state: Any, *, plain: Callable[[str], bool], loading: bool) -> Adopte
             )
         return key
 
-    def leaf(value: Any, path: Path) -> Any:
+    def walk(value: Any, path: Path) -> Any:
+        if isinstance(value, dict):
+            walked = empty_like(value)
+            for name, item in value.items():
+                walked[name] = walk(item, (*path, name))
+            return walked
+        if isinstance(value, list):
+            items = [walk(item, (*path, i)) for i, item in enumerate(value)]
+            sharded = [isinstance(item, ShardedBase) for _, item in leaves(items)]
+            if all(isinstance(item, ShardedBase) for item in items) or not any(sharded):
+                return items
+            adopted.lists[path] = len(items)
+            return dict(enumerate(items))
         if isinstance(value, tuple) and _dtensors(value):
             raise AccessPatternError(
                 f"there is a DTensor inside the tuple at {path}; tuples are not searched for "
@@ -167,22 +179,6 @@ def _adopt(state: Any, *, plain: Callable[[str], bool], loading: bool) -> Adopte
             replica_id = 0 if outside else rank
             return shard_type.from_rank_offsets(key_of(path), value, replica_id=replica_id)
         return value
-
-    def walk(value: Any, path: Path) -> Any:
-        if isinstance(value, dict):
-            walked = empty_like(value)
-            for name, item in value.items():
-                walked[name] = walk(item, (*path, name))
-            return walked
-        if not isinstance(value, list):
-            return leaf(value, path)
-        items = [walk(item, (*path, i)) for i, item in enumerate(value)]
-        if all(isinstance(item, ShardedBase) for item in items) or not any(
-            isinstance(value, ShardedBase) for _, value in leaves(items)
-        ):
-            return items
-        adopted.lists[path] = len(items)
-        return dict(enumerate(items))
 
     adopted.state = walk(state, ())
     return adopted

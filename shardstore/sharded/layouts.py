@@ -77,7 +77,7 @@ def needs_layouts(tensors: Iterable[ShardedTensor]) -> bool:
 
 
 def local_layouts(tensors: Iterable[ShardedTensor], rank: int) -> bytes:
-    """Return this rank's part of :class:`Layouts` as a message; empty if there is none."""
+    """Return this rank's part of :class:`Layouts` as a message."""
     entries = []
     for tensor in tensors:
         if is_main_replica(tensor.replica_id) and not is_alone(tensor):
@@ -87,7 +87,7 @@ def local_layouts(tensors: Iterable[ShardedTensor], rank: int) -> bytes:
             entries.append(
                 (tensor.key, tensor.global_shape, irregular, local_box(tensor), bounds, rank)
             )
-    return pickle.dumps(entries) if entries else b""
+    return pickle.dumps(entries)
 
 
 def merge_layouts(reports: Sequence[bytes]) -> Layouts:
@@ -100,9 +100,7 @@ def merge_layouts(reports: Sequence[bytes]) -> Layouts:
     layouts = Layouts()
     shards: dict[str, tuple[tuple[int, ...], list[Box]]] = {}
     for report in reports:
-        for key, global_shape, irregular, box, bounds, rank in (
-            pickle.loads(report) if report else ()
-        ):
+        for key, global_shape, irregular, box, bounds, rank in pickle.loads(report):
             if irregular:
                 shape, boxes = shards.setdefault(key, (global_shape, []))
                 if shape != global_shape:
