@@ -127,17 +127,13 @@ def _is_sequence(x: Any) -> bool:
 
 def _value_mismatch(x1: Any, x2: Any, path: tuple[Any, ...]) -> list[tuple[Any, ...]]:
     types = (path, type(x1), type(x2))
-    if isinstance(x1, torch.Tensor) != isinstance(x2, torch.Tensor):
-        return [types]
-    if isinstance(x1, torch.Tensor) and x1.shape != x2.shape:
+    tensors = [isinstance(x, torch.Tensor) for x in (x1, x2)]
+    if all(tensors) and x1.shape != x2.shape:
         return [(*types, x1.shape, x2.shape)]
     try:
-        if isinstance(x1, torch.Tensor):
-            unequal = x1 != x2
-            if torch.any(unequal):
-                return [(*types, unequal.sum(), x1.shape, unequal.nonzero().tolist())]
-            return []
-        equal = bool(np.all(x1 == x2))
+        if all(tensors) and torch.any(unequal := x1 != x2):
+            return [(*types, unequal.sum(), x1.shape, unequal.nonzero().tolist())]
+        equal = all(tensors) or (not any(tensors) and bool(np.all(x1 == x2)))
     except Exception:
         # Values that cannot be compared (meta tensors, some objects) count as different.
         equal = False

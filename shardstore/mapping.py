@@ -33,6 +33,7 @@ from shardstore.errors import (
     StructureError,
 )
 from shardstore.errors import CheckpointingException as CheckpointingException
+from shardstore.storage.format.grid import Box
 
 logger = logging.getLogger(__name__)
 
@@ -295,11 +296,7 @@ class ShardedTensor(ShardedBase):
         flattened range is ignored: the box is that of the whole local tensor.
         """
         prepended = self.prepend_axis_num
-        box = (
-            slice(offset, offset + size)
-            for offset, size in zip(self.global_offset[prepended:], self.local_shape, strict=True)
-        )
-        return (*self.global_offset[:prepended], *box)
+        return (*self.global_offset[:prepended], *local_box(self).slices[prepended:])
 
     def global_coordinates(self) -> tuple[int | npt.NDArray[np.intp], ...]:
         """Return the global index of each element of the flattened range.
@@ -448,6 +445,11 @@ class ShardedTensor(ShardedBase):
 def _with(values: tuple[int, ...], axis: int, value: int) -> tuple[int, ...]:
     """Return the tuple with another value at one axis."""
     return (*values[:axis], value, *values[axis + 1 :])
+
+
+def local_box(tensor: ShardedTensor) -> Box:
+    """Return the box of the whole, unflattened local tensor in the global tensor."""
+    return Box(tensor.global_offset, (1,) * tensor.prepend_axis_num + tensor.local_shape)
 
 
 def flat_bounds(tensor: ShardedTensor) -> tuple[int, int]:

@@ -166,7 +166,7 @@ def replace_prefix_for_sharding(
                 f"{new_prefix!r}; use apply_prefix_mapping to leave such keys unchanged",
                 key=key,
             )
-        return new_prefix + key[len(old_prefix) :]
+        return new_prefix + key.removeprefix(old_prefix)
 
     _rename_keys(sharded_state_dict, rename)
 
@@ -180,10 +180,8 @@ def apply_prefix_mapping(sharded_state_dict: ShardedStateDict, prefix_map: dict[
     """
 
     def rename(key: str) -> str:
-        for old, new in prefix_map.items():
-            if key.startswith(old):
-                return new + key[len(old) :]
-        return key
+        old = next((prefix for prefix in prefix_map if key.startswith(prefix)), None)
+        return key if old is None else prefix_map[old] + key.removeprefix(old)
 
     _rename_keys(sharded_state_dict, rename)
 

@@ -152,13 +152,8 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
             TypeError: the value is neither a number nor a string.
             ValueError: it is another string, or an infinity and the type has no infinities.
         """
-        if zarr_format == 2 and isinstance(data, str) and data not in _SPECIAL:
-            # TensorStore would read "0x7f" as the number 127 here, so raise an error.
-            raise ValueError(
-                f"fill value {data!r} of a Zarr v2 array of {self._zarr_v3_name}: "
-                'expected a number, "NaN", "Infinity" or "-Infinity"'
-            )
-        return self.cast_scalar(data)
+        value = self._from_text(data, zarr_format) if isinstance(data, str) else data
+        return self.cast_scalar(value)
 
     def to_json_scalar(self, data: object, *, zarr_format: ZarrFormat) -> float | str:
         """Return the form of a fill value in array metadata. It keeps every bit of the value.
@@ -191,16 +186,17 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
     def _bits(self, scalar: np.generic) -> int:
         return int(np.array([scalar], self._scalar).view(f"u{self.item_size}")[0])
 
-    def _from_text(self, text: str) -> float | np.generic:
+    def _from_text(self, text: str, zarr_format: ZarrFormat = 3) -> float | np.generic:
         digits = 2 * self.item_size
         if text == "NaN" or (text in _SPECIAL and self._has_infinity):
             return float(text)
-        if re.fullmatch(f"0x0*[0-9a-fA-F]{{1,{digits}}}", text):
+        # TensorStore reads "0x7f" in Zarr v2 as the number 127.
+        if zarr_format == 3 and re.fullmatch(f"0x0*[0-9a-fA-F]{{1,{digits}}}", text):
             return self._from_bits(int(text, 16))
         infinities = ', "Infinity", "-Infinity"' if self._has_infinity else " (no infinities)"
         raise ValueError(
             f'{text!r} is not a {self._zarr_v3_name} value: expected a number, "NaN"{infinities}, '
-            f'or {digits} hexadecimal digits after "0x"'
+            f'or {digits} hexadecimal digits after "0x" (not in Zarr v2)'
         )
 
 

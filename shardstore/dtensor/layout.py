@@ -181,13 +181,12 @@ def sharded_from_dtensor(key: str, tensor: DTensor, loading: bool) -> Any:
     if is_empty:
         # No rank holds an element, and one rank creates the array.
         runs, cuts, replica_id = [((0, n),) for n in shape], [[] for _ in shape], tuple(coordinate)
+        local = local.new_empty(shape)
     kind = ShardedTensor if mesh.size() == group_size(None) else ClaimedTensor
 
     def build(*_: object) -> ShardedStateDict:
-        data = local.new_empty(shape) if is_empty else local
-        shards = _shards(kind, key, data, shape, list(map(tuple, cuts)), runs, not loading)
-        for shard in shards:
-            shard.replica_id = replica_id
+        axes = list(map(tuple, cuts))
+        shards = _shards(kind, key, local, shape, axes, runs, not loading, replica_id)
         return {str(i): shard for i, shard in enumerate(shards)}
 
     return ShardedTensorFactory(key, local, build, lambda _: made)
@@ -201,6 +200,7 @@ def _shards(
     cuts: Sequence[tuple[AxisCut, ...]],
     runs: Sequence[Runs],
     may_be_flat: bool,
+    replica_id: ReplicaId = 0,
 ) -> list[ShardedTensor]:
     """Return this rank's sharded tensors, which share the local tensor's memory: a box for each
     combination of its runs, or flattened ranges."""
@@ -211,7 +211,7 @@ def _shards(
     for box in itertools.product(*map(_with_position, runs)):
         start, size = tuple(run[0] for run in box), tuple(run[1] for run in box)
         data = local[tuple(slice(position, position + n) for _, n, position in box)]
-        shard = kind(key, data, data.dtype, size, shape, start, regular)
+        shard = kind(key, data, data.dtype, size, shape, start, regular, replica_id)
         found.append(as_flat_range(shard) if flat else shard)
     return found
 

@@ -10,20 +10,17 @@ import math
 import pickle
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
-from shardstore.coverage.tiling import find_tiling_fault
 from shardstore.errors import AccessPatternError
-from shardstore.mapping import ShardedTensor, data_shape, flat_bounds, is_main_replica
+from shardstore.mapping import (
+    ShardedTensor,
+    data_shape,
+    flat_bounds,
+    is_main_replica,
+    local_box,
+)
+from shardstore.sharded.coverage import FlatRange, check_flat_ranges
 from shardstore.storage.format.grid import Box, cut_gcd
-
-
-class FlatRange(NamedTuple):
-    """Elements ``start:stop`` of a flattened shard, held by a rank."""
-
-    start: int
-    stop: int
-    rank: int
 
 
 @dataclass
@@ -37,11 +34,6 @@ class Layouts:
 
     edges: dict[str, tuple[int, ...]] = field(default_factory=dict)
     ranges: dict[str, dict[Box, list[FlatRange]]] = field(default_factory=dict)
-
-
-def local_box(tensor: ShardedTensor) -> Box:
-    """Return the box of the whole, unflattened local tensor in the global tensor."""
-    return Box(tensor.global_offset, (1,) * tensor.prepend_axis_num + tensor.local_shape)
 
 
 def as_flat_range(rows: ShardedTensor) -> ShardedTensor:
@@ -121,29 +113,6 @@ def merge_layouts(reports: Sequence[bytes]) -> Layouts:
             by_shard[box] = sorted(r for r in ranges if r.stop > r.start)
             check_flat_ranges(key, box, by_shard[box])
     return layouts
-
-
-def check_flat_ranges(key: str, box: Box, ranges: Sequence[FlatRange]) -> None:
-    """Check that flattened ranges cover a shard exactly once.
-
-    Raises:
-        AccessPatternError: elements are held twice or not at all; the text names them and the
-            ranks.
-    """
-    fault = find_tiling_fault([((r.start,), (r.stop - r.start,)) for r in ranges], (box.size,))
-    if fault is None:
-        return
-    ranks = [ranges[number].rank for number in fault.shards]
-    many = f"are held by {len(ranks)} main replicas, on ranks {sorted(ranks)[:16]}"
-    raise AccessPatternError(
-        f"Invalid access pattern: Flattened ranges dont cover the whole shard ShardedTensor("
-        f"key={key!r}, offset {box.offset}, shape {box.shape}), {box.size} elements, exactly once: "
-        f"elements {fault.offset[0]}:{fault.offset[0] + fault.shape[0]} "
-        f"{many if ranks else 'are held by no rank'}; ranges by rank: "
-        f"{sorted((r.rank, r.start, r.stop) for r in ranges)[:8]}",
-        key=key,
-        rank=ranks[0] if ranks else None,
-    )
 
 
 def is_first(tensor: ShardedTensor) -> bool:

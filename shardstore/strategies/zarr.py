@@ -35,19 +35,14 @@ from shardstore.mapping import (
     StateDict,
     flat_bounds,
     is_main_replica,
+    local_box,
 )
 from shardstore.saving.execute import stage_chunks, write_chunks
 from shardstore.saving.plan import array_meta, plan_writes
 from shardstore.saving.session import Created, Part, SaveSession, session_of
 from shardstore.saving.sources import CutChunk, WritePlan, fetched
-from shardstore.sharded.layouts import (
-    FlatRange,
-    Layouts,
-    is_first,
-    local_box,
-    local_layouts,
-    merge_layouts,
-)
+from shardstore.sharded.coverage import FlatRange
+from shardstore.sharded.layouts import Layouts, is_first, local_layouts, merge_layouts
 from shardstore.storage.checkpoint import (
     StoredCheckpoint,
     create_array,

@@ -1,7 +1,7 @@
 """Check that all ranks describe each tensor and object alike, and that main replicas cover it once.
 
-Each rank reports its shards, and one rank checks all reports. :mod:`shardstore.coverage.tiling`
-does the geometry.
+Each rank reports its shards, and one rank checks all reports. The geometry at the end is exact for
+any boxes, and takes nearly linear time in the number of boxes for the cuts of real models.
 """
 
 from __future__ import annotations
@@ -12,17 +12,23 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
-from shardstore.coverage.tiling import find_tiling_fault
+import numpy as np
+
 from shardstore.errors import (
     AccessPatternError,
     CheckpointingException,
     DTypeMismatchError,
     ShapeMismatchError,
 )
-from shardstore.mapping import ShardedObject, ShardedTensor, flat_bounds, is_main_replica
-from shardstore.sharded.layouts import FlatRange, check_flat_ranges, local_box
+from shardstore.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    flat_bounds,
+    is_main_replica,
+    local_box,
+)
 from shardstore.storage.format.grid import Box
 
 _cut_of = attrgetter(*(f.name for f in fields(ShardedTensor) if f.name not in ("key", "data")))
@@ -225,3 +231,103 @@ def check_object(held: list[tuple[int, ShardedObject]]) -> None:
 def _ranks(held: _Tensors | _Objects) -> list[int]:
     """Return the ranks that hold shards, at most 16 of them."""
     return sorted({rank for rank, _ in held})[:16]
+
+
+# -- flattened ranges and boxes --------------------------------------------------------------------
+
+
+class FlatRange(NamedTuple):
+    """Elements ``start:stop`` of a flattened shard, held by a rank."""
+
+    start: int
+    stop: int
+    rank: int
+
+
+def check_flat_ranges(key: str, box: Box, ranges: Sequence[FlatRange]) -> None:
+    """Check that flattened ranges cover a shard exactly once.
+
+    Raises:
+        AccessPatternError: elements are held twice or not at all; the text names them and the
+            ranks.
+    """
+    fault = find_tiling_fault([((r.start,), (r.stop - r.start,)) for r in ranges], (box.size,))
+    if fault is None:
+        return
+    ranks = [ranges[number].rank for number in fault.shards]
+    many = f"are held by {len(ranks)} main replicas, on ranks {sorted(ranks)[:16]}"
+    raise AccessPatternError(
+        f"Invalid access pattern: Flattened ranges dont cover the whole shard ShardedTensor("
+        f"key={key!r}, offset {box.offset}, shape {box.shape}), {box.size} elements, exactly once: "
+        f"elements {fault.offset[0]}:{fault.offset[0] + fault.shape[0]} "
+        f"{many if ranks else 'are held by no rank'}; ranges by rank: "
+        f"{sorted((r.rank, r.start, r.stop) for r in ranges)[:8]}",
+        key=key,
+        rank=ranks[0] if ranks else None,
+    )
+
+
+# Largest number of grid cells that are counted at once. A region with more is cut in two.
+_MAX_CELLS = 1 << 20
+
+
+class TilingFault(NamedTuple):
+    """A part of the region that is not covered exactly once.
+
+    Attributes:
+        offset: where the part begins.
+        shape: its extent.
+        shards: numbers of the boxes that cover all of it: none, or two and more.
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    shards: tuple[int, ...]
+
+
+def find_tiling_fault(
+    boxes: Sequence[tuple[Sequence[int], Sequence[int]]], global_shape: Sequence[int]
+) -> TilingFault | None:
+    """Find a part of a global shape that boxes leave uncovered or cover twice.
+
+    Args:
+        boxes: offset and extent of each box. Boxes without elements, and parts outside the global
+            shape, are ignored.
+        global_shape: the region to tile, from the origin.
+
+    Returns:
+        One fault, or None if each element is in exactly one box.
+    """
+    ndim = len(global_shape)
+    bounds = np.array(boxes, np.int64).reshape(len(boxes), 2, ndim).cumsum(axis=1)
+    # Regions that are not yet checked: their bounds, and the numbers of boxes that may overlap.
+    pending = [(np.zeros(ndim, np.int64), np.array(global_shape, np.int64), np.arange(len(boxes)))]
+    while pending:
+        low, high, numbers = pending.pop()
+        starts, stops = bounds[numbers].clip(low, high).swapaxes(0, 1)
+        inside = np.all(stops > starts, axis=1)
+        starts, stops, numbers = starts[inside], stops[inside], numbers[inside]
+        # The edges of all boxes form a grid. Count the boxes that cover each of its cells.
+        edges, spans = [], np.zeros((ndim, 2, len(numbers)), np.int64)
+        for axis in range(ndim):
+            bounds_of_axis = [[low[axis], high[axis]], starts[:, axis], stops[:, axis]]
+            found, places = np.unique(np.concatenate(bounds_of_axis), return_inverse=True)
+            edges.append(found)
+            spans[axis] = places[2:].reshape(2, -1)
+        cells = [len(found) - 1 for found in edges]
+        if math.prod(cells) > _MAX_CELLS:
+            axis = int(np.argmax(cells))
+            left_high, right_low = high.copy(), low.copy()
+            left_high[axis] = right_low[axis] = edges[axis][cells[axis] // 2]
+            pending += [(right_low, high, numbers), (low, left_high, numbers)]
+            continue
+        counts = np.zeros(cells, np.int64)
+        for first, last in zip(*spans.transpose(1, 2, 0).tolist(), strict=True):
+            counts[tuple(map(slice, first, last))] += 1
+        for cell in np.argwhere(counts != 1)[:1].tolist():
+            offset = tuple(int(edges[axis][i]) for axis, i in enumerate(cell))
+            end = tuple(int(edges[axis][i + 1]) for axis, i in enumerate(cell))
+            covering = np.all((starts <= offset) & (stops >= end), axis=1)
+            shape = tuple(b - a for a, b in zip(offset, end, strict=True))
+            return TilingFault(offset, shape, tuple(numbers[covering].tolist()))
+    return None
