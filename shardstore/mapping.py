@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from numbers import Integral
-from typing import Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -707,32 +707,27 @@ def apply_factory_merges(
     Raises:
         StructureError: (a ``CheckpointingException`` and ``ValueError``) the structures differ.
     """
-    merged: StateDict = _merged(x1, x2, key)
-    return merged
-
-
-def _merged(x1: Any, x2: Any, at: tuple[str | int, ...]) -> Any:
     if isinstance(x2, ShardedTensorFactory):
         try:
-            return x2.merge_fn(x1)
+            return cast(StateDict, x2.merge_fn(x1))
         except Exception as error:
-            error.add_note(f"while merging the loaded parts of the factory {x2.key!r} at {at}")
+            error.add_note(f"while merging the loaded parts of the factory {x2.key!r} at {key}")
             raise
     if not isinstance(x1, dict | list) or not isinstance(x2, dict | type(x1)):
         raise StructureError(
-            f"at {at} a {type(x1).__name__} was loaded, where the factories have a "
+            f"at {key} a {type(x1).__name__} was loaded, where the factories have a "
             f"{type(x2).__name__}: neither a factory nor a matching dict or list"
         )
     if isinstance(x2, list) and len(x1) != len(x2):
         raise StructureError(
-            f"{len(x1)} elements were loaded at {at}, but the factories need {len(x2)}"
+            f"{len(x1)} elements were loaded at {key}, but the factories need {len(x2)}"
         )
     loaded = x1 if isinstance(x1, dict) else range(len(x1))
     for k in x2 if isinstance(x2, dict) else loaded:
         if k not in loaded:
             raise StructureError(
-                f"factories at {at} need element {k!r} of a {type(x1).__name__} of {len(x1)} "
+                f"factories at {key} need element {k!r} of a {type(x1).__name__} of {len(x1)} "
                 f"elements, which was not loaded; loaded are {list(loaded)}"
             )
-        x1[k] = _merged(x1[k], x2[k], (*at, k))
+        x1[k] = apply_factory_merges(x1[k], x2[k], (*key, k))
     return x1

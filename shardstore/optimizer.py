@@ -43,10 +43,8 @@ def get_optim_param_to_id_map(optim_params_iter: Iterable[torch.nn.Parameter]) -
     Returns:
         ``id()`` of a parameter -> its number. A repeated parameter keeps its first number.
     """
-    numbers: dict[int, int] = {}
-    for number, param in enumerate(optim_params_iter):
-        numbers.setdefault(id(param), number)
-    return numbers
+    last_first = reversed(list(enumerate(optim_params_iter)))  # so that the first number stays
+    return {id(param): number for number, param in last_first}
 
 
 def get_param_id_to_sharded_param_map(

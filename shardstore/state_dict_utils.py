@@ -105,10 +105,9 @@ def check_state(state_dict: object) -> None:
             as in one that contains itself.
     """
     if not isinstance(state_dict, dict):
-        a = "an" if type(state_dict).__name__[0] in "aeiou" else "a"
         raise StructureError(
-            f"the state dict must be a dict of tensors and values, not {a} "
-            f"{type(state_dict).__name__}; for one tensor, pass {{name: tensor}}"
+            f"the state dict is of type {type(state_dict).__name__}, but must be a dict of tensors "
+            "and values; for one tensor, pass {name: tensor}"
         )
     for _ in leaves(state_dict):
         pass

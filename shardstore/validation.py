@@ -64,8 +64,6 @@ class StrictHandling(Enum):
     in the checkpoint and in no rank's state dict.
     """
 
-    __module__ = "shardstore.validation"  # the name in pickles of programs
-
     ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
     """Do not compare keys; reading an unexpected key raises an error."""
     LOG_UNEXPECTED = "log_unexpected"
@@ -108,8 +106,6 @@ def parse_strict_flag(strict: str | StrictHandling) -> StrictHandling:
     Raises:
         ArgumentError: it is neither.
     """
-    if isinstance(strict, StrictHandling):
-        return strict
     try:
         return StrictHandling(strict)
     except ValueError:

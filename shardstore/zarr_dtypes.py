@@ -31,8 +31,8 @@ import math
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeGuard
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeGuard
 
 import ml_dtypes
 import numpy as np
@@ -76,11 +76,16 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
         """
         if not cls._check_native_dtype(dtype):
             raise DataTypeValidationError(f"{dtype!r} is not the numpy type {cls._zarr_v3_name}")
-        return cls()
+        if not issubclass(cls, HasEndianness):
+            return cls()
+        return cls(endianness={"<": "little", ">": "big"}.get(dtype.byteorder, sys.byteorder))
 
     def to_native_dtype(self) -> np.dtype[Any]:
-        """Return the NumPy data type of ``ml_dtypes``."""
-        return np.dtype(self._scalar)
+        """Return the NumPy data type of ``ml_dtypes``, in this byte order."""
+        native: np.dtype[Any] = np.dtype(self._scalar)
+        # newbyteorder() would make another object than the dtype of ml_dtypes.
+        is_native = getattr(self, "endianness", sys.byteorder) == sys.byteorder
+        return native if is_native else native.newbyteorder()
 
     @classmethod
     def _from_json_v3(cls, data: DTypeJSON) -> Self:
@@ -205,19 +210,6 @@ class BFloat16(_MLFloat, HasEndianness):
     """``bfloat16``: 1 sign, 8 exponent, 7 mantissa bits. The other types here are single bytes."""
 
     _scalar = ml_dtypes.bfloat16
-
-    @classmethod
-    def from_native_dtype(cls, dtype: TBaseDType) -> Self:
-        """Return this data type, in the byte order of a NumPy data type."""
-        orders: dict[str, Literal["little", "big"]] = {"<": "little", ">": "big"}
-        found = super().from_native_dtype(dtype)
-        return replace(found, endianness=orders.get(dtype.byteorder, sys.byteorder))
-
-    def to_native_dtype(self) -> np.dtype[Any]:
-        """Return the NumPy data type, in this byte order."""
-        native: np.dtype[Any] = np.dtype(self._scalar)
-        # newbyteorder() would make another object than the dtype of ml_dtypes.
-        return native if self.endianness == sys.byteorder else native.newbyteorder()
 
 
 class Float8E4M3FN(_MLFloat):
